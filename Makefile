@@ -1,0 +1,74 @@
+# Everything below sets up what it needs: a virtual environment in $(VENV), with the versions of constraints.txt.
+
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= runs/digits
+# Passed on: make compare ARGS="--methods mean-field,symmetrized", make test PYTEST_ARGS="tests/mcmc -x"
+ARGS ?=
+PYTEST_ARGS ?=
+# make test SLOW=1 runs the tests marked slow, too.
+SLOW ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STUDY := $(VENV)/.installed-study
+DEV := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help compare quick test lint types format clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+
+compare: $(STUDY)  ## fit, sample and compare on real data; ends with the report to open
+	$(BIN)/pyro-symmetric compare --out $(OUT) $(ARGS)
+	@echo "Open $(abspath $(OUT)/report.html)"
+
+quick: $(STUDY)  ## the same in a short setting, under 2 minutes
+	$(BIN)/pyro-symmetric compare --quick --out runs/quick $(ARGS)
+	@echo "Open $(abspath runs/quick/report.html)"
+
+# One thread a process: the tests' tensors are small, and the processes share the cores. Work stealing keeps the tests
+# of a module, which share what is costly to set up, together as long as there is enough to do.
+test: lint types  ## format, lint, types and tests; SLOW=1 adds the slow tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(if $(SLOW),,-m "not slow") $(PYTEST_ARGS)
+
+lint: $(DEV)  ## ruff: format and lint, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(DEV)  ## mypy
+	$(BIN)/mypy
+
+format: $(DEV)  ## ruff: format, and mend what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the virtual environment, builds and caches; data/ and runs/ stay
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment: made once, and installed into again only when the requirements change. A stamp is written last, so
+# what is interrupted is taken up again. Our own package is installed in editable mode: the sources are always current.
+$(STUDY): $(VENV)/.installed-torch
+	$(PIP) install -c constraints.txt -e '.[study]'
+	@touch $@
+
+$(DEV): $(VENV)/.installed-torch
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# torch first, by itself and pinned: where pip is configured to offer a CPU-only build of that version, it is taken, and
+# what depends on torch is then content with it. Asked for by a range, the largest CUDA build would come.
+$(VENV)/.installed-torch: $(VENV)/.created pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt torch
+	@touch $@
+
+$(VENV)/.created:
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "There is no $(PYTHON); say where Python 3.11 or later is: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or later is needed, but $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
+	         "say where one is: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@

@@ -1,0 +1,120 @@
+"""What is built from this tree installs into an empty environment, and holds what it should."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import textwrap
+import tomllib
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+import pyro_symmetric
+
+TREE = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((TREE / "pyproject.toml").read_text())["project"]
+LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "data", "tutorials")
+
+
+def run(*command: object, **options) -> str:
+    """Run a command, and show what it said if it fails."""
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """An sdist of the tree, and a wheel of that sdist, built without any network."""
+    folder = tmp_path_factory.mktemp("package")
+    shutil.copytree(TREE, folder / "tree", ignore=shutil.ignore_patterns(*LEFT_OUT))
+    # Without isolation the environment's setuptools builds it: the one that a network would fetch.
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", folder / "tree")
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def empty_python(built, tmp_path_factory) -> Path:
+    """The Python of a new environment that has the wheel, and sees our dependencies but not our working tree."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    wheel = next(built.glob("*.whl"))
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel)
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    # A path named in a .pth file is searched last, and its own .pth files (our editable installation) aren't run.
+    (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(built):
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        metadata = {PurePosixPath(name).name for name in wheel.namelist()}
+    sources = {
+        path.relative_to(TREE).as_posix()
+        for path in (TREE / "pyro_symmetric").rglob("*")
+        if path.suffix in {".py", ".html"} or path.name == "py.typed"
+    }
+    assert names == sources
+    assert "pyro_symmetric/py.typed" in names
+    assert {"LICENSE", "entry_points.txt"} <= metadata
+
+
+def test_the_sdist_holds_what_is_needed_to_build_and_to_cite(built):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        names = {PurePosixPath(*PurePosixPath(name).parts[1:]).as_posix() for name in sdist.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "pyro_symmetric/py.typed"} <= names
+    assert not [name for name in names if name.startswith(("tests", "tutorials", "benchmarks", "runs", "data"))]
+
+
+def test_the_installed_wheel_imports_and_knows_its_version(empty_python, tmp_path):
+    program = """
+        import importlib, pkgutil, pyro_symmetric as ps
+        for module in pkgutil.walk_packages(ps.__path__, "pyro_symmetric."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+        print(ps.__file__, ps.__version__, sep="\\n")
+    """
+    output = run(empty_python, "-c", textwrap.dedent(program), cwd=tmp_path, env=without_pythonpath())
+    file, version = output.splitlines()
+    assert Path(file).is_relative_to(empty_python.parent.parent)
+    assert version == PROJECT["version"]
+
+
+def test_the_library_imports_without_its_extras(empty_python, tmp_path):
+    program = "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:])); import pyro_symmetric"
+    extras = ("sklearn", "matplotlib", "jinja2", "torchmetrics")
+    run(empty_python, "-c", program, *extras, cwd=tmp_path, env=without_pythonpath())
+
+
+def test_the_installed_command_explains_itself(empty_python, tmp_path):
+    command = empty_python.parent / "pyro-symmetric"
+    assert "compare" in run(command, "--help", cwd=tmp_path, env=without_pythonpath())
+
+
+def test_one_version_is_told_everywhere():
+    assert pyro_symmetric.__version__ == PROJECT["version"]
+    assert f"\nversion: {PROJECT['version']}\n" in (TREE / "CITATION.cff").read_text()
+    changelog = TREE / "CHANGELOG.md"
+    assert PROJECT["version"] in changelog.read_text()
+
+
+def test_every_requirement_is_pinned_to_a_version_that_its_range_admits():
+    from packaging.requirements import Requirement
+
+    lines = [line for line in (TREE / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
+    extras = PROJECT["optional-dependencies"].values()
+    for text in [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]:
+        requirement = Requirement(text)
+        if requirement.name != PROJECT["name"]:
+            assert requirement.specifier.contains(pinned[requirement.name.lower()]), text
+
+
+def without_pythonpath() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
