@@ -1,0 +1,136 @@
+"""Find the weight-space symmetries of a network: trace it, carry labels through every operator, solve, verify.
+
+The network is traced by ``torch.export`` on an example input. Every entry of every parameter axis starts as a unit of
+its own; one rule for each operator (:mod:`pyro_symmetric.symmetry.rules`) ties units that must move together, pins
+those that can't move, and states how multipliers pass. What no rule understands is pinned, never freed. Solving these
+facts gives permutations (nested where heads or groups move as wholes), positive scalings, signs and shifts; then a
+random element of the whole group must leave the output unchanged.
+
+Sources: Ainsworth, Hayase & Srinivasa 2023, arXiv 2209.04836 (permutations, by hand-written specifications); Laurent,
+Aldea & Franchi 2024, arXiv 2310.08287, section 2 and appendix (scalings, normalisation layers); colour refinement as in
+Weisfeiler & Leman 1968.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pyro_symmetric.symmetry import trace as tracing
+from pyro_symmetric.symmetry.assembly import factors_of
+from pyro_symmetric.symmetry.explain import explain
+from pyro_symmetric.symmetry.facts import Facts
+from pyro_symmetric.symmetry.labeller import Labeller
+from pyro_symmetric.symmetry.multipliers import scaling_factors, sign_factors
+from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.symmetry.rescaling import ScalingGroup, ShiftGroup, SignGroup
+from pyro_symmetric.symmetry.structure import solve
+from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
+
+
+def find_symmetry(
+    net: nn.Module, *example_inputs: Any, strict: bool = False, verify: bool = True, logits: bool = False
+) -> WeightSymmetry:
+    """The symmetries of a network's weights: which permutations, scalings, signs and shifts leave its function alone.
+
+    >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> find_symmetry(net, torch.randn(4, 3)).permutations.factors
+    {'0': 8}
+
+    :param net: any module that ``torch.export`` can trace. It isn't changed.
+    :param example_inputs: what its ``forward`` takes, of the size that it is meant for, with a batch of two or more. May
+        be left out for an ``nn.Sequential`` that starts with a linear layer.
+    :param strict: raise where an operator isn't understood, instead of leaving out what reaches it with a warning.
+    :param verify: try a random element of the group on a copy in float64; factors that fail are dropped with a warning
+        that names them.
+    :param logits: whether the outputs go through a softmax over their last axis, so that one constant may be added to
+        the last bias.
+    :raises UntraceableError: if the forward pass depends on the data that flows through it.
+    :raises ValueError: if ``strict`` and an operator has no rule.
+    """
+    inputs = example_inputs or _default_inputs(net)
+    facts, unknown = Facts(), set[str]()
+    training = net.training
+    try:
+        net.eval()
+        used = _propagate(net, inputs, facts, unknown)
+        if _has_unused_parameters(net, used):
+            net.train()
+            with contextlib.suppress(tracing.UntraceableError):  # what only that branch uses then stays as it is
+                also_used, _ = _propagate(net, inputs, facts, unknown, logits)
+                used |= also_used
+    finally:
+        net.train(training)
+    _report_unknown(unknown, strict)
+    symmetry = _solved(net, facts, used, shifted, logits)
+    if verify:
+        from pyro_symmetric.symmetry.verify import repaired
+
+        symmetry = repaired(symmetry, net, inputs)
+    return symmetry
+
+
+def _default_inputs(net: nn.Module) -> tuple[torch.Tensor]:
+    """A batch of two for a sequence of layers that starts (apart from flattening) with a linear one."""
+    first = next((m for m in net if not isinstance(m, nn.Flatten)), None) if isinstance(net, nn.Sequential) else net
+    if not isinstance(first, nn.Linear):
+        raise TypeError(
+            f"find_symmetry needs an example input for {type(net).__name__}: pass what its forward takes, "
+            "e.g. find_symmetry(net, torch.randn(2, 3, 32, 32))"
+        )
+    return (torch.randn(2, first.in_features, device=first.weight.device, dtype=first.weight.dtype),)
+
+
+def _propagate(
+    net: nn.Module, inputs: Sequence[Any], facts: Facts, unknown: set[str], logits: bool
+) -> tuple[set[str], set[str]]:
+    """Record the facts of one forward pass; returns the sites that it uses, and the biases in front of a softmax."""
+    program = tracing.trace(net, inputs)
+    outputs = tracing.propagate(program, net, facts, unknown)
+    labeller = Labeller(facts)
+    labeller.where = "the network's output"
+    for value in outputs:
+        labeller.pin(value)
+    return tracing.used_sites(program, net), tracing.shifted_biases(program, net, logits)
+
+
+def _has_unused_parameters(net: nn.Module, used: set[str]) -> bool:
+    """Whether the traced pass left parameters out, which another (training) branch may use."""
+    return any(name not in used for name, _ in net.named_parameters())
+
+
+def _report_unknown(unknown: set[str], strict: bool) -> None:
+    if not unknown:
+        return
+    text = (
+        f"no rule for {', '.join(sorted(unknown))}: the units that reach it are left out of the group. "
+        "pyro_symmetric.symmetry.register_rule adds a rule"
+    )
+    if strict:
+        raise ValueError(text)
+    warnings.warn(text, tracing.UnknownOperator, stacklevel=3)
+
+
+def _solved(net: nn.Module, facts: Facts, used: set[str], shifted: set[str], logits: bool) -> WeightSymmetry:
+    for site in list(facts.leaves):
+        if site not in used:  # nothing is known about what no forward pass has touched
+            for part in facts.leaves[site].parts:
+                facts.pin(part.atoms, "no forward pass uses it")
+    structure = solve(facts)
+    buffers = {site for site, leaf in facts.leaves.items() if leaf.buffer}
+    shapes = {name: value.shape for name, value in net.named_parameters()}
+    shapes |= {name: value.shape for name, value in net.named_buffers() if name in buffers}
+    permutations = PermutationGroup(factors_of(facts, structure), shapes)
+    return WeightSymmetry(
+        permutations=permutations,
+        scalings=ScalingGroup(scaling_factors(facts), shapes),
+        signs=SignGroup(sign_factors(facts), shapes),
+        shifts=ShiftGroup(shifted, shapes),
+        explanation=explain(facts, structure, permutations),
+        logits=logits,
+    )

@@ -1,0 +1,172 @@
+"""What all groups of the library share: factors, and the axes of sites along which their units lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.symmetry.weights import batch_shape, require_sites
+
+
+class AnyAxis(Protocol):
+    """Where units lie: see ``Axis`` and ``RescaledAxis``."""
+
+    @property
+    def site(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def index(self) -> Tensor: ...
+    @property
+    def buffer(self) -> bool: ...
+
+
+class AnyFactor(Protocol):
+    """A named set of units with the axes along which they lie: see ``Factor`` and ``RescalingFactor``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def axes(self) -> Sequence[Any]: ...
+
+
+F = TypeVar("F", bound=AnyFactor)
+A = TypeVar("A", bound=AnyAxis)
+
+
+class FactoredGroup(Generic[F, A]):
+    """A product of groups, one for each factor, that act on axes of sites.
+
+    :param factors: the factors of the product; their order is the order in which they are visited everywhere.
+    :param site_shapes: shape of every site of the model, touched or not (without batch dimensions).
+    :raises ValueError: if two factors share a name, or an axis doesn't fit its site.
+    """
+
+    verb = "moves"
+
+    def __init__(self, factors: Iterable[F], site_shapes: Mapping[str, torch.Size]):
+        self._factors: dict[str, F] = {}
+        self.site_shapes = {site: torch.Size(shape) for site, shape in site_shapes.items()}
+        self._members: dict[str, dict[int, list[tuple[str, A]]]] = {}
+        for factor in factors:
+            if factor.name in self._factors:
+                raise ValueError(f"two factors are called {factor.name!r}; every factor needs a name of its own")
+            self._factors[factor.name] = factor
+            for axis in factor.axes:
+                self._check_axis(factor.name, axis)
+                self._members.setdefault(axis.site, {}).setdefault(axis.dim, []).append((factor.name, axis))
+
+    def _check_axis(self, name: str, axis: A) -> None:
+        where = f"factor {name!r} {self.verb} axis {axis.dim} of {axis.site!r}"
+        if axis.site not in self.site_shapes:
+            raise ValueError(f"{where}, but the known sites are {sorted(self.site_shapes)}")
+        shape = self.site_shapes[axis.site]
+        if not 0 <= axis.dim < len(shape):
+            raise ValueError(f"{where}, but that site has shape {tuple(shape)}")
+        if axis.index.numel() and not 0 <= int(axis.index.min()) <= int(axis.index.max()) < shape[axis.dim]:
+            raise ValueError(f"{where}, whose length is {shape[axis.dim]}, but its index reaches outside")
+        if axis.index.unique().numel() != axis.index.numel():
+            raise ValueError(f"{where}, but its index names a position twice")
+
+    @property
+    def factors(self) -> dict[str, int]:
+        """Factor name -> number of its units."""
+        return {name: factor.size for name, factor in self._factors.items()}
+
+    def factor(self, name: str) -> F:
+        """The factor of that name, with its axes."""
+        if name not in self._factors:
+            raise ValueError(f"the group has no factor {name!r}; its factors are {list(self._factors)}")
+        return self._factors[name]
+
+    def require_factors(self, names: Iterable[str]) -> None:
+        """:raises ValueError: if the group lacks one of the factors."""
+        unknown = [name for name in names if name not in self._factors]
+        if unknown:
+            raise ValueError(f"the group has no factors {unknown}; its factors are {list(self._factors)}")
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites that the group acts on, buffers included."""
+        return tuple(self._members)
+
+    @property
+    def required_sites(self) -> tuple[str, ...]:
+        """The sites that weights must hold to be acted on: those of the factors, without buffers."""
+        return tuple(
+            site
+            for site, by_dim in self._members.items()
+            if not all(axis.buffer for members in by_dim.values() for _, axis in members)
+        )
+
+    def members(self, site: str) -> dict[int, list[tuple[str, A]]]:
+        """For each axis of a site that the group acts on: the (factor name, axis) pairs, in the order of acting."""
+        return self._members.get(site, {})
+
+    def batch_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
+        """The batch shape of ``weights``, checked against the sites' shapes."""
+        require_sites(weights, self.required_sites)
+        return batch_shape(weights, self.site_shapes)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, FactoredGroup)
+            and type(self) is type(other)
+            and self.site_shapes == other.site_shapes
+            and self._signature() == other._signature()
+        )
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.factors.items()), tuple(sorted(self._members))))
+
+    def _signature(self) -> list[object]:
+        def plain(value: object) -> object:
+            return str(value.tolist()) if isinstance(value, Tensor) else str(value)
+
+        def fields(thing: Any) -> list[object]:
+            return [plain(value) for key, value in sorted(vars(thing).items()) if key != "axes"]
+
+        return [(fields(f), sorted(map(fields, f.axes), key=str)) for f in self._factors.values()]
+
+
+def index_to_json(axis: AnyAxis, site_shapes: Mapping[str, torch.Size]) -> list[list[int]] | None:
+    """The index of an axis as lists; ``None`` where the units fill the axis in order."""
+    plain = torch.arange(site_shapes[axis.site][axis.dim])[None]
+    return None if torch.equal(axis.index.cpu(), plain) else axis.index.tolist()
+
+
+def index_from_json(data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> Tensor:
+    """The inverse of :func:`index_to_json`, from the entries ``site``, ``dim`` and ``index``."""
+    if data["index"] is None:
+        return torch.arange(site_shapes[data["site"]][data["dim"]])[None]
+    return torch.tensor(data["index"], dtype=torch.long)
+
+
+def table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Indented lines with aligned columns: left, right, ragged."""
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    return [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]}" for row in rows]
+
+
+def same_group(mine: object, other: object) -> None:
+    """:raises ValueError: unless both groups are the same."""
+    if mine != other:
+        raise ValueError("only elements of one group compose; these belong to two different groups")
+
+
+def along_axis(vector: Tensor, dim: int, site_dims: int) -> Tensor:
+    """``batch + (n,)`` -> ``batch + (1, .., n, .., 1)``, lying along axis ``dim`` of a site of ``site_dims`` axes."""
+    return vector.reshape(*vector.shape[:-1], *([1] * dim), vector.shape[-1], *([1] * (site_dims - 1 - dim)))
+
+
+def gather_last(value: Tensor, index: Tensor) -> Tensor:
+    """``value.gather(-1, index)`` with broadcasting of the leading dimensions."""
+    shape = torch.broadcast_shapes(value.shape[:-1], index.shape[:-1])
+    return value.expand(*shape, value.shape[-1]).gather(-1, index.expand(*shape, index.shape[-1]))

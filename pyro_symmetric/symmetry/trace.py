@@ -1,0 +1,276 @@
+"""From a module to a graph of plain ATen operators, and labels carried through it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import functools
+import inspect
+import operator
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.nn.modules.conv import _ConvNd
+
+from pyro_symmetric.symmetry.facts import Facts
+from pyro_symmetric.symmetry.labeller import Labeller
+from pyro_symmetric.symmetry.labels import Value, opaque
+from pyro_symmetric.symmetry.rules import Call, rule_for
+
+# Statistics that a module keeps about its units: they move along. All other buffers are constants of the architecture.
+RUNNING_STATISTICS = ("running_mean", "running_var", "_u", "_v", "weight_u", "weight_v")
+
+UNTRACEABLE = """\
+{net} can't be traced by torch.export ({error}).
+
+find_symmetry follows the operators of one forward pass, so the pass may not depend on the numbers that flow through it
+(no `if x.sum() > 0`, no `.item()`). Either trace the part that has no such branches, or declare the group by hand:
+
+    group = ps.PermutationGroup.declare(
+        {{"0.weight": ("hidden", None), "0.bias": ("hidden",), "2.weight": (None, "hidden")}},   # site -> factor per axis
+        dict(net.named_parameters()),
+    )"""
+
+
+class UntraceableError(ValueError):
+    """The network can't be traced; the message says why, and how to go on."""
+
+
+class UnknownOperator(UserWarning):
+    """An operator without a rule was met; what reaches it was left out of the group."""
+
+
+def trace(net: nn.Module, inputs: Sequence[Any]) -> ExportedProgram:
+    """The functional graph of one forward pass, with in-place operators turned into pure ones.
+
+    :raises UntraceableError: if there is no such graph.
+    """
+    with _quiet(), torch.enable_grad():
+        try:
+            program = torch.export.export(net, tuple(inputs), strict=False)
+            return program.run_decompositions({})
+        except Exception as error:  # torch.export raises whatever the forward pass met
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            raise UntraceableError(UNTRACEABLE.format(net=type(net).__name__, error=reason)) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No fused fast paths (they hide attention from us), no warnings about torch.export's own insides."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = shapes.level
+    shapes.setLevel(logging.ERROR)
+    try:
+        # Where the pass branches on numbers, torch.export prints the graph so far before it raises.
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        shapes.setLevel(level)
+
+
+def propagate(program: ExportedProgram, net: nn.Module, facts: Facts, unknown: set[str]) -> list[Value]:
+    """Carry labels through the graph, recording facts; returns the labels of the outputs.
+
+    :param unknown: collects the names of operators without a rule.
+    """
+    names = _site_names(net)
+    inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
+    values: dict[torch.fx.Node, Any] = {}
+    labeller = Labeller(facts)
+    outputs: list[Any] = []
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = _input(node, inputs.get(node.name), program, net, names, facts)
+        elif node.op == "get_attr":
+            values[node] = _constant(node, program)
+        elif node.op == "call_function":
+            values[node] = _apply(node, values, labeller, unknown)
+        elif node.op == "output":
+            flat = torch.utils._pytree.tree_leaves(node.args[0])
+            kinds = [spec.kind for spec in program.graph_signature.output_specs]
+            outputs = [
+                values[n] for n, k in zip(flat, kinds, strict=True) if k == OutputKind.USER_OUTPUT and n in values
+            ]
+    return [value for value in torch.utils._pytree.tree_leaves(outputs) if isinstance(value, Value)]
+
+
+def _site_names(net: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> its first name: tied weights are one site."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, tensor in [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]:
+        names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def _input(
+    node: torch.fx.Node, spec: Any, program: ExportedProgram, net: nn.Module, names: dict[str, str], facts: Facts
+) -> Any:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return value
+    if spec is not None and spec.kind == InputKind.PARAMETER:
+        leaf = facts.leaf(names.get(spec.target, spec.target), value.shape)
+        if _is_kernel(net, spec.target):
+            for part in leaf.parts[2:]:
+                facts.pin(part.atoms, f"the pixels of a convolution's kernel in {spec.target.rpartition('.')[0]}")
+        return leaf.value()
+    if spec is not None and spec.kind == InputKind.BUFFER:
+        if spec.target.rsplit(".", 1)[-1] in RUNNING_STATISTICS and value.is_floating_point():
+            leaf = facts.leaf(names.get(spec.target, spec.target), value.shape, buffer=True)
+            if "running" not in spec.target:  # singular vectors have length one: they keep it
+                for part in leaf.parts:
+                    facts.still(part.atoms, sign=False)
+            return leaf.value()
+        return opaque(value.shape, _small(_buffer(program, spec.target)))
+    if spec is not None and spec.kind == InputKind.CONSTANT_TENSOR:
+        return opaque(value.shape, _small(program.constants.get(spec.target)))
+    return opaque(value.shape)
+
+
+def _is_kernel(net: nn.Module, name: str) -> bool:
+    """Whether a parameter belongs to a convolution: its axes from the third on are pixels."""
+    module = net.get_submodule(name.partition(".parametrizations.")[0].rpartition(".")[0])
+    return isinstance(module, _ConvNd)
+
+
+def _buffer(program: ExportedProgram, name: str) -> Tensor | None:
+    return program.state_dict.get(name, program.constants.get(name))
+
+
+def _small(constant: Any) -> Tensor | None:
+    """Index maps are worth remembering; anything else is data."""
+    if not isinstance(constant, Tensor) or constant.is_floating_point() or constant.is_complex():
+        return None
+    return constant.detach().cpu() if type(constant) is Tensor else None
+
+
+def _constant(node: torch.fx.Node, program: ExportedProgram) -> Any:
+    found: Any = program.graph_module
+    for piece in str(node.target).split("."):
+        found = getattr(found, piece)
+    return opaque(found.shape, _small(found)) if isinstance(found, Tensor) else found
+
+
+def _apply(node: torch.fx.Node, values: dict[torch.fx.Node, Any], labeller: Labeller, unknown: set[str]) -> Any:
+    target: Any = node.target
+    args = torch.fx.map_arg(node.args, lambda n: values[n])
+    kwargs = torch.fx.map_arg(node.kwargs, lambda n: values[n])
+    if target is operator.getitem:
+        return args[0][args[1]] if isinstance(args[0], list | tuple) else args[0]
+    shapes, floating = _results(node)
+    if not shapes:  # a number, or nothing
+        return node.meta.get("val")
+    labeller.where = f"{_operator_name(target)} in {_module(node)}"
+    schema = getattr(target, "_schema", None)
+    rule = rule_for(target)
+    given = (
+        _bound(schema, args, kwargs) if schema is not None else {"args": list(args), "kwargs": list(kwargs.values())}
+    )
+    call = Call(target, given, shapes, floating)
+    if rule is None:
+        if any(value.parts for value in call.operands):
+            unknown.add(labeller.where)
+        return _pinned(labeller, call)
+    result = rule(labeller, call)
+    many = isinstance(node.meta["val"], list | tuple)
+    results = list(result) if isinstance(result, list | tuple) else [result]
+    if [tuple(r.shape) for r in results] != [tuple(s) for s in shapes]:
+        raise RuntimeError(
+            f"the rule of {labeller.where} gave shapes {[r.shape for r in results]} instead of {list(shapes)}"
+        )
+    return results if many else results[0]
+
+
+def _pinned(labeller: Labeller, call: Call) -> Any:
+    results = [labeller.give_up(call.operands, shape) for shape in call.shapes]
+    return results if len(results) > 1 else results[0]
+
+
+def _results(node: torch.fx.Node) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    value = node.meta.get("val")
+    tensors = [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
+    floating = bool(tensors) and (tensors[0].is_floating_point() or tensors[0].is_complex())
+    return tuple(tuple(int(n) for n in t.shape) for t in tensors), floating
+
+
+def _bound(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with the schema's defaults."""
+    bound = {argument.name: argument.default_value for argument in schema.arguments}
+    bound |= dict(zip([argument.name for argument in schema.arguments], args, strict=False))
+    return bound | dict(kwargs)
+
+
+def _operator_name(target: Any) -> str:
+    packet = getattr(target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else getattr(target, "__name__", str(target))
+
+
+def _module(node: torch.fx.Node) -> str:
+    """The innermost module that the operator was called in."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path, kind = list(stack.values())[-1] if stack else ("", "")
+    kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+    path = path.removeprefix("L['self'].").removeprefix("L['self']")
+    kind = kind.rsplit(".", 1)[-1]
+    return f"{path} ({kind})" if path else (kind or "the network")
+
+
+def used_sites(program: ExportedProgram, net: nn.Module) -> set[str]:
+    """The parameters and buffers that the graph reads."""
+    names = _site_names(net)
+    read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    specs = program.graph_signature.input_specs
+    return {names.get(s.target, s.target) for s in specs if s.target is not None and s.arg.name in read}
+
+
+_SOFTMAX = {"softmax", "_softmax", "log_softmax", "_log_softmax"}
+
+
+def shifted_biases(program: ExportedProgram, net: nn.Module, logits: bool) -> set[str]:
+    """The bias of the last linear layer, where nothing but a softmax over its units follows.
+
+    :param logits: whether that softmax comes after the network.
+    """
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    kinds = [spec.kind for spec in program.graph_signature.output_specs]
+    flat = torch.utils._pytree.tree_leaves(output.args[0])
+    ends = [node for node, kind in zip(flat, kinds, strict=True) if kind == OutputKind.USER_OUTPUT]
+    if len(ends) != 1 or not isinstance(ends[0], torch.fx.Node):
+        return set()
+    node, softmax = ends[0], logits
+    while _operator_name(node.target) in _SOFTMAX | {"clone"}:
+        last = isinstance(node.args[1], int) and node.args[1] % node.meta["val"].dim() == node.meta["val"].dim() - 1
+        softmax = softmax or (_operator_name(node.target) in _SOFTMAX and last)
+        node = node.all_input_nodes[0]
+    if not softmax or _operator_name(node.target) != "linear" or len(node.users) != 1 or len(node.args) < 3:
+        return set()
+    bias, names = node.args[2], _site_names(net)
+    specs = {s.arg.name: s.target for s in program.graph_signature.input_specs if s.kind == InputKind.PARAMETER}
+    own = isinstance(bias, torch.fx.Node) and bias.name in specs and len(bias.users) == 1
+    return {names[specs[bias.name]]} if own else set()
+
+
+def has_training_branch(net: nn.Module) -> bool:
+    """Whether some module (PyTorch's own apart, which are known) asks if it is being trained."""
+    return any("self.training" in _source(kind) for kind in {type(m) for m in net.modules()})
+
+
+@functools.cache
+def _source(kind: type) -> str:
+    if kind.__module__.startswith("torch.nn."):
+        return ""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""

@@ -1,0 +1,286 @@
+r"""All weight-space symmetries of one network: permutations, scalings, signs and shifts, and elements of them together.
+
+An element acts as :math:`g = p\,s\,\sigma\,t`: first shifts, then signs, then scalings, then permutations. Products and
+inverses keep their factors in order, so that ``(g @ h)(w) == g(h(w))`` and ``g.inverse()(g(w)) == w``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from pyro_symmetric.symmetry.explain import Explanation
+from pyro_symmetric.symmetry.formats import table, to_axes
+from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.symmetry.rescaling import ScalingGroup, ShiftGroup, SignGroup
+from pyro_symmetric.symmetry.weights import Weights
+
+
+P = TypeVar("P")
+
+
+class Action(Protocol):
+    """Anything that acts on weights: a permutation, scaling, sign, shift, or a :class:`SymmetryElement`."""
+
+    @property
+    def batch_shape(self) -> torch.Size: ...
+    def __call__(self, weights: Mapping[str, Tensor]) -> Weights: ...
+    def inverse(self) -> Any: ...
+
+
+@dataclass(frozen=True, eq=False)
+class SymmetryElement:
+    """A product of elements of the four groups; ``steps`` act one after the other, the first one first."""
+
+    steps: tuple[Any, ...]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(*(step.batch_shape for step in self.steps))
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> Weights:
+        result = dict(weights)
+        for step in self.steps:
+            result = step(result)
+        return result
+
+    def __matmul__(self, other: Any) -> SymmetryElement:
+        """``(g @ h)(w) == g(h(w))``."""
+        return SymmetryElement((*_steps(other), *self.steps))
+
+    def inverse(self) -> SymmetryElement:
+        """The element with ``g.inverse() @ g`` the identity."""
+        return SymmetryElement(tuple(step.inverse() for step in reversed(self.steps)))
+
+    def to(self, device: torch.device | str) -> SymmetryElement:
+        """The same element on another device."""
+        return SymmetryElement(tuple(step.to(device) for step in self.steps))
+
+    def select(self, index: int | slice | Tensor) -> SymmetryElement:
+        """Index the batch."""
+        return SymmetryElement(tuple(step.select(index) for step in self.steps))
+
+
+def _steps(element: Any) -> tuple[Any, ...]:
+    return element.steps if isinstance(element, SymmetryElement) else (element,)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WeightSymmetry:
+    """What leaves a network's function unchanged.
+
+    :param permutations: exchanges of units, nested where groups of units (heads) move as wholes.
+    :param scalings: positive multipliers of units.
+    :param signs: sign flips of units.
+    :param shifts: constants added in front of a softmax.
+    :param explanation: for every axis of every parameter, what moves it or why it stays.
+    :param logits: whether the outputs go through a softmax, so that they matter up to a constant only.
+    """
+
+    permutations: PermutationGroup
+    scalings: ScalingGroup
+    signs: SignGroup
+    shifts: ShiftGroup
+    explanation: Explanation = field(default_factory=Explanation)
+    logits: bool = False
+
+    @property
+    def site_shapes(self) -> dict[str, torch.Size]:
+        """Shape of every site, buffers with running statistics included."""
+        return self.permutations.site_shapes
+
+    def log_order(self) -> float:
+        """Natural logarithm of the number of elements of the finite part, permutations and signs.
+
+        It is the number of equivalent modes of a posterior whose prior has these symmetries.
+        """
+        return self.permutations.log_order() + self.signs.log_order()
+
+    def explain(self) -> Explanation:
+        """Which axis is moved by which factor, and which operator in which module pinned the others."""
+        return self.explanation
+
+    # elements -------------------------------------------------------------------------------------------------------
+
+    def identity(self, shape: Sequence[int] = (), device: torch.device | str | None = None) -> SymmetryElement:
+        """The neutral element, as a batch of the given shape."""
+        groups = (self.shifts, self.signs, self.scalings, self.permutations)
+        return SymmetryElement(tuple(group.identity(shape, device=device) for group in groups))
+
+    def sample(
+        self, shape: Sequence[int] = (), spread: float = 1.0, device: torch.device | str | None = None
+    ) -> SymmetryElement:
+        """A batch of independent elements: permutations and signs uniform, scales log-normal, shifts normal.
+
+        :param spread: standard deviation of log-scales and shifts.
+        """
+        return SymmetryElement(
+            (
+                self.shifts.sample(shape, spread, device=device),
+                self.signs.sample(shape, device=device),
+                self.scalings.sample(shape, spread, device=device),
+                self.permutations.sample(shape, device=device),
+            )
+        )
+
+    @overload
+    def act(self, element: Action, target: nn.Module) -> nn.Module: ...
+    @overload
+    def act(self, element: Action, target: Mapping[str, Tensor]) -> Weights: ...
+    @overload
+    def act(self, element: Action, target: P) -> P: ...
+    def act(self, element: Action, target: Any) -> Any:
+        """Transform a network, weights, or a posterior; the input isn't changed.
+
+        :param element: of any of the four groups, or of all together; batch shapes broadcast against those of weights.
+        :param target: a module (a new one is returned, with transformed weights and running statistics); a dict of
+            weights; or a dataclass with a field ``samples`` of them, such as ``Posterior``.
+        :raises ValueError: if a module meets a batch of elements: it holds one set of weights.
+        """
+        if isinstance(target, Mapping):
+            return element(target)
+        if not isinstance(target, nn.Module):
+            return replace(target, samples=element(target.samples))
+        if element.batch_shape.numel() != 1:
+            raise ValueError(f"element has batch shape {tuple(element.batch_shape)}; one module takes one element")
+        result = copied(target)
+        weights = self.weights_of(result)
+        with torch.no_grad():
+            for site, value in element(weights).items():
+                weights[site].copy_(value.reshape(weights[site].shape))
+        return result
+
+    def weights_of(self, net: nn.Module) -> Weights:
+        """The network's own tensors, site -> parameter or buffer."""
+        tensors = dict(net.named_parameters()) | dict(net.named_buffers())
+        missing = [site for site in self.site_shapes if site not in tensors]
+        if missing:
+            raise ValueError(f"net lacks the sites {missing}; is it the network that the symmetry was found for?")
+        return {site: tensors[site] for site in self.site_shapes}
+
+    def verify(self, net: nn.Module, *inputs: Any, tolerance: float = 1e-6, trials: int = 1) -> Any:
+        """Compare outputs before and after random elements of the whole group; see :func:`verify.verify`."""
+        from pyro_symmetric.symmetry.verify import verify
+
+        return verify(self, net, *inputs, tolerance=tolerance, trials=trials)
+
+    # other names, other formats -------------------------------------------------------------------------------------
+
+    def renamed(self, rename: Callable[[str], str]) -> WeightSymmetry:
+        """The same group for weights whose sites have other names."""
+
+        def axes(axes: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(replace(axis, site=rename(axis.site)) for axis in axes)
+
+        shapes = {rename(site): shape for site, shape in self.site_shapes.items()}
+        if len(shapes) < len(self.site_shapes):
+            raise ValueError("rename gives two sites the same name")
+        factors = [replace(f, axes=axes(f.axes)) for f in map(self.permutations.factor, self.permutations.factors)]
+        scalings = [replace(f, axes=axes(f.axes)) for f in map(self.scalings.factor, self.scalings.factors)]
+        signs = [replace(f, axes=axes(f.axes)) for f in map(self.signs.factor, self.signs.factors)]
+        explained = Explanation(tuple(replace(axis, site=rename(axis.site)) for axis in self.explanation.axes))
+        return WeightSymmetry(
+            PermutationGroup(factors, shapes),
+            ScalingGroup(scalings, shapes),
+            SignGroup(signs, shapes),
+            ShiftGroup(map(rename, self.shifts.sites), shapes),
+            explained,
+            self.logits,
+        )
+
+    def prefixed(self, prefix: str) -> WeightSymmetry:
+        """The same group for a network that is an attribute of a larger one: ``0.weight`` -> ``net.0.weight``."""
+        return self.renamed(lambda site: f"{prefix.rstrip('.')}.{site}" if prefix else site)
+
+    def without(self, names: Mapping[str, Sequence[str]]) -> WeightSymmetry:
+        """Leave factors out: ``{"permutations": [...], "scalings": [...], "signs": [...], "shifts": [...]}``.
+
+        What lies inside a left-out permutation factor stays as a group of its own; leaving out a nested factor leaves
+        out its likes in all slots.
+        """
+        left_out = _with_siblings(self.permutations, set(names.get("permutations", ())))
+        factors = []
+        for name in self.permutations.factors:
+            factor = self.permutations.factor(name)
+            if name not in left_out:
+                orphan = factor.parent in left_out
+                factors.append(replace(factor, parent=None, slot=None) if orphan else factor)
+        scalings, signs, shifts = (set(names.get(kind, ())) for kind in ("scalings", "signs", "shifts"))
+        shapes = self.site_shapes
+        return WeightSymmetry(
+            PermutationGroup(factors, shapes),
+            ScalingGroup([self.scalings.factor(n) for n in self.scalings.factors if n not in scalings], shapes),
+            SignGroup([self.signs.factor(n) for n in self.signs.factors if n not in signs], shapes),
+            ShiftGroup([site for site in self.shifts.sites if site not in shifts], shapes),
+            self.explanation,
+            self.logits,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON; :meth:`from_dict` reads it back."""
+        return {
+            "permutations": self.permutations.to_dict(),
+            "scalings": self.scalings.to_dict(),
+            "signs": self.signs.to_dict(),
+            "shifts": self.shifts.to_dict(),
+            "logits": self.logits,
+            "explanation": self.explanation.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> WeightSymmetry:
+        """From JSON."""
+        return cls(
+            PermutationGroup.from_dict(data["permutations"]),
+            ScalingGroup.from_dict(data["scalings"]),
+            SignGroup.from_dict(data["signs"]),
+            ShiftGroup.from_dict(data["shifts"]),
+            Explanation.from_dict(data["explanation"]),
+            data["logits"],
+        )
+
+    def to_axes(self, strict: bool = True) -> dict[str, tuple[str | None, ...]]:
+        """The permutations as Git Re-Basin's per-axis specification: site -> for each axis, a factor's name or None.
+
+        :param strict: raise if a factor can't be written so, because its units are blocks, or part of an axis, or
+            nested; otherwise such factors are left out.
+        :raises ValueError: naming the first factor that doesn't fit.
+        """
+        return to_axes(self.permutations, strict)
+
+    @classmethod
+    def from_axes(
+        cls, axes: Mapping[str, Sequence[str | None]], example_weights: Mapping[str, Tensor | torch.Size]
+    ) -> WeightSymmetry:
+        """From a per-axis specification, as Git Re-Basin writes them by hand; permutations only."""
+        group = PermutationGroup.declare(axes, example_weights)
+        shapes = group.site_shapes
+        return cls(group, ScalingGroup((), shapes), SignGroup((), shapes), ShiftGroup((), shapes))
+
+    def __repr__(self) -> str:
+        return table(self)
+
+
+def _with_siblings(group: PermutationGroup, names: set[str]) -> set[str]:
+    """Nested factors come in all slots of their owner or in none."""
+    families = {_family(name) for name in names if group.factor(name).parent is not None}
+    return names | {n for n in group.factors if group.factor(n).parent is not None and _family(n) in families}
+
+
+def _family(name: str) -> str:
+    return name.partition("[")[0]
+
+
+def copied(net: nn.Module) -> nn.Module:
+    """A deep copy, also of modules that keep computed weights as attributes (the old weight and spectral norm)."""
+    memo: dict[int, Any] = {}
+    for module in net.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(net, memo)

@@ -1,0 +1,87 @@
+"""The library's one currency: ``weights``, a dict from site to tensor.
+
+Every entry has shape ``batch_shape + site_shape`` with the same ``batch_shape``, as ``MCMC.get_samples``,
+``Predictive`` and ``torch.func.functional_call`` already speak it. These helpers read, check and reshape such dicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+Shapes = Mapping[str, torch.Size]
+
+
+def shapes_of(weights: Mapping[str, Tensor | torch.Size | tuple[int, ...]]) -> dict[str, torch.Size]:
+    """The shape of each entry; entries may be tensors or shapes already."""
+    return {site: value.shape if isinstance(value, Tensor) else torch.Size(value) for site, value in weights.items()}
+
+
+def batch_shape(weights: Mapping[str, Tensor], site_shapes: Shapes) -> torch.Size:
+    """The leading dimensions that all of ``weights`` share in front of ``site_shapes``.
+
+    Sites that ``site_shapes`` doesn't name are not looked at.
+
+    :raises ValueError: naming the site whose shape doesn't fit, what was found and what would be right.
+    """
+    found: torch.Size | None = None
+    first = ""
+    for site, shape in site_shapes.items():
+        if site not in weights:
+            continue
+        value = weights[site]
+        split = value.dim() - len(shape)
+        if split < 0 or value.shape[split:] != shape:
+            raise ValueError(
+                f"weights[{site!r}] has shape {tuple(value.shape)}, "
+                f"which doesn't end in the site's shape {tuple(shape)}"
+            )
+        if found is None:
+            found, first = value.shape[:split], site
+        elif value.shape[:split] != found:
+            raise ValueError(
+                f"weights[{site!r}] has batch shape {tuple(value.shape[:split])}, but weights[{first!r}] has "
+                f"{tuple(found)}; every site needs the same batch shape"
+            )
+    if found is None:
+        raise ValueError(f"weights holds none of the expected sites {sorted(site_shapes)}; found {sorted(weights)}")
+    return found
+
+
+def require_sites(weights: Mapping[str, Tensor], sites: Iterable[str], name: str = "weights") -> None:
+    """:raises ValueError: if ``weights`` lacks one of ``sites``."""
+    missing = [site for site in sites if site not in weights]
+    if missing:
+        raise ValueError(f"{name} lacks the sites {missing}; it has {sorted(weights)}")
+
+
+def require_finite(weights: Mapping[str, Tensor], name: str = "weights") -> None:
+    """:raises ValueError: naming the first site that holds NaN or infinite values."""
+    for site, value in weights.items():
+        # NaN and infinity reach the sum; a sum that overflows by itself is looked at entry by entry.
+        if bool(torch.isfinite(value.sum())):
+            continue
+        bad = int((~torch.isfinite(value)).sum())
+        if bad:
+            raise ValueError(f"{name}[{site!r}] holds {bad} NaN or infinite values; all weights must be finite")
+
+
+def flatten(weights: Mapping[str, Tensor], sites: Iterable[str], site_shapes: Shapes) -> Tensor:
+    """Concatenate ``sites`` in the given order into vectors of shape ``batch_shape + (D,)``."""
+    sites = list(sites)
+    require_sites(weights, sites)
+    shape = batch_shape(weights, {site: site_shapes[site] for site in sites})
+    return torch.cat([weights[site].reshape(*shape, -1) for site in sites], dim=-1)
+
+
+def unflatten(vector: Tensor, sites: Iterable[str], site_shapes: Shapes) -> Weights:
+    """The inverse of :func:`flatten`."""
+    sites = list(sites)
+    pieces = vector.split([math.prod(site_shapes[site]) for site in sites], dim=-1)
+    return {
+        site: piece.reshape((*vector.shape[:-1], *site_shapes[site])) for site, piece in zip(sites, pieces, strict=True)
+    }
