@@ -1,0 +1,180 @@
+"""What a loaded data set is: standardised tensors, and what is needed to tell and undo what was done to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Task = Literal["classification", "regression"]
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A data set as read, before it is split, subset or standardised.
+
+    :param name: what to call it beside results.
+    :param x: rows, ``(N, C, H, W)`` unsigned bytes or floats for images, ``(N, F)`` floats for tables.
+    :param y: ``(N,)`` class indices (integers) or targets (floats).
+    :param class_names: one name a class; empty for regression.
+    :param test_rows: the rows of the data set's own test part; ``None`` where it has none.
+    :param train_rows: likewise for training; ``None`` takes all but ``test_rows``.
+    :param pixel_range: the largest value of a pixel, by which images are divided; ``None`` for tables.
+    """
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    task: Task
+    class_names: tuple[str, ...] = ()
+    test_rows: np.ndarray | None = None
+    train_rows: np.ndarray | None = None
+    pixel_range: float | None = None
+    feature_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Training, test and out-of-distribution rows of one data set.
+
+    Inputs are standardised by the training rows: ``x = (raw - x_mean) / x_scale``, per channel for images (whose pixels
+    are brought to 0..1 first) and per feature for tables. Targets of a regression are standardised likewise.
+
+    :param name: the name that it was loaded by.
+    :param title: the name to show beside results; differs from ``name`` where only part of a data set was found.
+    :param task: ``"classification"`` or ``"regression"``.
+    :param train_x: ``(num_train, *input_shape)``; ``input_shape`` is ``(channels, height, width)`` or ``(features,)``.
+    :param train_y: ``(num_train,)``, class indices ``0..num_classes-1`` as int64, or standardised targets.
+    :param test_x: ``(num_test, *input_shape)``.
+    :param test_y: ``(num_test,)``.
+    :param ood_x: ``(num_ood, *input_shape)`` inputs that don't belong to the training distribution, or ``None``.
+    :param ood_name: where ``ood_x`` comes from, e.g. ``"digits: classes 8, 9"``.
+    :param class_names: one name a class, in the order of the indices; empty for regression.
+    :param feature_names: one name a feature of a table; empty for images.
+    :param x_mean: broadcasts against ``input_shape``.
+    :param x_scale: broadcasts against ``input_shape``; 1 where a feature is constant.
+    :param y_mean: scalar, 0 for classification.
+    :param y_scale: scalar, 1 for classification.
+    :param notes: what a reader of results should know, a sentence each.
+    """
+
+    name: str
+    title: str
+    task: Task
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    ood_x: Tensor | None
+    ood_name: str | None
+    class_names: tuple[str, ...]
+    feature_names: tuple[str, ...]
+    x_mean: Tensor
+    x_scale: Tensor
+    y_mean: Tensor
+    y_scale: Tensor
+    notes: tuple[str, ...] = ()
+
+    @property
+    def input_shape(self) -> torch.Size:
+        """Shape of one row of inputs."""
+        return self.train_x.shape[1:]
+
+    @property
+    def num_features(self) -> int:
+        """Number of inputs of a network that takes a row flattened."""
+        return self.input_shape.numel()
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes, ``None`` for regression."""
+        return len(self.class_names) if self.task == "classification" else None
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that a network for this task has: one a class, or 1 for regression."""
+        return self.num_classes or 1
+
+    @property
+    def is_image(self) -> bool:
+        """Whether rows are ``(channels, height, width)``."""
+        return len(self.input_shape) == 3
+
+    def unstandardize_y(self, y: Tensor) -> Tensor:
+        """Bring standardised targets or predicted means, of any shape, back to the data's units."""
+        return y * self.y_scale + self.y_mean
+
+    def unstandardize_x(self, x: Tensor) -> Tensor:
+        """Bring standardised inputs ``(..., *input_shape)`` back to the data's units (pixels to 0..1)."""
+        return x * self.x_scale + self.x_mean
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Dataset:
+        """The same data on another device, or with floats of another type; class indices stay integers."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the rows, as plain values that JSON can hold."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "task": self.task,
+            "num_train": len(self.train_x),
+            "num_test": len(self.test_x),
+            "num_ood": 0 if self.ood_x is None else len(self.ood_x),
+            "ood_name": self.ood_name,
+            "input_shape": list(self.input_shape),
+            "num_classes": self.num_classes,
+            "class_names": list(self.class_names),
+            "feature_names": list(self.feature_names),
+            "y_mean": float(self.y_mean),
+            "y_scale": float(self.y_scale),
+            "notes": list(self.notes),
+        }
+
+    def describe(self) -> str:
+        """A paragraph for a report: rows, inputs, targets, and the notes."""
+        sentences = [f"{self.title}: {len(self.train_x):,} training and {len(self.test_x):,} test rows"]
+        if self.is_image:
+            sentences.append(f"images of {_times(self.input_shape)} (channels, height, width)")
+        else:
+            sentences.append(f"{self.num_features} {_plural('feature', self.num_features)}")
+        if self.task == "classification":
+            sentences.append(f"{self.num_classes} classes ({shorten(self.class_names)})")
+        else:
+            sentences.append(f"one target (mean {float(self.y_mean):.4g}, deviation {float(self.y_scale):.4g})")
+        if self.ood_x is not None:
+            sentences.append(f"{len(self.ood_x):,} out-of-distribution rows ({self.ood_name})")
+        return "; ".join(sentences) + "." + "".join(f" {note}" for note in self.notes)
+
+    def __repr__(self) -> str:
+        ood = "" if self.ood_x is None else f", {len(self.ood_x)} out of distribution ({self.ood_name})"
+        kind = f"{self.num_classes} classes" if self.task == "classification" else "regression"
+        return (
+            f"Dataset({self.title!r}: {kind}, inputs {_times(self.input_shape)}, "
+            f"{len(self.train_x)} train, {len(self.test_x)} test{ood})"
+        )
+
+
+def _times(shape: torch.Size) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def shorten(names: Iterable[str], most: int = 12) -> str:
+    """The names, with commas, and dots in place of what goes beyond ``most``."""
+    names = list(names)
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[: most - 1])}, ... {names[-1]}"

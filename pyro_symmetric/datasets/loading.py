@@ -1,0 +1,208 @@
+"""Data sets by name: read, split, standardise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_symmetric.datasets import csv_files, images, splitting, tables
+from pyro_symmetric.datasets.dataset import Dataset, Raw, Task
+
+KNOWN = (*tables.SKLEARN, *images.SOURCES, "uci/<name>", "csv:FILE")
+"""What :func:`load` reads."""
+
+
+def load(
+    name: str,
+    *,
+    root: str | Path = "data",
+    download: bool = False,
+    target: str | None = None,
+    task: Task | None = None,
+    test_fraction: float = 0.2,
+    hold_out: Literal["auto"] | Sequence[str | int] | None = "auto",
+    split: int = 0,
+    max_train: int | None = None,
+    max_test: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Dataset:
+    """Load a data set, split it, and standardise it by its training rows.
+
+    :param name: one of :data:`KNOWN`. ``digits``, ``wine``, ``breast-cancer`` and ``diabetes`` come with scikit-learn
+        and need no files; ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100`` and ``svhn`` are read by torchvision
+        from ``root``; ``uci/<name>`` is a folder under ``root`` (see :func:`tables.read_uci`); ``csv:FILE`` is the
+        user's own table (see :func:`csv_files.read_csv`).
+    :param root: the folder in which data sets are looked for, and to which they are downloaded.
+    :param download: fetch an image data set that is missing.
+    :param target: the target column, for ``csv:FILE`` only.
+    :param task: for tables whose target allows both, ``"classification"`` or ``"regression"``; guessed by default.
+    :param test_fraction: share of the rows that is split off for testing (stratified by class), where a data set has no
+        test part of its own.
+    :param hold_out: classes, by name, that are kept out of training and test and become the out-of-distribution inputs.
+        ``"auto"`` holds out the last fifth of the classes where there are at least 5, as a note then says; ``None``
+        holds out none. From a data set with a test part of its own, only that part's rows of these classes are used.
+    :param split: number of the split. UCI sets bring theirs; data sets without a test part are split anew for each.
+    :param max_train: most training rows, a stratified subset drawn by ``seed``; ``None`` for all.
+    :param max_test: most test rows, and most out-of-distribution rows.
+    :param seed: of the split and the subsets, whatever the state of PyTorch's generator.
+    :param dtype: of the inputs and regression targets; PyTorch's default by default.
+    :raises ValueError: if the name is unknown, or what was read can't be used; says what was found.
+    :raises FileNotFoundError: if the data are not where they were looked for.
+    """
+    _check_arguments(name, target, test_fraction, split, max_train, max_test, seed)
+    raw = _read(name, Path(root).expanduser(), download, target, split, task)
+    if task is not None and task != raw.task:
+        raise ValueError(f"{name} is a {raw.task} data set; task={task!r} doesn't fit it")
+    rng = np.random.default_rng([seed, split])
+    raw, outside, ood_name = splitting.hold_out(raw, hold_out)
+    train, test = splitting.split(raw, test_fraction, rng)
+    train = splitting.subset(train, raw, max_train, rng)
+    test = splitting.subset(test, raw, max_test, rng)
+    outside = splitting.subset(outside, raw, max_test, rng)
+    splitting.check_targets(raw, train)
+
+    dtype = dtype or torch.get_default_dtype()
+    train_x = _inputs(raw.x[train], raw.pixel_range)
+    x_mean, x_scale = _moments(train_x, dims=(0, 2, 3) if train_x.dim() == 4 else (0,))
+    y = torch.from_numpy(raw.y)
+    regression = raw.task == "regression"
+    y_mean, y_scale = _moments(y[train], dims=(0,)) if regression else (y.new_tensor(0.0), y.new_tensor(1.0))
+    y = (y - y_mean) / y_scale if regression else y
+
+    def standardize(x: Tensor) -> Tensor:
+        return (x - x_mean) / x_scale
+
+    return Dataset(
+        name=name,
+        title=raw.name,
+        task=raw.task,
+        train_x=standardize(train_x),
+        train_y=y[train],
+        test_x=standardize(_inputs(raw.x[test], raw.pixel_range)),
+        test_y=y[test],
+        ood_x=standardize(_inputs(raw.x[outside], raw.pixel_range)) if len(outside) else None,
+        ood_name=ood_name if len(outside) else None,
+        class_names=raw.class_names,
+        feature_names=raw.feature_names,
+        x_mean=x_mean,
+        x_scale=x_scale,
+        y_mean=y_mean.double(),
+        y_scale=y_scale.double(),
+        notes=raw.notes,
+    ).to(device=device, dtype=dtype)
+
+
+def ood(
+    name: str,
+    like: Dataset,
+    *,
+    root: str | Path = "data",
+    download: bool = False,
+    max_rows: int | None = None,
+    seed: int = 0,
+) -> Dataset:
+    """``like`` with the inputs of another data set as its out-of-distribution inputs.
+
+    Images are brought to the shape of ``like``'s (grey or repeated channels, resized); a note says so. Tables must
+    have the same features: by name for ``csv:FILE`` (a target column may be missing), by number otherwise. All are
+    standardised by the training rows of ``like``. The test part is used where a data set has one, all rows otherwise.
+
+    :param max_rows: most rows, a random subset drawn by ``seed``; ``None`` for all.
+    :raises ValueError: if the data set is ``like`` itself, or can't be brought to its shape.
+    :raises FileNotFoundError: if the data are not where they were looked for.
+    """
+    _check_arguments(name, None, 0.5, 0, None, max_rows, seed)
+    if name == like.name:
+        raise ValueError(f"ood is {name!r}, which is the data set itself; name another, or hold classes out")
+    title, rows, pixel_range, notes = _ood_rows(name, like, Path(root).expanduser(), download)
+    rng = np.random.default_rng(seed)
+    rows = rows[rng.permutation(len(rows))[:max_rows]]
+    x = _inputs(rows, pixel_range)
+    if like.is_image != (x.dim() == 4):
+        kinds = ("a table", "images")
+        raise ValueError(
+            f"{name} is {kinds[x.dim() == 4]}, but {like.name} is {kinds[like.is_image]}; they can't be compared"
+        )
+    if like.is_image:
+        x, done = images.to_shape(x, like.input_shape)
+        if done:
+            notes = (*notes, f"Images of {name} were {' and '.join(done)}.")
+    elif x.shape[1:] != like.input_shape:
+        raise ValueError(f"{name} has {x.shape[1]} features, but {like.name} has {like.num_features}; they must agree")
+    x = (x.to(like.x_mean) - like.x_mean) / like.x_scale
+    return dataclasses.replace(like, ood_x=x, ood_name=title, notes=(*like.notes, *notes))
+
+
+def _check_arguments(
+    name: str,
+    target: str | None,
+    test_fraction: float,
+    split: int,
+    max_train: int | None,
+    max_test: int | None,
+    seed: int,
+) -> None:
+    if target is not None and not name.startswith("csv:"):
+        raise ValueError(
+            f"target is {target!r}, but only csv:FILE has a target column to choose; the data set is {name!r}"
+        )
+    if not 0 < test_fraction < 1:
+        raise ValueError(f"test_fraction is {test_fraction}; it must lie between 0 and 1, e.g. 0.2")
+    for argument, count, least in (
+        ("max_train", max_train, 2),
+        ("max_test", max_test, 1),
+        ("split", split, 0),
+        ("seed", seed, 0),
+    ):
+        if count is not None and count < least:
+            raise ValueError(f"{argument} is {count}; it must be at least {least}")
+
+
+def _read(name: str, root: Path, download: bool, target: str | None, split: int, task: Task | None) -> Raw:
+    if name in tables.SKLEARN:
+        return tables.read_sklearn(name)
+    if name in images.SOURCES:
+        if split != 0:
+            raise ValueError(f"split is {split}, but {name} has one official split, number 0")
+        return images.read_torchvision(name, root, download)
+    if name.startswith("uci/"):
+        return tables.read_uci(name, root, split, task)
+    if name.startswith("csv:"):
+        return csv_files.read_csv(name, target, task)
+    raise ValueError(f"there is no data set {name!r}; known are {', '.join(KNOWN)}")
+
+
+def _ood_rows(
+    name: str, like: Dataset, root: Path, download: bool
+) -> tuple[str, np.ndarray, float | None, tuple[str, ...]]:
+    if name.startswith("csv:"):
+        if not like.feature_names:
+            raise ValueError(f"{name} can't be matched to {like.name}, whose features have no names")
+        return name, csv_files.read_csv_features(name, like.feature_names), None, ()
+    raw = _read(name, root, download, None, 0, None)
+    rows = raw.x if raw.test_rows is None else raw.x[raw.test_rows]
+    return raw.name, rows, raw.pixel_range, raw.notes
+
+
+def _inputs(rows: np.ndarray, pixel_range: float | None) -> Tensor:
+    """Rows as floats, pixels in 0..1. Single precision is exact enough for bytes and half the memory."""
+    if pixel_range is None:
+        return torch.from_numpy(rows).double()
+    return torch.from_numpy(rows).float() / pixel_range
+
+
+def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (with 1/N, as the literature's) over ``dims``; a deviation of 1 for constants."""
+    image = x.dim() == 4
+    variance, mean = torch.var_mean(x, dim=dims, correction=0, keepdim=image)
+    constant = x.amax(dims, keepdim=image) == x.amin(dims, keepdim=image)
+    scale = torch.where(constant, torch.ones_like(variance), variance.sqrt())
+    return (mean[0], scale[0]) if image else (mean, scale)

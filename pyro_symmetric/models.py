@@ -1,0 +1,336 @@
+r"""Bayesian neural networks as Pyro models that can also be evaluated for many weights at once.
+
+:class:`BayesianModel` turns any :class:`torch.nn.Module` into a Pyro model of
+
+.. math:: p(w) \prod_{i=1}^{N} p(y_i \mid f_w(x_i))^{1/T}
+
+whose latent sites are the parameters' names. Stock :class:`~pyro.infer.SVI`, :class:`~pyro.infer.Predictive` and MCMC
+take it as
+they take any model. Beside that it evaluates outputs and log-densities for whole batches of weights by
+:func:`torch.func.vmap`, which a plate cannot do for :class:`torch.nn.Linear`.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from torch import Tensor, nn
+
+from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_sites
+
+PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
+
+
+@dataclass(frozen=True)
+class GaussianPrior:
+    r"""Independent :math:`\mathcal N(0, s^2)` on every weight of a network.
+
+    :param scale: standard deviation ``s``; with ``fan_in`` that of a weight whose unit has one input.
+    :param fan_in: divide ``s`` by the square root of the number of inputs, for parameters with at least two axes.
+    :param scales: overrides of ``scale`` by pattern on the parameter's name, e.g. ``{"0.*": 0.5, "*.bias": 1.0}``; the
+        first that matches counts.
+    """
+
+    scale: float = 1.0
+    fan_in: bool = False
+    scales: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in {"scale": self.scale, **{f"scales[{k!r}]": v for k, v in self.scales.items()}}.items():
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}; a prior's standard deviation must be positive and finite")
+
+    def scale_of(self, name: str, shape: torch.Size) -> float:
+        """The standard deviation of the parameter ``name`` of the given shape."""
+        scale = next((s for pattern, s in self.scales.items() if fnmatch.fnmatchcase(name, pattern)), self.scale)
+        return scale / math.sqrt(math.prod(shape[1:])) if self.fan_in and len(shape) > 1 else scale
+
+    def __call__(self, name: str, parameter: Tensor) -> dist.TorchDistribution:
+        loc = torch.zeros_like(parameter)
+        return dist.Normal(loc, torch.full_like(loc, self.scale_of(name, parameter.shape))).to_event(loc.dim())
+
+
+class Likelihood(Protocol):
+    """How outputs of the network give rise to targets; write your own by providing these."""
+
+    @property
+    def temperature(self) -> float:
+        """``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``."""
+
+    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
+        """Priors of the likelihood's own latent sites, on the device and in the dtype of ``like``."""
+
+    def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
+        """Distribution of the targets, of batch shape ``batch_shape + (N,)``, given outputs ``batch_shape + (N,
+        ...)``."""
+
+    def targets(self, y: Tensor) -> Tensor:
+        """The targets in the shape that :meth:`distribution` scores."""
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        """The expected target: class probabilities, or the regression function."""
+
+
+@dataclass(frozen=True)
+class CategoricalLikelihood:
+    """Class labels; the network's outputs are logits ``(N, C)``.
+
+    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``; under 1 is a cold likelihood.
+    """
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+
+    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
+        return {}
+
+    def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
+        if outputs.shape[-1] < 2:
+            raise ValueError(f"the network has {outputs.shape[-1]} output; a categorical likelihood needs at least 2")
+        return dist.Categorical(logits=outputs)
+
+    def targets(self, y: Tensor) -> Tensor:
+        return y
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(-1)
+
+
+@dataclass(frozen=True)
+class GaussianLikelihood:
+    r"""Real targets with noise of one standard deviation; the network's outputs are means ``(N, D)``, ``(N, 1)`` or
+    ``(N,)``.
+
+    :param scale: the noise's standard deviation, or ``None`` to learn it as the latent site ``noise_scale``.
+    :param prior_scale: with ``scale=None``, the scale of the half-normal prior of ``noise_scale``.
+    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``.
+    """
+
+    scale: float | None = None
+    prior_scale: float = 1.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+        if self.scale is not None and not self.scale > 0:
+            raise ValueError(f"scale is {self.scale}; a standard deviation must be positive (or None to learn it)")
+
+    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
+        return {"noise_scale": dist.HalfNormal(like.new_tensor(self.prior_scale))} if self.scale is None else {}
+
+    def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
+        outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
+        scale = outputs.new_tensor(self.scale) if self.scale is not None else latents["noise_scale"]
+        per_row = outputs.dim() - scale.dim()
+        return dist.Normal(outputs, scale.reshape(*scale.shape, *([1] * per_row)))
+
+    def targets(self, y: Tensor) -> Tensor:
+        return y.squeeze(-1) if y.dim() > 1 and y.shape[-1] == 1 else y
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+
+class BayesianModel(nn.Module):
+    r"""A Pyro model ``model(x, y=None)`` of a neural network with a prior on every parameter.
+
+    The latent sites bear the names of the network's parameters (``"0.weight"``), so the symmetry group that is found in
+    ``net`` acts on its posterior as it is. The data lie in the plate ``data``; a mini-batch is scaled by
+    ``num_data / len(x)``. The observed site is ``y``. Weights with leading (particle) dimensions are evaluated at once,
+    so
+    ``Trace_ELBO(vectorize_particles=True)`` and ``Predictive(parallel=True)`` work with ``max_plate_nesting=1``.
+
+    >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> model = BayesianModel(net, prior=1.0, likelihood="categorical", num_data=100)
+    >>> weights = {name: prior.sample((5,)) for name, prior in model.priors().items()}
+    >>> model.outputs(weights, torch.randn(7, 2)).shape
+    torch.Size([5, 7, 3])
+
+    :param net: any module. It is copied, put in eval mode and never trained: dropout is off, normalisation layers use
+        their
+        running statistics as data. Its own parameter values stay available as :meth:`initial_weights`.
+    :param prior: a standard deviation; a :class:`GaussianPrior`; or a function ``(name, parameter) -> distribution``
+        whose
+        event shape is the parameter's shape.
+    :param likelihood: ``"categorical"``, ``"gaussian"`` (noise learnt), or an object as :class:`Likelihood` describes
+        it.
+    :param num_data: size ``N`` of the whole data set; ``None`` takes every call's rows as all there are.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        prior: float | GaussianPrior | PriorFunction = 1.0,
+        likelihood: str | Likelihood = "categorical",
+        num_data: int | None = None,
+    ):
+        super().__init__()
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"net is a {type(net).__name__}; it must be a torch.nn.Module")
+        if num_data is not None and num_data < 1:
+            raise ValueError(f"num_data is {num_data}; it must be the number of rows of the whole data set")
+        self.net = copy.deepcopy(net).eval().requires_grad_(False)
+        self.prior: PriorFunction = GaussianPrior(prior) if isinstance(prior, int | float) else prior
+        self.likelihood: Likelihood = _likelihood(likelihood)
+        self.num_data = num_data
+        self._prior_cache: tuple[object, dict[str, dist.TorchDistribution]] = (None, {})
+        if not self._parameters_of_net():
+            raise ValueError("net has no parameters; there is nothing to put a prior on")
+        self.priors()  # a prior of the wrong shape is reported here, not in the first step
+
+    def __repr__(self) -> str:
+        count = sum(shape.numel() for shape in self.site_shapes.values())
+        return (
+            f"{type(self).__name__}(sites={len(self.site_shapes)}, weights={count}, prior={self.prior!r}, "
+            f"likelihood={self.likelihood!r}, num_data={self.num_data})"
+        )
+
+    # what it consists of --------------------------------------------------------------------------------------------
+
+    def _parameters_of_net(self) -> dict[str, Tensor]:
+        return dict(self.net.named_parameters())
+
+    def priors(self) -> dict[str, dist.TorchDistribution]:
+        """Latent site -> its prior, on the network's device and in its dtype."""
+        parameters = self._parameters_of_net()
+        like = next(iter(parameters.values()))
+        if self._prior_cache[0] != (like.device, like.dtype):
+            priors = {name: self.prior(name, parameter.detach()) for name, parameter in parameters.items()}
+            for name, prior in priors.items():
+                if prior.batch_shape or prior.event_shape != parameters[name].shape:
+                    raise ValueError(
+                        f"the prior of {name!r} has batch shape {tuple(prior.batch_shape)} and event shape "
+                        f"{tuple(prior.event_shape)}; the event shape must be {tuple(parameters[name].shape)} "
+                        "(did you forget .to_event?)"
+                    )
+            latents = self.likelihood.latents(like)
+            if clash := (set(latents) | {"y", "data"}) & set(priors):
+                raise ValueError(f"the network's parameters {sorted(clash)} bear names that the likelihood needs")
+            self._prior_cache = ((like.device, like.dtype), {**priors, **latents})
+        return self._prior_cache[1]
+
+    @property
+    def site_shapes(self) -> dict[str, torch.Size]:
+        """Shape of each latent site: the network's parameters, then the likelihood's own."""
+        return {name: prior.batch_shape + prior.event_shape for name, prior in self.priors().items()}
+
+    def initial_weights(self, fresh: bool = False) -> Weights:
+        """Values to start from, e.g. for ``init_to_value``: those that the network's parameters had.
+
+        :param fresh: draw new ones, as each module's ``reset_parameters`` does from PyTorch's generator; parameters of
+            modules without that method keep their values.
+        """
+        net = copy.deepcopy(self.net) if fresh else self.net
+        for module in net.modules() if fresh else ():
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+        return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+    # the Pyro model -------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """Draw weights and, in the plate ``data``, targets; returns the network's outputs."""
+        weights = {name: pyro.sample(name, prior) for name, prior in self.priors().items()}
+        particles = _without_data_axis(weights, self.site_shapes)
+        outputs = self.outputs(particles, x)
+        size = len(x) if y is None or self.num_data is None else self.num_data
+        if len(x) > size:
+            raise ValueError(f"x has {len(x)} rows, but the model was told num_data={self.num_data}")
+        targets = None if y is None else self.likelihood.targets(y)
+        with (
+            pyro.plate("data", size=size, subsample=torch.arange(len(x), device=x.device)),
+            poutine.scale(scale=1 / self.likelihood.temperature),
+        ):
+            distribution = self.likelihood.distribution(outputs, _latents(weights, self._parameters_of_net()))
+            per_row = len(distribution.batch_shape) - len(batch_shape(particles, self.site_shapes)) - 1
+            pyro.sample("y", distribution.to_event(per_row), obs=targets)
+        return outputs
+
+    # many weights at once -------------------------------------------------------------------------------------------
+
+    def outputs(self, weights: Mapping[str, Tensor], x: Tensor, *, chunk_size: int | None = None) -> Tensor:
+        """The network's outputs ``batch_shape + (N, ...)`` for weights of any batch shape.
+
+        :param chunk_size: how many weights to evaluate at once; ``None`` for all.
+        """
+        shapes = {name: parameter.shape for name, parameter in self._parameters_of_net().items()}
+        require_sites(weights, shapes)
+        shape = batch_shape(weights, shapes)
+        own = {name: weights[name] for name in shapes}
+        if not shape:
+            return torch.func.functional_call(self.net, own, (x,))
+        flat = {name: value.reshape(-1, *shapes[name]) for name, value in own.items()}
+        call = torch.func.vmap(lambda w: torch.func.functional_call(self.net, w, (x,)), chunk_size=chunk_size)
+        result = call(flat)
+        return result.reshape(*shape, *result.shape[1:])
+
+    def log_prior(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Log-density of the prior, ``batch_shape``."""
+        priors = self.priors()
+        require_sites(weights, priors)
+        total: Any = 0
+        for name, prior in priors.items():
+            total = total + prior.log_prob(weights[name])
+        return total
+
+    def log_likelihood(
+        self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor, *, chunk_size: int | None = None
+    ) -> Tensor:
+        """Log-likelihood of every row, ``batch_shape + (N,)``, untempered."""
+        outputs = self.outputs(weights, x, chunk_size=chunk_size)
+        distribution = self.likelihood.distribution(outputs, _latents(weights, self._parameters_of_net()))
+        log_prob = distribution.log_prob(self.likelihood.targets(y))
+        rows = batch_shape(weights, self.site_shapes) + torch.Size([len(x)])
+        return log_prob.reshape(*rows, -1).sum(-1)
+
+    def log_joint(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        """Log of prior times tempered likelihood, ``batch_shape``; a mini-batch counts ``num_data / len(x)`` times."""
+        scale = (self.num_data or len(x)) / (len(x) * self.likelihood.temperature)
+        return self.log_prior(weights) + scale * self.log_likelihood(weights, x, y).sum(-1)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _check_temperature(temperature: float) -> None:
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature is {temperature}; it must be positive and finite (1 is the Bayesian posterior)")
+
+
+def _likelihood(likelihood: str | Likelihood) -> Likelihood:
+    if not isinstance(likelihood, str):
+        return likelihood
+    known: dict[str, Likelihood] = {"categorical": CategoricalLikelihood(), "gaussian": GaussianLikelihood()}
+    if likelihood not in known:
+        raise ValueError(f"likelihood is {likelihood!r}; it must be one of {sorted(known)} or a likelihood object")
+    return known[likelihood]
+
+
+def _latents(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Weights:
+    return {name: value for name, value in weights.items() if name not in parameters}
+
+
+def _without_data_axis(weights: Weights, shapes: Mapping[str, torch.Size]) -> Weights:
+    """Take off the axis of length 1 that leaves room for the plate ``data`` in weights drawn under particle plates.
+
+    Weights come as ``particles + (1,) + site_shape``, but ``Predictive(parallel=True)`` leaves the 1 out where the
+    site's
+    own axes already fill the space, so each site is looked at by itself.
+    """
+    result = {}
+    for name, value in weights.items():
+        axis = -1 - len(shapes[name])
+        padded = value.dim() + axis >= 0 and value.shape[axis] == 1
+        result[name] = value.squeeze(axis) if padded else value
+    return result

@@ -1,0 +1,135 @@
+"""Images through torchvision, from tiny files in the official formats."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.io
+import torch
+
+from pyro_symmetric import datasets
+from pyro_symmetric.datasets import images
+
+
+def write_idx(folder: Path, part: str, pixels: np.ndarray, labels: np.ndarray) -> None:
+    """The IDX format: magic number (type 8 = bytes, number of dimensions), big-endian sizes, bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header = struct.pack(">BBBB3I", 0, 0, 8, 3, *pixels.shape)
+    (folder / f"{part}-images-idx3-ubyte").write_bytes(header + pixels.astype(np.uint8).tobytes())
+    header = struct.pack(">BBBBI", 0, 0, 8, 1, len(labels))
+    (folder / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.astype(np.uint8).tobytes())
+
+
+@pytest.fixture
+def pixels() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, size=(60, 28, 28))
+
+
+@pytest.fixture
+def root(tmp_path, pixels) -> Path:
+    """An MNIST of 40 training and 20 test images, labelled 0 to 9 in turn."""
+    labels = np.arange(60) % 10
+    for name in ("MNIST", "FashionMNIST"):
+        write_idx(tmp_path / name / "raw", "train", pixels[:40], labels[:40])
+        write_idx(tmp_path / name / "raw", "t10k", pixels[40:], labels[40:])
+    return tmp_path
+
+
+def test_the_official_parts_are_kept_and_pixels_come_back_exactly(root, pixels):
+    data = datasets.load("mnist", root=root, hold_out=None)
+    assert (data.train_x.shape, data.test_x.shape) == ((40, 1, 28, 28), (20, 1, 28, 28))
+    assert data.train_y.tolist() == [i % 10 for i in range(40)]
+    found = (data.unstandardize_x(data.test_x) * 255).round().squeeze(1)
+    assert torch.equal(found.long(), torch.from_numpy(pixels[40:]))
+    torch.testing.assert_close(data.x_mean.squeeze(), torch.tensor(pixels[:40].mean() / 255).float())
+    torch.testing.assert_close(data.x_scale.squeeze(), torch.tensor(pixels[:40].std() / 255).float())
+
+
+def test_a_part_of_a_data_set_is_not_shown_under_the_whole_one_s_name(root):
+    data = datasets.load("mnist", root=root)
+    assert data.title == "mnist (40 of 60,000 training images)"
+    assert data.to_dict()["title"] == data.title
+
+
+def test_held_out_classes_come_from_the_test_part_only(root, pixels):
+    data = datasets.load("fashion-mnist", root=root)
+    assert data.class_names[0] == "T-shirt/top"
+    assert data.ood_name.endswith("classes Bag, Ankle boot")
+    found = (data.unstandardize_x(data.ood_x) * 255).round().squeeze(1).long()
+    assert torch.equal(found, torch.from_numpy(pixels[[48, 49, 58, 59]]))
+
+
+def test_absent_data_are_named_with_the_place_that_was_searched(tmp_path):
+    for name, source in images.SOURCES.items():
+        with pytest.raises(FileNotFoundError, match=rf"{name} was not found: .*--download.*--data-root") as caught:
+            datasets.load(name, root=tmp_path)
+        assert str(tmp_path) in str(caught.value)
+        assert source.looks_for in str(caught.value)
+
+
+def test_a_failed_download_says_what_can_be_done(tmp_path, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise RuntimeError("no network")
+
+    images.import_torchvision()
+    from torchvision.datasets import MNIST
+
+    monkeypatch.setattr(MNIST, "download", refuse)
+    with pytest.raises(FileNotFoundError, match=r"could not be downloaded .*no network.*--data-root"):
+        datasets.load("mnist", root=tmp_path, download=True)
+
+
+def test_a_truncated_file_is_refused(root):
+    path = root / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"mnist under .* can't be read"):
+        datasets.load("mnist", root=root)
+
+
+def test_svhn_and_cifar_arrays_are_read_channels_first(tmp_path, monkeypatch):
+    images.import_torchvision()
+    from torchvision.datasets import SVHN
+
+    pixels = np.random.default_rng(1).integers(0, 256, size=(32, 32, 3, 20), dtype=np.uint8)
+    labels = np.arange(20)[:, None] % 10 + 1  # SVHN writes the digit 0 as 10
+    for part in ("train", "test"):
+        scipy.io.savemat(tmp_path / f"{part}_32x32.mat", {"X": pixels, "y": labels})
+    monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)  # the official checksums
+    data = datasets.load("svhn", root=tmp_path, hold_out=None)
+    assert data.input_shape == (3, 32, 32)
+    assert data.test_y[:10].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+    found = (data.unstandardize_x(data.test_x) * 255).round().long()
+    assert torch.equal(found, torch.from_numpy(pixels).permute(3, 2, 0, 1).long())
+    torch.testing.assert_close(data.train_x.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+
+    class Cifar:
+        data, targets = pixels.transpose(3, 0, 1, 2), [0] * 20
+
+    assert np.array_equal(images._arrays(Cifar)[0], pixels.transpose(3, 2, 0, 1))
+
+
+def test_images_of_another_size_and_depth_are_brought_to_the_same_shape(root):
+    digits = datasets.load("digits")
+    data = datasets.ood("fashion-mnist", digits, root=root, max_rows=7)
+    assert data.ood_x.shape == (7, 1, 8, 8)
+    assert "were resized from 28x28 to 8x8." in data.describe()
+    assert data.ood_name == "fashion-mnist (40 of 60,000 training images)"
+    larger = datasets.ood("digits", datasets.load("mnist", root=root))
+    assert larger.ood_x.shape[1:] == (1, 28, 28)
+    # Bilinear enlargement stays within the range of the pixels.
+    restored = larger.unstandardize_x(larger.ood_x)
+    assert restored.min() >= -1e-5
+    assert restored.max() <= 1 + 1e-5
+
+
+def test_colour_turns_grey_by_brightness_and_grey_is_repeated():
+    colour = torch.stack([torch.full((2, 2), 1.0), torch.zeros(2, 2), torch.full((2, 2), 0.5)])[None]
+    grey, done = images.to_shape(colour, torch.Size((1, 2, 2)))
+    torch.testing.assert_close(grey, torch.full((1, 1, 2, 2), 0.299 + 0.5 * 0.114))
+    assert done == ["turned grey"]
+    repeated, done = images.to_shape(grey, torch.Size((3, 2, 2)))
+    torch.testing.assert_close(repeated, grey.expand(1, 3, 2, 2))
+    assert done == ["repeated in three channels"]
+    with pytest.raises(ValueError, match="images with 2 channels can't be brought to 3 channels"):
+        images.to_shape(torch.zeros(1, 2, 4, 4), torch.Size((3, 4, 4)))

@@ -1,0 +1,97 @@
+"""UCI folders in the literature's layout."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pyro_symmetric import datasets
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A set of 12 rows, 3 columns; column 1 is the target; two splits."""
+    folder = tmp_path / "uci" / "tiny"
+    folder.mkdir(parents=True)
+    values = np.random.default_rng(0).normal(size=(12, 3)) * [1.0, 10.0, 100.0] + [0.0, 5.0, -3.0]
+    np.savetxt(folder / "data.txt", values)
+    np.savetxt(folder / "index_features.txt", [0, 2])  # as floats, as the shared files have it
+    np.savetxt(folder / "index_target.txt", [1], fmt="%d")
+    for split, test in enumerate(([0, 1, 2], [9, 4])):
+        np.savetxt(folder / f"index_test_{split}.txt", test, fmt="%d")
+        np.savetxt(folder / f"index_train_{split}.txt", np.setdiff1d(np.arange(12), test), fmt="%d")
+    return folder
+
+
+def load(folder: Path, **arguments) -> datasets.Dataset:
+    return datasets.load("uci/tiny", root=folder.parent.parent, dtype=torch.float64, **arguments)
+
+
+def test_rows_and_columns_are_those_of_the_index_files(folder):
+    values = torch.from_numpy(np.loadtxt(folder / "data.txt"))
+    data = load(folder, split=1)
+    assert data.task == "regression"
+    torch.testing.assert_close(data.unstandardize_x(data.test_x), values[[9, 4]][:, [0, 2]])
+    torch.testing.assert_close(data.unstandardize_y(data.test_y), values[[9, 4], 1])
+    train = values[[0, 1, 2, 3, 5, 6, 7, 8, 10, 11]]
+    torch.testing.assert_close(data.x_mean, train[:, [0, 2]].mean(0))
+    torch.testing.assert_close(data.y_scale, train[:, 1].std(correction=0))
+    torch.testing.assert_close(data.train_y.mean(), torch.zeros((), dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+def test_the_root_may_be_the_uci_folder_itself(folder):
+    inside = datasets.load("uci/tiny", root=folder.parent)
+    outside = datasets.load("uci/tiny", root=folder.parent.parent)
+    torch.testing.assert_close(inside.train_x, outside.train_x)
+
+
+def test_a_constant_feature_becomes_zeros(folder):
+    values = np.loadtxt(folder / "data.txt")
+    values[:, 0] = 0.1
+    np.savetxt(folder / "data.txt", values)
+    assert load(folder).train_x[:, 0].abs().max() < 1e-12
+
+
+def test_a_whole_number_target_can_be_taken_as_classes(folder):
+    values = np.loadtxt(folder / "data.txt")
+    values[:, 1] = np.arange(12) % 3 + 4
+    np.savetxt(folder / "data.txt", values)
+    data = load(folder, task="classification")
+    assert data.class_names == ("4", "5", "6")
+    assert data.test_y.tolist() == [0, 1, 2]
+
+
+def test_a_missing_set_names_those_that_are_there(folder):
+    with pytest.raises(FileNotFoundError, match=r"uci/boston was not found: .* there are uci/tiny"):
+        datasets.load("uci/boston", root=folder.parent.parent)
+    with pytest.raises(FileNotFoundError, match=r"pass root \(--data-root\)"):
+        datasets.load("uci/boston", root=folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("index_target.txt", "0\n1\n", "has 2 target columns"),
+        ("index_target.txt", "3\n", "different whole numbers from 0 to 2, the columns of data.txt"),
+        ("index_test_0.txt", "0\n12\n", "from 0 to 11, the rows"),
+        ("index_test_0.txt", "0\n5\n", "1 rows in both its training and its test part"),
+        ("index_test_0.txt", "\n", "is empty"),
+        ("data.txt", "1 two 3\n", "can't be read as numbers"),
+        ("data.txt", "1 2 nan\n" * 12, "NaN or infinite values in 12 rows"),
+        ("data.txt", "1 2 3\n" * 12, "the target of uci/tiny is 2 in every training row"),
+    ],
+)
+def test_a_folder_that_breaks_the_layout_is_refused(folder, file, content, sentence):
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        load(folder)
+
+
+def test_an_unknown_split_and_a_missing_file_are_named(folder):
+    with pytest.raises(ValueError, match=r"no split 2; found in .*: splits 0 to 1"):
+        load(folder, split=2)
+    (folder / "index_test_1.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"index_test_1.txt is missing"):
+        load(folder, split=1)

@@ -1,0 +1,167 @@
+"""BayesianModel: the Pyro model, its batched evaluation, and that both agree."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.infer.autoguide import AutoDiagonalNormal
+from torch import nn
+
+from pyro_symmetric.models import (
+    BayesianModel,
+    CategoricalLikelihood,
+    GaussianLikelihood,
+    GaussianPrior,
+)
+
+LIKELIHOODS = {
+    "categorical": ("categorical", 3, lambda n: torch.randint(3, (n,))),
+    "learnt noise": ("gaussian", 1, lambda n: torch.randn(n)),
+    "learnt noise, column": ("gaussian", 1, lambda n: torch.randn(n, 1)),
+    "fixed noise": (GaussianLikelihood(0.3), 1, lambda n: torch.randn(n)),
+    "two targets": ("gaussian", 2, lambda n: torch.randn(n, 2)),
+    "cold": (CategoricalLikelihood(temperature=0.1), 3, lambda n: torch.randint(3, (n,))),
+}
+
+
+def problem(name: str, num_data: int | None = None) -> tuple[BayesianModel, torch.Tensor, torch.Tensor]:
+    likelihood, outputs, targets = LIKELIHOODS[name]
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs))
+    model = BayesianModel(net, GaussianPrior(0.7, fan_in=True), likelihood, num_data)
+    return model, torch.randn(20, 2), targets(20)
+
+
+def draw(model: BayesianModel, *shape: int) -> dict[str, torch.Tensor]:
+    return {name: prior.sample(shape) for name, prior in model.priors().items()}
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("num_data", [None, 100])
+def test_log_joint_equals_the_traced_pyro_model(name: str, num_data: int | None) -> None:
+    model, x, y = problem(name, num_data)
+    weights = draw(model, 4)
+    one_by_one = [
+        poutine.trace(poutine.condition(model, {site: v[i] for site, v in weights.items()}))
+        .get_trace(x, y)
+        .log_prob_sum()
+        for i in range(4)
+    ]
+    torch.testing.assert_close(model.log_joint(weights, x, y), torch.stack(one_by_one), rtol=1e-4, atol=1e-3)
+
+
+def test_a_mini_batch_counts_as_often_as_it_is_smaller_than_the_data() -> None:
+    model, x, y = problem("categorical", num_data=20)
+    weights = draw(model)
+    parts = [model.log_joint(weights, x[rows], y[rows]) for rows in (slice(0, 10), slice(10, 20))]
+    torch.testing.assert_close(sum(parts) / 2, model.log_joint(weights, x, y))
+
+
+def test_temperature_divides_the_log_likelihood_only() -> None:
+    model, x, y = problem("cold")
+    weights = draw(model, 3)
+    expected = model.log_prior(weights) + 10 * model.log_likelihood(weights, x, y).sum(-1)
+    torch.testing.assert_close(model.log_joint(weights, x, y), expected)
+
+
+def test_outputs_of_a_batch_equal_a_loop_over_networks() -> None:
+    model, x, _ = problem("categorical")
+    weights = draw(model, 2, 3)
+    outputs = model.outputs(weights, x, chunk_size=4)
+    assert outputs.shape == (2, 3, 20, 3)
+    for i in range(2):
+        for j in range(3):
+            one = torch.func.functional_call(model.net, {site: value[i, j] for site, value in weights.items()}, (x,))
+            torch.testing.assert_close(outputs[i, j], one)
+
+
+def test_log_prior_is_that_of_independent_gaussians_with_fan_in() -> None:
+    model, _, _ = problem("categorical")
+    weights = draw(model)
+    scales = {"0.weight": 0.7 / math.sqrt(2), "0.bias": 0.7, "2.weight": 0.7 / math.sqrt(5), "2.bias": 0.7}
+    expected = sum(torch.distributions.Normal(0, scales[site]).log_prob(value).sum() for site, value in weights.items())
+    torch.testing.assert_close(model.log_prior(weights), expected)
+
+
+def test_prior_scales_follow_the_first_pattern_that_matches() -> None:
+    prior = GaussianPrior(1.0, scales={"0.*": 0.5, "*.bias": 2.0})
+    assert [prior.scale_of(name, torch.Size([3])) for name in ("0.bias", "2.bias", "2.weight")] == [0.5, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_vectorised_particles_give_the_same_expected_loss_as_a_loop(name: str) -> None:
+    model, x, y = problem(name)
+    guide = AutoDiagonalNormal(model, init_scale=1e-4)
+    losses = []
+    for options in ({"num_particles": 3}, {"num_particles": 3, "vectorize_particles": True, "max_plate_nesting": 1}):
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-9}), Trace_ELBO(**options))
+        losses.append(svi.evaluate_loss(x, y))
+    # The guide is almost a point, so the two differ by its entropy's Monte Carlo error alone: about sqrt(D/6), 5 sigma.
+    assert losses[0] == pytest.approx(losses[1], abs=5 * math.sqrt(guide.latent_dim / 6) + 0.01 * abs(losses[0]))
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_predictive_draws_targets_for_any_number_of_rows(name: str, parallel: bool) -> None:
+    model, x, y = problem(name, num_data=20)
+    guide = AutoDiagonalNormal(model)
+    guide(x, y)
+    draws = Predictive(model, guide=guide, num_samples=6, parallel=parallel)(torch.randn(33, 2))
+    assert draws["y"].shape == (6, 33, *y.shape[1:][: y.dim() - 1 if y.shape[-1] > 1 else 0])
+
+
+def test_the_net_is_copied_and_put_in_eval_mode() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    model = BayesianModel(net)
+    before = net[0].weight.clone()
+    model.net[0].weight.zero_()
+    assert torch.equal(net[0].weight, before)
+    assert net.training
+    assert net[0].weight.requires_grad
+    x, weights = torch.randn(5, 2), draw(model, 3)
+    assert torch.equal(model.outputs(weights, x), model.outputs(weights, x))
+
+
+def test_initial_weights_are_the_nets_own_and_fresh_ones_differ_by_seed() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
+    model = BayesianModel(net)
+    assert all(torch.equal(value, model.initial_weights()[name]) for name, value in net.state_dict().items())
+    first, second = model.initial_weights(fresh=True), model.initial_weights(fresh=True)
+    assert not torch.equal(first["0.weight"], second["0.weight"])
+    assert torch.equal(model.initial_weights()["0.weight"], net[0].weight)
+
+
+def test_dtype_and_priors_follow_the_module() -> None:
+    model = problem("learnt noise")[0].double()
+    assert {prior.sample().dtype for prior in model.priors().values()} == {torch.float64}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"net": "net"}, "must be a torch.nn.Module"),
+        ({"net": nn.ReLU()}, "no parameters"),
+        ({"prior": -1.0}, "must be positive"),
+        ({"prior": lambda name, value: dist.Normal(torch.zeros_like(value), 1.0)}, "to_event"),
+        ({"likelihood": "poisson"}, "one of"),
+        ({"num_data": 0}, "num_data"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        BayesianModel(**{"net": nn.Linear(2, 2), **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [lambda: CategoricalLikelihood(0.0), lambda: GaussianLikelihood(-1.0)])
+def test_bad_likelihoods_are_refused(make: object) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        make()  # type: ignore[operator]
+
+
+def test_more_rows_than_num_data_are_refused() -> None:
+    model, x, y = problem("categorical", num_data=10)
+    with pytest.raises(ValueError, match="num_data=10"):
+        model(x, y)

@@ -1,0 +1,46 @@
+"""Files appear whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyro_symmetric.storage import load_tensors, save_tensors, write_text
+
+
+def test_tensors_and_header_come_back(tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    tensors = {"a": shared[:3], "b": shared[3:], "c": torch.ones(2, 2).t()}
+    save_tensors(tmp_path / "x", "thing", 2, tensors, {"n": [1, None, "é"]})
+    loaded, header = load_tensors(tmp_path / "x", "thing", 2)
+    assert header == {"n": [1, None, "é"]}
+    assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
+
+
+def test_another_kind_and_a_newer_version_are_refused(tmp_path: Path) -> None:
+    save_tensors(tmp_path / "x", "thing", 2, {"a": torch.ones(1)}, {})
+    with pytest.raises(ValueError, match="no other"):
+        load_tensors(tmp_path / "x", "other", 2)
+    with pytest.raises(ValueError, match="newer pyro_symmetric"):
+        load_tensors(tmp_path / "x", "thing", 1)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    save_tensors(tmp_path / "x", "thing", 1, {"a": torch.ones(1000)}, {})
+    whole = (tmp_path / "x").read_bytes()
+    (tmp_path / "x").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="cut short"):
+        load_tensors(tmp_path / "x", "thing", 1)
+
+
+def test_what_stood_there_survives_a_failed_write(tmp_path: Path) -> None:
+    write_text(tmp_path / "x", "old")
+    with pytest.raises(ValueError, match="JSON"):
+        save_tensors(tmp_path / "x", "thing", 1, {"a": torch.ones(1)}, {"bad": object()})
+    assert (tmp_path / "x").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "x"]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"couldn't be saved to .*absent"):
+        write_text(tmp_path / "absent" / "x", "text")
