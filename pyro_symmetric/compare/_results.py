@@ -1,0 +1,56 @@
+"""One way of setting results as plain text and as plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Rows of equally many cells as aligned lines; the columns ``left`` to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = (f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row))
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+class Scores:
+    """Results made of numbers, tensors, and results again."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+
+
+def describe(scores: Any) -> str:
+    """The numbers of scores, one a line; curves are left out."""
+    rows = []
+    for field in fields(scores):
+        value = getattr(scores, field.name)
+        if isinstance(value, float):
+            rows.append((field.name, f"{value:.4g}"))
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                numbers = (
+                    [f"{item:.4g}"] if isinstance(item, float) else [f"{k} {v:.4g}" for k, v in vars(item).items()]
+                )
+                rows.append((f"{field.name} {key}", ", ".join(numbers)))
+    return f"{type(scores).__name__}\n{table(rows, left=(0, 1))}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value.to_dict() if isinstance(value, Scores) else value

@@ -1,0 +1,313 @@
+r"""Tests of whether weight samples are invariant under a permutation group.
+
+A posterior whose prior and likelihood are invariant under a group is invariant itself: ``w`` and ``p(w)`` are
+distributed alike for every element ``p``. A corollary (Laurent et al. 2024, arXiv 2310.08287, section 3.3 and appendix
+B) can be seen in samples: all units of a layer have equal marginals. A chain that stays in one copy of a mode, or an
+approximation of one mode, betrays itself there.
+
+For each factor :math:`S_n` of the group two null hypotheses are tested, both implied by invariance:
+
+* **index**: the unit that holds the largest weight of the layer is each unit with probability :math:`1/n`. Pearson's
+  :math:`\chi^2` on its counts; by simulated multinomial counts where :math:`S/n < 5` makes the :math:`\chi^2` law
+      unreliable.
+* **marginals**: a weight of one unit and the corresponding weight of another are distributed alike. Two-sample
+  Kolmogorov-Smirnov tests of all pairs of units and positions, with exact p-values, corrected by Holm's method.
+
+Both rest on independent draws. Weights of different units in *one* draw may depend on each other in any way: a pair's
+two samples are taken from different draws (one unit's from the even ones, the other's from the odd ones), so that they
+are independent, as the Kolmogorov-Smirnov law needs. Autocorrelated draws make every p-value too small: name their
+effective sample size (see ``effective_size``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.compare._results import table
+from pyro_symmetric.compare._tests import chi_square_uniform, holm, holm_rejections, kolmogorov_smirnov
+from pyro_symmetric.symmetry.permutation import Axis, PermutationGroup
+from pyro_symmetric.symmetry.weights import require_finite
+
+
+@dataclass(frozen=True, eq=False)
+class FactorInvariance:
+    """The two tests of one factor.
+
+    :param size: the number of units ``n``.
+    :param sites: the sites whose weights were looked at.
+    :param index_counts: in how many draws each unit held the largest weight, ``(n,)``.
+    :param index_statistic: Pearson's statistic of these counts.
+    :param index_method: ``"chi-square"`` or ``"simulated multinomial"`` (expected counts under 5).
+    :param index_p_value: p-value of the null hypothesis that the index is uniform.
+    :param marginal_tests: number of Kolmogorov-Smirnov tests (pairs of units times positions).
+    :param marginal_p_value: p-value of the null hypothesis that all tested marginals are equal: the smallest of theirs,
+        by Holm.
+    :param marginal_rejected: how many of them Holm's method rejects at the level.
+    :param marginal_largest: the largest Kolmogorov-Smirnov statistic.
+    :param marginal_smallest_possible: the smallest ``marginal_p_value`` that so few draws can give at all.
+    :param index_adjusted: ``index_p_value``, adjusted by Holm for all tests of all factors.
+    :param marginal_adjusted: likewise.
+    """
+
+    size: int
+    sites: tuple[str, ...]
+    index_counts: Tensor
+    index_statistic: float
+    index_method: str
+    index_p_value: float
+    marginal_tests: int
+    marginal_p_value: float
+    marginal_rejected: int
+    marginal_largest: float
+    marginal_smallest_possible: float
+    index_adjusted: float
+    marginal_adjusted: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return {
+            name: value.tolist() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
+            for name, value in vars(self).items()
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class InvarianceResult:
+    """What the tests found; see :func:`invariance_tests`.
+
+    :param per_factor: factor -> :class:`FactorInvariance`.
+    :param level: the probability that an invariant posterior's independent draws are called not invariant is at most
+        this.
+    :param num_draws: how many draws were used, after thinning.
+    :param p_value: the smallest adjusted p-value: that of the null hypothesis of invariance.
+    """
+
+    per_factor: dict[str, FactorInvariance]
+    level: float
+    num_draws: int
+    p_value: float
+
+    @property
+    def rejected(self) -> bool:
+        """Whether invariance is rejected at the level."""
+        return self.p_value <= self.level
+
+    @property
+    def verdict(self) -> str:
+        """What was found, in one line."""
+        count = 2 * len(self.per_factor)
+        if not self.per_factor:
+            return "nothing to test: no factor of the group permutes two units or more"
+        if not self.rejected:
+            text = (
+                f"no sign against invariance: none of {count} tests rejects at level {self.level:g} "
+                f"(smallest adjusted p-value {_p(self.p_value)}, {self.num_draws:,} draws)"
+            )
+            weak = sum(f.marginal_smallest_possible * count > self.level for f in self.per_factor.values())
+            return text + (f"; too few draws for the marginal tests of {weak} factors" if weak else "")
+        failed = [name for name, f in self.per_factor.items() if self._failed(f)]
+        worst = min(self.per_factor, key=lambda name: self._smallest(self.per_factor[name]))
+        return (
+            f"not invariant at level {self.level:g} (p-value {_p(self.p_value)}, {self.num_draws:,} draws): "
+            f"{len(failed)} of {len(self.per_factor)} factors fail, worst {worst!r}, where "
+            + self._reason(self.per_factor[worst])
+        )
+
+    def _failed(self, factor: FactorInvariance) -> bool:
+        return self._smallest(factor) <= self.level
+
+    @staticmethod
+    def _smallest(factor: FactorInvariance) -> float:
+        return min(factor.index_adjusted, factor.marginal_adjusted)
+
+    def _reason(self, factor: FactorInvariance) -> str:
+        reasons = []
+        if factor.index_adjusted <= self.level:
+            unit = int(factor.index_counts.argmax())
+            share = float(factor.index_counts.max()) / self.num_draws
+            reasons.append(
+                f"unit {unit} holds the largest weight in {share:.0%} of draws instead of {1 / factor.size:.1%}"
+            )
+        if factor.marginal_adjusted <= self.level:
+            reasons.append(f"{factor.marginal_rejected:,} of {factor.marginal_tests:,} pairs of marginals differ")
+        return " and ".join(reasons)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return {
+            "verdict": self.verdict,
+            "rejected": self.rejected,
+            "p_value": self.p_value,
+            "level": self.level,
+            "num_draws": self.num_draws,
+            "per_factor": {name: factor.to_dict() for name, factor in self.per_factor.items()},
+        }
+
+    def __repr__(self) -> str:
+        rows = [("factor", "units", "index p", "marginal p", "pairs that differ", "verdict")]
+        rows += [
+            (
+                name,
+                str(f.size),
+                _p(f.index_adjusted),
+                _p(f.marginal_adjusted),
+                f"{f.marginal_rejected:,} of {f.marginal_tests:,}",
+                "not invariant" if self._failed(f) else "-",
+            )
+            for name, f in self.per_factor.items()
+        ]
+        return f"Invariance: {self.verdict}\n{table(rows, left=(0, 5))}"
+
+
+@torch.no_grad()
+def invariance_tests(
+    weights: Mapping[str, Tensor],
+    group: PermutationGroup,
+    *,
+    level: float = 0.05,
+    effective_size: int | None = None,
+    max_tests: int = 50_000,
+) -> InvarianceResult:
+    """Test whether samples of weights are invariant under ``group``.
+
+    The weights of a unit are those of the sites that its factor moves along their first axis: for linear and
+    convolutional layers its incoming weights and its bias, for normalisation its scale and shift. A factor that moves
+    no site along the first axis is tested on all sites that it moves. Units of several blocks (gates, flattened pixels)
+    are compared block by block. Where the same factor moves a second axis of the site too (recurrent weights), unit
+    ``i``'s weight from unit ``i + k`` is compared with unit ``j``'s from ``j + k`` (modulo ``n``): only those must be
+    distributed alike.
+
+    Holm's method over both tests of all factors keeps the probability of any false rejection under ``level``.
+
+    :param weights: site -> samples ``batch_shape + site_shape``; batch dimensions are flattened.
+    :param group: the permutation group; factors of size 1 are passed over.
+    :param level: the family-wise level of the tests.
+    :param effective_size: how many draws may be taken as independent. That many, evenly spaced over the flattened
+        batch, are kept. For chains give at most the smallest effective sample size over the weights; half of it is on
+        the safe side, as draws thinned to the effective size keep a correlation of about 0.1.
+    :param max_tests: Kolmogorov-Smirnov tests of one factor. Where pairs of units times positions are more, a fixed
+        pseudo-random part of the positions (and of the pairs, if needed) is tested.
+    :raises ValueError: if weights don't fit the group, aren't finite, or fewer than 2 draws are left.
+    """
+    _check_arguments(level, effective_size, max_tests)
+    shape = group.batch_shape(weights)
+    require_finite({site: weights[site] for site in group.required_sites}, "weights")
+    keep = _thinned(shape.numel(), effective_size)
+    found = {}
+    for name, size in group.factors.items():
+        if size < 2:
+            continue
+        axes = _unit_axes(group, name)
+        if not axes:
+            continue
+        units = [_unit_weights(weights, group, name, axis, keep) for axis in axes]
+        found[name] = (
+            tuple(dict.fromkeys(a.site for a in axes)),
+            *_index_test(units),
+            *_marginal_tests(units, level, max_tests),
+        )
+    adjusted = holm(torch.tensor([[f[4], f[6]] for f in found.values()], dtype=torch.float64).reshape(-1)).tolist()
+    per_factor = {
+        name: FactorInvariance(group.factors[name], *values, adjusted[2 * i], adjusted[2 * i + 1])
+        for i, (name, values) in enumerate(found.items())
+    }
+    draws = shape.numel() if isinstance(keep, slice) else len(keep)
+    return InvarianceResult(per_factor, level, draws, min(adjusted, default=1.0))
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(level: float, effective_size: int | None, max_tests: int) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"level is {level}; it must lie between 0 and 1")
+    if effective_size is not None and effective_size < 2:
+        raise ValueError(f"effective_size is {effective_size}; the tests need at least 2 independent draws")
+    if max_tests < 1:
+        raise ValueError(f"max_tests is {max_tests}; it must be at least 1")
+
+
+def _thinned(draws: int, effective_size: int | None) -> slice | Tensor:
+    if draws < 2:
+        raise ValueError(f"weights holds {draws} draws; the tests need at least 2")
+    if effective_size is None or effective_size >= draws:
+        return slice(None)  # a view, where an index would copy all weights
+    return torch.arange(effective_size) * draws // effective_size
+
+
+def _unit_axes(group: PermutationGroup, name: str) -> list[Axis]:
+    axes = [axis for axis in group.factor(name).axes if not axis.buffer]
+    return [axis for axis in axes if axis.dim == 0] or axes
+
+
+def _unit_weights(
+    weights: Mapping[str, Tensor], group: PermutationGroup, name: str, axis: Axis, keep: slice | Tensor
+) -> Tensor:
+    """Each unit's weights in one site, ``(draws, n, positions)``; invariance makes those of one position alike."""
+    shape = group.site_shapes[axis.site]
+    value = weights[axis.site].detach().reshape(-1, *shape)
+    value = value[keep].movedim(1 + axis.dim, 1)
+    n = axis.index.shape[1]
+    if torch.equal(axis.index.cpu(), torch.arange(value.shape[1])[None]):
+        value = value.unsqueeze(2)
+    else:
+        value = value[:, axis.index.T.to(value.device)]  # (draws, n, blocks, other axes)
+    for dim, members in group.members(axis.site).items():
+        if dim == axis.dim or all(owner != name for owner, _ in members):
+            continue
+        # The same factor moves another axis: for unit i, rotate that axis so that its own place comes first.
+        shifts = (torch.arange(n)[:, None] + torch.arange(n)) % n
+        index = group.element({name: shifts}).axis_index(axis.site, dim).to(value.device)
+        place = 3 + dim - (dim > axis.dim)
+        view = [1] * value.dim()
+        view[1], view[place] = index.shape
+        value = value.take_along_dim(index.reshape(view), dim=place)
+    return value.reshape(len(value), n, -1)
+
+
+def _index_test(units: list[Tensor]) -> tuple[Tensor, float, str, float]:
+    """Counts of the unit with the largest weight, Pearson's statistic, the method and the p-value."""
+    largest = torch.stack([part.amax(-1) for part in units]).amax(0)
+    winners = largest == largest.amax(-1, keepdim=True)
+    if bool((winners.sum(-1) > 1).any()):
+        # ties, as of weights that are exactly 0: drawn, so that the index stays uniform under invariance
+        index = (winners * torch.rand(winners.shape, device=winners.device).add_(1)).argmax(-1)
+    else:
+        index = winners.long().argmax(-1)
+    counts = torch.bincount(index, minlength=largest.shape[1]).cpu()
+    return (counts, *chi_square_uniform(counts))
+
+
+def _marginal_tests(units: list[Tensor], level: float, max_tests: int) -> tuple[int, float, int, float, float]:
+    """Number of tests, adjusted smallest p-value, rejections, largest statistic, smallest possible p-value."""
+    draws, n, _ = units[0].shape
+    positions = sum(part.shape[-1] for part in units)
+    first, second = torch.triu_indices(n, n, 1)
+    fixed = torch.Generator().manual_seed(0)  # the same part at every call, and the user's stream left alone
+    kept = max(1, min(positions, max_tests // len(first)))
+    chosen = torch.zeros(positions, dtype=torch.bool)
+    chosen[torch.randperm(positions, generator=fixed)[:kept]] = True
+    if len(first) > max_tests:
+        subset = torch.randperm(len(first), generator=fixed)[:max_tests]
+        first, second = first[subset], second[subset]
+    columns = chosen.split([part.shape[-1] for part in units])
+    samples = torch.cat([part[..., c.to(part.device)] for part, c in zip(units, columns, strict=True)], dim=-1)
+    half = draws // 2
+    even, odd = (samples[start : 2 * half : 2].permute(2, 1, 0).reshape(-1, half) for start in (0, 1))
+    offset = n * torch.arange(kept)[:, None]  # row of (position, unit) in the flattened samples
+    statistics, p_values, floor = kolmogorov_smirnov(
+        even, odd, (offset + first).reshape(-1).to(samples.device), (offset + second).reshape(-1).to(samples.device)
+    )
+    tests = p_values.numel()
+    smallest = min(1.0, tests * float(p_values.min()))
+    return tests, smallest, holm_rejections(p_values, level), float(statistics.max()), min(1.0, tests * floor)
+
+
+def _p(value: float) -> str:
+    return "< 1e-12" if value < 1e-12 else f"{value:.2g}" if math.isfinite(value) else str(value)

@@ -1,0 +1,131 @@
+"""Weights as the comparisons see them: samples in rows, grouped into layers.
+
+A comparison reads two collections of weights of one architecture, flattens their batch dimensions into samples, and
+works layer by layer. A layer is by default what the sites' names share up to the last dot: ``0.weight`` and ``0.bias``
+are the layer ``0``; a site without a dot (``noise_scale``) is a layer of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.symmetry.weights import Shapes, batch_shape, require_sites
+
+Layers = Mapping[str, Sequence[str]]
+
+
+def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str, tuple[str, ...]]:
+    """Layer -> its sites: the given ``layers``, checked, or the default grouping by the names up to the last dot.
+
+    :raises ValueError: if ``layers`` is empty, names an unknown site, or names a site twice.
+    """
+    if layers is None:
+        grouped: dict[str, list[str]] = {}
+        for site in sites:
+            grouped.setdefault(site.rpartition(".")[0] or site, []).append(site)
+        return {name: tuple(members) for name, members in grouped.items()}
+    named = [site for members in layers.values() for site in members]
+    if not named or not all(len(members) for members in layers.values()):
+        raise ValueError(f"layers must name at least one site for each layer, but is {dict(layers)}")
+    unknown = [site for site in named if site not in sites]
+    if unknown:
+        raise ValueError(f"layers names the sites {unknown}, which the weights lack; they have {list(sites)}")
+    twice = sorted({site for site in named if named.count(site) > 1})
+    if twice:
+        raise ValueError(f"layers names the sites {twice} more than once; a weight may be counted only once")
+    return {name: tuple(members) for name, members in layers.items()}
+
+
+class PairedSamples:
+    """Two collections of weights of one architecture, checked, with their samples in rows.
+
+    :param weights_p: site -> tensor ``batch_shape + site_shape``; the batch dimensions are flattened into samples.
+    :param weights_q: the same sites; the number of samples may differ.
+    :param layers: layer -> its sites; sites that are not named are left out. Default: all, see :func:`group_sites`.
+    :param site_shapes: the sites' shapes without batch dimensions. Default: everything after the first dimension.
+    :param minimum: the smallest number of samples allowed on each side.
+    :raises ValueError: if sites, shapes, dtypes or devices don't fit, or samples are missing.
+    """
+
+    def __init__(
+        self,
+        weights_p: Mapping[str, Tensor],
+        weights_q: Mapping[str, Tensor],
+        layers: Layers | None = None,
+        site_shapes: Shapes | None = None,
+        *,
+        minimum: int = 1,
+    ):
+        if layers is None and set(weights_p) != set(weights_q):
+            raise ValueError(
+                "weights_p and weights_q must have the same sites (or layers must name those to compare); only in "
+                f"weights_p: {sorted(set(weights_p) - set(weights_q))}, "
+                f"only in weights_q: {sorted(set(weights_q) - set(weights_p))}"
+            )
+        self.layers = group_sites(list(weights_p), layers)
+        self.sites = tuple(site for members in self.layers.values() for site in members)
+        if not self.sites:
+            raise ValueError("weights_p and weights_q are empty; there is nothing to compare")
+        require_sites(weights_q, self.sites, "weights_q")
+        self.shapes = self._shapes(weights_p, weights_q, site_shapes)
+        self.weights = (weights_p, weights_q)
+        self.num_samples = (
+            _num_samples(weights_p, self.shapes, "weights_p", minimum),
+            _num_samples(weights_q, self.shapes, "weights_q", minimum),
+        )
+
+    def _shapes(
+        self, weights_p: Mapping[str, Tensor], weights_q: Mapping[str, Tensor], site_shapes: Shapes | None
+    ) -> dict[str, torch.Size]:
+        if site_shapes is not None:
+            require_sites(site_shapes, self.sites, "site_shapes")  # type: ignore[arg-type]
+            return {site: torch.Size(site_shapes[site]) for site in self.sites}
+        shapes = {site: weights_p[site].shape[1:] for site in self.sites}
+        for site, shape in shapes.items():
+            if weights_p[site].dim() == 0 or weights_q[site].shape[1:] != shape:
+                raise ValueError(
+                    f"{site!r} has shape {tuple(weights_p[site].shape)} in weights_p and "
+                    f"{tuple(weights_q[site].shape)} in weights_q; both must be (samples,) + the same site shape. "
+                    "Pass site_shapes= where there are more batch dimensions, such as (chains, draws)"
+                )
+        return shapes
+
+    def matrices(self, site: str) -> tuple[Tensor, Tensor]:
+        """The site's samples: two matrices ``(num_samples, number of weights)``."""
+        p, q = (
+            weights[site].detach().reshape(rows, -1)
+            for weights, rows in zip(self.weights, self.num_samples, strict=True)
+        )
+        for name, value in (("weights_p", p), ("weights_q", q)):
+            if not value.is_floating_point():
+                raise ValueError(
+                    f"{name}[{site!r}] has dtype {value.dtype}; only floating-point weights have distances"
+                )
+        if p.device != q.device:
+            raise ValueError(f"{site!r} lies on {p.device} in weights_p and on {q.device} in weights_q; move one")
+        return p, q
+
+    def columns(self, layer: str, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The layer's samples, at most ``chunk`` weights at a time; never in half precision."""
+        for site in self.layers[layer]:
+            p, q = self.matrices(site)
+            dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), torch.float32)
+            for start in range(0, p.shape[1], chunk):
+                yield p[:, start : start + chunk].to(dtype), q[:, start : start + chunk].to(dtype)
+
+    def num_weights(self, layer: str) -> int:
+        """The number of weights (of one sample) in a layer."""
+        return sum(self.shapes[site].numel() for site in self.layers[layer])
+
+
+def _num_samples(weights: Mapping[str, Tensor], shapes: Shapes, name: str, minimum: int) -> int:
+    try:
+        rows = batch_shape(weights, shapes).numel()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if rows < minimum:
+        raise ValueError(f"{name} holds {rows} samples; at least {minimum} are needed")
+    return rows

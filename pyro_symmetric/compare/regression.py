@@ -1,0 +1,121 @@
+r"""Scores of regressions whose members predict Gaussians: density, errors, coverage of intervals.
+
+The log predictive density is a proper score (Gneiting & Raftery 2007, JASA 102); coverage of central intervals against
+their level is the calibration of Kuleshov et al. (2018, arXiv 1807.00263), here of intervals symmetric in probability.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.compare._results import Scores, describe
+
+
+@dataclass(frozen=True, eq=False)
+class RegressionScores(Scores):
+    """Scores of a regression; see :func:`regression`.
+
+    :param log_predictive_density: mean log density of the targets, in nats per input.
+    :param rmse: root mean squared error of the mean prediction.
+    :param mae: mean absolute error of the mean prediction.
+    :param coverage: level of the central predictive interval -> share of targets inside.
+    :param calibration_error: mean absolute difference of coverage and level, over the levels of ``calibration_levels``.
+    :param calibration_levels: levels ``0.05, 0.10, ... 0.95``, ``(19,)``, for the calibration curve.
+    :param calibration_coverage: share of targets inside the central interval of each level, ``(19,)``.
+    """
+
+    log_predictive_density: float
+    rmse: float
+    mae: float
+    coverage: dict[float, float]
+    calibration_error: float
+    calibration_levels: Tensor
+    calibration_coverage: Tensor
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+@torch.no_grad()
+def regression(
+    means: Tensor,
+    noise_scale: Tensor | float,
+    targets: Tensor,
+    *,
+    levels: Sequence[float] = (0.5, 0.8, 0.9, 0.95),
+) -> RegressionScores:
+    r"""Score a regression whose members predict Gaussians: the predictive is their mixture.
+
+    .. math:: \bar p(y|x) = \frac{1}{S} \sum_s \mathcal{N}(y \mid m_s(x), \sigma_s^2).
+
+    Coverage is that of the mixture's own central intervals: ``y`` lies in the one of level ``c`` where the mixture's
+    distribution function at ``y`` lies within ``c / 2`` of one half. With several outputs the density is joint (outputs
+    independent given the member), errors and coverage are pooled over outputs.
+
+    :param means: ``(S,) + targets.shape`` of S members, or ``targets.shape``.
+    :param noise_scale: standard deviation of the noise, positive: a number, ``(S,)`` for one of each member, or
+        anything that broadcasts with ``means``. With one value for each member, ``(S,)`` is taken as that even where
+        ``S`` equals ``N``.
+    :param targets: ``(N,)`` or ``(N, D)``.
+    :param levels: levels of the central intervals to report, each between 0 and 1.
+    :raises ValueError: if shapes don't fit or values are not finite or not positive.
+    """
+    means, scale, targets = _gaussians(means, noise_scale, targets)
+    wrong = [level for level in levels if not 0 < level < 1]
+    if wrong:
+        raise ValueError(f"levels holds {wrong}; levels lie between 0 and 1")
+    z = (targets - means) / scale
+    log_density = -0.5 * z.square() - scale.log() - 0.5 * math.log(2 * math.pi)
+    joint = log_density.reshape(*log_density.shape[:2], -1).sum(-1).logsumexp(0) - math.log(len(means))
+    distance = (torch.special.ndtr(z).mean(0) - 0.5).abs().reshape(-1)
+    grid = torch.arange(1, 20, dtype=torch.float64, device=distance.device) / 20
+    covered = (distance <= grid[:, None] / 2).double().mean(-1)
+    error = means.mean(0) - targets
+    return RegressionScores(
+        log_predictive_density=float(joint.mean()),
+        rmse=float(error.square().mean().sqrt()),
+        mae=float(error.abs().mean()),
+        coverage={float(level): float((distance <= level / 2).double().mean()) for level in levels},
+        calibration_error=float((covered - grid).abs().mean()),
+        calibration_levels=grid.cpu(),
+        calibration_coverage=covered.cpu(),
+    )
+
+
+# small steps ----------------------------------------------------------------------------------------------------------
+
+
+def _gaussians(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Means ``(S, N, ...)``, scales that broadcast with them, targets; checked, in float64."""
+    if targets.dim() not in (1, 2) or targets.numel() == 0:
+        raise ValueError(f"targets has shape {tuple(targets.shape)}; it must be (inputs,) or (inputs, outputs)")
+    if means.shape == targets.shape:
+        means = means[None]
+    if means.dim() != targets.dim() + 1 or means.shape[1:] != targets.shape or len(means) == 0:
+        raise ValueError(
+            f"means has shape {tuple(means.shape)}, but targets has {tuple(targets.shape)}; "
+            "means must have that shape, or (members,) in front of it"
+        )
+    scale = torch.as_tensor(noise_scale, dtype=torch.float64, device=means.device)
+    for name, value in (("means", means), ("noise_scale", scale), ("targets", targets)):
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"{name} holds NaN or infinite values")
+    if not bool((scale > 0).all()):
+        raise ValueError(f"noise_scale must be positive, but its smallest value is {float(scale.min()):.3g}")
+    if scale.shape == means.shape[:1]:
+        scale = scale.reshape(-1, *[1] * targets.dim())
+    try:
+        fits = torch.broadcast_shapes(scale.shape, means.shape) == means.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"noise_scale has shape {tuple(scale.shape)}, but means has {tuple(means.shape)}; it must be a number, "
+            f"({len(means)},) for one of each member, or broadcast with means"
+        )
+    return means.double(), scale.expand(means.shape), targets.to(means.device).double()

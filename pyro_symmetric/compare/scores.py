@@ -1,0 +1,268 @@
+r"""Scores of predictions: accuracy, proper scores, calibration, detection of inputs from elsewhere.
+
+A prediction is that of the whole approximation: with members (samples of the weights) the mean of their predictive
+distributions, :math:`\bar p(y|x) = \frac{1}{S} \sum_s p(y|x, w_s)`. Lower is better for NLL, Brier, calibration errors,
+RMSE and FPR95; higher for the others.
+
+Detection asks how well an uncertainty score tells inputs from out of the distribution from those within. **Positive is
+out of distribution**, and every score is oriented so that larger means more uncertain: one minus the largest
+probability (Hendrycks & Gimpel 2017), the predictive entropy, and with members the mutual information of
+:mod:`.diversity`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.compare._results import Scores, describe
+from pyro_symmetric.compare.diversity import check_probabilities, mean_entropy, predictive_entropy
+from pyro_symmetric.compare.regression import RegressionScores, regression
+
+__all__ = [
+    "CalibrationCurve",
+    "ClassificationScores",
+    "DetectionScores",
+    "RegressionScores",
+    "classification",
+    "detect",
+    "regression",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationCurve(Scores):
+    """Reliability of the top label, in bins of equal width.
+
+    :param edges: bounds of the bins, ``(num_bins + 1,)``.
+    :param confidence: mean confidence in each bin, ``(num_bins,)``; NaN (``None`` in ``to_dict``) where it is empty.
+    :param accuracy: share of correct predictions in each bin, ``(num_bins,)``; likewise.
+    :param count: number of predictions in each bin, ``(num_bins,)``.
+    """
+
+    edges: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DetectionScores(Scores):
+    """How well one uncertainty score detects inputs from out of the distribution (the positive class).
+
+    :param aupr: area under the precision-recall curve, as average precision.
+    :param auroc: area under the receiver operating characteristic; 0.5 by chance.
+    :param fpr95: share of in-distribution inputs flagged at the threshold that flags at least 95 % of the others.
+    """
+
+    aupr: float
+    auroc: float
+    fpr95: float
+
+
+@dataclass(frozen=True, eq=False)
+class ClassificationScores(Scores):
+    """Scores of a classifier; see :func:`classification`. Fields that need members or inputs from out of the
+    distribution are ``None`` without them.
+
+    :param accuracy: share of inputs whose most probable class is the label.
+    :param nll: mean negative log probability of the label, in nats.
+    :param brier: mean squared distance of the probabilities from the one-hot label, summed over classes: in [0, 2].
+    :param ece: expected calibration error of the top label, in ``num_bins`` bins of equal width (Guo et al. 2017).
+    :param adaptive_ece: the same in bins of equal count (Nixon et al. 2019, for the top label).
+    :param entropy: mean predictive entropy, in nats.
+    :param mutual_information: mean mutual information of prediction and member, in nats.
+    :param aupr: detection by the largest probability: area under the precision-recall curve.
+    :param auroc: the same: area under the receiver operating characteristic.
+    :param fpr95: the same: false positive rate at 95 % true positive rate.
+    :param entropy_ood: mean predictive entropy out of the distribution.
+    :param mutual_information_ood: mean mutual information out of the distribution.
+    :param detection: uncertainty score (``"maximum_probability"``, ``"entropy"``, ``"mutual_information"``) ->
+        :class:`DetectionScores`.
+    :param calibration: the reliability curve.
+    """
+
+    accuracy: float
+    nll: float
+    brier: float
+    ece: float
+    adaptive_ece: float
+    entropy: float
+    mutual_information: float | None
+    aupr: float | None
+    auroc: float | None
+    fpr95: float | None
+    entropy_ood: float | None
+    mutual_information_ood: float | None
+    detection: dict[str, DetectionScores]
+    calibration: CalibrationCurve
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+@torch.no_grad()
+def classification(
+    probabilities: Tensor,
+    labels: Tensor,
+    ood_probabilities: Tensor | None = None,
+    *,
+    num_bins: int = 15,
+) -> ClassificationScores:
+    """Score a classifier's predictive probabilities.
+
+    >>> scores = classification(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 1]))
+    >>> scores.accuracy
+    1.0
+
+    A probability of 0 for the label counts as the smallest positive normal number of the dtype in the NLL (87 nats in
+    float32), so that underflow of a softmax doesn't make it infinite.
+
+    :param probabilities: ``(S, N, C)`` of S members, or ``(N, C)``.
+    :param labels: ``(N,)``, integers in 0 .. C - 1.
+    :param ood_probabilities: predictions for inputs from out of the distribution, ``(S, M, C)`` or ``(M, C)`` likewise.
+    :param num_bins: bins of the calibration errors and of the calibration curve.
+    :raises ValueError: if shapes don't fit, values aren't probabilities or labels aren't classes.
+    :raises ImportError: if detection scores are asked for and scikit-learn is missing.
+    """
+    members = _members(probabilities, "probabilities")
+    inputs, classes = members.shape[1:]
+    _check_labels(labels, inputs, classes)
+    if num_bins < 1:
+        raise ValueError(f"num_bins is {num_bins}; it must be at least 1")
+    labels = labels.to(members.device).long()
+    mean = members.mean(0, dtype=torch.float64)
+    tiny = torch.finfo(probabilities.dtype).tiny
+    confidence, predicted = mean.max(-1)
+    correct = (predicted == labels).double()
+    of_label = mean.gather(-1, labels[:, None]).squeeze(-1)
+    uncertainty = _uncertainties(members)
+    calibration = _calibration_curve(confidence, correct, num_bins)
+    detection: dict[str, DetectionScores] = {}
+    elsewhere: dict[str, Tensor] = {}
+    if ood_probabilities is not None:
+        ood = _members(ood_probabilities, "ood_probabilities")
+        if (ood.shape[0], ood.shape[2]) != (members.shape[0], classes):
+            raise ValueError(
+                f"ood_probabilities has shape {tuple(ood_probabilities.shape)}, but probabilities has "
+                f"{tuple(probabilities.shape)}; members and classes must agree"
+            )
+        elsewhere = _uncertainties(ood)
+        detection = {name: detect(uncertainty[name], elsewhere[name]) for name in uncertainty}
+    main = detection.get("maximum_probability")
+    return ClassificationScores(
+        accuracy=float(correct.mean()),
+        nll=float(-of_label.clamp(min=tiny).log().mean()),
+        brier=float((mean.square().sum(-1) - 2 * of_label + 1).mean()),
+        ece=_expected_error(calibration),
+        adaptive_ece=_adaptive_error(confidence, correct, num_bins),
+        entropy=float(uncertainty["entropy"].mean()),
+        mutual_information=_mean(uncertainty.get("mutual_information")),
+        aupr=None if main is None else main.aupr,
+        auroc=None if main is None else main.auroc,
+        fpr95=None if main is None else main.fpr95,
+        entropy_ood=_mean(elsewhere.get("entropy")),
+        mutual_information_ood=_mean(elsewhere.get("mutual_information")),
+        detection=detection,
+        calibration=calibration,
+    )
+
+
+def detect(scores_in: Tensor, scores_out: Tensor) -> DetectionScores:
+    """How well an uncertainty score separates inputs from out of the distribution (positive) from those within.
+
+    :param scores_in: scores of inputs from the distribution, ``(N,)``; larger means more uncertain.
+    :param scores_out: scores of inputs from elsewhere, ``(M,)``.
+    """
+    for name, value in (("scores_in", scores_in), ("scores_out", scores_out)):
+        if value.dim() != 1 or value.numel() == 0:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be (inputs,) with at least one input")
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"{name} holds NaN or infinite values")
+    metrics = _optional("sklearn.metrics")
+    score = torch.cat([scores_in, scores_out.to(scores_in)]).double().cpu().numpy()
+    positive = torch.cat([torch.zeros(len(scores_in)), torch.ones(len(scores_out))]).numpy()
+    false_rate, true_rate, _ = metrics.roc_curve(positive, score, drop_intermediate=False)
+    return DetectionScores(
+        aupr=float(metrics.average_precision_score(positive, score)),
+        auroc=float(metrics.roc_auc_score(positive, score)),
+        fpr95=float(false_rate[true_rate >= 0.95][0]),
+    )
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _members(probabilities: Tensor, name: str) -> Tensor:
+    """Probabilities as ``(S, N, C)``, checked."""
+    if probabilities.dim() not in (2, 3) or 0 in probabilities.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(probabilities.shape)}; it must be (members, inputs, classes) or (inputs, classes)"
+        )
+    if probabilities.shape[-1] < 2:
+        raise ValueError(f"{name} has shape {tuple(probabilities.shape)}: one class only; there must be at least 2")
+    checked = check_probabilities(probabilities, name)
+    return checked if checked.dim() == 3 else checked[None]
+
+
+def _check_labels(labels: Tensor, inputs: int, classes: int) -> None:
+    if labels.shape != (inputs,):
+        raise ValueError(f"labels has shape {tuple(labels.shape)}, but there are predictions for {inputs} inputs")
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"labels has dtype {labels.dtype}; labels are integers")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        raise ValueError(
+            f"labels reach from {low} to {high}, but with {classes} classes they lie in 0 .. {classes - 1}"
+        )
+
+
+def _uncertainties(members: Tensor) -> dict[str, Tensor]:
+    """Uncertainty score -> ``(N,)``, larger meaning more uncertain; mutual information only of two members or more."""
+    entropy = predictive_entropy(members)
+    scores = {"maximum_probability": 1 - members.mean(0, dtype=torch.float64).amax(-1), "entropy": entropy}
+    if len(members) > 1:
+        scores["mutual_information"] = (entropy - mean_entropy(members)).clamp(min=0)
+    return scores
+
+
+def _calibration_curve(confidence: Tensor, correct: Tensor, num_bins: int) -> CalibrationCurve:
+    edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device)
+    # bins are closed on the left, as in torchmetrics; a confidence of exactly 1 belongs to the last
+    index = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, num_bins - 1)
+    count, total_confidence, total_correct = (
+        torch.zeros_like(edges[1:]).index_add_(0, index, value)
+        for value in (torch.ones_like(confidence), confidence, correct)
+    )
+    return CalibrationCurve(
+        edges.cpu(), (total_confidence / count).cpu(), (total_correct / count).cpu(), count.long().cpu()
+    )
+
+
+def _expected_error(curve: CalibrationCurve) -> float:
+    gap = (curve.accuracy - curve.confidence).abs().nan_to_num(0.0)
+    return float((gap * curve.count).sum() / curve.count.sum())
+
+
+def _adaptive_error(confidence: Tensor, correct: Tensor, num_bins: int) -> float:
+    order = confidence.argsort(stable=True)
+    gaps = (correct - confidence)[order].tensor_split(min(num_bins, len(order)))
+    return float(sum(part.sum().abs() for part in gaps)) / len(order)
+
+
+def _optional(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = {"sklearn": "scikit-learn"}.get(name.partition(".")[0], name)
+        raise ImportError(
+            f"this score needs {package}; install it with: pip install 'pyro-symmetric[study]'"
+        ) from error
+
+
+def _mean(values: Tensor | None) -> float | None:
+    return None if values is None else float(values.mean())

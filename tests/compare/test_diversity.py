@@ -1,0 +1,75 @@
+import math
+
+import pytest
+import torch
+
+from pyro_symmetric.compare import (
+    mean_entropy,
+    mutual_information,
+    pairwise_mutual_information,
+    predictive_entropy,
+)
+
+
+def test_mutual_information_equals_its_definition_as_a_divergence():
+    # I = mean over members of KL(p_s || mean), another formula than the difference of entropies
+    p = torch.randn(5, 7, 3, dtype=torch.float64).softmax(-1)
+    divergence = (p * (p.log() - p.mean(0).log())).sum(-1).mean(0)
+    torch.testing.assert_close(mutual_information(p), divergence)
+    torch.testing.assert_close(predictive_entropy(p) - mean_entropy(p), divergence)
+
+
+def test_sure_members_that_disagree_reach_the_logarithm_of_their_number():
+    p = torch.eye(3)[:, None]  # 3 members, 1 input, each sure of another class
+    assert float(mutual_information(p)) == pytest.approx(math.log(3))
+    assert float(mean_entropy(p)) == 0
+
+
+def test_equal_members_have_none_and_rounding_never_makes_it_negative():
+    p = torch.randn(1, 1000, 10).softmax(-1).expand(8, -1, -1)
+    found = mutual_information(p)
+    assert float(found.min()) >= 0
+    assert float(found.max()) < 1e-6
+    assert found.dtype == torch.float64
+
+
+def test_pairs_equal_a_naive_loop_over_pairs():
+    p = torch.randn(6, 9, 4).mul(2).softmax(-1)
+    found = pairwise_mutual_information(p)
+    for i in range(6):
+        for j in range(6):
+            expected = float(mutual_information(p[[i, j]]).mean())
+            assert float(found[i, j]) == pytest.approx(expected, abs=1e-7)
+    assert torch.equal(found, found.T)
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 37, 500])
+def test_chunks_change_nothing(chunk):
+    p = torch.randn(7, 5, 3).softmax(-1)
+    torch.testing.assert_close(pairwise_mutual_information(p, chunk=chunk), pairwise_mutual_information(p))
+
+
+def test_opposite_certainties_are_log_two_apart():
+    p = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    assert float(pairwise_mutual_information(p)[0, 1]) == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "message"),
+    [
+        (torch.randn(3, 4, 2), "logits"),
+        (torch.full((3, 4, 2), 0.6), "sum to 1, but is off by up to 0.2"),
+        (torch.full((3, 4, 2), math.nan), "24 NaN"),
+        (torch.ones(3, 4, 1, dtype=torch.long), "int64"),
+        (torch.ones(3), "members"),
+        (torch.ones(0, 4, 1), "members"),
+    ],
+)
+def test_what_is_no_probability_is_refused(probabilities, message):
+    with pytest.raises(ValueError, match=message):
+        mutual_information(probabilities)
+
+
+def test_pairs_need_members_inputs_and_classes():
+    with pytest.raises(ValueError, match=r"\(4, 2\)"):
+        pairwise_mutual_information(torch.full((4, 2), 0.5))

@@ -1,0 +1,264 @@
+import json
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from pyro_symmetric.compare import invariance_tests
+from pyro_symmetric.symmetry.permutation import Axis, Factor, PermutationGroup
+
+
+def mlp_group(inputs=3, hidden=6, outputs=2):
+    shapes = {
+        "0.weight": torch.Size([hidden, inputs]),
+        "0.bias": torch.Size([hidden]),
+        "2.weight": torch.Size([outputs, hidden]),
+        "2.bias": torch.Size([outputs]),
+    }
+    axes = {"0.weight": ("hidden", None), "0.bias": ("hidden",), "2.weight": (None, "hidden")}
+    return PermutationGroup.declare(axes, shapes)
+
+
+def one_copy(group, draws, spread=0.3):
+    """Draws around one point: no unit is like another."""
+    return {site: torch.randn(shape) + spread * torch.randn(draws, *shape) for site, shape in group.site_shapes.items()}
+
+
+def symmetrised(group, weights):
+    return group.sample((len(next(iter(weights.values()))),))(weights)
+
+
+def rejections(group, draw, repetitions, **arguments):
+    results = [invariance_tests(draw(), group, **arguments) for _ in range(repetitions)]
+    return torch.tensor([result.rejected for result in results]), results
+
+
+def test_a_chain_in_one_copy_is_found_out():
+    # index: a uniform one would have to hold one unit in nearly all of 200 draws; false alarm nil
+    group = mlp_group()
+    result = invariance_tests(one_copy(group, 200), group)
+    factor = result.per_factor["hidden"]
+    assert result.rejected
+    assert result.p_value < 1e-6
+    assert factor.index_adjusted < 1e-6
+    assert factor.marginal_adjusted < 1e-6
+    assert factor.marginal_rejected > factor.marginal_tests / 2
+    assert "not invariant" in result.verdict
+    assert "'hidden'" in result.verdict
+
+
+def test_its_symmetrised_draws_are_not():
+    # one run: false alarm at most 1e-3 by the level
+    group = mlp_group()
+    result = invariance_tests(symmetrised(group, one_copy(group, 200)), group, level=1e-3)
+    assert not result.rejected
+    assert "no sign against invariance" in result.verdict
+
+
+def test_size_is_at_most_the_level_on_invariant_samples():
+    # 60 repetitions at level 0.05: more than 9 rejections have probability 0.0007 under Binomial(60, 0.05)
+    group = mlp_group(hidden=4)
+    rejected, _ = rejections(group, lambda: symmetrised(group, one_copy(group, 60)), 60)
+    assert int(rejected.sum()) <= 9
+
+
+def test_units_that_depend_on_each_other_within_a_draw_do_no_harm():
+    # w_1 = -w_0 is invariant under the exchange; comparing both from the same draws would reject twice as often.
+    # p-values of the one test: share under 0.1 in 400 repetitions beyond 0.1 + 0.06 has probability under 1e-4.
+    group = PermutationGroup.declare({"w": ("unit",)}, {"w": torch.Size([2])})
+    p_values = []
+    for _ in range(400):
+        w = torch.randn(60, 1)
+        p_values.append(invariance_tests({"w": torch.cat([w, -w], 1)}, group).per_factor["unit"].marginal_p_value)
+    assert (torch.tensor(p_values) < 0.1).double().mean() < 0.16
+
+
+def test_equal_index_with_unequal_marginals_is_found_by_the_marginals():
+    # the largest weight is always the shared second position; only the first position's spread tells the units apart
+    group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([4, 2])})
+    w = torch.randn(400, 4, 2)
+    w[..., 1] += 50
+    w[:, 2, 0] *= 5
+    factor = invariance_tests({"w": w}, group).per_factor["unit"]
+    assert factor.marginal_p_value < 1e-6
+    assert factor.index_p_value > 1e-4  # false alarm 1e-4
+
+
+def test_index_counts_name_the_unit_with_the_largest_incoming_weight():
+    group = mlp_group()
+    weights = one_copy(group, 50)
+    expected = torch.zeros(6, dtype=torch.long)
+    for s in range(50):
+        per_unit = [max(*weights["0.weight"][s, i].tolist(), float(weights["0.bias"][s, i])) for i in range(6)]
+        expected[per_unit.index(max(per_unit))] += 1
+    factor = invariance_tests(weights, group).per_factor["hidden"]
+    assert factor.index_counts.tolist() == expected.tolist()
+    assert factor.sites == ("0.weight", "0.bias")
+
+
+def test_marginal_p_value_equals_a_loop_with_scipy():
+    group = mlp_group(hidden=4)
+    weights = one_copy(group, 40, spread=3.0)
+    both = torch.cat([weights["0.weight"], weights["0.bias"][..., None]], -1)
+    p_values = [
+        stats.ks_2samp(both[0::2, i, k].numpy(), both[1::2, j, k].numpy(), method="exact").pvalue
+        for k in range(4)
+        for i in range(4)
+        for j in range(i + 1, 4)
+    ]
+    factor = invariance_tests(weights, group).per_factor["hidden"]
+    assert factor.marginal_tests == 24
+    assert factor.marginal_p_value == pytest.approx(min(1.0, 24 * min(p_values)), rel=1e-6)
+    level = sorted(24 * p for p in p_values)[3] * 0.9  # somewhere in the middle
+    expected = 0
+    for rank, p in enumerate(sorted(p_values)):
+        if p * (24 - rank) > level:
+            break
+        expected += 1
+    if level < 1:
+        found = invariance_tests(weights, group, level=level).per_factor["hidden"].marginal_rejected
+        assert found == expected
+
+
+def test_overall_p_value_is_holms_over_factors_and_tests():
+    shapes = {"a": torch.Size([4, 2]), "b": torch.Size([3, 4])}
+    group = PermutationGroup.declare({"a": ("first", None), "b": ("second", "first")}, shapes)
+    result = invariance_tests({site: torch.randn(100, *shape) for site, shape in shapes.items()}, group)
+    p_values = sorted(
+        p for factor in result.per_factor.values() for p in (factor.index_p_value, factor.marginal_p_value)
+    )
+    assert result.p_value == pytest.approx(min(1.0, 4 * p_values[0]))
+    assert list(result.per_factor) == ["first", "second"]
+
+
+def convolutional_group():
+    """conv 3 -> 4 (2x2), flattened to 3 pixels, linear 12 -> 2."""
+    shapes = {"c.weight": torch.Size([4, 3, 2, 2]), "c.bias": torch.Size([4]), "l.weight": torch.Size([2, 12])}
+    plain, blocks = torch.arange(4)[None], (torch.arange(4) * 3 + torch.arange(3)[:, None])
+    axes = (Axis("c.weight", 0, plain), Axis("c.bias", 0, plain), Axis("l.weight", 1, blocks))
+    return PermutationGroup([Factor("channel", 4, axes)], shapes)
+
+
+def gate_group():
+    """A recurrent layer of 5 units with 3 gates: blocks on the rows, the same factor on the columns."""
+    shapes = {"ih": torch.Size([15, 2]), "hh": torch.Size([15, 5])}
+    gates = torch.arange(5) + 5 * torch.arange(3)[:, None]
+    axes = (Axis("ih", 0, gates), Axis("hh", 0, gates), Axis("hh", 1, torch.arange(5)[None]))
+    return PermutationGroup([Factor("cell", 5, axes)], shapes)
+
+
+def outgoing_group():
+    return PermutationGroup.declare({"topics": (None, "topic")}, {"topics": torch.Size([3, 4])})
+
+
+@pytest.mark.parametrize("make", [convolutional_group, gate_group, outgoing_group])
+def test_blocks_convolutions_and_recurrent_weights_keep_size_and_power(make):
+    # per repetition a false alarm has probability at most 1e-3: more than 2 in 40 have probability 1e-5
+    group = make()
+    rejected, _ = rejections(group, lambda: symmetrised(group, one_copy(group, 120)), 40, level=1e-3)
+    assert int(rejected.sum()) <= 2
+    assert invariance_tests(one_copy(group, 120), group, level=1e-3).rejected
+
+
+def test_recurrent_diagonals_are_compared_with_diagonals():
+    # every unit's weight from itself is larger than the others': invariant, though not column by column
+    group = gate_group()
+    hh = torch.randn(400, 15, 5) + 20 * torch.eye(5).repeat(3, 1)
+    result = invariance_tests({"ih": torch.randn(400, 15, 2), "hh": hh}, group, level=1e-4)  # false alarm 1e-4
+    assert not result.rejected
+    assert result.per_factor["cell"].marginal_tests == 10 * 3 * (2 + 5)
+
+
+def test_few_tests_can_be_asked_for():
+    group = mlp_group(inputs=20, hidden=8)
+    weights = one_copy(group, 100)
+    pairs = 28
+    for limit, expected in ((10_000, pairs * 21), (3 * pairs + 5, 3 * pairs), (10, 10)):
+        state = torch.get_rng_state()
+        result = invariance_tests(weights, group, max_tests=limit)
+        assert result.per_factor["hidden"].marginal_tests == expected
+        assert torch.equal(torch.get_rng_state(), state)  # the user's random stream is left alone
+        assert result.rejected
+
+
+def test_thinning_mends_the_size_on_autocorrelated_draws():
+    # an autoregression of 0.9 has an effective size of 1/19 of its draws; as if independent it is rejected wrongly
+    group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([3, 2])})
+
+    def draw():
+        noise = torch.randn(800, 3, 2)
+        chain = [noise[0]]
+        for step in noise[1:]:
+            chain.append(0.9 * chain[-1] + math.sqrt(1 - 0.81) * step)
+        return {"w": torch.stack(chain)}
+
+    naive, _ = rejections(group, draw, 25)
+    thinned, results = rejections(group, draw, 25, effective_size=800 // 38)
+    assert int(naive.sum()) > 12
+    assert int(thinned.sum()) <= 6  # Binomial(25, 0.05): above 6 with probability 2e-4
+    assert results[0].num_draws == 21
+
+
+def test_chains_and_draws_are_flattened():
+    group = mlp_group()
+    weights = one_copy(group, 60)
+    chains = {site: value.reshape(4, 15, *value.shape[1:]) for site, value in weights.items()}
+    assert invariance_tests(chains, group).p_value == invariance_tests(weights, group).p_value
+
+
+def test_few_draws_say_that_they_are_few():
+    group = mlp_group()
+    result = invariance_tests(symmetrised(group, one_copy(group, 6)), group, level=1e-4)
+    assert "too few draws" in result.verdict
+    assert result.per_factor["hidden"].index_method == "simulated multinomial"
+
+
+def test_equal_weights_break_ties_at_random():
+    # all units tie in every draw: uniform index; 3,000 draws, |z| < 6 for each count
+    group = mlp_group(hidden=3)
+    weights = {site: torch.zeros(3000, *shape) for site, shape in group.site_shapes.items()}
+    counts = invariance_tests(weights, group).per_factor["hidden"].index_counts
+    assert float((counts - 1000).abs().max()) < 6 * math.sqrt(3000 * 2 / 9)
+
+
+def test_a_group_without_units_to_exchange_has_nothing_to_test():
+    group = PermutationGroup.declare({"w": ("unit",)}, {"w": torch.Size([1])})
+    result = invariance_tests({"w": torch.randn(10, 1)}, group)
+    assert not result.rejected
+    assert result.p_value == 1
+    assert "nothing to test" in result.verdict
+    json.dumps(result.to_dict(), allow_nan=False)
+    assert repr(result)
+
+
+def test_result_is_readable_and_plain():
+    group = mlp_group()
+    result = invariance_tests(one_copy(group, 50), group)
+    plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert plain["verdict"] == result.verdict
+    assert sum(plain["per_factor"]["hidden"]["index_counts"]) == 50
+    assert "\n" not in result.verdict
+    assert "hidden" in repr(result)
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        ({}, {"level": 0.0}, "level is 0.0"),
+        ({}, {"effective_size": 1}, "effective_size is 1"),
+        ({}, {"max_tests": 0}, "max_tests is 0"),
+        ({"0.bias": torch.full((20, 6), math.nan)}, {}, r"weights\['0.bias'\] holds 120 NaN"),
+        ({"0.bias": torch.zeros(20, 5)}, {}, r"weights\['0.bias'\] has shape"),
+    ],
+)
+def test_bad_arguments_are_refused(change, arguments, message):
+    group = mlp_group()
+    with pytest.raises(ValueError, match=message):
+        invariance_tests(one_copy(group, 20) | change, group, **arguments)
+
+
+def test_one_draw_is_too_few():
+    group = mlp_group()
+    with pytest.raises(ValueError, match="1 draws; the tests need at least 2"):
+        invariance_tests(one_copy(group, 1), group)

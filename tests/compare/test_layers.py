@@ -1,0 +1,65 @@
+import pytest
+import torch
+
+from pyro_symmetric.compare.layers import PairedSamples, group_sites
+
+
+def test_sites_that_agree_up_to_the_last_dot_form_a_layer():
+    found = group_sites(["net.0.weight", "net.0.bias", "net.2.weight", "noise_scale"])
+    assert found == {
+        "net.0": ("net.0.weight", "net.0.bias"),
+        "net.2": ("net.2.weight",),
+        "noise_scale": ("noise_scale",),
+    }
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"a": ("x", "nowhere")}, r"\['nowhere'\], which the weights lack"),
+        ({"a": ("x",), "b": ("x",)}, r"\['x'\] more than once"),
+        ({"a": ()}, "at least one site"),
+        ({}, "at least one site"),
+    ],
+)
+def test_wrong_layers_are_refused(layers, message):
+    with pytest.raises(ValueError, match=message):
+        group_sites(["x", "y"], layers)
+
+
+def test_every_weight_comes_once_whatever_the_chunk():
+    weights = {"0.weight": torch.randn(4, 3, 2), "0.bias": torch.randn(4, 3)}
+    samples = PairedSamples(weights, weights)
+    whole = torch.cat([weights["0.weight"].reshape(4, -1), weights["0.bias"]], dim=1)
+    for chunk in (1, 4, 100):
+        parts = list(samples.columns("0", chunk))
+        assert torch.equal(torch.cat([p for p, _ in parts], dim=1), whole)
+        assert max(p.shape[1] for p, _ in parts) <= chunk
+
+
+def test_half_precision_is_widened_before_distances_are_taken():
+    weights = {"w": torch.randn(4, 3).bfloat16()}
+    ((p, _),) = PairedSamples(weights, weights).columns("w", 10)
+    assert p.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "message"),
+    [
+        ({"a": torch.zeros(3, 2)}, {"b": torch.zeros(3, 2)}, r"only in weights_p: \['a'\]"),
+        ({"a": torch.zeros(3, 2)}, {"a": torch.zeros(3, 4)}, r"\(3, 2\) in weights_p and \(3, 4\) in weights_q"),
+        ({"a": torch.zeros(2, 3, 2)}, {"a": torch.zeros(6, 2)}, "site_shapes="),
+        ({"a": torch.tensor(1.0)}, {"a": torch.zeros(6)}, "site shape"),
+        ({"a": torch.zeros(3, 2), "b": torch.zeros(4, 2)}, {"a": torch.zeros(3, 2), "b": torch.zeros(3, 2)}, "batch"),
+        ({}, {}, "nothing to compare"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(p, q, message):
+    with pytest.raises(ValueError, match=message):
+        PairedSamples(p, q)
+
+
+def test_integer_weights_are_refused():
+    weights = {"a": torch.zeros(3, 2, dtype=torch.long)}
+    with pytest.raises(ValueError, match=r"weights_p\['a'\] has dtype torch.int64"):
+        PairedSamples(weights, weights).matrices("a")

@@ -1,0 +1,204 @@
+import importlib
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pyro_symmetric.compare.mmd import bandwidth_grid, mmd
+
+
+def naive_mmd(x, y, kernel):
+    """The unbiased estimate, written as it is defined."""
+    m, n = len(x), len(y)
+    within_x = sum(kernel(x[i], x[j]) for i in range(m) for j in range(m) if i != j) / (m * (m - 1))
+    within_y = sum(kernel(y[i], y[j]) for i in range(n) for j in range(n) if i != j) / (n * (n - 1))
+    return within_x + within_y - 2 * sum(kernel(a, b) for a in x for b in y) / (m * n)
+
+
+def naive_grid(distances):
+    d = np.sort(distances)
+    low = d[0] if d[0] >= 0.1 else max(d[int(0.05 * len(d))], 0.1)
+    high = max(d[-1], 0.3)
+    return np.geomspace(low / 2, high * 2, 10)
+
+
+def flat(weights, sites):
+    return np.concatenate([weights[s].double().numpy().reshape(len(weights[s]), -1) for s in sites], axis=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("shift", "scale"), [(0.5, 1.0), (0.0, 0.02), (30.0, 0.001)])
+def test_mmd_equals_a_naive_double_loop(dtype, shift, scale):
+    p = {"0.weight": scale * torch.randn(13, 3, 2), "0.bias": scale * torch.randn(13, 3)}
+    q = {"0.weight": scale * torch.randn(9, 3, 2) + shift, "0.bias": scale * torch.randn(9, 3)}
+    p, q = ({site: value.to(dtype) for site, value in w.items()} for w in (p, q))
+    layer = mmd(p, q, chunk=4).per_layer["0"]
+    x, y = (flat(w, ["0.weight", "0.bias"]) for w in (p, q))
+    grid_2 = naive_grid(np.array([np.linalg.norm(a - b) for a in x for b in y]))
+    grid_1 = naive_grid(np.array([np.abs(a - b).sum() for a in x for b in y]))
+    gaussian = [naive_mmd(x, y, lambda a, b, s=s: math.exp(-(((a - b) / s) ** 2).sum())) for s in grid_2]
+    laplace = [naive_mmd(x, y, lambda a, b, s=s: math.exp(-np.abs(a - b).sum() / s)) for s in grid_1]
+    np.testing.assert_allclose(layer.gaussian_bandwidths, grid_2, rtol=1e-5)
+    np.testing.assert_allclose(layer.laplace_bandwidths, grid_1, rtol=1e-5)
+    np.testing.assert_allclose(layer.gaussian, gaussian, atol=1e-6)
+    np.testing.assert_allclose(layer.laplace, laplace, atol=1e-6)
+    both = gaussian + laplace
+    assert layer.median == pytest.approx(np.median(both), abs=1e-6)
+    assert layer.mean == pytest.approx(np.mean(both), abs=1e-6)
+    assert layer.maximum == pytest.approx(max(both), abs=1e-6)
+
+
+def test_layers_count_by_their_number_of_weights():
+    p = {"0.weight": torch.randn(20, 6, 2), "2.weight": torch.randn(20, 1, 3), "noise_scale": torch.rand(20)}
+    q = {site: torch.randn_like(value) + 0.3 for site, value in p.items()}
+    result = mmd(p, q)
+    assert [layer.num_weights for layer in result.per_layer.values()] == [12, 3, 1]
+    for statistic in ("median", "mean", "maximum"):
+        parts = [getattr(layer, statistic) for layer in result.per_layer.values()]
+        assert getattr(result, statistic) == pytest.approx(np.average(parts, weights=[12, 3, 1]))
+
+
+def test_given_layers_are_those_compared():
+    p = {"a": torch.randn(15, 4), "b": torch.randn(15, 2), "left out": torch.full((15,), math.nan)}
+    q = {"a": torch.randn(15, 4), "b": torch.randn(15, 2)}
+    joint = mmd(p, q, layers={"all": ["a", "b"]})
+    renamed = mmd({"x.a": p["a"], "x.b": p["b"]}, {"x.a": q["a"], "x.b": q["b"]})
+    assert list(joint.per_layer) == ["all"]
+    assert joint.mean == pytest.approx(renamed.per_layer["x"].mean)
+
+
+def test_chunks_and_blocks_change_nothing(monkeypatch):
+    p, q = {"w": torch.randn(30, 50)}, {"w": torch.randn(20, 50) + 0.1}
+    whole = mmd(p, q)
+    monkeypatch.setattr(importlib.import_module("pyro_symmetric.compare.mmd"), "_BLOCK_ROWS", 7)
+    parts = mmd(p, q, chunk=3)
+    torch.testing.assert_close(parts.per_layer["w"].gaussian, whole.per_layer["w"].gaussian, atol=1e-7, rtol=0)
+    torch.testing.assert_close(parts.per_layer["w"].laplace, whole.per_layer["w"].laplace, atol=1e-7, rtol=0)
+
+
+def test_batch_dimensions_are_flattened():
+    p, q = {"w": torch.randn(12, 5, 2)}, {"w": torch.randn(7, 5, 2)}
+    chains = mmd({"w": p["w"].reshape(3, 4, 5, 2)}, q, site_shapes={"w": torch.Size([5, 2])})
+    assert chains.mean == mmd(p, q).mean
+    assert chains.num_samples == (12, 7)
+
+
+def test_expectation_under_gaussians_is_the_closed_form():
+    # E exp(-|x - y|^2 / s^2) for x - y ~ N(delta, v I) is (1 + 2v/s^2)^(-d/2) exp(-|delta|^2 / (s^2 + 2v)).
+    # 40 independent repetitions, ten kernels: |z| < 5 under a t-law with 39 degrees of freedom; false alarm about 1e-4.
+    d, shift, sd = 3, 0.4, 1.3
+
+    def expected(s):
+        def kernel_mean(delta2, v):
+            return (1 + 2 * v / s**2) ** (-d / 2) * math.exp(-delta2 / (s**2 + 2 * v))
+
+        return kernel_mean(0, 2) + kernel_mean(0, 2 * sd**2) - 2 * kernel_mean(d * shift**2, 1 + sd**2)
+
+    def draw():
+        return {"w": torch.randn(120, d)}, {"w": shift + sd * torch.randn(100, d)}
+
+    kernels, errors = mmd(*draw()), []
+    for _ in range(40):
+        layer = mmd(*draw(), bandwidths=kernels).per_layer["w"]
+        errors.append(layer.gaussian - torch.tensor([expected(float(s)) for s in layer.gaussian_bandwidths]))
+    errors = torch.stack(errors)
+    z = errors.mean(0) / (errors.std(0) / len(errors) ** 0.5)
+    assert float(z.abs().max()) < 5
+    # and the test has power: the shift itself is far from nothing
+    assert kernels.maximum > 0.03
+
+
+def test_equal_distributions_give_zero_on_average_under_given_kernels():
+    # 300 repetitions, |z| < 5 for 20 correlated kernels: false alarm under 20 * 6e-7, skewness aside.
+    def draw():
+        return {"w": torch.randn(15, 4)}, {"w": torch.randn(12, 4)}
+
+    kernels = mmd(*draw())
+    results = [mmd(*draw(), bandwidths=kernels).per_layer["w"] for _ in range(300)]
+    values = torch.stack([torch.cat([layer.gaussian, layer.laplace]) for layer in results])
+    z = values.mean(0) / (values.std(0) / len(values) ** 0.5)
+    assert float(z.abs().max()) < 5
+    assert bool((values < 0).any())  # an unbiased estimate of 0 must fall below it
+
+
+def test_distant_sets_reach_two_and_closer_ones_less():
+    # far apart and each concentrated, k = 1 within and 0 across under a middling bandwidth
+    p, q = {"w": 0.001 * torch.randn(20, 3)}, {"w": 0.001 * torch.randn(20, 3) + 100}
+    far = mmd(p, q)
+    assert far.maximum == pytest.approx(2, abs=0.1)
+    near = mmd({"w": torch.randn(200, 3)}, {"w": torch.randn(200, 3) + 0.5})
+    assert 0 < near.maximum < far.maximum
+
+
+def test_kernels_can_be_used_again():
+    p, q, r = ({"0.w": torch.randn(20, 3)} for _ in range(3))
+    first = mmd(p, q)
+    assert mmd(p, q, bandwidths=first).to_dict() == first.to_dict()
+    again = mmd(p, r, bandwidths=first).per_layer["0"]
+    assert torch.equal(again.laplace_bandwidths, first.per_layer["0"].laplace_bandwidths)
+    with pytest.raises(ValueError, match=r"bandwidths has the layers \['0'\], but the weights have \['1'\]"):
+        mmd({"1.w": p["0.w"]}, {"1.w": q["0.w"]}, bandwidths=first)
+
+
+def test_roots_keep_the_sign():
+    result = mmd({"w": torch.randn(50, 3)}, {"w": torch.randn(50, 3) + 1})
+    assert result.median_root == pytest.approx(result.median**0.5)
+    assert result.maximum_root == pytest.approx(result.maximum**0.5)
+    same = {"w": torch.randn(10, 3)}
+    identical = mmd(same, same)  # every cross sum holds m pairs at distance 0: below 0
+    assert identical.mean < 0
+    assert identical.mean_root == pytest.approx(-((-identical.mean) ** 0.5))
+
+
+@pytest.mark.parametrize(
+    ("distances", "low", "high"),
+    [
+        ([0.2, 1.0, 4.0], 0.1, 8.0),  # half the smallest, twice the largest
+        ([0.05, *[0.5] * 9, *[2.0] * 10], 0.25, 4.0),  # smallest under 0.1: order statistic of rank 0.05 * 20 = 1
+        ([0.0, 0.01, 0.02], 0.05, 0.6),  # both floors
+        ([0.1, 0.2], 0.05, 0.6),  # 0.1 itself is not under 0.1
+    ],
+)
+def test_bandwidths_follow_the_rule(distances, low, high):
+    grid = bandwidth_grid(torch.tensor(distances))
+    np.testing.assert_allclose(grid, np.geomspace(low, high, 10), rtol=1e-6)
+
+
+def test_result_is_readable_and_plain():
+    result = mmd({"0.w": torch.randn(10, 3)}, {"0.w": torch.randn(12, 3)})
+    assert "10 samples against 12" in repr(result)
+    plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert plain["per_layer"]["0"]["num_weights"] == 3
+    assert len(plain["per_layer"]["0"]["gaussian"]) == 10
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_named(bad):
+    good = {"0.w": torch.randn(5, 3), "1.w": torch.randn(5, 3)}
+    broken = {site: value.clone() for site, value in good.items()}
+    broken["1.w"][2, 1] = bad
+    with pytest.raises(ValueError, match=r"weights_q\['1.w'\] holds 1 NaN"):
+        mmd(good, broken)
+
+
+def test_overflow_and_too_few_samples_are_refused():
+    huge = {"w": torch.full((3, 2), 3e38) * torch.tensor([[1.0], [-1.0], [1.0]])}
+    with pytest.raises(ValueError, match="overflow"):
+        mmd(huge, huge)
+    with pytest.raises(ValueError, match="weights_q holds 1 samples; at least 2"):
+        mmd({"w": torch.randn(5, 2)}, {"w": torch.randn(1, 2)})
+    with pytest.raises(ValueError, match="chunk is 0"):
+        mmd({"w": torch.randn(5, 2)}, {"w": torch.randn(5, 2)}, chunk=0)
+    with pytest.raises(ValueError, match="no weights"):
+        mmd({"w": torch.randn(5, 0)}, {"w": torch.randn(5, 0)})
+
+
+@pytest.mark.cuda
+def test_mmd_on_cuda_equals_mmd_on_cpu():
+    p, q = {"w": torch.randn(40, 300)}, {"w": torch.randn(30, 300) + 0.1}
+    there = mmd({"w": p["w"].cuda()}, {"w": q["w"].cuda()})
+    here = mmd(p, q)
+    torch.testing.assert_close(there.per_layer["w"].gaussian, here.per_layer["w"].gaussian, atol=1e-6, rtol=0)
+    torch.testing.assert_close(there.per_layer["w"].laplace, here.per_layer["w"].laplace, atol=1e-6, rtol=0)

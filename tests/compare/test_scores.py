@@ -1,0 +1,165 @@
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from sklearn import metrics
+
+from pyro_symmetric._torchvision import import_torchvision
+from pyro_symmetric.compare import mutual_information, scores
+
+import_torchvision()  # torchmetrics imports it
+torchmetrics = pytest.importorskip("torchmetrics.functional.classification")
+
+
+@pytest.fixture
+def predictions():
+    labels = torch.randint(4, (300,))
+    logits = torch.randn(5, 300, 4) + 1.5 * torch.nn.functional.one_hot(labels, 4)
+    return logits.softmax(-1), labels
+
+
+def test_classification_equals_torchmetrics_and_scikit_learn(predictions):
+    members, labels = predictions
+    mean = members.mean(0)
+    found = scores.classification(members, labels, num_bins=12)
+    assert found.accuracy == pytest.approx(float(torchmetrics.multiclass_accuracy(mean, labels, 4, average="micro")))
+    assert found.nll == pytest.approx(metrics.log_loss(labels, mean.double() / mean.double().sum(-1, True)), rel=1e-5)
+    expected = torchmetrics.multiclass_calibration_error(mean, labels, 4, n_bins=12, norm="l1")
+    assert found.ece == pytest.approx(float(expected), abs=1e-6)
+    one_hot = torch.nn.functional.one_hot(labels, 4)
+    assert found.brier == pytest.approx(float(((mean - one_hot) ** 2).sum(-1).mean()), abs=1e-6)
+    assert found.mutual_information == pytest.approx(float(mutual_information(members).mean()))
+    assert found.entropy == pytest.approx(float(stats.entropy(mean.numpy(), axis=-1).mean()), abs=1e-6)
+
+
+def test_brier_of_two_classes_is_twice_scikit_learns(predictions):
+    p = predictions[0][0, :, 0].double()
+    labels = (torch.rand(300) < p).long()
+    found = scores.classification(torch.stack([1 - p, p], -1), labels)
+    assert found.brier == pytest.approx(2 * metrics.brier_score_loss(labels, p))
+
+
+def test_the_calibration_curve_counts_every_prediction_in_its_bin(predictions):
+    members, labels = predictions
+    found = scores.classification(members, labels, num_bins=5)
+    confidence, predicted = members.mean(0).max(-1)
+    curve = found.calibration
+    assert int(curve.count.sum()) == 300
+    for k in range(5):
+        inside = (confidence >= k / 5) & (confidence < (k + 1) / 5)
+        assert int(curve.count[k]) == int(inside.sum())
+        if inside.any():
+            assert float(curve.confidence[k]) == pytest.approx(float(confidence[inside].mean()), abs=1e-6)
+            assert float(curve.accuracy[k]) == pytest.approx(float((predicted == labels)[inside].float().mean()))
+        else:
+            assert math.isnan(curve.accuracy[k])
+
+
+def test_adaptive_calibration_error_equals_a_loop_over_equal_counts(predictions):
+    members, labels = predictions
+    mean = members.mean(0).double().numpy()
+    order = np.argsort(mean.max(-1), kind="stable")
+    gap = ((mean.argmax(-1) == labels.numpy()) - mean.max(-1))[order]
+    expected = sum(len(part) / 300 * abs(part.mean()) for part in np.array_split(gap, 15))
+    assert scores.classification(members, labels).adaptive_ece == pytest.approx(expected, abs=1e-6)
+
+
+def test_sure_and_right_is_perfect_sure_and_wrong_is_worst():
+    sure = torch.eye(3)
+    right, wrong = (scores.classification(sure, torch.arange(3).roll(k)) for k in (0, 1))
+    assert (right.accuracy, right.nll, right.brier, right.ece, right.entropy) == (1, 0, 0, 0, 0)
+    assert (wrong.accuracy, wrong.brier, wrong.ece) == (0, 2, 1)
+    assert wrong.nll == pytest.approx(-math.log(torch.finfo(torch.float32).tiny))
+
+
+def test_one_prediction_without_members_has_no_mutual_information(predictions):
+    members, labels = predictions
+    single = scores.classification(members[0], labels, members[1])
+    assert single.mutual_information is None
+    assert single.mutual_information_ood is None
+    assert set(single.detection) == {"maximum_probability", "entropy"}
+    assert scores.classification(members[:1], labels).nll == single.nll
+    assert scores.classification(members, labels).aupr is None
+
+
+def test_detection_equals_scikit_learn_and_torchmetrics_with_positive_out_of_distribution(predictions):
+    members, labels = predictions
+    ood = (0.3 * torch.randn(5, 200, 4)).softmax(-1)  # less sure than inside
+    found = scores.classification(members, labels, ood)
+    uncertainty = torch.cat([1 - p.mean(0).double().amax(-1) for p in (members, ood)])
+    positive = torch.cat([torch.zeros(300), torch.ones(200)]).long()
+    assert found.auroc == pytest.approx(float(torchmetrics.binary_auroc(uncertainty, positive)), abs=1e-6)
+    assert found.aupr == pytest.approx(float(torchmetrics.binary_average_precision(uncertainty, positive)), abs=1e-6)
+    assert found.auroc > 0.5  # wrong sign fails
+    outside = uncertainty[300:].sort(descending=True).values
+    threshold = outside[math.ceil(0.95 * 200) - 1]
+    assert found.fpr95 == pytest.approx(float((uncertainty[:300] >= threshold).float().mean()))
+    information = torch.cat([mutual_information(members), mutual_information(ood)])
+    by_information = found.detection["mutual_information"]
+    assert by_information.auroc == pytest.approx(metrics.roc_auc_score(positive, information))
+    assert found.mutual_information_ood == pytest.approx(float(information[300:].mean()))
+
+
+def test_perfect_chance_and_reversed_detection():
+    low, high = torch.linspace(0, 1, 50), torch.linspace(2, 3, 50)
+    perfect = scores.detect(low, high)
+    assert (perfect.aupr, perfect.auroc, perfect.fpr95) == (1, 1, 0)
+    assert scores.detect(high, low).auroc == 0
+    assert scores.detect(torch.zeros(30), torch.zeros(10)).auroc == 0.5
+    assert scores.detect(torch.zeros(30), torch.zeros(10)).aupr == 0.25
+
+
+def test_fpr95_is_taken_where_exactly_95_percent_are_flagged():
+    inside = torch.linspace(0, 1, 10)
+    outside = torch.cat([torch.full((19,), 2.0), torch.tensor([-1.0])])  # one of twenty looks the surest of all
+    assert scores.detect(inside, outside).fpr95 == 0
+    assert scores.detect(inside, torch.cat([outside[:-2], outside[-1:], outside[-1:]])).fpr95 == 1
+
+
+def test_scores_are_plain_and_readable(predictions):
+    members, labels = predictions
+    found = scores.classification(members, labels, members)
+    plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert plain["calibration"]["accuracy"][0] is None  # an empty bin
+    assert plain["detection"]["entropy"]["auroc"] == pytest.approx(0.5)
+    assert "accuracy" in repr(found)
+    single = scores.classification(members, labels)
+    assert json.loads(json.dumps(single.to_dict(), allow_nan=False))["aupr"] is None
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "labels", "message"),
+    [
+        (torch.full((3, 2), 0.5), torch.tensor([0, 1, 2]), "from 0 to 2, but with 2 classes"),
+        (torch.full((3, 2), 0.5), torch.tensor([0, -1, 1]), "from -1 to 1"),
+        (torch.full((3, 2), 0.5), torch.tensor([0, 1]), r"labels has shape \(2,\).*3 inputs"),
+        (torch.full((3, 2), 0.5), torch.zeros(3), "integers"),
+        (torch.ones(3, 1), torch.zeros(3, dtype=torch.long), "one class only"),
+        (torch.full((3, 2), 0.4), torch.zeros(3, dtype=torch.long), "sum to 1"),
+        (torch.tensor([[math.nan, 1.0]]), torch.zeros(1, dtype=torch.long), "1 NaN"),
+        (torch.tensor([[-0.5, 1.5]]), torch.zeros(1, dtype=torch.long), "negative"),
+        (torch.ones(3), torch.zeros(3, dtype=torch.long), r"\(members, inputs, classes\)"),
+        (torch.ones(0, 2), torch.zeros(0, dtype=torch.long), "shape"),
+    ],
+)
+def test_bad_predictions_and_labels_are_refused(probabilities, labels, message):
+    with pytest.raises(ValueError, match=message):
+        scores.classification(probabilities, labels)
+
+
+def test_predictions_from_elsewhere_must_fit(predictions):
+    members, labels = predictions
+    with pytest.raises(ValueError, match="members and classes must agree"):
+        scores.classification(members, labels, members[:3])
+    with pytest.raises(ValueError, match="ood_probabilities must sum to 1"):
+        scores.classification(members, labels, members * 2)
+
+
+def test_missing_scikit_learn_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
+    with pytest.raises(ImportError, match=r"scikit-learn.*pip install 'pyro-symmetric\[study\]'"):
+        scores.detect(torch.rand(3), torch.rand(3))

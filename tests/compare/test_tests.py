@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from pyro_symmetric.compare._tests import _exact_table, chi_square_uniform, holm, holm_rejections, kolmogorov_smirnov
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 333])
+def test_kolmogorov_smirnov_equals_scipys_exact_test(size):
+    x, y = torch.randn(4, size), torch.randn(4, size) + torch.tensor([0.0, 0.1, 0.5, 3.0])[:, None]
+    first, second = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
+    first, second = first.reshape(-1), second.reshape(-1)
+    statistics, p_values, floor = kolmogorov_smirnov(x, y, first, second)
+    for i, j, statistic, p_value in zip(first, second, statistics, p_values, strict=True):
+        expected = stats.ks_2samp(x[i].numpy(), y[j].numpy(), method="exact")
+        assert float(statistic) == pytest.approx(expected.statistic)
+        assert float(p_value) == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-12)
+        assert floor <= float(p_value) + 1e-15
+
+
+def test_exact_table_equals_enumerated_paths():
+    # all 70 interleavings of two samples of size 4
+    from itertools import combinations
+
+    counts = np.zeros(5)
+    for chosen in combinations(range(8), 4):
+        walk = np.cumsum([1 if i in chosen else -1 for i in range(8)])
+        counts[np.abs(walk).max()] += 1
+    expected = counts[::-1].cumsum()[::-1] / counts.sum()
+    np.testing.assert_allclose(_exact_table(4), expected, atol=1e-12)
+
+
+def test_large_samples_approach_kolmogorovs_law():
+    # Kolmogorov's limit with h/2 effective samples; its error is of order h^(-1/2)
+    h = 40_000
+    table = _exact_table(h)
+    steps = torch.tensor([100, 250, 400])
+    limit = stats.kstwobign.sf((steps.numpy() / h) * (h / 2) ** 0.5)
+    np.testing.assert_allclose(table[steps], limit, rtol=0.02)
+
+
+def test_ties_are_counted_once():
+    x = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    y = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
+    zero = torch.zeros(1, dtype=torch.long)
+    assert kolmogorov_smirnov(x, y, zero, zero)[0].tolist() == [0.25]
+    assert kolmogorov_smirnov(x, x, zero, zero)[1].tolist() == [1.0]
+
+
+def test_chunks_change_nothing(monkeypatch):
+    x, y = torch.randn(5, 20), torch.randn(5, 20)
+    first, second = torch.triu_indices(5, 5)
+    whole = kolmogorov_smirnov(x, y, first, second)
+    monkeypatch.setattr("pyro_symmetric.compare._tests._CHUNK_ENTRIES", 50)
+    assert torch.equal(kolmogorov_smirnov(x, y, first, second)[1], whole[1])
+
+
+@pytest.mark.parametrize("counts", [[20, 30, 25], [5, 5, 5, 5], [100, 0]])
+def test_chi_square_equals_scipy(counts):
+    statistic, method, p_value = chi_square_uniform(torch.tensor(counts))
+    expected = stats.chisquare(counts)
+    assert method == "chi-square"
+    assert (statistic, p_value) == pytest.approx((expected.statistic, expected.pvalue))
+
+
+def test_few_draws_are_tested_by_simulation():
+    # 4 draws on 3 units; exact by enumeration of the 81 outcomes. 9,999 simulations: 5 deviations are under 0.025.
+    counts = torch.tensor([3, 1, 0])
+    statistic, method, p_value = chi_square_uniform(counts)
+    outcomes = np.stack(np.meshgrid(*[range(3)] * 4), -1).reshape(-1, 4)
+    tables = np.stack([(outcomes == unit).sum(1) for unit in range(3)], 1)
+    statistics = ((tables - 4 / 3) ** 2).sum(1) / (4 / 3)
+    assert method == "simulated multinomial"
+    assert p_value == pytest.approx((statistics >= statistic - 1e-9).mean(), abs=0.025)
+    assert chi_square_uniform(torch.tensor([1, 1, 1, 1]))[2] == 1.0
+
+
+def test_holm_equals_the_step_down_definition():
+    p_values = torch.tensor([0.01, 0.04, 0.03, 0.005], dtype=torch.float64)
+    torch.testing.assert_close(holm(p_values), torch.tensor([0.03, 0.06, 0.06, 0.02], dtype=torch.float64))
+    assert holm_rejections(p_values, 0.05) == 2
+    assert holm(torch.zeros(0)).numel() == 0
