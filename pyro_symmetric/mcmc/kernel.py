@@ -1,0 +1,80 @@
+"""The contract of a sampler: pure steps of all chains at once over one immutable state.
+
+A :class:`Kernel` holds settings and the model, nothing that changes. What changes is the :class:`State`: where the
+chains are and what warm-up has learnt so far. :func:`~pyro_symmetric.mcmc.run.sample` drives it: :meth:`Kernel.init`
+once, then for every iteration :meth:`Kernel.step`, and in warm-up :meth:`Kernel.adapt` after it. State and PyTorch's
+random generator together determine all that follows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from pyro_symmetric.mcmc.potential import Potential
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """All chains at one iteration; C chains, D unconstrained coordinates.
+
+    :param z: positions ``(C, D)``.
+    :param momentum: momenta ``(C, D)``.
+    :param potential: potential energy at ``z``, ``(C,)``; of stochastic-gradient kernels a mini-batch's estimate.
+    :param gradient: its gradient ``(C, D)``.
+    :param tuning: what warm-up learns, in a frozen dataclass of tensors and numbers that belongs to the kernel; its
+        ``step_size`` is a tensor ``()``.
+    :param statistics: name -> ``(C,)``, of this iteration, named as ArviZ names sample statistics.
+    """
+
+    z: Tensor
+    momentum: Tensor
+    potential: Tensor
+    gradient: Tensor
+    tuning: Any
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Kernel(ABC):
+    """A sampler of a model. Subclasses are frozen dataclasses whose first field is ``model``."""
+
+    model: Callable[..., Any]
+    subsampled = False  # whether the kernel works from mini-batches
+    batch_size: int | None = None
+
+    @abstractmethod
+    def init(self, potential: Potential, z: Tensor, num_warmup: int) -> State:
+        """The state of chains that start at ``z`` of shape ``(C, D)``."""
+
+    @abstractmethod
+    def step(self, potential: Potential, state: State) -> State:
+        """One iteration of all chains."""
+
+    def adapt(self, potential: Potential, state: State, iteration: int, num_warmup: int) -> State:
+        """Learn from warm-up's iteration ``iteration`` (counted from 0) of ``num_warmup``; by default nothing."""
+        return state
+
+    def settings(self) -> dict[str, Any]:
+        """The settings, for the metadata of a posterior."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}  # type: ignore[arg-type]
+        return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
+        return f"{type(self).__name__}({type(self.model).__name__}, {settings})"
+
+
+def require_positive(name: str, value: float | None) -> None:
+    """:raises ValueError: unless ``value`` is ``None`` or positive."""
+    if value is not None and not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value}; it must be positive and finite")
+
+
+def require_fraction(name: str, value: float) -> None:
+    """:raises ValueError: unless ``value`` lies strictly between 0 and 1."""
+    if not 0 < value < 1:
+        raise ValueError(f"{name} is {value}; it must lie between 0 and 1")

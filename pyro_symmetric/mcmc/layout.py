@@ -1,0 +1,98 @@
+r"""The flat, unconstrained vectors that samplers move, and how they map to weights.
+
+A state is a vector :math:`z \in \mathbb R^D` for each chain. It concatenates the model's sites, each mapped to an
+unconstrained one by :func:`torch.distributions.biject_to`. A vector never travels without its :class:`Layout`, which is
+keyed by site name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Transform, biject_to
+from torch.distributions.transforms import ComposeTransform, IndependentTransform
+
+from pyro_symmetric.symmetry.weights import Weights, batch_shape, flatten, require_sites, unflatten
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where each site lies in a flat unconstrained vector.
+
+    :param transforms: site -> map from its unconstrained to its constrained values.
+    :param site_shapes: site -> shape of its (constrained) value.
+    :param unconstrained_shapes: site -> shape of its unconstrained value; a simplex of 3 has 2 coordinates.
+    """
+
+    transforms: dict[str, Transform]
+    site_shapes: dict[str, torch.Size]
+    unconstrained_shapes: dict[str, torch.Size]
+    _curved: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        curved = tuple(site for site, transform in self.transforms.items() if not is_identity(transform))
+        object.__setattr__(self, "_curved", curved)
+
+    @classmethod
+    def of(cls, sites: Mapping[str, Distribution]) -> Layout:
+        """The layout of sites with these distributions, in this order.
+
+        :raises ValueError: naming a site whose support no continuous sampler can move on.
+        """
+        transforms = {site: _transform(site, fn) for site, fn in sites.items()}
+        shapes = {site: fn.batch_shape + fn.event_shape for site, fn in sites.items()}
+        free = {site: torch.Size(transforms[site].inverse_shape(shapes[site])) for site in sites}
+        return cls(transforms, shapes, free)
+
+    @property
+    def dim(self) -> int:
+        """Length ``D`` of the vector."""
+        return sum(shape.numel() for shape in self.unconstrained_shapes.values())
+
+    def constrain(self, z: Tensor) -> Weights:
+        """Vectors ``batch_shape + (D,)`` -> weights."""
+        return self.constrain_with_log_det(z)[0]
+
+    def constrain_with_log_det(self, z: Tensor) -> tuple[Weights, Tensor]:
+        r"""Weights, and :math:`\log |\det \partial w / \partial z|` of shape ``batch_shape``."""
+        weights = unflatten(z, self.unconstrained_shapes, self.unconstrained_shapes)
+        log_det = z.new_zeros(z.shape[:-1])
+        for site in self._curved:
+            free, transform = weights[site], self.transforms[site]
+            weights[site] = transform(free)
+            log_det = log_det + transform.log_abs_det_jacobian(free, weights[site]).reshape(*z.shape[:-1], -1).sum(-1)
+        return weights, log_det
+
+    def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Weights -> vectors ``batch_shape + (D,)``. Sites that the layout doesn't know are left out."""
+        require_sites(weights, self.site_shapes)
+        batch_shape(weights, self.site_shapes)  # names the site whose shape doesn't fit
+        free = {site: transform.inv(weights[site]) for site, transform in self.transforms.items()}
+        return flatten(free, self.transforms, self.unconstrained_shapes)
+
+
+def is_identity(transform: Transform) -> bool:
+    """Whether a transform, looked into, does nothing."""
+    if isinstance(transform, IndependentTransform):
+        return is_identity(transform.base_transform)
+    return isinstance(transform, ComposeTransform) and all(is_identity(part) for part in transform.parts)
+
+
+def _transform(site: str, fn: Distribution) -> Transform:
+    try:
+        support: Any = fn.support
+        if not support.is_discrete:
+            return biject_to(support)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; reparametrise the site "
+            "(pyro.poutine.reparam)"
+        ) from error
+    raise ValueError(
+        f"site {site!r} is discrete ({fn}); a gradient-based sampler moves continuous sites only. Sum it out (write "
+        "the mixture's density, e.g. pyro.distributions.MixtureSameFamily) or condition on it; if it is data, pass obs="
+    )

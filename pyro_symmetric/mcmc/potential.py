@@ -1,0 +1,306 @@
+r"""The potential energy of any Pyro model with continuous sites, for many chains at once.
+
+.. math:: U(z) = -\log p(w(z), \text{data}) - \log\left|\det \frac{\partial w}{\partial z}\right|
+
+over the unconstrained vectors of a :class:`~pyro_symmetric.mcmc.layout.Layout`. Pyro's own potential can't be mapped
+over chains (its enumeration handler reads ``tensor.data``), so this one traces the conditioned model itself under
+:func:`torch.func.vmap`. A :class:`~pyro_symmetric.models.BayesianModel` skips the trace and is asked for its batched
+``log_joint``.
+
+Chains are independent, so one backward pass through the sum of their energies gives every chain's gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor, nn
+
+from pyro_symmetric.mcmc.layout import Layout
+from pyro_symmetric.mcmc.targets import NetworkTarget, Rows, Target, TracedTarget
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.symmetry.weights import Weights, batch_shape
+
+INITIALISATIONS = ("prior", "uniform")
+
+
+class Potential:
+    """Potential energy and its gradient, chains first.
+
+    >>> model = BayesianModel(nn.Linear(3, 2))
+    >>> potential = Potential(model, torch.randn(10, 3), torch.randint(2, (10,)))
+    >>> z = potential.initial(16)
+    >>> energy, gradient = potential.value_and_grad(z)
+    >>> energy.shape, gradient.shape
+    (torch.Size([16]), torch.Size([16, 8]))
+
+    :param model: a Pyro model. Latent sites must be continuous; a module with batch normalisation must be in eval mode.
+    :param args: what the model is called with, data included.
+    :param device: where to compute; by default where the model's sites are. A module is copied there, never moved.
+    :param dtype: of the chains; by default that of the model's sites. Floating-point arguments are converted.
+    :param chain_chunk: how many chains to evaluate at once; ``None`` for all. On a CPU 16 to 32 are often fastest.
+    :param batch_size: rows of each mini-batch, for stochastic-gradient samplers; see :meth:`value_and_grad`. Every
+        tensor argument as long as the first one is data. ``None``: all data, or what the model's plates with
+        ``subsample_size`` draw.
+    :param subsampled: whether mini-batches are allowed; otherwise a model that subsamples is refused.
+    :raises ValueError: naming the site, plate or module that can't be sampled, with advice.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *args: Any,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        chain_chunk: int | None = None,
+        batch_size: int | None = None,
+        subsampled: bool = False,
+        **kwargs: Any,
+    ):
+        if not callable(model):
+            raise TypeError(f"model is a {type(model).__name__}; it must be a Pyro model, that is, callable")
+        if chain_chunk is not None and chain_chunk < 1:
+            raise ValueError(f"chain_chunk is {chain_chunk}; it must be at least 1, or None for all chains at once")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype is {dtype}; chains need a floating-point dtype")
+        _refuse_training_batch_norm(model)
+        model, args, kwargs = _placed(model, args, kwargs, device, dtype)
+        self.chain_chunk = chain_chunk
+        self.target: Target = _target(model, args, kwargs, batch_size, device, dtype)
+        if not subsampled and self.target.row_counts:
+            raise ValueError(
+                f"the model subsamples its data ({_sizes(self.target.row_counts)}); this sampler needs all of them at "
+                "every step. Pass the whole data (and no subsample_size), or use a stochastic-gradient sampler (SGHMC)"
+            )
+        self.layout = Layout.of(self.target.sites)
+        self.target.check_layout(self.layout)
+        like = self.target.prior_weights(1)
+        floats = [value for value in like.values() if value.is_floating_point()]
+        self.device = torch.device(device) if device is not None else floats[0].device
+        self.dtype = dtype or _promoted(floats)
+        self._probe()
+
+    @property
+    def dim(self) -> int:
+        """Number of unconstrained coordinates ``D``."""
+        return self.layout.dim
+
+    @property
+    def row_counts(self) -> dict[str, tuple[int, int]]:
+        """What mini-batches draw from: name -> (rows there are, rows in a batch); empty if all data are used."""
+        return self.target.row_counts
+
+    @property
+    def num_rows(self) -> int:
+        """How many observations the likelihood counts, about; 0 without any."""
+        return self.target.num_rows
+
+    def __repr__(self) -> str:
+        return f"Potential({self.target}, dim={self.dim}, device={self.device}, dtype={self.dtype})"
+
+    # energy ---------------------------------------------------------------------------------------------------------
+
+    def __call__(self, z: Tensor, rows: Rows | None = None) -> Tensor:
+        """Energy ``(C,)`` of chains at ``z`` of shape ``(C, D)``; see :meth:`value_and_grad`."""
+        with pyro.validation_enabled(False):
+            pieces = [self._energy(part, batch) for part, batch in self._chunks(z, rows)]
+        return torch.cat(pieces)
+
+    def value_and_grad(self, z: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
+        """Energy ``(C,)`` and gradient ``(C, D)``.
+
+        :param z: unconstrained vectors of the chains, ``(C, D)``.
+        :param rows: mini-batches, for each name in :attr:`row_counts` a LongTensor ``(C, B)``: each chain its own rows.
+            The energy is then the unbiased estimate that counts each row ``N / B`` times.
+        """
+        energies, gradients = [], []
+        with pyro.validation_enabled(False), torch.enable_grad():
+            for part, batch in self._chunks(z, rows):
+                energy, gradient = self._value_and_grad(part, batch)
+                energies.append(energy)
+                gradients.append(gradient)
+        if len(energies) == 1:
+            return energies[0], gradients[0]
+        return torch.cat(energies), torch.cat(gradients)
+
+    def _value_and_grad(self, z: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
+        leaf = z.detach().requires_grad_()
+        try:
+            energy = self._energy(leaf, rows)
+            return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
+        except torch.linalg.LinAlgError:
+            # One chain with a singular matrix mustn't stop the others: halve until it is alone, outside of the support.
+            if len(z) == 1:
+                return torch.full_like(z[:, 0], torch.inf), torch.zeros_like(z)
+            halves = [slice(0, len(z) // 2), slice(len(z) // 2, None)]
+            parts = [self._value_and_grad(z[s], _cut(rows, s)) for s in halves]
+            return torch.cat([energy for energy, _ in parts]), torch.cat([gradient for _, gradient in parts])
+
+    def _energy(self, z: Tensor, rows: Rows | None) -> Tensor:
+        weights, log_det = self.layout.constrain_with_log_det(z)
+        return -(self.target.log_joint(weights, rows) + log_det)
+
+    def _chunks(self, z: Tensor, rows: Rows | None) -> list[tuple[Tensor, Rows | None]]:
+        if self.chain_chunk is None or len(z) <= self.chain_chunk:
+            return [(z, rows)]
+        starts = range(0, len(z), self.chain_chunk)
+        cut = [slice(start, start + self.chain_chunk) for start in starts]
+        return [(z[s], _cut(rows, s)) for s in cut]
+
+    def _probe(self) -> None:
+        """Evaluate once, so that a model that can't be mapped over chains is reported here and in words."""
+        z = self.layout.unconstrain(self._cast(self.target.prior_weights(2)))
+        rows = {
+            name: torch.arange(size, device=self.device).expand(2, size) for name, (_, size) in self.row_counts.items()
+        }
+        try:
+            self.value_and_grad(z, rows or None)
+        except NotImplementedError as error:
+            raise ValueError(f"a site's transform lacks a log-determinant, so it can't be sampled: {error}") from error
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+            raise ValueError(
+                "the model can't be evaluated for many chains at once (torch.func.vmap). Usual causes: dropout or "
+                "batch normalisation in train mode (call .eval()), random numbers drawn outside of pyro.sample, "
+                f"Python control flow or .item() on a sampled value, in-place changes. PyTorch says: {error}"
+            ) from error
+
+    # places ---------------------------------------------------------------------------------------------------------
+
+    def constrain(self, z: Tensor) -> Weights:
+        """Unconstrained vectors ``batch_shape + (D,)`` -> weights."""
+        return self.layout.constrain(z)
+
+    def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Weights -> unconstrained vectors ``batch_shape + (D,)``."""
+        return self.layout.unconstrain(self._cast(weights))
+
+    def initial(
+        self,
+        num_chains: int,
+        init: str | Mapping[str, Tensor] | None = None,
+        radius: float = 2.0,
+        max_tries: int = 100,
+    ) -> Tensor:
+        """Starting points ``(C, D)`` with finite energy and gradient; chains where they aren't are drawn anew.
+
+        :param init: ``"prior"``; ``"uniform"`` in ``(-radius, radius)`` on the unconstrained scale, as Pyro's MCMC;
+            or weights (draws of a guide, of another posterior) of batch shape ``(num_chains,)`` or ``()``. By default
+            ``"prior"`` for a ``BayesianModel``, whose energy far out is huge, and ``"uniform"`` for any other model.
+        """
+        if num_chains < 1:
+            raise ValueError(f"num_chains is {num_chains}; at least 1 is needed")
+        if isinstance(init, Mapping):
+            return self._given(num_chains, init)
+        if init is None:
+            init = "prior" if isinstance(self.target, NetworkTarget) else "uniform"
+        if init not in INITIALISATIONS:
+            raise ValueError(f"initial is {init!r}; it must be one of {INITIALISATIONS} or a dict of weights")
+        z = self._draw(num_chains, init, radius)
+        bad = ~self._is_finite(z)
+        for _ in range(max_tries):
+            if not bool(bad.any()):
+                return z
+            z[bad] = self._draw(int(bad.sum()), init, radius)
+            bad = ~self._is_finite(z)
+        raise ValueError(
+            f"no starting point with finite energy and gradient in {max_tries} tries of initial={init!r} for "
+            f"{int(bad.sum())} of {num_chains} chains; check the data for NaN, or give initial= weights"
+        )
+
+    def _draw(self, num_chains: int, init: str, radius: float) -> Tensor:
+        if init == "uniform":
+            return (2 * torch.rand(num_chains, self.dim, device=self.device, dtype=self.dtype) - 1) * radius
+        return self.unconstrain(self.target.prior_weights(num_chains))
+
+    def _given(self, num_chains: int, weights: Mapping[str, Tensor]) -> Tensor:
+        z = self.unconstrain(weights)
+        if tuple(batch_shape(weights, self.layout.site_shapes)) not in ((), (num_chains,)):
+            raise ValueError(
+                f"initial weights have batch shape {tuple(z.shape[:-1])}; it must be ({num_chains},), one for each "
+                "chain, or () for one start of all"
+            )
+        z = z.expand(num_chains, self.dim).clone()
+        if bad := (~self._is_finite(z)).nonzero().flatten().tolist():
+            raise ValueError(f"the initial weights of chains {bad[:10]} have no finite energy and gradient")
+        return z
+
+    def _is_finite(self, z: Tensor) -> Tensor:
+        rows = {
+            name: torch.randint(total, (len(z), size), device=self.device)
+            for name, (total, size) in self.row_counts.items()
+        }
+        energy, gradient = self.value_and_grad(z, rows or None)
+        return torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1)
+
+    def _cast(self, weights: Mapping[str, Tensor]) -> Weights:
+        return {site: value.detach().to(self.device, self.dtype) for site, value in weights.items()}
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _cut(rows: Rows | None, chains: slice) -> Rows | None:
+    return None if rows is None else {name: index[chains] for name, index in rows.items()}
+
+
+def _target(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch_size: int | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> Target:
+    if isinstance(model, BayesianModel):
+        data = {**dict(zip(("x", "y"), args, strict=False)), **kwargs}
+        if set(data) != {"x", "y"} or data["y"] is None or len(args) > 2:
+            raise ValueError(
+                f"a BayesianModel is sampled given x and y; found {sorted(data)} ({len(args)} by position)"
+            )
+        return NetworkTarget(model, data["x"], data["y"], batch_size)
+    return TracedTarget(model, args, kwargs, batch_size, device, dtype)
+
+
+def _placed(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: Any, dtype: torch.dtype | None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model and its arguments on the device and in the dtype; the caller's own objects stay as they are."""
+    if device is None and dtype is None:
+        return model, args, kwargs
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+
+    if isinstance(model, nn.Module):
+        model = copy.deepcopy(model).to(device=device, dtype=dtype)
+    return model, tuple(place(value) for value in args), {name: place(value) for name, value in kwargs.items()}
+
+
+def _refuse_training_batch_norm(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ValueError(
+                f"the module {name!r} is batch normalisation in train mode: the likelihood of one row would depend on "
+                "the other rows. Call .eval() on the model, so that it uses its running statistics"
+            )
+
+
+def _promoted(values: list[Tensor]) -> torch.dtype:
+    dtype = values[0].dtype
+    for value in values[1:]:
+        dtype = torch.promote_types(dtype, value.dtype)
+    return dtype
+
+
+def _sizes(row_counts: Mapping[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{name!r}: {size} of {total} rows" for name, (total, size) in row_counts.items())

@@ -1,0 +1,260 @@
+"""HMC: the integrator, one transition, adaptation, reproducibility, errors. Long runs are in tests/statistical."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import integrate, stats
+from torch import Tensor, nn
+
+from pyro_symmetric.mcmc import HMC, Potential, sample
+from pyro_symmetric.mcmc.hmc import find_step_size, leapfrog
+from pyro_symmetric.models import BayesianModel
+
+
+def banana() -> None:
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(x**2, 0.5))
+
+
+def gaussian() -> None:
+    pyro.sample("x", dist.Normal(torch.zeros(3), torch.tensor([0.5, 1.0, 2.0])).to_event(1))
+
+
+# the integrator -----------------------------------------------------------------------------------------------------
+
+
+def start(chains: int = 6) -> tuple[Potential, Tensor, Tensor, Tensor, Tensor]:
+    potential = Potential(banana, dtype=torch.float64)
+    z = potential.initial(chains)
+    energy, gradient = potential.value_and_grad(z)
+    return potential, z, torch.randn_like(z), energy, gradient
+
+
+def test_leapfrog_is_reversible():
+    potential, z, p, _, gradient = start()
+    step, inverse_mass = torch.tensor(0.05, dtype=torch.float64), torch.tensor([0.5, 2.0], dtype=torch.float64)
+    z1, p1, _, gradient1 = leapfrog(potential, z, p, gradient, step, inverse_mass, 20)
+    z2, p2, _, _ = leapfrog(potential, z1, -p1, gradient1, step, inverse_mass, 20)
+    assert not torch.allclose(z1, z, atol=0.1)
+    assert torch.allclose(z2, z, atol=1e-10)
+    assert torch.allclose(p2, -p, atol=1e-10)
+
+
+def test_leapfrogs_energy_error_is_of_second_order():
+    potential, z, p, energy, gradient = start(20)
+    inverse_mass = torch.ones(2, dtype=torch.float64)
+
+    def error(step: float, steps: int) -> float:
+        _, p1, energy1, _ = leapfrog(potential, z, p, gradient, torch.tensor(step).double(), inverse_mass, steps)
+        return (energy1 + 0.5 * p1.square().sum(-1) - energy - 0.5 * p.square().sum(-1)).abs().mean().item()
+
+    errors = [error(0.02 / 2**k, 10 * 2**k) for k in range(3)]
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
+    assert errors[1] / errors[2] == pytest.approx(4, rel=0.1)
+
+
+def test_leapfrog_preserves_volume():
+    potential, z, p, _, _ = start(1)
+    step, inverse_mass = torch.tensor(0.1, dtype=torch.float64), torch.tensor([0.5, 2.0], dtype=torch.float64)
+
+    def flow(state: Tensor) -> Tensor:
+        here = state[None, :2]
+        z1, p1, _, _ = leapfrog(
+            potential, here, state[None, 2:], potential.value_and_grad(here)[1], step, inverse_mass, 5
+        )
+        return torch.cat([z1[0], p1[0]])
+
+    state, h = torch.cat([z[0], p[0]]), 1e-5
+    columns = [(flow(state + h * e) - flow(state - h * e)) / (2 * h) for e in torch.eye(4, dtype=torch.float64)]
+    assert torch.linalg.det(torch.stack(columns, -1)).item() == pytest.approx(1.0, abs=1e-6)
+
+
+# one transition -----------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_that_starts_in_the_target_stays_in_it():
+    # 40,000 exact draws, three transitions with a coarse step (about 60 % acceptance): were the accept step wrong (its
+    # sign, a missing energy term, a stale gradient), moments would move. Kolmogorov-Smirnov at 1e-4 for each of 3
+    # coordinates: false alarms 3e-4.
+    torch.manual_seed(4)
+    potential = Potential(gaussian)
+    kernel = HMC(gaussian, step_size=0.9, num_steps=3, adapt_step_size=False, adapt_mass=False)
+    scale = torch.tensor([0.5, 1.0, 2.0])
+    state = kernel.init(potential, torch.randn(40_000, 3) * scale, 0)
+    acceptance = []
+    for _ in range(3):
+        state = kernel.step(potential, state)
+        acceptance.append(state.statistics["acceptance_rate"].mean().item())
+    assert 0.3 < sum(acceptance) / 3 < 0.9
+    for coordinate in range(3):
+        p = stats.kstest((state.z[:, coordinate] / scale[coordinate]).numpy(), "norm").pvalue
+        assert p > 1e-4
+
+
+def test_accepting_with_the_wrong_sign_would_be_noticed():
+    # The check above, run on a sampler whose accept step is wrong on purpose, must fail by a wide margin.
+    torch.manual_seed(4)
+    potential = Potential(gaussian)
+    scale, step = torch.tensor([0.5, 1.0, 2.0]), torch.tensor(0.9)
+    z = torch.randn(40_000, 3) * scale
+    for _ in range(3):
+        energy, gradient = potential.value_and_grad(z)
+        p = torch.randn_like(z)
+        z1, p1, energy1, _ = leapfrog(potential, z, p, gradient, step, torch.ones(3), 3)
+        error = energy1 - energy + 0.5 * (p1.square() - p.square()).sum(-1)
+        z = torch.where((torch.rand_like(error) < error.clamp(max=0).exp())[:, None], z1, z)
+    assert stats.kstest((z[:, 0] / scale[0]).numpy(), "norm").pvalue < 1e-12
+
+
+def test_rejected_chains_stay_and_statistics_describe_where_they_are():
+    potential = Potential(banana, dtype=torch.float64)
+    kernel = HMC(banana, step_size=0.8, num_steps=4, jitter=0.0)
+    state = kernel.init(potential, potential.initial(200), 0)
+    after = kernel.step(potential, state)
+    moved = (after.z != state.z).any(-1)
+    assert 0 < moved.sum() < 200
+    energy, gradient = potential.value_and_grad(after.z)
+    assert torch.allclose(after.potential, energy)
+    assert torch.allclose(after.gradient, gradient)
+    assert torch.allclose(after.statistics["lp"], -energy)
+    assert torch.allclose(after.statistics["energy"], energy + 0.5 * after.momentum.square().sum(-1))
+    assert (after.statistics["n_steps"] == 4).all()
+
+
+def test_divergences_are_counted_for_each_chain_and_rejected():
+    def two_scales() -> None:
+        pyro.sample("x", dist.Normal(0.0, 1e-3))
+
+    potential = Potential(two_scales)
+    kernel = HMC(two_scales, step_size=0.5, num_steps=20, jitter=0.0)
+    state = kernel.init(potential, torch.tensor([[0.0], [1e-3]]), 0)
+    after = kernel.step(potential, state)
+    assert after.statistics["diverging"].all()
+    assert torch.equal(after.z, state.z)
+    assert (after.statistics["acceptance_rate"] == 0).all()
+
+
+def test_leaving_the_support_is_a_rejection_not_a_nan():
+    def walled() -> None:
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("wall", (1 - x**2).log())  # NaN outside of (-1, 1)
+
+    kernel = HMC(walled, adapt_step_size=False, step_size=0.5)
+    with pyro.validation_enabled(False), pytest.warns(RuntimeWarning, match="diverged"):
+        posterior = sample(kernel, num_warmup=0, num_samples=200, progress=False)
+    x = posterior.samples["x"]
+    assert torch.isfinite(x).all()
+    assert (x.abs() < 1).all()
+
+
+def test_step_size_is_found_on_either_side():
+    potential = Potential(gaussian, dtype=torch.float64)
+    z = potential.initial(2000)
+    energy, gradient = potential.value_and_grad(z)
+    found = [
+        find_step_size(potential, z, energy, gradient, torch.tensor(first).double(), torch.ones(3).double(), 0.8).item()
+        for first in (1e-4, 50.0)
+    ]
+    assert all(0.1 < step < 2 for step in found)  # the smallest deviation is 0.5: steps are stable below 1
+
+
+# whole runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [0.65, 0.9])
+def test_adaptation_reaches_its_target_acceptance(target):
+    def wide() -> (
+        None
+    ):  # in few dimensions acceptance falls off a cliff where steps become unstable; in many it is smooth
+        pyro.sample("x", dist.Normal(torch.zeros(100), torch.linspace(0.1, 1, 100)).to_event(1))
+
+    kernel = HMC(wide, target_accept=target, num_steps=5)
+    posterior = sample(kernel, num_chains=20, num_warmup=200, num_samples=50, seed=1, progress=False)
+    # 1,000 acceptances: standard error about 0.01; dual averaging itself ends within 0.04 of its target.
+    assert posterior.statistics["acceptance_rate"].mean().item() == pytest.approx(target, abs=0.08)
+
+
+def test_the_mass_matrix_learns_the_scales():
+    potential = Potential(gaussian)
+    kernel = HMC(gaussian)
+    state = kernel.init(potential, potential.initial(20), 200)
+    for iteration in range(200):
+        state = kernel.adapt(potential, kernel.step(potential, state), iteration, 200)
+    # About 20 x 125 draws: relative error of a variance about 5 %.
+    assert torch.allclose(state.tuning.inverse_mass, torch.tensor([0.25, 1.0, 4.0]), rtol=0.25)
+
+
+def test_a_fixed_step_and_mass_stay():
+    kernel = HMC(gaussian, step_size=0.3, adapt_step_size=False, adapt_mass=False)
+    posterior = sample(kernel, num_warmup=60, num_samples=5, progress=False)
+    assert (posterior.statistics["step_size"] == 0.3).all()
+
+
+def test_posterior_on_a_positive_site_matches_quadrature():
+    y = torch.tensor([0.3, -1.2, 2.1, 0.4])
+
+    def model(y: Tensor) -> None:
+        scale = pyro.sample("scale", dist.Gamma(2.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(0.0, scale), obs=y)
+
+    def density(s: float) -> float:
+        return stats.gamma.pdf(s, 2) * stats.norm.pdf(y.numpy(), 0, s).prod()
+
+    evidence = integrate.quad(density, 0, 50)[0]
+    mean = integrate.quad(lambda s: s * density(s), 0, 50)[0] / evidence
+    square = integrate.quad(lambda s: s * s * density(s), 0, 50)[0] / evidence
+    draws = sample(HMC(model), y, num_chains=100, num_warmup=150, num_samples=100, seed=0, progress=False)
+    s = draws.get_samples()["scale"].double()
+    # 10,000 draws, nearly independent; deviations about 0.5 and 2: five standard errors are 0.03 and 0.12.
+    assert s.mean().item() == pytest.approx(mean, abs=0.03)
+    assert s.square().mean().item() == pytest.approx(square, abs=0.12)
+
+
+def test_one_stuck_chain_of_many_pulls_the_step_down_until_it_moves():
+    def walled() -> None:
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.factor("wall", -0.1 * (-8 * z).exp())  # at z = -1.2 steps must be tiny, at z > 0 not
+
+    start = {"z": torch.cat([torch.full((1,), -1.2), torch.rand(39) + 0.5])}
+    posterior = sample(
+        HMC(walled, target_accept=0.9),
+        num_chains=40,
+        num_warmup=150,
+        num_samples=30,
+        initial=start,
+        seed=0,
+        progress=False,
+    )
+    assert posterior.samples["z"][0].std() > 0.1
+    assert posterior.divergences[0] < 10  # a stuck chain diverges at each of its 30 draws
+
+
+def test_the_fast_path_and_the_trace_take_the_same_step():
+    torch.manual_seed(0)
+    model = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood="gaussian").double()
+    x, y = torch.randn(10, 2).double(), torch.randn(10).double()
+    kernel, after = HMC(model, step_size=0.01, num_steps=5), []
+    start = Potential(model, x, y).initial(3)
+    for form in (model, lambda x, y: model(x, y)):  # a function hides that it is a network
+        potential = Potential(form, x, y, dtype=torch.float64)
+        torch.manual_seed(1)
+        after.append(kernel.step(potential, kernel.init(potential, start, 0)).z)
+    assert not torch.allclose(after[0], start)
+    assert torch.allclose(after[0], after[1], atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_size": -1.0}, "step_size is -1.0"),
+        ({"trajectory_length": 0.0}, "trajectory_length is 0.0"),
+        ({"num_steps": 0}, "num_steps is 0"),
+        ({"target_accept": 1.0}, "target_accept is 1.0"),
+        ({"jitter": 2.0}, "jitter is 2.0"),
+    ],
+)
+def test_bad_settings_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        HMC(banana, **options)

@@ -1,0 +1,148 @@
+"""The runner: shapes, seeds, thinning, interruption, what is recorded."""
+
+import json
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric.mcmc import HMC, SGHMC, sample
+from pyro_symmetric.mcmc.hmc import HMC as Hmc
+from pyro_symmetric.models import BayesianModel
+
+QUICK = {"num_chains": 3, "num_warmup": 10, "num_samples": 6, "progress": False}
+
+
+def model() -> None:
+    pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("b", dist.Gamma(2.0, 1.0))
+
+
+KERNELS = {
+    "hmc": lambda: HMC(model, step_size=0.3, num_steps=3),
+    "sghmc": lambda: SGHMC(model, step_size=0.1, num_steps=2),
+}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    return KERNELS[request.param]()
+
+
+def test_draws_have_chains_then_draws_then_the_sites_shape(kernel):
+    posterior = sample(kernel, **QUICK)
+    assert {site: value.shape for site, value in posterior.samples.items()} == {"a": (3, 6, 2), "b": (3, 6)}
+    assert all(value.shape == (3, 6) for value in posterior.statistics.values())
+    assert {"lp", "diverging", "step_size", "n_steps"} <= set(posterior.statistics)
+    assert (posterior.samples["b"] > 0).all()
+    assert posterior.to_arviz()["sample_stats"]["diverging"].dtype == bool
+
+
+def test_a_seed_reproduces_a_run_and_leaves_the_global_generator_alone(kernel):
+    before = torch.get_rng_state()
+    first, second, other = (sample(kernel, seed=seed, **QUICK) for seed in (5, 5, 6))
+    assert torch.equal(torch.get_rng_state(), before)
+    for site in first.samples:
+        assert torch.equal(first.samples[site], second.samples[site])
+        assert not torch.equal(first.samples[site], other.samples[site])
+
+
+def test_without_a_seed_the_global_generator_decides(kernel):
+    pyro.set_rng_seed(3)
+    first = sample(kernel, **QUICK)
+    pyro.set_rng_seed(3)
+    second = sample(kernel, **QUICK)
+    assert torch.equal(first.samples["a"], second.samples["a"])
+    assert not torch.equal(sample(kernel, **QUICK).samples["a"], first.samples["a"])
+
+
+def test_thinning_keeps_every_nth_draw(kernel):
+    dense = sample(kernel, seed=1, **{**QUICK, "num_samples": 12})
+    thin = sample(kernel, seed=1, thinning=3, **{**QUICK, "num_samples": 4})
+    assert torch.equal(thin.samples["a"], dense.samples["a"][:, 2::3])
+
+
+def test_metadata_is_json_and_tells_how_the_draws_were_made(kernel):
+    posterior = sample(kernel, seed=1, **QUICK)
+    metadata = json.loads(json.dumps(posterior.metadata, allow_nan=False))
+    assert metadata["kernel"] == type(kernel).__name__
+    assert metadata["settings"]["step_size"] == kernel.step_size
+    assert (metadata["seed"], metadata["num_warmup"], metadata["dtype"]) == (1, 10, "float32")
+    assert metadata["seconds"]["warmup"] > 0
+    assert len(metadata["trace"]["potential"]) == len(metadata["trace"]["iteration"]) == 16
+    final = -posterior.statistics["lp"][:, -1].mean().item()
+    assert metadata["trace"]["potential"][-1] == pytest.approx(final, rel=1e-5)
+
+
+def test_statistics_belong_to_the_draws_they_stand_beside():
+    posterior = sample(HMC(model, step_size=0.3, num_steps=3), seed=0, **QUICK)
+    a, b = posterior.samples["a"], posterior.samples["b"]
+    # over the unconstrained coordinates: the density of log b carries the log-determinant log b
+    expected = dist.Normal(0.0, 1.0).log_prob(a).sum(-1) + dist.Gamma(2.0, 1.0).log_prob(b) + b.log()
+    assert torch.allclose(posterior.statistics["lp"], expected, atol=1e-4)
+
+
+class _Interrupting(Hmc):
+    """An HMC during whose n-th step the user presses Ctrl-C."""
+
+    at = 0
+
+    def step(self, potential, state):
+        type(self).at -= 1
+        if type(self).at == 0:
+            raise KeyboardInterrupt
+        return super().step(potential, state)
+
+
+def test_ctrl_c_while_sampling_returns_what_is_there():
+    _Interrupting.at = 14  # 10 iterations of warm-up, 3 draws, then
+    with pytest.warns(RuntimeWarning, match="3 of 6 draws"):
+        posterior = sample(_Interrupting(model, step_size=0.3, num_steps=3), seed=1, **QUICK)
+    whole = sample(HMC(model, step_size=0.3, num_steps=3), seed=1, **QUICK)
+    assert torch.equal(posterior.samples["a"], whole.samples["a"][:, :3])
+    assert posterior.metadata["interrupted"]
+    assert len(posterior.metadata["trace"]["potential"]) == 13
+
+
+def test_ctrl_c_in_warm_up_ends_the_program():
+    _Interrupting.at = 5
+    with pytest.raises(KeyboardInterrupt):
+        sample(_Interrupting(model), **QUICK)
+
+
+def test_a_network_runs_in_double_precision_and_chunks(tmp_path):
+    torch.manual_seed(0)
+    net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), likelihood="gaussian")
+    data = torch.randn(12, 2), torch.randn(12)
+    kernel = HMC(net, num_steps=3)
+    whole = sample(kernel, *data, seed=2, dtype=torch.float64, **QUICK)
+    chunked = sample(kernel, *data, seed=2, dtype=torch.float64, chain_chunk=2, **QUICK)
+    assert whole.samples["0.weight"].dtype == torch.float64
+    for site, value in whole.samples.items():
+        assert torch.allclose(value, chunked.samples[site], atol=1e-6)
+    whole.save(tmp_path / "p")
+    assert torch.equal(type(whole).load(tmp_path / "p").samples["0.bias"], whole.samples["0.bias"])
+
+
+@pytest.mark.parametrize("name", ["num_samples", "num_chains", "thinning", "num_warmup"])
+def test_bad_counts_are_named(name):
+    with pytest.raises(ValueError, match=f"{name} is -1"):
+        sample(HMC(model), **{name: -1})
+
+
+def test_a_model_in_place_of_a_kernel_is_named():
+    with pytest.raises(TypeError, match="it must be a sampler such as HMC"):
+        sample(model)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", [HMC, SGHMC])
+def test_chains_run_on_a_cuda_device_and_draws_come_back(kind):
+    torch.manual_seed(0)
+    net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), likelihood="gaussian")
+    posterior = sample(kind(net), torch.randn(12, 2), torch.randn(12), device="cuda", seed=2, **QUICK)
+    assert posterior.metadata["device"].startswith("cuda")
+    assert posterior.samples["0.weight"].device.type == "cpu"
+    assert torch.isfinite(posterior.samples["0.weight"]).all()

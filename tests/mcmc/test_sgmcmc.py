@@ -1,0 +1,159 @@
+"""SGHMC: its stationary distribution is the one that its own recursion predicts, mini-batch noise included."""
+
+import math
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy.linalg import solve_discrete_lyapunov
+from torch import Tensor, nn
+
+from pyro_symmetric.mcmc import SGHMC, Potential, sample
+from pyro_symmetric.models import BayesianModel
+
+N, STEP, FRICTION = 50, 0.02, 4.0
+DATA = torch.linspace(-2, 2, N, dtype=torch.float64) ** 3 / 3 + 0.5  # any data: its variance makes the gradient noise
+
+
+def conjugate(y: Tensor) -> None:
+    """A Gaussian mean with unit noise: curvature 1 + N, posterior mean sum(y) / (1 + N)."""
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", N, subsample=torch.arange(len(y))):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def stationary(noise: float, estimate: float = 0.0) -> float:
+    """Variance of z under kick, half drift, friction, half drift, with gradient noise of the given variance."""
+    keep = math.exp(-STEP * FRICTION)
+    kick = np.array([[1.0, 0.0], [-STEP * (1 + N), 1.0]])
+    drift = np.array([[1.0, STEP / 2], [0.0, 1.0]])
+    rest = drift @ np.diag([1.0, keep]) @ drift
+    injected = drift @ np.diag([0.0, 1 - keep**2 - 2 * STEP * estimate]) @ drift.T
+    from_batches = rest @ np.diag([0.0, STEP**2 * noise]) @ rest.T
+    return float(solve_discrete_lyapunov(rest @ kick, injected + from_batches)[0, 0])
+
+
+def run(num_warmup: int = 30, **options) -> tuple[Tensor, Tensor]:
+    """Final positions and momenta of independent chains after warm-up."""
+    kernel = SGHMC(conjugate, step_size=STEP, friction=FRICTION, warmup_factor=1.0, **options)
+    potential = Potential(conjugate, DATA, dtype=torch.float64, batch_size=kernel.batch_size, subsampled=True)
+    state = kernel.init(potential, potential.initial(CHAINS), num_warmup)
+    for _ in range(num_warmup):
+        state = kernel.step(potential, state)
+    return state.z[:, 0], state.momentum[:, 0]
+
+
+# With 3,000 independent chains a variance's relative standard error is sqrt(2 / 3000) = 0.026. Bounds are at 4.5 of
+# them (false alarms 7e-6 each). Deviations from the stationary law decay as exp(-FRICTION / 2 t), a run lasts t = 6.
+CHAINS, TOLERANCE, EXACT = 3000, 0.116, 1 / (1 + N)
+
+
+def gradient_noise(batch: int) -> float:
+    """Variance of N times the mean of independent rows' gradients (m - y_i)."""
+    return N**2 / batch * DATA.var(correction=0).item()
+
+
+def assert_mean(z: Tensor) -> None:
+    assert z.mean().item() == pytest.approx(DATA.sum().item() / (1 + N), abs=4.5 * math.sqrt(z.var().item() / CHAINS))
+
+
+def test_full_gradients_give_the_exact_mean_and_variance():
+    torch.manual_seed(0)
+    z, r = run()
+    assert stationary(0.0) == pytest.approx(EXACT, rel=1e-9)  # the splitting is exact here
+    assert_mean(z)
+    assert z.var().item() == pytest.approx(EXACT, rel=TOLERANCE)
+    assert r.var().item() == pytest.approx(1.0, rel=TOLERANCE)
+
+
+def test_mini_batches_add_the_variance_of_their_gradients():
+    torch.manual_seed(1)
+    z, r = run(batch_size=10, replacement=True)
+    noise = gradient_noise(10)
+    assert stationary(noise) > 1.3 * EXACT  # the noise is no small thing here
+    assert stationary(noise) == pytest.approx(EXACT * (1 + 0.5 * STEP * noise / FRICTION), rel=0.1)  # 1 + B / C
+    assert_mean(z)
+    assert z.var().item() == pytest.approx(stationary(noise), rel=TOLERANCE)
+    assert r.var() > 1.2  # the kinetic temperature shows it
+
+
+def test_the_noise_estimate_takes_the_added_variance_away_again():
+    torch.manual_seed(2)
+    noise = gradient_noise(10)
+    z, _ = run(batch_size=10, replacement=True, noise_estimate=0.5 * STEP * noise)
+    assert stationary(noise, 0.5 * STEP * noise) == pytest.approx(EXACT, rel=0.1)
+    assert z.var().item() == pytest.approx(stationary(noise, 0.5 * STEP * noise), rel=TOLERANCE)
+
+
+def test_passes_in_random_order_add_less_variance_than_independent_batches():
+    torch.manual_seed(3)
+    z, _ = run(batch_size=10)
+    assert_mean(z)
+    assert EXACT * (1 - TOLERANCE) < z.var().item() < stationary(gradient_noise(10)) * (1 - TOLERANCE)
+
+
+def test_resampled_momenta_leave_mean_and_variance():
+    torch.manual_seed(4)
+    z, _ = run(resample_momentum=True)
+    assert_mean(z)
+    assert z.var().item() == pytest.approx(EXACT, rel=TOLERANCE + 0.02)
+
+
+def test_defaults_follow_the_number_of_rows():
+    potential = Potential(conjugate, DATA, batch_size=10, subsampled=True)
+    tuning = SGHMC(conjugate).init(potential, potential.initial(2), 0).tuning
+    assert potential.num_rows == N
+    assert tuning.step_size.item() == pytest.approx(0.4 / math.sqrt(N))
+    assert tuning.friction.item() * tuning.step_size.item() == pytest.approx(0.05)
+
+
+def test_more_noise_than_friction_can_make_up_for_is_refused():
+    with pytest.raises(ValueError, match="more than a friction of 1 can make up"):
+        sample(SGHMC(conjugate, friction=1.0, noise_estimate=2.0), DATA, progress=False)
+
+
+def test_steps_shrink_during_warm_up_and_stay_then():
+    kernel = SGHMC(conjugate, step_size=0.01, warmup_factor=4.0)
+    posterior = sample(kernel, DATA, num_warmup=20, num_samples=5, progress=False)
+    steps = posterior.metadata["trace"]["step_size"]
+    assert steps[0] == pytest.approx(0.04)
+    assert steps[:21] == sorted(steps[:21], reverse=True)
+    assert steps[20:] == pytest.approx([0.01] * 5)
+
+
+def test_a_chain_that_explodes_goes_back_and_is_counted():
+    potential = Potential(conjugate, DATA, subsampled=True)
+    kernel = SGHMC(conjugate, step_size=50.0, num_steps=50, warmup_factor=1.0)
+    state = kernel.init(potential, potential.initial(3), 0)
+    after = kernel.step(potential, state)
+    assert after.statistics["diverging"].all()
+    assert torch.equal(after.z, state.z)
+    assert torch.isfinite(after.momentum).all()
+
+
+def test_a_network_is_sampled_from_mini_batches_that_differ_between_chains():
+    torch.manual_seed(0)
+    model = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), num_data=40)
+    x, y = torch.randn(40, 2), torch.arange(40) % 2
+    kernel = SGHMC(model, batch_size=8, step_size=0.02)
+    posterior = sample(kernel, x, y, num_chains=3, num_warmup=5, num_samples=4, progress=False)
+    assert posterior.samples["0.weight"].shape == (3, 4, 3, 2)
+    potential = Potential(model, x, y, batch_size=8, subsampled=True)
+    state = kernel.init(potential, potential.initial(1).expand(3, -1).clone(), 0)
+    assert state.potential.unique().numel() == 3  # one place, three mini-batches
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_size": 0.0}, "step_size is 0.0"),
+        ({"friction": -1.0}, "friction is -1.0"),
+        ({"noise_estimate": -1.0}, "noise_estimate is -1.0"),
+        ({"num_steps": 0}, "num_steps is 0"),
+    ],
+)
+def test_bad_settings_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        SGHMC(conjugate, **options)
