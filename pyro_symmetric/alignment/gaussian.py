@@ -1,0 +1,133 @@
+"""Read the mean-field Gaussian moments of a guide, whatever its class, keyed by site.
+
+Alignment and interpolation of posteriors need, for every weight, a mean and a standard deviation. Guides keep them in
+different places (one parameter per site, one flat vector in the model's execution order, a Cholesky factor);
+:func:`to_gaussian` brings all of them, and plain weights, to one form. Correlations are dropped: the deviations are
+those of the marginals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pyro.distributions import constraints
+from torch import Tensor
+from torch.distributions import biject_to
+from torch.distributions.constraints import Constraint
+from torch.distributions.transforms import Transform
+
+from pyro_symmetric.symmetry.weights import Weights
+
+
+@dataclass(frozen=True)
+class GaussianWeights:
+    """Independent Gaussians over weights: one mean and one standard deviation for each.
+
+    :param loc: site -> means, of the site's shape.
+    :param scale: site -> standard deviations of the same shape; zero where a weight is known exactly.
+    :param supports: site -> support of the model's site, for those sites whose moments are not of the weight itself but
+        of its unconstrained value ``biject_to(support).inv(weight)``. Sites left out are taken as they are.
+    """
+
+    loc: Weights
+    scale: Weights
+    supports: Mapping[str, Constraint] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if set(self.loc) != set(self.scale):
+            raise ValueError(
+                f"loc and scale must hold the same sites; only one holds {sorted(set(self.loc) ^ set(self.scale))}"
+            )
+        for site, loc in self.loc.items():
+            if self.scale[site].shape != loc.shape:
+                raise ValueError(
+                    f"scale[{site!r}] has shape {tuple(self.scale[site].shape)}, but loc[{site!r}] has "
+                    f"{tuple(loc.shape)}; they must be equal"
+                )
+            if bool((self.scale[site] < 0).any()):
+                raise ValueError(f"scale[{site!r}] holds negative values; standard deviations are at least 0")
+
+    def bijection(self, site: str) -> Transform | None:
+        """The map from the unconstrained to the constrained value of a site; ``None`` if that is the identity."""
+        return biject_to(_base(self.supports[site])) if site in self.supports else None
+
+
+@torch.no_grad()
+def to_gaussian(weights: Any) -> GaussianWeights:
+    """The mean-field Gaussian moments of ``weights``, detached.
+
+    :param weights: one of
+
+        * :class:`GaussianWeights`, returned as it is;
+        * plain weights (site -> tensor): their own means, with deviations of zero;
+        * a Pyro guide that keeps Gaussian moments per site (``AutoNormal``) or in one flat vector
+          (``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``, ``AutoMultivariateNormal``, and any other
+          ``AutoContinuous`` whose ``_loc_scale`` gives the marginal means and deviations). Moments are those of the
+          unconstrained values, as the guide has them; ``supports`` names the sites where that makes a difference.
+
+    :raises ValueError: if the guide has no parameters yet.
+    :raises TypeError: if ``weights`` is none of these.
+    """
+    if isinstance(weights, GaussianWeights):
+        return weights
+    if isinstance(weights, Mapping):
+        return _from_plain_weights(weights)
+    if hasattr(weights, "_get_loc_and_scale"):
+        return _with_supports(weights, {site: weights._get_loc_and_scale(site) for site in _latent_sites(weights)})
+    if hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale"):
+        return _with_supports(weights, _unpacked_moments(weights))
+    raise TypeError(
+        f"{type(weights).__name__} has no Gaussian moments that can be read. Pass GaussianWeights, a dict of site -> "
+        "tensor (for a network, dict(net.named_parameters())), AutoNormal, or a Gaussian AutoContinuous guide; of an "
+        "AutoDelta guide pass guide.median()"
+    )
+
+
+def _from_plain_weights(weights: Mapping[str, Tensor]) -> GaussianWeights:
+    for site, value in weights.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"weights[{site!r}] is a {type(value).__name__}; it must be a tensor")
+    loc = {site: value.detach() for site, value in weights.items()}
+    return GaussianWeights(loc, {site: torch.zeros_like(value) for site, value in loc.items()})
+
+
+def _unpacked_moments(guide: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """Cut a flat guide's moments into sites, by the guide's own layout (the model's execution order)."""
+    _latent_sites(guide)
+    try:
+        loc, scale = guide._loc_scale()
+    except NotImplementedError:
+        raise TypeError(
+            f"{type(guide).__name__} doesn't give its marginal means and deviations (_loc_scale is not implemented); "
+            "of an AutoLaplaceApproximation pass guide.laplace_approximation(...)"
+        ) from None
+    pairs = zip(guide._unpack_latent(loc), guide._unpack_latent(scale), strict=True)
+    return {site["name"]: (site_loc, site_scale) for (site, site_loc), (_, site_scale) in pairs}
+
+
+def _latent_sites(guide: Any) -> list[str]:
+    if guide.prototype_trace is None:
+        raise ValueError(
+            f"this {type(guide).__name__} has no parameters yet; call guide.setup(...) or run one SVI step first"
+        )
+    return [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
+
+
+def _with_supports(guide: Any, moments: Mapping[str, tuple[Tensor, Tensor]]) -> GaussianWeights:
+    supports = {site: guide.prototype_trace.nodes[site]["fn"].support for site in moments}
+    # Cloned, so that later training steps of the guide don't change the moments.
+    return GaussianWeights(
+        {site: loc.detach().clone() for site, (loc, _) in moments.items()},
+        {site: scale.detach().clone() for site, (_, scale) in moments.items()},
+        {site: support for site, support in supports.items() if _base(support) is not constraints.real},
+    )
+
+
+def _base(support: Constraint) -> Constraint:
+    """A support without its event dimensions: ``independent(real, 2)`` -> ``real``."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support

@@ -1,0 +1,51 @@
+r"""The Wasserstein geodesic between mean-field Gaussians, and draws along it.
+
+.. math:: W_2^2(q_0, q_1) = \|m_0 - m_1\|^2 + \|s_0 - s_1\|^2, \qquad m_t = (1-t) m_0 + t m_1, \quad s_t = (1-t) s_0 + t
+s_1
+
+Reference: Rossi et al. 2023 (arXiv 2310.10171), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.alignment.gaussian import GaussianWeights
+from pyro_symmetric.symmetry.weights import Weights
+
+
+def interpolate_gaussians(first: GaussianWeights, second: GaussianWeights, t: float) -> GaussianWeights:
+    """The point ``t`` in [0, 1] of the geodesic from ``first`` (0) to ``second`` (1)."""
+    if not 0 <= t <= 1:
+        raise ValueError(f"t is {t}; the path runs from 0 to 1")
+    if set(first.loc) != set(second.loc):
+        raise ValueError(f"both ends must have the same sites; only one has {sorted(set(first.loc) ^ set(second.loc))}")
+    for site, value in first.loc.items():
+        if value.shape != second.loc[site].shape:
+            raise ValueError(
+                f"site {site!r} has shape {tuple(value.shape)} at one end and {tuple(second.loc[site].shape)} at the other"
+            )
+    return GaussianWeights(
+        {site: torch.lerp(value, second.loc[site].to(value.device), t) for site, value in first.loc.items()},
+        {site: torch.lerp(value, second.scale[site].to(value.device), t) for site, value in first.scale.items()},
+        first.supports,
+    )
+
+
+def standard_normals(like: GaussianWeights, sample_shape: Sequence[int]) -> dict[str, Tensor]:
+    """The noise of draws, to be shared by several Gaussians: site -> ``sample_shape + site_shape``."""
+    shape = torch.Size(sample_shape)
+    return {site: torch.randn(shape + v.shape, dtype=v.dtype, device=v.device) for site, v in like.loc.items()}
+
+
+def draw(gaussian: GaussianWeights, noise: Mapping[str, Tensor]) -> Weights:
+    """Draws ``m + s·noise`` as constrained weights."""
+    weights = {}
+    for site, loc in gaussian.loc.items():
+        value = loc + gaussian.scale[site] * noise[site]
+        bijection = gaussian.bijection(site)
+        weights[site] = value if bijection is None else bijection(value)
+    return weights

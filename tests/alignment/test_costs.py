@@ -1,0 +1,42 @@
+"""Each cost is the distance that it names, and falls linearly with the inner product of its features."""
+
+import pytest
+import torch
+from torch.distributions import Normal, kl_divergence
+
+from pyro_symmetric.alignment.costs import COSTS
+
+N = 7
+
+
+def moments() -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(torch.stack([torch.randn(N), torch.rand(N) + 0.1], -1).double() for _ in range(2))
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_cost_falls_linearly_with_the_inner_product_of_features(name):
+    cost = COSTS[name]
+    reference, source = moments()
+    if not cost.uses_scale:
+        reference, source = reference[:, :1], source[:, :1]
+    moved = torch.stack([source[torch.randperm(N)] for _ in range(50)])
+    distances = torch.stack([cost.distance(reference, m).sum() for m in moved])
+    products = torch.stack([(cost.reference_features(reference) * cost.source_features(m)).sum() for m in moved])
+    slope = -2.0 if name != "kl" else -1.0
+    constant = distances - slope * products
+    torch.testing.assert_close(constant, constant[:1].expand_as(constant))
+
+
+def test_kl_is_the_divergence_of_the_source_from_the_reference():
+    reference, source = moments()
+    expected = kl_divergence(Normal(*source.unbind(-1)), Normal(*reference.unbind(-1)))
+    torch.testing.assert_close(COSTS["kl"].distance(reference, source), expected)
+
+
+def test_wasserstein_is_the_squared_transport_distance_of_sorted_draws():
+    # In one dimension the optimal transport pairs quantiles; 200,000 quantiles err by less than 0.2 %.
+    reference, source = torch.tensor([[0.3, 0.5]]).double(), torch.tensor([[-1.0, 1.7]]).double()
+    levels = (torch.arange(200_000).double() + 0.5) / 200_000
+    quantiles = [Normal(*m[0]).icdf(levels) for m in (reference, source)]
+    expected = (quantiles[0] - quantiles[1]).square().mean()
+    torch.testing.assert_close(COSTS["wasserstein"].distance(reference, source).sum(), expected, rtol=2e-3, atol=0)
