@@ -1,0 +1,112 @@
+r"""The group's action on unconstrained coordinates of constrained sites.
+
+Guides work in unconstrained coordinates ``u`` with ``w = t(u)``, ``t`` the bijection to the site's support. The group
+permutes the constrained values, so it acts on ``u`` by :math:`u \mapsto t^{-1}(g \cdot t(u))`, whose Jacobian is
+
+.. math:: \log|\det J_g(u)| = \log|\det t'(u)| - \log|\det t'(t^{-1}(g \cdot t(u)))| .
+
+It vanishes where ``t`` works entry by entry (positive sites) and also for stick-breaking (simplex sites), which is not
+equivariant but whose determinant, the product of all entries of ``w``, is symmetric; the formula is evaluated all the
+same,
+for supports where it doesn't vanish.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from pyro.distributions.util import sum_rightmost
+from torch import Tensor
+from torch.distributions import biject_to, constraints
+from torch.distributions.constraints import Constraint
+from torch.distributions.transforms import Transform
+
+from pyro_symmetric.symmetry.permutation import FlatAction, Permutation, PermutationGroup
+from pyro_symmetric.symmetry.weights import Weights
+
+
+class ConstrainedAction:
+    """How a group acts on flat unconstrained vectors whose sites have constrained supports.
+
+    :param group: the group, declared on the constrained values.
+    :param supports: site -> support, in the order in which the vector concatenates the sites.
+    """
+
+    def __init__(self, group: PermutationGroup, supports: Mapping[str, Constraint]):
+        self.group = group
+        self.transforms: dict[str, Transform] = {site: biject_to(support) for site, support in supports.items()}
+        absent = [site for site in group.required_sites if site not in supports]
+        if absent:
+            raise ValueError(f"the group moves the sites {absent}, which the vector doesn't hold: {list(supports)}")
+        self.shapes = {site: t.inverse_shape(group.site_shapes[site]) for site, t in self.transforms.items()}
+        self.dim = sum(math.prod(shape) for shape in self.shapes.values())
+
+    def __repr__(self) -> str:
+        return f"ConstrainedAction(dim={self.dim}, sites={list(self.transforms)})"
+
+    def unflatten(self, vector: Tensor) -> Weights:
+        """Unconstrained vectors -> unconstrained values by site."""
+        pieces = vector.split([math.prod(shape) for shape in self.shapes.values()], dim=-1)
+        return {
+            site: piece.reshape((*vector.shape[:-1], *shape))
+            for (site, shape), piece in zip(self.shapes.items(), pieces, strict=True)
+        }
+
+    def constrain(self, vector: Tensor) -> Weights:
+        """Unconstrained vectors -> constrained weights."""
+        return {site: self.transforms[site](value) for site, value in self.unflatten(vector).items()}
+
+    def __call__(self, vector: Tensor, element: Permutation) -> Tensor:
+        """Act on unconstrained vectors; batch shapes broadcast."""
+        moved = element(self.constrain(vector))
+        batch = torch.broadcast_shapes(vector.shape[:-1], element.batch_shape)
+        return torch.cat([self.transforms[site].inv(moved[site]).reshape(*batch, -1) for site in self.transforms], -1)
+
+    def log_abs_det(self, vector: Tensor, element: Permutation) -> Tensor:
+        """Log-determinant of the action's Jacobian at ``vector``."""
+        return self._log_volume(vector) - self._log_volume(self(vector, element))
+
+    def _log_volume(self, vector: Tensor) -> Tensor:
+        total = vector.new_zeros(vector.shape[:-1])
+        for site, value in self.unflatten(vector).items():
+            transform = self.transforms[site]
+            density = transform.log_abs_det_jacobian(value, transform(value))
+            total = total + sum_rightmost(density, density.dim() - len(vector.shape[:-1]))
+        return total
+
+
+def action_on_unconstrained(
+    group: PermutationGroup, supports: Mapping[str, Constraint], shapes: Mapping[str, torch.Size]
+) -> FlatAction | ConstrainedAction:
+    """The action on vectors that concatenate the unconstrained values of all sites of a guide.
+
+    Where every moved site is unconstrained, that is one gather; sites that the group doesn't move may have any support.
+
+    :param group: the group, declared on constrained values; it may know fewer sites than the guide.
+    :param supports: site -> support, in the order of concatenation.
+    :param shapes: site -> shape of its constrained value.
+    """
+    for site in group.required_sites:
+        if site not in shapes:
+            raise ValueError(
+                f"the group moves the site {site!r}, which the guide doesn't have; the guide's sites are "
+                f"{list(shapes)}. "
+                "Was the group found in another network, or declared with other names?"
+            )
+        if torch.Size(shapes[site]) != group.site_shapes[site]:
+            raise ValueError(
+                f"site {site!r} has shape {tuple(shapes[site])} in the guide, but {tuple(group.site_shapes[site])} "
+                f"in the group"
+            )
+    factors = [group.factor(name) for name in group.factors]
+    if all(_is_real(supports[site]) for site in group.required_sites):
+        unconstrained = {site: biject_to(support).inverse_shape(shapes[site]) for site, support in supports.items()}
+        buffers = {site: shape for site, shape in group.site_shapes.items() if site not in unconstrained}
+        return FlatAction(PermutationGroup(factors, {**buffers, **unconstrained}), list(supports))
+    return ConstrainedAction(PermutationGroup(factors, {**group.site_shapes, **shapes}), supports)
+
+
+def _is_real(support: Constraint) -> bool:
+    return isinstance(getattr(support, "base_constraint", support), type(constraints.real))

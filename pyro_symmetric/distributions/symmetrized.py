@@ -1,0 +1,101 @@
+r"""The symmetrised distribution as a Pyro distribution over flat weight vectors.
+
+.. math:: \bar q(w) = \frac{1}{|G|} \sum_{g \in G} q(g \cdot w)\, |\det J_g(w)|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_symmetric.distributions.orbit import Action, InfoNCE, OrbitEstimator
+
+
+class Symmetrized(TorchDistribution):
+    r"""A base distribution averaged over the orbits of a group.
+
+    ``sample`` and ``rsample`` draw *from the base*: every function of the weights that is invariant under the group
+    (a network's predictions) is distributed as under :math:`\bar q`, reparametrised gradients flow, and the draws are
+    what
+    the bounds of ``estimator`` are stated for. :meth:`sample_orbit` draws from :math:`\bar q` itself.
+
+    ``log_prob`` is the estimator's answer, which for a bound is random and evaluated once for each draw by
+    :class:`~pyro.infer.Trace_ELBO`. An ELBO made of it never exceeds that of :math:`\bar q` in expectation.
+
+    :param base_distribution: over vectors of event shape ``(D,)``.
+    :param flat: the group's action on those vectors, e.g. ``group.flat(sites)``.
+    :param estimator: of :math:`\log \bar q`; :class:`~pyro_symmetric.distributions.InfoNCE` with 16 terms by default.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
+
+    def __init__(
+        self,
+        base_distribution: TorchDistribution,
+        flat: Action,
+        estimator: OrbitEstimator | None = None,
+        validate_args: bool | None = None,
+    ):
+        if tuple(base_distribution.event_shape) != (flat.dim,):
+            raise ValueError(
+                f"base_distribution has event shape {tuple(base_distribution.event_shape)}, but the group acts on "
+                f"vectors of {flat.dim} numbers"
+            )
+        self.base_distribution = base_distribution
+        self.flat = flat
+        self.estimator = InfoNCE() if estimator is None else estimator
+        super().__init__(base_distribution.batch_shape, base_distribution.event_shape, validate_args=validate_args)
+
+    def __repr__(self) -> str:
+        return (
+            f"Symmetrized({type(self.base_distribution).__name__}, batch_shape={tuple(self.batch_shape)}, "
+            f"event_shape={tuple(self.event_shape)}, log_order={self.flat.group.log_order():.1f}, "
+            f"estimator={self.estimator!r} [{self.estimator.bound}])"
+        )
+
+    @constraints.dependent_property(is_discrete=False, event_dim=1)
+    def support(self) -> Any:
+        return self.base_distribution.support
+
+    @property
+    def has_rsample(self) -> bool:  # type: ignore[override]
+        return self.base_distribution.has_rsample
+
+    def expand(self, batch_shape: Sequence[int], _instance: Symmetrized | None = None) -> Symmetrized:
+        new = self._get_checked_instance(Symmetrized, _instance)
+        new.base_distribution = self.base_distribution.expand(torch.Size(batch_shape))
+        new.flat = self.flat
+        new.estimator = self.estimator
+        super(Symmetrized, new).__init__(torch.Size(batch_shape), self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        """Reparametrised draws of the base, ``sample_shape + batch_shape + (D,)``."""
+        return self.base_distribution.rsample(torch.Size(sample_shape))
+
+    def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        """Draws of the base, without gradient."""
+        with torch.no_grad():
+            return self.base_distribution.sample(torch.Size(sample_shape))
+
+    def sample_orbit(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        r"""Draws of :math:`\bar q` itself: draws of the base, each moved by a uniform group element."""
+        value = self.sample(sample_shape)
+        return self.flat(value, self.flat.group.sample(value.shape[:-1], device=value.device))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        return self.estimator.log_prob(self.base_distribution, self.flat, value)
+
+    def entropy(self) -> Tensor:
+        raise NotImplementedError("the entropy of a symmetrised distribution has no closed form; average -log_prob")
+
+    def __call__(self, sample_shape: Sequence[int] = torch.Size()) -> Any:
+        return self.rsample(sample_shape) if self.has_rsample else self.sample(sample_shape)

@@ -1,0 +1,102 @@
+"""What all guides of this library share: names of their own, set-up without a step, draws without data, files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from pyro.infer.autoguide import AutoContinuous, AutoDelta, AutoGuide, AutoNormal
+from torch import Tensor
+from torch.distributions import biject_to
+
+from pyro_symmetric.guides.layout import layout_of
+from pyro_symmetric.symmetry.weights import Weights
+
+AnyGuide = TypeVar("AnyGuide", bound=AutoGuide)
+
+_counter = itertools.count()
+
+
+def distinct(guide: AnyGuide) -> AnyGuide:
+    """Give a guide a name of its own in Pyro's parameter store, and return it.
+
+    Pyro names every stock guide after its class, so that two guides of one class silently share all parameters. Our own
+    guides are distinct from the start; wrap stock guides, before their first use:
+
+    >>> first, second = distinct(AutoNormal(model)), distinct(AutoNormal(model))
+    """
+    if getattr(guide, "prototype_trace", None) is not None:
+        raise ValueError("the guide has been used already, under its old name; call distinct() right after building it")
+    guide._pyro_name = f"{type(guide).__name__}_{next(_counter)}"
+    return guide
+
+
+class WeightsGuide(AutoContinuous):
+    """An :class:`~pyro.infer.autoguide.AutoContinuous` guide over weights.
+
+    Beyond Pyro's: its parameters are never shared with another guide by accident; :meth:`setup` creates them before the
+    first step; :meth:`sample_posterior` draws weights and needs no data.
+    """
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any):
+        super().__init__(model, *args, **kwargs)
+        distinct(self)
+
+    def setup(self, *args: Any, **kwargs: Any) -> WeightsGuide:
+        """Create the parameters, by tracing the model on its own arguments; does nothing the second time.
+
+        Afterwards ``guide.parameters()``, ``guide.to(...)`` and ``load_state_dict`` see everything there is. Parameters
+        under that guide's name in the parameter store are reset, so call it before training.
+        """
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        return self
+
+    def sample_posterior(self, sample_shape: Sequence[int] = ()) -> Weights:
+        """Draws of the weights, ``sample_shape + site_shape``, detached and on the guide's device. Needs no data."""
+        return sample_posterior(self, sample_shape)
+
+    def unpack(self, latent: Tensor) -> Weights:
+        """Flat unconstrained vectors ``batch_shape + (D,)`` -> weights."""
+        sites = layout_of(self)
+        pieces = latent.split([site.unconstrained_shape.numel() for site in sites], dim=-1)
+        return {
+            site.name: biject_to(site.support)(piece.reshape((*latent.shape[:-1], *site.unconstrained_shape)))
+            for site, piece in zip(sites, pieces, strict=True)
+        }
+
+    def pack(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Weights -> flat unconstrained vectors; the inverse of :meth:`unpack`."""
+        pieces = []
+        for site in layout_of(self):
+            value = biject_to(site.support).inv(weights[site.name])
+            batch = value.shape[: value.dim() - len(site.unconstrained_shape)]
+            pieces.append(value.reshape(*batch, -1))
+        return torch.cat(pieces, dim=-1)
+
+    def __repr__(self) -> str:
+        if self.prototype_trace is None:
+            return f"{type(self).__name__}(not set up)"
+        parameters = sum(p.numel() for p in self.parameters())
+        return f"{type(self).__name__}(latent_dim={self.latent_dim}, parameters={parameters})"
+
+
+def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weights:
+    """Draws of the weights of any automatic guide, stock ones included, without data: ``sample_shape + site_shape``.
+
+    :raises TypeError: for a guide that is neither continuous nor ``AutoNormal`` nor ``AutoDelta``.
+    """
+    shape = torch.Size(sample_shape)
+    sites = layout_of(guide)
+    with torch.no_grad():
+        if isinstance(guide, AutoContinuous):
+            return WeightsGuide.unpack(guide, guide.get_posterior().sample(shape))  # type: ignore[arg-type]
+        if isinstance(guide, AutoNormal):
+            moments = {site.name: guide._get_loc_and_scale(site.name) for site in sites}
+            draws = {name: torch.distributions.Normal(*pair).sample(shape) for name, pair in moments.items()}
+            return {site.name: biject_to(site.support)(draws[site.name]) for site in sites}
+        if isinstance(guide, AutoDelta):
+            return {name: value.expand(*shape, *value.shape) for name, value in guide.median().items()}
+    raise TypeError(f"sample_posterior doesn't know the guide {type(guide).__name__}; use pyro.infer.Predictive for it")

@@ -1,0 +1,113 @@
+r"""What a fitted guide is worth: its ELBO, and that of the guide averaged over the orbits of a group.
+
+.. math:: \mathrm{ELBO}(q) = \mathbb E_q[\log p(w, D) - \log q(w)] \;\le\; \mathrm{ELBO}(\bar q) \;\le\; \log p(D)
+
+Reference: Gelberg et al. 2024 (arXiv 2408.05496), Section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import biject_to
+
+from pyro_symmetric.distributions import InfoNCE, OrbitEstimator
+from pyro_symmetric.distributions.constrained import action_on_unconstrained
+from pyro_symmetric.guides.base import WeightsGuide
+from pyro_symmetric.guides.layout import layout_of
+from pyro_symmetric.guides.symmetrized import AutoSymmetrized
+from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.symmetry.weights import Weights
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Monte Carlo estimates, in nats, with their standard errors.
+
+    :param elbo: of the guide as it is.
+    :param elbo_error: its standard error.
+    :param symmetrized_elbo: of the guide averaged over the group.
+    :param symmetrized_error: its standard error.
+    :param estimator: by which the symmetrised density was estimated.
+    :param bound: ``"lower"`` where the expectation of ``symmetrized_elbo`` is a lower bound of the symmetrised guide's
+        ELBO,
+        ``"exact"`` where it is that ELBO.
+    :param log_order: the most that symmetrisation can add, ``log |G|``.
+    """
+
+    elbo: float
+    elbo_error: float
+    symmetrized_elbo: float
+    symmetrized_error: float
+    estimator: str
+    bound: str
+    log_order: float
+
+    def __repr__(self) -> str:
+        relation = "=" if self.bound == "exact" else "≥"
+        return (
+            f"Evidence(ELBO = {self.elbo:.2f} ± {self.elbo_error:.2f}, symmetrised ELBO {relation} "
+            f"{self.symmetrized_elbo:.2f} ± {self.symmetrized_error:.2f} nats by {self.estimator}, log|G| = "
+            f"{self.log_order:.1f})"
+        )
+
+
+@torch.no_grad()
+def evidence(
+    guide: WeightsGuide,
+    log_joint: Callable[[Weights], Tensor],
+    group: PermutationGroup,
+    estimator: OrbitEstimator | None = None,
+    *,
+    num_samples: int = 512,
+    chunk: int = 64,
+) -> Evidence:
+    """Estimate the ELBO of a guide, and of that guide symmetrised.
+
+    >>> evidence(guide, lambda w: model.log_joint(w, x, y), group, InfoNCE(256))
+
+    :param guide: a set-up guide of this library.
+    :param log_joint: weights of batch shape ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``.
+    :param group: the symmetry of the model.
+    :param estimator: of the symmetrised log-density; ``InfoNCE(64)`` by default.
+    :param num_samples: Monte Carlo samples, at least 2.
+    :param chunk: how many are evaluated at once.
+    """
+    if num_samples < 2:
+        raise ValueError(f"num_samples is {num_samples}; a standard error needs at least 2")
+    estimator = estimator or InfoNCE(64)
+    base = guide.get_base_posterior() if isinstance(guide, AutoSymmetrized) else guide.get_posterior()
+    sites = layout_of(guide)
+    action = action_on_unconstrained(
+        group, {site.name: site.support for site in sites}, {site.name: torch.Size(site.shape) for site in sites}
+    )
+    plain, symmetrized = [], []
+    for start in range(0, num_samples, chunk):
+        latent = base.sample((min(chunk, num_samples - start),))
+        weights = guide.unpack(latent)
+        log_target = log_joint(weights).double() + _log_volume(sites, weights)
+        plain.append(log_target - base.log_prob(latent).double())
+        symmetrized.append(log_target - estimator.log_prob(base, action, latent).double())
+    elbo, elbo_error = _mean_and_error(torch.cat(plain))
+    symmetrized_elbo, symmetrized_error = _mean_and_error(torch.cat(symmetrized))
+    bound = "lower" if estimator.bound == "upper" else estimator.bound
+    return Evidence(elbo, elbo_error, symmetrized_elbo, symmetrized_error, repr(estimator), bound, group.log_order())
+
+
+def _log_volume(sites: Any, weights: Weights) -> Tensor | float:
+    """Log-determinants of the maps from unconstrained coordinates to the sites' supports, ``(S,)``."""
+    total: Tensor | float = 0.0
+    for site in sites:
+        transform = biject_to(site.support)
+        value = weights[site.name]
+        density = transform.log_abs_det_jacobian(transform.inv(value), value)
+        total = total + density.reshape(len(density), -1).double().sum(-1)
+    return total
+
+
+def _mean_and_error(values: Tensor) -> tuple[float, float]:
+    return float(values.mean()), float(values.std() / len(values) ** 0.5)
