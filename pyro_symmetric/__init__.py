@@ -1,0 +1,80 @@
+"""Posteriors with symmetries for Pyro.
+
+Find the weight-space symmetries of a network, symmetrise a guide over them, align posteriors across them, sample
+reference
+posteriors with many chains at once, and measure how close an approximation comes.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from pyro_symmetric import datasets
+from pyro_symmetric.alignment import Alignment, BarrierCurve, GaussianWeights, align, loss_barrier, to_gaussian
+from pyro_symmetric.compare import invariance_tests, marginal_wasserstein, mmd, scores
+from pyro_symmetric.distributions import ExactOrbit, InfoNCE, Symmetrized
+from pyro_symmetric.guides import (
+    AutoAligned,
+    AutoMeanField,
+    AutoSymmetrized,
+    distinct,
+    evidence,
+    interpolate,
+    load_guide,
+    sample_posterior,
+    save_guide,
+)
+from pyro_symmetric.mcmc import HMC, SGHMC, sample
+from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry import (
+    Permutation,
+    PermutationGroup,
+    WeightSymmetry,
+    canonicalize,
+    find_symmetry,
+    minimal_mass,
+)
+
+try:
+    __version__ = version("pyro-symmetric")
+except PackageNotFoundError:  # a source tree that isn't installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "HMC",
+    "SGHMC",
+    "Alignment",
+    "AutoAligned",
+    "AutoMeanField",
+    "AutoSymmetrized",
+    "BarrierCurve",
+    "BayesianModel",
+    "CategoricalLikelihood",
+    "ExactOrbit",
+    "GaussianLikelihood",
+    "GaussianPrior",
+    "GaussianWeights",
+    "InfoNCE",
+    "Permutation",
+    "PermutationGroup",
+    "Posterior",
+    "Symmetrized",
+    "WeightSymmetry",
+    "align",
+    "canonicalize",
+    "datasets",
+    "distinct",
+    "evidence",
+    "find_symmetry",
+    "interpolate",
+    "invariance_tests",
+    "load_guide",
+    "loss_barrier",
+    "marginal_wasserstein",
+    "minimal_mass",
+    "mmd",
+    "sample",
+    "sample_posterior",
+    "save_guide",
+    "scores",
+    "to_gaussian",
+]

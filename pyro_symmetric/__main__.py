@@ -1,0 +1,8 @@
+"""``python -m pyro_symmetric``: the command line."""
+
+import sys
+
+from pyro_symmetric.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

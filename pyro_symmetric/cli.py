@@ -1,0 +1,191 @@
+"""The command line: reads arguments, calls the study, prints. Errors end in one sentence and a non-zero exit."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pyro_symmetric import __version__
+
+EXAMPLES = """\
+examples:
+  pyro-symmetric compare                                   scikit-learn's digits, all methods, in runs/digits
+  pyro-symmetric compare --quick --methods mean-field,hmc  a first look in under two minutes
+  pyro-symmetric compare --data uci/energy --data-root ~/data --hidden 50 --activation tanh
+  pyro-symmetric compare --data csv:houses.csv --target price
+  pyro-symmetric compare --data fashion-mnist --download --max-train 5000 --ood mnist
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the return value is the exit code."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print("\nStopped. Methods that had finished are kept; the same command goes on from there.", file=sys.stderr)
+        return 130
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        if options.debug:
+            raise
+        # The first paragraph says what is wrong; what may follow is advice on the library's Python calls.
+        print(f"pyro-symmetric: {str(error).partition(chr(10) * 2)[0]}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="pyro-symmetric", description="Posteriors of neural networks, and their symmetries."
+    )
+    parser.add_argument("--version", action="version", version=f"pyro-symmetric {__version__}")
+    parser.set_defaults(debug=False)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    add_compare(commands)
+    return parser
+
+
+def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``compare``: the study."""
+    parser = commands.add_parser(
+        "compare",
+        help="fit one Bayesian network several ways and report how close each comes to a reference posterior",
+        description="Fit one Bayesian neural network several ways, draw a reference posterior, and write a report of "
+        "how close "
+        "each way comes. Run again with the same --out, it goes on where it stopped.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data",
+        default="digits",
+        metavar="NAME",
+        help="digits (default), wine, breast-cancer, diabetes; mnist, fashion-mnist, cifar10, cifar100, svhn; "
+        "uci/<name>; csv:FILE",
+    )
+    data.add_argument("--data-root", default="data", metavar="FOLDER", help="where data sets lie (default: data)")
+    data.add_argument("--download", action="store_true", help="download a missing data set to the data root")
+    data.add_argument("--target", metavar="COLUMN", help="target column of csv:FILE")
+    data.add_argument("--split", type=int, default=0, metavar="K", help="number of the train/test split (default: 0)")
+    data.add_argument("--max-train", type=int, metavar="N", help="use at most N training rows")
+    data.add_argument(
+        "--ood", metavar="NAME", help="data set of out-of-distribution inputs (default: held-out classes)"
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--hidden", type=widths, default=(16,), metavar="N[,N...]", help="widths of the hidden layers (default: 16)"
+    )
+    model.add_argument(
+        "--activation", default="relu", help="relu (default), tanh, leaky-relu, gelu, silu, sigmoid, elu"
+    )
+    model.add_argument(
+        "--net", metavar="PACKAGE.MODULE:CALLABLE", help="build the network by callable(input_shape, num_outputs)"
+    )
+    model.add_argument(
+        "--prior-scale",
+        type=prior_scale,
+        action="append",
+        default=[],
+        metavar="[PATTERN=]S",
+        help="standard deviation of the Gaussian prior (default: 1); with a pattern on parameters' names, such as "
+        "1.*=0.5, for these; may be repeated",
+    )
+    model.add_argument(
+        "--prior-fan-in",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="divide it, for weight matrices, by the square root of the layer's number of inputs (default: yes)",
+    )
+    model.add_argument(
+        "--noise", type=float, metavar="S", help="fixed noise of a regression on standardised targets (default: learnt)"
+    )
+    model.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="likelihood temperature (default: 1)"
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--methods",
+        type=names,
+        metavar="A[,B...]",
+        help="methods to compare (default: mean-field,symmetrized,aligned,ensemble,sghmc,hmc)",
+    )
+    run.add_argument(
+        "--reference",
+        default="hmc",
+        metavar="METHOD",
+        help="the method that the others are compared with (default: hmc)",
+    )
+    run.add_argument(
+        "--draws", type=int, default=400, metavar="N", help="weight samples of each method to compare (default: 400)"
+    )
+    run.add_argument("--quick", action="store_true", help="small budgets: see that all works in under two minutes")
+    run.add_argument("--seed", type=int, default=0, metavar="N", help="seed of everything random (default: 0)")
+    run.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
+    run.add_argument("--dtype", default="float32", help="float32 (default) or float64")
+    run.add_argument("--out", metavar="FOLDER", help="where everything is written (default: runs/<data>)")
+    run.add_argument("--overwrite", action="store_true", help="start anew in a folder that holds another study")
+    run.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
+    run.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=compare)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Run the study and say where the report is."""
+    from pyro_symmetric.study import StudySettings, run_study
+    from pyro_symmetric.study.report import summary_table
+
+    overall = [scale for pattern, scale in options.prior_scale if pattern is None]
+    default = StudySettings()
+    settings = StudySettings(
+        data=options.data,
+        data_root=options.data_root,
+        download=options.download,
+        target=options.target,
+        split=options.split,
+        max_train=options.max_train,
+        ood=options.ood,
+        hidden=options.hidden,
+        activation=options.activation,
+        net=options.net,
+        prior_scale=overall[-1] if overall else default.prior_scale,
+        prior_scales={pattern: scale for pattern, scale in options.prior_scale if pattern is not None},
+        prior_fan_in=options.prior_fan_in,
+        noise=options.noise,
+        temperature=options.temperature,
+        methods=options.methods or default.methods,
+        reference=options.reference,
+        num_draws=options.draws,
+        quick=options.quick,
+        seed=options.seed,
+        device=options.device,
+        dtype=options.dtype,
+    )
+    out = options.out or f"runs/{options.data.replace('csv:', '').replace('/', '-')}{'-quick' if options.quick else ''}"
+    study = run_study(settings, out, overwrite=options.overwrite, progress=options.progress)
+    print(f"\n{summary_table(study)}\n\nReport: {study.report}")
+    return 0
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """``32,32`` -> (32, 32)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} doesn't list widths; write 32 or 32,32") from None
+
+
+def names(text: str) -> tuple[str, ...]:
+    """``a,b`` -> ("a", "b")."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def prior_scale(text: str) -> tuple[str | None, float]:
+    """``0.5`` or ``pattern=0.5``."""
+    pattern, _, number = text.rpartition("=")
+    try:
+        return pattern or None, float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no standard deviation; write 0.5 or 1.*=0.5") from None

@@ -1,0 +1,253 @@
+"""A whole study: fit every method, keep each as it finishes, compare all with the reference, write the report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.storage import write_text
+from pyro_symmetric.study.measure import Draws, draws_of, measure
+from pyro_symmetric.study.methods import Fit, Method, make_method
+from pyro_symmetric.study.problem import Problem, build_problem
+from pyro_symmetric.study.settings import StudySettings
+
+Say = Callable[[str], None]
+
+# Points of a curve that are kept: more than a plot can show.
+CURVE_POINTS = 1000
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A fit that is on disk, and how long its method took."""
+
+    fit: Fit
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study found.
+
+    :param problem: the data, model and symmetry.
+    :param fits: label -> what was fitted, in the order of the methods.
+    :param draws: label -> the draws that were compared.
+    :param results: all that the report's tables hold, as JSON.
+    :param out: the folder that holds everything.
+    """
+
+    problem: Problem
+    fits: dict[str, Finished]
+    draws: dict[str, Draws]
+    results: dict[str, Any]
+    out: Path
+
+    @property
+    def report(self) -> Path:
+        """The report to open."""
+        return self.out / "report.html"
+
+
+def run_study(
+    settings: StudySettings, out: str | Path, *, overwrite: bool = False, progress: bool = True, say: Say = print
+) -> Study:
+    """Do the study that ``settings`` describe, in the folder ``out``.
+
+    Every method is written to ``out/samples`` when it finishes. Run again with the same settings and folder, the study
+    goes on
+    where it stopped; with other settings it is refused, unless ``overwrite``.
+
+    :raises ValueError: if the settings can't be met, or differ from those of the study in ``out``.
+    :raises OSError: if the folder can't be written.
+    """
+    methods = [make_method(name, settings.quick) for name in settings.methods]
+    problem = build_problem(settings)
+    out = prepare_folder(Path(out), settings, overwrite)
+    for line in describe(problem):
+        say(line)
+    fits: dict[str, Finished] = {}
+    for method in methods:
+        fits |= stored(method, out, say) or fit_and_store(method, problem, out, progress, say)
+    draws = {label: draws_of(finished.fit, problem) for label, finished in fits.items()}
+    reference = draws.get(settings.reference)
+    if reference is None:
+        say(
+            f"No distances: the reference {settings.reference!r} is not among the methods "
+            f"{', '.join(settings.methods)}."
+        )
+    rows = {}
+    for label, finished in fits.items():
+        say(f"Measuring {label} ...")
+        pyro.set_rng_seed(settings.seed)  # some tests simulate their null distribution
+        rows[label] = measure(finished.fit, draws[label], reference, problem, finished.seconds)
+    results = {
+        "settings": settings.to_dict(),
+        "problem": describe(problem),
+        "environment": environment(settings),
+        "methods": rows,
+    }
+    results = without_nan(results)
+    write_text(out / "results.json", json.dumps(results, indent=1, allow_nan=False), "table of results")
+    study = Study(problem, fits, draws, results, out)
+    from pyro_symmetric.study.report import write_report
+
+    write_report(study)
+    return study
+
+
+# the folder ---------------------------------------------------------------------------------------------------------
+
+
+def prepare_folder(out: Path, settings: StudySettings, overwrite: bool) -> Path:
+    """Make the folder and note the settings in it, or check that those noted there are the same."""
+    noted = out / "settings.json"
+    if noted.exists() and not overwrite:
+        try:
+            there = StudySettings.from_dict(json.loads(noted.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{noted} can't be read ({error}); choose another --out, or --overwrite") from error
+        if changed := settings.differences(there):
+            shown = "; ".join(f"{name}: {there!r} there, {here!r} now" for name, (here, there) in changed.items())
+            raise ValueError(f"{out} holds a study with other settings ({shown}); choose another --out, or --overwrite")
+    try:
+        (out / "samples").mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise OSError(f"{out} can't be made a folder: {error}") from error
+    if overwrite:
+        for old in (out / "samples").glob("*.safetensors"):
+            old.unlink()
+    write_text(noted, json.dumps(settings.to_dict(), indent=1), "settings")
+    return out
+
+
+def store_path(out: Path, label: str) -> Path:
+    """Where the draws of a fit lie."""
+    return out / "samples" / f"{label.replace(' ', '-')}.safetensors"
+
+
+def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:
+    """The fits of a method that finished earlier; empty if any is missing or damaged."""
+    found = {}
+    for label in method.labels:
+        path = store_path(out, label)
+        if not path.exists():
+            return {}
+        try:
+            found[label] = finished_from(Posterior.load(path))
+        except (ValueError, KeyError) as error:
+            say(f"{path} is damaged and will be made anew: {error}")
+            return {}
+    seconds = found[method.labels[0]].seconds
+    say(f"Reusing {method.name} from {out / 'samples'} (it took {seconds:.1f} s).")
+    return found
+
+
+def fit_and_store(method: Method, problem: Problem, out: Path, progress: bool, say: Say) -> dict[str, Finished]:
+    """Fit a method under a seed of its own, and write each of its fits."""
+    say(f"Fitting {method.name} ...")
+    # Its own seed, so that a method gives the same draws whichever others run before it.
+    pyro.set_rng_seed((problem.settings.seed + zlib.crc32(method.name.encode())) % 2**32)
+    pyro.clear_param_store()
+    start = time.perf_counter()
+    fits = list(method.fit(problem, progress))
+    if problem.x.is_cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    found = {fit.label: Finished(fit, seconds) for fit in fits}
+    for label, finished in found.items():
+        to_store(finished, method).save(store_path(out, label))
+    say(f"  {method.name} took {seconds:.1f} s.")
+    return found
+
+
+def to_store(finished: Finished, method: Method) -> Posterior:
+    """The posterior with all that belongs to the fit in its metadata."""
+    fit = finished.fit
+    stride = max(1, len(fit.losses) // CURVE_POINTS)
+    metadata = {
+        **fit.posterior.metadata,
+        "label": fit.label,
+        "method": method.name,
+        "budget": {name: value for name, value in vars(method).items()},
+        "seconds": finished.seconds,
+        "losses": fit.losses[::stride],
+        "loss_stride": stride,
+        "loss_label": fit.loss_label,
+        "is_chain": fit.is_chain,
+        "evidence": fit.evidence,
+        "barrier": fit.barrier,
+        "details": fit.details,
+    }
+    return Posterior(fit.posterior.samples, fit.posterior.statistics, metadata)
+
+
+def finished_from(posterior: Posterior) -> Finished:
+    """The inverse of :func:`to_store`."""
+    data = posterior.metadata
+    fit = Fit(
+        data["label"],
+        posterior,
+        data["losses"],
+        data["loss_label"],
+        data["is_chain"],
+        data["evidence"],
+        data["barrier"],
+        data["details"],
+    )
+    return Finished(fit, data["seconds"])
+
+
+# what to say of it --------------------------------------------------------------------------------------------------
+
+
+def describe(problem: Problem) -> list[str]:
+    """The problem in a few lines."""
+    data, group = problem.dataset, problem.symmetry.permutations
+    weights = sum(shape.numel() for shape in problem.model.site_shapes.values())
+    factors = ", ".join(f"{name}: {n}" for name, n in group.factors.items()) or "none"
+    return [
+        f"Data: {data.title}, {data.task}, {len(data.train_x)} training and {len(data.test_x)} test rows of shape "
+        f"{tuple(data.input_shape)}" + (f", out of distribution: {data.ood_name}" if data.ood_name else ""),
+        f"Network: {weights} weights; permutations of hidden units {factors}: every mode has "
+        f"exp({group.log_order():.1f}) copies",
+        *data.notes,
+    ]
+
+
+def environment(settings: StudySettings) -> dict[str, Any]:
+    """Versions and machine, for whoever repeats the study."""
+    packages = ("pyro-symmetric", "torch", "pyro-ppl", "numpy", "scipy", "arviz-stats", "scikit-learn", "torchmetrics")
+    device = settings.torch_device
+    return {
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads",
+        "platform": f"{platform.system()} {platform.machine()}",
+        "command": " ".join(sys.argv[1:]),
+    }
+
+
+def without_nan(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity; both become ``None``."""
+    if isinstance(value, dict):
+        return {str(key): without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,155 @@
+"""Everything that is measured of a fit: how well it predicts, how close it comes to the reference, how its chains
+mixed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.compare import invariance_tests, marginal_wasserstein, mmd, scores
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.study.methods import Fit
+from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.symmetry.weights import Weights
+
+# Test rows whose predictions are followed along chains: enough for a worst case, few enough to be instant.
+FOLLOWED_ROWS = 32
+CHUNK = 32
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Draws of a fit, thinned evenly to at most as many as are compared, as they are and in canonical form."""
+
+    raw: Weights
+    canonical: Weights
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(next(iter(self.raw.values())))
+
+    def part(self, rows: slice) -> Draws:
+        """Some of them."""
+        return Draws(*({site: value[rows] for site, value in w.items()} for w in (self.raw, self.canonical)))
+
+
+def draws_of(fit: Fit, problem: Problem) -> Draws:
+    """The draws of a fit that are compared, on the study's device."""
+    flat = fit.posterior.get_samples()
+    total = fit.posterior.num_chains * fit.posterior.num_samples
+    keep = torch.arange(min(total, problem.settings.num_draws)) * total // min(total, problem.settings.num_draws)
+    raw = {site: value[keep].to(problem.x.device) for site, value in flat.items()}
+    return Draws(raw, problem.canonical(raw))
+
+
+def measure(fit: Fit, draws: Draws, reference: Draws | None, problem: Problem, seconds: float) -> dict[str, Any]:
+    """One row of the report, as JSON."""
+    sites = weight_diagnostics(fit.posterior) if fit.is_chain else {}
+    row: dict[str, Any] = {
+        "draws": draws.count,
+        "seconds": seconds,
+        "prediction": predictive_scores(draws.raw, problem),
+        "invariance": invariance(draws, problem, independent_draws(fit, sites)),
+        "evidence": fit.evidence,
+        "barrier": fit.barrier,
+        "details": fit.details,
+        "chains": chain_diagnostics(fit.posterior, sites, problem) if fit.is_chain else None,
+        "distance": None,
+    }
+    if reference is not None:
+        pair = _halves(draws) if draws is reference else (draws, reference)
+        row["distance"] = {"to": "its own other half" if draws is reference else problem.settings.reference}
+        row["distance"] |= distances(*pair)
+    return row
+
+
+def distances(draws: Draws, reference: Draws) -> dict[str, Any]:
+    """MMD and marginal Wasserstein distance between two samples, before and after the symmetries are removed."""
+    result = {}
+    for name in ("raw", "canonical"):
+        mine, theirs = getattr(draws, name), getattr(reference, name)
+        result[name] = {
+            "mmd": mmd(mine, theirs).to_dict(),
+            "wasserstein": {k: v for k, v in marginal_wasserstein(mine, theirs).to_dict().items() if k != "per_weight"},
+        }
+    return result
+
+
+@torch.no_grad()
+def predictions(weights: Weights, problem: Problem, x: Tensor) -> Tensor:
+    """Members' class probabilities ``(S, N, C)`` or regression means ``(S, N)``."""
+    outputs = problem.model.outputs(weights, x, chunk_size=CHUNK)
+    means = problem.model.likelihood.mean(outputs)
+    return means.squeeze(-1) if not problem.is_classification and means.shape[-1] == 1 else means
+
+
+def predictive_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
+    """Accuracy, likelihood, calibration and out-of-distribution scores on the test rows."""
+    data = problem.dataset
+    members = predictions(weights, problem, data.test_x)
+    if problem.is_classification:
+        outside = None if data.ood_x is None else predictions(weights, problem, data.ood_x)
+        return scores.classification(members, data.test_y, outside).to_dict()
+    noise = noise_scale(problem.model, weights)
+    return scores.regression(members, noise, problem.model.likelihood.targets(data.test_y)).to_dict()
+
+
+def noise_scale(model: BayesianModel, weights: Mapping[str, Tensor]) -> Tensor | float:
+    """Standard deviation of a regression's noise: fixed, or one for each draw."""
+    fixed = getattr(model.likelihood, "scale", None)
+    return weights["noise_scale"] if fixed is None else fixed
+
+
+def independent_draws(fit: Fit, sites: Mapping[str, Mapping[str, Any]]) -> int | None:
+    """How many of a chain's draws count as independent: by the worst weight, but at least one for each chain."""
+    if not fit.is_chain:
+        return None
+    worst = [entry["ess_bulk"] for entry in sites.values() if not math.isnan(entry["ess_bulk"])]
+    return max(fit.posterior.num_chains, int(min(worst, default=2)), 2)
+
+
+def invariance(draws: Draws, problem: Problem, independent: int | None) -> dict[str, Any]:
+    """Corollary tests of permutation invariance, on as many draws as are independent."""
+    known = {site: value for site, value in draws.raw.items() if site in problem.symmetry.site_shapes}
+    result = invariance_tests(known, problem.symmetry.permutations, effective_size=independent)
+    return {**result.to_dict(), "verdict": result.verdict}
+
+
+@torch.no_grad()
+def chain_diagnostics(posterior: Posterior, sites: Mapping[str, Mapping[str, Any]], problem: Problem) -> dict[str, Any]:
+    """R-hat and ESS of weights and of predictions, divergences, acceptance."""
+    weights = {site: value.to(problem.x.device) for site, value in posterior.get_samples().items()}
+    followed = predictions(weights, problem, problem.dataset.test_x[:FOLLOWED_ROWS]).cpu()
+    chains = (posterior.num_chains, posterior.num_samples)
+    in_function_space = Posterior({"prediction": followed.reshape(*chains, -1)}).diagnostics()["prediction"]
+    statistics = posterior.statistics
+    acceptance = statistics.get("acceptance_rate")
+    return {
+        "num_chains": chains[0],
+        "num_draws": chains[1],
+        "r_hat_weights": max((entry["r_hat"] for entry in sites.values()), default=math.nan),
+        "ess_weights": min((entry["ess_bulk"] for entry in sites.values()), default=math.nan),
+        "r_hat_predictions": in_function_space["r_hat"],
+        "ess_predictions": in_function_space["ess_bulk"],
+        "divergences": int(posterior.divergences.sum()) if "diverging" in statistics else None,
+        "acceptance": None if acceptance is None else float(acceptance.double().mean()),
+    }
+
+
+def weight_diagnostics(posterior: Posterior) -> dict[str, dict[str, Any]]:
+    """R-hat and ESS of every site's weights: worst and median."""
+    table = posterior.diagnostics()
+    return {site: table[site] for site in posterior.site_shapes}
+
+
+def _halves(draws: Draws) -> tuple[Draws, Draws]:
+    """First and second half: with chains laid end to end, the first chains against the others."""
+    middle = draws.count // 2
+    return draws.part(slice(0, middle)), draws.part(slice(middle, None))

@@ -1,0 +1,159 @@
+"""One data set, one Bayesian network, and the symmetries of its posterior: what every method of a study works on."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor, nn
+
+from pyro_symmetric import datasets
+from pyro_symmetric.datasets import Dataset
+from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior, Likelihood
+from pyro_symmetric.study.settings import ACTIVATIONS, StudySettings
+from pyro_symmetric.symmetry import WeightSymmetry, canonicalize, find_symmetry
+from pyro_symmetric.symmetry.weights import Weights
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The data, the model and its symmetry, on the study's device.
+
+    :param settings: what was asked for.
+    :param dataset: training, test and out-of-distribution rows.
+    :param model: the Bayesian network.
+    :param symmetry: of the network.
+    """
+
+    settings: StudySettings
+    dataset: Dataset
+    model: BayesianModel
+    symmetry: WeightSymmetry
+
+    @property
+    def x(self) -> Tensor:
+        """Training inputs."""
+        return self.dataset.train_x
+
+    @property
+    def y(self) -> Tensor:
+        """Training targets."""
+        return self.dataset.train_y
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether targets are classes."""
+        return self.dataset.task == "classification"
+
+    def canonical(self, weights: Weights) -> Weights:
+        """One representative of each draw's orbit: units ordered by their largest incoming weight, scales balanced.
+
+        Balanced (least total norm) rather than at unit norm: there, nearly dead units, common in trained networks,
+        would have enormous biases.
+        """
+        known = {site: value for site, value in weights.items() if site in self.symmetry.site_shapes}
+        return {**weights, **canonicalize(known, self.symmetry, permutations="max", scalings="minimal_mass")}
+
+
+def build_problem(settings: StudySettings) -> Problem:
+    """Load the data, build the network, find its symmetries.
+
+    :raises ValueError: if the data, the network or their combination can't be used.
+    :raises FileNotFoundError: if the data aren't there.
+    """
+    pyro.set_rng_seed(settings.seed)
+    device, dtype = settings.torch_device, settings.torch_dtype
+    dataset = datasets.load(
+        settings.data,
+        root=settings.data_root,
+        download=settings.download,
+        target=settings.target,
+        hold_out=None if settings.ood else "auto",
+        split=settings.split,
+        max_train=settings.max_train,
+        seed=settings.seed,
+        dtype=dtype,
+        device=device,
+    )
+    if settings.ood:
+        dataset = datasets.ood(
+            settings.ood,
+            dataset,
+            root=settings.data_root,
+            download=settings.download,
+            max_rows=len(dataset.test_x),
+            seed=settings.seed,
+        )
+    net = build_net(settings, dataset).to(device=device, dtype=dtype)
+    check_net(net, dataset)
+    symmetry = find_symmetry(net.eval(), dataset.train_x[:2])
+    prior = GaussianPrior(settings.prior_scale, settings.prior_fan_in, settings.prior_scales)
+    model = BayesianModel(net, prior, _likelihood(settings, dataset), num_data=len(dataset.train_x))
+    return Problem(settings, dataset, model, symmetry)
+
+
+def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
+    """The network: an MLP of the given widths, or what the user's callable makes."""
+    if settings.net is not None:
+        return _from_callable(settings.net, dataset)
+    widths = (dataset.num_features, *settings.hidden)
+    layers: list[nn.Module] = [nn.Flatten()] if len(dataset.input_shape) > 1 else []
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), ACTIVATIONS[settings.activation]()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], dataset.num_outputs))
+
+
+def check_net(net: nn.Module, dataset: Dataset) -> None:
+    """:raises ValueError: if the network doesn't take the data's rows or gives outputs of another shape."""
+    wanted = (2, dataset.num_outputs)
+    try:
+        with torch.no_grad():
+            found = tuple(net.eval()(dataset.train_x[:2]).shape)
+    except Exception as error:
+        shape = tuple(dataset.input_shape)
+        raise ValueError(f"the network fails on two rows of {dataset.name}, of shape {shape} each: {error}") from error
+    if found != wanted and not (found == (2,) and wanted == (2, 1)):
+        raise ValueError(f"the network's output for two rows has shape {found}; {dataset.name} needs {wanted}")
+
+
+def import_callable(spec: str) -> Callable[..., Any]:
+    """The callable that ``package.module:callable`` names; modules of the current folder count.
+
+    :raises ValueError: if there is no such module or callable.
+    """
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"{spec!r} doesn't name a callable; write package.module:callable")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"the module of {spec!r} can't be imported: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"module {module_name!r} has no callable {name!r}")
+    return found
+
+
+def _from_callable(spec: str, dataset: Dataset) -> nn.Module:
+    build = import_callable(spec)
+    takes_arguments = len(inspect.signature(build).parameters) > 0
+    net = build(tuple(dataset.input_shape), dataset.num_outputs) if takes_arguments else build()
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"{spec} returned a {type(net).__name__}; it must return a torch.nn.Module")
+    return net
+
+
+def _likelihood(settings: StudySettings, dataset: Dataset) -> Likelihood:
+    if dataset.task == "classification":
+        return CategoricalLikelihood(settings.temperature)
+    return GaussianLikelihood(settings.noise, temperature=settings.temperature)

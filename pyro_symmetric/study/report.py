@@ -1,0 +1,177 @@
+"""The report of a study: one HTML file with its tables and plots inside, to be opened by double click."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from pyro_symmetric import plots
+from pyro_symmetric.storage import write_text
+from pyro_symmetric.study.compare import Study
+from pyro_symmetric.study.measure import Draws
+from pyro_symmetric.study.methods import METHODS
+from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.study.tables import tables
+
+# Bins of confidence with fewer test rows say nothing about accuracy.
+FEWEST_ROWS = 5
+
+
+def write_report(study: Study) -> None:
+    """Write ``report.html`` into the study's folder."""
+    write_text(study.report, render(study), "report")
+
+
+def summary_table(study: Study) -> str:
+    """The tables for a terminal."""
+    rows = study.results["methods"]
+    return "\n\n".join(t.as_text(rows) for t in tables(study.problem.is_classification) if t.rows(rows))
+
+
+def render(study: Study) -> str:
+    """The report as HTML."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("pyro_symmetric.study", "."), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    rows = study.results["methods"]
+    return environment.get_template("report.html").render(
+        title=f"Posteriors of a neural network on {study.problem.dataset.title}",
+        problem=study.results["problem"],
+        quick=study.problem.settings.quick,
+        methods=[(name, METHODS[name].summary) for name in study.problem.settings.methods],
+        tables=[(t, t.rows(rows)) for t in tables(study.problem.is_classification) if t.rows(rows)],
+        verdicts={name: row["invariance"]["verdict"] for name, row in rows.items()},
+        figures=[(heading, caption, _as_image(figure)) for heading, caption, figure in figures(study)],
+        settings=study.results["settings"],
+        environment=study.results["environment"],
+    )
+
+
+def figures(study: Study) -> list[tuple[str, str, Figure]]:
+    """Heading, caption and figure of everything that there is to see."""
+    rows = study.results["methods"]
+    shown = []
+    distances = {name: row["distance"] for name, row in rows.items() if row["distance"]}
+    if distances:
+        pairs = {n: (d["raw"]["mmd"]["median"], d["canonical"]["mmd"]["median"]) for n, d in distances.items()}
+        shown.append(
+            (
+                "Distance to the reference",
+                "Squared MMD before and after symmetries are removed. Zero means that the draws can't be told apart.",
+                plots.before_and_after(pairs, "squared MMD, median over kernels"),
+            )
+        )
+    shown.append(
+        (
+            "All draws, projected",
+            "The first two principal components of all methods' weights, as drawn and after symmetries are removed.",
+            plots.projections(
+                {
+                    "as drawn": _project({name: draws.raw for name, draws in study.draws.items()}),
+                    "symmetries removed": _project({name: draws.canonical for name, draws in study.draws.items()}),
+                },
+                study.problem.settings.reference,
+            ),
+        )
+    )
+    shown.append(_marginals(study))
+    shown.append(_calibration(rows, study.problem))
+    for name, row in rows.items():
+        if row["barrier"]:
+            shown.append(
+                (
+                    f"Loss barrier of {name}",
+                    "Loss along the Wasserstein geodesic between the two fits; the hump over the straight line is "
+                    "the barrier.",
+                    plots.barriers(row["barrier"]),
+                )
+            )
+    curves = {
+        name: (done.fit.losses, int(done.fit.posterior.metadata.get("loss_stride", 1)), done.fit.loss_label)
+        for name, done in study.fits.items()
+        if len(done.fit.losses) > 1
+    }
+    if curves:
+        shown.append(("Training", "What each method minimised, or followed, step by step.", plots.loss_curves(curves)))
+    return shown
+
+
+def _project(draws: Mapping[str, Mapping[str, Any]]) -> dict[str, plots.Array]:
+    from sklearn.decomposition import PCA
+
+    flat = {
+        name: np.concatenate(
+            [value.reshape(len(value), -1).double().cpu().numpy() for value in weights.values()], axis=1
+        )
+        for name, weights in draws.items()
+    }
+    # Every method counts alike, however many draws it gave.
+    fewest = min(len(points) for points in flat.values())
+    pca = PCA(2, svd_solver="full" if fewest * len(flat) < 50 else "auto", random_state=0)
+    pca.fit(np.concatenate([points[:fewest] for points in flat.values()]))
+    return {name: pca.transform(points) for name, points in flat.items()}
+
+
+def _marginals(study: Study) -> tuple[str, str, Figure]:
+    first = next(iter(study.draws.values()))
+    site = next((s for s in study.problem.symmetry.permutations.sites if first.raw[s].dim() > 2), next(iter(first.raw)))
+    picked = _picked_weights(first, site)
+
+    def values(name: str) -> dict[str, plots.Array]:
+        chosen = {method: getattr(draws, name)[site] for method, draws in study.draws.items()}
+        return {m: value.reshape(len(value), -1)[:, picked].double().cpu().numpy() for m, value in chosen.items()}
+
+    shape = first.raw[site].shape[1:]
+    names = [f"{site}[{', '.join(map(str, np.unravel_index(p, tuple(shape))))}]" for p in picked]
+    return (
+        "Marginals of a few weights",
+        "The same weight of three hidden units. In the true posterior the upper row shows one and the same "
+        "distribution for all units; "
+        "below, where units are ordered, each has its own.",
+        plots.marginals(
+            names,
+            [values("raw"), values("canonical")],
+            ["as drawn", "symmetries removed"],
+            study.problem.settings.reference,
+        ),
+    )
+
+
+def _picked_weights(draws: Draws, site: str) -> list[int]:
+    """One input's weight to the first, the middle and the last unit: the input that varies most."""
+    value = draws.canonical[site]
+    per_unit = value.reshape(len(value), value.shape[1], -1) if value.dim() > 2 else value.reshape(len(value), 1, -1)
+    units, inputs = per_unit.shape[1:]
+    busiest = int(per_unit.double().var(0).sum(0).argmax())
+    return [unit * inputs + busiest for unit in dict.fromkeys((0, units // 2, units - 1))]
+
+
+def _calibration(rows: Mapping[str, Any], problem: Problem) -> tuple[str, str, Figure]:
+    predictions = {name: row["prediction"] for name, row in rows.items()}
+    if not problem.is_classification:
+        curves = {n: (p["calibration_levels"], p["calibration_coverage"]) for n, p in predictions.items()}
+        caption = "Share of test targets inside the central predictive interval of each level."
+        return "Calibration", caption, plots.calibration(curves, "level of the interval", "share of targets inside")
+    curves = {}
+    for name, prediction in predictions.items():
+        bins = prediction["calibration"]
+        filled = [i for i, count in enumerate(bins["count"]) if count >= FEWEST_ROWS]
+        curves[name] = ([bins["confidence"][i] for i in filled], [bins["accuracy"][i] for i in filled])
+    caption = (
+        f"Accuracy of test rows against the confidence in them, in bins of at least {FEWEST_ROWS} rows; above the "
+        f"diagonal a method is too cautious, below too sure."
+    )
+    return "Calibration", caption, plots.calibration(curves, "confidence", "accuracy")
+
+
+def _as_image(figure: Figure) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,146 @@
+"""What a study is asked to do, checked, comparable and writable as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "leaky-relu": nn.LeakyReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "sigmoid": nn.Sigmoid,
+    "elu": nn.ELU,
+}
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+# Neither changes what a finished method has computed, so a study may be continued with others.
+FREE_TO_CHANGE = frozenset({"methods", "device", "data_root", "download"})
+
+
+@dataclass(frozen=True)
+class StudySettings:
+    """Everything that determines a study.
+
+    :param data: name of the data set, see :func:`pyro_symmetric.datasets.load`.
+    :param data_root: folder that holds data sets.
+    :param download: whether missing data may be downloaded.
+    :param target: target column of ``csv:FILE``.
+    :param split: number of the split, where the data have several.
+    :param max_train: use at most so many training rows.
+    :param ood: data set of out-of-distribution inputs; ``None`` holds classes out.
+    :param hidden: widths of the hidden layers.
+    :param activation: of the hidden layers, one of :data:`ACTIVATIONS`.
+    :param net: ``package.module:callable`` that builds the network from ``(input_shape, num_outputs)``, instead of the
+        MLP.
+    :param prior_scale: standard deviation of the Gaussian prior.
+    :param prior_scales: overrides for parameters by pattern on their name, e.g. ``{"1.*": 0.5}``.
+    :param prior_fan_in: divide the standard deviation of weight matrices by the square root of their number of inputs.
+    :param noise: standard deviation of a regression's noise (standardised targets), ``None`` to learn it.
+    :param temperature: of the likelihood.
+    :param methods: names of the methods, see :mod:`pyro_symmetric.study.methods`.
+    :param reference: the method that the others are compared with.
+    :param num_draws: weight samples of each method that are kept and compared.
+    :param quick: smaller budgets everywhere: to see that all works, not to draw conclusions.
+    :param seed: of everything random.
+    :param device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
+    :param dtype: ``"float32"`` or ``"float64"``.
+    """
+
+    data: str = "digits"
+    data_root: str = "data"
+    download: bool = False
+    target: str | None = None
+    split: int = 0
+    max_train: int | None = None
+    ood: str | None = None
+    hidden: tuple[int, ...] = (16,)
+    activation: str = "relu"
+    net: str | None = None
+    prior_scale: float = 1.0
+    prior_scales: Mapping[str, float] = field(default_factory=dict)
+    prior_fan_in: bool = True
+    noise: float | None = None
+    temperature: float = 1.0
+    methods: tuple[str, ...] = ("mean-field", "symmetrized", "aligned", "ensemble", "sghmc", "hmc")
+    reference: str = "hmc"
+    num_draws: int = 400
+    quick: bool = False
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", tuple(self.hidden))
+        object.__setattr__(self, "methods", tuple(dict.fromkeys(self.methods)))
+        object.__setattr__(self, "prior_scales", dict(self.prior_scales))
+        _require(
+            len(self.hidden) > 0 and all(width >= 1 for width in self.hidden),
+            "--hidden",
+            _listed(self.hidden),
+            "one or more widths of at least 1, such as 32 or 32,32",
+        )
+        _require(self.activation in ACTIVATIONS, "--activation", self.activation, f"one of {', '.join(ACTIVATIONS)}")
+        _require(self.dtype in DTYPES, "--dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        _require(self.device in ("cpu", "cuda", "auto"), "--device", self.device, "cpu, cuda or auto")
+        _require(self.num_draws >= 8, "--draws", self.num_draws, "at least 8")
+        _require(self.max_train is None or self.max_train >= 2, "--max-train", self.max_train, "at least 2")
+        _require(0 <= self.seed < 2**31, "--seed", self.seed, "a whole number from 0 to 2147483647")
+        for name, value in (
+            ("--prior-scale", self.prior_scale),
+            ("--temperature", self.temperature),
+            ("--noise", self.noise),
+            *((f"--prior-scale {k}", v) for k, v in self.prior_scales.items()),
+        ):
+            _require(value is None or (math.isfinite(value) and value > 0), name, value, "a positive number")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda was asked for, but PyTorch sees no CUDA device here; use cpu or auto")
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that ``device`` stands for here."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of that name."""
+        return DTYPES[self.dtype]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**asdict(self), "hidden": list(self.hidden), "methods": list(self.methods)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StudySettings:
+        """From JSON; entries that this version doesn't know are refused."""
+        known = {entry.name for entry in fields(cls)}
+        if unknown := sorted(set(data) - known):
+            raise ValueError(f"the stored settings hold {unknown}, which this version doesn't know")
+        return cls(**data)
+
+    def differences(self, other: StudySettings) -> dict[str, tuple[Any, Any]]:
+        """Settings that make results incomparable: name -> (here, there)."""
+        mine, theirs = self.to_dict(), other.to_dict()
+        return {
+            name: (mine[name], theirs[name])
+            for name in mine
+            if name not in FREE_TO_CHANGE and mine[name] != theirs[name]
+        }
+
+
+def _require(condition: bool, name: str, found: object, right: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} is {found}; it must be {right}")
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return ",".join(map(str, values)) or "empty"

@@ -1,0 +1,301 @@
+"""The tables of a report: which numbers, under which heading, and what each means in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its heading, how to read it off a row of results, how to print it, what it means.
+
+    :param best: ``max`` or ``min``, if one of them is better; ``None`` if neither is.
+    """
+
+    title: str
+    path: tuple[str, ...]
+    form: str
+    meaning: str
+    best: Callable[..., float] | None = None
+
+    def value(self, row: Row) -> Any:
+        """The number in a row of results, or ``None``."""
+        found: Any = row
+        for key in self.path:
+            if found is None:
+                return None
+            found = found.get(key)
+        return found
+
+    def text(self, row: Row) -> str:
+        """The number as a person reads it."""
+        value = self.value(row)
+        return "–" if value is None else value if isinstance(value, str) else format(value, self.form)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the report.
+
+    :param title: its heading.
+    :param lead: what it is about.
+    :param columns: its columns, after the one that names the method.
+    """
+
+    title: str
+    lead: str
+    columns: tuple[Column, ...]
+
+    def rows(self, methods: Mapping[str, Row]) -> dict[str, list[tuple[str, bool]]]:
+        """Method -> for each column the text, and whether it is the best. Methods without any number are left out."""
+        best = {column.title: _best(column, methods) for column in self.columns}
+        shown = {name: row for name, row in methods.items() if any(c.value(row) is not None for c in self.columns)}
+        return {
+            name: [
+                (column.text(row), column.value(row) is not None and column.value(row) == best[column.title])
+                for column in self.columns
+            ]
+            for name, row in shown.items()
+        }
+
+    def as_text(self, methods: Mapping[str, Row]) -> str:
+        """For a terminal."""
+        rows = self.rows(methods)
+        cells = [["", *(column.title for column in self.columns)]]
+        cells += [[name, *(text for text, _ in row)] for name, row in rows.items()]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+        lines = [
+            "  ".join(
+                f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
+                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in cells
+        ]
+        return "\n".join([self.title, *(line.rstrip() for line in lines)])
+
+
+CLASSIFICATION = Table(
+    "Predictions",
+    "Averaged over each method's draws, on the test rows and on inputs from out of the distribution.",
+    (
+        Column(
+            "accuracy", ("prediction", "accuracy"), ".1%", "Share of test rows whose most probable class is right.", max
+        ),
+        Column(
+            "NLL",
+            ("prediction", "nll"),
+            ".4f",
+            "Negative log-likelihood: mean of −log of the probability given to the right class, in nats.",
+            min,
+        ),
+        Column(
+            "Brier",
+            ("prediction", "brier"),
+            ".4f",
+            "Brier score: mean squared distance of the probabilities from the truth, 0 to 2.",
+            min,
+        ),
+        Column(
+            "ECE",
+            ("prediction", "ece"),
+            ".4f",
+            "Expected calibration error: how far confidence and accuracy lie apart, over 15 bins of confidence.",
+            min,
+        ),
+        Column(
+            "AUPR",
+            ("prediction", "aupr"),
+            ".3f",
+            "Telling out-of-distribution inputs (the positive class) apart by the largest probability: area under the precision-recall curve.",
+            max,
+        ),
+        Column(
+            "FPR95",
+            ("prediction", "fpr95"),
+            ".3f",
+            "The same: share of test rows taken for foreign when 95 % of the foreign ones are found.",
+            min,
+        ),
+        Column(
+            "MI in",
+            ("prediction", "mutual_information"),
+            ".4f",
+            "Mutual information of prediction and draw on test rows, in nats: how much the draws disagree.",
+        ),
+        Column(
+            "MI out",
+            ("prediction", "mutual_information_ood"),
+            ".4f",
+            "The same on out-of-distribution inputs; the higher over “MI in”, the better the method knows what it doesn't know.",
+        ),
+        Column(
+            "AUPR by MI",
+            ("prediction", "detection", "mutual_information", "aupr"),
+            ".3f",
+            "As AUPR, with mutual information as the score.",
+            max,
+        ),
+    ),
+)
+
+REGRESSION = Table(
+    "Predictions",
+    "Averaged over each method's draws, on the test rows, in units of the standardised target.",
+    (
+        Column("RMSE", ("prediction", "rmse"), ".4f", "Root mean squared error of the mean prediction.", min),
+        Column(
+            "log density",
+            ("prediction", "log_predictive_density"),
+            ".4f",
+            "Mean log predictive density of the test targets, in nats.",
+            max,
+        ),
+        Column(
+            "90 % covered",
+            ("prediction", "coverage", "0.9"),
+            ".1%",
+            "Share of test targets inside the central 90 % predictive interval.",
+        ),
+        Column(
+            "calibration error",
+            ("prediction", "calibration_error"),
+            ".4f",
+            "Mean difference between the level of a central predictive interval and the share of targets inside.",
+            min,
+        ),
+    ),
+)
+
+DISTANCE = Table(
+    "Distance to the reference",
+    "Between each method's draws and the reference's, weight by weight: as they are, and with one representative for all weights "
+    "that compute the same function. The reference itself is split in two halves of its chains: what its own Monte Carlo error looks like.",
+    (
+        Column(
+            "MMD² raw",
+            ("distance", "raw", "mmd", "median"),
+            ".4f",
+            "Squared maximum mean discrepancy, unbiased (so it may fall under 0): median over ten Gaussian and ten Laplace kernels, averaged over layers by their number of weights. As the draws come, symmetries and all.",
+        ),
+        Column(
+            "MMD² removed",
+            ("distance", "canonical", "mmd", "median"),
+            ".4f",
+            "The same after symmetries are removed: hidden units scaled to the least total norm where their scale is free, and ordered by their largest incoming weight.",
+            min,
+        ),
+        Column(
+            "MMD² removed, max",
+            ("distance", "canonical", "mmd", "maximum"),
+            ".4f",
+            "The same by the kernel that tells the two apart best.",
+            min,
+        ),
+        Column(
+            "W₁ raw",
+            ("distance", "raw", "wasserstein", "mean"),
+            ".4f",
+            "One-dimensional Wasserstein distance of each weight's marginal, averaged over weights, as the draws come.",
+        ),
+        Column(
+            "W₁ removed",
+            ("distance", "canonical", "wasserstein", "mean"),
+            ".4f",
+            "The same after symmetries are removed.",
+            min,
+        ),
+        Column(
+            "invariance p",
+            ("invariance", "p_value"),
+            ".3g",
+            "The true posterior is the same for every hidden unit of a layer. Smallest p-value, corrected for their number, of the tests that the draws are so too; small means that they are not.",
+        ),
+        Column("compared to", ("distance", "to"), "s", "What the draws are compared to."),
+    ),
+)
+
+EVIDENCE = Table(
+    "Evidence",
+    "For variational methods: lower bounds of the log-evidence of the training data, in nats.",
+    (
+        Column("ELBO", ("evidence", "elbo"), ",.1f", "Evidence lower bound of the guide as it is.", max),
+        Column("± ", ("evidence", "elbo_error"), ".1f", "Its Monte Carlo standard error."),
+        Column(
+            "symmetrised ELBO",
+            ("evidence", "symmetrized_elbo"),
+            ",.1f",
+            "ELBO of the guide averaged over all permutations of hidden units. It exceeds the ELBO by at most log |G|.",
+            max,
+        ),
+        Column("±", ("evidence", "symmetrized_error"), ".1f", "Its Monte Carlo standard error."),
+        Column(
+            "bound",
+            ("evidence", "bound"),
+            "s",
+            "“lower”: the estimate is, in expectation, a lower bound of the symmetrised ELBO; “exact”: it is that ELBO.",
+        ),
+        Column(
+            "estimator",
+            ("evidence", "estimator"),
+            "s",
+            "How the density of the symmetrised guide was estimated; InfoNCE(K) sees at most log K of log |G|.",
+        ),
+        Column("log |G|", ("evidence", "log_order"), ",.1f", "Logarithm of the number of copies of every mode."),
+    ),
+)
+
+CHAINS = Table(
+    "Chains",
+    "For Markov chains: whether they agree. In weight space chains that sit in different copies of a mode never do; in function space they can.",
+    (
+        Column("chains", ("chains", "num_chains"), "d", "Number of chains."),
+        Column("draws each", ("chains", "num_draws"), "d", "Draws kept of each."),
+        Column(
+            "R-hat weights",
+            ("chains", "r_hat_weights"),
+            ".2f",
+            "Rank-normalised split R-hat of the worst weight; 1.01 is good.",
+        ),
+        Column(
+            "R-hat predictions",
+            ("chains", "r_hat_predictions"),
+            ".2f",
+            "The same of the worst of the predictions of 32 test rows.",
+            min,
+        ),
+        Column("ESS weights", ("chains", "ess_weights"), ",.0f", "Effective sample size of the worst weight."),
+        Column(
+            "ESS predictions",
+            ("chains", "ess_predictions"),
+            ",.0f",
+            "Effective sample size of the worst prediction.",
+            max,
+        ),
+        Column("divergences", ("chains", "divergences"), "d", "Draws whose trajectory diverged."),
+        Column("acceptance", ("chains", "acceptance"), ".2f", "Mean acceptance probability."),
+    ),
+)
+
+COST = Table(
+    "Cost",
+    "",
+    (
+        Column("draws", ("draws",), "d", "Weight samples that were compared."),
+        Column("seconds", ("seconds",), ".1f", "Wall time of the method; all rows of one method share it."),
+    ),
+)
+
+
+def tables(is_classification: bool) -> tuple[Table, ...]:
+    """All tables of a report."""
+    return (CLASSIFICATION if is_classification else REGRESSION, DISTANCE, EVIDENCE, CHAINS, COST)
+
+
+def _best(column: Column, methods: Mapping[str, Row]) -> Any:
+    values = [column.value(row) for row in methods.values()]
+    known = [value for value in values if isinstance(value, int | float)]
+    return column.best(known) if column.best and len(known) > 1 else None

@@ -1,0 +1,345 @@
+"""The study end to end on tiny budgets: what it writes, what it reuses, what it refuses."""
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import pyro_symmetric as ps
+from pyro_symmetric import cli
+from pyro_symmetric.study import METHODS, Fit, Method, StudySettings, register, run_study
+from pyro_symmetric.study.methods import _Chains, _Variational
+from pyro_symmetric.study.problem import build_net, build_problem
+from pyro_symmetric.study.training import fit_networks, mini_batches
+
+TINY = {
+    "mean-field": {"steps": 30, "orbit_terms": 4},
+    "symmetrized": {"steps": 30, "orbit_terms": 4},
+    "aligned": {"steps": 30, "orbit_terms": 4, "path_points": 3, "path_draws": 4},
+    "ensemble": {"networks": 12, "steps": 20},
+    "sghmc": {"chains": 3, "warmup": 5, "draws": 8, "num_steps": 2, "batch_size": 32},
+    "hmc": {"chains": 4, "warmup": 10, "draws": 10, "num_steps": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, budget in TINY.items():
+        monkeypatch.setattr(METHODS[name], "quick_budget", budget)
+
+
+def settings(**changes: Any) -> StudySettings:
+    return StudySettings(**{"data": "wine", "hidden": (4,), "quick": True, "num_draws": 24, "device": "cpu", **changes})
+
+
+def run(out: Path, **changes: Any) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    return run_study(settings(**changes), out, progress=False, say=said.append), said
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One study of all methods, for the tests that only look at it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, budget in TINY.items():
+            patch.setattr(METHODS[name], "quick_budget", budget)
+        return run(tmp_path_factory.mktemp("study"), data="digits", max_train=200)[0]
+
+
+LABELS = ["mean-field", "symmetrized", "aligned", "aligned midpoint", "unaligned midpoint", "ensemble", "sghmc", "hmc"]
+
+
+def test_results_hold_every_method_and_valid_json(finished: Any) -> None:
+    results = json.loads(
+        (finished.out / "results.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} in JSON")
+    )
+    assert list(results["methods"]) == LABELS
+    assert results["settings"] == finished.problem.settings.to_dict()
+    assert set(results["environment"]["packages"]) >= {"torch", "pyro-ppl", "pyro-symmetric"}
+    for label, row in results["methods"].items():
+        assert 0 <= row["prediction"]["accuracy"] <= 1
+        assert row["prediction"]["aupr"] is not None
+        assert row["distance"]["to"] == ("its own other half" if label == "hmc" else "hmc")
+        assert set(row["distance"]) == {"to", "raw", "canonical"}
+        assert (row["evidence"] is not None) == (label not in ("ensemble", "sghmc", "hmc"))
+        assert (row["chains"] is not None) == (label in ("sghmc", "hmc"))
+    assert results["methods"]["symmetrized"]["evidence"]["bound"] == "lower"
+    assert set(results["methods"]["aligned"]["barrier"]) == {"aligned", "unaligned"}
+
+
+def test_the_report_stands_alone(finished: Any) -> None:
+    html = finished.report.read_text()
+    assert len(re.findall(r'src="data:image/png;base64,', html)) == len(re.findall("<img", html)) == 6
+    assert not re.findall(r'(src|href)="(?!data:)', html)
+    for label in LABELS:
+        assert f"<td>{label}</td>" in html
+
+
+def test_numbers_in_the_report_are_those_of_the_results(finished: Any) -> None:
+    html = finished.report.read_text()
+    for row in finished.results["methods"].values():
+        assert f"{row['prediction']['nll']:.4f}" in html
+        assert f"{row['distance']['raw']['mmd']['median']:.4f}" in html
+
+
+def test_draws_lie_in_the_store_with_what_made_them(finished: Any) -> None:
+    posterior = ps.Posterior.load(finished.out / "samples" / "hmc.safetensors")
+    assert (posterior.num_chains, posterior.num_samples) == (4, 10)
+    assert posterior.metadata["budget"]["num_steps"] == 3
+    assert (finished.out / "samples" / "unaligned-midpoint.safetensors").exists()
+
+
+def test_canonical_draws_compute_the_same_function(finished: Any) -> None:
+    problem, draws = finished.problem, finished.draws["hmc"]
+    same = [problem.model.outputs(weights, problem.dataset.test_x) for weights in (draws.raw, draws.canonical)]
+    torch.testing.assert_close(*same, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(draws.raw["1.weight"], draws.canonical["1.weight"])
+
+
+def test_a_second_run_reuses_what_is_finished_and_gives_the_same_results(tmp_path: Path) -> None:
+    first, _ = run(tmp_path, methods=("mean-field", "hmc"))
+    second, said = run(tmp_path, methods=("mean-field", "hmc"))
+    assert sum(line.startswith("Reusing") for line in said) == 2
+    assert second.results["methods"] == first.results["methods"]
+
+
+def test_methods_may_be_added_later_and_don_t_disturb_each_other(tmp_path: Path) -> None:
+    alone, _ = run(tmp_path / "alone", methods=("hmc",))
+    after, _ = run(tmp_path / "after", methods=("ensemble", "hmc"))
+    more, said = run(tmp_path / "alone", methods=("ensemble", "hmc"))
+    assert [line for line in said if line.startswith("Reusing")] == [line for line in said if "Reusing hmc" in line]
+    for other in (after, more):
+        assert torch.equal(alone.draws["hmc"].raw["0.weight"], other.draws["hmc"].raw["0.weight"])
+
+
+def test_the_seed_reproduces_and_another_seed_differs(tmp_path: Path) -> None:
+    same = [
+        run(tmp_path / name, methods=("mean-field",), seed=seed)[0] for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    values = [study.draws["mean-field"].raw["0.weight"] for study in same]
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+
+
+def test_a_damaged_method_is_made_anew(tmp_path: Path) -> None:
+    run(tmp_path, methods=("mean-field",))
+    stored = tmp_path / "samples" / "mean-field.safetensors"
+    stored.write_bytes(stored.read_bytes()[:1000])
+    _, said = run(tmp_path, methods=("mean-field",))
+    assert any("damaged" in line for line in said)
+    assert ps.Posterior.load(stored).num_samples == 24
+
+
+def test_changed_settings_are_refused_with_the_difference_unless_overwritten(tmp_path: Path) -> None:
+    run(tmp_path, methods=("mean-field",))
+    with pytest.raises(ValueError, match=r"prior_scale: 1\.0 there, 2\.0 now.*--overwrite"):
+        run(tmp_path, methods=("mean-field",), prior_scale=2.0)
+    said: list[str] = []
+    changed = settings(methods=("mean-field",), prior_scale=2.0)
+    run_study(changed, tmp_path, overwrite=True, progress=False, say=said.append)
+    assert not any(line.startswith("Reusing") for line in said)
+
+
+def test_an_interrupt_keeps_the_methods_that_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(METHODS["ensemble"], "fit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, methods=("mean-field", "ensemble"))
+    _, said = run(tmp_path, methods=("mean-field", "ensemble"))
+    assert [line.split()[1] for line in said if line.startswith(("Reusing", "Fitting"))] == ["mean-field", "ensemble"]
+
+
+def test_adding_a_method_is_one_small_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_symmetric.study.methods.METHODS", METHODS)
+    try:
+
+        @register
+        @dataclass(frozen=True)
+        class Prior(Method):
+            name: ClassVar[str] = "prior"
+            labels: ClassVar[tuple[str, ...]] = ("prior",)
+            summary: ClassVar[str] = "Draws from the prior."
+
+            def fit(self, problem: Any, progress: bool) -> Any:
+                draws = {site: prior.sample((24,)) for site, prior in problem.model.priors().items()}
+                yield Fit("prior", ps.Posterior.from_samples(draws), [], "")
+
+        study, _ = run(tmp_path, methods=("prior", "hmc"))
+        assert study.results["methods"]["prior"]["distance"]["to"] == "hmc"
+        with pytest.raises(ValueError, match="already"):
+            register(Prior)
+    finally:
+        METHODS.pop("prior", None)
+
+
+def test_regression_with_learnt_noise_runs_through_all_methods(tmp_path: Path) -> None:
+    study, _ = run(tmp_path, data="diabetes", max_train=60, activation="tanh")
+    rows = study.results["methods"]
+    assert list(rows) == LABELS
+    assert all(
+        row["prediction"]["rmse"] > 0 and 0 <= row["prediction"]["coverage"]["0.9"] <= 1 for row in rows.values()
+    )
+    assert bool((study.draws["hmc"].raw["noise_scale"] > 0).all())
+    assert "RMSE" in study.report.read_text()
+
+
+def test_without_the_reference_distances_are_left_out_and_that_is_said(tmp_path: Path) -> None:
+    study, said = run(tmp_path, methods=("mean-field",))
+    assert study.results["methods"]["mean-field"]["distance"] is None
+    assert any("No distances" in line for line in said)
+
+
+# pieces -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_method_has_a_budget_that_quick_replaces() -> None:
+    for name, cls in METHODS.items():
+        assert cls().quick() != cls(), name
+        assert issubclass(cls, Method)
+    assert issubclass(METHODS["hmc"], _Chains)
+    assert issubclass(METHODS["mean-field"], _Variational)
+
+
+def test_mini_batches_cover_each_epoch_once_in_every_stream() -> None:
+    batches = mini_batches(12, 4, torch.device("cpu"), streams=3)
+    epoch = torch.cat([next(batches) for _ in range(3)], dim=1)
+    assert torch.equal(epoch.sort(1).values, torch.arange(12).expand(3, 12))
+    assert not torch.equal(epoch[0], epoch[1])
+
+
+def test_networks_trained_at_once_reach_the_closed_form_mode_of_a_linear_model() -> None:
+    """Linear regression with Gaussian prior: the mode is ridge regression's."""
+    x = torch.randn(64, 3)
+    y = x @ torch.tensor([1.0, -2.0, 0.5]) + 0.1 * torch.randn(64)
+    model = ps.BayesianModel(torch.nn.Linear(3, 1, bias=False), 0.5, ps.GaussianLikelihood(0.3), len(x))
+    weights, losses = fit_networks(
+        model, x, y, num_networks=5, steps=800, learning_rate=0.05, batch_size=64, progress=False
+    )
+    ridge = torch.linalg.solve(x.T @ x / 0.09 + torch.eye(3) / 0.25, x.T @ y / 0.09)
+    torch.testing.assert_close(weights["weight"], ridge.expand(5, 1, 3), rtol=1e-3, atol=1e-3)
+    assert losses[-1] < losses[0]
+
+
+def test_the_network_is_an_mlp_of_the_given_widths() -> None:
+    problem = build_problem(settings(hidden=(5, 6), activation="tanh"))
+    assert problem.symmetry.permutations.factors == {"0": 5, "2": 6}
+    assert [type(layer).__name__ for layer in problem.model.net] == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
+
+
+def test_a_users_network_is_built_by_its_callable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_nets.py").write_text(
+        "from torch import nn\n"
+        "def small(input_shape, num_outputs):\n"
+        "    return nn.Sequential(nn.Linear(input_shape[0], 3), nn.ReLU(), nn.Linear(3, num_outputs))\n"
+        "def wrong(input_shape, num_outputs):\n"
+        "    return nn.Linear(input_shape[0], num_outputs + 1)\n"
+        "def none():\n"
+        "    return None\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problem = build_problem(settings(net="my_nets:small"))
+    assert problem.symmetry.permutations.factors == {"0": 3}
+    with pytest.raises(ValueError, match="needs"):
+        build_problem(settings(net="my_nets:wrong"))
+    with pytest.raises(ValueError, match="NoneType"):
+        build_net(settings(net="my_nets:none"), problem.dataset)
+
+
+# the command line ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_runs_the_study_and_names_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        f"compare --data wine --hidden 4 --quick --draws 24 --methods mean-field,hmc --no-progress --out {tmp_path}"
+    )
+    assert cli.main(arguments.split()) == 0
+    printed = capsys.readouterr().out
+    assert printed.rstrip().endswith(f"Report: {tmp_path / 'report.html'}")
+    assert "Distance to the reference" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--data nonsense", "nonsense"),
+        ("--hidden 0", "--hidden is 0"),
+        ("--hidden 4,0", "--hidden is 4,0"),
+        ("--activation swish", "--activation is swish"),
+        ("--methods hmc,magic", "no method 'magic'"),
+        ("--temperature 0", "--temperature is 0"),
+        ("--prior-scale nan", "--prior-scale is nan"),
+        ("--device tpu", "--device is tpu"),
+        ("--dtype int8", "--dtype is int8"),
+        ("--draws 1", "--draws is 1"),
+        ("--seed -1", "--seed is -1"),
+        ("--net nowhere:build", "can't be imported"),
+        ("--net nocolon", "package.module:callable"),
+        ("--data csv:absent.csv --target y", "absent.csv"),
+        ("--data csv:no_target.csv --target y", "no column 'y'"),
+        ("--data csv:nan.csv --target y", "missing value"),
+        ("--data csv:one_class.csv --target y", "class"),
+        ("--data uci/absent", "absent"),
+        ("--net refused:build", "can't be traced"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence_and_a_non_zero_exit(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{i},{i % 3}" for i in range(30)]
+    (tmp_path / "no_target.csv").write_text("\n".join(["a,b", *rows]))
+    (tmp_path / "nan.csv").write_text("\n".join(["a,y", "nan,1", *rows]))
+    (tmp_path / "one_class.csv").write_text("\n".join(["a,y", *(f"{i},cat" for i in range(30))]))
+    (tmp_path / "refused.py").write_text(
+        "import torch\n"
+        "class Branching(torch.nn.Module):\n"
+        "    def __init__(self, i, o):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(i, o)\n"
+        "    def forward(self, x):\n"
+        "        return self.layer(x) if float(x.sum()) > 0 else -self.layer(x)\n"
+        "def build(input_shape, num_outputs):\n"
+        "    return Branching(input_shape[0], num_outputs)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = cli.main(f"compare --data wine --quick --no-progress --out {tmp_path / 'out'} {arguments}".split())
+    captured = capsys.readouterr()
+    assert code == 2
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.err.startswith("pyro-symmetric: ")
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert cli.main(f"compare --data wine --quick --out {tmp_path / 'file' / 'out'}".split()) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(self: Any, path: Any) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(ps.Posterior, "save", full)
+    code = cli.main(f"compare --data wine --hidden 4 --quick --methods ensemble --no-progress --out {tmp_path}".split())
+    assert code == 2
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_settings_survive_json_and_refuse_what_they_don_t_know() -> None:
+    original = settings(hidden=(3, 4), prior_scales={"0.*": 0.5}, noise=0.1)
+    assert StudySettings.from_dict(json.loads(json.dumps(original.to_dict()))) == original
+    assert original.differences(replace(original, methods=("hmc",))) == {}
+    assert original.differences(replace(original, seed=4)) == {"seed": (0, 4)}
+    with pytest.raises(ValueError, match="unheard_of"):
+        StudySettings.from_dict({"unheard_of": 1})
