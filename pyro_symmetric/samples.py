@@ -11,24 +11,20 @@ header's metadata the format's name, its version and a JSON text.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from pyro.infer.mcmc.util import select_samples
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from pyro_symmetric.storage import PathLike, load_tensors, save_tensors
 from pyro_symmetric.symmetry.weights import Weights
 
-FORMAT = "pyro_symmetric.Posterior"
+KIND = "posterior"
 VERSION = 1
 
 
@@ -199,7 +195,7 @@ class Posterior:
 
     # the store ------------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: PathLike) -> None:
         """Write everything to one ``.safetensors`` file.
 
         The file appears whole or not at all: it is written beside its place, synced and then moved there, so what was
@@ -208,38 +204,25 @@ class Posterior:
         :raises OSError: if it can't be written (full disk, missing or read-only folder).
         :raises ValueError: if the metadata can't be written as JSON.
         """
-        path = Path(path)
         tensors = {f"samples/{site}": value for site, value in self.samples.items()}
         tensors |= {f"statistics/{name}": value for name, value in self.statistics.items()}
-        tensors = _separate(tensors)
         header = {"sites": list(self.samples), "statistics": list(self.statistics), "metadata": self.metadata}
-        try:
-            text = json.dumps(header)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"metadata can't be written as JSON: {error}; keep to numbers, texts, lists and dicts"
-            ) from error
-        _write_whole(path, lambda to: save_file(tensors, to, {"format": FORMAT, "version": str(VERSION), "json": text}))
+        save_tensors(path, KIND, VERSION, tensors, header)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Posterior:
+    def load(cls, path: PathLike) -> Posterior:
         """Read what :meth:`save` wrote, on the CPU. Draws are mapped from the file and read when they are touched.
 
         :raises OSError: if there is no such file or it can't be read.
         :raises ValueError: if it is truncated, of another kind, or of a newer version of the format.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no posterior at {path}")
+        tensors, header = load_tensors(path, KIND, VERSION)
         try:
-            with safe_open(path, framework="pt", device="cpu") as store:
-                header = _checked_header(path, store.metadata() or {})
-                read = store.get_tensor
-                samples = {site: read(f"samples/{site}") for site in header["sites"]}
-                statistics = {name: read(f"statistics/{name}") for name in header["statistics"]}
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no posterior or is damaged (was it cut short?): {error}") from error
-        return cls(samples, statistics, header["metadata"])
+            samples = {site: tensors[f"samples/{site}"] for site in header["sites"]}
+            statistics = {name: tensors[f"statistics/{name}"] for name in header["statistics"]}
+            return cls(samples, statistics, header["metadata"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} has a damaged header: {error!r}") from error
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -279,63 +262,3 @@ def _per_weight(series: np.ndarray, method: str) -> np.ndarray:
             options = {"prob": (0.05, 0.95)} if method == "tail" else {}
             values[usable] = array_stats.ess(series[usable], method=method, **options) if usable.any() else []
     return values
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same values on the CPU, contiguous, no two in one storage: the format stores each tensor by itself."""
-    result: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, value in tensors.items():
-        value = value.detach().cpu().contiguous()
-        result[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
-        seen.add(value.untyped_storage().data_ptr())
-    return result
-
-
-def _write_whole(path: Path, write: Callable[[str], None]) -> None:
-    """Let ``write`` make a file beside ``path``, sync it, and only then move it into its place."""
-    temporary = None
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        write(temporary)
-        _sync(temporary)
-        # A temporary file is private; the finished one gets the permissions that any new file would.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-        temporary = None
-        if os.name == "posix":
-            _sync(path.parent)
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"the posterior couldn't be saved to {path}: {error}") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-
-
-def _sync(path: str | Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _checked_header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    if metadata.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} is a safetensors file, but no posterior of this library (format {metadata.get('format')!r})"
-        )
-    version = int(metadata["version"]) if metadata.get("version", "").isdigit() else None
-    if version is None or version > VERSION:
-        raise ValueError(
-            f"{path} is of version {metadata.get('version')!r} of the posterior format; this library reads versions "
-            f"up to {VERSION}, so a newer pyro_symmetric is needed"
-        )
-    try:
-        header = json.loads(metadata["json"])
-        return {name: header[name] for name in ("sites", "statistics", "metadata")}
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} has a damaged header: {error!r}") from error

@@ -184,7 +184,7 @@ def test_a_truncated_file_is_named(posterior, tmp_path, keep):
 def test_foreign_newer_and_missing_files_are_named(posterior, tmp_path):
     (tmp_path / "text").write_text("no tensors here, only a long enough text")
     save_file({"x": torch.zeros(2)}, tmp_path / "foreign")
-    header = {"format": "pyro_symmetric.Posterior", "version": "99", "json": "{}"}
+    header = {"format": "pyro_symmetric.posterior", "version": "99", "json": "{}"}
     save_file({"x": torch.zeros(2)}, tmp_path / "newer", header)
     save_file({"x": torch.zeros(2)}, tmp_path / "broken", {**header, "version": "1", "json": "{"})
     for name, message in (("text", "damaged"), ("foreign", "no posterior"), ("newer", "newer"), ("broken", "header")):
@@ -195,7 +195,7 @@ def test_foreign_newer_and_missing_files_are_named(posterior, tmp_path):
 
 
 def test_a_header_whose_json_lacks_entries_is_named(tmp_path):
-    header = {"format": "pyro_symmetric.Posterior", "version": "1", "json": "{}"}
+    header = {"format": "pyro_symmetric.posterior", "version": "1", "json": "{}"}
     save_file({"x": torch.zeros(2)}, tmp_path / "p", header)
     with pytest.raises(ValueError, match="header"):
         Posterior.load(tmp_path / "p")
@@ -243,4 +243,4 @@ def test_the_file_is_plain_safetensors_with_a_readable_header(posterior, tmp_pat
     raw = path.read_bytes()
     header = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
     assert header["samples/b"]["shape"] == [3, 50, 2, 4]
-    assert header["__metadata__"]["format"] == "pyro_symmetric.Posterior"
+    assert header["__metadata__"]["format"] == "pyro_symmetric.posterior"
