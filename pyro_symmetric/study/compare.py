@@ -217,19 +217,19 @@ def describe(problem: Problem) -> list[str]:
     """The problem in a few lines."""
     data, group = problem.dataset, problem.symmetry.permutations
     weights = sum(shape.numel() for shape in problem.model.site_shapes.values())
-    factors = ", ".join(f"{name}: {n}" for name, n in group.factors.items()) or "none"
+    factors = ", ".join(f"{n} units of layer {name}" for name, n in group.factors.items()) or "nothing"
     return [
         f"Data: {data.title}, {data.task}, {len(data.train_x)} training and {len(data.test_x)} test rows of shape "
         f"{tuple(data.input_shape)}" + (f", out of distribution: {data.ood_name}" if data.ood_name else ""),
-        f"Network: {weights} weights; permutations of hidden units {factors}: every mode has "
-        f"exp({group.log_order():.1f}) copies",
+        f"Network: {weights} weights; symmetries permute {factors}, "
+        f"so that every mode has exp({group.log_order():.1f}) copies",
         *data.notes,
     ]
 
 
 def environment(settings: StudySettings) -> dict[str, Any]:
     """Versions and machine, for whoever repeats the study."""
-    packages = ("pyro-symmetric", "torch", "pyro-ppl", "numpy", "scipy", "arviz-stats", "scikit-learn", "torchmetrics")
+    packages = ("pyro-symmetric", "torch", "pyro-ppl", "numpy", "scipy", "arviz-stats", "scikit-learn")
     device = settings.torch_device
     return {
         "python": platform.python_version(),

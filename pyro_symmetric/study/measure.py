@@ -16,6 +16,7 @@ from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.study.tables import OWN_HALF
 from pyro_symmetric.symmetry.weights import Weights
 
 # Test rows whose predictions are followed along chains: enough for a worst case, few enough to be instant.
@@ -65,7 +66,7 @@ def measure(fit: Fit, draws: Draws, reference: Draws | None, problem: Problem, s
     }
     if reference is not None:
         pair = _halves(draws) if draws is reference else (draws, reference)
-        row["distance"] = {"to": "its own other half" if draws is reference else problem.settings.reference}
+        row["distance"] = {"to": OWN_HALF if draws is reference else problem.settings.reference}
         row["distance"] |= distances(*pair)
     return row
 

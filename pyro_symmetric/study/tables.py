@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Row = Mapping[str, Any]
+
+MISSING = "–"
+"""What stands where there is no number."""
+
+OWN_HALF = "its own other half"
+"""What the reference is compared to."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,10 @@ class Column:
     def text(self, row: Row) -> str:
         """The number as a person reads it."""
         value = self.value(row)
-        return "–" if value is None else value if isinstance(value, str) else format(value, self.form)
+        if value is None or isinstance(value, str):
+            return value or MISSING
+        # Below the smallest number that p-values are computed with.
+        return "<1e-300" if self.form.endswith("g") and 0 <= value < 1e-300 else format(value, self.form)
 
 
 @dataclass(frozen=True)
@@ -44,20 +53,23 @@ class Table:
     :param title: its heading.
     :param lead: what it is about.
     :param columns: its columns, after the one that names the method.
+    :param competes: whether a row may be the best of a column.
     """
 
     title: str
     lead: str
     columns: tuple[Column, ...]
+    competes: Callable[[Row], bool] = lambda row: True
 
     def rows(self, methods: Mapping[str, Row]) -> dict[str, list[tuple[str, bool]]]:
         """Method -> for each column the text, and whether it is the best. Methods without any number are left out."""
-        best = {column.title: _best(column, methods) for column in self.columns}
+        rivals = [row for row in methods.values() if self.competes(row)]
+        best = [_best(column, rivals) for column in self.columns]
         shown = {name: row for name, row in methods.items() if any(c.value(row) is not None for c in self.columns)}
         return {
             name: [
-                (column.text(row), column.value(row) is not None and column.value(row) == best[column.title])
-                for column in self.columns
+                (column.text(row), self.competes(row) and winner is not None and column.value(row) == winner)
+                for column, winner in zip(self.columns, best, strict=True)
             ]
             for name, row in shown.items()
         }
@@ -216,6 +228,7 @@ DISTANCE = Table(
         ),
         Column("compared to", ("distance", "to"), "s", "What the draws are compared to."),
     ),
+    competes=lambda row: bool(row["distance"]) and row["distance"]["to"] != OWN_HALF,
 )
 
 EVIDENCE = Table(
@@ -223,7 +236,7 @@ EVIDENCE = Table(
     "For variational methods: lower bounds of the log-evidence of the training data, in nats.",
     (
         Column("ELBO", ("evidence", "elbo"), ",.1f", "Evidence lower bound of the guide as it is.", max),
-        Column("± ", ("evidence", "elbo_error"), ".1f", "Its Monte Carlo standard error."),
+        Column("±", ("evidence", "elbo_error"), ".1f", "Its Monte Carlo standard error."),
         Column(
             "symmetrised ELBO",
             ("evidence", "symmetrized_elbo"),
@@ -295,7 +308,7 @@ def tables(is_classification: bool) -> tuple[Table, ...]:
     return (CLASSIFICATION if is_classification else REGRESSION, DISTANCE, EVIDENCE, CHAINS, COST)
 
 
-def _best(column: Column, methods: Mapping[str, Row]) -> Any:
-    values = [column.value(row) for row in methods.values()]
+def _best(column: Column, rows: Sequence[Row]) -> Any:
+    values = [column.value(row) for row in rows]
     known = [value for value in values if isinstance(value, int | float)]
     return column.best(known) if column.best and len(known) > 1 else None

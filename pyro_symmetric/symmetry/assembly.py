@@ -83,7 +83,7 @@ class _Assembly:
         built = []
         for instance in self._order():
             axes = tuple(
-                Axis(site, dim, torch.from_numpy(np.concatenate(rows)), buffer)
+                Axis(site, dim, torch.from_numpy(_in_order(np.concatenate(rows))), buffer)
                 for (site, dim, buffer), rows in self.rows[instance].items()
             )
             parent = self._parent(instance)
@@ -150,6 +150,11 @@ def module_name(site: str) -> str:
         own = own.removeprefix(recurrent)
     plain = own in ("weight", "bias", "in_proj_weight", "in_proj_bias", "weight_g", "weight_v")
     return module if plain and module else f"{module}.{own}" if module else own
+
+
+def _in_order(blocks: Array) -> Array:
+    """Blocks by their first position."""
+    return blocks[blocks[:, 0].argsort()]
 
 
 def _unused(name: str, taken: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ from pyro_symmetric.symmetry.multipliers import scaling_factors, sign_factors
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import ScalingGroup, ShiftGroup, SignGroup
 from pyro_symmetric.symmetry.structure import solve
-from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
+from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry, copied
 
 
 def find_symmetry(
@@ -43,8 +43,8 @@ def find_symmetry(
     {'0': 8}
 
     :param net: any module that ``torch.export`` can trace. It isn't changed.
-    :param example_inputs: what its ``forward`` takes, of the size that it is meant for, with a batch of two or more. May
-        be left out for an ``nn.Sequential`` that starts with a linear layer.
+    :param example_inputs: what its ``forward`` takes, of the size that it is meant for, with a batch of two or more.
+        May be left out for an ``nn.Sequential`` that starts with a linear layer.
     :param strict: raise where an operator isn't understood, instead of leaving out what reaches it with a warning.
     :param verify: try a random element of the group on a copy in float64; factors that fail are dropped with a warning
         that names them.
@@ -55,19 +55,13 @@ def find_symmetry(
     """
     inputs = example_inputs or _default_inputs(net)
     facts, unknown = Facts(), set[str]()
-    training = net.training
-    try:
-        net.eval()
-        used = _propagate(net, inputs, facts, unknown)
-        if _has_unused_parameters(net, used):
-            net.train()
-            with contextlib.suppress(tracing.UntraceableError):  # what only that branch uses then stays as it is
-                also_used, _ = _propagate(net, inputs, facts, unknown, logits)
-                used |= also_used
-    finally:
-        net.train(training)
+    traced = copied(net).eval()  # tracing leaves marks on some modules
+    used, shifted = _propagate(traced, inputs, facts, unknown, logits)
+    if _has_unused_parameters(traced, used):
+        with contextlib.suppress(tracing.UntraceableError):  # what only the training branch uses then stays as it is
+            used |= _propagate(traced.train(), inputs, facts, unknown, logits)[0]
     _report_unknown(unknown, strict)
-    symmetry = _solved(net, facts, used, shifted, logits)
+    symmetry = _solved(traced, facts, used, shifted, logits)
     if verify:
         from pyro_symmetric.symmetry.verify import repaired
 

@@ -1,7 +1,7 @@
 """What the operator rules find out, as plain facts about atoms; :mod:`structure` and :mod:`multipliers` solve them.
 
-*Permutations*: two atoms belong to the same unit (:meth:`Facts.unify`); a unit is a member of a larger one, say of a head
-(:meth:`Facts.relate`); units aren't interchangeable (:meth:`Facts.refine`).
+*Permutations*: two atoms belong to the same unit (:meth:`Facts.unify`); a unit is a member of a larger one, say of a
+head (:meth:`Facts.relate`); units aren't interchangeable (:meth:`Facts.refine`).
 *Scalings and signs*: every atom also stands for the multiplier of its unit in that place; :meth:`Facts.balance` states
 a linear equation between logarithms of multipliers.
 """

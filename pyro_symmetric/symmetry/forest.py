@@ -24,8 +24,8 @@ class Cell:
 
     :ivar size: the number of units.
     :ivar parents: cell -> for each unit, the unit of that cell that it is a member of.
-    :ivar direct: the parents that aren't parents of other parents. None: a symmetric group of its own. One: a symmetric
-        group inside each unit of that cell. Two: each unit is a pair of units of these cells, and rides along with them.
+    :ivar direct: the parents that aren't parents of other parents. None: a symmetric group of its own. One: a
+        symmetric group inside each unit of that cell. Two: each unit is a pair of units of these, and rides along.
     """
 
     size: int
@@ -203,7 +203,7 @@ class Forest:
 
     def _check_shape(self, cell: Array, place: Array) -> None:
         """Every cell must be free, nested in one cell, or ride along with two."""
-        for number, own in self.cells.items():
+        for own in self.cells.values():
             above = {top for upper in own.parents for top in self.cells[upper].parents}
             own.direct = sorted(upper for upper in own.parents if upper not in above)
             if len(own.direct) > 2:

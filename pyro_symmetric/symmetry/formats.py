@@ -33,8 +33,8 @@ def to_axes(group: PermutationGroup, strict: bool = True) -> dict[str, tuple[str
                 axes[axis.site][axis.dim] = name
         elif strict:
             raise ValueError(
-                f"factor {name!r} moves blocks or parts of axes, or is nested, which a per-axis specification can't say; "
-                "strict=False leaves such factors out"
+                f"factor {name!r} moves blocks or parts of axes, or is nested, which a per-axis specification "
+                "can't say; strict=False leaves such factors out"
             )
     return {site: tuple(names) for site, names in axes.items()}
 
@@ -59,8 +59,8 @@ def table(symmetry: WeightSymmetry) -> str:
     if not rows:
         return head
     rows = [("kind", "factor", "size", "log-order", "members"), *rows]
-    kind, name, size, order = (max(len(row[i]) for row in rows) for i in range(4))
-    lines = [f"  {r[0]:<{kind}}  {r[1]:<{name}}  {r[2]:>{size}}  {r[3]:>{order}}  {r[4]}".rstrip() for r in rows]
+    a, b, c, d = (max(len(row[i]) for row in rows) for i in range(4))
+    lines = [f"  {r[0]:<{a}}  {r[1]:<{b}}  {r[2]:>{c}}  {r[3]:>{d}}  {r[4]}".rstrip() for r in rows]
     return "\n".join([head, *lines])
 
 

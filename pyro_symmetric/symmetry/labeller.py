@@ -282,7 +282,10 @@ class Labeller:
     def elementwise(
         self, operands: Sequence[Value], kind: str = "sum", passes: Passes = LINEAR, coefficients: Sequence[float] = ()
     ) -> Value:
-        """Entry by entry, with broadcasting. ``kind``: "sum" (all share a multiplier) or "product" (multipliers multiply)."""
+        """Entry by entry, with broadcasting.
+
+        :param kind: "sum" (all operands have one multiplier) or "product" (their multipliers multiply).
+        """
         dim = max(value.dim for value in operands)
         letters = [list(range(dim - value.dim, dim)) for value in operands]
         return self.combine(list(zip(operands, letters, strict=True)), range(dim), kind, passes, coefficients)

@@ -55,9 +55,7 @@ def _factors(facts: Facts, equations: Sequence[Sequence[Term]], signs: bool) -> 
     families = _families(facts.size, entries, _leaf_axes(facts)[0])
     found: list[_Family] = []
     for members, local in families:
-        exponents = _solve(members[0], local, entries, signs)
-        for vector in exponents:
-            found.append(_Family(members, vector))
+        found += [_Family(members, vector) for vector in _solve(members[0], local, entries, signs)]
     return _assembled(facts, found)
 
 
@@ -117,7 +115,7 @@ class _Family:
 
 
 def _families(size: int, entries: _Entries, site_of: Array) -> list[tuple[Array, Array]]:
-    """Components of the system, sorted by what they look like: (atoms (units, unknowns), rows of entries of the first)."""
+    """Components of the system, by what they look like: (atoms (units, unknowns), rows of entries of the first)."""
     if not len(entries.atom):
         return []
     order = np.argsort(entries.equation, kind="stable")
@@ -153,7 +151,7 @@ def _families(size: int, entries: _Entries, site_of: Array) -> list[tuple[Array,
 
 
 def _local_numbers(own: Array, atom: Array) -> tuple[Array, Array, Array]:
-    """Number the atoms of each component in order of appearance: (number of each entry, how many, all atoms in order)."""
+    """Number the atoms of each component as they appear: (number of each entry, how many, all atoms in order)."""
     distinct, first, where = np.unique(atom, return_index=True, return_inverse=True)
     by_appearance = np.argsort(first)  # entries are sorted by component, so components stay together
     position = np.empty(len(distinct), dtype=np.int64)

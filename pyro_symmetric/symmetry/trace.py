@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
 import functools
 import inspect
+import io
+import logging
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ find_symmetry follows the operators of one forward pass, so the pass may not dep
 (no `if x.sum() > 0`, no `.item()`). Either trace the part that has no such branches, or declare the group by hand:
 
     group = ps.PermutationGroup.declare(
-        {{"0.weight": ("hidden", None), "0.bias": ("hidden",), "2.weight": (None, "hidden")}},   # site -> factor per axis
+        {{"0.weight": ("hidden", None), "0.bias": ("hidden",), "2.weight": (None, "hidden")}},  # per axis
         dict(net.named_parameters()),
     )"""
 
@@ -164,10 +164,10 @@ def _constant(node: torch.fx.Node, program: ExportedProgram) -> Any:
 
 def _apply(node: torch.fx.Node, values: dict[torch.fx.Node, Any], labeller: Labeller, unknown: set[str]) -> Any:
     target: Any = node.target
-    args = torch.fx.map_arg(node.args, lambda n: values[n])
-    kwargs = torch.fx.map_arg(node.kwargs, lambda n: values[n])
+    args: Any = torch.fx.map_arg(node.args, lambda n: values[n])
+    kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: values[n])
     if target is operator.getitem:
-        return args[0][args[1]] if isinstance(args[0], list | tuple) else args[0]
+        return args[0][int(args[1])] if isinstance(args[0], list | tuple) else args[0]
     shapes, floating = _results(node)
     if not shapes:  # a number, or nothing
         return node.meta.get("val")
@@ -178,18 +178,27 @@ def _apply(node: torch.fx.Node, values: dict[torch.fx.Node, Any], labeller: Labe
         _bound(schema, args, kwargs) if schema is not None else {"args": list(args), "kwargs": list(kwargs.values())}
     )
     call = Call(target, given, shapes, floating)
-    if rule is None:
+    if rule is None or _reads_statistics(node):
         if any(value.parts for value in call.operands):
             unknown.add(labeller.where)
         return _pinned(labeller, call)
     result = rule(labeller, call)
     many = isinstance(node.meta["val"], list | tuple)
-    results = list(result) if isinstance(result, list | tuple) else [result]
+    results: list[Any] = list(result) if isinstance(result, list | tuple) else [result]
     if [tuple(r.shape) for r in results] != [tuple(s) for s in shapes]:
         raise RuntimeError(
             f"the rule of {labeller.where} gave shapes {[r.shape for r in results]} instead of {list(shapes)}"
         )
     return results if many else results[0]
+
+
+def _reads_statistics(node: torch.fx.Node) -> bool:
+    """Whether something reads further results (statistics, places of maxima) that a rule doesn't label."""
+    name = _operator_name(node.target)
+    if "norm" not in name and name not in ("max", "min"):
+        return False
+    further = [user for user in node.users if user.target is operator.getitem and user.args[1] != 0]
+    return any(reader.op != "output" for user in further for reader in user.users)
 
 
 def _pinned(labeller: Labeller, call: Call) -> Any:
@@ -231,7 +240,7 @@ def used_sites(program: ExportedProgram, net: nn.Module) -> set[str]:
     names = _site_names(net)
     read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     specs = program.graph_signature.input_specs
-    return {names.get(s.target, s.target) for s in specs if s.target is not None and s.arg.name in read}
+    return {names.get(s.target, s.target) for s in specs if s.target and getattr(s.arg, "name", None) in read}
 
 
 _SOFTMAX = {"softmax", "_softmax", "log_softmax", "_log_softmax"}
@@ -248,11 +257,12 @@ def shifted_biases(program: ExportedProgram, net: nn.Module, logits: bool) -> se
     ends = [node for node, kind in zip(flat, kinds, strict=True) if kind == OutputKind.USER_OUTPUT]
     if len(ends) != 1 or not isinstance(ends[0], torch.fx.Node):
         return set()
-    node, softmax = ends[0], logits
-    while _operator_name(node.target) in _SOFTMAX | {"clone"}:
-        last = isinstance(node.args[1], int) and node.args[1] % node.meta["val"].dim() == node.meta["val"].dim() - 1
-        softmax = softmax or (_operator_name(node.target) in _SOFTMAX and last)
-        node = node.all_input_nodes[0]
+    node: Any = ends[0]
+    softmax = logits
+    if _operator_name(node.target) in _SOFTMAX:
+        dims = node.meta["val"].dim()
+        softmax = node.args[1] % dims == dims - 1
+        node = node.args[0]
     if not softmax or _operator_name(node.target) != "linear" or len(node.users) != 1 or len(node.args) < 3:
         return set()
     bias, names = node.args[2], _site_names(net)
@@ -263,11 +273,12 @@ def shifted_biases(program: ExportedProgram, net: nn.Module, logits: bool) -> se
 
 def has_training_branch(net: nn.Module) -> bool:
     """Whether some module (PyTorch's own apart, which are known) asks if it is being trained."""
-    return any("self.training" in _source(kind) for kind in {type(m) for m in net.modules()})
+    kinds: set[Any] = {type(module) for module in net.modules()}
+    return any("self.training" in _source(kind) for kind in kinds)
 
 
 @functools.cache
-def _source(kind: type) -> str:
+def _source(kind: Any) -> str:
     if kind.__module__.startswith("torch.nn."):
         return ""
     try:

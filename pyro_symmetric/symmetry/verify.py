@@ -1,11 +1,12 @@
 """The last word on a symmetry: outputs before and after a random element of the whole group.
 
-Done in float64 on a copy whose running statistics are random and whose constant parameters (zero-initialised heads, ones
-in normalisation layers) are random too: with zeros a wrong group can pass with an error of exactly zero.
+Done in float64 on a copy whose running statistics are random and whose constant parameters (zero-initialised heads,
+ones in normalisation layers) are random too: with zeros a wrong group can pass with an error of exactly zero.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def repaired(
         broken = [train for train in (False, True) if not test.error(every, train) < tolerance]
         if not broken:
             break
-        guilty = _bisect(every, lambda part, train=broken[0]: not test.error(part, train) < tolerance)
+        guilty = _bisect(every, functools.partial(_fails, test, broken[0], tolerance))
         dropped += guilty
         symmetry = symmetry.without({kind: [name for k, name in guilty if k == kind] for kind in KINDS})
     if dropped:
@@ -95,6 +96,10 @@ def repaired(
     return symmetry
 
 
+def _fails(test: _Test, train: bool, tolerance: float, factors: list[Named]) -> bool:
+    return not test.error(factors, train) < tolerance
+
+
 def _bisect(factors: list[Named], fails: Callable[[list[Named]], bool]) -> list[Named]:
     """The factors that fail by themselves; if no half fails alone, all of them."""
     if len(factors) <= 1:
@@ -105,7 +110,7 @@ def _bisect(factors: list[Named], fails: Callable[[list[Named]], bool]) -> list[
 
 
 class _WithoutDropout(TorchDispatchMode):
-    """Every random mask has the value of its mean, so that dropout and stochastic depth do nothing, whoever calls them."""
+    """Every random mask has the value of its mean: dropout and stochastic depth do nothing, whoever calls them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -198,12 +203,12 @@ def _randomise(net: nn.Module) -> None:
         if value.is_floating_point() and value.numel() and float(value.std(correction=0)) < 1e-3:
             fan_in = max(1, value.numel() // value.shape[0]) if value.dim() > 1 else 1
             value.add_((0.3 if value.dim() < 2 else fan_in**-0.5) * torch.randn_like(value))
-    for name, value in net.named_buffers():
+    for name, buffer in net.named_buffers():
         own = name.rsplit(".", 1)[-1]
         if own == "running_mean":
-            value.normal_(std=0.5)
+            buffer.normal_(std=0.5)
         elif own == "running_var":
-            value.uniform_(0.5, 2.0)
+            buffer.uniform_(0.5, 2.0)
 
 
 def _random_like(value: Any, dtype: torch.dtype) -> Any:

@@ -20,7 +20,6 @@ from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import ScalingGroup, ShiftGroup, SignGroup
 from pyro_symmetric.symmetry.weights import Weights
 
-
 P = TypeVar("P")
 
 

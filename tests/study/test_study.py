@@ -14,6 +14,7 @@ from pyro_symmetric import cli
 from pyro_symmetric.study import METHODS, Fit, Method, StudySettings, register, run_study
 from pyro_symmetric.study.methods import _Chains, _Variational
 from pyro_symmetric.study.problem import build_net, build_problem
+from pyro_symmetric.study.tables import DISTANCE, MISSING, OWN_HALF
 from pyro_symmetric.study.training import fit_networks, mini_batches
 
 TINY = {
@@ -343,3 +344,20 @@ def test_settings_survive_json_and_refuse_what_they_don_t_know() -> None:
     assert original.differences(replace(original, seed=4)) == {"seed": (0, 4)}
     with pytest.raises(ValueError, match="unheard_of"):
         StudySettings.from_dict({"unheard_of": 1})
+
+
+def test_the_best_of_a_column_is_marked_and_the_reference_does_not_compete() -> None:
+    rows = {
+        name: {"distance": {"to": to, "canonical": {"mmd": {"median": value}}}}
+        for name, to, value in (("a", "hmc", 0.2), ("b", "hmc", 0.1), ("hmc", OWN_HALF, 0.0))
+    }
+    cells = {
+        name: dict(zip((c.title for c in DISTANCE.columns), row, strict=True))
+        for name, row in DISTANCE.rows(rows).items()
+    }
+    assert {name: row["MMD² removed"] for name, row in cells.items()} == {
+        "a": ("0.2000", False),
+        "b": ("0.1000", True),
+        "hmc": ("0.0000", False),
+    }
+    assert cells["a"]["W₁ raw"] == (MISSING, False)

@@ -53,8 +53,7 @@ class Call:
         found: list[Value] = []
         for argument in self.arguments.values():
             for item in argument if isinstance(argument, list | tuple) else [argument]:
-                if isinstance(item, Value):
-                    found.append(item)
+                found += [item] if isinstance(item, Value) else []
         return found
 
 

@@ -8,13 +8,13 @@ from pyro_symmetric.symmetry.labeller import HOMOGENEOUS, LINEAR, NOTHING, ODD, 
 from pyro_symmetric.symmetry.labels import Value
 from pyro_symmetric.symmetry.rules import Call, as_value, register_rule
 
-_LINEAR = """alias clone contiguous detach dropout feature_dropout lift lift_fresh lift_fresh_copy neg _to_copy to type_as
-    _conj _neg_view resolve_conj resolve_neg positive"""
+_LINEAR = """alias clone contiguous detach dropout feature_dropout lift lift_fresh lift_fresh_copy neg _to_copy to
+    type_as _conj _neg_view resolve_conj resolve_neg positive"""
 _HOMOGENEOUS = "abs leaky_relu relu"
 _ODD = "asin asinh atan atanh erf erfinv hardshrink round sgn sign sin sinh softshrink tan tanh trunc"
-_NEITHER = """acos acosh alpha_dropout bernoulli bitwise_not ceil celu cos cosh digamma elu erfc exp exp2 expm1 floor frac
-    gelu hardsigmoid hardswish i0 isfinite isinf isnan lgamma log log10 log1p log2 log_sigmoid logical_not logit mish
-    nan_to_num relu6 rrelu selu sigmoid silu softplus special_expit threshold"""
+_NEITHER = """acos acosh alpha_dropout bernoulli bitwise_not ceil celu cos cosh digamma elu erfc exp exp2 expm1 floor
+    frac gelu hardsigmoid hardswish i0 isfinite isinf isnan lgamma log log10 log1p log2 log_sigmoid logical_not logit
+    mish nan_to_num relu6 rrelu selu sigmoid silu softplus special_expit threshold"""
 
 
 def _names(text: str) -> list[str]:
@@ -68,7 +68,7 @@ def clamp(labeller: Labeller, call: Call) -> Value:
     low = call.arguments.get("min", call.arguments.get("min_val"))
     high = call.arguments.get("max", call.arguments.get("max_val"))
     bounds = [bound for bound in (low, high) if bound is not None]
-    odd = len(bounds) == 2 and low == -high
+    odd = len(bounds) == 2 and sum(bounds) == 0
     return _unary(labeller, call, Passes(scale=all(b == 0 for b in bounds), sign=odd))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pyro_symmetric.symmetry.labeller import HOMOGENEOUS, LINEAR, NOTHING, Labeller, Passes
-from pyro_symmetric.symmetry.labels import Value
+from pyro_symmetric.symmetry.labels import Value, opaque
 from pyro_symmetric.symmetry.rules import Call, register_rule
 
 
@@ -38,8 +38,10 @@ def variance(labeller: Labeller, call: Call) -> Value:
 
 @register_rule("aten.var_mean", "aten.std_mean")
 def variance_and_mean(labeller: Labeller, call: Call) -> list[Value]:
-    spread = variance(labeller, call) if "var" in str(call.target) else largest(labeller, call)
-    return [spread, total(labeller, call)]
+    value = call["self"]
+    if "var" in call.target.overloadpacket.__name__:
+        value = labeller.elementwise([value], "product", HOMOGENEOUS, [2.0])
+    return [_reduced(labeller, call, value, HOMOGENEOUS), _reduced(labeller, call, call["self"], LINEAR)]
 
 
 @register_rule("aten.logsumexp", "aten.prod", "aten.any", "aten.all", "aten.count_nonzero")
@@ -54,7 +56,8 @@ def maximum(labeller: Labeller, call: Call) -> Value | list[Value]:
         return labeller.elementwise([call["self"], call["other"]], "sum", HOMOGENEOUS)
     if len(call.shapes) == 1:
         return _reduced(labeller, call, call["self"], HOMOGENEOUS)
-    return [_reduced(labeller, call, _in_order(labeller, call), HOMOGENEOUS)] * 2
+    # Places change with the order of units; discovery pins everything if somebody reads them.
+    return [_reduced(labeller, call, call["self"], HOMOGENEOUS), opaque(call.shapes[1])]
 
 
 @register_rule("aten.argmax", "aten.argmin")
