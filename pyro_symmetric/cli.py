@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pyro_symmetric import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 EXAMPLES = """\
 examples:
@@ -44,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(required=True, metavar="command")
     add_compare(commands)
+    add_symmetries(commands)
     return parser
 
 
@@ -167,6 +173,72 @@ def compare(options: argparse.Namespace) -> int:
     study = run_study(settings, out, overwrite=options.overwrite, progress=options.progress)
     print(f"\n{summary_table(study)}\n\nReport: {study.report}")
     return 0
+
+
+def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``symmetries``: the group of a network."""
+    parser = commands.add_parser(
+        "symmetries",
+        help="print the weight-space symmetries of a network",
+        description="Find the permutations, scalings and signs of a network's weights that leave its function alone, "
+        "check them on a copy, and say of every axis of every parameter which of them moves it, or why none does.",
+        epilog="examples:\n  pyro-symmetric symmetries resnet50\n"
+        "  pyro-symmetric symmetries my_package.nets:build --input 2,3,32,32 --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "net", help="name of a torchvision model, or package.module:callable that returns a torch.nn.Module"
+    )
+    parser.add_argument(
+        "--input",
+        type=widths,
+        metavar="N,N,...",
+        help="shape of the network's input, batch first (default: 2,3,224,224)",
+    )
+    parser.add_argument("--explain", action="store_true", help="say of every axis what moves it, or why it stays")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--strict", action="store_true", help="fail where an operator isn't understood")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=symmetries)
+
+
+def symmetries(options: argparse.Namespace) -> int:
+    """Print the symmetries of a network."""
+    import torch
+
+    from pyro_symmetric.symmetry import find_symmetry
+
+    shape = options.input or (2, 3, 224, 224)
+    # A batch of one can't be told from an axis that is broadcast.
+    symmetry = find_symmetry(load_net(options.net), torch.randn(max(2, shape[0]), *shape[1:]), strict=options.strict)
+    if options.json:
+        explanation = symmetry.explain().to_dict()
+        print(json.dumps({"log_order": symmetry.log_order(), **symmetry.to_dict(), "explanation": explanation}))
+        return 0
+    print(symmetry)
+    print(f"\nEvery mode has exp({symmetry.log_order():.1f}) equivalent copies by permutations and signs.")
+    if options.explain:
+        print(f"\n{symmetry.explain()}")
+    return 0
+
+
+def load_net(name: str) -> torch.nn.Module:
+    """A torchvision model, with random weights, or what a user's callable returns.
+
+    :raises ValueError: if there is none of that name.
+    """
+    from pyro_symmetric._torchvision import import_torchvision
+    from pyro_symmetric.study.problem import import_callable
+
+    if ":" in name:
+        net = import_callable(name)()
+        if not hasattr(net, "named_parameters"):
+            raise ValueError(f"{name} returned a {type(net).__name__}; it must return a torch.nn.Module")
+        return net.eval()
+    models = import_torchvision().models
+    if name not in models.list_models():
+        raise ValueError(f"torchvision has no model {name!r}; write its name as resnet50, or package.module:callable")
+    return models.get_model(name, weights=None).eval()
 
 
 def widths(text: str) -> tuple[int, ...]:

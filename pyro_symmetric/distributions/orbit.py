@@ -16,7 +16,7 @@ Reference: Gelberg et al. 2024, "Variational Inference Failures Under Model Symm
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -102,7 +102,7 @@ class ExactOrbit:
     :param limit: the largest group that is accepted.
     """
 
-    limit: int = 100_000
+    limit: int = field(default=100_000, repr=False)
     bound: ClassVar[Bound] = "exact"
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def build_problem(settings: StudySettings) -> Problem:
         )
     net = build_net(settings, dataset).to(device=device, dtype=dtype)
     check_net(net, dataset)
-    symmetry = find_symmetry(net.eval(), dataset.train_x[:2])
+    symmetry = find_symmetry(net.eval(), dataset.train_x[:2], logits=dataset.task == "classification")
     prior = GaussianPrior(settings.prior_scale, settings.prior_fan_in, settings.prior_scales)
     model = BayesianModel(net, prior, _likelihood(settings, dataset), num_data=len(dataset.train_x))
     return Problem(settings, dataset, model, symmetry)

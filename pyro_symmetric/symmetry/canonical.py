@@ -30,7 +30,7 @@ from pyro_symmetric.symmetry.unit_measures import largest_sign, norm, removing_e
 from pyro_symmetric.symmetry.weights import Weights, require_finite
 
 # Keys closer than this many roundings tie: after unit norm, units with one incoming weight all have 1 or -1 there.
-TIE = 64
+TIE = 16
 
 Reduction = Callable[[Tensor, tuple[int, ...]], Tensor]
 PermutationKey = Literal["first", "max", "norm"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric.symmetry.factor import Factor, RescalingFactor
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
 from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
@@ -42,7 +43,7 @@ class PriorCheck:
 
 
 def check_priors(symmetry: WeightSymmetry, priors: Any) -> PriorCheck:
-    """Compare the prior density before and after a random element of each factor, site by site.
+    """Compare prior densities and moments before and after elements that generate each factor, site by site.
 
     :param priors: site -> distribution whose event dimensions are the site's, or a model with ``priors()``.
     :raises ValueError: if a site that the group moves has no prior.
@@ -57,36 +58,45 @@ def check_priors(symmetry: WeightSymmetry, priors: Any) -> PriorCheck:
     permutations, signs = {}, {}
     for name in symmetry.permutations.factors:
         factor = replace(symmetry.permutations.factor(name), parent=None, slot=None)
-        element = PermutationGroup([factor], shapes).sample(device=_device(weights))
-        permutations[name] = _changed(given, weights, element, factor.axes)
+        permutations[name] = _changed(given, weights, factor, PermutationGroup)
     for name in symmetry.signs.factors:
-        flip = symmetry.signs.factor(name)
-        all_flipped = SignGroup([flip], shapes).element({name: -torch.ones(flip.size, device=_device(weights))})
-        signs[name] = _changed(given, weights, all_flipped, flip.axes)
+        signs[name] = _changed(given, weights, symmetry.signs.factor(name), SignGroup)
     return PriorCheck({k: v for k, v in permutations.items() if v}, {k: v for k, v in signs.items() if v})
 
 
-def _device(weights: Mapping[str, Tensor]) -> torch.device | None:
-    return next((value.device for value in weights.values()), None)
-
-
-def _changed(priors: Mapping[str, Any], weights: Mapping[str, Tensor], element: Any, axes: Any) -> tuple[str, ...]:
+def _changed(
+    priors: Mapping[str, Any], weights: Mapping[str, Tensor], factor: Factor | RescalingFactor, kind: Any
+) -> tuple[str, ...]:
     """The sites of a factor whose prior density, mean or deviation changes."""
-    sites = [site for site in dict.fromkeys(axis.site for axis in axes) if site in weights]
-    moved = element({site: weights[site] for site in sites}) if sites else {}
-    return tuple(site for site in sites if not _same(priors[site], weights[site], moved[site], element, site))
+    changed = []
+    for site in dict.fromkeys(axis.site for axis in factor.axes if axis.site in weights):
+        alone = replace(factor, axes=tuple(axis for axis in factor.axes if axis.site == site))
+        group = kind([alone], {site: weights[site].shape})
+        if not all(_same(priors[site], weights[site], element, site) for element in _generators(group, weights[site])):
+            changed.append(site)
+    return tuple(changed)
 
 
-def _same(prior: Any, before: Tensor, after: Tensor, element: Any, site: str) -> bool:
-    old, new = prior.log_prob(before), prior.log_prob(after)
-    if not torch.allclose(old, new, rtol=1e-5, atol=1e-4):
+def _generators(group: Any, like: Tensor) -> list[Any]:
+    """Elements that make up the whole group of one factor: a cycle and an exchange; all signs."""
+    ((name, n),) = group.factors.items()
+    if isinstance(group, SignGroup):
+        return [group.element({name: -torch.ones(n, device=like.device)})]
+    units = torch.arange(n, device=like.device)
+    return [group.element({name: images}) for images in (units.roll(1), torch.cat([units[:2].flip(0), units[2:]]))]
+
+
+def _same(prior: Any, value: Tensor, element: Any, site: str) -> bool:
+    if not torch.allclose(prior.log_prob(value), prior.log_prob(element({site: value})[site]), rtol=1e-5, atol=1e-4):
         return False
-    for moment in ("mean", "stddev"):  # sharper than the density, where a distribution knows them
+    even = not isinstance(element.group, PermutationGroup)
+    for moment in (
+        ("mean",) if even else ("mean", "stddev")
+    ):  # sharper than the density, where a distribution knows them
         try:
-            value = getattr(prior, moment).expand(before.shape)
+            known = getattr(prior, moment).expand(value.shape)
         except (NotImplementedError, AttributeError):
             continue
-        sign = moment == "mean" or isinstance(element.group, PermutationGroup)
-        if sign and not torch.allclose(element({site: value})[site], value, rtol=1e-6, atol=0.0, equal_nan=True):
+        if not torch.allclose(element({site: known})[site], known, rtol=1e-6, atol=0.0, equal_nan=True):
             return False
     return True

@@ -141,9 +141,7 @@ def test_a_unit_that_occurs_twice_is_a_block() -> None:
 
 
 def test_pixel_shuffle_moves_blocks_of_channels() -> None:
-    net = Net(
-        lambda s, x: s.out(F.pixel_shuffle(F.relu(s.i(x)), 2)), i=nn.Conv2d(3, 12, 1), out=nn.Conv2d(3, 2, 1)
-    )
+    net = Net(lambda s, x: s.out(F.pixel_shuffle(F.relu(s.i(x)), 2)), i=nn.Conv2d(3, 12, 1), out=nn.Conv2d(3, 2, 1))
     symmetry = checked(net, images(pixels=4))
     assert sizes(symmetry) == {"i": 3}
     assert symmetry.permutations.factor("i").axes[0].index.shape == (4, 3)
@@ -161,9 +159,7 @@ def test_weights_used_twice_are_one_site() -> None:
         lambda s, x: s.o(s.h(F.relu(s.h(F.relu(s.i(x)))))), i=nn.Linear(3, 6), h=nn.Linear(6, 6), o=nn.Linear(6, 2)
     )
     assert sizes(checked(shared, columns())) == {"i": 6}
-    tied = Net(
-        lambda s, x: F.linear(F.relu(s.h(s.e(x))), s.e.weight), e=nn.Embedding(11, 6), h=nn.Linear(6, 6)
-    )
+    tied = Net(lambda s, x: F.linear(F.relu(s.h(s.e(x))), s.e.weight), e=nn.Embedding(11, 6), h=nn.Linear(6, 6))
     symmetry = checked(tied, torch.randint(0, 11, (2, 4)))
     assert sizes(symmetry) == {"e": 6}
     assert {(axis.site, axis.dim) for axis in symmetry.permutations.factor("e").axes} == {
@@ -192,7 +188,10 @@ def test_grouped_convolutions_have_groups_and_channels_within() -> None:
 
 def test_depthwise_convolutions_with_a_multiplier_keep_outputs_of_a_channel_together() -> None:
     net = Net(
-        lambda s, x: s.c(F.relu(s.b(s.a(x)))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 8, 1, groups=4), c=nn.Conv2d(8, 2, 1)
+        lambda s, x: s.c(F.relu(s.b(s.a(x)))),
+        a=nn.Conv2d(3, 4, 1),
+        b=nn.Conv2d(4, 8, 1, groups=4),
+        c=nn.Conv2d(8, 2, 1),
     )
     symmetry = checked(net, images())
     assert symmetry.permutations.order() == 24 * 2**4
@@ -497,7 +496,11 @@ def test_what_cannot_be_traced_gets_an_error_that_shows_how_to_declare_the_group
 
 @pytest.mark.parametrize(
     "name",
-    ["resnet18", "squeezenet1_1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mobilenet_v3_small", "googlenet"))],
+    [
+        "resnet18",
+        "squeezenet1_1",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mobilenet_v3_small", "googlenet")),
+    ],
 )
 def test_torchvision_networks(name: str) -> None:
     from pyro_symmetric._torchvision import import_torchvision
