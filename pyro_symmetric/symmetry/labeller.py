@@ -116,6 +116,17 @@ class Labeller:
             return value
         return self.value(value.shape, parts, fixed, value.zero)
 
+    def even(self, value: Value) -> Value:
+        """Absolute values: scales pass, signs end here, which leaves the operand's free."""
+        parts = []
+        for part in value.parts:
+            fresh = self.facts.fresh(part.atoms.shape)
+            self.facts.unify(fresh, part.atoms)
+            self.facts.balance([(1.0, part.atoms), (-1.0, fresh)], sign=False)
+            self.facts.still(fresh, scale=False)
+            parts.append(Part(part.axes, fresh))
+        return self.value(value.shape, parts, value.fixed, value.zero)
+
     def reduce(self, value: Value, axes: Iterable[int], keepdim: bool = False, passes: Passes = LINEAR) -> Value:
         """A symmetric reduction (sum, mean, largest ...) over some axes: labels on them vanish."""
         gone = {value.axis(axis) for axis in axes}

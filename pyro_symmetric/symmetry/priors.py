@@ -54,7 +54,6 @@ def check_priors(symmetry: WeightSymmetry, priors: Any) -> PriorCheck:
     if missing:
         raise ValueError(f"priors lacks the sites {missing}; it has {sorted(given)}")
     weights = {site: given[site].sample().detach() for site in sorted(needed)}
-    shapes = symmetry.site_shapes
     permutations, signs = {}, {}
     for name in symmetry.permutations.factors:
         factor = replace(symmetry.permutations.factor(name), parent=None, slot=None)

@@ -179,7 +179,7 @@ def _apply(node: torch.fx.Node, values: dict[torch.fx.Node, Any], labeller: Labe
     )
     call = Call(target, given, shapes, floating)
     if rule is None or _reads_statistics(node):
-        if any(value.parts for value in call.operands):
+        if rule is None and any(value.parts for value in call.operands):
             unknown.add(labeller.where)
         return _pinned(labeller, call)
     result = rule(labeller, call)

@@ -69,7 +69,8 @@ def test_the_network_keeps_its_modes_and_its_weights() -> None:
     net[1].eval()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     find_symmetry(net, columns())
-    assert net.training and not net[1].training
+    assert net.training
+    assert not net[1].training
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
@@ -83,7 +84,8 @@ def test_running_statistics_move_with_their_channels_and_flattened_channels_beco
         ("0.weight", 0), ("0.bias", 0), ("1.weight", 0), ("1.bias", 0), ("1.running_mean", 0),
         ("1.running_var", 0), ("5.weight", 1),
     }  # fmt: skip
-    assert moved["1.running_var", 0].buffer and not moved["1.weight", 0].buffer
+    assert moved["1.running_var", 0].buffer
+    assert not moved["1.weight", 0].buffer
     assert moved["5.weight", 1].index.tolist() == [[c * 4 + pixel for c in range(4)] for pixel in range(4)]
     # What enters a batch normalisation may be rescaled without any compensation; what leaves it is compensated.
     before, after = symmetry.scalings.factor("0"), symmetry.scalings.factor("1")

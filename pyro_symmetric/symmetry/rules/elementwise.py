@@ -8,9 +8,10 @@ from pyro_symmetric.symmetry.labeller import HOMOGENEOUS, LINEAR, NOTHING, ODD, 
 from pyro_symmetric.symmetry.labels import Value
 from pyro_symmetric.symmetry.rules import Call, as_value, register_rule
 
-_LINEAR = """alias clone contiguous detach dropout feature_dropout lift lift_fresh lift_fresh_copy neg _to_copy to
-    type_as _conj _neg_view resolve_conj resolve_neg positive"""
-_HOMOGENEOUS = "abs leaky_relu relu"
+_COPY = """alias clone contiguous detach dropout feature_dropout lift lift_fresh lift_fresh_copy _to_copy to type_as
+    resolve_conj resolve_neg positive"""
+_LINEAR = "neg _conj _neg_view"
+_HOMOGENEOUS = "relu leaky_relu"
 _ODD = "asin asinh atan atanh erf erfinv hardshrink round sgn sign sin sinh softshrink tan tanh trunc"
 _NEITHER = """acos acosh alpha_dropout bernoulli bitwise_not ceil celu cos cosh digamma elu erfc exp exp2 expm1 floor
     frac gelu hardsigmoid hardswish i0 isfinite isinf isnan lgamma log log10 log1p log2 log_sigmoid logical_not logit
@@ -27,10 +28,14 @@ def _first(call: Call) -> Value:
 
 def _unary(labeller: Labeller, call: Call, passes: Passes) -> Value:
     value = _first(call)
-    if not call.floating:  # rounding and comparing know nothing of scales
-        passes = NOTHING
-    labeller.still(value, passes)
-    return value if passes is LINEAR and call.shape == value.shape else replace(value, constant=None, zero=False)
+    # Rounding and comparing know nothing of scales.
+    labeller.still(value, passes if call.floating else NOTHING)
+    return replace(value, constant=None, zero=value.zero and passes is LINEAR)
+
+
+@register_rule(*_names(_COPY))
+def copy(labeller: Labeller, call: Call) -> Value:
+    return replace(_unary(labeller, call, LINEAR), constant=_first(call).constant)
 
 
 @register_rule(*_names(_LINEAR))
@@ -41,6 +46,11 @@ def linear_map(labeller: Labeller, call: Call) -> Value:
 @register_rule(*_names(_HOMOGENEOUS))
 def homogeneous_map(labeller: Labeller, call: Call) -> Value:
     return _unary(labeller, call, HOMOGENEOUS)
+
+
+@register_rule("aten.abs")
+def absolute(labeller: Labeller, call: Call) -> Value:
+    return labeller.even(_first(call))
 
 
 @register_rule(*_names(_ODD))

@@ -26,7 +26,12 @@ def total(labeller: Labeller, call: Call) -> Value:
     return _reduced(labeller, call, call["self"], LINEAR)
 
 
-@register_rule("aten.amax", "aten.amin", "aten.linalg_vector_norm", "aten.norm", "aten.std")
+@register_rule("aten.linalg_vector_norm", "aten.norm")
+def norm(labeller: Labeller, call: Call) -> Value:
+    return _reduced(labeller, call, labeller.even(call["self"]), HOMOGENEOUS)
+
+
+@register_rule("aten.amax", "aten.amin", "aten.std")
 def largest(labeller: Labeller, call: Call) -> Value:
     return _reduced(labeller, call, call["self"], HOMOGENEOUS)
 
