@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = "tests/symmetry/test_discovery.py"
+TESTS = ("tests/symmetry/test_discovery.py", "tests/symmetry/test_discovery_operators.py")
 
 
 class Mutation(NamedTuple):
@@ -44,7 +44,7 @@ MUTATIONS = [
     Mutation("clamp passes signs", "rules/elementwise.py", "sign=odd)", "sign=True)", "clamp"),
     Mutation("prelu forgets its weight", "rules/elementwise.py", 'return labeller.elementwise([value, slope], "product", HOMOGENEOUS)', "return value", "prelu"),
     Mutation("glu halves are not tied", "rules/elementwise.py", 'return labeller.elementwise([labeller.take(value, axis, np.arange(half)), gate], "product")', "return labeller.take(value, axis, np.arange(half))", "glu or gate"),
-    Mutation("where forgets its mask", "rules/elementwise.py", 'return labeller.elementwise([mask, value], "product")', "return value", "mask"),
+    Mutation("where forgets its mask", "rules/elementwise.py", 'chosen = labeller.elementwise([replace(mask, zero=False), value], "product")', "chosen = value", "mask"),
     Mutation("maximum is any function", "rules/elementwise.py", 'return _binary(labeller, call, "sum", HOMOGENEOUS)', 'return as_value(call["self"])', "maximum"),
     # contraction
     Mutation("linear doesn't tie inputs", "rules/contraction.py", "(weight, [last + 1, last][-weight.dim :])", "(weight, [last + 1, last + 2][-weight.dim :])", "mlp"),
@@ -125,8 +125,8 @@ def survives(mutation: Mutation) -> bool:
             raise ValueError(f"mutation {mutation.name!r}: {mutation.file} doesn't contain {mutation.old!r}")
         path.write_text(text.replace(mutation.old, mutation.new, 1))
         environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", TESTS]
-        slow = ["-m", "not slow", "--deselect", f"{TESTS}::test_torchvision_networks"]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *TESTS]
+        slow = ["-m", "not slow", "--deselect", f"{TESTS[0]}::test_torchvision_networks"]
         for chosen in ([["-k", mutation.tests]] if mutation.tests else []) + [[]]:
             run = subprocess.run([*command, *slow, *chosen], cwd=copy, env=environment, capture_output=True, text=True)
             if run.returncode == 1:

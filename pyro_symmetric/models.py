@@ -244,10 +244,8 @@ class BayesianModel(nn.Module):
         weights = {name: pyro.sample(name, prior) for name, prior in self.priors().items()}
         particles = _without_data_axis(weights, self.site_shapes)
         outputs = self.outputs(particles, x)
-        size = len(x) if y is None or self.num_data is None else self.num_data
-        if len(x) > size:
-            raise ValueError(f"x has {len(x)} rows, but the model was told num_data={self.num_data}")
-        targets = None if y is None else self.likelihood.targets(y)
+        size = len(x) if y is None else self._size(x)
+        targets = None if y is None else self._targets(x, y)
         with (
             pyro.plate("data", size=size, subsample=torch.arange(len(x), device=x.device)),
             poutine.scale(scale=1 / self.likelihood.temperature),
@@ -256,6 +254,17 @@ class BayesianModel(nn.Module):
             per_row = len(distribution.batch_shape) - len(batch_shape(particles, self.site_shapes)) - 1
             pyro.sample("y", distribution.to_event(per_row), obs=targets)
         return outputs
+
+    def _size(self, x: Tensor) -> int:
+        if self.num_data is not None and len(x) > self.num_data:
+            raise ValueError(f"x has {len(x)} rows, but the model was told num_data={self.num_data}")
+        return self.num_data or len(x)
+
+    def _targets(self, x: Tensor, y: Tensor) -> Tensor:
+        targets = self.likelihood.targets(y)
+        if len(targets) != len(x):
+            raise ValueError(f"x has {len(x)} rows but y has {len(targets)}; they must be equally many")
+        return targets
 
     # many weights at once -------------------------------------------------------------------------------------------
 
@@ -288,15 +297,16 @@ class BayesianModel(nn.Module):
         self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor, *, chunk_size: int | None = None
     ) -> Tensor:
         """Log-likelihood of every row, ``batch_shape + (N,)``, untempered."""
+        require_sites(weights, self.site_shapes)
         outputs = self.outputs(weights, x, chunk_size=chunk_size)
         distribution = self.likelihood.distribution(outputs, _latents(weights, self._parameters_of_net()))
-        log_prob = distribution.log_prob(self.likelihood.targets(y))
+        log_prob = distribution.log_prob(self._targets(x, y))
         rows = batch_shape(weights, self.site_shapes) + torch.Size([len(x)])
         return log_prob.reshape(*rows, -1).sum(-1)
 
     def log_joint(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Log of prior times tempered likelihood, ``batch_shape``; a mini-batch counts ``num_data / len(x)`` times."""
-        scale = (self.num_data or len(x)) / (len(x) * self.likelihood.temperature)
+        scale = self._size(x) / (len(x) * self.likelihood.temperature)
         return self.log_prior(weights) + scale * self.log_likelihood(weights, x, y).sum(-1)
 
 

@@ -22,6 +22,8 @@ from pyro.infer.mcmc.util import select_samples
 from torch import Tensor
 
 from pyro_symmetric.storage import PathLike, load_tensors, save_tensors
+from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
+from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.weights import Weights
 
 KIND = "posterior"
@@ -134,6 +136,16 @@ class Posterior:
         if self.statistics:
             lines.append(f"  statistics: {', '.join(self.statistics)}")
         return "\n".join(lines)
+
+    def canonicalize(self, symmetry: Symmetry | PermutationGroup, **options: Any) -> Posterior:
+        """The same draws with their symmetries removed, each brought to the representative of its orbit.
+
+        R-hat and means over such draws compare like with like; statistics and metadata are kept.
+
+        :param symmetry: what to remove, e.g. ``find_symmetry(net, x)``.
+        :param options: see :func:`~pyro_symmetric.symmetry.canonicalize`.
+        """
+        return Posterior(canonicalize(self.samples, symmetry, **options), self.statistics, self.metadata)
 
     # how good it is -------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ def load_tensors(path: PathLike, kind: str, version: int) -> tuple[dict[str, Ten
 def write_whole(path: PathLike, write: Callable[[str], None], kind: str = "file") -> None:
     """Let ``write`` make a file beside ``path``, sync it, and only then move it into its place."""
     path = Path(path)
+    if not path.parent.is_dir():
+        raise OSError(f"the {kind} couldn't be saved to {path}: there is no folder {path.parent}")
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)

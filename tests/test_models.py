@@ -163,5 +163,20 @@ def test_bad_likelihoods_are_refused(make: object) -> None:
 
 def test_more_rows_than_num_data_are_refused() -> None:
     model, x, y = problem("categorical", num_data=10)
-    with pytest.raises(ValueError, match="num_data=10"):
-        model(x, y)
+    for call in (lambda: model(x, y), lambda: model.log_joint(draw(model), x, y)):
+        with pytest.raises(ValueError, match="num_data=10"):
+            call()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_targets_of_other_rows_are_refused(rows: int) -> None:
+    model, x, y = problem("learnt noise")
+    for call in (lambda: model(x, y[:rows]), lambda: model.log_likelihood(draw(model), x, y[:rows])):
+        with pytest.raises(ValueError, match=f"x has 20 rows but y has {rows}"):
+            call()
+
+
+def test_a_missing_site_of_the_likelihood_is_named() -> None:
+    model, x, y = problem("learnt noise")
+    with pytest.raises(ValueError, match="noise_scale"):
+        model.log_likelihood(model.initial_weights(), x, y)

@@ -244,3 +244,16 @@ def test_the_file_is_plain_safetensors_with_a_readable_header(posterior, tmp_pat
     header = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
     assert header["samples/b"]["shape"] == [3, 50, 2, 4]
     assert header["__metadata__"]["format"] == "pyro_symmetric.posterior"
+
+
+def test_chains_in_two_copies_of_a_mode_agree_in_canonical_form():
+    from pyro_symmetric.symmetry import PermutationGroup
+
+    unit = torch.tensor([-3.0, 3.0]) + 0.1 * torch.randn(4, 50, 2)
+    unit[2:] = unit[2:].flip(-1)
+    posterior = Posterior({"w": unit}, {"lp": torch.zeros(4, 50)})
+    group = PermutationGroup.declare({"w": ("unit",)}, {"w": torch.Size([2])})
+    canonical = posterior.canonicalize(group)
+    assert posterior.diagnostics()["w"]["r_hat"] > 1.5
+    assert canonical.diagnostics()["w"]["r_hat"] < 1.1
+    assert torch.equal(canonical.statistics["lp"], posterior.statistics["lp"])

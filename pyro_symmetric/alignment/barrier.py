@@ -79,7 +79,8 @@ class BarrierCurve:
         if ax is None:
             ax = plt.subplots()[1]
         for name, values in self.losses.items():
-            ax.plot(self.t, values, marker=".", label=f"{label} {name}".strip())
+            (line,) = ax.plot(self.t, values, marker=".", label=f"{label} {name}".strip())
+            ax.plot(self.t[[0, -1]], values[[0, -1]], ls="--", lw=0.8, color=line.get_color())
         ax.set(xlabel="position on the path t", ylabel="marginalised loss (nats per row)")
         ax.legend()
         return ax
@@ -115,6 +116,10 @@ def loss_barrier(
     if num_points < 3:
         raise ValueError(f"num_points is {num_points}; a path with an inside has at least 3")
     named = {"loss": log_likelihood} if callable(log_likelihood) else dict(log_likelihood)
+    if any(isinstance(function, torch.nn.Module) for function in named.values()):
+        raise TypeError(
+            "log_likelihood is a module; it must be a function of weights, e.g. lambda w: model.log_likelihood(w, x, y)"
+        )
     first, second = to_gaussian(guide_0), to_gaussian(guide_1)
     noise = standard_normals(first, (num_samples,))
     t = torch.linspace(0, 1, num_points, dtype=torch.float64)
@@ -123,7 +128,13 @@ def loss_barrier(
     for position in tqdm(t.tolist(), desc="path", disable=not progress):
         weights = draw(interpolate_gaussians(first, second, position), noise)
         for name, function in named.items():
-            losses[name].append(marginalised_loss(function(weights)).cpu())
+            pointwise = function(weights)
+            if pointwise.dim() != 2 or len(pointwise) != num_samples:
+                raise ValueError(
+                    f"log_likelihood {name!r} returned shape {tuple(pointwise.shape)}; it must be one value for "
+                    f"each draw and row, ({num_samples}, N), not summed"
+                )
+            losses[name].append(marginalised_loss(pointwise).cpu())
         for name, metric in (metrics or {}).items():
             measured[name].append(torch.as_tensor(metric(weights)).double().cpu())
     return BarrierCurve(

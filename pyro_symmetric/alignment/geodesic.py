@@ -26,7 +26,8 @@ def interpolate_gaussians(first: GaussianWeights, second: GaussianWeights, t: fl
     for site, value in first.loc.items():
         if value.shape != second.loc[site].shape:
             raise ValueError(
-                f"site {site!r} has shape {tuple(value.shape)} at one end and {tuple(second.loc[site].shape)} at the other"
+                f"site {site!r} has shape {tuple(value.shape)} at one end and "
+                f"{tuple(second.loc[site].shape)} at the other"
             )
     return GaussianWeights(
         {site: torch.lerp(value, second.loc[site].to(value.device), t) for site, value in first.loc.items()},

@@ -46,6 +46,13 @@ class Alignment:
     converged: bool
     start_costs: tuple[float, ...]
 
+    def __repr__(self) -> str:
+        steps = "converged" if self.converged else "cut short"
+        return (
+            f"Alignment(cost={self.cost:.6g}, initial_cost={self.initial_cost:.6g}, {len(self.history) - 1} steps "
+            f"({steps}), {len(self.start_costs)} starts, {self.permutation})"
+        )
+
 
 @torch.no_grad()
 def align(
@@ -86,6 +93,10 @@ def align(
     for name, number, least in (("restarts", restarts, 0), ("max_sweeps", max_sweeps, 1), ("tolerance", tolerance, 0)):
         if not number >= least:
             raise ValueError(f"{name} is {number}; it must be at least {least}")
+    if not isinstance(group, PermutationGroup):
+        raise TypeError(
+            f"group is a {type(group).__name__}; it must be a PermutationGroup, e.g. find_symmetry(net, x).permutations"
+        )
     terms = COSTS[cost]
     matcher = Matcher(group, *_moments(to_gaussian(source), to_gaussian(reference), group, terms), terms)
     identity = dict(group.identity(device=matcher.device).images)

@@ -105,6 +105,10 @@ class ExactOrbit:
     limit: int = field(default=100_000, repr=False)
     bound: ClassVar[Bound] = "exact"
 
+    def __post_init__(self) -> None:
+        if self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; it must be the size of the largest group to enumerate")
+
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
         order = action.group.order()
         if order > self.limit:

@@ -52,6 +52,11 @@ class AutoAligned(AutoMeanField):
     """
 
     def __init__(self, guide: AutoGuide, permutation: Permutation):
+        if not isinstance(permutation, Permutation):
+            raise TypeError(
+                f"permutation is a {type(permutation).__name__}; it must be a Permutation, e.g. "
+                "align(guide, reference, group).permutation"
+            )
         if permutation.batch_shape:
             raise ValueError(
                 f"permutation is a batch of shape {tuple(permutation.batch_shape)}; a guide is pushed forward by one "

@@ -58,6 +58,16 @@ class WeightsGuide(AutoContinuous):
         """Draws of the weights, ``sample_shape + site_shape``, detached and on the guide's device. Needs no data."""
         return sample_posterior(self, sample_shape)
 
+    def median(self, *args: Any, **kwargs: Any) -> Weights:
+        """Medians of the weights, by site."""
+        layout_of(self)
+        return super().median(*args, **kwargs)
+
+    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
+        """Marginal quantiles of the weights, by site, ``(len(quantiles), *site_shape)``."""
+        layout_of(self)
+        return super().quantiles(quantiles, *args, **kwargs)
+
     def unpack(self, latent: Tensor) -> Weights:
         """Flat unconstrained vectors ``batch_shape + (D,)`` -> weights."""
         sites = layout_of(self)

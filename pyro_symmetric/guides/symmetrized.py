@@ -81,6 +81,10 @@ class AutoSymmetrized(WeightsGuide):
                 f"group is a {type(group).__name__}; it must be a PermutationGroup, e.g. find_symmetry(net, "
                 f"x).permutations"
             )
+        if estimator is not None and (
+            isinstance(estimator, type) or not callable(getattr(estimator, "log_prob", None))
+        ):
+            raise TypeError(f"estimator is {estimator!r}; it must be an estimator such as InfoNCE(16) or ExactOrbit()")
         if "init_loc_fn" in inspect.signature(self.base_class.__init__).parameters:
             base_arguments["init_loc_fn"] = init_loc_fn or default_init_loc_fn(model)
         super().__init__(model, **base_arguments)

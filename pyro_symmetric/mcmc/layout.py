@@ -89,8 +89,8 @@ def _transform(site: str, fn: Distribution) -> Transform:
             return biject_to(support)
     except NotImplementedError as error:
         raise ValueError(
-            f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; reparametrise the site "
-            "(pyro.poutine.reparam)"
+            f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it is data, pass its "
+            "values, else reparametrise the site (pyro.poutine.reparam)"
         ) from error
     raise ValueError(
         f"site {site!r} is discrete ({fn}); a gradient-based sampler moves continuous sites only. Sum it out (write "

@@ -26,6 +26,8 @@ from pyro_symmetric.study.settings import StudySettings
 
 Say = Callable[[str], None]
 
+NO_OOD = "No out-of-distribution inputs: classes are held out where there are at least 5; --ood names another data set."
+
 # Points of a curve that are kept: more than a plot can show.
 CURVE_POINTS = 1000
 
@@ -74,20 +76,21 @@ def run_study(
     :raises OSError: if the folder can't be written.
     """
     methods = [make_method(name, settings.quick) for name in settings.methods]
+    make_method(settings.reference)
     problem = build_problem(settings)
     out = prepare_folder(Path(out), settings, overwrite)
     for line in describe(problem):
         say(line)
+    if settings.reference not in settings.methods:
+        say(
+            f"No distances will be measured: the reference {settings.reference!r} is not among the methods "
+            f"{', '.join(settings.methods)}."
+        )
     fits: dict[str, Finished] = {}
     for method in methods:
         fits |= stored(method, out, say) or fit_and_store(method, problem, out, progress, say)
     draws = {label: draws_of(finished.fit, problem) for label, finished in fits.items()}
     reference = draws.get(settings.reference)
-    if reference is None:
-        say(
-            f"No distances: the reference {settings.reference!r} is not among the methods "
-            f"{', '.join(settings.methods)}."
-        )
     rows = {}
     for label, finished in fits.items():
         say(f"Measuring {label} ...")
@@ -215,15 +218,18 @@ def finished_from(posterior: Posterior) -> Finished:
 
 def describe(problem: Problem) -> list[str]:
     """The problem in a few lines."""
-    data, group = problem.dataset, problem.symmetry.permutations
+    data, symmetry = problem.dataset, problem.symmetry
     weights = sum(shape.numel() for shape in problem.model.site_shapes.values())
-    factors = ", ".join(f"{n} units of layer {name}" for name, n in group.factors.items()) or "nothing"
+    factors = ", ".join(f"{n} units of layer {name}" for name, n in symmetry.permutations.factors.items()) or "nothing"
+    flips = sum(symmetry.signs.factors.values())
     return [
         f"Data: {data.title}, {data.task}, {len(data.train_x)} training and {len(data.test_x)} test rows of shape "
         f"{tuple(data.input_shape)}" + (f", out of distribution: {data.ood_name}" if data.ood_name else ""),
-        f"Network: {weights} weights; symmetries permute {factors}, "
-        f"so that every mode has exp({group.log_order():.1f}) copies",
+        f"Network: {weights} weights; symmetries permute {factors}"
+        + (f" and flip the signs of {flips}" if flips else "")
+        + f", so that every mode has exp({symmetry.log_order():.1f}) copies",
         *data.notes,
+        *([] if data.ood_name or not problem.is_classification else [NO_OOD]),
     ]
 
 

@@ -59,8 +59,7 @@ class Problem:
         Balanced (least total norm) rather than at unit norm: there, nearly dead units, common in trained networks,
         would have enormous biases.
         """
-        known = {site: value for site, value in weights.items() if site in self.symmetry.site_shapes}
-        return {**weights, **canonicalize(known, self.symmetry, permutations="max", scalings="minimal_mass")}
+        return canonicalize(weights, self.symmetry, permutations="max", scalings="minimal_mass")
 
 
 def build_problem(settings: StudySettings) -> Problem:
@@ -146,8 +145,10 @@ def import_callable(spec: str) -> Callable[..., Any]:
 
 def _from_callable(spec: str, dataset: Dataset) -> nn.Module:
     build = import_callable(spec)
-    takes_arguments = len(inspect.signature(build).parameters) > 0
-    net = build(tuple(dataset.input_shape), dataset.num_outputs) if takes_arguments else build()
+    count = len(inspect.signature(build).parameters)
+    if count not in (0, 2):
+        raise ValueError(f"{spec} takes {count} arguments; it is called with (input_shape, num_outputs), or with none")
+    net = build(tuple(dataset.input_shape), dataset.num_outputs) if count else build()
     if not isinstance(net, nn.Module):
         raise ValueError(f"{spec} returned a {type(net).__name__}; it must return a torch.nn.Module")
     return net

@@ -257,7 +257,12 @@ EVIDENCE = Table(
             "s",
             "How the density of the symmetrised guide was estimated; InfoNCE(K) sees at most log K of log |G|.",
         ),
-        Column("log |G|", ("evidence", "log_order"), ",.1f", "Logarithm of the number of copies of every mode."),
+        Column(
+            "log |G|",
+            ("evidence", "log_order"),
+            ",.1f",
+            "Logarithm of the number of permutations that the guide is averaged over; signs are not among them.",
+        ),
     ),
 )
 

@@ -5,6 +5,7 @@ from pyro_symmetric.symmetry.discovery import find_symmetry
 from pyro_symmetric.symmetry.explain import AxisExplanation, Explanation
 from pyro_symmetric.symmetry.minimal_mass import MinimalMass, minimal_mass
 from pyro_symmetric.symmetry.permutation import Axis, Factor, FlatAction, Permutation, PermutationGroup
+from pyro_symmetric.symmetry.priors import PriorCheck, check_priors
 from pyro_symmetric.symmetry.rescaling import (
     RescaledAxis,
     RescalingFactor,
@@ -30,6 +31,7 @@ __all__ = [
     "MinimalMass",
     "Permutation",
     "PermutationGroup",
+    "PriorCheck",
     "RescaledAxis",
     "RescalingFactor",
     "Scaling",
@@ -44,6 +46,7 @@ __all__ = [
     "Verification",
     "WeightSymmetry",
     "canonicalize",
+    "check_priors",
     "find_symmetry",
     "minimal_mass",
     "register_rule",

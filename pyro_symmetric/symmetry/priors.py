@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.symmetry.factor import Factor, RescalingFactor
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
 from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
@@ -63,9 +62,7 @@ def check_priors(symmetry: WeightSymmetry, priors: Any) -> PriorCheck:
     return PriorCheck({k: v for k, v in permutations.items() if v}, {k: v for k, v in signs.items() if v})
 
 
-def _changed(
-    priors: Mapping[str, Any], weights: Mapping[str, Tensor], factor: Factor | RescalingFactor, kind: Any
-) -> tuple[str, ...]:
+def _changed(priors: Mapping[str, Any], weights: Mapping[str, Tensor], factor: Any, kind: Any) -> tuple[str, ...]:
     """The sites of a factor whose prior density, mean or deviation changes."""
     changed = []
     for site in dict.fromkeys(axis.site for axis in factor.axes if axis.site in weights):

@@ -49,8 +49,10 @@ class UnknownOperator(UserWarning):
 def trace(net: nn.Module, inputs: Sequence[Any]) -> ExportedProgram:
     """The functional graph of one forward pass, with in-place operators turned into pure ones.
 
+    :raises ValueError: if the network doesn't take the inputs.
     :raises UntraceableError: if there is no such graph.
     """
+    _try_out(net, inputs)
     with _quiet(), torch.enable_grad():
         try:
             program = torch.export.export(net, tuple(inputs), strict=False)
@@ -58,6 +60,18 @@ def trace(net: nn.Module, inputs: Sequence[Any]) -> ExportedProgram:
         except Exception as error:  # torch.export raises whatever the forward pass met
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             raise UntraceableError(UNTRACEABLE.format(net=type(net).__name__, error=reason)) from error
+
+
+def _try_out(net: nn.Module, inputs: Sequence[Any]) -> None:
+    """Run the network as its user would, so that inputs which don't fit aren't taken for a graph that can't be had."""
+    try:
+        with torch.no_grad():
+            net(*inputs)
+    except Exception as error:
+        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__ for value in inputs]
+        raise ValueError(
+            f"{type(net).__name__} fails on the example inputs, of shapes {shapes}: {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextlib.contextmanager

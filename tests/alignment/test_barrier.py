@@ -78,4 +78,13 @@ def test_a_curve_can_be_plotted() -> None:
     from matplotlib.figure import Figure
 
     ax = curve.plot(Figure().subplots(), label="aligned")
-    assert [line.get_label() for line in ax.get_lines()] == ["aligned loss"]
+    path, chord = ax.get_lines()
+    assert path.get_label() == "aligned loss"
+    assert chord.get_ydata().tolist() == curve.losses["loss"][[0, -1]].tolist()
+
+
+def test_functions_that_give_something_else_are_named() -> None:
+    with pytest.raises(ValueError, match="not summed"):
+        loss_barrier(gaussian(0.0, 1.0), gaussian(1.0, 1.0), lambda w: log_likelihood(w).sum(-1))
+    with pytest.raises(TypeError, match="function of weights"):
+        loss_barrier(gaussian(0.0, 1.0), gaussian(1.0, 1.0), torch.nn.Linear(1, 1))

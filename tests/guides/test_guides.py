@@ -158,8 +158,11 @@ def test_wrong_bases_and_groups_are_refused() -> None:
         AutoSymmetrized(model, group, base=AutoDelta)
     with pytest.raises(TypeError, match="PermutationGroup"):
         AutoSymmetrized(model, {"0.weight": ("hidden", None)})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="setup"):
-        AutoSymmetrized(model, group).sample_posterior((2,))
+    with pytest.raises(TypeError, match="InfoNCE"):
+        AutoSymmetrized(model, group, estimator=InfoNCE)  # type: ignore[arg-type]
+    for call in (lambda g: g.sample_posterior((2,)), lambda g: g.median(), lambda g: g.quantiles([0.5])):
+        with pytest.raises(ValueError, match="setup"):
+            call(AutoSymmetrized(model, group))
 
 
 # parameters of their own --------------------------------------------------------------------------------------------
@@ -285,6 +288,8 @@ def test_interpolation_runs_from_one_guide_to_the_other() -> None:
 
 def test_a_batch_of_permutations_and_a_simplex_cannot_push_forward() -> None:
     _, group, _, _, first, _ = trained_pair()
+    with pytest.raises(TypeError, match=r"align\(guide"):
+        AutoAligned(first, align(first, first, group))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch of shape"):
         AutoAligned(first, group.sample((2,)))
     guide = AutoDiagonalNormal(mixture)

@@ -87,7 +87,7 @@ CASES = {
     "gather": Case(lambda s, h: F.relu(h).gather(1, torch.tensor([[0, 1]] * 4)), 1, 0, 0, 2),
     "mean over units": Case(lambda s, h: F.relu(h).mean(-1, keepdim=True), ALL, 0, 0, 1),
     "largest unit": Case(lambda s, h: h.amax(-1, keepdim=True), ALL, 0, 0, 1),
-    "place of the largest unit": Case(lambda s, h: h.max(-1, keepdim=True).indices.float(), 1, 0, 0, 1),
+    "place of the largest unit": Case(lambda s, h: h.max(-1, keepdim=True).indices.to(h.dtype), 1, 0, 0, 1),
     "variance over units": Case(lambda s, h: h.var(-1, keepdim=True), ALL, 0, 0, 1),
     "addmm": Case(
         lambda s, h: torch.addmm(s.c, F.relu(h), s.w), ALL * 120, 11, 5, 5, {"c": parameter(5), "w": parameter(6, 5)}

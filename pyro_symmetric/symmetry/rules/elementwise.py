@@ -90,7 +90,8 @@ def power(labeller: Labeller, call: Call) -> Value:
     if not isinstance(exponent, int | float):
         return _unary(labeller, call, NOTHING)
     whole = float(exponent).is_integer()
-    return labeller.elementwise([_first(call)], "product", Passes(scale=True, sign=whole), [float(exponent)])
+    value = replace(_first(call), zero=False)  # 0 ** 0 = 1
+    return labeller.elementwise([value], "product", Passes(scale=True, sign=whole), [float(exponent)])
 
 
 def _binary(labeller: Labeller, call: Call, kind: str, passes: Passes, coefficients: tuple[float, ...] = ()) -> Value:
@@ -127,13 +128,13 @@ def maximum(labeller: Labeller, call: Call) -> Value:
 )
 def compare(labeller: Labeller, call: Call) -> Value:
     """Any function of two entries: the same units stay together, no multiplier passes."""
-    return _binary(labeller, call, "sum", NOTHING)
+    return replace(_binary(labeller, call, "sum", NOTHING), zero=False)
 
 
 @register_rule("aten.pow.Tensor_Tensor", "aten.pow.Scalar", "aten.lerp", "aten.addcmul", "aten.addcdiv", "aten.where")
 def any_entries(labeller: Labeller, call: Call) -> Value:
     """Any function of entries in the same place."""
-    return labeller.elementwise(call.operands, "sum", NOTHING)
+    return replace(labeller.elementwise(call.operands, "sum", NOTHING), zero=False)
 
 
 @register_rule("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
@@ -150,7 +151,8 @@ def masked_fill(labeller: Labeller, call: Call) -> Value:
 
 def _masked(labeller: Labeller, mask: Value, value: Value) -> Value:
     labeller.still(mask)
-    return labeller.elementwise([mask, value], "product")
+    chosen = labeller.elementwise([replace(mask, zero=False), value], "product")
+    return replace(chosen, zero=value.zero)
 
 
 @register_rule("aten.prelu", "aten._prelu_kernel")

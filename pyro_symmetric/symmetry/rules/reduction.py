@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pyro_symmetric.symmetry.labeller import HOMOGENEOUS, LINEAR, NOTHING, Labeller, Passes
 from pyro_symmetric.symmetry.labels import Value, opaque
@@ -18,7 +19,8 @@ def _axes(call: Call, value: Value) -> list[int]:
 
 
 def _reduced(labeller: Labeller, call: Call, value: Value, passes: Passes) -> Value:
-    return labeller.reduce(value, _axes(call, value), bool(call.arguments.get("keepdim", False)), passes)
+    result = labeller.reduce(value, _axes(call, value), bool(call.arguments.get("keepdim", False)), passes)
+    return replace(result, zero=value.zero and passes.scale)
 
 
 @register_rule("aten.sum", "aten.mean", "aten.nansum")
