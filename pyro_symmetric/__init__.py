@@ -1,8 +1,7 @@
 """Posteriors with symmetries for Pyro.
 
 Find the weight-space symmetries of a network, symmetrise a guide over them, align posteriors across them, sample
-reference
-posteriors with many chains at once, and measure how close an approximation comes.
+reference posteriors with many chains at once, and measure how close an approximation comes.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +21,7 @@ from pyro_symmetric.guides import (
     sample_posterior,
     save_guide,
 )
-from pyro_symmetric.mcmc import HMC, SGHMC, sample
+from pyro_symmetric.mcmc import HMC, SGHMC, log_joint, sample
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry import (
@@ -68,6 +67,7 @@ __all__ = [
     "interpolate",
     "invariance_tests",
     "load_guide",
+    "log_joint",
     "loss_barrier",
     "marginal_wasserstein",
     "minimal_mass",

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nStopped. Methods that had finished are kept; the same command goes on from there.", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if options.debug:
             raise
         # The first paragraph says what is wrong; what may follow is advice on the library's Python calls.
@@ -161,7 +161,7 @@ def compare(options: argparse.Namespace) -> int:
         prior_fan_in=options.prior_fan_in,
         noise=options.noise,
         temperature=options.temperature,
-        methods=options.methods or default.methods,
+        methods=default.methods if options.methods is None else options.methods,
         reference=options.reference,
         num_draws=options.draws,
         quick=options.quick,
@@ -231,7 +231,10 @@ def load_net(name: str) -> torch.nn.Module:
     from pyro_symmetric.study.problem import import_callable
 
     if ":" in name:
-        net = import_callable(name)()
+        try:
+            net = import_callable(name)()
+        except TypeError as error:
+            raise ValueError(f"{name} can't be called without arguments: {error}") from error
         if not hasattr(net, "named_parameters"):
             raise ValueError(f"{name} returned a {type(net).__name__}; it must return a torch.nn.Module")
         return net.eval()

@@ -5,8 +5,7 @@ r"""Bayesian neural networks as Pyro models that can also be evaluated for many 
 .. math:: p(w) \prod_{i=1}^{N} p(y_i \mid f_w(x_i))^{1/T}
 
 whose latent sites are the parameters' names. Stock :class:`~pyro.infer.SVI`, :class:`~pyro.infer.Predictive` and MCMC
-take it as
-they take any model. Beside that it evaluates outputs and log-densities for whole batches of weights by
+take it as they take any model. Beside that it evaluates outputs and log-densities for whole batches of weights by
 :func:`torch.func.vmap`, which a plate cannot do for :class:`torch.nn.Linear`.
 """
 
@@ -146,9 +145,8 @@ class BayesianModel(nn.Module):
     r"""A Pyro model ``model(x, y=None)`` of a neural network with a prior on every parameter.
 
     The latent sites bear the names of the network's parameters (``"0.weight"``), so the symmetry group that is found in
-    ``net`` acts on its posterior as it is. The data lie in the plate ``data``; a mini-batch is scaled by
-    ``num_data / len(x)``. The observed site is ``y``. Weights with leading (particle) dimensions are evaluated at once,
-    so
+    ``net`` acts on its posterior as it is. The data lie in the plate ``data``; a mini-batch is scaled by ``num_data /
+    len(x)``. The observed site is ``y``. Weights with leading (particle) dimensions are evaluated at once, so
     ``Trace_ELBO(vectorize_particles=True)`` and ``Predictive(parallel=True)`` work with ``max_plate_nesting=1``.
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -158,11 +156,9 @@ class BayesianModel(nn.Module):
     torch.Size([5, 7, 3])
 
     :param net: any module. It is copied, put in eval mode and never trained: dropout is off, normalisation layers use
-        their
-        running statistics as data. Its own parameter values stay available as :meth:`initial_weights`.
+        their running statistics as data. Its own parameter values stay available as :meth:`initial_weights`.
     :param prior: a standard deviation; a :class:`GaussianPrior`; or a function ``(name, parameter) -> distribution``
-        whose
-        event shape is the parameter's shape.
+        whose event shape is the parameter's shape.
     :param likelihood: ``"categorical"``, ``"gaussian"`` (noise learnt), or an object as :class:`Likelihood` describes
         it.
     :param num_data: size ``N`` of the whole data set; ``None`` takes every call's rows as all there are.
@@ -228,14 +224,21 @@ class BayesianModel(nn.Module):
     def initial_weights(self, fresh: bool = False) -> Weights:
         """Values to start from, e.g. for ``init_to_value``: those that the network's parameters had.
 
-        :param fresh: draw new ones, as each module's ``reset_parameters`` does from PyTorch's generator; parameters of
-            modules without that method keep their values.
+        :param fresh: draw new ones from PyTorch's generator, as each module's ``reset_parameters`` does; parameters
+            that no module resets are drawn from their prior.
         """
-        net = copy.deepcopy(self.net) if fresh else self.net
-        for module in net.modules() if fresh else ():
-            if callable(reset := getattr(module, "reset_parameters", None)):
+        if not fresh:
+            return {name: parameter.detach().clone() for name, parameter in self._parameters_of_net().items()}
+        net, reset_by_module = copy.deepcopy(self.net), set()
+        for prefix, module in net.named_modules():
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
                 reset()
-        return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+                reset_by_module |= {f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters()}
+        return {
+            name: parameter.detach().clone() if name in reset_by_module else self.priors()[name].sample()
+            for name, parameter in net.named_parameters()
+        }
 
     # the Pyro model -------------------------------------------------------------------------------------------------
 
@@ -278,11 +281,15 @@ class BayesianModel(nn.Module):
         shape = batch_shape(weights, shapes)
         own = {name: weights[name] for name in shapes}
         if not shape:
-            return torch.func.functional_call(self.net, own, (x,))
+            return self.call(own, x)
         flat = {name: value.reshape(-1, *shapes[name]) for name, value in own.items()}
-        call = torch.func.vmap(lambda w: torch.func.functional_call(self.net, w, (x,)), chunk_size=chunk_size)
-        result = call(flat)
+        result = torch.func.vmap(lambda w: self.call(w, x), chunk_size=chunk_size)(flat)
         return result.reshape(*shape, *result.shape[1:])
+
+    def call(self, weights: Weights, x: Tensor) -> Tensor:
+        """The outputs of one network, ``(N, D)``: those without a second axis, ``(N,)``, get one."""
+        outputs = torch.func.functional_call(self.net, weights, (x,))
+        return outputs[:, None] if outputs.dim() == 1 else outputs
 
     def log_prior(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Log-density of the prior, ``batch_shape``."""
@@ -335,8 +342,7 @@ def _without_data_axis(weights: Weights, shapes: Mapping[str, torch.Size]) -> We
     """Take off the axis of length 1 that leaves room for the plate ``data`` in weights drawn under particle plates.
 
     Weights come as ``particles + (1,) + site_shape``, but ``Predictive(parallel=True)`` leaves the 1 out where the
-    site's
-    own axes already fill the space, so each site is looked at by itself.
+    site's own axes already fill the space, so each site is looked at by itself.
     """
     result = {}
     for name, value in weights.items():

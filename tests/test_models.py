@@ -134,6 +134,32 @@ def test_initial_weights_are_the_nets_own_and_fresh_ones_differ_by_seed() -> Non
     assert torch.equal(model.initial_weights()["0.weight"], net[0].weight)
 
 
+def test_fresh_weights_differ_everywhere_even_where_no_module_resets_them() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bare = nn.Parameter(torch.zeros(4))
+            self.attention = nn.MultiheadAttention(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attention(x + self.bare, x, x)[0]
+
+    model = BayesianModel(Bare())
+    first, second = model.initial_weights(fresh=True), model.initial_weights(fresh=True)
+    same = [name for name in first if torch.equal(first[name], second[name])]
+    assert set(same) <= {"attention.in_proj_bias", "attention.out_proj.bias"}  # which torch starts at zero
+
+
+def test_one_row_and_outputs_without_a_second_axis() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0))
+    model = BayesianModel(net, 1.0, "gaussian")
+    weights = draw(model, 5)
+    for rows in (1, 4):
+        x, y = torch.randn(rows, 2), torch.randn(rows)
+        assert model.log_likelihood(weights, x, y).shape == (5, rows)
+        assert Predictive(model, num_samples=3)(x)["y"].shape == (3, rows)
+
+
 def test_dtype_and_priors_follow_the_module() -> None:
     model = problem("learnt noise")[0].double()
     assert {prior.sample().dtype for prior in model.priors().values()} == {torch.float64}

@@ -1,8 +1,7 @@
 r"""The loss barrier between two posteriors.
 
 With the marginalised loss of a posterior, :math:`L(q) = -\frac1N \sum_n \log \mathbb E_{w \sim q}\, p(y_n \mid x_n,
-w)`, the barrier
-along the Wasserstein geodesic :math:`q_t` is
+w)`, the barrier along the Wasserstein geodesic :math:`q_t` is
 
 .. math:: \max_t \; L(q_t) - \big[(1-t)\, L(q_0) + t\, L(q_1)\big] .
 
@@ -107,8 +106,7 @@ def loss_barrier(
     :param guide_0: a guide with Gaussian moments, ``GaussianWeights``, or plain weights.
     :param guide_1: likewise.
     :param log_likelihood: weights of batch shape ``(S,)`` -> log-likelihood of every row ``(S, N)``; one, or one for
-        each
-        name of data.
+        each name of data.
     :param metrics: name -> weights of batch shape ``(S,)`` -> a scalar, measured along the path as well.
     :param num_points: how many points, ends included; at least 3.
     :param num_samples: draws at each point, evaluated by one batched forward.

@@ -92,13 +92,14 @@ def _sklearn_datasets() -> Any:
 
 
 def _uci_folder(name: str, root: Path) -> Path:
-    candidates = [root / "uci" / name, root / name]
+    parents = (root / "uci", root, root / "UCI_Datasets")
+    candidates = [folder for parent in parents for folder in (parent / name, parent / name / "data")]
     for folder in candidates:
         if name and (folder / "data.txt").is_file():
             return folder
     there = sorted({path.parent.name for parent in (root / "uci", root) for path in parent.glob("*/data.txt")})
     raise FileNotFoundError(
-        f"uci/{name} was not found: looked for data.txt in {candidates[0].resolve()} and {candidates[1].resolve()}; "
+        f"uci/{name} was not found: looked for data.txt in {candidates[0].resolve()} and {candidates[2].resolve()}; "
         + (
             f"there are uci/{', uci/'.join(there)}"
             if there

@@ -7,8 +7,7 @@ permutes the constrained values, so it acts on ``u`` by :math:`u \mapsto t^{-1}(
 
 It vanishes where ``t`` works entry by entry (positive sites) and also for stick-breaking (simplex sites), which is not
 equivariant but whose determinant, the product of all entries of ``w``, is symmetric; the formula is evaluated all the
-same,
-for supports where it doesn't vanish.
+same, for supports where it doesn't vanish.
 """
 
 from __future__ import annotations
@@ -59,14 +58,19 @@ class ConstrainedAction:
         return {site: self.transforms[site](value) for site, value in self.unflatten(vector).items()}
 
     def __call__(self, vector: Tensor, element: Permutation) -> Tensor:
-        """Act on unconstrained vectors; batch shapes broadcast."""
-        moved = element(self.constrain(vector))
+        """Act on unconstrained vectors; batch shapes broadcast.
+
+        Computed in float64: near the boundary of a simplex, in float32, a bijection and its inverse lose the value.
+        """
+        moved = element(self.constrain(vector.double()))
         batch = torch.broadcast_shapes(vector.shape[:-1], element.batch_shape)
-        return torch.cat([self.transforms[site].inv(moved[site]).reshape(*batch, -1) for site in self.transforms], -1)
+        parts = [self.transforms[site].inv(moved[site]).reshape(*batch, -1) for site in self.transforms]
+        return torch.cat(parts, -1).to(vector.dtype)
 
     def log_abs_det(self, vector: Tensor, element: Permutation) -> Tensor:
         """Log-determinant of the action's Jacobian at ``vector``."""
-        return self._log_volume(vector) - self._log_volume(self(vector, element))
+        vector_64 = vector.double()
+        return (self._log_volume(vector_64) - self._log_volume(self(vector_64, element))).to(vector.dtype)
 
     def _log_volume(self, vector: Tensor) -> Tensor:
         total = vector.new_zeros(vector.shape[:-1])
@@ -82,7 +86,8 @@ def action_on_unconstrained(
 ) -> FlatAction | ConstrainedAction:
     """The action on vectors that concatenate the unconstrained values of all sites of a guide.
 
-    Where every moved site is unconstrained, that is one gather; sites that the group doesn't move may have any support.
+    Where every moved site is unconstrained, or constrained entry by entry (positive), that is one gather; sites that
+    the group doesn't move may have any support.
 
     :param group: the group, declared on constrained values; it may know fewer sites than the guide.
     :param supports: site -> support, in the order of concatenation.
@@ -101,12 +106,19 @@ def action_on_unconstrained(
                 f"in the group"
             )
     factors = [group.factor(name) for name in group.factors]
-    if all(_is_real(supports[site]) for site in group.required_sites):
+    if all(commutes_with_permutations(supports[site]) for site in group.required_sites):
         unconstrained = {site: biject_to(support).inverse_shape(shapes[site]) for site, support in supports.items()}
         buffers = {site: shape for site, shape in group.site_shapes.items() if site not in unconstrained}
         return FlatAction(PermutationGroup(factors, {**buffers, **unconstrained}), list(supports))
     return ConstrainedAction(PermutationGroup(factors, {**group.site_shapes, **shapes}), supports)
 
 
-def _is_real(support: Constraint) -> bool:
-    return isinstance(getattr(support, "base_constraint", support), type(constraints.real))
+def commutes_with_permutations(support: Constraint) -> bool:
+    """Whether the bijection to ``support`` is the same function of every single entry."""
+    base = getattr(support, "base_constraint", support)
+    if isinstance(base, type(constraints.real)):
+        return True
+    if base.event_dim > 0 or biject_to(base).domain.event_dim > 0:
+        return False
+    bounds = (getattr(base, name, 0.0) for name in ("lower_bound", "upper_bound"))
+    return all(torch.as_tensor(bound).numel() == 1 for bound in bounds)

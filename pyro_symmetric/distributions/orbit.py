@@ -5,10 +5,8 @@ For a base density ``q`` and a finite group ``G`` that acts with Jacobian ``J_g`
 .. math:: \bar q(w) = \frac{1}{|G|} \sum_{g \in G} q(g \cdot w)\, |\det J_g(w)|
 
 is too long a sum for most groups. An estimator is asked for :math:`\log \bar q(w)` at draws :math:`w \sim q` and states
-in
-``bound`` what its expected answer is: ``"exact"``, or ``"upper"``, an upper bound, so that the ELBO made of it is a
-lower
-bound of that of :math:`\bar q`.
+in ``bound`` what its expected answer is: ``"exact"``, or ``"upper"``, an upper bound, so that the ELBO made of it is a
+lower bound of that of :math:`\bar q`.
 
 Reference: Gelberg et al. 2024, "Variational Inference Failures Under Model Symmetries" (arXiv 2408.05496), Theorem 4.3.
 """
@@ -67,10 +65,8 @@ class InfoNCE:
     .. math:: \log \frac{1}{K} \Big[ q(w) + \sum_{k=2}^{K} q(g_k \cdot w) \Big]
 
     For :math:`w \sim q` its mean is an upper bound of the mean of :math:`\log \bar q(w)` that falls with ``K`` and
-    can't get
-    below ``log q(w) - log K``: of the ``log |G|`` nats at stake it sees at most ``log K``. At ``w`` that are not drawn
-    from
-    ``q`` (a uniformly permuted draw, say) it is no bound. Cost: ``K`` evaluations of ``q``.
+    can't get below ``log q(w) - log K``: of the ``log |G|`` nats at stake it sees at most ``log K``. At ``w`` that are
+    not drawn from ``q`` (a uniformly permuted draw, say) it is no bound. Cost: ``K`` evaluations of ``q``.
 
     Reference: Gelberg et al. 2024, Theorem 4.3.
 
@@ -119,8 +115,12 @@ class ExactOrbit:
             )
         batch_dims = max(value.dim() - 1, len(base.batch_shape))
         everywhere = (slice(None), *([None] * batch_dims))
-        elements = action.group.enumerate().to(value.device).select(everywhere)
-        return _log_mean_exp(log_prob_on_orbit(base, action, value, elements))
+        own = base.log_prob(value)[None]
+        if order == 1:
+            return own[0]
+        # The identity comes first; its term is the density itself, not what a bijection there and back makes of it.
+        others = action.group.enumerate().to(value.device).select(slice(1, None)).select(everywhere)
+        return _log_mean_exp(torch.cat([own, log_prob_on_orbit(base, action, value, others)]))
 
 
 def log_prob_on_orbit(base: Distribution, action: Action, value: Tensor, elements: Permutation) -> Tensor:

@@ -19,9 +19,8 @@ from pyro_symmetric.distributions.orbit import Action, InfoNCE, OrbitEstimator
 class Symmetrized(TorchDistribution):
     r"""A base distribution averaged over the orbits of a group.
 
-    ``sample`` and ``rsample`` draw *from the base*: every function of the weights that is invariant under the group
-    (a network's predictions) is distributed as under :math:`\bar q`, reparametrised gradients flow, and the draws are
-    what
+    ``sample`` and ``rsample`` draw *from the base*: every function of the weights that is invariant under the group (a
+    network's predictions) is distributed as under :math:`\bar q`, reparametrised gradients flow, and the draws are what
     the bounds of ``estimator`` are stated for. :meth:`sample_orbit` draws from :math:`\bar q` itself.
 
     ``log_prob`` is the estimator's answer, which for a bound is random and evaluated once for each draw by

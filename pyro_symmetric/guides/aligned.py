@@ -69,8 +69,8 @@ class AutoAligned(AutoMeanField):
         action = action_on_unconstrained(permutation.group, supports, shapes)
         if not isinstance(action, FlatAction):
             raise ValueError(
-                "the permutation moves sites with constrained support, where the push-forward of a Gaussian need not "
-                "be one; "
+                "the permutation moves sites whose entries are constrained together, where the push-forward of a "
+                "Gaussian need not be one; "
                 f"the guide's supports are { {name: str(support) for name, support in supports.items()} }"
             )
         loc, scale = flat_moments(to_gaussian(guide), sites)

@@ -34,8 +34,7 @@ class Evidence:
     :param symmetrized_error: its standard error.
     :param estimator: by which the symmetrised density was estimated.
     :param bound: ``"lower"`` where the expectation of ``symmetrized_elbo`` is a lower bound of the symmetrised guide's
-        ELBO,
-        ``"exact"`` where it is that ELBO.
+        ELBO, ``"exact"`` where it is that ELBO.
     :param log_order: the most that symmetrisation can add, ``log |G|``.
     """
 
@@ -71,7 +70,8 @@ def evidence(
     >>> evidence(guide, lambda w: model.log_joint(w, x, y), group, InfoNCE(256))
 
     :param guide: a set-up guide of this library.
-    :param log_joint: weights of batch shape ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``.
+    :param log_joint: e.g. :func:`log_joint(model, *args) <pyro_symmetric.mcmc.log_joint>`; weights of batch shape
+        ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``.
     :param group: the symmetry of the model.
     :param estimator: of the symmetrised log-density; ``InfoNCE(64)`` by default.
     :param num_samples: Monte Carlo samples, at least 2.

@@ -22,6 +22,7 @@ from pyro_symmetric.symmetry.permutation import PermutationGroup
 KIND = "guide"
 VERSION = 1
 
+_BASES = ("AutoDiagonalNormal", "AutoLowRankMultivariateNormal", "AutoMultivariateNormal")
 _ESTIMATORS: dict[str, type] = {"InfoNCE": InfoNCE, "ExactOrbit": ExactOrbit}
 
 
@@ -36,6 +37,10 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     sites = layout_of(guide)
     header: dict[str, Any] = {"sites": [site.to_dict() for site in sites]}
     if isinstance(guide, AutoSymmetrized):
+        if guide.base_class.__name__ not in _BASES:
+            raise TypeError(
+                f"a guide over {guide.base_class.__name__} can't be written to a file; over {_BASES} it can"
+            )
         estimator = guide.get_posterior().estimator
         if type(estimator).__name__ not in _ESTIMATORS:
             raise TypeError(f"the estimator {estimator!r} can't be written to a file; known are {sorted(_ESTIMATORS)}")

@@ -1,8 +1,7 @@
 """What a guide needs to know of its model to draw weights: the latent sites, their shapes, supports and plates.
 
 A layout is read off a guide that has been set up, written to JSON, and turned back into a tiny Pyro model with the same
-latent
-sites and no data. Guides that are pushed forward or loaded from a file are built over that model.
+latent sites and no data. Guides that are pushed forward or loaded from a file are built over that model.
 """
 
 from __future__ import annotations

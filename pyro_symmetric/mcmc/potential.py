@@ -28,6 +28,26 @@ from pyro_symmetric.symmetry.weights import Weights, batch_shape
 INITIALISATIONS = ("prior", "uniform")
 
 
+def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[Weights], Tensor]:
+    """The log-joint density of any Pyro model as a function of batches of weights.
+
+    >>> density = log_joint(model, data)
+    >>> density({"locs": torch.randn(5, 3), "scales": torch.rand(5, 3)}).shape
+    torch.Size([5])
+
+    :param model: a Pyro model with continuous latent sites, or a ``BayesianModel``; ``args`` and ``kwargs`` are what it
+        is called with.
+    :return: constrained weights of batch shape ``(S,)`` -> ``(S,)``.
+    """
+    target = Potential(model, *args, **kwargs).target
+
+    def density(weights: Weights) -> Tensor:
+        with pyro.validation_enabled(False):  # whose checks branch on values, which vmap forbids
+            return target.log_joint(weights, None)
+
+    return density
+
+
 class Potential:
     """Potential energy and its gradient, chains first.
 

@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ import torch
 
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.storage import write_text
-from pyro_symmetric.study.measure import Draws, draws_of, measure
+from pyro_symmetric.study.measure import Draws, concerns, draws_of, measure, reference_of
 from pyro_symmetric.study.methods import Fit, Method, make_method
-from pyro_symmetric.study.problem import Problem, build_problem
+from pyro_symmetric.study.problem import Problem, build_problem, fingerprint
+from pyro_symmetric.study.report import write_report
 from pyro_symmetric.study.settings import StudySettings
 
 Say = Callable[[str], None]
@@ -69,8 +70,7 @@ def run_study(
     """Do the study that ``settings`` describe, in the folder ``out``.
 
     Every method is written to ``out/samples`` when it finishes. Run again with the same settings and folder, the study
-    goes on
-    where it stopped; with other settings it is refused, unless ``overwrite``.
+    goes on where it stopped; with other settings it is refused, unless ``overwrite``.
 
     :raises ValueError: if the settings can't be met, or differ from those of the study in ``out``.
     :raises OSError: if the folder can't be written.
@@ -78,7 +78,7 @@ def run_study(
     methods = [make_method(name, settings.quick) for name in settings.methods]
     make_method(settings.reference)
     problem = build_problem(settings)
-    out = prepare_folder(Path(out), settings, overwrite)
+    out = prepare_folder(Path(out), settings, fingerprint(problem), overwrite)
     for line in describe(problem):
         say(line)
     if settings.reference not in settings.methods:
@@ -89,8 +89,9 @@ def run_study(
     fits: dict[str, Finished] = {}
     for method in methods:
         fits |= stored(method, out, say) or fit_and_store(method, problem, out, progress, say)
-    draws = {label: draws_of(finished.fit, problem) for label, finished in fits.items()}
-    reference = draws.get(settings.reference)
+    draws = {label: draws_of(finished.fit.posterior, problem) for label, finished in fits.items()}
+    basis = fits.get(settings.reference)
+    reference = reference_of(basis.fit, draws[settings.reference], problem) if basis else None
     rows = {}
     for label, finished in fits.items():
         say(f"Measuring {label} ...")
@@ -102,11 +103,12 @@ def run_study(
         "environment": environment(settings),
         "methods": rows,
     }
+    results["concerns"] = concerns(rows, settings.reference)
+    for line in results["concerns"]:
+        say(line)
     results = without_nan(results)
     write_text(out / "results.json", json.dumps(results, indent=1, allow_nan=False), "table of results")
     study = Study(problem, fits, draws, results, out)
-    from pyro_symmetric.study.report import write_report
-
     write_report(study)
     return study
 
@@ -114,17 +116,26 @@ def run_study(
 # the folder ---------------------------------------------------------------------------------------------------------
 
 
-def prepare_folder(out: Path, settings: StudySettings, overwrite: bool) -> Path:
-    """Make the folder and note the settings in it, or check that those noted there are the same."""
+def prepare_folder(out: Path, settings: StudySettings, mark: Mapping[str, str], overwrite: bool) -> Path:
+    """Make the folder and note the settings in it, or check that those noted there are the same.
+
+    :param mark: name -> fingerprint of what the settings only name: the data and the network.
+    """
     noted = out / "settings.json"
     if noted.exists() and not overwrite:
         try:
-            there = StudySettings.from_dict(json.loads(noted.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            stored = json.loads(noted.read_text(encoding="utf-8"))
+            there, marked = StudySettings.from_dict(stored["settings"]), stored["fingerprint"]
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{noted} can't be read ({error}); choose another --out, or --overwrite") from error
         if changed := settings.differences(there):
             shown = "; ".join(f"{name}: {there!r} there, {here!r} now" for name, (here, there) in changed.items())
             raise ValueError(f"{out} holds a study with other settings ({shown}); choose another --out, or --overwrite")
+        if changed_marks := [name for name, value in mark.items() if marked.get(name) != value]:
+            raise ValueError(
+                f"{out} holds a study of another {' and '.join(changed_marks)} of the same name; choose another --out, "
+                "or --overwrite"
+            )
     try:
         (out / "samples").mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -132,7 +143,7 @@ def prepare_folder(out: Path, settings: StudySettings, overwrite: bool) -> Path:
     if overwrite:
         for old in (out / "samples").glob("*.safetensors"):
             old.unlink()
-    write_text(noted, json.dumps(settings.to_dict(), indent=1), "settings")
+    write_text(noted, json.dumps({"settings": settings.to_dict(), "fingerprint": mark}, indent=1), "settings")
     return out
 
 
@@ -149,9 +160,13 @@ def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:
         if not path.exists():
             return {}
         try:
-            found[label] = finished_from(Posterior.load(path))
+            posterior = Posterior.load(path)
+            found[label] = finished_from(posterior)
         except (ValueError, KeyError) as error:
             say(f"{path} is damaged and will be made anew: {error}")
+            return {}
+        if posterior.metadata["budget"] != vars(method):
+            say(f"{path} was made on another budget and will be made anew.")
             return {}
     seconds = found[method.labels[0]].seconds
     say(f"Reusing {method.name} from {out / 'samples'} (it took {seconds:.1f} s).")

@@ -1,5 +1,4 @@
-"""Everything that is measured of a fit: how well it predicts, how close it comes to the reference, how its chains
-mixed."""
+"""Everything that is measured of a fit: its predictions, its distance to the reference, how its chains mixed."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.compare import invariance_tests, marginal_wasserstein, mmd, scores
+from pyro_symmetric.compare import MMDResult, invariance_tests, marginal_wasserstein, mmd, scores
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods import Fit
@@ -22,6 +21,9 @@ from pyro_symmetric.symmetry.weights import Weights
 # Test rows whose predictions are followed along chains: enough for a worst case, few enough to be instant.
 FOLLOWED_ROWS = 32
 CHUNK = 32
+
+# Of predictions; beyond it chains haven't forgotten where they started.
+GOOD_R_HAT = 1.05
 
 
 @dataclass(frozen=True)
@@ -36,21 +38,45 @@ class Draws:
         """How many there are."""
         return len(next(iter(self.raw.values())))
 
-    def part(self, rows: slice) -> Draws:
-        """Some of them."""
-        return Draws(*({site: value[rows] for site, value in w.items()} for w in (self.raw, self.canonical)))
+
+@dataclass(frozen=True)
+class Reference:
+    """What all methods are compared with.
+
+    :param label: the method that made it.
+    :param draws: its draws.
+    :param halves: as many draws again from each half of its chains: how far it is from itself.
+    :param kernels: ``"raw"`` and ``"canonical"`` -> the discrepancy of the halves, whose kernels serve for all methods.
+    """
+
+    label: str
+    draws: Draws
+    halves: tuple[Draws, Draws]
+    kernels: dict[str, MMDResult]
 
 
-def draws_of(fit: Fit, problem: Problem) -> Draws:
-    """The draws of a fit that are compared, on the study's device."""
-    flat = fit.posterior.get_samples()
-    total = fit.posterior.num_chains * fit.posterior.num_samples
+def draws_of(posterior: Posterior, problem: Problem) -> Draws:
+    """The draws that are compared, thinned evenly over all chains, on the study's device."""
+    flat = posterior.get_samples()
+    total = posterior.num_chains * posterior.num_samples
     keep = torch.arange(min(total, problem.settings.num_draws)) * total // min(total, problem.settings.num_draws)
     raw = {site: value[keep].to(problem.x.device) for site, value in flat.items()}
     return Draws(raw, problem.canonical(raw))
 
 
-def measure(fit: Fit, draws: Draws, reference: Draws | None, problem: Problem, seconds: float) -> dict[str, Any]:
+def reference_of(fit: Fit, draws: Draws, problem: Problem) -> Reference:
+    """Make a fit the reference."""
+    samples, chains = fit.posterior.samples, fit.posterior.num_chains
+    if chains > 1:
+        cut = [{site: value[part] for site, value in samples.items()} for part in _halves(chains)]
+    else:
+        cut = [{site: value[:, part] for site, value in samples.items()} for part in _halves(fit.posterior.num_samples)]
+    first, second = (draws_of(Posterior(part), problem) for part in cut)
+    kernels = {name: mmd(getattr(first, name), getattr(second, name)) for name in ("raw", "canonical")}
+    return Reference(fit.label, draws, (first, second), kernels)
+
+
+def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Problem, seconds: float) -> dict[str, Any]:
     """One row of the report, as JSON."""
     sites = weight_diagnostics(fit.posterior) if fit.is_chain else {}
     row: dict[str, Any] = {
@@ -65,22 +91,39 @@ def measure(fit: Fit, draws: Draws, reference: Draws | None, problem: Problem, s
         "distance": None,
     }
     if reference is not None:
-        pair = _halves(draws) if draws is reference else (draws, reference)
-        row["distance"] = {"to": OWN_HALF if draws is reference else problem.settings.reference}
-        row["distance"] |= distances(*pair)
+        itself = fit.label == reference.label
+        pair = reference.halves if itself else (draws, reference.draws)
+        row["distance"] = {"to": OWN_HALF if itself else reference.label, **distances(*pair, reference.kernels)}
     return row
 
 
-def distances(draws: Draws, reference: Draws) -> dict[str, Any]:
+def distances(draws: Draws, others: Draws, kernels: Mapping[str, MMDResult]) -> dict[str, Any]:
     """MMD and marginal Wasserstein distance between two samples, before and after the symmetries are removed."""
     result = {}
     for name in ("raw", "canonical"):
-        mine, theirs = getattr(draws, name), getattr(reference, name)
+        mine, theirs = getattr(draws, name), getattr(others, name)
+        wasserstein = marginal_wasserstein(mine, theirs).to_dict()
         result[name] = {
-            "mmd": mmd(mine, theirs).to_dict(),
-            "wasserstein": {k: v for k, v in marginal_wasserstein(mine, theirs).to_dict().items() if k != "per_weight"},
+            "mmd": mmd(mine, theirs, bandwidths=kernels[name]).to_dict(),
+            "wasserstein": {key: value for key, value in wasserstein.items() if key != "per_weight"},
         }
     return result
+
+
+def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]:
+    """What a reader must know before believing the comparison, a sentence each."""
+    chains = (rows.get(reference) or {}).get("chains")
+    if chains is None:
+        return []
+    found = []
+    if not chains["r_hat_predictions"] <= GOOD_R_HAT:
+        found.append(
+            f"The reference has not converged: R-hat of its predictions is {chains['r_hat_predictions']:.2f}, over "
+            f"{GOOD_R_HAT}. Distances to it say little; give it more draws."
+        )
+    if chains["divergences"]:
+        found.append(f"{chains['divergences']} draws of the reference diverged; it may miss parts of the posterior.")
+    return found
 
 
 @torch.no_grad()
@@ -113,7 +156,8 @@ def independent_draws(fit: Fit, sites: Mapping[str, Mapping[str, Any]]) -> int |
     if not fit.is_chain:
         return None
     worst = [entry["ess_bulk"] for entry in sites.values() if not math.isnan(entry["ess_bulk"])]
-    return max(fit.posterior.num_chains, int(min(worst, default=2)), 2)
+    # Half of the effective size: draws that are thinned to all of it are still a little correlated.
+    return max(fit.posterior.num_chains, int(min(worst, default=2)) // 2, 2)
 
 
 def invariance(draws: Draws, problem: Problem, independent: int | None) -> dict[str, Any]:
@@ -131,7 +175,7 @@ def chain_diagnostics(posterior: Posterior, sites: Mapping[str, Mapping[str, Any
     chains = (posterior.num_chains, posterior.num_samples)
     in_function_space = Posterior({"prediction": followed.reshape(*chains, -1)}).diagnostics()["prediction"]
     statistics = posterior.statistics
-    acceptance = statistics.get("acceptance_rate")
+    acceptance, temperature = statistics.get("acceptance_rate"), statistics.get("kinetic_temperature")
     return {
         "num_chains": chains[0],
         "num_draws": chains[1],
@@ -141,6 +185,7 @@ def chain_diagnostics(posterior: Posterior, sites: Mapping[str, Mapping[str, Any
         "ess_predictions": in_function_space["ess_bulk"],
         "divergences": int(posterior.divergences.sum()) if "diverging" in statistics else None,
         "acceptance": None if acceptance is None else float(acceptance.double().mean()),
+        "kinetic_temperature": None if temperature is None else float(temperature.double().mean()),
     }
 
 
@@ -150,7 +195,5 @@ def weight_diagnostics(posterior: Posterior) -> dict[str, dict[str, Any]]:
     return {site: table[site] for site in posterior.site_shapes}
 
 
-def _halves(draws: Draws) -> tuple[Draws, Draws]:
-    """First and second half: with chains laid end to end, the first chains against the others."""
-    middle = draws.count // 2
-    return draws.part(slice(0, middle)), draws.part(slice(middle, None))
+def _halves(count: int) -> tuple[slice, slice]:
+    return slice(0, count // 2), slice(count // 2, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import hashlib
 import importlib
 import inspect
 import itertools
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import datasets
+from pyro_symmetric._torchvision import import_torchvision
 from pyro_symmetric.datasets import Dataset
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior, Likelihood
 from pyro_symmetric.study.settings import ACTIVATIONS, StudySettings
@@ -93,6 +96,7 @@ def build_problem(settings: StudySettings) -> Problem:
         )
     net = build_net(settings, dataset).to(device=device, dtype=dtype)
     check_net(net, dataset)
+    check_settings(settings, net, dataset)
     symmetry = find_symmetry(net.eval(), dataset.train_x[:2], logits=dataset.task == "classification")
     prior = GaussianPrior(settings.prior_scale, settings.prior_fan_in, settings.prior_scales)
     model = BayesianModel(net, prior, _likelihood(settings, dataset), num_data=len(dataset.train_x))
@@ -123,6 +127,27 @@ def check_net(net: nn.Module, dataset: Dataset) -> None:
         raise ValueError(f"the network's output for two rows has shape {found}; {dataset.name} needs {wanted}")
 
 
+def check_settings(settings: StudySettings, net: nn.Module, dataset: Dataset) -> None:
+    """:raises ValueError: for settings that would have no effect on these data and this network."""
+    if settings.noise is not None and dataset.task == "classification":
+        raise ValueError(f"--noise {settings.noise} is for regressions; {dataset.name} is a classification data set")
+    names = [name for name, _ in net.named_parameters()]
+    for pattern in settings.prior_scales:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"--prior-scale {pattern}=... matches no parameter; the network's are {', '.join(names)}")
+
+
+def fingerprint(problem: Problem) -> dict[str, str]:
+    """What settings only name: ``"data"`` and ``"network"`` -> a hash of their contents."""
+    data = problem.dataset
+    rows = hashlib.sha256()
+    for value in (data.train_x, data.train_y, data.test_x, data.test_y, data.ood_x):
+        rows.update(b"none" if value is None else value.cpu().contiguous().numpy().tobytes())
+    shapes = {name: tuple(shape) for name, shape in problem.model.site_shapes.items()}
+    network = hashlib.sha256(f"{problem.model.net}{shapes}".encode())
+    return {"data": rows.hexdigest(), "network": network.hexdigest()}
+
+
 def import_callable(spec: str) -> Callable[..., Any]:
     """The callable that ``package.module:callable`` names; modules of the current folder count.
 
@@ -133,10 +158,12 @@ def import_callable(spec: str) -> Callable[..., Any]:
         raise ValueError(f"{spec!r} doesn't name a callable; write package.module:callable")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if module_name.partition(".")[0] == "torchvision":
+        import_torchvision()
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"the module of {spec!r} can't be imported: {error}") from error
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"the module of {spec!r} can't be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise ValueError(f"module {module_name!r} has no callable {name!r}")
@@ -148,7 +175,10 @@ def _from_callable(spec: str, dataset: Dataset) -> nn.Module:
     count = len(inspect.signature(build).parameters)
     if count not in (0, 2):
         raise ValueError(f"{spec} takes {count} arguments; it is called with (input_shape, num_outputs), or with none")
-    net = build(tuple(dataset.input_shape), dataset.num_outputs) if count else build()
+    try:
+        net = build(tuple(dataset.input_shape), dataset.num_outputs) if count else build()
+    except Exception as error:  # whatever the user's callable raises
+        raise ValueError(f"{spec} fails: {type(error).__name__}: {error}") from error
     if not isinstance(net, nn.Module):
         raise ValueError(f"{spec} returned a {type(net).__name__}; it must return a torch.nn.Module")
     return net

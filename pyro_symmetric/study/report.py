@@ -5,18 +5,20 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from pyro_symmetric import plots
 from pyro_symmetric.storage import write_text
-from pyro_symmetric.study.compare import Study
 from pyro_symmetric.study.measure import Draws
 from pyro_symmetric.study.methods import METHODS
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.tables import tables
+
+if TYPE_CHECKING:
+    from pyro_symmetric.study.compare import Study
 
 # Bins of confidence with fewer test rows say nothing about accuracy.
 FEWEST_ROWS = 5
@@ -44,6 +46,7 @@ def render(study: Study) -> str:
     return environment.get_template("report.html").render(
         title=f"Posteriors of a neural network on {study.problem.dataset.title}",
         problem=study.results["problem"],
+        concerns=study.results["concerns"],
         quick=study.problem.settings.quick,
         methods=[(name, METHODS[name].summary) for name in study.problem.settings.methods],
         tables=[(t, t.rows(rows)) for t in tables(study.problem.is_classification) if t.rows(rows)],

@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 # Neither changes what a finished method has computed, so a study may be continued with others.
-FREE_TO_CHANGE = frozenset({"methods", "device", "data_root", "download"})
+FREE_TO_CHANGE = frozenset({"methods", "reference", "device", "data_root", "download"})
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class StudySettings:
             _listed(self.hidden),
             "one or more widths of at least 1, such as 32 or 32,32",
         )
+        _require(len(self.methods) > 0, "--methods", "empty", "one or more names of methods, such as mean-field,hmc")
         _require(self.activation in ACTIVATIONS, "--activation", self.activation, f"one of {', '.join(ACTIVATIONS)}")
         _require(self.dtype in DTYPES, "--dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         _require(self.device in ("cpu", "cuda", "auto"), "--device", self.device, "cpu, cuda or auto")

@@ -185,7 +185,8 @@ REGRESSION = Table(
 DISTANCE = Table(
     "Distance to the reference",
     "Between each method's draws and the reference's, weight by weight: as they are, and with one representative for all weights "
-    "that compute the same function. The reference itself is split in two halves of its chains: what its own Monte Carlo error looks like.",
+    "that compute the same function. The reference itself is split in two halves of its chains: what its own Monte Carlo error looks like. "
+    "All rows share the kernels of that split.",
     (
         Column(
             "MMD² raw",
@@ -211,7 +212,7 @@ DISTANCE = Table(
             "W₁ raw",
             ("distance", "raw", "wasserstein", "mean"),
             ".4f",
-            "One-dimensional Wasserstein distance of each weight's marginal, averaged over weights, as the draws come.",
+            "One-dimensional Wasserstein distance of each weight's marginal, averaged over weights, as the draws come. Even between equal distributions it falls to zero only with the number of draws.",
         ),
         Column(
             "W₁ removed",
@@ -226,6 +227,12 @@ DISTANCE = Table(
             ".3g",
             "The true posterior is the same for every hidden unit of a layer. Smallest p-value, corrected for their number, of the tests that the draws are so too; small means that they are not.",
         ),
+        Column(
+            "draws tested",
+            ("invariance", "num_draws"),
+            "d",
+            "Independent draws that the invariance tests could use; with few of them a large p-value says nothing.",
+        ),
         Column("compared to", ("distance", "to"), "s", "What the draws are compared to."),
     ),
     competes=lambda row: bool(row["distance"]) and row["distance"]["to"] != OWN_HALF,
@@ -233,9 +240,15 @@ DISTANCE = Table(
 
 EVIDENCE = Table(
     "Evidence",
-    "For variational methods: lower bounds of the log-evidence of the training data, in nats.",
+    "For variational methods: lower bounds of the log-evidence of the training data, in nats (with a likelihood temperature other than 1, of the tempered evidence).",
     (
-        Column("ELBO", ("evidence", "elbo"), ",.1f", "Evidence lower bound of the guide as it is.", max),
+        Column(
+            "ELBO",
+            ("evidence", "elbo"),
+            ",.1f",
+            "Evidence lower bound of the Gaussian guide, one copy of the mode, not averaged over permutations.",
+            max,
+        ),
         Column("±", ("evidence", "elbo_error"), ".1f", "Its Monte Carlo standard error."),
         Column(
             "symmetrised ELBO",
@@ -295,6 +308,12 @@ CHAINS = Table(
         ),
         Column("divergences", ("chains", "divergences"), "d", "Draws whose trajectory diverged."),
         Column("acceptance", ("chains", "acceptance"), ".2f", "Mean acceptance probability."),
+        Column(
+            "kinetic temperature",
+            ("chains", "kinetic_temperature"),
+            ".3f",
+            "Mean kinetic temperature, for stochastic gradients: 1 where the step is small enough and friction outweighs the noise of mini-batches.",
+        ),
     ),
 )
 

@@ -79,7 +79,7 @@ def fit_networks(
     }
     optimiser = torch.optim.Adam(list(free.values()), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    forward = torch.func.vmap(lambda weights, rows: torch.func.functional_call(model.net, weights, (rows,)))
+    forward = torch.func.vmap(model.call)
     in_net = set(dict(model.net.named_parameters()))
     losses = []
     with tqdm(total=steps, desc=label, unit="step", disable=not progress) as bar:

@@ -58,7 +58,7 @@ def find_symmetry(
     traced = copied(net).eval()  # tracing leaves marks on some modules
     used, shifted = _propagate(traced, inputs, facts, unknown, logits)
     if _has_unused_parameters(traced, used):
-        with contextlib.suppress(tracing.UntraceableError):  # what only the training branch uses then stays as it is
+        with contextlib.suppress(ValueError):  # what only the training branch uses then stays as it is
             used |= _propagate(traced.train(), inputs, facts, unknown, logits)[0]
     _report_unknown(unknown, strict)
     symmetry = _solved(traced, facts, used, shifted, logits)

@@ -65,7 +65,7 @@ def trace(net: nn.Module, inputs: Sequence[Any]) -> ExportedProgram:
 def _try_out(net: nn.Module, inputs: Sequence[Any]) -> None:
     """Run the network as its user would, so that inputs which don't fit aren't taken for a graph that can't be had."""
     try:
-        with torch.no_grad():
+        with _quiet(), torch.no_grad():
             net(*inputs)
     except Exception as error:
         shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__ for value in inputs]

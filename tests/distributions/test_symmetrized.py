@@ -177,6 +177,19 @@ def test_a_simplex_is_permuted_as_a_simplex() -> None:
     torch.testing.assert_close(Symmetrized(q, action, ExactOrbit()).log_prob(u), expected)
 
 
+def test_no_value_falls_below_its_own_term_even_at_a_simplex_corner_in_float32() -> None:
+    """log q̄ ≥ log q − log|G| holds for every single value; most of these are sparse mixtures' weights."""
+    group = PermutationGroup.declare({"weights": ("k",)}, {"weights": torch.Size([3])})
+    action = ConstrainedAction(group, {"weights": constraints.simplex})
+    q = dist.Normal(torch.full((2,), 6.0), 3.0).to_event(1)
+    u = q.sample((2000,))
+    single = Symmetrized(q, action, ExactOrbit()).log_prob(u)
+    assert bool((single >= q.log_prob(u) - math.log(6) - 1e-4).all())
+    wide = dist.Normal(torch.full((2,), 6.0, dtype=torch.float64), 3.0).to_event(1)
+    double = Symmetrized(wide, action, ExactOrbit()).log_prob(u.double())
+    torch.testing.assert_close(single.double(), double, atol=2e-2, rtol=1e-3)
+
+
 def test_a_group_too_large_to_enumerate_is_refused_with_advice() -> None:
     group = PermutationGroup.declare({"w": ("unit",)}, {"w": torch.Size([20])})
     q = dist.Normal(torch.zeros(20), 1.0).to_event(1)

@@ -40,6 +40,19 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape))
 
 
+def overwritten(s: Any, h: Tensor) -> Tensor:
+    h = F.relu(h).clone()
+    h[:, :2] = s.w
+    return h
+
+
+def halves_with_own_softmax(s: Any, h: Tensor) -> Tensor:
+    """Units of two layers that are tied by a sum, but belong to two groups in between."""
+    one, other = torch.tanh(h), torch.tanh(s.c(s.x))
+    apart = torch.cat([one, other], -1).view(4, 2, 6).softmax(-1)
+    return apart[:, 0] + 2 * apart[:, 1] + one + other
+
+
 MASK = torch.tensor([True, True, False, False, False, False])
 CASES = {
     "identity": Case(lambda s, h: h.clone(), ALL, 6, 6),
@@ -85,6 +98,8 @@ CASES = {
     "an index map": Case(lambda s, h: F.relu(h)[:, torch.tensor([4, 2, 0])], 36, 6, 0, 3),
     "an index map with copies": Case(lambda s, h: F.relu(h)[:, torch.tensor([1, 1, 5])], 24, 6, 0, 3),
     "gather": Case(lambda s, h: F.relu(h).gather(1, torch.tensor([[0, 1]] * 4)), 1, 0, 0, 2),
+    "places written by a parameter": Case(overwritten, 48, 6, 0, parts={"w": parameter(2)}),
+    "tied units of two groups": Case(halves_with_own_softmax, 1, 0, 0, parts={"c": nn.Linear(3, 6)}),
     "mean over units": Case(lambda s, h: F.relu(h).mean(-1, keepdim=True), ALL, 0, 0, 1),
     "largest unit": Case(lambda s, h: h.amax(-1, keepdim=True), ALL, 0, 0, 1),
     "place of the largest unit": Case(lambda s, h: h.max(-1, keepdim=True).indices.to(h.dtype), 1, 0, 0, 1),

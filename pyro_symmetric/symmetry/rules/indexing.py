@@ -82,18 +82,14 @@ def _written(labeller: Labeller, value: Value, source: Value, axis: int, places:
     """Some places along an axis get other entries: those places and the rest are told apart."""
     if np.array_equal(places, np.arange(value.shape[axis])):
         return source
-    inside = np.zeros(value.shape[axis], dtype=np.int64)
-    inside[places] = 1
-    mask = Value(tuple(n if i == axis else 1 for i, n in enumerate(value.shape)), fixed=frozenset({axis}))
     part = value.part_on(axis)
     if part is None:
         labels = [labeller.restrict(source, [a for a in range(source.dim) if a != axis]), value]
         thin = [replace(v, shape=_thin(v, axis), fixed=v.fixed - {axis}, constant=None) for v in labels]
         tied = labeller.elementwise(thin)
-        return labeller.value(value.shape, tied.parts, tied.fixed | mask.fixed)
-    # Units keep their labels; what is written must be made of the same units, or equal everywhere (zeros).
-    column = inside.reshape([-1 if a == axis else 1 for a in part.axes])
-    labeller.facts.refine(part.atoms, np.broadcast_to(column, part.atoms.shape), labeller.where)
+        return labeller.value(value.shape, tied.parts, tied.fixed | {axis})
+    # Units keep their labels; what is written must be made of the same units, or equal everywhere (zeros). Taking the
+    # places out notes them as a tensor of their own, which tells them and the rest apart.
     old = take(labeller, value, axis, places)
     labeller.elementwise([old, source], "sum", LINEAR)
     fixed = value.fixed | {a for a in source.fixed if a != axis}
