@@ -139,9 +139,9 @@ def check_invariance(model: Callable[..., Any], group: PermutationGroup, *args: 
     with torch.random.fork_rng(cuda), torch.no_grad(), poutine.block(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trace = poutine.trace(model).get_trace(*args, **kwargs)
-        weights: Weights = {name: trace.nodes[name]["value"] for name, _ in trace.iter_stochastic_nodes()}
+        weights: dict[str, Any] = {name: site["value"] for name, site in trace.iter_stochastic_nodes()}
 
-        def log_joint(values: Weights) -> float:
+        def log_joint(values: dict[str, Any]) -> float:
             conditioned = poutine.condition(model, data=values)
             return float(poutine.trace(conditioned).get_trace(*args, **kwargs).log_prob_sum())
 
