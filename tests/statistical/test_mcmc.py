@@ -12,8 +12,6 @@ from torch import Tensor
 from pyro_symmetric.mcmc import HMC, SGHMC, sample
 from pyro_symmetric.samples import Posterior
 
-pytestmark = pytest.mark.slow
-
 
 def effective(posterior: Posterior, site: str) -> float:
     """The smallest bulk effective sample size of a site."""
