@@ -7,8 +7,8 @@
 
 Networks have random weights. For each: seconds for discovery and for verification; the largest change of an output,
 relative to the largest output, under a random element of the whole group, in float64 (eval and train mode) and in
-float32 (eval and train mode, the latter beside the network's own rounding error: batch statistics of few numbers
-magnify it); the number of permutation factors and the log of the group's order.
+float32 (eval and train mode), beside the network's own rounding errors in float32 (batch statistics of few numbers
+magnify them); the number of permutation factors and the log of the group's order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 
 from pyro_symmetric._torchvision import import_torchvision
 from pyro_symmetric.symmetry import find_symmetry, verify
-from pyro_symmetric.symmetry.verify import _difference, _outputs
+from pyro_symmetric.symmetry.verify import _difference, _outputs, _Test
 from pyro_symmetric.symmetry.weight_symmetry import copied
 
 Case = tuple[str, Callable[[], nn.Module], tuple[Any, ...]]
@@ -242,7 +242,7 @@ def measure(name: str, make: Callable[[], nn.Module], inputs: tuple[Any, ...]) -
     double = verify(symmetry, net, *inputs)
     verified = time.perf_counter()
     single = verify(symmetry, net, *inputs, dtype=torch.float32)
-    own = rounding(net, inputs)
+    own_error, own_train = rounding(_Test(symmetry, net, inputs))
     return {
         "name": name,
         "seconds_to_find": found - start,
@@ -255,17 +255,23 @@ def measure(name: str, make: Callable[[], nn.Module], inputs: tuple[Any, ...]) -
         "log_order": symmetry.permutations.log_order(),
         "scales": symmetry.scalings.dim,
         "signs": sum(symmetry.signs.factors.values()),
-        "rounding_float32": own,
-        "sound": bool(double) and single.error < 1e-5 and single.train_error < max(1e-5, 3 * own),
+        "rounding_float32": own_error,
+        "train_rounding_float32": own_train,
+        "sound": bool(double)
+        and single.error < max(1e-5, 3 * own_error)
+        and single.train_error < max(1e-5, 3 * own_train),
     }
 
 
-def rounding(net: nn.Module, inputs: tuple[Any, ...]) -> float:
-    """How far float32 outputs in train mode are from float64 ones with the same weights."""
-    single = _outputs(copied(net), inputs, True)
-    wide = tuple(x.double() if x.is_floating_point() else x for x in inputs)
-    double = _outputs(copied(net).double(), wide, True)
-    return _difference(double, None if single is None else [x.double() for x in single])
+def rounding(test: _Test) -> tuple[float, float]:
+    """How far the network's float32 outputs are from its float64 ones with the same weights, in eval and train mode."""
+    single = copied(test.net).float()
+    inputs = [x.float() if x.is_floating_point() else x for x in test.inputs]
+    errors = []
+    for train in (False, True):
+        outputs = None if test.before[train] is None else _outputs(single, inputs, train)
+        errors.append(_difference(test.before[train], None if outputs is None else [x.double() for x in outputs]))
+    return errors[0], errors[1]
 
 
 def main() -> int:
@@ -306,7 +312,8 @@ def line(result: dict[str, Any]) -> str:
     return (
         f"{result['name']:28s} {sound:9s} find {result['seconds_to_find']:5.1f} s "
         f"verify {result['seconds_to_verify']:5.1f} s  error {errors[0]:.0e} train {errors[1]:.0e} "
-        f"float32 {errors[2]:.0e} train {errors[3]:.0e} (own rounding {result['rounding_float32']:.0e})  "
+        f"float32 {errors[2]:.0e} train {errors[3]:.0e} "
+        f"(own rounding {result['rounding_float32']:.0e} {result['train_rounding_float32']:.0e})  "
         f"factors {result['factors']:4d} log-order {result['log_order']:8.0f}  {'; '.join(result['warnings'])[:100]}"
     ).rstrip()
 

@@ -7,7 +7,7 @@ look alike form one factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -245,6 +245,16 @@ def _substituted(terms: dict[int, Fraction], solved: dict[int, dict[int, Fractio
     return {k: v for k, v in result.items() if v}
 
 
+def _is_idle(parts: Sequence[RescaledAxis], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether multipliers cancel within every site: all of one axis times, all of another axis divided by the same."""
+    total: dict[str, int] = {}
+    for axis in parts:
+        if axis.index.shape[1] > 1 or axis.index.shape[0] < shapes[axis.site][axis.dim]:
+            return False
+        total[axis.site] = total.get(axis.site, 0) + axis.exponent
+    return not any(total.values())
+
+
 def _leaf_axes(facts: Facts) -> tuple[Array, Array]:
     """For each atom: the number of the leaf axis that it lies on (-1: none), and its position there."""
     axis, position = np.full(facts.size, -1, dtype=np.int64), np.zeros(facts.size, dtype=np.int64)
@@ -280,7 +290,8 @@ def _assembled(facts: Facts, families: Sequence[_Family]) -> list[RescalingFacto
             parts.append(
                 RescaledAxis(leaf.site, dim, index, sign * exponent, leaf.buffer, facts.epsilons.get(leaf.site))
             )
-        found.append((first, parts, module_name(axes[first][0].site), len(order)))
+        if not _is_idle(parts, {leaf.site: leaf.shape for leaf, _ in axes}):
+            found.append((first, parts, module_name(axes[first][0].site), len(order)))
     names: dict[str, int] = {}
     factors = []
     for _, parts, name, size in sorted(found, key=lambda item: (item[0], int(item[1][0].index.min()))):
