@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -9,7 +10,7 @@ import platform
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from pyro_symmetric.study.settings import StudySettings
 Say = Callable[[str], None]
 
 NO_OOD = "No out-of-distribution inputs: classes are held out where there are at least 5; --ood names another data set."
+
+# Weights times rows below which one thread computes as fast as several.
+SMALL_PROBLEM = 10_000_000
 
 # Points of a curve that are kept: more than a plot can show.
 CURVE_POINTS = 1000
@@ -78,7 +82,13 @@ def run_study(
     methods = [make_method(name, settings.quick) for name in settings.methods]
     make_method(settings.reference)
     problem = build_problem(settings)
-    out = prepare_folder(Path(out), settings, fingerprint(problem), overwrite)
+    with threads_for(problem):
+        return _run(problem, methods, Path(out), overwrite, progress, say)
+
+
+def _run(problem: Problem, methods: Sequence[Method], out: Path, overwrite: bool, progress: bool, say: Say) -> Study:
+    settings = problem.settings
+    out = prepare_folder(out, settings, fingerprint(problem), overwrite)
     for line in describe(problem):
         say(line)
     if settings.reference not in settings.methods:
@@ -111,6 +121,23 @@ def run_study(
     study = Study(problem, fits, draws, results, out)
     write_report(study)
     return study
+
+
+@contextlib.contextmanager
+def threads_for(problem: Problem) -> Iterator[None]:
+    """One thread where the network and the data are small.
+
+    Threads that meet after every tiny operation gain little on an idle machine and lose severalfold on a busy one. The
+    choice depends on the problem alone, so that a seed reproduces a run to the last bit.
+    """
+    weights = sum(shape.numel() for shape in problem.model.site_shapes.values())
+    before = torch.get_num_threads()
+    if weights * len(problem.x) < SMALL_PROBLEM:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # the folder ---------------------------------------------------------------------------------------------------------
