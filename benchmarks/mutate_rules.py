@@ -90,7 +90,7 @@ MUTATIONS = [
     Mutation("hidden units aren't fed back", "rules/recurrent.py", "    labeller.elementwise([cell, again])\n", "", "recurrent"),
     Mutation("gates aren't tied", "rules/recurrent.py", "return labeller.elementwise([first, *others])", "return first", "recurrent"),
     Mutation("first states are forgotten", "rules/recurrent.py", "        _starts_like(labeller, state, like)\n", "        pass\n", "state_that_comes"),
-    Mutation("lstm passes signs", "rules/recurrent.py", '"lstm": (4, NOTHING)', '"lstm": (4, ODD)', "recurrent"),
+    Mutation("gates pass multipliers", "rules/recurrent.py", "    labeller.still(value)\n", "", "recurrent"),
     Mutation("relu recurrence passes signs", "rules/recurrent.py", '"rnn_relu": (1, HOMOGENEOUS)', '"rnn_relu": (1, ODD)', "plain_recurrent"),
     Mutation("embeddings forget their features", "rules/indexing.py", "parts = [part.moved({1: last}) for part in weight.parts]", "parts = []", "used_twice"),
     Mutation("writes forget what is written", "rules/indexing.py", '    labeller.elementwise([old, source], "sum", LINEAR)\n', "", "written"),

@@ -255,6 +255,16 @@ def test_recurrent_layers_have_one_factor_for_each_layer_and_direction(kind: Any
     assert index.tolist() == [[gate * 4 + unit for unit in range(4)] for gate in range(gates)]
 
 
+def test_what_enters_a_recurrent_layer_is_rescaled_by_its_input_weights() -> None:
+    net = Net(
+        lambda s, x: s.o(s.l(torch.tanh(s.a(x)))[0]) + s.p(s.m(F.relu(s.b(x)))[0]),
+        a=nn.Linear(3, 6), l=nn.LSTM(6, 4), o=nn.Linear(4, 2), b=nn.Linear(3, 5), m=nn.GRU(5, 4), p=nn.Linear(4, 2),
+    )  # fmt: skip
+    symmetry = checked(net, torch.randn(5, 2, 3))
+    assert symmetry.signs.factors == {"a": 6}
+    assert symmetry.scalings.factors == {"b": 5}
+
+
 def test_the_last_hidden_state_belongs_to_the_last_layer() -> None:
     net = Net(lambda s, x: s.o(s.l(x)[1][0][-1]), l=nn.LSTM(3, 4, 2), o=nn.Linear(4, 2))
     assert sizes(checked(net, torch.randn(5, 2, 3))) == {"l.l0": 4, "l.l1": 4}
@@ -352,6 +362,19 @@ def test_a_bias_for_each_head_moves_with_the_heads() -> None:
     symmetry = checked(net, torch.randn(2, 5, 3))
     assert symmetry.permutations.order() == 2 * 24**4
     assert any(a.site == "table" and a.dim == 1 for a in symmetry.permutations.factor("table.heads").axes)
+
+
+def test_a_mask_that_differs_between_heads_pins_them_but_not_what_is_inside() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = s.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        place = torch.arange(5.0)
+        mask = (
+            -(place[:, None] - place).abs() * torch.tensor([0.5, 2.0])[:, None, None]
+        )  # linear biases, one slope a head
+        return s.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype)).transpose(1, 2).flatten(2))
+
+    symmetry = checked(Net(forward, qkv=nn.Linear(3, 24), o=nn.Linear(8, 2)), torch.randn(2, 5, 3))
+    assert symmetry.permutations.order() == 24**4
 
 
 def test_a_transformer_encoder_has_a_stream_heads_and_feedforward_units() -> None:

@@ -66,7 +66,6 @@ def _cell(
     weight_ih, weight_hh, *rest = params
     bias_ih, bias_hh = rest[:2] if biases else (None, None)
     projection = rest[-1] if len(rest) == (3 if biases else 1) else None
-    labeller.still(value, passes)
     from_input = linear(labeller, value, weight_ih, bias_ih)
     cell = _per_unit(labeller, from_input, gates, passes)  # (batch, time, units)
     hidden = cell if projection is None else linear(labeller, cell, projection, None)
