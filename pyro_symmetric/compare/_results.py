@@ -20,6 +20,15 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     return "\n".join(lines)
 
 
+def layer_table(result: Any) -> str:
+    """A distance by layer: median, mean and maximum of each of ``result.per_layer``, then of ``result`` itself."""
+    rows = [("layer", "weights", "median", "mean", "maximum")]
+    total = sum(layer.num_weights for layer in result.per_layer.values())
+    entries = [*((name, layer.num_weights, layer) for name, layer in result.per_layer.items()), ("all", total, result)]
+    rows += [(name, f"{n:,}", f"{e.median:.3g}", f"{e.mean:.3g}", f"{e.maximum:.3g}") for name, n, e in entries]
+    return table(rows)
+
+
 class Scores:
     """Results made of numbers, tensors, and results again."""
 

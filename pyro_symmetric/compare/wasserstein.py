@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.compare._results import table
+from pyro_symmetric.compare._results import layer_table
 from pyro_symmetric.compare.layers import Layers, PairedSamples
 from pyro_symmetric.symmetry.weights import Shapes, require_finite
 
@@ -87,15 +87,8 @@ class WassersteinResult:
         }
 
     def __repr__(self) -> str:
-        rows = [("layer", "weights", "median", "mean", "maximum")]
-        rows += [
-            (name, f"{layer.num_weights:,}", f"{layer.median:.3g}", f"{layer.mean:.3g}", f"{layer.maximum:.3g}")
-            for name, layer in self.per_layer.items()
-        ]
-        total = sum(layer.num_weights for layer in self.per_layer.values())
-        rows.append(("all", f"{total:,}", f"{self.median:.3g}", f"{self.mean:.3g}", f"{self.maximum:.3g}"))
         m, n = self.num_samples
-        return f"Wasserstein-{self.order:g} distance of marginals, {m:,} samples against {n:,}\n{table(rows)}"
+        return f"Wasserstein-{self.order:g} distance of marginals, {m:,} samples against {n:,}\n{layer_table(self)}"
 
 
 @torch.no_grad()

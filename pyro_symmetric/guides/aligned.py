@@ -17,9 +17,8 @@ from torch import Tensor
 
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.geodesic import interpolate_gaussians
-from pyro_symmetric.distributions.constrained import action_on_unconstrained
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, layout_of
+from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, action_on, layout_of
 from pyro_symmetric.symmetry.permutation import FlatAction, Permutation
 
 
@@ -64,14 +63,12 @@ class AutoAligned(AutoMeanField):
                 "(permutation.select(0) is the first)"
             )
         sites = layout_of(guide)
-        supports = {site.name: site.support for site in sites}
-        shapes = {site.name: torch.Size(site.shape) for site in sites}
-        action = action_on_unconstrained(permutation.group, supports, shapes)
+        action = action_on(sites, permutation.group)
         if not isinstance(action, FlatAction):
             raise ValueError(
                 "the permutation moves sites whose entries are constrained together, where the push-forward of a "
                 "Gaussian need not be one; "
-                f"the guide's supports are { {name: str(support) for name, support in supports.items()} }"
+                f"the guide's supports are { {site.name: str(site.support) for site in sites} }"
             )
         loc, scale = flat_moments(to_gaussian(guide), sites)
         element = Permutation(action.group, permutation.images)

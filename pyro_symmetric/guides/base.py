@@ -58,6 +58,10 @@ class WeightsGuide(AutoContinuous):
         """Draws of the weights, ``sample_shape + site_shape``, detached and on the guide's device. Needs no data."""
         return sample_posterior(self, sample_shape)
 
+    def get_base_posterior(self, *args: Any, **kwargs: Any) -> Any:
+        """The distribution over flat unconstrained vectors, before any symmetrisation."""
+        return self.get_posterior(*args, **kwargs)
+
     def median(self, *args: Any, **kwargs: Any) -> Weights:
         """Medians of the weights, by site."""
         layout_of(self)

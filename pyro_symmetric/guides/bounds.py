@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_symmetric.distributions import InfoNCE, OrbitEstimator
-from pyro_symmetric.distributions.constrained import action_on_unconstrained
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.layout import layout_of
-from pyro_symmetric.guides.symmetrized import AutoSymmetrized
+from pyro_symmetric.guides.layout import action_on, layout_of
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.weights import Weights
 
@@ -80,11 +78,9 @@ def evidence(
     if num_samples < 2:
         raise ValueError(f"num_samples is {num_samples}; a standard error needs at least 2")
     estimator = estimator or InfoNCE(64)
-    base = guide.get_base_posterior() if isinstance(guide, AutoSymmetrized) else guide.get_posterior()
+    base = guide.get_base_posterior()
     sites = layout_of(guide)
-    action = action_on_unconstrained(
-        group, {site.name: site.support for site in sites}, {site.name: torch.Size(site.shape) for site in sites}
-    )
+    action = action_on(sites, group)
     plain, symmetrized = [], []
     for start in range(0, num_samples, chunk):
         latent = base.sample((min(chunk, num_samples - start),))

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
+from pyro_symmetric.distributions.constrained import ConstrainedAction, action_on_unconstrained
+from pyro_symmetric.symmetry.permutation import FlatAction, PermutationGroup
 from pyro_symmetric.symmetry.weights import Weights
 
 
@@ -87,6 +89,12 @@ def layout_of(guide: AutoGuide) -> tuple[SiteLayout, ...]:
         )
         sites.append(SiteLayout(name, tuple(site["value"].shape), site["fn"].support, site["fn"].event_dim, plates))
     return tuple(sites)
+
+
+def action_on(sites: Sequence[SiteLayout], group: PermutationGroup) -> FlatAction | ConstrainedAction:
+    """How a group acts on the flat unconstrained vectors of a guide with these sites."""
+    supports = {site.name: site.support for site in sites}
+    return action_on_unconstrained(group, supports, {site.name: torch.Size(site.shape) for site in sites})
 
 
 class LayoutModel:

@@ -23,9 +23,9 @@ from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoNormal
 from pyro.infer.autoguide.initialization import init_to_sample, init_to_value
 
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized
-from pyro_symmetric.distributions.constrained import ConstrainedAction, action_on_unconstrained
+from pyro_symmetric.distributions.constrained import ConstrainedAction
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.layout import LayoutModel, layout_of
+from pyro_symmetric.guides.layout import LayoutModel, action_on, layout_of
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry.permutation import FlatAction, Permutation, PermutationGroup
 from pyro_symmetric.symmetry.weights import Weights
@@ -95,13 +95,7 @@ class AutoSymmetrized(WeightsGuide):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
-        sites = layout_of(self)
-        self._action = action_on_unconstrained(
-            self.group,
-            {site.name: site.support for site in sites},
-            {site.name: torch.Size(site.shape) for site in sites},
-        )
-
+        self._action = action_on(layout_of(self), self.group)
         if not isinstance(self._given_model[0], LayoutModel):
             check_invariance(self._given_model[0], self.group, *args, **kwargs)
 
