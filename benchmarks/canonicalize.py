@@ -11,22 +11,10 @@ import argparse
 import time
 
 import torch
+from networks import optunet
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
-
-
-def optunet() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 2, 4, bias=False),
-        nn.MaxPool2d(2),
-        nn.ReLU(),
-        nn.Conv2d(2, 10, 5, groups=2, bias=False),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(10, 10),
-    )
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
-"""Is find_symmetry sound, and how fast, on networks that people use? Torchvision, timm, transformers, PyTorch's own.
+"""Is find_symmetry sound, and how fast, on networks that people use? Torchvision, timm, transformers, those of papers.
 
     python benchmarks/symmetry_zoo.py                        # all torchvision classification variants, one at a time
     python benchmarks/symmetry_zoo.py resnet50 vit_b_16      # some of them
     python benchmarks/symmetry_zoo.py --extra timm transformers
+    python benchmarks/symmetry_zoo.py --extra named          # OptuNet, ResNet-20, a UNet, recurrent ones, ...
     python benchmarks/symmetry_zoo.py --json zoo.json
 
 Networks have random weights. For each: seconds for discovery and for verification; the largest change of an output,
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from networks import NETWORKS
 from torch import nn
 
 from pyro_symmetric._torchvision import import_torchvision
@@ -137,99 +139,9 @@ def transformers_cases() -> Iterator[Case]:
     yield "ALBERT", lambda: Outputs(hf.AlbertModel(hf.AlbertConfig(**sizes, embedding_size=12)), hidden), tokens
 
 
-class UNet(nn.Module):
-    """Two scales with a skip connection by concatenation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.bottom = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
-        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
-        self.out = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skip = self.down(x)
-        return self.out(torch.cat([skip, self.up(self.bottom(skip))], 1))
-
-
-class Shared(nn.Module):
-    """One hidden layer, used three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.again, self.last = nn.Linear(3, 16), nn.Linear(16, 16), nn.Linear(16, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x).relu()
-        for _ in range(3):
-            x = self.again(x).relu()
-        return self.last(x)
-
-
-class Recurrent(nn.Module):
-    """A recurrent layer and a linear one."""
-
-    def __init__(self, kind: Any):
-        super().__init__()
-        self.layer = kind(5, 8, num_layers=2, bidirectional=True, batch_first=True)
-        self.out = nn.Linear(16, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.layer(x)[0])
-
-
-class FilterResponse(nn.Module):
-    """Filter-response normalisation (Singh & Krishnan 2020), with SiLU in place of its thresholded unit."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * torch.rsqrt(x.square().mean((2, 3), keepdim=True) + 1e-6)
-        return nn.functional.silu(x * self.weight[:, None, None] + self.bias[:, None, None])
-
-
-class FilterResponseBlock(nn.Module):
-    """Two convolutions and a shortcut that, where channels double, pads with zeros."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = FilterResponse(outputs), FilterResponse(outputs)
-        self.stride, self.pad = stride, (outputs - inputs) // 2
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        short = nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.pad, self.pad))
-        return short + self.norm2(self.conv2(self.norm1(self.conv1(x))))
-
-
-def resnet20() -> nn.Module:
-    """ResNet-20 with filter-response normalisation and SiLU."""
-    blocks = [FilterResponseBlock(16, 16, 1) for _ in range(3)]
-    for width in (32, 64):
-        blocks += [FilterResponseBlock(width if k else width // 2, width, 1 if k else 2) for k in range(3)]
-    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), FilterResponse(16)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
-
-def pytorch_cases() -> Iterator[Case]:
-    layer = {"d_model": 16, "nhead": 4, "dim_feedforward": 32, "batch_first": True}
-    yield (
-        "TransformerEncoder",
-        lambda: nn.Sequential(
-            nn.Linear(5, 16),
-            nn.TransformerEncoder(nn.TransformerEncoderLayer(**layer), 2, enable_nested_tensor=False),
-            nn.Linear(16, 2),
-        ),
-        (torch.randn(2, 7, 5),),
-    )
-    yield "bidirectional LSTM", lambda: Recurrent(nn.LSTM), (torch.randn(2, 7, 5),)
-    yield "bidirectional GRU", lambda: Recurrent(nn.GRU), (torch.randn(2, 7, 5),)
-    yield "ResNet-20 FRN SiLU", resnet20, (torch.randn(8, 3, 32, 32),)
-    yield "UNet", UNet, (torch.randn(2, 3, 16, 16),)
-    yield "weight-shared MLP", Shared, (torch.randn(4, 3),)
+def named_cases() -> Iterator[Case]:
+    for name, (make, shape) in NETWORKS.items():
+        yield name, make, (torch.randn(shape),)
 
 
 def measure(name: str, make: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> dict[str, Any]:
@@ -266,9 +178,9 @@ def measure(name: str, make: Callable[[], nn.Module], inputs: tuple[Any, ...]) -
 def rounding(test: _Test) -> tuple[float, float]:
     """How far the network's float32 outputs are from its float64 ones with the same weights, in eval and train mode."""
     single = copied(test.net).float()
-    inputs = [x.float() if x.is_floating_point() else x for x in test.inputs]
     errors = []
     for train in (False, True):
+        inputs = [x.float() if x.is_floating_point() else x for x in test.inputs[train]]
         outputs = None if test.before[train] is None else _outputs(single, inputs, train)
         errors.append(_difference(test.before[train], None if outputs is None else [x.double() for x in outputs]))
     return errors[0], errors[1]
@@ -277,12 +189,12 @@ def rounding(test: _Test) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="torchvision networks; all that fit by default")
-    parser.add_argument("--extra", nargs="*", choices=["timm", "transformers", "pytorch"], help="these instead")
+    parser.add_argument("--extra", nargs="*", choices=["timm", "transformers", "named"], help="these instead")
     parser.add_argument("--json", help="write all numbers to this file")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    sources = {"timm": timm_cases, "transformers": transformers_cases, "pytorch": pytorch_cases}
+    sources = {"timm": timm_cases, "transformers": transformers_cases, "named": named_cases}
     cases = [sources[name]() for name in options.extra] if options.extra else [torchvision_cases(options.names)]
     results, unsound = [], 0
     for name, make, inputs in (case for source in cases for case in source):

@@ -82,14 +82,14 @@ class Matcher:
     ):
         self.group = group
         self._cost = cost
-        self._reference = dict(reference)
-        self._source = dict(source)
-        self._features = {site: cost.source_features(value) for site, value in source.items()}
-        features = {site: cost.reference_features(value) for site, value in reference.items()}
+        self._reference = {site: _viewed(value, site, group) for site, value in reference.items()}
+        self._source = {site: _viewed(value, site, group) for site, value in source.items()}
+        self._features = {site: cost.source_features(value) for site, value in self._source.items()}
+        features = {site: cost.reference_features(value) for site, value in self._reference.items()}
         self._moved_dims = {site: tuple(group.members(site)) for site in reference}
         self._check_not_nested()
         self._terms = {
-            name: [self._term(axis, features[axis.site]) for axis in group.factor(name).axes if axis.site in features]
+            name: [self._term(axis, features[axis.site]) for axis in group.axes(name) if axis.site in features]
             for name in group.factors
         }
         self._blocks: dict[tuple[str, int], tuple[tuple[Tensor, ...], Tensor]] = {}
@@ -210,8 +210,8 @@ class Matcher:
                 if positions.unique().numel() != positions.numel():
                     names = [name for name, _ in self.group.members(site)[dim]]
                     raise ValueError(
-                        f"the factors {names} move the same positions of axis {dim} of {site!r}; "
-                        "alignment over nested factors is not supported"
+                        f"the factors {names} move the same positions of axis {dim} of {site!r}; alignment is not "
+                        "supported over nested factors, nor over the inputs and outputs of a grouped convolution"
                     )
 
     def _term(self, axis: Axis, reference: Tensor) -> _Term:
@@ -252,6 +252,11 @@ class Matcher:
         for dim in dims:
             value = value.index_select(dim, element.axis_index(site, dim))
         return value
+
+
+def _viewed(value: Tensor, site: str, group: PermutationGroup) -> Tensor:
+    """``site_shape + (channels,)`` with the axes flattened that some factor's axis spans."""
+    return group.view(site, value.movedim(-1, 0)).movedim(0, -1)
 
 
 def _units(value: Tensor, axis: Axis, plain: bool) -> Tensor:

@@ -242,15 +242,20 @@ def _thinned(draws: int, effective_size: int | None) -> slice | Tensor:
 
 
 def _unit_axes(group: PermutationGroup, name: str) -> list[Axis]:
-    axes = [axis for axis in group.factor(name).axes if not axis.buffer]
-    return [axis for axis in axes if axis.dim == 0] or axes
+    """Where to look at a factor's units: their rows if it has any. Axes are those of the group's view."""
+    pairs = [pair for pair in zip(group.factor(name).axes, group.axes(name), strict=True) if not pair[0].buffer]
+    viewed = [axis for _, axis in pairs]
+    # Units that meet themselves on one flattened axis (tied grouped convolutions) have no position of their own there.
+    alone = [a for a in viewed if sum((a.site, a.dim) == (b.site, b.dim) for b in viewed) == 1]
+    rows = [axis for own, axis in pairs if own.dim == 0 and own.span == 1]
+    return [axis for axis in rows if any(axis is a for a in alone)] or alone
 
 
 def _unit_weights(
     weights: Mapping[str, Tensor], group: PermutationGroup, name: str, axis: Axis, keep: slice | Tensor
 ) -> Tensor:
     """Each unit's weights in one site, ``(draws, n, positions)``; invariance makes those of one position alike."""
-    shape = group.site_shapes[axis.site]
+    shape = group.view_shapes[axis.site]
     value = weights[axis.site].detach().reshape(-1, *shape)
     value = value[keep].movedim(1 + axis.dim, 1)
     n = axis.index.shape[1]

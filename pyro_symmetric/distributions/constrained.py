@@ -22,7 +22,9 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
-from pyro_symmetric.symmetry.permutation import FlatAction, Permutation, PermutationGroup
+from pyro_symmetric.symmetry.finite import AnyFiniteGroup, FiniteGroup, SignedFlatAction, SignedPermutation
+from pyro_symmetric.symmetry.permutation import FlatAction, Permutation
+from pyro_symmetric.symmetry.rescaling import SignGroup
 from pyro_symmetric.symmetry.weights import Weights
 
 
@@ -33,7 +35,7 @@ class ConstrainedAction:
     :param supports: site -> support, in the order in which the vector concatenates the sites.
     """
 
-    def __init__(self, group: PermutationGroup, supports: Mapping[str, Constraint]):
+    def __init__(self, group: AnyFiniteGroup, supports: Mapping[str, Constraint]):
         self.group = group
         self.transforms: dict[str, Transform] = {site: biject_to(support) for site, support in supports.items()}
         absent = [site for site in group.required_sites if site not in supports]
@@ -57,7 +59,7 @@ class ConstrainedAction:
         """Unconstrained vectors -> constrained weights."""
         return {site: self.transforms[site](value) for site, value in self.unflatten(vector).items()}
 
-    def __call__(self, vector: Tensor, element: Permutation) -> Tensor:
+    def __call__(self, vector: Tensor, element: Permutation | SignedPermutation) -> Tensor:
         """Act on unconstrained vectors; batch shapes broadcast.
 
         Computed in float64: near the boundary of a simplex, in float32, a bijection and its inverse lose the value.
@@ -67,7 +69,7 @@ class ConstrainedAction:
         parts = [self.transforms[site].inv(moved[site]).reshape(*batch, -1) for site in self.transforms]
         return torch.cat(parts, -1).to(vector.dtype)
 
-    def log_abs_det(self, vector: Tensor, element: Permutation) -> Tensor:
+    def log_abs_det(self, vector: Tensor, element: Permutation | SignedPermutation) -> Tensor:
         """Log-determinant of the action's Jacobian at ``vector``."""
         vector_64 = vector.double()
         return (self._log_volume(vector_64) - self._log_volume(self(vector_64, element))).to(vector.dtype)
@@ -82,12 +84,13 @@ class ConstrainedAction:
 
 
 def action_on_unconstrained(
-    group: PermutationGroup, supports: Mapping[str, Constraint], shapes: Mapping[str, torch.Size]
-) -> FlatAction | ConstrainedAction:
+    group: AnyFiniteGroup, supports: Mapping[str, Constraint], shapes: Mapping[str, torch.Size]
+) -> FlatAction | SignedFlatAction | ConstrainedAction:
     """The action on vectors that concatenate the unconstrained values of all sites of a guide.
 
-    Where every moved site is unconstrained, or constrained entry by entry (positive), that is one gather; sites that
-    the group doesn't move may have any support.
+    Where every moved site is unconstrained, constrained entry by entry (positive), or moved in whole constrained blocks
+    (topics, each on a simplex of its own), that is one gather, and one multiplication if there are signs; sites that
+    the group doesn't move may have any support. Signs flip unconstrained sites only.
 
     :param group: the group, declared on constrained values; it may know fewer sites than the guide.
     :param supports: site -> support, in the order of concatenation.
@@ -105,20 +108,49 @@ def action_on_unconstrained(
                 f"site {site!r} has shape {tuple(shapes[site])} in the guide, but {tuple(group.site_shapes[site])} "
                 f"in the group"
             )
-    factors = [group.factor(name) for name in group.factors]
-    if all(commutes_with_permutations(supports[site]) for site in group.required_sites):
+    if isinstance(group, FiniteGroup):
+        _require_real(group.signs, supports)
+    if all(_commutes(group, site, supports[site], torch.Size(shapes[site])) for site in group.required_sites):
         unconstrained = {site: biject_to(support).inverse_shape(shapes[site]) for site, support in supports.items()}
         buffers = {site: shape for site, shape in group.site_shapes.items() if site not in unconstrained}
-        return FlatAction(PermutationGroup(factors, {**buffers, **unconstrained}), list(supports))
-    return ConstrainedAction(PermutationGroup(factors, {**group.site_shapes, **shapes}), supports)
+        return group.over({**buffers, **unconstrained}).flat(list(supports))
+    return ConstrainedAction(group.over({**group.site_shapes, **shapes}), supports)
+
+
+def _require_real(signs: SignGroup, supports: Mapping[str, Constraint]) -> None:
+    for site in signs.required_sites:
+        if not is_real(supports[site]):
+            factors = sorted({name for axes in signs.members(site).values() for name, _ in axes})
+            raise ValueError(
+                f"the sign factors {factors} flip the site {site!r}, whose support is {supports[site]}; signs need "
+                "sites that can take every real number. Leave that site, or those factors, out of the signs"
+            )
+
+
+def _commutes(group: AnyFiniteGroup, site: str, support: Constraint, shape: torch.Size) -> bool:
+    """Whether the group moves entries, or whole constrained blocks (topics, each on its simplex), without mixing."""
+    permutations = group.permutations if isinstance(group, FiniteGroup) else group
+    blocks = len(shape) - support.event_dim  # leading axes, along which the bijection is the same for each block
+    whole = all(dim < blocks for dim in permutations.dims(site)) and _has_scalar_bounds(support)
+    return whole or commutes_with_permutations(support)
+
+
+def is_real(support: Constraint) -> bool:
+    """Whether every number is feasible, entry by entry."""
+    return isinstance(getattr(support, "base_constraint", support), type(constraints.real))
 
 
 def commutes_with_permutations(support: Constraint) -> bool:
     """Whether the bijection to ``support`` is the same function of every single entry."""
     base = getattr(support, "base_constraint", support)
-    if isinstance(base, type(constraints.real)):
+    if is_real(support):
         return True
     if base.event_dim > 0 or biject_to(base).domain.event_dim > 0:
         return False
+    return _has_scalar_bounds(support)
+
+
+def _has_scalar_bounds(support: Constraint) -> bool:
+    base = getattr(support, "base_constraint", support)
     bounds = (getattr(base, name, 0.0) for name in ("lower_bound", "upper_bound"))
     return all(torch.as_tensor(bound).numel() == 1 for bound in bounds)

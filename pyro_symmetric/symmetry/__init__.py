@@ -3,7 +3,10 @@
 from pyro_symmetric.symmetry.canonical import canonicalize, sorting_permutation
 from pyro_symmetric.symmetry.discovery import find_symmetry
 from pyro_symmetric.symmetry.explain import AxisExplanation, Explanation
+from pyro_symmetric.symmetry.finite import FiniteGroup, SignedFlatAction, SignedPermutation, finite_part
+from pyro_symmetric.symmetry.joint_density import InconclusiveError
 from pyro_symmetric.symmetry.minimal_mass import MinimalMass, minimal_mass
+from pyro_symmetric.symmetry.model_check import BrokenFactor, ModelVerification, verify_model
 from pyro_symmetric.symmetry.permutation import Axis, Factor, FlatAction, Permutation, PermutationGroup
 from pyro_symmetric.symmetry.priors import PriorCheck, check_priors
 from pyro_symmetric.symmetry.rescaling import (
@@ -24,11 +27,15 @@ from pyro_symmetric.symmetry.weight_symmetry import SymmetryElement, WeightSymme
 __all__ = [
     "Axis",
     "AxisExplanation",
+    "BrokenFactor",
     "BrokenSymmetry",
     "Explanation",
     "Factor",
+    "FiniteGroup",
     "FlatAction",
+    "InconclusiveError",
     "MinimalMass",
+    "ModelVerification",
     "Permutation",
     "PermutationGroup",
     "PriorCheck",
@@ -40,6 +47,8 @@ __all__ = [
     "ShiftGroup",
     "Sign",
     "SignGroup",
+    "SignedFlatAction",
+    "SignedPermutation",
     "SymmetryElement",
     "UnknownOperator",
     "UntraceableError",
@@ -48,8 +57,10 @@ __all__ = [
     "canonicalize",
     "check_priors",
     "find_symmetry",
+    "finite_part",
     "minimal_mass",
     "register_rule",
     "sorting_permutation",
     "verify",
+    "verify_model",
 ]

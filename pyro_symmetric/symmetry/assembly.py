@@ -7,13 +7,15 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from pyro_symmetric.symmetry.facts import Facts
+from pyro_symmetric.symmetry.facts import Facts, Leaf
 from pyro_symmetric.symmetry.forest import rank_within
 from pyro_symmetric.symmetry.labels import Array, distinct_rows
 from pyro_symmetric.symmetry.permutation import Axis, Factor
 from pyro_symmetric.symmetry.structure import Structure
 
 Instance = tuple[int, int]  # a cell, and which of its owners
+Place = tuple[str, int, int, bool]  # site, axis, how many axes it spans, whether the site is a buffer
+Units = dict[int, Array]  # cell -> for each position, the unit of this cell that it belongs to, or -1
 
 
 def factors_of(facts: Facts, structure: Structure) -> list[Factor]:
@@ -23,8 +25,12 @@ def factors_of(facts: Facts, structure: Structure) -> list[Factor]:
     """
     assembly = _Assembly(structure)
     for leaf in facts.leaves.values():
+        image = len(leaf.shape) > 2
         for dim, part in enumerate(leaf.parts):
-            assembly.add(leaf.site, dim, part.atoms, leaf.buffer, len(leaf.shape) > 2)
+            if leaf.groups == 1 or dim > 1:
+                assembly.add((leaf.site, dim, 1, leaf.buffer), part.atoms, image)
+        if leaf.groups > 1:
+            assembly.add_kernel(leaf, image)
     return assembly.factors()
 
 
@@ -32,7 +38,7 @@ class _Assembly:
     def __init__(self, structure: Structure):
         self.structure = structure
         self.cells = structure.cells
-        self.rows: dict[Instance, dict[tuple[str, int, bool], list[Array]]] = {}
+        self.rows: dict[Instance, dict[Place, list[Array]]] = {}
         self.of_images: set[int] = set()
         self.owner: dict[int, Array] = {}
         self.rank: dict[int, Array] = {}
@@ -43,48 +49,92 @@ class _Assembly:
                 )
                 self.rank[number] = rank_within(self.owner[number])
 
-    def add(self, site: str, dim: int, atoms: Array, buffer: bool, image: bool) -> None:
+    def add(self, place: Place, atoms: Array, image: bool) -> None:
         """Note where the units of all factors lie along one axis."""
+        units = self._units(atoms, image)
+        for mover, own in units.items():
+            self._add_blocks(mover, own, self._key(atoms, units, mover), place)
+
+    def add_kernel(self, leaf: Leaf, image: bool) -> None:
+        """Note where units lie in a grouped kernel: its rows, and columns that span rows of one group only.
+
+        Rows take whole groups along, column by column. Where groups that are exchanged have their columns in different
+        orders that isn't enough: then rows, too, are moved entry by entry.
+        """
+        rows, columns = leaf.parts[0].atoms, leaf.columns.reshape(-1)
+        by_row, by_column = self._units(rows, image), self._units(columns, image)
+        shape = leaf.columns.shape
+        whole, inside = {}, {}  # who moves a group with all of its columns, who moves columns within their group
+        for mover, units in by_column.items():
+            same = (units.reshape(shape) == units.reshape(shape)[:, :1]).all(1)
+            whole[mover] = np.where(same, units.reshape(shape)[:, 0], -1)
+            if not same.all():
+                inside[mover] = np.where(same.repeat(shape[1]), -1, units)
+        aligned = all(self._aligned(units, inside, shape) for units in whole.values())
+        if aligned:
+            self.add((leaf.site, 0, 1, leaf.buffer), rows, image)
+        # From here on positions are entries (row, column), flattened.
+        entry_row, entry = np.divmod(np.arange(len(rows) * shape[1]), shape[1])
+        entry_column = entry_row * shape[0] // len(rows) * shape[1] + entry
+        place = leaf.site, 0, 2, leaf.buffer
+        for mover, units in {} if aligned else by_row.items():
+            keys = self._key(rows, by_row, mover)[entry_row], self._key(columns, inside)[entry_column]
+            self._add_blocks(mover, units[entry_row], _paired(*keys), place)
+        for mover, units in inside.items():
+            keys = self._key(rows, by_row)[entry_row], self._key(columns, inside, mover)[entry_column]
+            self._add_blocks(mover, units[entry_column], _paired(*keys), place)
+
+    def _aligned(self, group: Array, inside: Units, shape: tuple[int, ...]) -> bool:
+        """Whether groups that move, with these units, have the units inside them in the same order of columns."""
+        for mover, units in inside.items():
+            rank = np.where(units < 0, -1, self.rank[mover][units]).reshape(shape)[group >= 0]
+            if (rank != rank[:1]).any():
+                return False
+        return True
+
+    def _units(self, atoms: Array, image: bool) -> Units:
+        """Who moves the positions along an axis."""
         classes = self.structure.unit_class[atoms]
         cells = self.structure.cell[classes]
+        found: Units = {}
         for number in np.unique(cells).tolist():
             if number not in self.cells:
                 continue
             where = np.flatnonzero(cells == number)
             units = self.structure.place[classes[where]]
-            movers = {number: units} | {up: f[units] for up, f in self.cells[number].parents.items()}
-            movers = {mover: units for mover, units in movers.items() if mover in self.rank}
-            self.of_images.update(movers if image else ())
-            apart = [
-                self.structure.colour[classes[where]],
-                _numbered(self.structure.atom_colour[atoms[where]], classes[where]),
-            ]
-            for mover, own in movers.items():
-                others = [self.rank[other][u] for other, u in movers.items() if other != mover]
-                self._add_blocks(mover, own, where, [*apart, *others], (site, dim, buffer))
+            for mover, own in [(number, units), *((up, f[units]) for up, f in self.cells[number].parents.items())]:
+                if mover in self.rank:
+                    found.setdefault(mover, np.full(len(atoms), -1))[where] = own
+        self.of_images.update(found if image else ())
+        return found
 
-    def _add_blocks(
-        self, mover: int, units: Array, where: Array, keys: list[Array], axis: tuple[str, int, bool]
-    ) -> None:
+    def _key(self, atoms: Array, units: Units, without: int | None = None) -> Array:
+        """Equal for positions that are alike in all but the unit of one cell, and perhaps in who owns this unit."""
+        classes = self.structure.unit_class[atoms]
+        ranks = [np.where(u < 0, -1, self.rank[m][u]) for m, u in units.items() if m != without]
+        numbers = _numbered(self.structure.atom_colour[atoms], classes)
+        return distinct_rows(self.structure.colour[classes], numbers, *ranks)[1]
+
+    def _add_blocks(self, mover: int, units: Array, key: Array, place: Place) -> None:
         """Group positions into blocks: within a block all but the unit is equal."""
-        _, key, _ = distinct_rows(*keys)
-        owner, rank = self.owner[mover][units], self.rank[mover][units]
-        order = np.lexsort([rank, key, owner])
+        where = np.flatnonzero(units >= 0)
+        owner, rank = self.owner[mover][units[where]], self.rank[mover][units[where]]
+        order = np.lexsort([rank, key[where], owner])
         size = int(self.rank[mover].max()) + 1
         blocks, ranks = where[order].reshape(-1, size), rank[order].reshape(-1, size)
         if (ranks != np.arange(size)).any():
-            raise RuntimeError(f"units of one factor lie unevenly along axis {axis[1]} of {axis[0]!r}")
+            raise RuntimeError(f"units of one factor lie unevenly along axis {place[1]} of {place[0]!r}")
         owners = owner[order].reshape(-1, size)[:, 0]
         for instance in np.unique(owners).tolist():
-            self.rows.setdefault((mover, instance), {}).setdefault(axis, []).append(blocks[owners == instance])
+            self.rows.setdefault((mover, instance), {}).setdefault(place, []).append(blocks[owners == instance])
 
     def factors(self) -> list[Factor]:
         names = self._names()
         built = []
         for instance in self._order():
             axes = tuple(
-                Axis(site, dim, torch.from_numpy(_in_order(np.concatenate(rows))), buffer)
-                for (site, dim, buffer), rows in self.rows[instance].items()
+                Axis(site, dim, torch.from_numpy(_in_order(np.concatenate(rows))), buffer, span)
+                for (site, dim, span, buffer), rows in self.rows[instance].items()
             )
             parent = self._parent(instance)
             size = int(self.rank[instance[0]].max()) + 1
@@ -124,7 +174,7 @@ class _Assembly:
         families: dict[int, str] = {}
         for mover, instance in self._order():
             if mover not in families:
-                site = next(site for site, _, _ in self.rows[mover, instance])
+                site = next(site for site, *_ in self.rows[mover, instance])
                 base = module_name(site) + (self._whole(mover) if mover in has_inner else "")
                 families[mover] = _unused(base, families.values())
             names[mover, instance] = families[mover] + self._path((mover, instance))
@@ -164,6 +214,11 @@ def _unused(name: str, taken: Iterable[str]) -> str:
         number += 1
         candidate = f"{name}~{number}"
     return candidate
+
+
+def _paired(one: Array, other: Array) -> Array:
+    """One number for each pair of small numbers."""
+    return one * (int(other.max(initial=0)) + 1) + other
 
 
 def _numbered(colours: Array, classes: Array) -> Array:

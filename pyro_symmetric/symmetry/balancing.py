@@ -195,7 +195,7 @@ def _colours(balance: Balance, blocks: Sequence[slice]) -> list[Tensor]:
         owner[block] = number
     met: set[tuple[int, int]] = set()
     for array in balance.arrays:
-        axes = [set(owner[units.cpu()].unique().tolist()) - {-1} for units in array.units]
+        axes = [set(owner[row.cpu()].unique().tolist()) - {-1} for units in array.units for row in units]
         met |= {(a, b) for i, one in enumerate(axes) for j, two in enumerate(axes) if i != j for a in one for b in two}
     colours: list[list[int]] = []
     for number in range(len(blocks)):

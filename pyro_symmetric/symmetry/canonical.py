@@ -125,11 +125,11 @@ def sorting_permutation(
     shape = group.batch_shape(weights)
     device = next(iter(weights.values())).device
     images = {name: torch.arange(n, device=device).expand(*shape, n) for name, n in group.factors.items()}
-    reduced = _Reduced(weights, group)
+    reduced = _Reduced(group.viewed(weights), group)
     for name, axis in _sort_order(group, key):
         keys = reduced.keys(name, key)
         if axis is not None:
-            keys = itertools.chain([_first_entry(weights, Permutation(group, images), axis)], keys)
+            keys = itertools.chain([_first_entry(reduced.weights, Permutation(group, images), axis)], keys)
         images[name] = _sort(keys, reduced, name, key)
     return Permutation(group, images)
 
@@ -144,16 +144,20 @@ def remove_shifts(weights: Mapping[str, Tensor], group: ShiftGroup) -> Weights:
 
 
 def _incoming(group: PermutationGroup, name: str) -> tuple[list[Axis], list[Axis], list[Axis]]:
-    """The axes of a factor along which lie incoming weights, biases, outgoing weights; the first is never empty."""
-    axes = [axis for axis in group.factor(name).axes if not axis.buffer]
-    matrices = [axis for axis in axes if len(group.site_shapes[axis.site]) > 1]
-    vectors = [axis for axis in axes if len(group.site_shapes[axis.site]) == 1]
-    rows = [axis for axis in matrices if axis.dim == 0]
+    """The axes of a factor along which lie incoming weights, biases, outgoing weights; the first is never empty.
+
+    Axes are those of the view; incoming are rows of the site itself.
+    """
+    pairs = zip(group.factor(name).axes, group.axes(name), strict=True)
+    axes = [(viewed, axis.dim == 0 and axis.span == 1) for axis, viewed in pairs if not axis.buffer]
+    matrices = [(axis, is_row) for axis, is_row in axes if len(group.site_shapes[axis.site]) > 1]
+    vectors = [axis for axis, _ in axes if len(group.site_shapes[axis.site]) == 1]
+    rows = [axis for axis, is_row in matrices if is_row]
     if not matrices:
         return vectors[:1], vectors[1:], []
     if not rows:
-        return matrices, vectors, []
-    return rows, vectors, [axis for axis in matrices if axis.dim != 0]
+        return [axis for axis, _ in matrices], vectors, []
+    return rows, vectors, [axis for axis, is_row in matrices if not is_row]
 
 
 def _sort_order(group: PermutationGroup, key: str) -> list[tuple[str, Axis | None]]:
@@ -198,7 +202,7 @@ def _settled_axis(group: PermutationGroup, name: str, done: set[str]) -> Axis | 
 def _first_entry(weights: Mapping[str, Tensor], so_far: Permutation, axis: Axis) -> Tensor:
     """The first incoming weight of each unit, ``batch + (n,)``, once ``so_far`` has sorted the other axes."""
     value = weights[axis.site]
-    site_dims = len(so_far.group.site_shapes[axis.site])
+    site_dims = len(so_far.group.view_shapes[axis.site])
     batch = value.shape[: value.dim() - site_dims]
     for dim in reversed(range(site_dims)):
         positions = so_far.axis_index(axis.site, dim).to(value.device)
@@ -209,7 +213,7 @@ def _first_entry(weights: Mapping[str, Tensor], so_far: Permutation, axis: Axis)
 
 
 class _Reduced:
-    """Weights reduced to one number per position of an axis; factors that share an axis share the work."""
+    """Viewed weights reduced to one number per position of an axis; factors that share an axis share the work."""
 
     def __init__(self, weights: Mapping[str, Tensor], group: PermutationGroup):
         self.weights = weights
@@ -226,7 +230,7 @@ class _Reduced:
         if where not in self._positions:
             value = self.weights[axis.site]
             value = value.double().square() if how is torch.sum else value
-            site_dims = len(self.group.site_shapes[axis.site])
+            site_dims = len(self.group.view_shapes[axis.site])
             others = tuple(dim - site_dims for dim in range(site_dims) if dim != axis.dim)
             self._positions[where] = how(value, others) if others else value
         return self._positions[where]

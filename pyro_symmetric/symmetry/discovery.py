@@ -50,13 +50,19 @@ def find_symmetry(
         that names them.
     :param logits: whether the outputs go through a softmax over their last axis, so that one constant may be added to
         the last bias.
+    :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``).
     :raises UntraceableError: if the forward pass depends on the data that flows through it.
-    :raises ValueError: if ``strict`` and an operator has no rule.
+    :raises ValueError: if the network doesn't take the inputs; if ``strict`` and an operator has no rule.
     """
+    _require_parameters(net)
     inputs = example_inputs or _default_inputs(net)
     facts, unknown = Facts(), set[str]()
     traced = copied(net).eval()  # tracing leaves marks on some modules
-    used, shifted = _propagate(traced, inputs, facts, unknown, logits)
+    try:
+        used, shifted = _propagate(traced, inputs, facts, unknown, logits)
+    except tracing.UntraceableError:
+        tracing.try_out(copied(net).eval(), inputs)
+        raise
     if _has_unused_parameters(traced, used):
         with contextlib.suppress(ValueError):  # what only the training branch uses then stays as it is
             used |= _propagate(traced.train(), inputs, facts, unknown, logits)[0]
@@ -67,6 +73,20 @@ def find_symmetry(
 
         symmetry = repaired(symmetry, net, inputs)
     return symmetry
+
+
+def _require_parameters(net: nn.Module) -> None:
+    random = [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in net.named_modules()
+        for name in getattr(module, "_pyro_samples", ())
+    ]
+    if random:
+        raise TypeError(
+            f"{type(net).__name__} has no parameters {random}, but random values (PyroSample) of these names. Find the "
+            "symmetry in the plain network that it was made of; where that is an attribute 'net' of a Pyro model, "
+            "find_symmetry(net, x).prefixed('net') is the symmetry of the model's sites"
+        )
 
 
 def _default_inputs(net: nn.Module) -> tuple[torch.Tensor]:

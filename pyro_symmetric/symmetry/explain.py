@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pyro_symmetric.symmetry.facts import Facts
+from pyro_symmetric.symmetry.factor import Axis
+from pyro_symmetric.symmetry.facts import Facts, Leaf
 from pyro_symmetric.symmetry.labels import Array
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.structure import Structure
@@ -20,7 +21,8 @@ class AxisExplanation:
 
     :param site: the parameter or running statistic.
     :param dim: the axis.
-    :param length: its length.
+    :param length: its length; of the columns of a grouped kernel, which each group has for its own, their number in all
+        groups together.
     :param moved: how many of its positions some factor moves.
     :param factors: the factors that move them (of nested ones, the first of each kind).
     :param reasons: why the others stay: the operator that pinned them, and its module.
@@ -75,17 +77,36 @@ class Explanation:
 def explain(facts: Facts, structure: Structure, group: PermutationGroup) -> Explanation:
     """For every axis of every site: who moves it, or which operator pinned it."""
     first = _first_reasons(facts, structure)
+    movers: dict[str, list[tuple[str, Axis]]] = {}
+    for name in group.factors:
+        for axis in group.factor(name).axes:
+            movers.setdefault(axis.site, []).append((name.partition("[")[0], axis))
     axes = []
     for leaf in facts.leaves.values():
         for dim, part in enumerate(leaf.parts):
-            moved = np.zeros(len(part.atoms), dtype=bool)
+            atoms = leaf.columns.reshape(-1) if leaf.groups > 1 and dim == 1 else part.atoms
+            moved = np.zeros(len(atoms), dtype=bool)
             names: dict[str, None] = {}
-            for name, axis in group.members(leaf.site).get(dim, []):
-                moved[axis.index.numpy().reshape(-1)] = True
-                names.setdefault(name.partition("[")[0])
-            reasons = _reasons(part.atoms[~moved], facts, structure, first)
+            for name, axis in movers.get(leaf.site, []):
+                positions = _moved(axis, leaf, dim)
+                moved[positions] = True
+                if len(positions):
+                    names.setdefault(name)
+            reasons = _reasons(atoms[~moved], facts, structure, first)
             axes.append(AxisExplanation(leaf.site, dim, len(moved), int(moved.sum()), tuple(names), reasons))
     return Explanation(tuple(axes))
+
+
+def _moved(axis: Axis, leaf: Leaf, dim: int) -> Array:
+    """The positions of a leaf's axis (of columns: counted through all groups) that a factor's axis moves."""
+    index = axis.index.numpy()
+    if axis.span == 1:
+        return index.reshape(-1) if axis.dim == dim else index[:0, 0]
+    if dim > 1:
+        return index[:0, 0]
+    rows, columns = np.divmod(index, leaf.shape[1])
+    found = rows if dim == 0 else rows * leaf.groups // leaf.shape[0] * leaf.shape[1] + columns
+    return np.unique(found[(found != found[:, :1]).any(1)])
 
 
 def _first_reasons(facts: Facts, structure: Structure) -> Array:

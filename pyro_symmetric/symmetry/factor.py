@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.symmetry.factored import index_from_json, index_to_json
+from pyro_symmetric.symmetry.view import place_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,12 +22,18 @@ class Axis:
     :param index: LongTensor ``(blocks, n)``: unit ``i`` occupies the positions ``index[:, i]``. A plain axis is
         ``arange(n)[None]``; a flattened channel of ``hw`` pixels has ``hw`` blocks; positions that are not listed stay.
     :param buffer: whether the site is a buffer (running statistics): moved where present, not missed where absent.
+    :param span: how many axes, from ``dim`` on, count as one that is flattened. Input channels of a grouped convolution
+        span two: those of group ``g`` occupy columns (axis 1) of the rows (axis 0) of that group only.
     """
 
     site: str
     dim: int
     index: Tensor
     buffer: bool = False
+    span: int = 1
+
+    def __str__(self) -> str:
+        return place_of(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +67,7 @@ class Factor:
     def to_dict(self, site_shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
         """As JSON; the index of an axis that the factor fills in order is left out."""
         axes = [
-            {"site": a.site, "dim": a.dim, "index": index_to_json(a, site_shapes), "buffer": a.buffer}
+            {"site": a.site, "dim": a.dim, "index": index_to_json(a, site_shapes), "buffer": a.buffer, "span": a.span}
             for a in self.axes
         ]
         return {"name": self.name, "size": self.size, "axes": axes, "parent": self.parent, "slot": self.slot}
@@ -69,7 +76,8 @@ class Factor:
     def from_dict(cls, data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> Factor:
         """From JSON."""
         axes = tuple(
-            Axis(a["site"], a["dim"], index_from_json(a, site_shapes), a.get("buffer", False)) for a in data["axes"]
+            Axis(a["site"], a["dim"], index_from_json(a, site_shapes), a.get("buffer", False), a.get("span", 1))
+            for a in data["axes"]
         )
         return cls(data["name"], data["size"], axes, data.get("parent"), data.get("slot"))
 
@@ -85,6 +93,7 @@ class RescaledAxis:
         -1 for what leaves it (for signs too, although -1 and 1 then act alike), 2 for a running variance.
     :param buffer: whether the site is a buffer: rescaled where present, not missed where absent.
     :param epsilon: if given, the stored value ``v`` becomes ``factor ** exponent * (v + epsilon) - epsilon``.
+    :param span: how many axes, from ``dim`` on, count as one that is flattened, see :class:`Axis`.
     """
 
     site: str
@@ -93,6 +102,10 @@ class RescaledAxis:
     exponent: int
     buffer: bool = False
     epsilon: float | None = None
+    span: int = 1
+
+    def __str__(self) -> str:
+        return f"{place_of(self)}^{self.exponent}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +136,7 @@ class RescalingFactor:
                 "exponent": a.exponent,
                 "buffer": a.buffer,
                 "epsilon": a.epsilon,
+                "span": a.span,
             }
             for a in self.axes
         ]
@@ -132,7 +146,15 @@ class RescalingFactor:
     def from_dict(cls, data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> RescalingFactor:
         """From JSON."""
         axes = tuple(
-            RescaledAxis(a["site"], a["dim"], index_from_json(a, site_shapes), a["exponent"], a["buffer"], a["epsilon"])
+            RescaledAxis(
+                a["site"],
+                a["dim"],
+                index_from_json(a, site_shapes),
+                a["exponent"],
+                a["buffer"],
+                a["epsilon"],
+                a.get("span", 1),
+            )
             for a in data["axes"]
         )
         return cls(data["name"], data["size"], axes)

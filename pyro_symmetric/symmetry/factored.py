@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.symmetry.weights import batch_shape, require_sites
-
-
-class AnyAxis(Protocol):
-    """Where units lie: see ``Axis`` and ``RescaledAxis``."""
-
-    @property
-    def site(self) -> str: ...
-    @property
-    def dim(self) -> int: ...
-    @property
-    def index(self) -> Tensor: ...
-    @property
-    def buffer(self) -> bool: ...
+from pyro_symmetric.symmetry.view import AnyAxis, length_of, stretch, views_of
+from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_sites
 
 
 class AnyFactor(Protocol):
@@ -42,36 +30,61 @@ A = TypeVar("A", bound=AnyAxis)
 class FactoredGroup(Generic[F, A]):
     """A product of groups, one for each factor, that act on axes of sites.
 
+    Where an axis spans several axes of its site, these are flattened for all that acts there: :meth:`view` reshapes
+    so, :attr:`view_shapes` are the shapes, and :meth:`members` and :meth:`axes` count axes in this view. All other
+    sites are viewed as they are.
+
     :param factors: the factors of the product; their order is the order in which they are visited everywhere.
     :param site_shapes: shape of every site of the model, touched or not (without batch dimensions).
+    :param spans: further axes ``(site, dim, span)`` to flatten in the view, so that several groups have the same one.
     :raises ValueError: if two factors share a name, or an axis doesn't fit its site.
     """
 
     verb = "moves"
 
-    def __init__(self, factors: Iterable[F], site_shapes: Mapping[str, torch.Size]):
+    def __init__(
+        self, factors: Iterable[F], site_shapes: Mapping[str, torch.Size], spans: Iterable[tuple[str, int, int]] = ()
+    ):
         self._factors: dict[str, F] = {}
         self.site_shapes = {site: torch.Size(shape) for site, shape in site_shapes.items()}
-        self._members: dict[str, dict[int, list[tuple[str, A]]]] = {}
         for factor in factors:
             if factor.name in self._factors:
                 raise ValueError(f"two factors are called {factor.name!r}; every factor needs a name of its own")
             self._factors[factor.name] = factor
             for axis in factor.axes:
                 self._check_axis(factor.name, axis)
-                self._members.setdefault(axis.site, {}).setdefault(axis.dim, []).append((factor.name, axis))
+        every = [axis for factor in self._factors.values() for axis in factor.axes]
+        self.spans = frozenset(spans) | {(axis.site, axis.dim, axis.span) for axis in every if axis.span > 1}
+        self._views = views_of(self.spans, self.site_shapes)
+        self.view_shapes = {
+            site: self._views[site].shape if site in self._views else shape for site, shape in self.site_shapes.items()
+        }
+        self._axes: dict[str, tuple[A, ...]] = {}
+        self._members: dict[str, dict[int, list[tuple[str, A]]]] = {}
+        for name, factor in self._factors.items():
+            self._axes[name] = tuple(
+                self._views[axis.site].lift(axis) if axis.site in self._views else axis for axis in factor.axes
+            )
+            for axis in self._axes[name]:
+                self._members.setdefault(axis.site, {}).setdefault(axis.dim, []).append((name, axis))
 
     def _check_axis(self, name: str, axis: A) -> None:
-        where = f"factor {name!r} {self.verb} axis {axis.dim} of {axis.site!r}"
+        dims = f"axis {axis.dim}" if axis.span == 1 else f"axes {axis.dim} to {axis.dim + axis.span - 1}"
+        where = f"factor {name!r} {self.verb} {dims} of {axis.site!r}"
         if axis.site not in self.site_shapes:
             raise ValueError(f"{where}, but the known sites are {sorted(self.site_shapes)}")
         shape = self.site_shapes[axis.site]
-        if not 0 <= axis.dim < len(shape):
+        if not (axis.span >= 1 and 0 <= axis.dim <= axis.dim + axis.span - 1 < len(shape)):
             raise ValueError(f"{where}, but that site has shape {tuple(shape)}")
-        if axis.index.numel() and not 0 <= int(axis.index.min()) <= int(axis.index.max()) < shape[axis.dim]:
-            raise ValueError(f"{where}, whose length is {shape[axis.dim]}, but its index reaches outside")
+        length = length_of(axis, self.site_shapes)
+        if axis.index.numel() and not 0 <= int(axis.index.min()) <= int(axis.index.max()) < length:
+            raise ValueError(f"{where}, whose length is {length}, but its index reaches outside")
         if axis.index.unique().numel() != axis.index.numel():
             raise ValueError(f"{where}, but its index names a position twice")
+
+    def over(self, site_shapes: Mapping[str, torch.Size], spans: Iterable[tuple[str, int, int]] = ()) -> Self:
+        """The same factors, for a model with these sites, flattening these axes, too, in the view."""
+        return type(self)(self._factors.values(), site_shapes, spans)
 
     @property
     def factors(self) -> dict[str, int]:
@@ -105,8 +118,34 @@ class FactoredGroup(Generic[F, A]):
         )
 
     def members(self, site: str) -> dict[int, list[tuple[str, A]]]:
-        """For each axis of a site that the group acts on: the (factor name, axis) pairs, in the order of acting."""
+        """For each axis of a viewed site that the group acts on: (factor name, axis) pairs, in the order of acting."""
         return self._members.get(site, {})
+
+    def dims(self, site: str) -> tuple[int, ...]:
+        """The axes of a site itself, rather than of its view, that the group acts on."""
+        axes = (axis for factor in self._factors.values() for axis in factor.axes if axis.site == site)
+        return tuple(sorted({dim for axis in axes for dim in range(axis.dim, axis.dim + axis.span)}))
+
+    def axes(self, name: str) -> tuple[A, ...]:
+        """The axes of a factor in the view, in the order of ``factor(name).axes``."""
+        self.factor(name)
+        return self._axes[name]
+
+    def view(self, site: str, value: Tensor) -> Tensor:
+        """A site, ``batch_shape + site_shape``, with the axes flattened that some factor's axis spans."""
+        if site not in self._views:
+            return value
+        return value.reshape((*value.shape[: value.dim() - len(self.site_shapes[site])], *self.view_shapes[site]))
+
+    def view_back(self, site: str, value: Tensor) -> Tensor:
+        """The inverse of :meth:`view`."""
+        if site not in self._views:
+            return value
+        return value.reshape((*value.shape[: value.dim() - len(self.view_shapes[site])], *self.site_shapes[site]))
+
+    def viewed(self, weights: Mapping[str, Tensor]) -> Weights:
+        """All sites as :meth:`view` shows them."""
+        return {site: self.view(site, value) for site, value in weights.items()}
 
     def batch_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
         """The batch shape of ``weights``, checked against the sites' shapes."""
@@ -136,16 +175,48 @@ class FactoredGroup(Generic[F, A]):
         return [(fields(f), sorted(map(fields, f.axes), key=str)) for f in self._factors.values()]
 
 
+def declared_axes(
+    axes: Mapping[str, Sequence[str | None]], shapes: Mapping[str, torch.Size]
+) -> dict[str, tuple[int, list[tuple[str, int]]]]:
+    """Read a declaration: factor -> its size and the (site, dim) pairs along which its units lie.
+
+    :param axes: site -> for each of its axes, the name of a factor, or ``None``.
+    :param shapes: site -> its shape.
+    :raises ValueError: if a site is unknown, an axis is left out, or the axes of one factor differ in length.
+    """
+    factors: dict[str, tuple[int, list[tuple[str, int]]]] = {}
+    for site, names in axes.items():
+        if site not in shapes:
+            raise ValueError(f"axes declares site {site!r}, which example_weights lacks; it has {sorted(shapes)}")
+        if isinstance(names, str) or len(names) != len(shapes[site]):
+            raise ValueError(
+                f"axes[{site!r}] is {names!r}, but the site has shape {tuple(shapes[site])}: "
+                f"name a factor or None for each of its {len(shapes[site])} axes"
+            )
+        for dim, name in enumerate(names):
+            if name is None:
+                continue
+            n = shapes[site][dim]
+            size, members = factors.setdefault(name, (n, []))
+            if size != n:
+                raise ValueError(
+                    f"factor {name!r} has size {size} in {members[0][0]!r} but axis {dim} of {site!r} "
+                    f"has length {n}; the axes of one factor must be equally long"
+                )
+            members.append((site, dim))
+    return factors
+
+
 def index_to_json(axis: AnyAxis, site_shapes: Mapping[str, torch.Size]) -> list[list[int]] | None:
     """The index of an axis as lists; ``None`` where the units fill the axis in order."""
-    plain = torch.arange(site_shapes[axis.site][axis.dim])[None]
+    plain = torch.arange(length_of(axis, site_shapes))[None]
     return None if torch.equal(axis.index.cpu(), plain) else axis.index.tolist()
 
 
 def index_from_json(data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> Tensor:
-    """The inverse of :func:`index_to_json`, from the entries ``site``, ``dim`` and ``index``."""
+    """The inverse of :func:`index_to_json`, from the entries ``site``, ``dim``, ``span`` and ``index``."""
     if data["index"] is None:
-        return torch.arange(site_shapes[data["site"]][data["dim"]])[None]
+        return torch.arange(stretch(site_shapes[data["site"]], data["dim"], data.get("span", 1)))[None]
     return torch.tensor(data["index"], dtype=torch.long)
 
 

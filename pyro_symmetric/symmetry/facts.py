@@ -20,15 +20,28 @@ Term = tuple[float, Array]
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A parameter (or a running statistic) as the graph's input: its site and one part for each of its axes."""
+    """A parameter (or a running statistic) as the graph's input: its site and one part for each of its axes.
+
+    The kernel of a grouped convolution has columns (axis 1) of each group's own: their part lies on axes 0 and 1 and
+    holds the same atoms in all rows of a group. Only the rule of convolutions may see it, since parts otherwise don't
+    overlap.
+
+    :param groups: into how many groups of rows its columns fall.
+    """
 
     site: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     buffer: bool = False
+    groups: int = 1
 
     def value(self) -> Value:
         return Value(self.shape, self.parts)
+
+    @property
+    def columns(self) -> Array:
+        """The atoms of a grouped kernel's columns, ``(groups, columns)``."""
+        return self.parts[1].atoms.reshape(self.groups, -1, self.shape[1])[:, 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +76,20 @@ class Facts:
         self.size += count
         return atoms
 
-    def leaf(self, site: str, shape: Sequence[int], buffer: bool = False) -> Leaf:
-        """A parameter: every entry of every axis is a unit of its own until an operator ties or pins it."""
+    def leaf(self, site: str, shape: Sequence[int], buffer: bool = False, groups: int = 1) -> Leaf:
+        """A parameter: every entry of every axis is a unit of its own until an operator ties or pins it.
+
+        :param groups: if more than one, rows fall into so many groups with columns of their own.
+        """
         if site not in self.leaves:
-            parts = tuple(Part((i,), self.fresh((n,))) for i, n in enumerate(shape))
-            self.leaves[site] = Leaf(site, tuple(shape), parts, buffer)
-            for part in parts:
+            parts = [Part((i,), self.fresh((n,))) for i, n in enumerate(shape)]
+            for part in parts if groups == 1 else [parts[0], *parts[2:]]:
                 self.occur(part.atoms)
+            if groups > 1:
+                columns = self.fresh((groups, shape[1]))
+                self.occur(columns)
+                parts[1] = Part((0, 1), columns.repeat(shape[0] // groups, axis=0))
+            self.leaves[site] = Leaf(site, tuple(shape), tuple(parts), buffer, groups)
         return self.leaves[site]
 
     @property

@@ -157,7 +157,7 @@ class Forest:
 
     def _compare(self, lower: int, a: int, b: int) -> bool:
         f, g = self.cells[lower].parents[a], self.cells[lower].parents[b]
-        rows = distinct_rows(f, g)[0]
+        rows, pair, times = distinct_rows(f, g)
         pairs = f[rows], g[rows]
         found, first, second = len(rows), self.cells[a].size, self.cells[b].size
         if found == first:
@@ -169,6 +169,9 @@ class Forest:
         number, label = components(first + second, pairs[0], pairs[1] + first)
         left, right = label[:first], label[first:]
         if (np.bincount(left, minlength=number) * np.bincount(right, minlength=number)).sum() != found:
+            classes = np.flatnonzero(np.isin(self.colour, [lower, *self._merged_into(lower)]))
+            if len(classes) and (times != times[0]).any():  # pairs of owners that share more units than others
+                raise Conflict(classes, times[pair[self._place(classes)]])
             raise Conflict(self._classes(a if first <= second else b))
         common = [c for c in self.cells[a].parents if c in self.cells[b].parents and self.cells[c].size == number]
         if number == 1 or common:
@@ -195,11 +198,24 @@ class Forest:
 
     def _classes(self, number: int) -> Array:
         """The classes whose units lie in a cell (of a cell that was only deduced: those of its members)."""
-        wanted = {number} | {lower for lower in self.merged if self._current(lower)[0] == number}
-        found = np.flatnonzero(np.isin(self.colour, list(wanted)))
+        found = np.flatnonzero(np.isin(self.colour, [number, *self._merged_into(number)]))
         if len(found):
             return found
         return np.concatenate([self._classes(lower) for lower in self.children[number]])
+
+    def _merged_into(self, number: int) -> list[int]:
+        """The cells that went up in a cell."""
+        return [lower for lower in self.merged if self._current(lower)[0] == number]
+
+    def _place(self, classes: Array) -> Array:
+        """The numbers of classes' units in the cell that they are in by now."""
+        place = self.rank[classes].copy()
+        for colour in np.unique(self.colour[classes]).tolist():
+            moved = self._current(colour)[1]
+            if moved is not None:
+                own = self.colour[classes] == colour
+                place[own] = moved[place[own]]
+        return place
 
     def _check_shape(self, cell: Array, place: Array) -> None:
         """Every cell must be free, nested in one cell, or ride along with two."""

@@ -33,14 +33,14 @@ def to_axes(group: PermutationGroup, strict: bool = True) -> dict[str, tuple[str
                 axes[axis.site][axis.dim] = name
         elif strict:
             raise ValueError(
-                f"factor {name!r} moves blocks or parts of axes, or is nested, which a per-axis specification "
-                "can't say; strict=False leaves such factors out"
+                f"factor {name!r} moves blocks or parts of axes, several axes as one, or is nested, which a per-axis "
+                "specification can't say; strict=False leaves such factors out"
             )
     return {site: tuple(names) for site, names in axes.items()}
 
 
 def _is_whole(axis: Axis, shape: torch.Size) -> bool:
-    return torch.equal(axis.index.cpu(), torch.arange(shape[axis.dim])[None])
+    return axis.span == 1 and torch.equal(axis.index.cpu(), torch.arange(shape[axis.dim])[None])
 
 
 def table(symmetry: WeightSymmetry) -> str:
@@ -81,8 +81,4 @@ def _row(group: PermutationGroup, alike: Sequence[str]) -> Row:
 
 
 def _members(axes: Sequence[Axis | RescaledAxis], most: int = 6) -> str:
-    shown = []
-    for axis in axes[:most]:
-        power = f"^{axis.exponent}" if isinstance(axis, RescaledAxis) else ""
-        shown.append(f"{axis.site}[{axis.dim}]{power}")
-    return ", ".join(shown) + (f", ... {len(axes) - most} more" if len(axes) > most else "")
+    return ", ".join(map(str, axes[:most])) + (f", ... {len(axes) - most} more" if len(axes) > most else "")

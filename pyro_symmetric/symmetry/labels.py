@@ -43,6 +43,7 @@ class Value:
     no symmetry touches (the axis is ``fixed``: batch, time, pixels, classes), or are all equal (neither).
 
     :param parts: labellings with disjoint axes; an entry is found by its atoms and its place along the fixed axes.
+        (A grouped kernel's rows and columns overlap, see :class:`~pyro_symmetric.symmetry.facts.Leaf`.)
     :param zero: whether all entries are known to be zero.
     :param constant: the value itself, where it is known while tracing (index maps).
     """

@@ -107,7 +107,7 @@ def minimal_mass(
     counted = counted if sites is not None else [site for site in counted if site in weights]
     require_sites(weights, counted)
     samples = math.prod(shape)
-    flat = {site: weights[site].reshape(samples, *group.site_shapes[site]) for site in counted}
+    flat = {site: weights[site].reshape(samples, *group.view_shapes[site]) for site in counted}
     units = sum(group.factors.values())
     entries = sum(math.prod(group.site_shapes[site]) for site in counted)
     size = max(1, CHUNK_ENTRIES // max(1, entries))
@@ -165,13 +165,13 @@ def _finite_units(balance: Balance, scale_free: str) -> Tensor:
 
 
 def _array(value: Tensor, site: str, group: ScalingGroup, offsets: Mapping[str, int], units: int) -> Array:
-    """The squared weights of a site, summed over the axes that no factor rescales."""
+    """The squared weights of a (viewed) site, summed over the axes that no factor rescales."""
     members = group.members(site)
     dims = sorted(members)
     rest = [dim + 1 for dim in range(value.dim() - 1) if dim not in members]
     mass = value.double().square()
     mass = mass.sum(rest) if rest else mass
-    labels = [_labels(members[dim], group.site_shapes[site][dim], offsets, units, value.device) for dim in dims]
+    labels = [_labels(members[dim], group.view_shapes[site][dim], offsets, units, value.device) for dim in dims]
     return Array(mass, tuple(label for label, _ in labels), tuple(exponent for _, exponent in labels))
 
 

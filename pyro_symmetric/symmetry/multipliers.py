@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from pyro_symmetric.symmetry.assembly import module_name
-from pyro_symmetric.symmetry.facts import Facts, Term
+from pyro_symmetric.symmetry.facts import Facts, Leaf, Term
 from pyro_symmetric.symmetry.forest import components
 from pyro_symmetric.symmetry.labels import Array
 from pyro_symmetric.symmetry.rescaling import RescaledAxis, RescalingFactor
 from pyro_symmetric.symmetry.structure import mix
+from pyro_symmetric.symmetry.view import length_of
 
 # A component with so many unknowns, or so many free ones, is no unit but a tangle; its members aren't rescaled.
 TANGLE, FREE = 1_000, 16
@@ -245,23 +246,39 @@ def _substituted(terms: dict[int, Fraction], solved: dict[int, dict[int, Fractio
     return {k: v for k, v in result.items() if v}
 
 
-def _is_idle(parts: Sequence[RescaledAxis], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _is_idle(parts: Sequence[RescaledAxis], shapes: Mapping[str, torch.Size]) -> bool:
     """Whether multipliers cancel within every site: all of one axis times, all of another axis divided by the same."""
     total: dict[str, int] = {}
     for axis in parts:
-        if axis.index.shape[1] > 1 or axis.index.shape[0] < shapes[axis.site][axis.dim]:
+        if axis.index.shape[1] > 1 or axis.index.shape[0] < length_of(axis, shapes):
             return False
         total[axis.site] = total.get(axis.site, 0) + axis.exponent
     return not any(total.values())
 
 
 def _leaf_axes(facts: Facts) -> tuple[Array, Array]:
-    """For each atom: the number of the leaf axis that it lies on (-1: none), and its position there."""
+    """For each atom: the number of the leaf axis that it lies on (-1: none), and its (first) position there."""
     axis, position = np.full(facts.size, -1, dtype=np.int64), np.zeros(facts.size, dtype=np.int64)
-    parts = [part for leaf in facts.leaves.values() for part in leaf.parts]
-    for number, part in enumerate(parts):
-        axis[part.atoms], position[part.atoms] = number, np.arange(len(part.atoms))
+    parts = [(leaf, dim) for leaf in facts.leaves.values() for dim in range(len(leaf.parts))]
+    for number, (leaf, dim) in enumerate(parts):
+        atoms, place = leaf.parts[dim].atoms, np.arange(leaf.shape[dim])
+        if leaf.groups > 1 and dim == 1:
+            first = np.arange(0, leaf.shape[0], leaf.shape[0] // leaf.groups)
+            atoms, place = leaf.columns, first[:, None] * leaf.shape[1] + place
+        axis[atoms], position[atoms] = number, place
     return axis, position
+
+
+def _rescaled_axis(leaf: Leaf, dim: int, index: Array, exponent: int, epsilon: float | None) -> RescaledAxis:
+    """One axis of a leaf, at these positions; columns of a grouped kernel lie in all rows of their group."""
+    span = 1
+    if leaf.groups > 1 and dim == 1:
+        rows = np.arange(leaf.shape[0] // leaf.groups) * leaf.shape[1]
+        index = (index[:, None] + rows[:, None]).reshape(-1, index.shape[1])
+        dim, span = 0, 1 if leaf.shape[1] == 1 else 2
+    return RescaledAxis(
+        leaf.site, dim, torch.from_numpy(np.ascontiguousarray(index)), exponent, leaf.buffer, epsilon, span
+    )
 
 
 def _assembled(facts: Facts, families: Sequence[_Family]) -> list[RescalingFactor]:
@@ -286,11 +303,9 @@ def _assembled(facts: Facts, families: Sequence[_Family]) -> list[RescalingFacto
         parts = []
         for (number, exponent), rows in sorted(rescaled.items()):
             leaf, dim = axes[number]
-            index = torch.from_numpy(np.stack(rows)[:, order])
-            parts.append(
-                RescaledAxis(leaf.site, dim, index, sign * exponent, leaf.buffer, facts.epsilons.get(leaf.site))
-            )
-        if not _is_idle(parts, {leaf.site: leaf.shape for leaf, _ in axes}):
+            index = np.stack(rows)[:, order]
+            parts.append(_rescaled_axis(leaf, dim, index, sign * exponent, facts.epsilons.get(leaf.site)))
+        if not _is_idle(parts, {leaf.site: torch.Size(leaf.shape) for leaf, _ in axes}):
             found.append((first, parts, module_name(axes[first][0].site), len(order)))
     names: dict[str, int] = {}
     factors = []

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.symmetry.factor import Axis, Factor
-from pyro_symmetric.symmetry.factored import FactoredGroup, along_axis, gather_last, same_group, table
+from pyro_symmetric.symmetry.factored import FactoredGroup, along_axis, declared_axes, gather_last, same_group, table
 from pyro_symmetric.symmetry.flat import FlatAction
 from pyro_symmetric.symmetry.weights import Weights, shapes_of
 from pyro_symmetric.symmetry.wreath import compose, families, invert
+
+if TYPE_CHECKING:
+    from pyro_symmetric.symmetry.model_check import ModelVerification
 
 __all__ = ["Axis", "Factor", "FlatAction", "Permutation", "PermutationGroup"]
 
@@ -43,15 +46,20 @@ class PermutationGroup(FactoredGroup[Factor, Axis]):
 
     verb = "moves"
 
-    def __init__(self, factors: Iterable[Factor], site_shapes: Mapping[str, torch.Size]):
-        super().__init__(factors, site_shapes)
-        self._trees = families(self._factors)
+    def __init__(
+        self,
+        factors: Iterable[Factor],
+        site_shapes: Mapping[str, torch.Size],
+        spans: Iterable[tuple[str, int, int]] = (),
+    ):
+        super().__init__(factors, site_shapes, spans)
+        self._trees = families(self._factors, self._axes)
         # Deepest factors act first; the order of the others is that in which they were given.
         for by_dim in self._members.values():
             for members in by_dim.values():
                 members.sort(key=lambda member: -len(self.ancestors(member[0])))
         self._stages = {
-            site: {dim: self._disjoint(members, self.site_shapes[site][dim]) for dim, members in by_dim.items()}
+            site: {dim: self._disjoint(members, self.view_shapes[site][dim]) for dim, members in by_dim.items()}
             for site, by_dim in self._members.items()
         }
 
@@ -85,27 +93,10 @@ class PermutationGroup(FactoredGroup[Factor, Axis]):
         :param example_weights: one example (or the shape) of every site of the model, without batch dimensions.
         """
         shapes = shapes_of(example_weights)
-        members: dict[str, list[Axis]] = {}
-        sizes: dict[str, tuple[int, str]] = {}
-        for site, names in axes.items():
-            if site not in shapes:
-                raise ValueError(f"axes declares site {site!r}, which example_weights lacks; it has {sorted(shapes)}")
-            if isinstance(names, str) or len(names) != len(shapes[site]):
-                raise ValueError(
-                    f"axes[{site!r}] is {names!r}, but the site has shape {tuple(shapes[site])}: "
-                    f"name a factor or None for each of its {len(shapes[site])} axes"
-                )
-            for dim, name in enumerate(names):
-                if name is None:
-                    continue
-                n = shapes[site][dim]
-                if sizes.setdefault(name, (n, site))[0] != n:
-                    raise ValueError(
-                        f"factor {name!r} has size {sizes[name][0]} in {sizes[name][1]!r} but axis {dim} of {site!r} "
-                        f"has length {n}; the axes of one factor must be equally long"
-                    )
-                members.setdefault(name, []).append(Axis(site, dim, torch.arange(n)[None]))
-        return cls((Factor(name, sizes[name][0], tuple(parts)) for name, parts in members.items()), shapes)
+        factors = []
+        for name, (n, members) in declared_axes(axes, shapes).items():
+            factors.append(Factor(name, n, tuple(Axis(site, dim, torch.arange(n)[None]) for site, dim in members)))
+        return cls(factors, shapes)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: the sites' shapes and the factors with their axes."""
@@ -133,7 +124,7 @@ class PermutationGroup(FactoredGroup[Factor, Axis]):
         return () if parent is None else (parent, *self.ancestors(parent))
 
     def stages(self, site: str, dim: int) -> list[list[tuple[str, Axis]]]:
-        """The members of an axis in the order of acting; those of one stage move different positions."""
+        """The members of a viewed axis in the order of acting; those of one stage move different positions."""
         return self._stages.get(site, {}).get(dim, [])
 
     def order(self) -> int:
@@ -152,7 +143,7 @@ class PermutationGroup(FactoredGroup[Factor, Axis]):
         def add(names: tuple[str, ...], depth: int) -> None:
             factor = self._factors[names[0]]
             times = f" (and {len(names) - 1} alike)" if len(names) > 1 else ""
-            axes = ", ".join(f"{a.site}[{a.dim}]" for a in factor.axes)
+            axes = ", ".join(map(str, factor.axes))
             rows.append((f"{'  ' * depth}{factor.name}{times}", str(factor.size), axes))
 
         for tree in self._trees:
@@ -220,6 +211,13 @@ class PermutationGroup(FactoredGroup[Factor, Axis]):
     def flat(self, sites: Sequence[str]) -> FlatAction:
         """The action on vectors that concatenate ``sites`` in this order."""
         return FlatAction(self, sites)
+
+    def verify(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> ModelVerification:
+        """Check that a Pyro model is invariant under the group; see
+        :func:`~pyro_symmetric.symmetry.model_check.verify_model`."""
+        from pyro_symmetric.symmetry.model_check import verify_model
+
+        return verify_model(self, model, *args, **kwargs)
 
 
 class Permutation:
@@ -290,8 +288,11 @@ class Permutation:
     # action ---------------------------------------------------------------------------------------------------------
 
     def axis_index(self, site: str, dim: int) -> Tensor:
-        """LongTensor ``batch_shape + (length,)``: position ``i`` of this axis receives what was at ``index[i]``."""
-        length = self.group.site_shapes[site][dim]
+        """LongTensor ``batch_shape + (length,)``: position ``i`` of this axis receives what was at ``index[i]``.
+
+        :param dim: the axis, counted in the group's view of the site, see ``group.view``.
+        """
+        length = self.group.view_shapes[site][dim]
         full: Tensor | None = None
         for stage in self.group.stages(site, dim):
             step = _axis_step([(self.images[name], axis.index) for name, axis in stage], length)
@@ -305,14 +306,17 @@ class Permutation:
         """
         own = self.group.batch_shape(weights)
         shape = torch.broadcast_shapes(self.batch_shape, own)
-        result = {}
-        for site, value in weights.items():
-            for dim in self.group.members(site):
-                site_dims = len(self.group.site_shapes[site])
-                value = _permute_axis(value, dim, site_dims, self.axis_index(site, dim).to(value.device))
-            event = weights[site].shape[len(own) :]
-            result[site] = value.expand((*shape, *event))
-        return result
+        return {
+            site: self.moved(site, value).expand((*shape, *value.shape[len(own) :])) for site, value in weights.items()
+        }
+
+    def moved(self, site: str, value: Tensor) -> Tensor:
+        """Act on one site alone; batch shapes broadcast."""
+        viewed = self.group.view(site, value)
+        for dim in self.group.members(site):
+            index = self.axis_index(site, dim).to(value.device)
+            viewed = _permute_axis(viewed, dim, len(self.group.view_shapes[site]), index)
+        return self.group.view_back(site, viewed)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

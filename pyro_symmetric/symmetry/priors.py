@@ -5,11 +5,12 @@ A prior breaks exchangeability if units of one factor have different priors: oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pyro import poutine
 from torch import Tensor
 
 from pyro_symmetric.symmetry.permutation import PermutationGroup
@@ -41,14 +42,20 @@ class PriorCheck:
         return "; ".join(found) or "the prior has all symmetries of the network"
 
 
-def check_priors(symmetry: WeightSymmetry, priors: Any) -> PriorCheck:
+def check_priors(symmetry: WeightSymmetry, priors: Any, *args: Any, **kwargs: Any) -> PriorCheck:
     """Compare prior densities and moments before and after elements that generate each factor, site by site.
 
-    :param priors: site -> distribution whose event dimensions are the site's, or a model with ``priors()``.
+    >>> symmetry = find_symmetry(net, x).prefixed("net")  # the model holds the network as its attribute ``net``
+    >>> print(check_priors(symmetry, model, x, y))
+
+    :param priors: site -> distribution whose event dimensions are the site's; a :class:`BayesianModel`; or any other
+        Pyro model, whose sites' distributions are read off one run. (Where they depend on further sites, they are
+        compared at one draw of these.)
+    :param args: with a Pyro model, what it is called with; so are ``kwargs``.
     :raises ValueError: if a site that the group moves has no prior.
     """
-    given: Mapping[str, Any] = priors.priors() if hasattr(priors, "priors") else priors
     needed = {*symmetry.permutations.required_sites, *symmetry.signs.required_sites}
+    given = _priors(priors, needed, args, kwargs)
     missing = sorted(needed - set(given))
     if missing:
         raise ValueError(f"priors lacks the sites {missing}; it has {sorted(given)}")
@@ -60,6 +67,20 @@ def check_priors(symmetry: WeightSymmetry, priors: Any) -> PriorCheck:
     for name in symmetry.signs.factors:
         signs[name] = _changed(given, weights, symmetry.signs.factor(name), SignGroup)
     return PriorCheck({k: v for k, v in permutations.items() if v}, {k: v for k, v in signs.items() if v})
+
+
+def _priors(priors: Any, needed: Set[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(priors, Mapping):
+        return priors
+    if hasattr(priors, "priors"):
+        return priors.priors()
+    if not callable(priors):
+        raise TypeError(f"priors is a {type(priors).__name__}; it must be a dict of distributions or a Pyro model")
+    with torch.no_grad(), poutine.block():
+        trace = poutine.trace(priors).get_trace(*args, **kwargs)
+    found = {name: site["fn"] for name, site in trace.iter_stochastic_nodes()}
+    # What lies in plates is compared as a whole, too.
+    return {name: fn.to_event(len(fn.batch_shape)) if name in needed else fn for name, fn in found.items()}
 
 
 def _changed(priors: Mapping[str, Any], weights: Mapping[str, Tensor], factor: Any, kind: Any) -> tuple[str, ...]:

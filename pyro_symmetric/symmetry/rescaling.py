@@ -19,17 +19,21 @@ arXiv 2310.08287, section 3 (scaling); Wiese et al. 2023, arXiv 2304.02902 (sign
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.symmetry.factor import RescaledAxis, RescalingFactor
-from pyro_symmetric.symmetry.factored import FactoredGroup, along_axis, same_group, table
+from pyro_symmetric.symmetry.factored import FactoredGroup, along_axis, declared_axes, same_group, table
 from pyro_symmetric.symmetry.shift import Shift, ShiftGroup
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.symmetry.weights import Weights, shapes_of
+
+if TYPE_CHECKING:
+    from pyro_symmetric.symmetry.model_check import ModelVerification
 
 __all__ = [
     "Multipliers",
@@ -44,6 +48,8 @@ __all__ = [
     "SignGroup",
 ]
 
+
+ENUMERATION_LIMIT = 20  # units whose signs are enumerated at most
 
 E = TypeVar("E", bound="Multipliers[Any]")
 G = TypeVar("G", bound="RescalingGroup[Any]")
@@ -93,7 +99,7 @@ class RescalingGroup(FactoredGroup[RescalingFactor, RescaledAxis], Generic[E]):
             return f"{type(self).__name__}(trivial)"
         rows = [("factor", "size", "axes, with exponents")]
         for name, factor in self._factors.items():
-            rows.append((name, str(factor.size), ", ".join(f"{a.site}[{a.dim}]^{a.exponent}" for a in factor.axes)))
+            rows.append((name, str(factor.size), ", ".join(map(str, factor.axes))))
         return "\n".join([type(self).__name__, *table(rows)])
 
     # its elements ---------------------------------------------------------------------------------------------------
@@ -182,9 +188,12 @@ class Multipliers(Generic[G]):
         return self._like({name: value * other.images[name].to(value.device) for name, value in self.images.items()})
 
     def axis_multiplier(self, site: str, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """What multiplies each position of this axis: ``batch_shape + (length,)``, computed in at least ``dtype``."""
+        """What multiplies each position of this axis: ``batch_shape + (length,)``, computed in at least ``dtype``.
+
+        :param dim: the axis, counted in the group's view of the site, see ``group.view``.
+        """
         members = self.group.members(site).get(dim, [])
-        length = self.group.site_shapes[site][dim]
+        length = self.group.view_shapes[site][dim]
         full: Tensor | None = None
         for name, axis in members:
             image = self.images[name]
@@ -200,18 +209,20 @@ class Multipliers(Generic[G]):
         """
         own = self.group.batch_shape(weights)
         shape = torch.broadcast_shapes(self.batch_shape, own)
-        result = {}
-        for site, value in weights.items():
-            event = value.shape[len(own) :]
-            by_dim = self.group.members(site)
-            epsilon = next((a.epsilon for ms in by_dim.values() for _, a in ms if a.epsilon is not None), 0.0)
-            value = value + epsilon if epsilon else value
-            for dim in by_dim:
-                factor = self.axis_multiplier(site, dim, value.dtype).to(value)
-                value = value * along_axis(factor, dim, len(event))
-            value = value - epsilon if epsilon else value
-            result[site] = value.expand((*shape, *event))
-        return result
+        return {
+            site: self.moved(site, value).expand((*shape, *value.shape[len(own) :])) for site, value in weights.items()
+        }
+
+    def moved(self, site: str, value: Tensor) -> Tensor:
+        """Act on one site alone; batch shapes broadcast."""
+        by_dim = self.group.members(site)
+        value = self.group.view(site, value)
+        epsilon = next((a.epsilon for ms in by_dim.values() for _, a in ms if a.epsilon is not None), 0.0)
+        value = value + epsilon if epsilon else value
+        for dim in by_dim:
+            factor = self.axis_multiplier(site, dim, value.dtype).to(value)
+            value = value * along_axis(factor, dim, len(self.group.view_shapes[site]))
+        return self.group.view_back(site, value - epsilon if epsilon else value)
 
 
 class ScalingGroup(RescalingGroup["Scaling"]):
@@ -260,7 +271,37 @@ class Scaling(Multipliers[ScalingGroup]):
 
 
 class SignGroup(RescalingGroup["Sign"]):
-    """Sign flips of units whose activation is odd: two elements per unit."""
+    """Sign flips: of units whose activation is odd, of the factors of a factor analysis. Two elements per unit."""
+
+    @classmethod
+    def declare(
+        cls, axes: Mapping[str, Sequence[str | None]], example_weights: Mapping[str, Tensor | torch.Size]
+    ) -> SignGroup:
+        """Declare which axes of which sites can be flipped together, for any Pyro model.
+
+        >>> signs = SignGroup.declare(
+        ...     {"loadings": (None, "factor"), "scores": ("factor", None)},
+        ...     {"loadings": torch.zeros(5, 2), "scores": torch.zeros(2, 20)},
+        ... )
+        >>> signs.order()
+        4
+
+        :param axes: site -> for each of its axes, the name of the factor whose units flip it, or ``None``.
+        :param example_weights: one example (or the shape) of every site of the model, without batch dimensions.
+        """
+        shapes = shapes_of(example_weights)
+        factors = []
+        for name, (n, members) in declared_axes(axes, shapes).items():
+            parts = tuple(RescaledAxis(site, dim, torch.arange(n)[None], 1) for site, dim in members)
+            factors.append(RescalingFactor(name, n, parts))
+        return cls(factors, shapes)
+
+    def verify(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> ModelVerification:
+        """Check that a Pyro model is invariant under the group; see
+        :func:`~pyro_symmetric.symmetry.model_check.verify_model`."""
+        from pyro_symmetric.symmetry.model_check import verify_model
+
+        return verify_model(self, model, *args, **kwargs)
 
     def _wrap(self, images: Mapping[str, Tensor]) -> Sign:
         return Sign(self, images)
@@ -277,6 +318,18 @@ class SignGroup(RescalingGroup["Sign"]):
     def log_order(self) -> float:
         """Natural logarithm of the number of elements, ``n log 2``."""
         return sum(self.factors.values()) * math.log(2.0)
+
+    def enumerate(self) -> Sign:
+        """All elements, as one batch of shape ``(order,)`` that starts with the identity.
+
+        :raises ValueError: if there are more than about a million.
+        """
+        units = sum(self.factors.values())
+        if units > ENUMERATION_LIMIT:
+            raise ValueError(f"the group has 2^{units} elements; at most 2^{ENUMERATION_LIMIT} can be enumerated")
+        signs = torch.tensor(list(itertools.product((1.0, -1.0), repeat=units)), dtype=torch.get_default_dtype())
+        pieces = signs.split(list(self.factors.values()), dim=-1) if self.factors else ()
+        return Sign(self, dict(zip(self.factors, pieces, strict=True)))
 
     def sample(
         self, shape: Sequence[int] = (), device: torch.device | str | None = None, dtype: torch.dtype | None = None

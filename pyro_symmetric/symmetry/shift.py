@@ -141,11 +141,13 @@ class Shift:
         """Act on weights; batch shapes broadcast, sites that aren't shifted are expanded to the same batch shape."""
         own = self.group.batch_shape(weights) if self.group.sites else batch_shape(weights, self.group.site_shapes)
         shape = torch.broadcast_shapes(self.batch_shape, own)
-        result = {}
-        for site, value in weights.items():
-            event = value.shape[len(own) :]
-            if site in self.images:
-                shift = self.images[site].to(value)
-                value = value + shift.reshape((*shift.shape, *([1] * len(event))))
-            result[site] = value.expand((*shape, *event))
-        return result
+        return {
+            site: self.moved(site, value).expand((*shape, *value.shape[len(own) :])) for site, value in weights.items()
+        }
+
+    def moved(self, site: str, value: Tensor) -> Tensor:
+        """Act on one site alone; batch shapes broadcast."""
+        if site not in self.images:
+            return value
+        shift = self.images[site].to(value)
+        return value + shift.reshape((*shift.shape, *([1] * len(self.group.site_shapes[site]))))

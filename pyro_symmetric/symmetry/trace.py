@@ -10,6 +10,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from pyro_symmetric.symmetry.facts import Facts
 from pyro_symmetric.symmetry.labeller import Labeller
 from pyro_symmetric.symmetry.labels import Value, opaque
 from pyro_symmetric.symmetry.rules import Call, rule_for
+from pyro_symmetric.symmetry.rules.spatial import convolution
 
 # Statistics that a module keeps about its units: they move along. All other buffers are constants of the architecture.
 RUNNING_STATISTICS = ("running_mean", "running_var", "_u", "_v", "weight_u", "weight_v")
@@ -49,10 +51,8 @@ class UnknownOperator(UserWarning):
 def trace(net: nn.Module, inputs: Sequence[Any]) -> ExportedProgram:
     """The functional graph of one forward pass, with in-place operators turned into pure ones.
 
-    :raises ValueError: if the network doesn't take the inputs.
     :raises UntraceableError: if there is no such graph.
     """
-    _try_out(net, inputs)
     with _quiet(), torch.enable_grad():
         try:
             program = torch.export.export(net, tuple(inputs), strict=False)
@@ -62,16 +62,24 @@ def trace(net: nn.Module, inputs: Sequence[Any]) -> ExportedProgram:
             raise UntraceableError(UNTRACEABLE.format(net=type(net).__name__, error=reason)) from error
 
 
-def _try_out(net: nn.Module, inputs: Sequence[Any]) -> None:
-    """Run the network as its user would, so that inputs which don't fit aren't taken for a graph that can't be had."""
+def try_out(net: nn.Module, inputs: Sequence[Any]) -> None:
+    """Run the network as its user would, so that inputs which don't fit aren't taken for a graph that can't be had.
+
+    :raises ValueError: if it doesn't take them.
+    """
     try:
         with _quiet(), torch.no_grad():
             net(*inputs)
     except Exception as error:
-        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__ for value in inputs]
-        raise ValueError(
-            f"{type(net).__name__} fails on the example inputs, of shapes {shapes}: {type(error).__name__}: {error}"
-        ) from error
+        raise unfit(net, inputs, error) from error
+
+
+def unfit(net: nn.Module, inputs: Sequence[Any], error: Exception) -> ValueError:
+    """What to raise where a network failed on the user's inputs."""
+    shapes = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in inputs]
+    return ValueError(
+        f"{type(net).__name__} fails on the example inputs, of shapes {shapes}: {type(error).__name__}: {error}"
+    )
 
 
 @contextlib.contextmanager
@@ -134,10 +142,14 @@ def _input(
     if not isinstance(value, Tensor):
         return value
     if spec is not None and spec.kind == InputKind.PARAMETER:
-        leaf = facts.leaf(names.get(spec.target, spec.target), value.shape)
+        groups = _kernel_groups(node)
+        leaf = facts.leaf(names.get(spec.target, spec.target), value.shape, groups=groups)
         if _is_kernel(net, spec.target):
             for part in leaf.parts[2:]:
                 facts.pin(part.atoms, f"the pixels of a convolution's kernel in {spec.target.rpartition('.')[0]}")
+        if leaf.groups not in (1, groups):  # a grouped kernel that is tied to something else: its columns stay
+            facts.pin(leaf.columns, f"the other use of {leaf.site} as {spec.target}")
+            return replace(leaf.value(), parts=(leaf.parts[0], *leaf.parts[2:]), fixed=frozenset({1}))
         return leaf.value()
     if spec is not None and spec.kind == InputKind.BUFFER:
         if spec.target.rsplit(".", 1)[-1] in RUNNING_STATISTICS and value.is_floating_point():
@@ -156,6 +168,20 @@ def _is_kernel(net: nn.Module, name: str) -> bool:
     """Whether a parameter belongs to a convolution: its axes from the third on are pixels."""
     module = net.get_submodule(name.partition(".parametrizations.")[0].rpartition(".")[0])
     return isinstance(module, _ConvNd)
+
+
+def _kernel_groups(node: torch.fx.Node) -> int:
+    """Of how many groups the convolutions are that this is the kernel of; 1 if anything else reads it."""
+    found = set()
+    for user in node.users:
+        if rule_for(user.target) is not convolution:
+            return 1
+        target: Any = user.target
+        call = _bound(target._schema, user.args, user.kwargs)
+        if call["weight"] is not node or call["input"] is node or call["bias"] is node:
+            return 1
+        found.add(int(call["groups"]))
+    return found.pop() if len(found) == 1 else 1
 
 
 def _buffer(program: ExportedProgram, name: str) -> Tensor | None:

@@ -68,7 +68,7 @@ class _Seen:
     """Weights as they look to a unit while the element is being built: measured factors applied, dead units silent."""
 
     def __init__(self, weights: Mapping[str, Tensor], group: RescalingGroup[Any], kind: type[Multipliers[Any]]):
-        self.weights = weights
+        self.weights = group.viewed(weights)
         self.group = group
         self.kind = kind
         device = next(iter(weights.values())).device
@@ -78,8 +78,8 @@ class _Seen:
         self.dead = {name: (one == 0).expand(n) for name, n in group.factors.items()}
 
     def entries(self, axis: RescaledAxis, silent: bool = True) -> Tensor:
-        """The entries of each unit along an axis, ``batch + (n, entries)``."""
-        site_dims = len(self.group.site_shapes[axis.site])
+        """The entries of each unit along an axis (of the view), ``batch + (n, entries)``."""
+        site_dims = len(self.group.view_shapes[axis.site])
         value, positions = _units_only(self.weights[axis.site], axis, site_dims)
         for dim, members in self.group.members(axis.site).items():
             own = dim == axis.dim
@@ -98,14 +98,14 @@ class _Seen:
     def is_dead(self, name: str, size: Tensor) -> Tensor:
         """Units into which nothing flows along any axis, ``batch + (n,)``."""
         dead = size == 0
-        for axis in self.group.factor(name).axes:
+        for axis in self.group.axes(name):
             if bool(dead.any()) and axis.exponent > 0 and not axis.buffer:
                 dead = dead & (self.entries(axis) == 0).all(-1)
         return dead
 
     def outgoing(self, name: str, measure: Measure) -> Tensor:
         """What dead units are multiplied by, so that the measure of what leaves them is one."""
-        axes = [axis for axis in self.group.factor(name).axes if axis.exponent < 0 and not axis.buffer]
+        axes = [axis for axis in self.group.axes(name) if axis.exponent < 0 and not axis.buffer]
         if not axes:
             return torch.ones_like(self.images[name])
         size = measure(_joined([self.entries(axis, silent=False) for axis in axes])).double()
@@ -136,7 +136,7 @@ def _usable_axes(group: RescalingGroup[Any], name: str, done: set[str]) -> list[
     """Axes along which weights enter the units, on sites that no pending factor rescales along another axis."""
     return [
         axis
-        for axis in group.factor(name).axes
+        for axis in group.axes(name)
         if axis.exponent > 0
         and not axis.buffer
         and all(

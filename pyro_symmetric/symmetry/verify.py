@@ -7,6 +7,7 @@ ones in normalisation layers) are random too: with zeros a wrong group can pass 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_symmetric.symmetry.trace import has_training_branch
+from pyro_symmetric.symmetry.trace import has_training_branch, unfit
 from pyro_symmetric.symmetry.weight_symmetry import SymmetryElement, WeightSymmetry, copied
+from pyro_symmetric.symmetry.weights import Weights
 
 KINDS = ("permutations", "scalings", "signs", "shifts")
+ENOUGH = 100_000  # numbers in the images that are compared in eval mode
 Named = tuple[str, str]
 
 
@@ -60,9 +63,11 @@ def verify(
     """Compare outputs before and after random elements of the whole group.
 
     :param net: the network; it isn't changed.
-    :param inputs: an example of what its ``forward`` takes. Floating-point inputs are replaced by random numbers.
+    :param inputs: an example of what its ``forward`` takes. Floating-point inputs are replaced by random numbers. In
+        eval mode a batch of large images is cut to its first one or few, if the network takes so few.
     :param trials: how many elements are tried.
     :param dtype: the precision of the comparison.
+    :raises ValueError: if the network doesn't take the inputs.
     """
     test = _Test(symmetry, net, inputs, dtype)
     every = test.factors()
@@ -132,18 +137,21 @@ class _Test:
         self, symmetry: WeightSymmetry, net: nn.Module, inputs: Sequence[Any], dtype: torch.dtype = torch.float64
     ):
         self.symmetry = symmetry
-        self.net = copied(net).to(dtype)
         self.dtype = dtype
+        self.net = copied(net, dtype)
         with torch.no_grad():
-            _randomise(self.net)
-        self.inputs = [_random_like(x, dtype) for x in inputs]
-        self.before = {
-            False: self._outputs(False),
-            True: self._outputs(True) if _differs_in_training(net) else None,
-        }
+            self.weights, self.origin = _randomised(symmetry, self.net, net)
+        given = [_random_like(x, dtype) for x in inputs]
+        self.inputs = {False: _enough(given), True: given}
+        try:
+            eval_outputs = self._outputs(False)
+        except ValueError:  # a network may not take fewer images
+            self.inputs[False] = given
+            eval_outputs = self._outputs(False)
+        self.before = {False: eval_outputs, True: self._outputs(True) if _differs_in_training(net) else None}
 
     def _outputs(self, train: bool) -> list[Tensor] | None:
-        outputs = _outputs(self.net, self.inputs, train)
+        outputs = _outputs(self.net, self.inputs[train], train)
         if self.symmetry.logits and outputs is not None:
             outputs = [output.log_softmax(-1) if output.dim() else output for output in outputs]
         return outputs
@@ -161,16 +169,11 @@ class _Test:
         if not factors or self.before[train] is None:
             return 0.0
         element = self._element(factors, train)
-        weights = self.symmetry.weights_of(self.net)
-        saved = {site: value.detach().clone() for site, value in weights.items()}
         with torch.no_grad():
-            try:
-                for site, value in element(saved).items():
-                    weights[site].copy_(value)
-                return _difference(self.before[train], self._outputs(train))
-            finally:
-                for site, value in saved.items():
-                    weights[site].copy_(value)
+            # Site by site from the untouched values into the copy: no second copy, and nothing to be put back.
+            for site, value in self.weights.items():
+                value.copy_(element.moved(site, self.origin[site].to(value)))
+        return _difference(self.before[train], self._outputs(train))
 
     def _element(self, factors: Sequence[Named], train: bool) -> SymmetryElement:
         device = next(iter(self.net.parameters())).device
@@ -198,24 +201,42 @@ def _differs_in_training(net: nn.Module) -> bool:
     return has_training_branch(net) or any(isinstance(module, _NormBase) for module in net.modules())
 
 
-def _randomise(net: nn.Module) -> None:
-    """Constant and tiny parameters and running statistics get random values; everything else keeps its own."""
-    for value in net.parameters():
+def _randomised(symmetry: WeightSymmetry, copy: nn.Module, net: nn.Module) -> tuple[Weights, Weights]:
+    """Constant and tiny parameters and running statistics of the copy get random values, all else keeps its own.
+
+    Returns the copy's tensors by site, and the values that they have now: those of the network where they are the same.
+    """
+    changed: dict[str, Tensor] = {}
+    for name, value in copy.named_parameters():
         if value.is_floating_point() and value.numel() and float(value.std(correction=0)) < 1e-3:
             fan_in = max(1, value.numel() // value.shape[0]) if value.dim() > 1 else 1
-            value.add_((0.3 if value.dim() < 2 else fan_in**-0.5) * torch.randn_like(value))
-    for name, buffer in net.named_buffers():
+            changed[name] = value.add_((0.3 if value.dim() < 2 else fan_in**-0.5) * torch.randn_like(value))
+    for name, buffer in copy.named_buffers():
         own = name.rsplit(".", 1)[-1]
         if own == "running_mean":
-            buffer.normal_(std=0.5)
+            changed[name] = buffer.normal_(std=0.5)
         elif own == "running_var":
-            buffer.uniform_(0.5, 2.0)
+            changed[name] = buffer.uniform_(0.5, 2.0)
+    weights, origin = symmetry.weights_of(copy), symmetry.weights_of(net)
+    return weights, {
+        site: changed[site].detach().clone() if site in changed else value.detach() for site, value in origin.items()
+    }
 
 
 def _random_like(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return torch.randn_like(value, dtype=dtype)
     return value
+
+
+def _enough(inputs: list[Any]) -> list[Any]:
+    """Of a batch of images the first few that hold a hundred thousand numbers: in eval mode more tell no more.
+
+    Other inputs stay whole, for nothing says which of their axes is the batch.
+    """
+    if len(inputs) != 1 or not isinstance(inputs[0], Tensor) or inputs[0].dim() != 4 or not inputs[0].numel():
+        return inputs
+    return [inputs[0][: math.ceil(ENOUGH / inputs[0][0].numel())]]
 
 
 def _outputs(net: nn.Module, inputs: Sequence[Any], train: bool) -> list[Tensor] | None:
@@ -228,8 +249,10 @@ def _outputs(net: nn.Module, inputs: Sequence[Any], train: bool) -> list[Tensor]
         with torch.no_grad(), _WithoutDropout(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             outputs = net(*inputs)
-    except (ValueError, RuntimeError):
+    except Exception as error:
         if not train:
+            raise unfit(net, inputs, error) from error
+        if not isinstance(error, ValueError | RuntimeError):
             raise
         return None
     finally:

@@ -7,6 +7,8 @@ inverses keep their factors in order, so that ``(g @ h)(w) == g(h(w))`` and ``g.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, overload
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.symmetry.explain import Explanation
+from pyro_symmetric.symmetry.finite import AnyFiniteGroup, SignedPermutation, finite_part
 from pyro_symmetric.symmetry.formats import table, to_axes
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import ScalingGroup, ShiftGroup, SignGroup
@@ -48,6 +51,12 @@ class SymmetryElement:
             result = step(result)
         return result
 
+    def moved(self, site: str, value: Tensor) -> Tensor:
+        """Act on one site alone; batch shapes broadcast. Large networks are moved so, without a second copy."""
+        for step in self.steps:
+            value = step.moved(site, value)
+        return value
+
     def __matmul__(self, other: Any) -> SymmetryElement:
         """``(g @ h)(w) == g(h(w))``."""
         return SymmetryElement((*_steps(other), *self.steps))
@@ -66,7 +75,7 @@ class SymmetryElement:
 
 
 def _steps(element: Any) -> tuple[Any, ...]:
-    return element.steps if isinstance(element, SymmetryElement) else (element,)
+    return element.steps if isinstance(element, SymmetryElement | SignedPermutation) else (element,)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -92,6 +101,11 @@ class WeightSymmetry:
     def site_shapes(self) -> dict[str, torch.Size]:
         """Shape of every site, buffers with running statistics included."""
         return self.permutations.site_shapes
+
+    @property
+    def finite(self) -> AnyFiniteGroup:
+        """Permutations, and signs where there are any: what a guide can be averaged over."""
+        return finite_part(self)
 
     def log_order(self) -> float:
         """Natural logarithm of the number of elements of the finite part, permutations and signs.
@@ -134,32 +148,25 @@ class WeightSymmetry:
     @overload
     def act(self, element: Action, target: P) -> P: ...
     def act(self, element: Action, target: Any) -> Any:
-        """Transform a network, weights, or a posterior; the input isn't changed.
+        """Transform a network, weights, a posterior, or a Gaussian guide; the input isn't changed.
 
         :param element: of any of the four groups, or of all together; batch shapes broadcast against those of weights.
         :param target: a module (a new one is returned, with transformed weights and running statistics); a dict of
-            weights; or a dataclass with a field ``samples`` of them, such as ``Posterior``.
-        :raises ValueError: if a module meets a batch of elements: it holds one set of weights.
+            weights; a dataclass with a field ``samples`` of them, such as ``Posterior``; or a Gaussian guide (see
+            :func:`~pyro_symmetric.guides.push_forward`).
+        :raises ValueError: if a module or a guide meets a batch of elements: it holds one set of weights.
         """
-        if isinstance(target, Mapping):
-            return element(target)
-        if not isinstance(target, nn.Module):
-            return replace(target, samples=element(target.samples))
-        if element.batch_shape.numel() != 1:
-            raise ValueError(f"element has batch shape {tuple(element.batch_shape)}; one module takes one element")
-        result = copied(target)
-        weights = self.weights_of(result)
-        with torch.no_grad():
-            for site, value in element(weights).items():
-                weights[site].copy_(value.reshape(weights[site].shape))
-        return result
+        return acted_on(target, element, self)
 
     def weights_of(self, net: nn.Module) -> Weights:
         """The network's own tensors, site -> parameter or buffer."""
         tensors = dict(net.named_parameters()) | dict(net.named_buffers())
         missing = [site for site in self.site_shapes if site not in tensors]
         if missing:
-            raise ValueError(f"net lacks the sites {missing}; is it the network that the symmetry was found for?")
+            raise ValueError(
+                f"net lacks the sites {missing}; is it the network that the symmetry was found for? (A Pyro model's "
+                "invariance is checked by symmetry.permutations.verify(model, ...), and its sites are moved as a dict)"
+            )
         return {site: tensors[site] for site in self.site_shapes}
 
     def verify(self, net: nn.Module, *inputs: Any, tolerance: float = 1e-6, trials: int = 1) -> Any:
@@ -265,6 +272,34 @@ class WeightSymmetry:
         return table(self)
 
 
+@functools.singledispatch
+def acted_on(target: Any, element: Action, symmetry: WeightSymmetry) -> Any:
+    """What :meth:`WeightSymmetry.act` does for one kind of target; higher floors register kinds of their own."""
+    if not (dataclasses.is_dataclass(target) and hasattr(target, "samples")):
+        raise TypeError(
+            f"target is a {type(target).__name__}; elements act on a module, on a dict of weights, on a Posterior, or "
+            "on a Gaussian guide"
+        )
+    return replace(target, samples=element(target.samples))  # type: ignore[type-var]
+
+
+@acted_on.register(Mapping)
+def _(target: Mapping[str, Tensor], element: Action, symmetry: WeightSymmetry) -> Weights:
+    return element(target)
+
+
+@acted_on.register(nn.Module)
+def _(target: nn.Module, element: Action, symmetry: WeightSymmetry) -> nn.Module:
+    if element.batch_shape.numel() != 1:
+        raise ValueError(f"element has batch shape {tuple(element.batch_shape)}; one module takes one element")
+    result = copied(target)
+    weights = symmetry.weights_of(result)
+    with torch.no_grad():
+        for site, value in element(weights).items():
+            weights[site].copy_(value.reshape(weights[site].shape))
+    return result
+
+
 def _with_siblings(group: PermutationGroup, names: set[str]) -> set[str]:
     """Nested factors come in all slots of their owner or in none."""
     families = {_family(name) for name in names if group.factor(name).parent is not None}
@@ -275,11 +310,21 @@ def _family(name: str) -> str:
     return name.partition("[")[0]
 
 
-def copied(net: nn.Module) -> nn.Module:
-    """A deep copy, also of modules that keep computed weights as attributes (the old weight and spectral norm)."""
+def copied(net: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A deep copy, also of modules that keep computed weights as attributes (the old weight and spectral norm).
+
+    :param dtype: of the copy's floating-point tensors; they are copied and converted in one go.
+    """
     memo: dict[int, Any] = {}
     for module in net.modules():
         for value in vars(module).values():
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(net, memo)
+    if dtype is None:
+        return copy.deepcopy(net, memo)
+    for tensor in (*net.parameters(), *net.buffers()):
+        if type(tensor) in (nn.Parameter, Tensor) and tensor.is_floating_point():
+            value = tensor.detach().to(dtype, copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    return copy.deepcopy(net, memo).to(dtype)

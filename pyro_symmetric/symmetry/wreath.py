@@ -39,11 +39,12 @@ class Family:
     inner: tuple[Family, ...] = ()
 
 
-def families(factors: Mapping[str, Any]) -> tuple[Family, ...]:
-    """Sort factors (with ``size``, ``axes``, ``parent``, ``slot``) into families.
+def families(factors: Mapping[str, Any], axes: Mapping[str, Sequence[Any]]) -> tuple[Family, ...]:
+    """Sort factors (with ``size``, ``parent``, ``slot``) into families.
 
     The first factor that names a slot of a parent corresponds to the first of every other slot, and so on.
 
+    :param axes: factor -> its axes, none of which spans several.
     :raises ValueError: if a parent is unknown, or if slots of one parent differ in what they hold.
     """
     children: dict[str, dict[int, list[str]]] = {}
@@ -57,9 +58,9 @@ def families(factors: Mapping[str, Any]) -> tuple[Family, ...]:
         size = factors[factor.parent].size
         if factor.slot is None or not 0 <= factor.slot < size:
             raise ValueError(f"factor {name!r} lies in slot {factor.slot} of {factor.parent!r}, which has {size} units")
-        _check_inside(factor, factors[factor.parent])
+        _check_inside(factor, axes)
         children.setdefault(factor.parent, {}).setdefault(factor.slot, []).append(name)
-    trees = tuple(_family((name,), factors, children) for name in roots)
+    trees = tuple(_family((name,), factors, axes, children) for name in roots)
     reached = sum(map(_count, trees))
     if reached != len(factors):
         raise ValueError("the factors' parents go round in a circle")
@@ -122,7 +123,10 @@ def _paths(came_from: Tensor | None, own: Tensor) -> Tensor:
 
 
 def _family(
-    names: tuple[str, ...], factors: Mapping[str, Any], children: Mapping[str, Mapping[int, list[str]]]
+    names: tuple[str, ...],
+    factors: Mapping[str, Any],
+    axes: Mapping[str, Sequence[Any]],
+    children: Mapping[str, Mapping[int, list[str]]],
 ) -> Family:
     first = factors[names[0]]
     kinds = len(next(iter(children.get(names[0], {}).values()), []))
@@ -138,8 +142,8 @@ def _family(
                         "units that are exchanged must be alike inside"
                     )
                 members.append(held[kind])
-        _check_alike(members, factors)
-        inner.append(_family(tuple(members), factors, children))
+        _check_alike(members, factors, axes)
+        inner.append(_family(tuple(members), factors, axes, children))
     if not kinds and any(children.get(name) for name in names):
         raise ValueError(f"some of the factors {list(names)} hold factors and some don't; they must be alike inside")
     return Family(names, first.size, tuple(inner))
@@ -149,19 +153,19 @@ def _count(family: Family) -> int:
     return len(family.names) + sum(map(_count, family.inner))
 
 
-def _check_inside(factor: Any, parent: Any) -> None:
+def _check_inside(factor: Any, axes: Mapping[str, Sequence[Any]]) -> None:
     """A factor moves only positions of its parent's slot."""
-    for axis in factor.axes:
-        _places(axis, parent, factor)
+    for axis in axes[factor.name]:
+        _places(axis, axes[factor.parent], factor)
 
 
-def _check_alike(names: Sequence[str], factors: Mapping[str, Any]) -> None:
+def _check_alike(names: Sequence[str], factors: Mapping[str, Any], axes: Mapping[str, Sequence[Any]]) -> None:
     """What moves in one slot must move in the same places of every other slot."""
     looks = []
     for name in names:
         factor = factors[name]
-        places = [(a.site, a.dim, _places(a, factors[factor.parent], factor).tolist()) for a in factor.axes]
-        looks.append((factor.size, sorted(places)))
+        places = [(a.site, a.dim, _places(a, axes[factor.parent], factor)) for a in axes[name]]
+        looks.append((factor.size, sorted((site, dim, found.numpy().tobytes()) for site, dim, found in places)))
     for name, look in zip(names, looks, strict=True):
         if look != looks[0]:
             raise ValueError(
@@ -170,18 +174,17 @@ def _check_alike(names: Sequence[str], factors: Mapping[str, Any]) -> None:
             )
 
 
-def _places(axis: Any, parent: Any, factor: Any) -> Tensor:
-    """The index of an axis in terms of (parent axis block) numbers within the slot, shape ``(blocks, n)``."""
+def _places(axis: Any, parent_axes: Sequence[Any], factor: Any) -> Tensor:
+    """The index of an axis in terms of (parent axis block) numbers within the slot: sorted blocks, ``(blocks, n)``."""
     offset = 0
-    for outer in parent.axes:
-        if (outer.site, outer.dim) != (axis.site, axis.dim):
-            offset += len(outer.index)
-            continue
-        own = outer.index[:, factor.slot]
-        found = axis.index.unsqueeze(-1) == own
-        if bool(found.any(-1).all()):
-            return found.int().argmax(-1) + offset
+    for outer in parent_axes:
+        if (outer.site, outer.dim) == (axis.site, axis.dim):
+            own, order = outer.index[:, factor.slot].cpu().sort()
+            place = torch.searchsorted(own, axis.index.cpu().contiguous()).clamp_max(len(own) - 1)
+            if bool((own[place] == axis.index.cpu()).all()):
+                found = order[place] + offset
+                return found[found[:, 0].argsort()]  # blocks may come in any order
         offset += len(outer.index)
     raise ValueError(
-        f"factor {factor.name!r} moves axis {axis.dim} of {axis.site!r} outside slot {factor.slot} of {parent.name!r}"
+        f"factor {factor.name!r} moves axis {axis.dim} of {axis.site!r} outside slot {factor.slot} of {factor.parent!r}"
     )

@@ -185,7 +185,7 @@ def test_grouped_convolutions_have_groups_and_channels_within() -> None:
     assert [(group.factor(f"b[{k}]").parent, group.factor(f"b[{k}]").slot) for k in range(3)] == [
         ("a.groups", 0), ("a.groups", 1), ("a.groups", 2),
     ]  # fmt: skip
-    assert group.factor("a").size == 2  # the inputs of all groups share one axis of the weight: they move alike
+    assert [(group.factor(f"a[{k}]").size, group.factor(f"a[{k}]").slot) for k in range(3)] == [(2, 0), (2, 1), (2, 2)]
 
 
 def test_depthwise_convolutions_with_a_multiplier_keep_outputs_of_a_channel_together() -> None:

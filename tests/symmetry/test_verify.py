@@ -219,3 +219,42 @@ def test_batch_statistics_and_training_branches_are_compared_in_train_mode() -> 
     assert result.error < 1e-12 < 1e-3 < result.train_error
     right = WeightSymmetry.from_axes({**axes, "extra.weight": (None, "a")}, dict(net.named_parameters()))
     assert right.verify(net, x)
+
+
+class Seen(nn.Module):
+    """A convolutional network that remembers how many images it saw, and may refuse to see few."""
+
+    def __init__(self, least: int = 1):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+        self.least = least
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < self.least:
+            raise RuntimeError("too few images")
+        SEEN.append(len(x))
+        return self.net(x)
+
+
+SEEN: list[int] = []
+
+
+@pytest.mark.parametrize(("pixels", "least", "compared"), [(256, 1, 1), (256, 3, 5), (128, 1, 3), (8, 1, 5)])
+def test_of_large_images_no_more_are_compared_than_it_takes(pixels: int, least: int, compared: int) -> None:
+    net, x = Seen(least), torch.randn(5, 3, pixels, pixels)
+    axes = {"net.0.weight": ("a", None, None, None), "net.0.bias": ("a",), "net.2.weight": (None, "a", None, None)}
+    SEEN.clear()
+    assert WeightSymmetry.from_axes(axes, dict(net.named_parameters())).verify(net, x)
+    assert SEEN[-1] == compared
+    wrong = {site: names for site, names in axes.items() if site != "net.0.bias"}
+    group = WeightSymmetry.from_axes(wrong, dict(net.named_parameters()))
+    # A random permutation of four units is the identity once in 24 times.
+    assert not all(group.verify(net, x) for _ in range(4))
+
+
+def test_inputs_that_do_not_fit_are_named() -> None:
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"fails on the example inputs, of shapes \[\(3,\)\]: IndexError"):
+        find_symmetry(net, torch.tensor([1, 2, 7]))
+    with pytest.raises(ValueError, match="Linear fails on the example inputs"):
+        find_symmetry(nn.Linear(4, 2), torch.randn(2, 3))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pyro_symmetric.symmetry.labeller import HOMOGENEOUS, LINEAR, Labeller, Passes
-from pyro_symmetric.symmetry.labels import Value, opaque
+from pyro_symmetric.symmetry.labels import Part, Value, opaque
 from pyro_symmetric.symmetry.rules import Call, register_rule
 from pyro_symmetric.symmetry.rules.shape import cat
 
@@ -21,7 +21,8 @@ def _resized(labeller: Labeller, value: Value, shape: Sequence[int], dims: int) 
 @register_rule(*(f"aten.conv{d}d" for d in "123"), *(f"aten.conv_transpose{d}d" for d in "123"), "aten.convolution")
 def convolution(labeller: Labeller, call: Call) -> Value:
     """Groups of channels each see their own inputs: output unit and input unit are members of one group."""
-    value, weight, bias = call["input"], call["weight"], call["bias"]
+    weight, columns = _apart(call["weight"])
+    value, bias = call["input"], call["bias"]
     transposed = call.arguments.get("transposed", "transpose" in str(call.target))
     dims = weight.dim - 2
     alone = value.dim == dims + 1
@@ -29,7 +30,10 @@ def convolution(labeller: Labeller, call: Call) -> Value:
         value = labeller.unsqueeze(value, 0)
     value = _pixels(labeller, labeller.restrict(value, [0, 1]), dims)
     weight = _pixels(labeller, labeller.restrict(weight, [0, 1]), dims)
-    result = _grouped(labeller, value, weight, call["groups"], transposed)
+    if columns is None:
+        result = _with_shared_columns(labeller, value, weight, call["groups"], transposed)
+    else:
+        result = _grouped(labeller, value, weight, columns, call["groups"], transposed)
     shape = call.shape if not alone else (1, *call.shape)
     result = _resized(labeller, Value(shape, result.parts, result.fixed), shape, dims)
     if bias is not None:
@@ -42,7 +46,58 @@ def _pixels(labeller: Labeller, value: Value, dims: int) -> Value:
     return Value(value.shape[:-dims], value.parts, frozenset(a for a in value.fixed if a < value.dim - dims))
 
 
-def _grouped(labeller: Labeller, value: Value, weight: Value, groups: int, transposed: bool) -> Value:
+def _apart(weight: Value) -> tuple[Value, Part | None]:
+    """A grouped kernel without the part of its columns, and that part."""
+    columns = next((part for part in weight.parts if part.axes == (0, 1)), None)
+    if columns is None or weight.part_on(0) is columns:
+        return weight, None
+    rest = tuple(part for part in weight.parts if part is not columns)
+    return replace(weight, parts=rest), columns
+
+
+def _grouped(labeller: Labeller, value: Value, weight: Value, columns: Part, groups: int, transposed: bool) -> Value:
+    """A kernel with columns of each group's own, as a product of two tensors ``(groups, ...)``: rows and columns.
+
+    Those of the two that meet the inputs are the same units as these; the others are the outputs, and members of the
+    same group. Multipliers of the inputs end in the former, those of the outputs start in the latter.
+    """
+    batch, group, inputs, outputs = range(4)
+    second = weight.shape[1]
+    own = columns.atoms.reshape(groups, -1, second)[:, 0].reshape(-1)
+    pieces = [Value(weight.shape[:1], weight.parts), Value((len(own),), (Part((0,), own),))]
+    rows, cols = (labeller.reshape(piece, [groups, piece.shape[0] // groups]) for piece in pieces)
+    entering, leaving = (rows, cols) if transposed else (cols, rows)
+    value = labeller.reshape(value, [value.shape[0], groups, value.shape[1] // groups])
+    if value.shape[2] == 1:
+        value, entering = _absorbed(labeller, value, entering)
+    result = labeller.combine(
+        [(value, [batch, group, inputs]), (entering, [group, inputs]), (leaving, [group, outputs])],
+        [batch, group, outputs],
+    )
+    return labeller.reshape(result, [result.shape[0], -1])
+
+
+def _absorbed(labeller: Labeller, value: Value, entering: Value) -> tuple[Value, Value]:
+    """Groups of one input: no sum says that its multiplier ends in the kernel, so it is said here."""
+    part, own = value.part_on(1), entering.part_on(0)
+    if own is None or part is None or part.axes != (1,):
+        labeller.still(entering)
+        return value, entering
+    facts = labeller.facts
+    facts.balance([(1.0, part.atoms), (1.0, own.atoms)])
+    inside = facts.fresh(own.atoms.shape)  # the same units without a multiplier
+    facts.unify(part.atoms, inside)
+    facts.unify(own.atoms, inside)
+    facts.still(inside)
+    parts = [Part((1,), inside) if p is part else p for p in value.parts]
+    return (
+        labeller.value(value.shape, parts, value.fixed, value.zero),
+        labeller.value(entering.shape, [Part((0,), inside)], entering.fixed),
+    )
+
+
+def _with_shared_columns(labeller: Labeller, value: Value, weight: Value, groups: int, transposed: bool) -> Value:
+    """A kernel of one group, or one that was computed: its columns are the same units for all groups."""
     batch, group, inputs, outputs = range(4)
     if groups == 1:
         return labeller.combine(

@@ -1,0 +1,122 @@
+"""Small networks of papers and of PyTorch's own layers, by name: what benchmarks and tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def optunet() -> nn.Module:
+    """OptuNet of Laurent, Aldea & Franchi 2024, arXiv 2310.08287: 392 parameters for images of 28 x 28.
+
+    Two convolutions without biases, the second in two groups, and a linear layer.
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 4, bias=False),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(2, 10, 5, groups=2, bias=False),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(10, 10),
+    )
+
+
+class UNet(nn.Module):
+    """Two scales with a skip connection by concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.bottom = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.out = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.down(x)
+        return self.out(torch.cat([skip, self.up(self.bottom(skip))], 1))
+
+
+class Shared(nn.Module):
+    """One hidden layer, used three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(3, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        for _ in range(3):
+            x = self.again(x).relu()
+        return self.last(x)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer and a linear one."""
+
+    def __init__(self, kind: Any):
+        super().__init__()
+        self.layer = kind(5, 8, num_layers=2, bidirectional=True, batch_first=True)
+        self.out = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layer(x)[0])
+
+
+class FilterResponse(nn.Module):
+    """Filter-response normalisation (Singh & Krishnan 2020), with SiLU in place of its thresholded unit."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * torch.rsqrt(x.square().mean((2, 3), keepdim=True) + 1e-6)
+        return nn.functional.silu(x * self.weight[:, None, None] + self.bias[:, None, None])
+
+
+class FilterResponseBlock(nn.Module):
+    """Two convolutions and a shortcut that, where channels double, pads with zeros."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = FilterResponse(outputs), FilterResponse(outputs)
+        self.stride, self.pad = stride, (outputs - inputs) // 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        short = nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.pad, self.pad))
+        return short + self.norm2(self.conv2(self.norm1(self.conv1(x))))
+
+
+def resnet20() -> nn.Module:
+    """ResNet-20 with filter-response normalisation and SiLU, as in Laurent, Aldea & Franchi 2024."""
+    blocks = [FilterResponseBlock(16, 16, 1) for _ in range(3)]
+    for width in (32, 64):
+        blocks += [FilterResponseBlock(width if k else width // 2, width, 1 if k else 2) for k in range(3)]
+    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), FilterResponse(16)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def transformer() -> nn.Module:
+    """A transformer encoder of two layers between two linear ones."""
+    layer = nn.TransformerEncoderLayer(d_model=16, nhead=4, dim_feedforward=32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(nn.Linear(5, 16), encoder, nn.Linear(16, 2))
+
+
+# Name -> what builds it, and the shape of its inputs.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "OptuNet": (optunet, (8, 1, 28, 28)),
+    "ResNet-20 FRN SiLU": (resnet20, (8, 3, 32, 32)),
+    "UNet": (UNet, (2, 3, 16, 16)),
+    "weight-shared MLP": (Shared, (4, 3)),
+    "TransformerEncoder": (transformer, (2, 7, 5)),
+    "bidirectional LSTM": (lambda: Recurrent(nn.LSTM), (2, 7, 5)),
+    "bidirectional GRU": (lambda: Recurrent(nn.GRU), (2, 7, 5)),
+}

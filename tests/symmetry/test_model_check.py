@@ -1,0 +1,215 @@
+"""Declarations that are right pass; wrong ones are named by factor, site and axis."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import config_enumerate
+from torch import nn
+
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.symmetry import PermutationGroup, SignGroup, find_symmetry
+from pyro_symmetric.symmetry.finite import FiniteGroup
+from pyro_symmetric.symmetry.joint_density import InconclusiveError
+from pyro_symmetric.symmetry.model_check import verify_model
+
+DATA = torch.tensor([-2.0, -1.5, 0.3, 0.7, 2.5, 3.0, 3.1])
+SHAPES = {
+    "weights": torch.Size([3]),
+    "locs": torch.Size([3]),
+    "scales": torch.Size([3]),
+    "offsets": torch.Size([3]),
+}
+RIGHT = {"weights": ("k",), "locs": ("k",), "scales": ("k",)}
+
+
+def mixture(data: torch.Tensor) -> None:
+    """A mixture of three, and three offsets of ordered groups of data that have nothing to do with its components."""
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("components", 3):
+        locs = pyro.sample("locs", dist.Normal(0.0, 5.0))
+        scales = pyro.sample("scales", dist.LogNormal(0.0, 1.0))
+    offsets = pyro.sample("offsets", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    shift = offsets @ torch.tensor([1.0, 2.0, 3.0])
+    with pyro.plate("data", len(data)):
+        pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs + shift, scales)), obs=data)
+
+
+def declare(axes: dict[str, tuple[str | None, ...]]) -> PermutationGroup:
+    return PermutationGroup.declare(axes, SHAPES)
+
+
+def test_a_right_declaration_holds() -> None:
+    result = declare(RIGHT).verify(mixture, DATA)
+    assert result
+    assert "invariant" in str(result)
+    result.require()
+
+
+@pytest.mark.parametrize("left_out", ["weights", "locs", "scales"])
+def test_an_axis_that_was_left_out_is_named(left_out: str) -> None:
+    result = declare({site: axes for site, axes in RIGHT.items() if site != left_out}).verify(mixture, DATA)
+    (broken,) = result.broken
+    assert (broken.name, broken.sites) == ("k", ("x",))
+    assert (broken.missing, broken.superfluous) == (((left_out, 0),), ())
+    with pytest.raises(ValueError, match=rf"\['k'\](.|\n)*density of 'x'(.|\n)*with axis 0 of '{left_out}'"):
+        result.require()
+
+
+def test_two_axes_that_were_left_out_are_named() -> None:
+    (broken,) = declare({"locs": ("k",)}).verify(mixture, DATA).broken
+    assert set(broken.missing) == {("weights", 0), ("scales", 0)}
+
+
+def test_an_axis_too_many_is_named() -> None:
+    result = declare({**RIGHT, "offsets": ("k",)}).verify(mixture, DATA)
+    (broken,) = result.broken
+    assert (broken.superfluous, broken.missing) == ((("offsets", 0),), ())
+    assert broken.sites == ("x",)
+    assert "without axis 0 of 'offsets'" in str(result)
+
+
+def test_only_the_wrong_factor_is_named() -> None:
+    def two() -> None:
+        pyro.sample("a", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("b", dist.Normal(torch.zeros(4), torch.tensor([1.0, 1.0, 1.0, 1.1])).to_event(1))
+
+    group = PermutationGroup.declare({"a": ("fair",), "b": ("lopsided",)}, {"a": (3,), "b": (4,)})  # type: ignore[dict-item]
+    (broken,) = group.verify(two).broken
+    assert (broken.name, broken.sites) == ("lopsided", ("b",))
+
+
+def test_the_other_axis_of_a_square_site_is_found() -> None:
+    def square() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(3, 3), torch.tensor([1.0, 2.0, 3.0])).to_event(2))
+
+    (broken,) = (
+        PermutationGroup.declare({"w": ("k", None), "v": ("k",)}, {"w": (3, 3), "v": (3,)})
+        .verify(  # type: ignore[dict-item]
+            lambda: (square(), pyro.sample("v", dist.Normal(torch.arange(3.0), 1.0).to_event(1)))
+        )
+        .broken
+    )
+    assert broken.superfluous == (("v", 0),)
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_an_ordered_prior_breaks_the_symmetry_outside_of_its_support(validate: bool) -> None:
+    def ordered(data: torch.Tensor) -> None:
+        prior = dist.TransformedDistribution(
+            dist.Normal(torch.zeros(3), 1.0, validate_args=validate).to_event(1), dist.transforms.OrderedTransform()
+        )
+        locs = pyro.sample("locs", prior)
+        with pyro.plate("data", len(data)):
+            pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(torch.ones(3)), dist.Normal(locs, 1.0)), obs=data)
+
+    result = declare({"locs": ("k",)}).verify(ordered, DATA)
+    (broken,) = result.broken
+    assert broken.change == float("inf")
+    assert "locs" in broken.sites
+    assert broken.missing == broken.superfluous == ()
+
+
+def test_a_cyclic_symmetry_does_not_pass_for_all_permutations() -> None:
+    def ring() -> None:
+        a = pyro.sample("a", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal((a * a.roll(1)).sum(), 1.0), obs=torch.tensor(0.3))
+
+    assert not PermutationGroup.declare({"a": ("k",)}, {"a": torch.Size([5])}).verify(ring)
+
+
+def test_one_unit_of_many_with_another_prior_is_noticed() -> None:
+    scale = torch.ones(200)
+    scale[137] = 1.05
+
+    def model() -> None:
+        pyro.sample("a", dist.Normal(torch.zeros(200), scale).to_event(1))
+
+    assert not PermutationGroup.declare({"a": ("k",)}, {"a": torch.Size([200])}).verify(model)
+
+
+def test_signs_of_a_factor_model_hold_and_wrong_ones_are_named() -> None:
+    axes = {"loadings": (None, "factor"), "scores": ("factor", None)}
+    shapes = {"loadings": torch.Size([4, 2]), "scores": torch.Size([2, 20])}
+
+    def model(data: torch.Tensor, mean: float = 0.0) -> None:
+        loadings = pyro.sample("loadings", dist.Normal(torch.full((4, 2), mean), 1.0).to_event(2))
+        scores = pyro.sample("scores", dist.Normal(torch.zeros(2, 20), 1.0).to_event(2))
+        pyro.sample("x", dist.Normal(loadings @ scores, 0.5).to_event(2), obs=data)
+
+    data = torch.randn(4, 20)
+    group = FiniteGroup(PermutationGroup.declare(axes, shapes), SignGroup.declare(axes, shapes))
+    assert group.verify(model, data)
+    (lopsided,) = group.verify(model, data, mean=0.5).broken
+    assert (lopsided.kind, lopsided.name, lopsided.sites) == ("signs", "factor", ("loadings",))
+    (partial,) = SignGroup.declare({"loadings": (None, "factor")}, shapes).verify(model, data).broken
+    assert partial.missing == (("scores", 0),)
+
+
+def test_signs_and_permutations_of_a_discovered_network_hold() -> None:
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(500, 2), torch.randint(3, (500,))
+    group = find_symmetry(net, x).finite
+    assert group.verify(BayesianModel(net, 1.0), x, y)
+    relu = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    broken = group.verify(BayesianModel(relu, 1.0), x, y).broken
+    assert {factor.kind for factor in broken} == {"signs"}
+    assert len(broken) == 2
+
+
+@config_enumerate
+def assigned(data: torch.Tensor) -> None:
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("components", 3):
+        locs = pyro.sample("locs", dist.Normal(0.0, 5.0))
+    with pyro.plate("data", len(data)):
+        z = pyro.sample("z", dist.Categorical(weights))
+        pyro.sample("x", dist.Normal(locs[z], 1.0), obs=data)
+
+
+def test_discrete_assignments_are_summed_out() -> None:
+    shapes = {"weights": torch.Size([3]), "locs": torch.Size([3])}
+    assert PermutationGroup.declare({"weights": ("k",), "locs": ("k",)}, shapes).verify(assigned, DATA)
+    (broken,) = PermutationGroup.declare({"locs": ("k",)}, shapes).verify(assigned, DATA).broken
+    assert broken.missing == (("weights", 0),)
+
+
+def test_rows_of_a_subsampled_plate_are_kept() -> None:
+    def model(data: torch.Tensor) -> None:
+        with pyro.plate("components", 3):
+            locs = pyro.sample("locs", dist.Normal(0.0, 5.0))
+        with pyro.plate("data", len(data), subsample_size=3) as rows:
+            pyro.sample(
+                "x", dist.MixtureSameFamily(dist.Categorical(torch.ones(3)), dist.Normal(locs, 1.0)), obs=data[rows]
+            )
+
+    assert declare({"locs": ("k",)}).verify(model, DATA)
+
+
+def test_a_density_with_randomness_of_its_own_is_inconclusive() -> None:
+    dropout = nn.Dropout(0.5)
+
+    def model() -> None:
+        a = pyro.sample("a", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(dropout(a).sum(), 1.0), obs=torch.tensor(0.3))
+
+    with pytest.raises(InconclusiveError, match="dropout"):
+        PermutationGroup.declare({"a": ("k",)}, {"a": torch.Size([5])}).verify(model)
+
+
+def test_sites_that_the_model_lacks_or_shapes_otherwise_are_named() -> None:
+    group = PermutationGroup.declare({"absent": ("k",)}, {"absent": torch.Size([3])})
+    with pytest.raises(ValueError, match=r"'absent'.*'locs'"):
+        group.verify(mixture, DATA)
+    group = PermutationGroup.declare({"locs": ("k",)}, {"locs": torch.Size([4])})
+    with pytest.raises(ValueError, match=r"'locs'.*\(3,\).*\(4,\)"):
+        group.verify(mixture, DATA)
+    with pytest.raises(ValueError, match="trials"):
+        verify_model(group, mixture, DATA, trials=0)
+
+
+def test_the_check_leaves_the_generator_and_the_parameters_alone() -> None:
+    state = torch.get_rng_state()
+    declare(RIGHT).verify(mixture, DATA)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not list(pyro.get_param_store().keys())
