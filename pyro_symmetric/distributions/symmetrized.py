@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_symmetric.distributions.orbit import Action, InfoNCE, OrbitEstimator
+from pyro_symmetric.distributions.infonce import InfoNCE
+from pyro_symmetric.distributions.orbit import Action, OrbitEstimator
 
 
 class Symmetrized(TorchDistribution):
@@ -29,6 +31,12 @@ class Symmetrized(TorchDistribution):
     :param base_distribution: over vectors of event shape ``(D,)``.
     :param flat: the group's action on those vectors, e.g. ``group.flat(sites)``.
     :param estimator: of :math:`\log \bar q`; :class:`~pyro_symmetric.distributions.InfoNCE` with 16 terms by default.
+    :param sticking_the_landing: differentiate ``log_prob`` through the draw only, not through the base's own parameters
+        (Roeder, Wu & Duvenaud 2017, arXiv 1703.09194). What is left out, :math:`\mathbb E_q\,
+        \partial_\theta \log \bar q_\theta(w)`, is zero for ``ExactOrbit``: averaged over :math:`w \sim q` it is the
+        same as over :math:`\bar q`, whose score it is. It is zero for ``InfoNCE`` too, as its terms are
+        exchangeable, so that gradients of its bound stay unbiased. For estimators whose proposals depend on the base
+        it need not be zero. Gaussian bases only.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
@@ -38,6 +46,7 @@ class Symmetrized(TorchDistribution):
         base_distribution: TorchDistribution,
         flat: Action,
         estimator: OrbitEstimator | None = None,
+        sticking_the_landing: bool = False,
         validate_args: bool | None = None,
     ):
         if tuple(base_distribution.event_shape) != (flat.dim,):
@@ -48,6 +57,9 @@ class Symmetrized(TorchDistribution):
         self.base_distribution = base_distribution
         self.flat = flat
         self.estimator = InfoNCE() if estimator is None else estimator
+        self.sticking_the_landing = sticking_the_landing
+        if sticking_the_landing:
+            detached(base_distribution)  # which base can't be is reported here
         super().__init__(base_distribution.batch_shape, base_distribution.event_shape, validate_args=validate_args)
 
     def __repr__(self) -> str:
@@ -70,6 +82,7 @@ class Symmetrized(TorchDistribution):
         new.base_distribution = self.base_distribution.expand(torch.Size(batch_shape))
         new.flat = self.flat
         new.estimator = self.estimator
+        new.sticking_the_landing = self.sticking_the_landing
         super(Symmetrized, new).__init__(torch.Size(batch_shape), self.event_shape, validate_args=False)
         new._validate_args = self._validate_args
         return new
@@ -91,10 +104,33 @@ class Symmetrized(TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
-        return self.estimator.log_prob(self.base_distribution, self.flat, value)
+        return self.estimator.log_prob(self.scored_distribution, self.flat, value)
+
+    @property
+    def scored_distribution(self) -> TorchDistribution:
+        """The base as ``log_prob`` sees it: without gradient to its parameters, when sticking the landing."""
+        return detached(self.base_distribution) if self.sticking_the_landing else self.base_distribution
 
     def entropy(self) -> Tensor:
         raise NotImplementedError("the entropy of a symmetrised distribution has no closed form; average -log_prob")
 
     def __call__(self, sample_shape: Sequence[int] = torch.Size()) -> Any:
         return self.rsample(sample_shape) if self.has_rsample else self.sample(sample_shape)
+
+
+def detached(base: TorchDistribution) -> TorchDistribution:
+    """The same Gaussian, without gradient to its parameters.
+
+    :raises TypeError: for a base that isn't a normal, multivariate normal or low-rank multivariate normal.
+    """
+    if isinstance(base, torch.distributions.Independent):
+        return dist.Independent(detached(base.base_dist), base.reinterpreted_batch_ndims)
+    if isinstance(base, torch.distributions.Normal):
+        return dist.Normal(base.loc.detach(), base.scale.detach())
+    if isinstance(base, torch.distributions.MultivariateNormal):
+        return dist.MultivariateNormal(base.loc.detach(), scale_tril=base.scale_tril.detach())
+    if isinstance(base, torch.distributions.LowRankMultivariateNormal):
+        return dist.LowRankMultivariateNormal(base.loc.detach(), base.cov_factor.detach(), base.cov_diag.detach())
+    raise TypeError(
+        f"sticking_the_landing needs a Gaussian base; that of {type(base).__name__} keeps its parameters to itself"
+    )

@@ -1,0 +1,113 @@
+"""The symmetrised log-density itself: all terms of the sum over the orbit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.utils.checkpoint import checkpoint
+
+from pyro_symmetric.distributions.normals import Normals, is_mean_field, normals_of, sites_of
+from pyro_symmetric.distributions.orbit import CHUNK_NUMBERS, Action, Bound, log_mean_exp, log_prob_on_orbit
+from pyro_symmetric.distributions.permanent import LARGEST_PERMANENT, log_permanent
+from pyro_symmetric.distributions.unit_sets import unit_sets
+from pyro_symmetric.distributions.units import UnitDensities, independent_factors, pair_log_densities
+from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
+from pyro_symmetric.symmetry.weights import Weights
+
+
+@dataclass(frozen=True)
+class ExactOrbit:
+    r"""The whole sum over the orbit, for groups small enough: the ruler for every other estimator.
+
+    In general by enumeration, ``|G|`` evaluations of ``q``. For a mean-field base, the sum over one factor is a
+    permanent (:mod:`~pyro_symmetric.distributions.permanent`): :math:`n\,2^{n-1}` terms instead of :math:`n!`, up to
+    width 20. Factors that share no site (one hidden layer; every second layer of a deep network, given the others) are
+    summed so, and only the rest is enumerated.
+
+    :param limit: the largest number of elements to enumerate.
+    """
+
+    limit: int = field(default=100_000, repr=False)
+    bound: ClassVar[Bound] = "exact"
+
+    def __post_init__(self) -> None:
+        if self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; it must be the size of the largest group to enumerate")
+
+    def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
+        group = action.group
+        summed: tuple[str, ...] = ()
+        if isinstance(group, PermutationGroup) and is_mean_field(base, action):
+            summed = independent_factors(group, LARGEST_PERMANENT)
+        enumerated = without(group, summed) if summed else group
+        order = enumerated.order()
+        if order > self.limit:
+            how = f", besides permanents of the factors {list(summed)}," if summed else ""
+            raise ValueError(
+                f"ExactOrbit would enumerate exp({enumerated.log_order():.1f}) group elements{how} more than its limit "
+                f"of {self.limit}; use a bound such as SinkhornImportance(16), or raise the limit"
+            )
+        if summed:
+            return self._by_permanents(base, action, value, summed, enumerated)
+        return self._by_enumeration(base, action, value)
+
+    def _by_enumeration(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
+        batch_dims = max(value.dim() - 1, len(base.batch_shape))
+        everywhere = (slice(None), *([None] * batch_dims))
+        own = base.log_prob(value)[None]
+        if action.group.order() == 1:
+            return own[0]
+        # The identity comes first; its term is the density itself, not what a bijection there and back makes of it.
+        others = action.group.enumerate().to(value.device).select(slice(1, None)).select(everywhere)
+        return log_mean_exp(torch.cat([own, log_prob_on_orbit(base, action, value, others)]))
+
+    def _by_permanents(
+        self, base: Distribution, action: Action, value: Tensor, summed: tuple[str, ...], enumerated: PermutationGroup
+    ) -> Tensor:
+        r"""``log 1/|G| Σ_e q(e·w) Π_f perm(A^f(e·w)) / exp(trace A^f(e·w))``, ``e`` over the enumerated factors."""
+        own = base.log_prob(value)
+        flat = value.expand(*own.shape, value.shape[-1]).reshape(-1, value.shape[-1])
+        normals, draws = normals_of(base, action, own.shape).double(), sites_of(action, flat.double())
+        permuted = PermutationGroup([action.group.factor(name) for name in summed], action.group.site_shapes)
+        elements = enumerated.enumerate().to(value.device).select((slice(None), None))
+
+        def score(part: Permutation) -> Tensor:
+            return _summed_over(permuted, normals, draws, part)
+
+        count = enumerated.order()
+        chunk = max(1, CHUNK_NUMBERS // max(1, 4 * flat.numel()))
+        parts = [elements.select(slice(start, start + chunk)) for start in range(0, count, chunk)]
+        if len(parts) == 1 or not torch.is_grad_enabled():
+            terms = torch.cat([score(part) for part in parts])
+        else:
+            terms = torch.cat([checkpoint(score, part, use_reentrant=False) for part in parts])
+        total = torch.logsumexp(terms, 0) - action.group.log_order()
+        return total.to(own.dtype).reshape(own.shape)
+
+
+def without(group: PermutationGroup, names: Sequence[str]) -> PermutationGroup:
+    """The subgroup of the other factors."""
+    return PermutationGroup([group.factor(name) for name in group.factors if name not in names], group.site_shapes)
+
+
+def _summed_over(group: PermutationGroup, normals: Normals, draws: Weights, elements: Permutation) -> Tensor:
+    """``log Σ_p q(p·e·w)`` over a group of factors that share no site, for elements ``e`` ``(E, 1)``: ``(E, N)``."""
+    moved = elements(draws) if elements.images else {site: value[None] for site, value in draws.items()}
+    count, batch = next(iter(moved.values())).shape[:2]
+    total: Tensor | float = 0.0
+    for site, value in moved.items():
+        loc, scale = normals.loc[site], normals.scale[site]
+        terms = torch.distributions.Normal(loc, scale, validate_args=False).log_prob(value)
+        total = total + terms.reshape(count, batch, -1).sum(-1)
+    flat = {site: value.flatten(0, 1) for site, value in moved.items()}
+    units = UnitDensities(unit_sets(group), normals.repeated(count), flat)
+    for name in units.factors:
+        pairs = pair_log_densities(units, name)
+        gain = log_permanent(pairs) - pairs.diagonal(dim1=-2, dim2=-1).sum(-1)
+        total = total + gain.reshape(count, batch)
+    return torch.as_tensor(total)

@@ -1,0 +1,192 @@
+r"""Doubly stochastic matrices, and random matchings drawn from them.
+
+A matrix of log-densities :math:`A_{ji}` (position ``j`` receives unit ``i``) is scaled to a doubly stochastic one,
+:math:`S = \operatorname{diag}(u)\, e^A \operatorname{diag}(v)` (Sinkhorn & Knopp 1967): the matching of least relative
+entropy to ``A`` whose rows and columns sum to one. Permutations are drawn from it row by row without replacement, the
+most certain rows first; the last few rows, the least certain ones, are matched exactly, by all their permutations:
+
+.. math:: \tau(p) = \prod_{j \text{ early}} \frac{S_{j\,p(j)}}{\sum_{i \text{ not taken by an earlier row}} S_{ji}}
+   \;\cdot\; \frac{\exp \sum_{j \text{ late}} A_{j\,p(j)}}{\operatorname{perm} (e^{A})_{\text{late}}}
+
+The draws of all samples and proposals are made at once. Each row has a stream of independent draws of its own from
+:math:`S_j` and takes the first that no earlier row takes. So all rows can choose at the same time: of those that chose
+the same column the earliest keeps it, the others draw again, from the columns that no earlier row holds. A row that is
+displaced later goes on with its stream. That ends after a few rounds, in what the loop over rows would have given.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+from torch import Tensor
+
+# Log-densities further than this below the best of their row or column count alike; e^-40 leaves room in float32.
+FLOOR = -40.0
+# Alternations of rows and columns; where units overlap so much that this isn't enough, the matrix is nearly flat.
+ITERATIONS = 12
+# What each row spreads evenly over all columns, so that no matching has probability zero.
+SPREAD = 1e-4
+# Rows that are matched exactly, by enumeration. On random bases of width 12 the estimate's error fell threefold.
+TAIL = 6
+# Draws that each row makes before it looks which columns are left; most rows need no more.
+STREAM = 8
+# Numbers that may be held at once while probabilities of many matchings are computed.
+CHUNK_NUMBERS = 2**24
+
+
+def doubly_stochastic(scores: Tensor, iterations: int = ITERATIONS) -> Tensor:
+    """Sinkhorn's scaling of ``exp(scores)``.
+
+    :param scores: log-densities, ``batch_shape + (n, n)``; constants added to rows or columns don't matter.
+    :param iterations: alternations of rows and columns; more come closer to column sums of one. Row sums are exact.
+    :return: nonnegative, of the same shape.
+    """
+    scores = scores - scores.amax(-1, keepdim=True)
+    scores = scores - scores.amax(-2, keepdim=True)
+    scores = scores - scores.amax(-1, keepdim=True)
+    kernel = scores.clamp(min=FLOOR).exp()
+    columns = kernel.new_ones(*kernel.shape[:-2], kernel.shape[-1], 1)
+    transposed = kernel.mT
+    for _ in range(iterations):
+        rows = (kernel @ columns).reciprocal_()
+        columns = (transposed @ rows).reciprocal_()
+    scaled = kernel * columns.mT
+    return scaled / scaled.sum(-1, keepdim=True)
+
+
+def with_spread(matrix: Tensor) -> Tensor:
+    """The row distributions that matchings are drawn from: mixed with a little of the uniform one."""
+    return matrix * (1 - SPREAD) + SPREAD / matrix.shape[-1]
+
+
+def certain_first(rows: Tensor) -> Tensor:
+    """The rank of each row in order of falling certainty (collision probability), ``batch_shape + (n,)``, 32-bit."""
+    return rows.square().sum(-1).argsort(-1, descending=True).argsort(-1).int()
+
+
+def draw_matchings(scores: Tensor, rows: Tensor, rank: Tensor) -> Tensor:
+    """Random permutations: row by row without replacement in the given order, the last rows exactly.
+
+    :param scores: log-densities ``A``, ``(L, N, n, n)`` with ``L`` 1 (shared by all proposals) or ``K``.
+    :param rows: distributions of each row, likewise.
+    :param rank: place of each row in the order, ``(K, N, n)``.
+    :return: ``(K, N, n)``: the column that each row takes.
+    """
+    choice = _draw_all_rows(rows, rank)
+    late, tables = _tail(rank.shape[-1], rank.device)
+    for part in _chunks(rank, TAIL * len(tables)):
+        chosen = choice[part]
+        where, columns, sums = _late_sums(scores[part] if len(scores) > 1 else scores, rank[part], chosen, late, tables)
+        total = (sums - sums.amax(-1, keepdim=True)).exp().cumsum(-1)
+        uniform = torch.rand(*total.shape[:-1], 1, dtype=total.dtype, device=total.device)
+        drawn = torch.searchsorted(total, _below(uniform, total[..., -1:]), right=True)[..., 0]
+        chosen.scatter_(-1, where, columns.gather(-1, tables[drawn]))
+    return choice
+
+
+def _draw_all_rows(rows: Tensor, rank: Tensor) -> Tensor:
+    """Row by row without replacement, to the last: ``(K, N, n)``."""
+    stream = _draw_each(rows, rank.shape)
+    choice = stream[0]
+    held = torch.full_like(rank, rank.shape[-1])
+    for candidates in stream:
+        # held[c]: rank of the earliest row that has chosen column c so far; it only falls, as earlier rows only gain.
+        choice = torch.where(held.gather(-1, choice) < rank, candidates, choice)
+        held = held.scatter_reduce(-1, choice, rank, "amin")
+    return _settle(rows, rank, choice, held)
+
+
+def _draw_each(rows: Tensor, shape: torch.Size) -> Tensor:
+    """The first independent draws of every row's stream: ``(STREAM, K, N, n)``."""
+    count, batch, n = shape
+    total = rows.cumsum(-1)
+    uniform = torch.rand(len(rows), batch, n, STREAM * count // len(rows), dtype=rows.dtype, device=rows.device)
+    drawn = torch.searchsorted(total, _below(uniform, total[..., -1:]), right=True)
+    return drawn.unflatten(-1, (STREAM, -1)).permute(3, 0, 4, 1, 2).reshape(STREAM, *shape)
+
+
+def _settle(rows: Tensor, rank: Tensor, choice: Tensor, held: Tensor) -> Tensor:
+    """Let rows without a column go on, drawing from the columns that no earlier row holds, until all have one."""
+    _, batch, n = rank.shape
+    while True:
+        k, b, j = (held.gather(-1, choice) < rank).nonzero(as_tuple=True)
+        if len(k) == 0:
+            return choice
+        own_rank = rank[k, b, j]
+        weight = rows[k if len(rows) > 1 else 0, b, j] * (held[k, b] > own_rank[:, None])
+        total = weight.cumsum(-1)
+        uniform = torch.rand(len(k), 1, dtype=rows.dtype, device=rows.device)
+        picked = torch.searchsorted(total, _below(uniform, total[:, -1:]), right=True)[:, 0]
+        choice[k, b, j] = picked
+        held = held.view(-1).scatter_reduce(0, (k * batch + b) * n + picked, own_rank, "amin").view_as(held)
+
+
+def _below(uniform: Tensor, total: Tensor) -> Tensor:
+    """``uniform * total``, never rounded up to ``total``: so that no column of weight zero is drawn."""
+    return torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+
+
+# the late rows ------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=16)
+def _tail(n: int, device: torch.device) -> tuple[int, Tensor]:
+    """How many rows are late, and all their permutations."""
+    late = min(TAIL, n)
+    return late, torch.tensor(list(itertools.permutations(range(late))), device=device)
+
+
+def _late_sums(
+    scores: Tensor, rank: Tensor, choice: Tensor, late: int, tables: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The late rows and their columns, ``(K, N, late)``, and the log-density of each of their matchings."""
+    n = rank.shape[-1]
+    where = rank.argsort(-1)[..., n - late :]
+    columns = choice.gather(-1, where)
+    block = scores.expand(*rank.shape, n).gather(-2, where.unsqueeze(-1).expand(*where.shape, n))
+    block = block.gather(-1, columns.unsqueeze(-2).expand(*where.shape, late))
+    return where, columns, block[..., torch.arange(late, device=tables.device), tables].sum(-1)
+
+
+def _chunks(rank: Tensor, numbers: int) -> list[slice]:
+    """Slices of the proposals, so that so many numbers for each can be held."""
+    chunk = max(1, CHUNK_NUMBERS // (rank.shape[1] * numbers))
+    return [slice(start, start + chunk) for start in range(0, len(rank), chunk)]
+
+
+# probabilities ------------------------------------------------------------------------------------------------------
+
+
+def log_probability(scores: Tensor, rows: Tensor, rank: Tensor, choice: Tensor) -> Tensor:
+    r"""Log-probability :math:`\log\tau(p)` of matchings.
+
+    :param scores: as in :func:`draw_matchings`, ``(L, N, n, n)``.
+    :param rows: likewise.
+    :param rank: ``(K, N, n)``.
+    :param choice: ``(K, N, n)``.
+    :return: ``(K, N)``.
+    """
+    n = rank.shape[-1]
+    late, tables = _tail(n, rank.device)
+    result = []
+    for part in _chunks(rank, max(n * n, TAIL * len(tables))):
+        some_scores, some_rows = (m[part] if len(m) > 1 else m for m in (scores, rows))
+        some_rank, chosen = rank[part], choice[part]
+        early = some_rank < n - late
+        _, _, sums = _late_sums(some_scores, some_rank, chosen, late, tables)
+        own_late = (_picked(some_scores, chosen) * ~early).sum(-1)
+        result.append((_log_row_choices(some_rows, some_rank, chosen) * early).sum(-1) + own_late - sums.logsumexp(-1))
+    return torch.cat(result)
+
+
+def _log_row_choices(rows: Tensor, rank: Tensor, choice: Tensor) -> Tensor:
+    """For each row the log-probability of its column among those that no earlier row takes, ``(K, N, n)``."""
+    taken_by = torch.empty_like(rank).scatter_(-1, choice, rank)  # rank of the row that takes each column
+    free = taken_by.unsqueeze(-2) >= rank.unsqueeze(-1)
+    return _picked(rows, choice).log() - (rows * free).sum(-1).log()
+
+
+def _picked(matrix: Tensor, choice: Tensor) -> Tensor:
+    return matrix.expand(*choice.shape, choice.shape[-1]).gather(-1, choice.unsqueeze(-1)).squeeze(-1)

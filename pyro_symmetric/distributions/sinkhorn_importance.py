@@ -1,0 +1,87 @@
+"""The symmetrised log-density by importance sampling over the group, with proposals made by matching units."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from pyro_symmetric.distributions.moved import log_density_gain
+from pyro_symmetric.distributions.normals import is_mean_field, normals_of, sites_of
+from pyro_symmetric.distributions.orbit import Action, Bound, log_prob_on_orbit
+from pyro_symmetric.distributions.proposal import Proposals, propose
+from pyro_symmetric.distributions.unit_sets import UnitSets, unit_sets
+from pyro_symmetric.distributions.units import UnitDensities
+from pyro_symmetric.symmetry.finite import AnyFiniteGroup
+from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
+
+
+@dataclass(frozen=True)
+class SinkhornImportance:
+    r"""``K`` elements drawn by matching the units of the draw to those of the base, and the identity.
+
+    .. math:: \log \frac{1}{K+1} \sum_{k=0}^{K} \frac{q(g_k \cdot w)\,|\det J_{g_k}(w)|}{|G|\, \tau(g_k \mid w)},
+       \qquad g_0 = e, \quad g_1, \dots, g_K \sim \tau(\cdot \mid w)
+
+    For :math:`w \sim q` its mean is an upper bound of that of :math:`\log \bar q(w)`, for every ``K`` and every
+    proposal :math:`\tau` that depends on the orbit of ``w`` only (importance-weighted hierarchical variational
+    inference), and exact where :math:`\tau` is the posterior of the group element. Here :math:`\tau` matches units by
+    Sinkhorn's algorithm (:mod:`~pyro_symmetric.distributions.proposal`): where units are far apart it finds all of the
+    :math:`\log|G|` nats, whatever the width, and where they are alike it knows that; in between a larger ``K`` helps.
+    The default suits training; take 16 or more to report.
+
+    Gradients hold :math:`\tau` fixed, which is the gradient of the bound where :math:`\tau` is exact.
+
+    Cost: three products of ``n × n`` by ``n × (weights of a unit)`` matrices a factor, ``K`` matchings of ``n`` units,
+    and ``K`` densities of those weights that the matchings move; where two factors share a site (two hidden layers or
+    more), ``2 K`` such products. Memory: ``samples · K · n²`` and the moved weights.
+
+    Signs of units (odd activations, factor analysis) are drawn after the matching, which sums over them. Where units of
+    a factor hold factors of their own (heads of attention), only the outer ones are averaged over: still an upper
+    bound, but short of the nats inside. Base distributions that aren't mean-field are matched by their means and
+    deviations.
+
+    Reference: the bound, Sobolev & Vetrov 2019 (arXiv 1905.03290); the scaling, Sinkhorn & Knopp 1967.
+
+    :param K: number of proposals, at least 1.
+    """
+
+    K: int = 4
+    bound: ClassVar[Bound] = "upper"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.K, bool) or not isinstance(self.K, int) or self.K < 1:
+            raise ValueError(f"K is {self.K!r}; SinkhornImportance needs a whole number of proposals, at least 1")
+
+    def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
+        own = base.log_prob(value)
+        sets = unit_sets(action.group)
+        if not sets.permutations.factors:
+            return own
+        batch = own.shape
+        flat = value.expand(*batch, value.shape[-1]).reshape(-1, value.shape[-1])
+        normals, draws = normals_of(base, action, batch), sites_of(action, flat)
+        units = UnitDensities(sets, normals, draws)
+        proposals = propose(units, self.K, len(flat), flat.detach())
+        if is_mean_field(base, action):
+            gain = log_density_gain(normals, draws, units, Permutation(sets.permutations, proposals.images))
+            moved = own.reshape(-1) + gain
+        else:
+            elements = _elements(action.group, sets, proposals, torch.Size([self.K, *batch]))
+            moved = log_prob_on_orbit(base, action, value, elements).reshape(self.K, -1)
+        terms = torch.cat([own.reshape(1, -1), moved]).double() - proposals.log_probability.double()
+        total = torch.logsumexp(terms, 0) - math.log(self.K + 1) - sets.log_order()
+        return total.to(own.dtype).reshape(batch)
+
+
+def _elements(group: AnyFiniteGroup, sets: UnitSets, proposals: Proposals, shape: torch.Size) -> Any:
+    """The proposals as elements of the whole group, of the given batch shape."""
+    images = {name: p.reshape(*shape, -1) for name, p in proposals.images.items() if name not in sets.fixed}
+    if isinstance(group, PermutationGroup):
+        return group.element(images)
+    signs = {sets.sign_of[name]: s.reshape(*shape, -1) for name, s in proposals.signs.items()}
+    return group.element(images, signs)
