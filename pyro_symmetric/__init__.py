@@ -9,24 +9,32 @@ from importlib.metadata import PackageNotFoundError, version
 from pyro_symmetric import datasets
 from pyro_symmetric.alignment import Alignment, BarrierCurve, GaussianWeights, align, loss_barrier, to_gaussian
 from pyro_symmetric.compare import invariance_tests, marginal_wasserstein, mmd, scores
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE, Symmetrized
+from pyro_symmetric.distributions import BetheBound, ExactOrbit, InfoNCE, SinkhornImportance, Symmetrized
 from pyro_symmetric.guides import (
     AutoAligned,
+    AutoFullRank,
+    AutoLowRank,
     AutoMeanField,
     AutoSymmetrized,
+    NotADensityError,
+    SymmetrizedMeanField_ELBO,
     distinct,
     evidence,
     interpolate,
     load_guide,
+    push_forward,
     sample_posterior,
     save_guide,
+    suggest_estimator,
 )
 from pyro_symmetric.mcmc import HMC, SGHMC, log_joint, sample
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry import (
+    FiniteGroup,
     Permutation,
     PermutationGroup,
+    SignGroup,
     WeightSymmetry,
     canonicalize,
     find_symmetry,
@@ -43,20 +51,28 @@ __all__ = [
     "SGHMC",
     "Alignment",
     "AutoAligned",
+    "AutoFullRank",
+    "AutoLowRank",
     "AutoMeanField",
     "AutoSymmetrized",
     "BarrierCurve",
     "BayesianModel",
+    "BetheBound",
     "CategoricalLikelihood",
     "ExactOrbit",
+    "FiniteGroup",
     "GaussianLikelihood",
     "GaussianPrior",
     "GaussianWeights",
     "InfoNCE",
+    "NotADensityError",
     "Permutation",
     "PermutationGroup",
     "Posterior",
+    "SignGroup",
+    "SinkhornImportance",
     "Symmetrized",
+    "SymmetrizedMeanField_ELBO",
     "WeightSymmetry",
     "align",
     "canonicalize",
@@ -72,9 +88,11 @@ __all__ = [
     "marginal_wasserstein",
     "minimal_mass",
     "mmd",
+    "push_forward",
     "sample",
     "sample_posterior",
     "save_guide",
     "scores",
+    "suggest_estimator",
     "to_gaussian",
 ]

@@ -1,21 +1,32 @@
 """Guides that know the symmetries of their model; all plug into stock :class:`~pyro.infer.SVI`."""
 
-from pyro_symmetric.guides.aligned import AutoAligned, AutoMeanField, interpolate
+from pyro_symmetric.guides.aligned import AutoAligned, interpolate, push_forward
 from pyro_symmetric.guides.base import WeightsGuide, distinct, sample_posterior
 from pyro_symmetric.guides.bounds import Evidence, evidence
 from pyro_symmetric.guides.files import load_guide, save_guide
+from pyro_symmetric.guides.gaussian import AutoFullRank, AutoLowRank, AutoMeanField
+from pyro_symmetric.guides.objectives import SymmetrizedMeanField_ELBO
+from pyro_symmetric.guides.one_sided import NotADensityError
+from pyro_symmetric.guides.suggest import Suggestion, suggest_estimator
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 
 __all__ = [
     "AutoAligned",
+    "AutoFullRank",
+    "AutoLowRank",
     "AutoMeanField",
     "AutoSymmetrized",
     "Evidence",
+    "NotADensityError",
+    "Suggestion",
+    "SymmetrizedMeanField_ELBO",
     "WeightsGuide",
     "distinct",
     "evidence",
     "interpolate",
     "load_guide",
+    "push_forward",
     "sample_posterior",
     "save_guide",
+    "suggest_estimator",
 ]

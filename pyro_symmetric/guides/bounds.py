@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_symmetric.distributions import InfoNCE, OrbitEstimator
+from pyro_symmetric.distributions import OrbitEstimator
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.layout import action_on, layout_of
-from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.guides.suggest import suggest_estimator
+from pyro_symmetric.symmetry.finite import AnyFiniteGroup, finite_part
+from pyro_symmetric.symmetry.rescaling import SignGroup
+from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
 from pyro_symmetric.symmetry.weights import Weights
 
 
@@ -57,7 +60,7 @@ class Evidence:
 def evidence(
     guide: WeightsGuide,
     log_joint: Callable[[Weights], Tensor],
-    group: PermutationGroup,
+    group: AnyFiniteGroup | SignGroup | WeightSymmetry,
     estimator: OrbitEstimator | None = None,
     *,
     num_samples: int = 512,
@@ -65,19 +68,21 @@ def evidence(
 ) -> Evidence:
     """Estimate the ELBO of a guide, and of that guide symmetrised.
 
-    >>> evidence(guide, lambda w: model.log_joint(w, x, y), group, InfoNCE(256))
+    >>> evidence(guide, lambda w: model.log_joint(w, x, y), group)
 
     :param guide: a set-up guide of this library.
     :param log_joint: e.g. :func:`log_joint(model, *args) <pyro_symmetric.mcmc.log_joint>`; weights of batch shape
         ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``.
-    :param group: the symmetry of the model.
-    :param estimator: of the symmetrised log-density; ``InfoNCE(64)`` by default.
+    :param group: the symmetry of the model: permutations, signs, or both. Of a ``WeightSymmetry``, the finite part.
+    :param estimator: of the symmetrised log-density; by default what
+        :func:`~pyro_symmetric.guides.suggest_estimator` picks for reports.
     :param num_samples: Monte Carlo samples, at least 2.
     :param chunk: how many are evaluated at once.
     """
     if num_samples < 2:
         raise ValueError(f"num_samples is {num_samples}; a standard error needs at least 2")
-    estimator = estimator or InfoNCE(64)
+    group = finite_part(group)
+    estimator = estimator or suggest_estimator(guide, group, training=False).estimator
     base = guide.get_base_posterior()
     sites = layout_of(guide)
     action = action_on(sites, group)

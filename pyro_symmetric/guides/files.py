@@ -10,26 +10,26 @@ import pyro.infer.autoguide as autoguide
 import torch
 from pyro.infer.autoguide import AutoContinuous, AutoGuide
 
-from pyro_symmetric.alignment.gaussian import to_gaussian
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE
-from pyro_symmetric.guides.aligned import AutoMeanField, flat_moments
+from pyro_symmetric.distributions import BetheBound, ExactOrbit, InfoNCE, SinkhornImportance
 from pyro_symmetric.guides.base import WeightsGuide
+from pyro_symmetric.guides.gaussian import FAMILIES, family_and_moments
 from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, layout_of
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.storage import PathLike, load_tensors, save_tensors
-from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.symmetry.finite import finite_group_from_dict
 
 KIND = "guide"
 VERSION = 1
 
 _BASES = ("AutoDiagonalNormal", "AutoLowRankMultivariateNormal", "AutoMultivariateNormal")
-_ESTIMATORS: dict[str, type] = {"InfoNCE": InfoNCE, "ExactOrbit": ExactOrbit}
+_ESTIMATORS: dict[str, type] = {kind.__name__: kind for kind in (BetheBound, ExactOrbit, InfoNCE, SinkhornImportance)}
 
 
 def save_guide(guide: AutoGuide, path: PathLike) -> None:
     """Write a set-up guide to one ``.safetensors`` file, atomically and without pickle.
 
-    Takes our guides and the stock mean-field ones (``AutoNormal``, ``AutoDiagonalNormal``).
+    Takes our guides and the stock Gaussian ones (``AutoNormal``, ``AutoDiagonalNormal``,
+    ``AutoLowRankMultivariateNormal``, ``AutoMultivariateNormal``).
 
     :raises TypeError: for a guide that it doesn't know how to write.
     :raises OSError: if the file can't be written.
@@ -49,25 +49,26 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
             "base": guide.base_class.__name__,
             "rank": getattr(guide, "rank", None),
             "group": guide.group.to_dict(),
+            "sticking_the_landing": guide.sticking_the_landing,
             "estimator": {"name": type(estimator).__name__, **asdict(estimator)},  # type: ignore[call-overload]
         }
         tensors = guide.state_dict()
-    elif isinstance(guide, AutoMeanField | autoguide.AutoDiagonalNormal | autoguide.AutoNormal):
-        header["class"] = "AutoMeanField"
-        loc, scale = flat_moments(to_gaussian(guide), sites)
-        tensors = {"loc": loc, "scale": scale}
     else:
-        raise TypeError(
-            f"{type(guide).__name__} can't be written to a file; AutoSymmetrized and mean-field Gaussian guides can"
-        )
+        try:
+            family, tensors = family_and_moments(guide)
+        except TypeError as error:
+            raise TypeError(
+                f"{type(guide).__name__} can't be written to a file; AutoSymmetrized and Gaussian guides can"
+            ) from error
+        header["class"] = family.__name__
     save_tensors(path, KIND, VERSION, tensors, header)
 
 
 def load_guide(path: PathLike, device: torch.device | str | None = None) -> WeightsGuide:
     """Read a guide that :func:`save_guide` wrote; ``sample_posterior`` works at once, training goes on with stock SVI.
 
-    Mean-field guides come back as :class:`AutoMeanField`, symmetrised ones as :class:`AutoSymmetrized` over the same
-    base.
+    Gaussian guides come back as :class:`AutoMeanField`, :class:`AutoLowRank` or :class:`AutoFullRank`, symmetrised ones
+    as :class:`AutoSymmetrized` over the same base.
 
     :raises OSError: if the file can't be read.
     :raises ValueError: if it is damaged or no guide.
@@ -76,16 +77,17 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
     if device is not None:
         tensors = {name: value.to(device) for name, value in tensors.items()}
     sites = tuple(SiteLayout.from_dict(site) for site in header["sites"])
-    if header["class"] == "AutoMeanField":
-        return AutoMeanField(sites, tensors["loc"], tensors["scale"])
+    if header["class"] in FAMILIES:
+        return FAMILIES[header["class"]](sites, **tensors)
     model = LayoutModel(sites, next(iter(tensors.values())))
     fields = dict(header["estimator"])
     base: type[AutoContinuous] = getattr(autoguide, header["base"])
     guide = AutoSymmetrized(
         model,
-        PermutationGroup.from_dict(header["group"]),
+        finite_group_from_dict(header["group"]),
         base=base,
         estimator=_ESTIMATORS[fields.pop("name")](**fields),
+        sticking_the_landing=header.get("sticking_the_landing", False),
         init_loc_fn=model.init_loc_fn,
         **({} if header["rank"] is None else {"rank": header["rank"]}),
     )

@@ -21,7 +21,8 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
 from pyro_symmetric.distributions.constrained import ConstrainedAction, action_on_unconstrained
-from pyro_symmetric.symmetry.permutation import FlatAction, PermutationGroup
+from pyro_symmetric.symmetry.finite import AnyFiniteGroup, SignedFlatAction
+from pyro_symmetric.symmetry.permutation import FlatAction
 from pyro_symmetric.symmetry.weights import Weights
 
 
@@ -78,8 +79,7 @@ def layout_of(guide: AutoGuide) -> tuple[SiteLayout, ...]:
     if trace is None:
         raise ValueError(
             f"this {type(guide).__name__} hasn't been set up: call guide.setup(*model_args) (or guide(*model_args), "
-            f"for a "
-            "stock guide) or take one SVI step first"
+            "for a stock guide) or take one SVI step first"
         )
     sites = []
     for name, site in trace.iter_stochastic_nodes():
@@ -91,7 +91,7 @@ def layout_of(guide: AutoGuide) -> tuple[SiteLayout, ...]:
     return tuple(sites)
 
 
-def action_on(sites: Sequence[SiteLayout], group: PermutationGroup) -> FlatAction | ConstrainedAction:
+def action_on(sites: Sequence[SiteLayout], group: AnyFiniteGroup) -> FlatAction | SignedFlatAction | ConstrainedAction:
     """How a group acts on the flat unconstrained vectors of a guide with these sites."""
     supports = {site.name: site.support for site in sites}
     return action_on_unconstrained(group, supports, {site.name: torch.Size(site.shape) for site in sites})

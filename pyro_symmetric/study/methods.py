@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,7 +11,7 @@ from pyro.infer.autoguide import AutoGuide, AutoNormal
 from pyro.infer.autoguide.initialization import init_to_sample, init_to_value
 
 from pyro_symmetric.alignment import align, loss_barrier, to_gaussian
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE
+from pyro_symmetric.distributions import SinkhornImportance
 from pyro_symmetric.guides import (
     AutoAligned,
     AutoMeanField,
@@ -21,8 +20,9 @@ from pyro_symmetric.guides import (
     distinct,
     evidence,
     interpolate,
+    suggest_estimator,
 )
-from pyro_symmetric.guides.aligned import flat_moments
+from pyro_symmetric.guides.gaussian import flat_moments
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.mcmc import HMC, SGHMC, Kernel, sample
 from pyro_symmetric.samples import Posterior
@@ -108,8 +108,7 @@ class _Variational(Method):
     learning_rate: float = 0.02
     batch_size: int = 512
     init_scale: float = 0.03
-    orbit_terms: int = 256
-    quick_budget: ClassVar[Mapping[str, Any]] = {"steps": 400, "learning_rate": 0.03, "orbit_terms": 64}
+    quick_budget: ClassVar[Mapping[str, Any]] = {"steps": 400, "learning_rate": 0.03}
 
     def _train(self, problem: Problem, guide: AutoGuide, label: str, progress: bool) -> list[float]:
         return fit_guide(
@@ -139,12 +138,11 @@ class _Variational(Method):
             draws = guide.sample_posterior(shape, orbit=True)
         else:
             draws = guide.sample_posterior(shape)
-        exact = group.log_order() <= math.log(self.orbit_terms)
         worth = evidence(
             guide,
             lambda weights: problem.model.log_joint(weights, problem.x, problem.y),
             group,
-            ExactOrbit() if exact else InfoNCE(self.orbit_terms),
+            suggest_estimator(AutoNormal, group, training=False).estimator,
         )
         return Fit(label, Posterior.from_samples(draws), losses, "negative ELBO (nats)", evidence=asdict(worth), **more)
 
@@ -166,22 +164,22 @@ class MeanField(_Variational):
 @register
 @dataclass(frozen=True)
 class SymmetrizedMeanField(_Variational):
-    """The mean-field guide averaged over all permutations of hidden units, trained on the InfoNCE bound."""
+    """The mean-field guide averaged over all permutations of hidden units, trained with proposals that match units."""
 
-    terms: int = 16
+    proposals: int = 4
 
     name: ClassVar[str] = "symmetrized"
     labels: ClassVar[tuple[str, ...]] = ("symmetrized",)
     summary: ClassVar[str] = (
-        "AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units, trained on the "
-        "InfoNCE bound (Gelberg et al. 2024). Its draws come from all copies alike."
+        "AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units (Gelberg et al. 2024), "
+        "trained with SinkhornImportance, which matches units. Its draws come from all copies alike."
     )
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         guide = AutoSymmetrized(
             problem.model,
             problem.symmetry.permutations,
-            estimator=InfoNCE(self.terms),
+            estimator=SinkhornImportance(self.proposals),
             init_loc_fn=init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_sample),
             init_scale=self.init_scale,
         )

@@ -268,7 +268,7 @@ EVIDENCE = Table(
             "estimator",
             ("evidence", "estimator"),
             "s",
-            "How the density of the symmetrised guide was estimated; InfoNCE(K) sees at most log K of log |G|.",
+            "How the density of the symmetrised guide was estimated.",
         ),
         Column(
             "log |G|",

@@ -1,0 +1,130 @@
+r"""Gaussian guides with given moments, and the moments of guides that others have made.
+
+Three families over the concatenated unconstrained sites, of dimension ``D``:
+
+* :class:`AutoMeanField`, :math:`\mathcal N(m, \mathrm{diag}(s^2))`;
+* :class:`AutoLowRank`, :math:`\mathcal N(m, \mathrm{diag}(s^2) + F F^\top)`;
+* :class:`AutoFullRank`, :math:`\mathcal N(m, L L^\top)`.
+
+They have parameters of their own from the start, need no model to draw from, and can be trained further with stock SVI:
+pushing forward, interpolating and loading make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pyro.infer.autoguide import (
+    AutoContinuous,
+    AutoDiagonalNormal,
+    AutoGuide,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
+from torch import Tensor
+
+from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
+from pyro_symmetric.guides.base import WeightsGuide
+from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, layout_of
+
+
+class GaussianGuide(WeightsGuide):
+    """What the three families share: a guide over a layout instead of a model, set up at once."""
+
+    def __init__(self, sites: tuple[SiteLayout, ...], loc: Tensor, **options: Any):
+        model = LayoutModel(sites, loc)
+        super().__init__(model, init_loc_fn=model.init_loc_fn, **options)
+        self.setup()
+        with torch.no_grad():
+            self.loc.copy_(loc)
+
+
+class AutoMeanField(GaussianGuide, AutoDiagonalNormal):
+    """A mean-field Gaussian guide with given moments.
+
+    :param sites: the layout, e.g. ``layout_of(other_guide)``.
+    :param loc: means of the concatenated unconstrained sites, ``(D,)``.
+    :param scale: standard deviations, ``(D,)``.
+    """
+
+    def __init__(self, sites: tuple[SiteLayout, ...], loc: Tensor, scale: Tensor):
+        super().__init__(sites, loc)
+        self.scale = scale.detach().clone()  # type: ignore[assignment]  # a PyroParam by its class
+
+
+class AutoLowRank(GaussianGuide, AutoLowRankMultivariateNormal):
+    """A Gaussian guide whose covariance is a diagonal plus a matrix of low rank.
+
+    :param sites: the layout, e.g. ``layout_of(other_guide)``.
+    :param loc: means of the concatenated unconstrained sites, ``(D,)``.
+    :param scale: standard deviations of the diagonal part, ``(D,)``.
+    :param cov_factor: ``F`` of the low-rank part ``F F^T``, ``(D, rank)``. (Pyro's parameter of that name is ``F /
+        scale``, row by row.)
+    """
+
+    def __init__(self, sites: tuple[SiteLayout, ...], loc: Tensor, scale: Tensor, cov_factor: Tensor):
+        super().__init__(sites, loc, rank=cov_factor.shape[-1])
+        self.scale = scale.detach().clone()  # type: ignore[assignment]
+        with torch.no_grad():
+            self.cov_factor.copy_(cov_factor / scale.unsqueeze(-1))
+
+
+class AutoFullRank(GaussianGuide, AutoMultivariateNormal):
+    """A Gaussian guide with any covariance.
+
+    :param sites: the layout, e.g. ``layout_of(other_guide)``.
+    :param loc: means of the concatenated unconstrained sites, ``(D,)``.
+    :param scale_tril: Cholesky factor of the covariance, lower triangular with a positive diagonal, ``(D, D)``.
+    """
+
+    def __init__(self, sites: tuple[SiteLayout, ...], loc: Tensor, scale_tril: Tensor):
+        super().__init__(sites, loc)
+        diagonal = scale_tril.detach().diagonal().clone()
+        self.scale = diagonal  # type: ignore[assignment]
+        self.scale_tril = scale_tril.detach() / diagonal.unsqueeze(-1)  # type: ignore[assignment]
+
+
+FAMILIES: dict[str, type[GaussianGuide]] = {
+    "AutoMeanField": AutoMeanField,
+    "AutoLowRank": AutoLowRank,
+    "AutoFullRank": AutoFullRank,
+}
+
+
+@torch.no_grad()
+def family_and_moments(guide: AutoGuide) -> tuple[type[GaussianGuide], dict[str, Tensor]]:
+    """Our family of a set-up Gaussian guide, stock or ours, and the arguments that make its equal; of a symmetrised
+    guide, those of its base.
+
+    :raises TypeError: for a guide that isn't Gaussian.
+    """
+    if isinstance(guide, AutoLowRankMultivariateNormal):
+        posterior = _base_posterior(guide)
+        scale, factor = posterior.cov_diag.sqrt(), posterior.cov_factor
+        return AutoLowRank, {"loc": posterior.loc.detach(), "scale": scale, "cov_factor": factor}
+    if isinstance(guide, AutoMultivariateNormal):
+        posterior = _base_posterior(guide)
+        return AutoFullRank, {"loc": posterior.loc.detach(), "scale_tril": posterior.scale_tril}
+    if isinstance(guide, AutoDiagonalNormal | AutoNormal):
+        loc, scale = flat_moments(to_gaussian(guide), layout_of(guide))
+        return AutoMeanField, {"loc": loc, "scale": scale}
+    raise TypeError(
+        f"{type(guide).__name__} isn't a Gaussian guide; known are AutoNormal, AutoDiagonalNormal, "
+        f"AutoLowRankMultivariateNormal, AutoMultivariateNormal and {', '.join(FAMILIES)}"
+    )
+
+
+def _base_posterior(guide: AutoContinuous) -> Any:
+    return guide.get_base_posterior() if isinstance(guide, WeightsGuide) else guide.get_posterior()
+
+
+def flat_moments(moments: GaussianWeights, sites: tuple[SiteLayout, ...]) -> tuple[Tensor, Tensor]:
+    """Means and marginal deviations concatenated in the layout's order."""
+
+    def flat(values: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([values[site.name].reshape(-1) for site in sites])
+
+    return flat(moments.loc), flat(moments.scale)

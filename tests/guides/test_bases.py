@@ -1,0 +1,258 @@
+"""Every base: set-up, training, draws, medians, quantiles, where it starts; gradients that stick the landing."""
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.distributions.transforms import block_autoregressive, iterated, spline_coupling
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoIAFNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoNormalizingFlow,
+)
+from pyro.nn import PyroModule, PyroSample
+from torch import nn
+
+from pyro_symmetric.distributions import ExactOrbit, InfoNCE, Symmetrized
+from pyro_symmetric.guides import AutoSymmetrized, load_guide, save_guide
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.symmetry import PermutationGroup, WeightSymmetry, find_symmetry
+
+GAUSSIAN = [AutoDiagonalNormal, AutoNormal, AutoLowRankMultivariateNormal, AutoMultivariateNormal]
+FLOWS: list[tuple[type, dict[str, Any]]] = [
+    (AutoIAFNormal, {"hidden_dim": [16]}),
+    (AutoNormalizingFlow, {"init_transform_fn": functools.partial(iterated, 2, spline_coupling)}),
+]
+EVERY: list[tuple[type, dict[str, Any]]] = [(base, {}) for base in GAUSSIAN] + FLOWS
+
+
+def network(width: int = 3) -> tuple[BayesianModel, WeightSymmetry, torch.Tensor, torch.Tensor]:
+    net = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1))
+    x = torch.linspace(-2, 2, 20)[:, None]
+    return BayesianModel(net, 1.0, "gaussian"), find_symmetry(net, x), x, torch.sin(2 * x[:, 0])
+
+
+class HandWritten(PyroModule):
+    """A network as Pyro's tutorials write them."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.first = PyroModule[nn.Linear](1, width)
+        self.first.weight = PyroSample(dist.Normal(torch.zeros(width, 1), 1.0).to_event(2))
+        self.first.bias = PyroSample(dist.Normal(torch.zeros(width), 1.0).to_event(1))
+        self.last = PyroModule[nn.Linear](width, 1)
+        self.last.weight = PyroSample(dist.Normal(torch.zeros(1, width), 1.0).to_event(2))
+        self.last.bias = PyroSample(dist.Normal(torch.zeros(1), 1.0).to_event(1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        mean = self.last(self.first(x).tanh()).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 0.2), obs=y)
+        return mean
+
+
+HAND_WRITTEN_GROUP = PermutationGroup.declare(
+    {"first.weight": ("hidden", None), "first.bias": ("hidden",), "last.weight": (None, "hidden")},
+    {"first.weight": torch.Size([3, 1]), "first.bias": torch.Size([3]), "last.weight": torch.Size([1, 3])},
+)
+
+
+@pytest.mark.parametrize(("base", "options"), EVERY)
+def test_every_base_is_set_up_trained_and_drawn_from(base: type, options: dict[str, Any]) -> None:
+    model, symmetry, x, y = network()
+    estimator = InfoNCE(4) if base in GAUSSIAN else InfoNCE(2)
+    guide = AutoSymmetrized(model, symmetry.permutations, base=base, estimator=estimator, **options).setup(x, y)
+    parameters = {name for name, _ in guide.named_parameters()}
+    assert parameters
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02 if base in GAUSSIAN else 0.01}), Trace_ELBO())
+    losses = [svi.step(x, y) for _ in range(80)]
+    assert {name for name, _ in guide.named_parameters()} == parameters  # set-up created them all
+    assert sum(losses[-20:]) < sum(losses[:20])
+    shapes = {site: tuple(value.shape) for site, value in guide.sample_posterior((2, 5)).items()}
+    assert shapes == {site: (2, 5, *shape) for site, shape in model.site_shapes.items()}
+
+
+@pytest.mark.parametrize(("base", "options"), EVERY)
+def test_every_base_starts_at_the_networks_own_values_and_off_the_fixed_point(
+    base: type, options: dict[str, Any]
+) -> None:
+    """Means of 400 draws of scale about 0.1 (flows: of that order): far within 0.1 of the values, which are further
+    apart."""
+    model, symmetry, x, y = network()
+    guide = AutoSymmetrized(model, symmetry, base=base, estimator=InfoNCE(2), init_scale=0.02, **options).setup(x, y)
+    start = guide.unpack(guide.loc.detach())["0.weight"]
+    torch.testing.assert_close(start, model.initial_weights()["0.weight"])
+    draws = guide.sample_posterior((400,))["0.weight"]
+    assert float(draws.std(0).max()) < 0.1
+    torch.testing.assert_close(draws.mean(0), start, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize(("base", "options"), EVERY)
+def test_every_base_starts_off_the_fixed_point_of_a_hand_written_network(base: type, options: dict[str, Any]) -> None:
+    model = HandWritten()
+    x = torch.linspace(-2, 2, 20)[:, None]
+    guide = AutoSymmetrized(model, HAND_WRITTEN_GROUP, base=base, estimator=InfoNCE(2), **options).setup(x, x[:, 0])
+    start = guide.unpack(guide.loc.detach())
+    for site in HAND_WRITTEN_GROUP.required_sites:
+        values = start[site].flatten()
+        assert float((values[:, None] - values).abs().fill_diagonal_(1.0).min()) > 1e-3
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Trace_ELBO())
+    assert all(math.isfinite(svi.step(x, x[:, 0])) for _ in range(3))
+
+
+@pytest.mark.parametrize(("base", "options"), EVERY)
+def test_a_fresh_guide_takes_the_parameters_of_another(base: type, options: dict[str, Any]) -> None:
+    model, symmetry, x, y = network()
+    first, second = (
+        AutoSymmetrized(model, symmetry, base=base, estimator=InfoNCE(2), **options).setup(x, y) for _ in range(2)
+    )
+    with torch.no_grad():
+        first.loc.add_(1.0)
+    second.load_state_dict(first.state_dict())
+    draws = []
+    for one in (first, second):
+        pyro.set_rng_seed(5)
+        draws.append(one.sample_posterior((3,)))
+    assert all(torch.equal(draws[0][site], draws[1][site]) for site in draws[0])
+
+
+@pytest.mark.parametrize(("base", "options"), EVERY)
+def test_medians_and_quantiles_are_those_of_the_base(base: type, options: dict[str, Any]) -> None:
+    """Against 20,000 draws: quantiles at 10 % to 90 % of a scale of 0.3 err by 0.005, for flows by twice that."""
+    model, symmetry, x, y = network()
+    guide = AutoSymmetrized(model, symmetry, base=base, init_scale=0.3, **options).setup(x, y)
+    levels = [0.1, 0.5, 0.9]
+    found = guide.quantiles(levels, num_samples=20_000)
+    draws = guide.sample_posterior((20_000,))
+    for site, value in found.items():
+        assert value.shape == (3, *model.site_shapes[site])
+        expected = torch.quantile(draws[site], torch.tensor(levels), dim=0)
+        torch.testing.assert_close(value, expected, atol=0.08, rtol=0.08)
+    for site, value in guide.median(num_samples=20_000).items():
+        torch.testing.assert_close(value, found[site][1], atol=0.08, rtol=0.08)
+
+
+def test_quantiles_over_the_orbit_are_alike_for_all_units_and_symmetric_around_zero() -> None:
+    """Two units at 1 and -3 with signs: marginals on ±1 and ±3, a quarter each."""
+    model, symmetry, x, y = network(2)
+    guide = AutoSymmetrized(model, symmetry, init_scale=1e-3).setup(x, y)
+    with torch.no_grad():
+        guide.loc[:2] = torch.tensor([1.0, -3.0])  # 0.weight
+    found = guide.quantiles([0.125, 0.375, 0.625, 0.875], orbit=True, num_samples=4000)["0.weight"]
+    expected = torch.tensor([-3.0, -1.0, 1.0, 3.0]).reshape(4, 1, 1).expand(4, 2, 1)
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
+    plain = guide.median()["0.weight"].flatten()
+    torch.testing.assert_close(plain, torch.tensor([1.0, -3.0]))
+
+
+@pytest.mark.parametrize("base", GAUSSIAN)
+def test_gaussian_bases_survive_the_disk_with_their_quantiles(base: type, tmp_path: Path) -> None:
+    model, symmetry, x, y = network()
+    guide = AutoSymmetrized(model, symmetry, base=base, sticking_the_landing=True).setup(x, y)
+    save_guide(guide, tmp_path / "guide.safetensors")
+    loaded = load_guide(tmp_path / "guide.safetensors")
+    assert isinstance(loaded, AutoSymmetrized)
+    assert loaded.sticking_the_landing
+    before, after = guide.quantiles([0.2, 0.8]), loaded.quantiles([0.2, 0.8])
+    assert all(torch.equal(before[site], after[site]) for site in before)
+
+
+# sticking the landing -----------------------------------------------------------------------------------------------
+
+THREE = PermutationGroup.declare({"w": ("u",)}, {"w": torch.Size([3])})
+TARGET = torch.tensor([-1.0, 0.2, 1.5])
+
+
+def exchangeable() -> None:
+    """A posterior with all permutations, and no data: its ELBO is known up to a constant by many draws."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal((w**2).sum(-1), 1.0), obs=torch.tensor(3.0))
+
+
+def gradient_rows(estimator: Any, sticking: bool, number: int = 3000) -> torch.Tensor:
+    """Gradients of log q̄ terms with respect to means and log-deviations, draw by draw: ``(number, 6)``."""
+    loc = TARGET.double().expand(number, 3).clone().requires_grad_()
+    log_scale = torch.tensor([-0.5, 0.0, 0.3], dtype=torch.float64).expand(number, 3).clone().requires_grad_()
+    q = dist.Normal(loc, log_scale.exp()).to_event(1)
+    symmetrized = Symmetrized(q, THREE.flat(["w"]), estimator, sticking)
+    w = symmetrized.rsample()
+    return torch.cat(torch.autograd.grad(symmetrized.log_prob(w).sum(), (loc, log_scale)), -1)
+
+
+@pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(2), InfoNCE(4)])
+def test_sticking_the_landing_is_unbiased(estimator: Any) -> None:
+    """For the exact density, and for the bound of InfoNCE, whose terms are exchangeable: 6 standard errors over 6."""
+    stuck, full = (gradient_rows(estimator, sticking, 40_000) for sticking in (True, False))
+    error = ((stuck.var(0) + full.var(0)) / len(full)).sqrt()
+    assert bool(((stuck.mean(0) - full.mean(0)).abs() < 6 * error).all())
+    assert float((stuck - full).abs().max()) > 0.1  # draw by draw they differ
+
+
+def test_the_score_that_is_left_out_has_mean_zero_by_enumeration() -> None:
+    r"""On a grid: :math:`\sum_w q(w)\, \partial \log \bar q(w) \Delta w = 0` for two exchangeable coordinates."""
+    two = PermutationGroup.declare({"w": ("u",)}, {"w": torch.Size([2])})
+    axis = torch.linspace(-8, 8, 801, dtype=torch.float64)
+    grid = torch.cartesian_prod(axis, axis)
+    parameters = torch.tensor([-1.0, 0.7, 0.6, 1.1], dtype=torch.float64, requires_grad=True)
+    q = dist.Normal(parameters[:2], parameters[2:]).to_event(1)
+    log_prob = Symmetrized(q, two.flat(["w"]), ExactOrbit()).log_prob(grid)
+    weights = q.log_prob(grid).exp().detach() * (axis[1] - axis[0]) ** 2
+    assert float(weights.sum()) == pytest.approx(1.0, abs=1e-6)
+    (score,) = torch.autograd.grad((weights * log_prob).sum(), parameters)
+    torch.testing.assert_close(score, torch.zeros(4, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("base", GAUSSIAN)
+def test_gradients_vanish_where_the_guide_is_the_posterior(base: type) -> None:
+    """The namesake: a Gaussian posterior with distinct modes far apart, so that q̄ is locally q; no noise is left."""
+
+    def model() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+    norms = {}
+    for sticking in (True, False):
+        guide = AutoSymmetrized(
+            model, THREE, base=base, estimator=ExactOrbit(), sticking_the_landing=sticking, init_scale=1.0
+        ).setup()
+        with torch.no_grad():
+            guide.loc.zero_()
+            if base is AutoLowRankMultivariateNormal:
+                guide.cov_factor.zero_()
+                guide.scale = torch.ones(3)
+        guide.zero_grad()
+        Trace_ELBO(num_particles=3).loss_and_grads(model, guide)
+        norms[sticking] = sum(float(p.grad.norm()) for p in guide.parameters() if p.grad is not None)
+    assert norms[True] < 1e-4
+    assert norms[False] > 1e-2
+
+
+def test_a_flow_cannot_stick_the_landing() -> None:
+    with pytest.raises(TypeError, match="Gaussian base"):
+        AutoSymmetrized(exchangeable, THREE, base=AutoIAFNormal, hidden_dim=[8], sticking_the_landing=True)
+    cauchy = dist.Cauchy(torch.zeros(3), 1.0).to_event(1)
+    with pytest.raises(TypeError, match="Gaussian base"):
+        Symmetrized(cauchy, THREE.flat(["w"]), ExactOrbit(), sticking_the_landing=True)
+
+
+def test_a_flow_without_an_inverse_is_refused_at_set_up() -> None:
+    model, symmetry, x, y = network()
+    flow = functools.partial(iterated, 1, block_autoregressive)
+    guide = AutoSymmetrized(model, symmetry, base=AutoNormalizingFlow, init_transform_fn=flow)
+    with pytest.raises(TypeError, match="spline_coupling"):
+        guide.setup(x, y)
+
+
+def test_it_trains_when_sticking_the_landing() -> None:
+    guide = AutoSymmetrized(exchangeable, THREE, estimator=InfoNCE(4), sticking_the_landing=True)
+    svi = SVI(exchangeable, guide, pyro.optim.Adam({"lr": 0.05}), Trace_ELBO())
+    losses = [svi.step() for _ in range(150)]
+    assert sum(losses[-30:]) < sum(losses[:30])

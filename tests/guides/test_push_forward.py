@@ -1,0 +1,266 @@
+"""Gaussian guides pushed forward by any element: exact moments, the same functions, guides of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoIAFNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
+from torch import Tensor, nn
+
+from pyro_symmetric.guides import (
+    AutoFullRank,
+    AutoLowRank,
+    AutoMeanField,
+    AutoSymmetrized,
+    distinct,
+    load_guide,
+    push_forward,
+    save_guide,
+)
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.symmetry import PermutationGroup, ScalingGroup, WeightSymmetry, find_symmetry
+from pyro_symmetric.symmetry.finite import finite_part
+
+FAMILIES = {
+    AutoNormal: AutoMeanField,
+    AutoDiagonalNormal: AutoMeanField,
+    AutoLowRankMultivariateNormal: AutoLowRank,
+    AutoMultivariateNormal: AutoFullRank,
+}
+KINDS = ["permutations", "scalings", "signs", "shifts", "finite", "all"]
+
+
+def problem() -> tuple[BayesianModel, WeightSymmetry, Tensor, Tensor]:
+    """A classifier with all four symmetries: a rectified layer, an odd one, and a softmax."""
+    torch.set_default_dtype(torch.float64)
+    net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    x = torch.randn(20, 2)
+    symmetry = find_symmetry(net, x, logits=True)
+    assert symmetry.permutations.factors
+    assert symmetry.scalings.factors
+    assert symmetry.signs.factors
+    assert symmetry.shifts.sites
+    return BayesianModel(net, 1.0, "categorical"), symmetry, x, (x.sum(-1) > 0).long()
+
+
+def steps(model: Any, guide: Any, *data: Tensor, number: int = 15) -> list[float]:
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), Trace_ELBO())
+    return [svi.step(*data) for _ in range(number)]
+
+
+def trained(kind: Any, model: BayesianModel, x: Tensor, y: Tensor) -> Any:
+    guide = distinct(kind(model, init_scale=0.3))
+    steps(model, guide, x, y)
+    return guide
+
+
+def one_of(symmetry: WeightSymmetry, kind: str) -> Any:
+    if kind == "finite":  # what symmetrised guides average over
+        return finite_part(symmetry).sample()
+    return symmetry.sample() if kind == "all" else getattr(symmetry, kind).sample()
+
+
+def moments(guide: Any) -> tuple[Tensor, Tensor]:
+    """Mean and covariance over flat vectors, by the guide's own distribution."""
+    if isinstance(guide, AutoNormal):
+        pairs = [guide._get_loc_and_scale(name) for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
+        loc, scale = (
+            torch.cat([value.detach().reshape(-1) for value in column]) for column in zip(*pairs, strict=True)
+        )
+        return loc, scale.square().diag()
+    with torch.no_grad():
+        posterior = guide.get_posterior()
+        if isinstance(posterior, dist.Independent):
+            return posterior.mean, posterior.variance.diag()
+        return posterior.mean, posterior.covariance_matrix
+
+
+def explicit_action(element: Any, shapes: dict[str, torch.Size]) -> tuple[Tensor, Tensor]:
+    """``A`` and ``b`` of the action ``A w + b``, from what it makes of zero and of all unit vectors."""
+    dim = sum(shape.numel() for shape in shapes.values())
+    points = torch.cat([torch.zeros(1, dim), torch.eye(dim)])
+    pieces = points.split([shape.numel() for shape in shapes.values()], -1)
+    weights = {s: piece.reshape(-1, *shape) for (s, shape), piece in zip(shapes.items(), pieces, strict=True)}
+    moved = torch.cat([value.reshape(dim + 1, -1) for value in element(weights).values()], -1)
+    return (moved[1:] - moved[0]).mT, moved[0]
+
+
+@pytest.mark.parametrize("element_kind", KINDS)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_pushed_covariance_is_that_of_the_explicit_matrix_of_the_action(kind: type, element_kind: str) -> None:
+    model, symmetry, x, y = problem()
+    guide = trained(kind, model, x, y)
+    element = one_of(symmetry, element_kind)
+    pushed = push_forward(guide, element)
+    assert type(pushed) is FAMILIES[kind]
+    (loc, covariance), (matrix, constant) = moments(guide), explicit_action(element, model.site_shapes)
+    new_loc, new_covariance = moments(pushed)
+    torch.testing.assert_close(new_loc, matrix @ loc + constant)
+    torch.testing.assert_close(new_covariance, matrix @ covariance @ matrix.mT)
+    assert not torch.allclose(new_loc, loc)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_network_is_distributed_alike_under_the_pushed_guide(kind: type) -> None:
+    """Draws of both are driven by the same base noise: outputs then agree draw by draw, up to the softmax's shift."""
+    model, symmetry, x, y = problem()
+    guide = push_forward(trained(kind, model, x, y), symmetry.identity())
+    element = symmetry.sample()
+    pushed = symmetry.act(element, guide)
+    shapes = {site: model.site_shapes[site] for site in guide.median()}
+    matrix, _ = explicit_action(element, shapes)
+    (loc, covariance), (new_loc, new_covariance) = moments(guide), moments(pushed)
+    root = torch.linalg.cholesky(covariance)
+    noise = torch.randn(7, len(loc))
+    # The same noise, as the pushed guide's own factor sees it: any root of its covariance is a rotation of another.
+    new_root = torch.linalg.cholesky(new_covariance)
+    rotation = torch.linalg.solve_triangular(new_root, matrix @ root, upper=False)
+    torch.testing.assert_close(rotation @ rotation.mT, torch.eye(len(loc)))
+    before = model.outputs(guide.unpack(loc + noise @ root.mT), x).log_softmax(-1)
+    after = model.outputs(pushed.unpack(new_loc + noise @ (new_root @ rotation).mT), x).log_softmax(-1)
+    torch.testing.assert_close(after, before)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_inverse_leads_back(kind: type) -> None:
+    model, symmetry, x, y = problem()
+    guide, element = trained(kind, model, x, y), symmetry.sample()
+    there = push_forward(guide, element)
+    back = push_forward(there, element.inverse())
+    for found, expected in zip(moments(back), moments(guide), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_pushed_guide_is_saved_loaded_and_trained_further_alone(kind: type, tmp_path: Path) -> None:
+    model, symmetry, x, y = problem()
+    guide = trained(kind, model, x, y)
+    pushed, original = push_forward(guide, symmetry.sample()), moments(guide)
+    save_guide(pushed, tmp_path / "guide.safetensors")
+    loaded = load_guide(tmp_path / "guide.safetensors")
+    assert type(loaded) is type(pushed)
+    for found, expected in zip(moments(loaded), moments(pushed), strict=True):
+        torch.testing.assert_close(found, expected)
+    draws = pushed.sample_posterior((5,))
+    assert {site: value.shape[1:] for site, value in draws.items()} == model.site_shapes
+    losses = steps(model, loaded, x, y, number=150)
+    assert sum(losses[-20:]) < sum(losses[:20])
+    for other, expected in ((pushed, moments(pushed)), (guide, original)):
+        assert torch.equal(moments(other)[0], expected[0])
+    assert not torch.allclose(moments(loaded)[0], moments(pushed)[0])
+
+
+@pytest.mark.parametrize("kind", [AutoLowRankMultivariateNormal, AutoMultivariateNormal])
+def test_stock_guides_with_correlations_survive_the_disk(kind: type, tmp_path: Path) -> None:
+    model, _, x, y = problem()
+    guide = trained(kind, model, x, y)
+    save_guide(guide, tmp_path / "guide.safetensors")
+    for found, expected in zip(moments(load_guide(tmp_path / "guide.safetensors")), moments(guide), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_in_single_precision_small_deviations_beside_large_means_keep_their_digits() -> None:
+    """g(m + s) - g(m) would lose all digits of s at 1e-8 of m; the derivative of the action loses none."""
+    net = nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1))
+    model = BayesianModel(net, 1.0, "gaussian")
+    guide = AutoDiagonalNormal(model)
+    guide(torch.zeros(2, 1), torch.zeros(2))
+    with torch.no_grad():
+        guide.loc.fill_(1e4)
+    guide.scale = torch.full_like(guide.loc, 1e-4)
+    symmetry = find_symmetry(net)
+    scaling = symmetry.scalings.element({name: 2 * torch.ones(n) for name, n in symmetry.scalings.factors.items()})
+    pushed = push_forward(guide, scaling)
+    torch.testing.assert_close(pushed.scale / guide.scale, pushed.loc / guide.loc, rtol=1e-5, atol=0)
+    assert set((pushed.scale / guide.scale).round(decimals=3).tolist()) == {0.5, 1.0, 2.0}
+
+
+def test_the_base_of_a_symmetrised_guide_is_pushed_forward() -> None:
+    model, symmetry, x, y = problem()
+    group = symmetry.permutations
+    for base, family in list(FAMILIES.items())[1:]:
+        guide = AutoSymmetrized(model, group, base=base).setup(x, y)
+        pushed = push_forward(guide, group.identity())
+        assert type(pushed) is family
+        plain = guide.get_base_posterior()
+        torch.testing.assert_close(moments(pushed)[0], plain.mean.detach())
+
+
+def test_permutations_move_positive_sites_and_scalings_refuse_them() -> None:
+    def model() -> None:
+        pyro.sample("scales", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
+
+    group = PermutationGroup.declare({"scales": ("k",)}, {"scales": torch.Size([3])})
+    guide = AutoLowRankMultivariateNormal(model)
+    guide()
+    pushed = push_forward(guide, group.element({"k": [2, 0, 1]}))
+    torch.testing.assert_close(pushed.median()["scales"], guide.median()["scales"][[2, 0, 1]])
+    torch.testing.assert_close(moments(pushed)[1], moments(guide)[1][[2, 0, 1]][:, [2, 0, 1]])
+    _, symmetry, _, _ = problem()
+    name = next(iter(symmetry.scalings.factors))
+    axes = symmetry.scalings.factor(name).axes
+    rescaled = type(symmetry.scalings.factor(name))("k", 3, (type(axes[0])("scales", 0, torch.arange(3)[None], 1),))
+    with pytest.raises(ValueError, match=r"Scaling of site 'scales'.*real sites only"):
+        push_forward(guide, ScalingGroup([rescaled], {"scales": torch.Size([3])}).sample())
+
+
+def test_simplex_sites_batches_and_other_guides_are_refused_by_name() -> None:
+    def model() -> None:
+        pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+
+    guide = AutoDiagonalNormal(model)
+    guide()
+    group = PermutationGroup.declare({"weights": ("k",)}, {"weights": torch.Size([3])})
+    with pytest.raises(ValueError, match="'weights', which are constrained together"):
+        push_forward(guide, group.sample())
+    network, symmetry, x, y = problem()
+    fitted = trained(AutoNormal, network, x, y)
+    with pytest.raises(ValueError, match=r"batch of shape \(2,\)"):
+        push_forward(fitted, symmetry.sample((2,)))
+    with pytest.raises(ValueError, match=r"'net\.0\.weight'.*prefixed\('net'\)"):
+        push_forward(fitted, symmetry.prefixed("net").permutations.sample())
+    with pytest.raises(TypeError, match="function"):
+        push_forward(fitted, lambda weights: weights)  # type: ignore[arg-type]
+    wrong = PermutationGroup.declare({"0.bias": ("k",)}, {"0.bias": torch.Size([5])})
+    with pytest.raises(ValueError, match=r"'0\.bias' has shape \(4,\) in the guide, but \(5,\)"):
+        push_forward(fitted, wrong.sample())
+    for kind in (AutoDelta, lambda m: AutoIAFNormal(m, hidden_dim=[60])):
+        other = kind(network)
+        other(x, y)
+        with pytest.raises(TypeError, match=f"{type(other).__name__} isn't a Gaussian guide"):
+            push_forward(other, symmetry.sample())
+    with pytest.raises(ValueError, match="hasn't been set up"):
+        push_forward(AutoNormal(network), symmetry.sample())
+
+
+def test_sites_that_the_symmetry_does_not_know_stay() -> None:
+    torch.set_default_dtype(torch.float64)
+    net, x = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(20, 2)
+    model = BayesianModel(net, 1.0, "gaussian")
+    guide = trained(AutoMultivariateNormal, model, x, torch.randn(20))
+    pushed = push_forward(guide, find_symmetry(net, x).sample())
+    torch.testing.assert_close(pushed.median()["noise_scale"], guide.median()["noise_scale"])
+    assert not torch.allclose(pushed.median()["0.weight"], guide.median()["0.weight"])
+
+
+def test_one_element_acts_on_networks_weights_and_guides_and_on_nothing_else() -> None:
+    model, symmetry, x, y = problem()
+    guide, element = trained(AutoNormal, model, x, y), symmetry.sample()
+    pushed = symmetry.act(element, guide)
+    expected = symmetry.act(element, {site: guide._get_loc_and_scale(site)[0].detach() for site in model.site_shapes})
+    torch.testing.assert_close(pushed.median(), expected)
+    with pytest.raises(TypeError, match="target is a int"):
+        symmetry.act(element, 3)
