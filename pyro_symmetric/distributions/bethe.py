@@ -24,9 +24,9 @@ class BetheBound:
        - \log n_f! \Big], \qquad \log \operatorname{bethe} \le \log \operatorname{perm} \le \log \operatorname{bethe}
        + \tfrac{n_f}{2} \log 2 .
 
-    It holds for every ``w``, not only on average over draws of ``q``, and leaves out at most ``0.35 n`` nats, which it
-    does leave out where units are far apart: :class:`~pyro_symmetric.distributions.SinkhornImportance` is tighter
-    on average. Use this one where chance is unwelcome, and its :meth:`bracket` to check another estimate.
+    It holds for every ``w``, not only on average over draws of ``q``. Converged, it leaves out at most ``0.35 n`` nats,
+    which it does leave out where units are far apart: :class:`~pyro_symmetric.distributions.SinkhornImportance` is
+    tighter on average. Use this one where chance is unwelcome, and its :meth:`bracket` to check another estimate.
 
     For mean-field bases and factors of which no two share a site (one hidden layer). Cost: three products of ``n × n``
     by ``n × (weights of a unit)`` matrices and up to ``iterations`` rounds of ``n × n`` messages, in float64; memory

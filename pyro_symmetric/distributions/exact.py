@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -52,7 +53,7 @@ class ExactOrbit:
                 f"ExactOrbit would enumerate exp({enumerated.log_order():.1f}) group elements{how} more than its limit "
                 f"of {self.limit}; use a bound such as SinkhornImportance(16), or raise the limit"
             )
-        if summed:
+        if summed and value.numel():
             return self._by_permanents(base, action, value, summed, enumerated)
         return self._by_enumeration(base, action, value)
 
@@ -72,21 +73,28 @@ class ExactOrbit:
         r"""``log 1/|G| Σ_e q(e·w) Π_f perm(A^f(e·w)) / exp(trace A^f(e·w))``, ``e`` over the enumerated factors."""
         own = base.log_prob(value)
         flat = value.expand(*own.shape, value.shape[-1]).reshape(-1, value.shape[-1])
-        normals, draws = normals_of(base, action, own.shape).double(), sites_of(action, flat.double())
+        normals = normals_of(base, action, own.shape).double()
         permuted = PermutationGroup([action.group.factor(name) for name in summed], action.group.site_shapes)
         elements = enumerated.enumerate().to(value.device).select((slice(None), None))
 
-        def score(part: Permutation) -> Tensor:
-            return _summed_over(permuted, normals, draws, part)
+        def score(part: Permutation, rows: slice) -> Tensor:
+            draws = sites_of(action, flat[rows].double())
+            return _summed_over(permuted, normals.rows(rows), draws, part)
 
-        count = enumerated.order()
-        chunk = max(1, CHUNK_NUMBERS // max(1, 4 * flat.numel()))
-        parts = [elements.select(slice(start, start + chunk)) for start in range(0, count, chunk)]
-        if len(parts) == 1 or not torch.is_grad_enabled():
-            terms = torch.cat([score(part) for part in parts])
-        else:
-            terms = torch.cat([checkpoint(score, part, use_reentrant=False) for part in parts])
-        total = torch.logsumexp(terms, 0) - action.group.log_order()
+        # What is held for one element and one draw: a few copies of it, and the largest level of each permanent.
+        levels = sum(math.comb(n, n // 2) * n for n in permuted.factors.values())
+        at_once = max(1, CHUNK_NUMBERS // (4 * flat.shape[-1] + levels))
+        few_rows, few_elements = max(1, min(len(flat), at_once)), max(1, at_once // max(1, len(flat)))
+        terms = []
+        for start in range(0, enumerated.order(), few_elements):
+            part = elements.select(slice(start, start + few_elements))
+            rows = [slice(row, row + few_rows) for row in range(0, len(flat), few_rows)]
+            whole = len(rows) == 1 and few_elements >= enumerated.order()
+            if whole or not torch.is_grad_enabled():
+                terms.append(torch.cat([score(part, some) for some in rows], -1))
+            else:
+                terms.append(torch.cat([checkpoint(score, part, some, use_reentrant=False) for some in rows], -1))
+        total = torch.logsumexp(torch.cat(terms), 0) - action.group.log_order()
         return total.to(own.dtype).reshape(own.shape)
 
 

@@ -135,7 +135,8 @@ def _below(uniform: Tensor, total: Tensor) -> Tensor:
 def _tail(n: int, device: torch.device) -> tuple[int, Tensor]:
     """How many rows are late, and all their permutations."""
     late = min(TAIL, n)
-    return late, torch.tensor(list(itertools.permutations(range(late))), device=device)
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        return late, torch.tensor(list(itertools.permutations(range(late))), device=device)
 
 
 def _late_sums(
@@ -146,7 +147,7 @@ def _late_sums(
     where = rank.argsort(-1)[..., n - late :]
     columns = choice.gather(-1, where)
     block = scores.expand(*rank.shape, n).gather(-2, where.unsqueeze(-1).expand(*where.shape, n))
-    block = block.gather(-1, columns.unsqueeze(-2).expand(*where.shape, late))
+    block = block.gather(-1, columns.unsqueeze(-2).expand(*where.shape, late)).double()
     return where, columns, block[..., torch.arange(late, device=tables.device), tables].sum(-1)
 
 
@@ -166,7 +167,7 @@ def log_probability(scores: Tensor, rows: Tensor, rank: Tensor, choice: Tensor) 
     :param rows: likewise.
     :param rank: ``(K, N, n)``.
     :param choice: ``(K, N, n)``.
-    :return: ``(K, N)``.
+    :return: ``(K, N)``, float64.
     """
     n = rank.shape[-1]
     late, tables = _tail(n, rank.device)
@@ -176,7 +177,7 @@ def log_probability(scores: Tensor, rows: Tensor, rank: Tensor, choice: Tensor) 
         some_rank, chosen = rank[part], choice[part]
         early = some_rank < n - late
         _, _, sums = _late_sums(some_scores, some_rank, chosen, late, tables)
-        own_late = (_picked(some_scores, chosen) * ~early).sum(-1)
+        own_late = (_picked(some_scores, chosen).double() * ~early).sum(-1)
         result.append((_log_row_choices(some_rows, some_rank, chosen) * early).sum(-1) + own_late - sums.logsumexp(-1))
     return torch.cat(result)
 

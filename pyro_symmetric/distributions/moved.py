@@ -39,12 +39,12 @@ def log_density_gain(base: Normals, draws: Weights, units: UnitDensities, elemen
     :return: ``(K, N)``, differentiable in draws and moments; zero where nothing moves.
     """
     total = next(iter(draws.values())).new_zeros(elements.batch_shape)
-    for name in units.factors:
-        if not units.neighbours(name):
-            total = total + _factor_gain(base, draws, units, name, elements[name])
-    free = {term.axis.site for name in units.factors if not units.neighbours(name) for term in units.terms(name)}
+    alone = [name for name in units.factors if units.is_alone(name)]
+    for name in alone:
+        total = total + _factor_gain(base, draws, units, name, elements[name])
+    done = {term.axis.site for name in alone for term in units.terms(name)}
     for site in draws:
-        if site not in free:
+        if site not in done:
             maps = {dim: elements.axis_index(site, dim) for dim in elements.group.members(site)}
             moved = {dim: _moved(index) for dim, index in maps.items()}
             maps = {dim: index for dim, index in maps.items() if bool(moved[dim].any())}
@@ -69,7 +69,7 @@ def _factor_gain(base: Normals, draws: Weights, units: UnitDensities, name: str,
         return gain
     scores = units.free_scores(name).total[0].expand(images.shape[1], -1, -1)
     picked = scores.gather(-1, images.permute(1, 2, 0))
-    gain = (picked - scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).sum(-2).mT
+    gain = (picked - scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).sum(-2).mT.to(gain.dtype)
     if not torch.is_grad_enabled():
         return gain
     # Images among the moved positions alone: a permutation maps what it moves onto itself.

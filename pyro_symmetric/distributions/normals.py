@@ -39,6 +39,14 @@ class Normals:
         """In float64."""
         return Normals({k: v.double() for k, v in self.loc.items()}, {k: v.double() for k, v in self.scale.items()})
 
+    def rows(self, part: slice) -> Normals:
+        """For some of the ``N`` draws; unchanged where all draws share them."""
+
+        def some(weights: Weights) -> Weights:
+            return {k: v if len(v) == 1 else v[part] for k, v in weights.items()}
+
+        return Normals(some(self.loc), some(self.scale))
+
     def repeated(self, count: int) -> Normals:
         """For ``count`` stacks of the same ``N`` draws, flattened; unchanged where all draws share them."""
 
@@ -91,7 +99,7 @@ def _moments(base: Distribution) -> tuple[Tensor, Tensor]:
 def _fitted_sites(base: Distribution, action: Action, batch: Sequence[int]) -> Normals:
     draws = sites_of(action, base.sample(torch.Size([FIT_DRAWS])))
     event = {site: len(action.group.site_shapes[site]) for site in draws}
-    tiny = torch.finfo(next(iter(draws.values())).dtype).tiny
+    tiny = torch.finfo(next(iter(draws.values())).dtype).tiny ** 0.25  # its inverse square is finite
     return Normals(
         {site: _laid_out(value.mean(0), batch, event[site]) for site, value in draws.items()},
         {site: _laid_out(value.std(0).clamp(min=tiny), batch, event[site]) for site, value in draws.items()},

@@ -8,7 +8,7 @@ is too long a sum for most groups. An estimator is asked for :math:`\log \bar q(
 in ``bound`` what its expected answer is: ``"exact"``, or ``"upper"``, an upper bound, so that the ELBO made of it is a
 lower bound of that of :math:`\bar q`.
 
-Each estimator has a module of its own; :func:`~pyro_symmetric.distributions.suggest_estimator` picks one.
+Each estimator has a module of its own; :func:`~pyro_symmetric.guides.suggest_estimator` picks one.
 """
 
 from __future__ import annotations

@@ -51,6 +51,11 @@ def log_permanent(scores: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=8)
 def _subsets(n: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """For each size ``t``: the columns of every subset, ``(C(n, t), t)``, and where the subset without it stood."""
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        return _subset_tables(n, device)
+
+
+def _subset_tables(n: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     masks = torch.arange(2**n, device=device)
     member = ((masks[:, None] >> torch.arange(n, device=device)) & 1).bool()
     size = member.sum(-1)
@@ -103,7 +108,7 @@ def bethe_permanent(scores: Tensor, iterations: int = 300, tolerance: float = 1e
         if step % 10 == 9 or step == iterations - 1:
             marginals = _made_doubly_stochastic(torch.sigmoid(scores + from_positions + from_units))
             value, slack = _bethe_value(scores, marginals)
-            if bool((slack < tolerance).all()):
+            if not bool((slack >= tolerance).any()):  # what isn't a number won't converge
                 break
     return BethePermanent(value, value + slack + 0.5 * n * math.log(2), marginals)
 

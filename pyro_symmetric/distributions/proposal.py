@@ -133,7 +133,8 @@ class _Walker:
         identity = torch.arange(n, device=scores.device).expand(1, self._shape[1], n)
         if name in self._units.sets.fixed:
             return identity.expand(*self._shape, n), 0.0
-        scores = scores.expand(-1, self._shape[1], -1, -1)
+        # Constants of a position don't matter, but would swallow what does when late rows are added up.
+        scores = (scores - scores.amax(-1, keepdim=True)).expand(-1, self._shape[1], -1, -1)
         rows = with_spread(doubly_stochastic(scores))
         rank = certain_first(rows).expand(*self._shape, n)
         if given is None:
@@ -172,5 +173,6 @@ def _scores(units: UnitDensities, name: str, placements: Mapping[str, Placement]
     scores = units.scores(name, placements)
     if scores is None:  # nothing is known of this factor yet: all its units are alike
         n = units.group.factors[name]
-        return UnitScores(like.new_zeros(1, 1, n, n))
+        zeros = like.new_zeros(1, 1, n, n)
+        return UnitScores(zeros, zeros if name in units.sets.sign_of else None)
     return scores

@@ -41,8 +41,9 @@ class SinkhornImportance:
     more), ``2 K`` such products. Memory: ``samples · K · n²`` and the moved weights.
 
     Signs of units (odd activations, factor analysis) are drawn after the matching, which sums over them. Where units of
-    a factor hold factors of their own (heads of attention), only the outer ones are averaged over: still an upper
-    bound, but short of the nats inside. Base distributions that aren't mean-field are matched by their means and
+    a factor hold factors of their own (heads of attention), only the outer ones are averaged over; inputs within the
+    groups of a grouped convolution, and signs of units that aren't those of a factor, are left out: still an upper
+    bound, but short of those nats. Base distributions that aren't mean-field are matched by their means and
     deviations.
 
     Reference: the bound, Sobolev & Vetrov 2019 (arXiv 1905.03290); the scaling, Sinkhorn & Knopp 1967.
@@ -58,10 +59,19 @@ class SinkhornImportance:
             raise ValueError(f"K is {self.K!r}; SinkhornImportance needs a whole number of proposals, at least 1")
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
+        if torch._C._get_tracing_state() is not None:
+            raise NotImplementedError(
+                "SinkhornImportance can't be traced by torch.jit: how often it draws depends on the draws. Use "
+                "Trace_ELBO, or JitTrace_ELBO with InfoNCE(K) or ExactOrbit()"
+            )
         own = base.log_prob(value)
         sets = unit_sets(action.group)
-        if not sets.permutations.factors:
+        if not sets.permutations.factors or own.numel() == 0:
             return own
+        with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits
+            return self._log_mean(base, action, value, own, sets)
+
+    def _log_mean(self, base: Distribution, action: Action, value: Tensor, own: Tensor, sets: UnitSets) -> Tensor:
         batch = own.shape
         flat = value.expand(*batch, value.shape[-1]).reshape(-1, value.shape[-1])
         normals, draws = normals_of(base, action, batch), sites_of(action, flat)

@@ -14,8 +14,8 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_symmetric.distributions.infonce import InfoNCE
 from pyro_symmetric.distributions.orbit import Action, OrbitEstimator
+from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
 
 
 class Symmetrized(TorchDistribution):
@@ -30,7 +30,7 @@ class Symmetrized(TorchDistribution):
 
     :param base_distribution: over vectors of event shape ``(D,)``.
     :param flat: the group's action on those vectors, e.g. ``group.flat(sites)``.
-    :param estimator: of :math:`\log \bar q`; :class:`~pyro_symmetric.distributions.InfoNCE` with 16 terms by default.
+    :param estimator: of :math:`\log \bar q`; :class:`~pyro_symmetric.distributions.SinkhornImportance` by default.
     :param sticking_the_landing: differentiate ``log_prob`` through the draw only, not through the base's own parameters
         (Roeder, Wu & Duvenaud 2017, arXiv 1703.09194). What is left out, :math:`\mathbb E_q\,
         \partial_\theta \log \bar q_\theta(w)`, is zero for ``ExactOrbit``: averaged over :math:`w \sim q` it is the
@@ -56,7 +56,7 @@ class Symmetrized(TorchDistribution):
             )
         self.base_distribution = base_distribution
         self.flat = flat
-        self.estimator = InfoNCE() if estimator is None else estimator
+        self.estimator = SinkhornImportance() if estimator is None else estimator
         self.sticking_the_landing = sticking_the_landing
         if sticking_the_landing:
             detached(base_distribution)  # which base can't be is reported here

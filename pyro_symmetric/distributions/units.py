@@ -27,6 +27,9 @@ from pyro_symmetric.symmetry.factor import Axis
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.weights import Weights
 
+# Rounding errors, in nats, beyond which a matrix is computed again in float64.
+ROUNDING = 2e-3
+
 
 @dataclass(frozen=True, eq=False)
 class Neighbour:
@@ -117,6 +120,12 @@ class UnitDensities:
         """The factors that share a site with this one; itself, where it moves two axes of one."""
         return {other.factor for term in self._terms[name] for other in term.others}
 
+    def is_alone(self, name: str) -> bool:
+        """Whether no other factor moves any of its sites, and it moves each of them along one axis."""
+        sites = {term.axis.site for term in self._terms[name]}
+        moving = [other for other, terms in self._terms.items() if sites & {term.axis.site for term in terms}]
+        return moving == [name] and len(sites) == len(self._terms[name])
+
     def terms(self, name: str) -> tuple[Term, ...]:
         """The axes along which the factor moves sites."""
         return self._terms[name]
@@ -158,21 +167,40 @@ class UnitDensities:
         return self._centred[site]
 
     def _scores(self, name: str, placements: Mapping[str, Placement]) -> UnitScores | None:
+        scores, size = self._summed_terms(name, placements, None)
+        if scores is not None and size * torch.finfo(scores.even.dtype).eps > ROUNDING:
+            scores, _ = self._summed_terms(name, placements, torch.float64)
+        return scores
+
+    def _summed_terms(
+        self, name: str, placements: Mapping[str, Placement], dtype: torch.dtype | None
+    ) -> tuple[UnitScores | None, float]:
+        """The matrix, computed in the given precision, and the size of the numbers whose differences it is made of."""
         even: Tensor | None = None
         odd: Tensor | None = None
+        size = 0.0
         for term in self._terms[name]:
             if any(other.factor not in placements for other in term.others):
                 continue
-            linear, quadratic = self._term_scores(term, placements)
+            linear, quadratic = self._term_scores(term, placements, dtype)
+            size = max(size, float(quadratic.abs().amax())) if quadratic.numel() else size
             even = quadratic if even is None else even + quadratic
             if term.flips:
                 odd = linear if odd is None else odd + linear
             else:
                 even = even + linear
-        return None if even is None else UnitScores(even, odd)
+        if even is None:
+            return None, size
+        # Where no flipped site counts yet, signs are open: expected to be zero, not plus one.
+        odd = torch.zeros_like(even) if odd is None and name in self.sets.sign_of else odd
+        # A draw that isn't finite is matched anyhow; its density says what it is.
+        finite = [part if part is None else part.nan_to_num(0.0, 0.0, -1e30) for part in (even, odd)]
+        return UnitScores(finite[0], finite[1]), size  # type: ignore[arg-type]
 
-    def _term_scores(self, term: Term, placements: Mapping[str, Placement]) -> tuple[Tensor, Tensor]:
-        value, loc, precision = self.centred(term.axis.site)
+    def _term_scores(
+        self, term: Term, placements: Mapping[str, Placement], dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        value, loc, precision = (part.to(dtype or part.dtype) for part in self.centred(term.axis.site))
         linear, quadratic = value[None], value.square()[None]
         for other in term.others:
             linear = _placed(linear, other, placements[other.factor], other.flips)
@@ -204,17 +232,21 @@ def pair_log_densities(units: UnitDensities, name: str) -> Tensor:
 def independent_factors(group: PermutationGroup, widest: int | None = None) -> tuple[str, ...]:
     """Factors of which no two share a site, chosen from the largest on; none where factors are nested.
 
+    Left out, too, are factors of sites along which an axis spans several, as in grouped convolutions.
+
     :param widest: leave out factors of more units.
     """
     if any(group.factor(name).parent is not None for name in group.factors):
         return ()
+    spanned = {axis.site for name in group.factors for axis in group.factor(name).axes if axis.span > 1}
     chosen: dict[str, set[str]] = {}
     for name in sorted(group.factors, key=lambda name: -group.factors[name]):
         axes = group.factor(name).axes
         sites = {axis.site for axis in axes}
+        plain = sites.isdisjoint(spanned)
         along_one = len({(axis.site, axis.dim) for axis in axes}) == len(sites)
         apart = all(sites.isdisjoint(others) for others in chosen.values())
-        if group.factors[name] > 1 and group.factors[name] <= (widest or math.inf) and along_one and apart:
+        if group.factors[name] > 1 and group.factors[name] <= (widest or math.inf) and along_one and apart and plain:
             chosen[name] = sites
     return tuple(chosen)
 
@@ -236,10 +268,11 @@ def unit_view(value: Tensor, term: Term, lead: int) -> Tensor:
 def _terms_of(sets: UnitSets, sites: tuple[str, ...], device: torch.device) -> dict[str, tuple[Term, ...]]:
     """The terms of every set; sites without draws are buffers, which have no density."""
     group = sets.permutations
-    return {
-        name: tuple(_term(sets, name, axis, device) for axis in group.factor(name).axes if axis.site in sites)
-        for name in group.factors
-    }
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        return {
+            name: tuple(_term(sets, name, axis, device) for axis in group.factor(name).axes if axis.site in sites)
+            for name in group.factors
+        }
 
 
 def _term(sets: UnitSets, name: str, axis: Axis, device: torch.device) -> Term:

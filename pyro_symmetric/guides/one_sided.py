@@ -20,7 +20,7 @@ from pyro_symmetric.distributions import Symmetrized
 
 _NONLINEAR = (
     "exp exp_ exp2 expm1 logsumexp logaddexp logaddexp2 logcumsumexp softmax log_softmax sigmoid logsigmoid softplus "
-    "argsort sort topk argmax argmin"
+    "argsort sort topk argmax argmin max min amax amin maximum minimum __rpow__"
 )
 _VALUELESS = "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones"
 NONLINEAR = frozenset(_NONLINEAR.split(" "))  # what makes no sense of a value that is right on average only
@@ -38,7 +38,7 @@ class OneSided(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").removeprefix("special_")
         if name in cls.refused:
             raise NotADensityError(
                 f"{name.strip('_')}() of a guide's log-density that is only a bound, true on average: objectives and "

@@ -16,8 +16,10 @@ from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
 from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
 
-# Terms of the exact sum that cost no more than the rest of a training step.
-EXACT_TERMS = 5_000
+# Exact sums that cost about as much as the estimate: group elements to enumerate, each of which needs the density of
+# all weights, and terms of permanents, each a single number; reports can afford more of both.
+LISTED, TERMS = 30, 5_000
+LISTED_TO_REPORT, TERMS_TO_REPORT = 1_000, 200_000
 
 
 class Suggestion(NamedTuple):
@@ -44,8 +46,8 @@ def suggest_estimator(
     group = finite_part(group)
     kind = guide if isinstance(guide, type) else getattr(guide, "base_class", type(guide))
     mean_field = issubclass(kind, AutoDiagonalNormal | AutoNormal)
-    terms, how = _exact_terms(group, mean_field)
-    if terms <= EXACT_TERMS * (1 if training else 40):
+    listed, terms, how = _exact_terms(group, mean_field)
+    if listed <= (LISTED if training else LISTED_TO_REPORT) and terms <= (TERMS if training else TERMS_TO_REPORT):
         return Suggestion(ExactOrbit(), f"{how}: exact, without chance")
     k = 4 if training else 16
     reason = (
@@ -55,19 +57,25 @@ def suggest_estimator(
     permutations = group.permutations if isinstance(group, FiniteGroup) else group
     if any(permutations.factor(name).parent is not None for name in permutations.factors):
         reason += "; of nested factors only the outer ones are averaged over"
+    if any(axis.span > 1 for name in permutations.factors for axis in permutations.factor(name).axes):
+        reason += "; inputs within the groups of grouped convolutions are not averaged over"
     if not mean_field:
         reason += f"; {kind.__name__} is matched by its means and deviations, so take a larger K where units overlap"
     return Suggestion(SinkhornImportance(k), reason)
 
 
-def _exact_terms(group: AnyFiniteGroup, mean_field: bool) -> tuple[float, str]:
-    """How many terms the exact sum has, by the shorter way, in words too."""
-    listed = math.exp(min(group.log_order(), 700.0))
+def _exact_terms(group: AnyFiniteGroup, mean_field: bool) -> tuple[float, float, str]:
+    """How many elements the exact sum enumerates, how many terms its permanents have, and that in words."""
     if isinstance(group, PermutationGroup) and mean_field:
         summed = independent_factors(group, LARGEST_PERMANENT)
-        rest = math.exp(min(without(group, summed).log_order(), 700.0))
-        terms = rest * sum(n * 2.0 ** (n - 1) for n in (group.factors[name] for name in summed)) if summed else listed
-        if summed and terms < listed:
-            besides = f" for each of {rest:.0f} elements of the other factors" if rest > 1.5 else ""
-            return terms, f"the permanents of {list(summed)} have {terms:.0f} terms{besides}"
-    return listed, f"all {listed:.0f} elements of the group can be added up"
+        if summed:
+            listed = _count(without(group, summed).log_order())
+            terms = listed * sum(n * 2.0 ** (n - 1) for n in (group.factors[name] for name in summed))
+            besides = f" for each of {listed:.0f} elements of the other factors" if listed > 1.5 else ""
+            return listed, terms, f"the permanents of {list(summed)} have {terms:.0f} terms{besides}"
+    listed = _count(group.log_order())
+    return listed, 0.0, f"all {listed:.0f} elements of the group can be added up"
+
+
+def _count(log_order: float) -> float:
+    return math.exp(min(log_order, 700.0))
