@@ -27,6 +27,8 @@ from pyro_symmetric.symmetry.factor import Axis
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.weights import Weights
 
+# Entries of a matrix further than this below the best of their row are never drawn.
+COMPETING = 50.0
 # Rounding errors, in nats, beyond which a matrix is computed again in float64.
 ROUNDING = 2e-3
 
@@ -167,35 +169,35 @@ class UnitDensities:
         return self._centred[site]
 
     def _scores(self, name: str, placements: Mapping[str, Placement]) -> UnitScores | None:
-        scores, size = self._summed_terms(name, placements, None)
-        if scores is not None and size * torch.finfo(scores.even.dtype).eps > ROUNDING:
+        scores, squares = self._summed_terms(name, placements, None)
+        if scores is not None and squares is not None and _rounding_error(scores.total, squares) > ROUNDING:
             scores, _ = self._summed_terms(name, placements, torch.float64)
         return scores
 
     def _summed_terms(
         self, name: str, placements: Mapping[str, Placement], dtype: torch.dtype | None
-    ) -> tuple[UnitScores | None, float]:
-        """The matrix, computed in the given precision, and the size of the numbers whose differences it is made of."""
+    ) -> tuple[UnitScores | None, Tensor | None]:
+        """The matrix, computed in the given precision, and the part of it that other parts cancel."""
         even: Tensor | None = None
         odd: Tensor | None = None
-        size = 0.0
+        squares: Tensor | None = None
         for term in self._terms[name]:
             if any(other.factor not in placements for other in term.others):
                 continue
             linear, quadratic = self._term_scores(term, placements, dtype)
-            size = max(size, float(quadratic.abs().amax())) if quadratic.numel() else size
+            squares = quadratic if squares is None else squares + quadratic
             even = quadratic if even is None else even + quadratic
             if term.flips:
                 odd = linear if odd is None else odd + linear
             else:
                 even = even + linear
         if even is None:
-            return None, size
+            return None, None
         # Where no flipped site counts yet, signs are open: expected to be zero, not plus one.
         odd = torch.zeros_like(even) if odd is None and name in self.sets.sign_of else odd
         # A draw that isn't finite is matched anyhow; its density says what it is.
         finite = [part if part is None else part.nan_to_num(0.0, 0.0, -1e30) for part in (even, odd)]
-        return UnitScores(finite[0], finite[1]), size  # type: ignore[arg-type]
+        return UnitScores(finite[0], finite[1]), squares  # type: ignore[arg-type]
 
     def _term_scores(
         self, term: Term, placements: Mapping[str, Placement], dtype: torch.dtype | None
@@ -259,6 +261,13 @@ def unit_view(value: Tensor, term: Term, lead: int) -> Tensor:
     blocks, n = term.axis.index.shape
     picked = value.index_select(dim, term.axis.index.reshape(-1)).unflatten(dim, (blocks, n))
     return picked.movedim(dim + 1, lead).flatten(lead + 1)
+
+
+def _rounding_error(scores: Tensor, squares: Tensor) -> float:
+    """About how far rounding may have moved the entries that compete: those near the best of their row, if several."""
+    competing = scores >= scores.amax(-1, keepdim=True) - COMPETING
+    competing &= competing.sum(-1, keepdim=True) > 1
+    return float((squares.abs() * competing).amax()) * torch.finfo(scores.dtype).eps
 
 
 # small steps --------------------------------------------------------------------------------------------------------
