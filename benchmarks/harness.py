@@ -1,0 +1,137 @@
+"""What the experiments share: their options, a results file that a broken run is taken up from, tables with spread."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+
+Row = dict[str, Any]
+
+COLOURS = {
+    "mean-field": "#ff725c",
+    "infonce-2": "#97bbf5",
+    "infonce-16": "#efb118",
+    "infonce-128": "#9c6b4e",
+    "sinkhorn-4": "#a463f2",
+    "sinkhorn-16": "#a463f2",
+    "exact": "#4269d0",
+}
+
+
+def parser(description: str | None, seeds: int) -> argparse.ArgumentParser:
+    """The options of every experiment; its own come on top."""
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    result.add_argument("--seeds", type=int, default=seeds, help=f"seeds 0 .. SEEDS-1 (default {seeds})")
+    result.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
+    result.add_argument("--json", type=Path, metavar="FILE", help="write results as they come, and resume from there")
+    result.add_argument("--out", type=Path, metavar="DIR", help="folder for plots")
+    result.add_argument("--threads", type=int, default=1)
+    result.add_argument("--no-progress", dest="progress", action="store_false")
+    return result
+
+
+def parse(arguments: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    options = arguments.parse_args(argv)
+    if options.seeds < 1:
+        arguments.error(f"--seeds is {options.seeds}; at least one is needed")
+    torch.set_num_threads(options.threads)
+    pyro.enable_validation(False)
+    return options
+
+
+class Results:
+    """Rows, each with a key of its own, kept in a JSON file after every one of them.
+
+    :param path: the file, or ``None`` to keep them in memory only.
+    :param settings: what the numbers depend on; a file that was made with other settings is refused.
+    """
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]):
+        self.path = path
+        self.rows: list[Row] = []
+        self.head = {
+            "settings": json.loads(json.dumps(dict(settings), default=str)),
+            "versions": {"torch": torch.__version__, "pyro": pyro.__version__, "python": platform.python_version()},
+        }
+        if path is not None and path.exists():
+            found = json.loads(path.read_text())
+            if found["settings"] != self.head["settings"]:
+                raise SystemExit(
+                    f"{path} holds results of other settings:\n  there {found['settings']}\n  now   "
+                    f"{self.head['settings']}\nname another file, or remove it"
+                )
+            self.rows = found["rows"]
+            print(f"{len(self.rows)} rows taken over from {path}")
+
+    def find(self, **key: Any) -> list[Row]:
+        """The rows with these entries."""
+        return [row for row in self.rows if all(row.get(name) == value for name, value in key.items())]
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_name(self.path.name + ".part")
+            part.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1))
+            os.replace(part, self.path)
+
+
+def spread(values: Iterable[float], digits: int = 3) -> str:
+    """Mean and, from two values on, standard deviation over seeds."""
+    values = list(values)
+    if not values:
+        return "-"
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Columns as wide as they need be, texts to the left, numbers to the right."""
+    lines = [list(header), *[list(map(str, row)) for row in rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    print(f"\n{title}")
+    for line in lines:
+        cells = (
+            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  " + "  ".join(cells))
+
+
+def mean_over(rows: Iterable[Row], name: str) -> float:
+    """Mean of one entry; NaN if there is none."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return statistics.fmean(values) if values else math.nan
+
+
+def save_figure(figure: Any, folder: Path | None, name: str) -> None:
+    """Write a figure where the user asked for plots."""
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / name, dpi=150)
+    print(f"wrote {folder / name}")
+
+
+def new_figure(*shape: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """A figure of our looks that needs no display."""
+    import matplotlib
+
+    from pyro_symmetric.plots import STYLE
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    return plt.subplots(*shape, figsize=size, layout="constrained", squeeze=False)
