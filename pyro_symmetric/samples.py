@@ -23,7 +23,9 @@ from torch import Tensor
 
 from pyro_symmetric.storage import PathLike, load_tensors, save_tensors
 from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
+from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.symmetry.rescaling import SignGroup
 from pyro_symmetric.symmetry.weights import Weights
 
 KIND = "posterior"
@@ -137,7 +139,9 @@ class Posterior:
             lines.append(f"  statistics: {', '.join(self.statistics)}")
         return "\n".join(lines)
 
-    def canonicalize(self, symmetry: Symmetry | PermutationGroup, **options: Any) -> Posterior:
+    def canonicalize(
+        self, symmetry: Symmetry | PermutationGroup | SignGroup | FiniteGroup, **options: Any
+    ) -> Posterior:
         """The same draws with their symmetries removed, each brought to the representative of its orbit.
 
         R-hat and means over such draws compare like with like; statistics and metadata are kept.

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoNormal
 from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_symmetric.alignment.gaussian import to_gaussian
 from pyro_symmetric.distributions import OrbitEstimator
 from pyro_symmetric.guides.base import WeightsGuide
+from pyro_symmetric.guides.gaussian import AutoMeanField, flat_moments
 from pyro_symmetric.guides.layout import action_on, layout_of
 from pyro_symmetric.guides.suggest import suggest_estimator
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, finite_part
@@ -58,7 +61,7 @@ class Evidence:
 
 @torch.no_grad()
 def evidence(
-    guide: WeightsGuide,
+    guide: AutoGuide,
     log_joint: Callable[[Weights], Tensor],
     group: AnyFiniteGroup | SignGroup | WeightSymmetry,
     estimator: OrbitEstimator | None = None,
@@ -70,7 +73,7 @@ def evidence(
 
     >>> evidence(guide, lambda w: model.log_joint(w, x, y), group)
 
-    :param guide: a set-up guide of this library.
+    :param guide: a set-up guide of this library, or a stock ``AutoNormal`` or ``AutoContinuous``.
     :param log_joint: e.g. :func:`log_joint(model, *args) <pyro_symmetric.mcmc.log_joint>`; weights of batch shape
         ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``.
     :param group: the symmetry of the model: permutations, signs, or both. Of a ``WeightSymmetry``, the finite part.
@@ -83,20 +86,50 @@ def evidence(
         raise ValueError(f"num_samples is {num_samples}; a standard error needs at least 2")
     group = finite_part(group)
     estimator = estimator or suggest_estimator(guide, group, training=False).estimator
-    base = guide.get_base_posterior()
+    if isinstance(estimator, type) or not callable(getattr(estimator, "log_prob", None)):
+        raise TypeError(f"estimator is {estimator!r}; it must be an estimator such as SinkhornImportance(16)")
+    if not callable(log_joint):
+        raise TypeError(
+            f"log_joint is a {type(log_joint).__name__}; it must be a function, e.g. ps.log_joint(model, *args)"
+        )
     sites = layout_of(guide)
+    base = _base_of(guide)
     action = action_on(sites, group)
     plain, symmetrized = [], []
     for start in range(0, num_samples, chunk):
         latent = base.sample((min(chunk, num_samples - start),))
-        weights = guide.unpack(latent)
-        log_target = log_joint(weights).double() + _log_volume(sites, weights)
+        weights = WeightsGuide.unpack(guide, latent)  # type: ignore[arg-type]  # needs the layout alone
+        log_target = _checked(log_joint(weights), len(latent)).double() + _log_volume(sites, weights)
         plain.append(log_target - base.log_prob(latent).double())
         symmetrized.append(log_target - estimator.log_prob(base, action, latent).double())
     elbo, elbo_error = _mean_and_error(torch.cat(plain))
     symmetrized_elbo, symmetrized_error = _mean_and_error(torch.cat(symmetrized))
     bound = "lower" if estimator.bound == "upper" else estimator.bound
     return Evidence(elbo, elbo_error, symmetrized_elbo, symmetrized_error, repr(estimator), bound, group.log_order())
+
+
+def _base_of(guide: AutoGuide) -> Any:
+    """The guide's distribution over flat unconstrained vectors, not symmetrised."""
+    if isinstance(guide, WeightsGuide):
+        return guide.get_base_posterior()
+    if isinstance(guide, AutoNormal):
+        sites = layout_of(guide)
+        return AutoMeanField(sites, *flat_moments(to_gaussian(guide), sites)).get_posterior()
+    if isinstance(guide, AutoContinuous):
+        return guide.get_posterior()
+    raise TypeError(
+        f"evidence doesn't know the density of {type(guide).__name__}; pass an AutoContinuous or AutoNormal"
+    )
+
+
+def _checked(log_target: Any, num_samples: int) -> Tensor:
+    shape = tuple(getattr(log_target, "shape", ()))
+    if not isinstance(log_target, Tensor) or shape != (num_samples,):
+        raise ValueError(
+            f"log_joint gave {type(log_target).__name__} of shape {shape} for {num_samples} sets of weights; it must "
+            f"give one number for each, shape ({num_samples},)"
+        )
+    return log_target
 
 
 def _log_volume(sites: Any, weights: Weights) -> Tensor | float:

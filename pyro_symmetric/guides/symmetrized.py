@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized
 from pyro_symmetric.distributions.constrained import ConstrainedAction
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.layout import LayoutModel, action_on, layout_of
+from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, action_on, layout_of
 from pyro_symmetric.guides.one_sided import GuideDensity
 from pyro_symmetric.guides.suggest import suggest_estimator
 from pyro_symmetric.models import BayesianModel
@@ -119,9 +119,15 @@ class AutoSymmetrized(WeightsGuide):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
-        self._action = action_on(layout_of(self), self.group)
-        if not isinstance(self._given_model[0], LayoutModel):
-            check_invariance(self._given_model[0], self.group, *args, **kwargs)
+        try:
+            sites = layout_of(self)
+            require_global(sites)
+            self._action = action_on(sites, self.group)
+            if not isinstance(self._given_model[0], LayoutModel):
+                check_invariance(self._given_model[0], self.group, *args, **kwargs)
+        except Exception:
+            self.prototype_trace = None  # a guide that was refused isn't set up: the next call refuses it again
+            raise
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """One flat unconstrained draw as a Pyro site, whose log-density is refused where a bound won't do."""
@@ -225,6 +231,18 @@ class _StartingFlow:
     def get_transform(self, *args: Any, **kwargs: Any) -> Any:
         flow = super().get_transform(*args, **kwargs)  # type: ignore[misc]
         return ComposeTransform([flow, AffineTransform(self.loc, self.scale, event_dim=1)])
+
+
+def require_global(sites: Sequence[SiteLayout]) -> None:
+    """:raises ValueError: if a site is drawn for a subsample of the data only."""
+    for site in sites:
+        for plate in site.plates:
+            if plate.size < plate.full_size:
+                raise ValueError(
+                    f"site {site.name!r} lies in the plate {plate.name!r}, which draws {plate.size} of "
+                    f"{plate.full_size} rows: a symmetrised guide takes no local latent variables. "
+                    "Marginalise them, or use the full plate"
+                )
 
 
 def check_invariance(model: Callable[..., Any], group: AnyFiniteGroup, *args: Any, **kwargs: Any) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.symmetry.factored import along_axis
+from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.minimal_mass import minimal_mass
 from pyro_symmetric.symmetry.permutation import Axis, Permutation, PermutationGroup
 from pyro_symmetric.symmetry.rescaling import Scaling, ScalingGroup, ShiftGroup, Sign, SignGroup
@@ -52,7 +53,7 @@ class Symmetry(Protocol):
 
 def canonicalize(
     weights: Mapping[str, Tensor],
-    symmetry: Symmetry | PermutationGroup,
+    symmetry: Symmetry | PermutationGroup | SignGroup | FiniteGroup,
     permutations: PermutationKey | None = "max",
     scalings: ScalingRule | None = "unit_norm",
     signs: bool = True,
@@ -72,8 +73,13 @@ def canonicalize(
     biases, then the largest and smallest outgoing weight; if all of these tie they stay in the order in which they
     came. Keys tie if they differ by no more than rounding.
 
+    *Running statistics.* Where the symmetry moves buffers (batch normalisation) and ``weights`` holds none, the result
+    computes the same function only with buffers moved along: a posterior of a network whose statistics are fixed
+    isn't invariant under those factors. Leave them out by ``symmetry.without(...)``, or add the buffers to ``weights``.
+
     :param weights: site -> tensor ``batch_shape + site_shape``; every element of the batch gets its own canonical form.
-    :param symmetry: the symmetries to remove, or a bare ``PermutationGroup`` (then only permutations are removed).
+    :param symmetry: the symmetries to remove, or a bare ``PermutationGroup``, ``SignGroup`` or ``FiniteGroup``, of
+        which only these are removed.
     :param permutations: the key that units are sorted by, ascending: their ``"first"`` incoming weight, the largest one
         (``"max"``), the ``"norm"`` of all their weights, in- and outgoing; ``None`` leaves the order.
     :param scalings: ``"unit_norm"`` or ``"unit_std"`` of each unit's incoming weights (units with one incoming weight
@@ -88,8 +94,16 @@ def canonicalize(
     require_finite(weights)
     if isinstance(symmetry, PermutationGroup):
         return remove_permutations(weights, symmetry, permutations) if permutations else dict(weights)
-    result = dict(weights)
+    if isinstance(symmetry, SignGroup):
+        return remove_signs(weights, symmetry) if signs else dict(weights)
+    result: Weights = dict(weights)
+    if isinstance(symmetry, FiniteGroup):
+        result = remove_signs(result, symmetry.signs) if signs else result
+        return remove_permutations(result, symmetry.permutations, permutations) if permutations else result
     if scalings and symmetry.scalings.factors:
+        if scalings == "unit_std" and signs and symmetry.signs.factors:
+            # A deviation depends on the signs of the units behind: these are fixed first, at scales that don't.
+            result = remove_signs(remove_scalings(result, symmetry.scalings, "unit_norm"), symmetry.signs)
         result = remove_scalings(result, symmetry.scalings, scalings)
     if signs and symmetry.signs.factors:
         result = remove_signs(result, symmetry.signs)

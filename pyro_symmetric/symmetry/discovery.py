@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pyro_symmetric.symmetry import trace as tracing
 from pyro_symmetric.symmetry.assembly import factors_of
@@ -31,6 +32,7 @@ from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import ScalingGroup, ShiftGroup, SignGroup
 from pyro_symmetric.symmetry.structure import solve
 from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry, copied
+from pyro_symmetric.symmetry.weights import require_finite
 
 
 def find_symmetry(
@@ -52,9 +54,12 @@ def find_symmetry(
         the last bias.
     :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``).
     :raises UntraceableError: if the forward pass depends on the data that flows through it.
-    :raises ValueError: if the network doesn't take the inputs; if ``strict`` and an operator has no rule.
+    :raises ValueError: if the network doesn't take the inputs, or holds NaN or infinite weights; if ``strict`` and an
+        operator has no rule.
     """
     _require_parameters(net)
+    if verify:
+        require_finite({name: p.detach() for name, p in net.named_parameters() if not is_lazy(p)}, "net")
     inputs = example_inputs or _default_inputs(net)
     facts, unknown = Facts(), set[str]()
     traced = copied(net).eval()  # tracing leaves marks on some modules

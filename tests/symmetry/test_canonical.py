@@ -10,6 +10,8 @@ from torch import nn
 from torch.func import functional_call
 
 from pyro_symmetric.symmetry.canonical import canonicalize, sorting_permutation
+from pyro_symmetric.symmetry.discovery import find_symmetry
+from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import Axis, Factor, PermutationGroup
 from pyro_symmetric.symmetry.rescaling import RescaledAxis, RescalingFactor, ScalingGroup, ShiftGroup, SignGroup
 
@@ -396,3 +398,46 @@ def test_canonical_forms_are_made_on_the_device_of_the_weights(mlp, activation, 
         form = canonicalize(there, net, key, rule)
         assert all(value.is_cuda for value in form.values())
         assert_same({site: v.cpu() for site, v in form.items()}, canonicalize(weights, net, key, rule), 1e-8)
+
+
+@pytest.mark.parametrize("kind", ["signs", "both"])
+def test_declared_signs_and_order_are_removed(kind: str) -> None:
+    shapes = {"loadings": torch.Size([5, 3]), "scores": torch.Size([3, 7])}
+    axes = {"loadings": (None, "factor"), "scores": ("factor", None)}
+    flips = SignGroup.declare(axes, shapes)
+    group = flips if kind == "signs" else FiniteGroup(PermutationGroup.declare(axes, shapes), flips)
+    weights = {site: torch.randn(6, *shape) for site, shape in shapes.items()}
+    first = canonicalize(weights, group)
+    moved = canonicalize(group.sample((6,))(weights), group)
+    for site in shapes:
+        torch.testing.assert_close(moved[site], first[site])
+    product = [w["loadings"] @ w["scores"] for w in (weights, first)]
+    torch.testing.assert_close(product[1], product[0])
+
+
+def test_unit_deviations_on_a_residual_stream_do_not_depend_on_signs() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.a = nn.Linear(4, 6), nn.Linear(6, 6, bias=False)
+            self.bn, self.head = nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.stem(x).relu()
+            return self.head((h + self.bn(self.a(h))).relu())
+
+    net = Residual().double().eval()
+    symmetry = find_symmetry(net, torch.randn(3, 4, dtype=torch.float64))
+    weights = {
+        site: 0.5 + torch.rand(8, *shape, dtype=torch.float64)
+        if "running_var" in site
+        else torch.randn(8, *shape, dtype=torch.float64)
+        for site, shape in symmetry.site_shapes.items()
+    }
+    assert symmetry.signs.factors
+    first = canonicalize(weights, symmetry, scalings="unit_std")
+    again = canonicalize(first, symmetry, scalings="unit_std")
+    moved = canonicalize(symmetry.sample((8,))(weights), symmetry, scalings="unit_std")
+    for site in weights:
+        torch.testing.assert_close(again[site], first[site])
+        torch.testing.assert_close(moved[site], first[site])
