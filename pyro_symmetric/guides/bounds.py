@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoNormal
+from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_symmetric.alignment.gaussian import to_gaussian
 from pyro_symmetric.distributions import OrbitEstimator
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.gaussian import AutoMeanField, flat_moments
+from pyro_symmetric.guides.gaussian import base_posterior
 from pyro_symmetric.guides.layout import action_on, layout_of
-from pyro_symmetric.guides.suggest import suggest_estimator
+from pyro_symmetric.guides.suggest import require_estimator, suggest_estimator
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, finite_part
 from pyro_symmetric.symmetry.rescaling import SignGroup
 from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
@@ -86,14 +85,13 @@ def evidence(
         raise ValueError(f"num_samples is {num_samples}; a standard error needs at least 2")
     group = finite_part(group)
     estimator = estimator or suggest_estimator(guide, group, training=False).estimator
-    if isinstance(estimator, type) or not callable(getattr(estimator, "log_prob", None)):
-        raise TypeError(f"estimator is {estimator!r}; it must be an estimator such as SinkhornImportance(16)")
+    require_estimator(estimator)
     if not callable(log_joint):
         raise TypeError(
             f"log_joint is a {type(log_joint).__name__}; it must be a function, e.g. ps.log_joint(model, *args)"
         )
     sites = layout_of(guide)
-    base = _base_of(guide)
+    base = base_posterior(guide)
     action = action_on(sites, group)
     plain, symmetrized = [], []
     for start in range(0, num_samples, chunk):
@@ -106,20 +104,6 @@ def evidence(
     symmetrized_elbo, symmetrized_error = _mean_and_error(torch.cat(symmetrized))
     bound = "lower" if estimator.bound == "upper" else estimator.bound
     return Evidence(elbo, elbo_error, symmetrized_elbo, symmetrized_error, repr(estimator), bound, group.log_order())
-
-
-def _base_of(guide: AutoGuide) -> Any:
-    """The guide's distribution over flat unconstrained vectors, not symmetrised."""
-    if isinstance(guide, WeightsGuide):
-        return guide.get_base_posterior()
-    if isinstance(guide, AutoNormal):
-        sites = layout_of(guide)
-        return AutoMeanField(sites, *flat_moments(to_gaussian(guide), sites)).get_posterior()
-    if isinstance(guide, AutoContinuous):
-        return guide.get_posterior()
-    raise TypeError(
-        f"evidence doesn't know the density of {type(guide).__name__}; pass an AutoContinuous or AutoNormal"
-    )
 
 
 def _checked(log_target: Any, num_samples: int) -> Tensor:

@@ -102,11 +102,11 @@ def family_and_moments(guide: AutoGuide) -> tuple[type[GaussianGuide], dict[str,
     :raises TypeError: for a guide that isn't Gaussian.
     """
     if isinstance(guide, AutoLowRankMultivariateNormal):
-        posterior = _base_posterior(guide)
+        posterior = base_posterior(guide)
         scale, factor = posterior.cov_diag.sqrt(), posterior.cov_factor
         return AutoLowRank, {"loc": posterior.loc.detach(), "scale": scale, "cov_factor": factor}
     if isinstance(guide, AutoMultivariateNormal):
-        posterior = _base_posterior(guide)
+        posterior = base_posterior(guide)
         return AutoFullRank, {"loc": posterior.loc.detach(), "scale_tril": posterior.scale_tril}
     if isinstance(guide, AutoDiagonalNormal | AutoNormal):
         loc, scale = flat_moments(to_gaussian(guide), layout_of(guide))
@@ -117,8 +117,19 @@ def family_and_moments(guide: AutoGuide) -> tuple[type[GaussianGuide], dict[str,
     )
 
 
-def _base_posterior(guide: AutoContinuous) -> Any:
-    return guide.get_base_posterior() if isinstance(guide, WeightsGuide) else guide.get_posterior()
+def base_posterior(guide: AutoGuide) -> Any:
+    """The distribution of a set-up guide over flat unconstrained vectors; of a symmetrised guide, that of its base.
+
+    :raises TypeError: for a guide that is neither continuous nor ``AutoNormal``.
+    """
+    if isinstance(guide, WeightsGuide):
+        return guide.get_base_posterior()
+    if isinstance(guide, AutoContinuous):
+        return guide.get_posterior()
+    if isinstance(guide, AutoNormal):
+        sites = layout_of(guide)
+        return AutoMeanField(sites, *flat_moments(to_gaussian(guide), sites)).get_posterior()
+    raise TypeError(f"the density of {type(guide).__name__} isn't known; pass an AutoContinuous or AutoNormal")
 
 
 def flat_moments(moments: GaussianWeights, sites: tuple[SiteLayout, ...]) -> tuple[Tensor, Tensor]:

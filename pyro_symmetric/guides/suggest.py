@@ -64,6 +64,12 @@ def suggest_estimator(
     return Suggestion(SinkhornImportance(k), reason)
 
 
+def require_estimator(estimator: Any) -> None:
+    """:raises TypeError: unless this is an estimator (a class of them is none)."""
+    if isinstance(estimator, type) or not callable(getattr(estimator, "log_prob", None)):
+        raise TypeError(f"estimator is {estimator!r}; it must be an estimator such as SinkhornImportance(4)")
+
+
 def _exact_terms(group: AnyFiniteGroup, mean_field: bool) -> tuple[float, float, str]:
     """How many elements the exact sum enumerates, how many terms its permanents have, and that in words."""
     if isinstance(group, PermutationGroup) and mean_field:

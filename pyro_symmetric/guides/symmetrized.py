@@ -31,7 +31,7 @@ from pyro_symmetric.distributions.constrained import ConstrainedAction
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, action_on, layout_of
 from pyro_symmetric.guides.one_sided import GuideDensity
-from pyro_symmetric.guides.suggest import suggest_estimator
+from pyro_symmetric.guides.suggest import require_estimator, suggest_estimator
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, SignedFlatAction, finite_part
 from pyro_symmetric.symmetry.joint_density import InconclusiveError
@@ -96,10 +96,8 @@ class AutoSymmetrized(WeightsGuide):
         **base_arguments: Any,
     ):
         group = finite_part(group)
-        if estimator is not None and (
-            isinstance(estimator, type) or not callable(getattr(estimator, "log_prob", None))
-        ):
-            raise TypeError(f"estimator is {estimator!r}; it must be an estimator such as SinkhornImportance(4)")
+        if estimator is not None:
+            require_estimator(estimator)
         given_model, start = model, init_loc_fn or default_init_loc_fn(model)
         if not self._has_moments:
             if sticking_the_landing:
