@@ -8,22 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-
-def optunet() -> nn.Module:
-    """OptuNet of Laurent, Aldea & Franchi 2024, arXiv 2310.08287: 392 parameters for images of 28 x 28.
-
-    Two convolutions without biases, the second in two groups, and a linear layer.
-    """
-    return nn.Sequential(
-        nn.Conv2d(1, 2, 4, bias=False),
-        nn.MaxPool2d(2),
-        nn.ReLU(),
-        nn.Conv2d(2, 10, 5, groups=2, bias=False),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(10, 10),
-    )
+from pyro_symmetric.networks import optunet, resnet20
 
 
 class UNet(nn.Module):
@@ -65,42 +50,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.layer(x)[0])
-
-
-class FilterResponse(nn.Module):
-    """Filter-response normalisation (Singh & Krishnan 2020), with SiLU in place of its thresholded unit."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * torch.rsqrt(x.square().mean((2, 3), keepdim=True) + 1e-6)
-        return nn.functional.silu(x * self.weight[:, None, None] + self.bias[:, None, None])
-
-
-class FilterResponseBlock(nn.Module):
-    """Two convolutions and a shortcut that, where channels double, pads with zeros."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = FilterResponse(outputs), FilterResponse(outputs)
-        self.stride, self.pad = stride, (outputs - inputs) // 2
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        short = nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.pad, self.pad))
-        return short + self.norm2(self.conv2(self.norm1(self.conv1(x))))
-
-
-def resnet20() -> nn.Module:
-    """ResNet-20 with filter-response normalisation and SiLU, as in Laurent, Aldea & Franchi 2024."""
-    blocks = [FilterResponseBlock(16, 16, 1) for _ in range(3)]
-    for width in (32, 64):
-        blocks += [FilterResponseBlock(width if k else width // 2, width, 1 if k else 2) for k in range(3)]
-    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), FilterResponse(16)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
 def transformer() -> nn.Module:

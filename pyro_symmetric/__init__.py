@@ -26,6 +26,7 @@ from pyro_symmetric.guides import (
     sample_posterior,
     save_guide,
     suggest_estimator,
+    swag,
 )
 from pyro_symmetric.mcmc import HMC, SGHMC, log_joint, sample
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
@@ -94,5 +95,6 @@ __all__ = [
     "save_guide",
     "scores",
     "suggest_estimator",
+    "swag",
     "to_gaussian",
 ]

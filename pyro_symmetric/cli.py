@@ -88,7 +88,10 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--activation", default="relu", help="relu (default), tanh, leaky-relu, gelu, silu, sigmoid, elu"
     )
     model.add_argument(
-        "--net", metavar="PACKAGE.MODULE:CALLABLE", help="build the network by callable(input_shape, num_outputs)"
+        "--net",
+        metavar="NAME",
+        help="optunet, resnet20 (filter-response normalisation), resnet18, or package.module:callable, called as "
+        "callable(input_shape, num_outputs)",
     )
     model.add_argument(
         "--prior-scale",
@@ -116,7 +119,7 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--methods",
         type=names,
         metavar="A[,B...]",
-        help="methods to compare (default: mean-field,symmetrized,aligned,ensemble,sghmc,hmc)",
+        help="methods to compare (default: mean-field,symmetrized,aligned,ensemble,sghmc,hmc); help lists all of them",
     )
     run.add_argument(
         "--reference",
@@ -141,8 +144,12 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def compare(options: argparse.Namespace) -> int:
     """Run the study and say where the report is."""
     from pyro_symmetric.study import StudySettings, run_study
+    from pyro_symmetric.study.methods import list_methods
     from pyro_symmetric.study.report import summary_table
 
+    if options.methods == ("help",):
+        print(list_methods())
+        return 0
     overall = [scale for pattern, scale in options.prior_scale if pattern is None]
     default = StudySettings()
     settings = StudySettings(

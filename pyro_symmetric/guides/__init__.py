@@ -8,6 +8,7 @@ from pyro_symmetric.guides.gaussian import AutoFullRank, AutoLowRank, AutoMeanFi
 from pyro_symmetric.guides.objectives import SymmetrizedMeanField_ELBO
 from pyro_symmetric.guides.one_sided import NotADensityError
 from pyro_symmetric.guides.suggest import Suggestion, suggest_estimator
+from pyro_symmetric.guides.swag import swag
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "sample_posterior",
     "save_guide",
     "suggest_estimator",
+    "swag",
 ]

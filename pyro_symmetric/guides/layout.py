@@ -52,6 +52,10 @@ class SiteLayout:
         """Shape of the site's unconstrained coordinates."""
         return biject_to(self.support).inverse_shape(torch.Size(self.shape))
 
+    def unconstrain(self, value: Tensor) -> Tensor:
+        """Values ``batch_shape + shape`` -> ``batch_shape + unconstrained_shape``."""
+        return biject_to(self.support).inv(value)
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         return {

@@ -11,7 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ def store_path(out: Path, label: str) -> Path:
 def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:
     """The fits of a method that finished earlier; empty if any is missing or damaged."""
     found = {}
-    for label in method.labels:
+    for label in method.rows:
         path = store_path(out, label)
         if not path.exists():
             return {}
@@ -192,29 +192,29 @@ def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:
         except (ValueError, KeyError) as error:
             say(f"{path} is damaged and will be made anew: {error}")
             return {}
-        if posterior.metadata["budget"] != vars(method):
+        if posterior.metadata["budget"] != method.budget:
             say(f"{path} was made on another budget and will be made anew.")
             return {}
-    seconds = found[method.labels[0]].seconds
-    say(f"Reusing {method.name} from {out / 'samples'} (it took {seconds:.1f} s).")
+    seconds = found[method.rows[0]].seconds
+    say(f"Reusing {method.title} from {out / 'samples'} (it took {seconds:.1f} s).")
     return found
 
 
 def fit_and_store(method: Method, problem: Problem, out: Path, progress: bool, say: Say) -> dict[str, Finished]:
     """Fit a method under a seed of its own, and write each of its fits."""
-    say(f"Fitting {method.name} ...")
+    say(f"Fitting {method.title} ...")
     # Its own seed, so that a method gives the same draws whichever others run before it.
-    pyro.set_rng_seed((problem.settings.seed + zlib.crc32(method.name.encode())) % 2**32)
+    pyro.set_rng_seed((problem.settings.seed + zlib.crc32(method.title.encode())) % 2**32)
     pyro.clear_param_store()
     start = time.perf_counter()
-    fits = list(method.fit(problem, progress))
+    fits = [replace(fit, label=method.prefix + fit.label) for fit in method.fit(problem, progress)]
     if problem.x.is_cuda:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     found = {fit.label: Finished(fit, seconds) for fit in fits}
     for label, finished in found.items():
         to_store(finished, method).save(store_path(out, label))
-    say(f"  {method.name} took {seconds:.1f} s.")
+    say(f"  {method.title} took {seconds:.1f} s.")
     return found
 
 
@@ -225,8 +225,8 @@ def to_store(finished: Finished, method: Method) -> Posterior:
     metadata = {
         **fit.posterior.metadata,
         "label": fit.label,
-        "method": method.name,
-        "budget": {name: value for name, value in vars(method).items()},
+        "method": method.title,
+        "budget": method.budget,
         "seconds": finished.seconds,
         "losses": fit.losses[::stride],
         "loss_stride": stride,

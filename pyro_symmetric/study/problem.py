@@ -21,6 +21,7 @@ from pyro_symmetric import datasets
 from pyro_symmetric._torchvision import import_torchvision
 from pyro_symmetric.datasets import Dataset
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior, Likelihood
+from pyro_symmetric.networks import NETWORKS
 from pyro_symmetric.study.settings import ACTIVATIONS, StudySettings
 from pyro_symmetric.symmetry import WeightSymmetry, canonicalize, find_symmetry
 from pyro_symmetric.symmetry.weights import Weights
@@ -105,6 +106,8 @@ def build_problem(settings: StudySettings) -> Problem:
 
 def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
     """The network: an MLP of the given widths, or what the user's callable makes."""
+    if settings.net in NETWORKS:
+        return NETWORKS[settings.net](tuple(dataset.input_shape), dataset.num_outputs)
     if settings.net is not None:
         return _from_callable(settings.net, dataset)
     widths = (dataset.num_features, *settings.hidden)
@@ -155,7 +158,7 @@ def import_callable(spec: str) -> Callable[..., Any]:
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
-        raise ValueError(f"{spec!r} doesn't name a callable; write package.module:callable")
+        raise ValueError(f"{spec!r} doesn't name a callable; write package.module:callable, or {', '.join(NETWORKS)}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if module_name.partition(".")[0] == "torchvision":

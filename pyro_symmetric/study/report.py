@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from pyro_symmetric import plots
 from pyro_symmetric.storage import write_text
 from pyro_symmetric.study.measure import Draws
-from pyro_symmetric.study.methods import METHODS
+from pyro_symmetric.study.methods import make_method
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.tables import tables
 
@@ -48,7 +48,7 @@ def render(study: Study) -> str:
         problem=study.results["problem"],
         concerns=study.results["concerns"],
         quick=study.problem.settings.quick,
-        methods=[(name, METHODS[name].summary) for name in study.problem.settings.methods],
+        methods=[(name, make_method(name).description) for name in study.problem.settings.methods],
         tables=[(t, t.rows(rows)) for t in tables(study.problem.is_classification) if t.rows(rows)],
         verdicts={name: row["invariance"]["verdict"] for name, row in rows.items()},
         figures=[(heading, caption, _as_image(figure)) for heading, caption, figure in figures(study)],

@@ -38,8 +38,8 @@ class StudySettings:
     :param ood: data set of out-of-distribution inputs; ``None`` holds classes out.
     :param hidden: widths of the hidden layers.
     :param activation: of the hidden layers, one of :data:`ACTIVATIONS`.
-    :param net: ``package.module:callable`` that builds the network from ``(input_shape, num_outputs)``, instead of the
-        MLP.
+    :param net: instead of the MLP, the name of one of :data:`pyro_symmetric.networks.NETWORKS`, or
+        ``package.module:callable`` that builds the network from ``(input_shape, num_outputs)``.
     :param prior_scale: standard deviation of the Gaussian prior.
     :param prior_scales: overrides for parameters by pattern on their name, e.g. ``{"1.*": 0.5}``.
     :param prior_fan_in: divide the standard deviation of weight matrices by the square root of their number of inputs.

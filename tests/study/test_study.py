@@ -13,7 +13,8 @@ import pyro_symmetric as ps
 from pyro_symmetric import cli
 from pyro_symmetric.study import METHODS, Fit, Method, StudySettings, register, run_study
 from pyro_symmetric.study.measure import concerns, distances, draws_of, reference_of
-from pyro_symmetric.study.methods import _Chains, _Variational
+from pyro_symmetric.study.methods.chains import _Chains
+from pyro_symmetric.study.methods.variational import _Variational
 from pyro_symmetric.study.problem import build_net, build_problem
 from pyro_symmetric.study.tables import DISTANCE, MISSING, OWN_HALF
 from pyro_symmetric.study.training import fit_networks, mini_batches
@@ -22,9 +23,9 @@ TINY = {
     "mean-field": {"steps": 30},
     "symmetrized": {"steps": 30},
     "aligned": {"steps": 30, "path_points": 3, "path_draws": 4},
-    "ensemble": {"networks": 12, "steps": 20},
-    "sghmc": {"chains": 3, "warmup": 5, "draws": 8, "num_steps": 2, "batch_size": 32},
-    "hmc": {"chains": 4, "warmup": 10, "draws": 10, "num_steps": 3},
+    "ensemble": {"modes": 12, "steps": 20},
+    "sghmc": {"modes": 3, "warmup": 5, "draws": 8, "num_steps": 2, "batch_size": 32},
+    "hmc": {"modes": 4, "warmup": 10, "draws": 10, "num_steps": 3},
 }
 
 
@@ -159,7 +160,7 @@ def test_another_network_or_table_of_the_same_name_is_refused(tmp_path: Path, mo
 
 def test_another_budget_makes_a_method_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, methods=("ensemble",))
-    monkeypatch.setattr(METHODS["ensemble"], "quick_budget", {"networks": 9, "steps": 5})
+    monkeypatch.setattr(METHODS["ensemble"], "quick_budget", {"modes": 9, "steps": 5})
     study, said = run(tmp_path, methods=("ensemble",))
     assert any("another budget" in line for line in said)
     assert study.draws["ensemble"].count == 9
@@ -200,7 +201,7 @@ def test_an_interrupt_keeps_the_methods_that_finished(tmp_path: Path, monkeypatc
 
 
 def test_adding_a_method_is_one_small_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_symmetric.study.methods.METHODS", METHODS)
+    monkeypatch.setattr("pyro_symmetric.study.methods.base.METHODS", METHODS)
     try:
 
         @register

@@ -1,0 +1,96 @@
+"""Networks of the literature on posteriors, by name; each is built from the shape of one input and the number of
+outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Shape = Sequence[int]
+
+
+def optunet(input_shape: Shape = (1, 28, 28), num_outputs: int = 10) -> nn.Module:
+    """OptuNet (Laurent, Aldea & Franchi 2024, arXiv 2310.08287): 392 parameters for images of 28 x 28 in ten classes.
+
+    Two convolutions without biases, the second in two groups, and a linear layer. The paper gives the sum only; kernel
+    sizes, channels and pooling are chosen here, by accuracy among those that give 392.
+    """
+    return nn.Sequential(
+        nn.Conv2d(_image(input_shape)[0], 2, 4, bias=False),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(2, 10, 5, groups=2, bias=False),
+        nn.ReLU(),
+        nn.AdaptiveMaxPool2d(1),
+        nn.Flatten(),
+        nn.Linear(10, num_outputs),
+    )
+
+
+class FilterResponse(nn.Module):
+    """Filter-response normalisation (Singh & Krishnan 2020, arXiv 1911.09737), with SiLU in place of its thresholded
+    unit."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.square().mean((2, 3), keepdim=True) + 1e-6)
+        return nn.functional.silu(x * self.weight[:, None, None] + self.bias[:, None, None])
+
+
+class FilterResponseBlock(nn.Module):
+    """Two convolutions and a shortcut that, where channels double, pads with zeros."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = FilterResponse(outputs), FilterResponse(outputs)
+        self.stride, self.pad = stride, (outputs - inputs) // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        short = nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.pad, self.pad))
+        return short + self.norm2(self.conv2(self.norm1(self.conv1(x))))
+
+
+def resnet20(input_shape: Shape = (3, 32, 32), num_outputs: int = 10, width: int = 16) -> nn.Module:
+    """ResNet-20 (He et al. 2016) with filter-response normalisation and SiLU, as in Laurent, Aldea & Franchi 2024.
+
+    :param width: channels of the first stage; the paper's have 16.
+    """
+    blocks = [FilterResponseBlock(width, width, 1) for _ in range(3)]
+    for outputs in (2 * width, 4 * width):
+        blocks += [FilterResponseBlock(outputs if k else outputs // 2, outputs, 1 if k else 2) for k in range(3)]
+    stem = [nn.Conv2d(_image(input_shape)[0], width, 3, 1, 1, bias=False), FilterResponse(width)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, num_outputs))
+
+
+def resnet18(input_shape: Shape = (3, 32, 32), num_outputs: int = 10) -> nn.Module:
+    """torchvision's ResNet-18 for small images: the first convolution is 3 x 3 at stride 1, without pooling after it.
+
+    It has batch normalisation: in a Bayesian model its running statistics are data.
+    """
+    from pyro_symmetric._torchvision import import_torchvision
+
+    net = import_torchvision().models.resnet18(weights=None, num_classes=num_outputs)
+    net.conv1 = nn.Conv2d(_image(input_shape)[0], 64, 3, 1, 1, bias=False)
+    net.maxpool = nn.Identity()
+    return net
+
+
+NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
+    "optunet": optunet,
+    "resnet20": resnet20,
+    "resnet18": resnet18,
+}
+"""What a study's ``net`` may be by its bare name."""
+
+
+def _image(shape: Shape) -> Shape:
+    if len(shape) != 3:
+        raise ValueError(f"rows have shape {tuple(shape)}; this network needs images, (channels, height, width)")
+    return shape

@@ -1,0 +1,17 @@
+"""The methods of a study, by name."""
+
+from pyro_symmetric.study.methods import chains, laplace, networks, variational
+from pyro_symmetric.study.methods.base import METHODS, Fit, Method, list_methods, make_method, register
+
+__all__ = [
+    "METHODS",
+    "Fit",
+    "Method",
+    "chains",
+    "laplace",
+    "list_methods",
+    "make_method",
+    "networks",
+    "register",
+    "variational",
+]

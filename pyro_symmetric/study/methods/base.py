@@ -1,0 +1,144 @@
+"""What a method of a study is, and the registry. To add one, write a small class with a ``fit`` and put ``@register``
+above it.
+
+A method that approximates the posterior by several modes says how many by its field ``modes``; those that know it by
+``many`` can be asked for as ``single-<name>`` (one mode) and ``multi-<name>`` (``many`` of them) as well.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.study.problem import Problem
+
+PREFIXES = ("single-", "multi-")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a method made of a problem: draws of the weights, and what else it can tell.
+
+    :param label: the row of the report.
+    :param posterior: the draws; chains where the method has chains, else one chain of independent draws.
+    :param losses: a curve to look at, one number a step.
+    :param loss_label: what that number is.
+    :param is_chain: whether draws are successive states of Markov chains, so that R-hat and ESS mean something.
+    :param evidence: ELBO and symmetrised ELBO, for variational methods.
+    :param barrier: a loss barrier curve, for methods that measure one.
+    :param details: further numbers, by name.
+    """
+
+    label: str
+    posterior: Posterior
+    losses: list[float]
+    loss_label: str
+    is_chain: bool = False
+    evidence: dict[str, Any] | None = None
+    barrier: dict[str, Any] | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """One way of approximating the posterior.
+
+    Subclasses are dataclasses whose fields are the method's budget; ``quick_budget`` replaces some of them under
+    ``--quick``.
+
+    :param modes: how many independent runs its draws come from, of methods with ``many``.
+    :param prefix: ``"single-"`` or ``"multi-"`` where it was asked for in that form.
+    """
+
+    modes: int = 1
+    prefix: str = ""
+
+    name: ClassVar[str]
+    labels: ClassVar[tuple[str, ...]]
+    summary: ClassVar[str]
+    quick_budget: ClassVar[Mapping[str, Any]] = {}
+    many: ClassVar[int | None] = None
+    quick_many: ClassVar[int] = 2
+
+    @abstractmethod
+    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
+        """Fit, and yield one :class:`Fit` for each of ``labels``, in that order."""
+
+    def quick(self) -> Method:
+        """The same method on a small budget."""
+        return replace(self, **self.quick_budget)
+
+    @property
+    def title(self) -> str:
+        """The name under which it was asked for."""
+        return self.prefix + self.name
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The rows of the report that it makes."""
+        return tuple(self.prefix + label for label in self.labels)
+
+    @property
+    def description(self) -> str:
+        """What the report says of it."""
+        ways = {"": "", "single-": " One mode only.", "multi-": f" {self.modes} independent runs, in equal shares."}
+        return self.summary + ways[self.prefix]
+
+    @property
+    def budget(self) -> dict[str, Any]:
+        """Its settings, as JSON."""
+        return dict(vars(self))
+
+
+METHODS: dict[str, type[Method]] = {}
+
+
+def register(cls: type[Method]) -> type[Method]:
+    """Make a method known by its name."""
+    if cls.name in METHODS:
+        raise ValueError(f"there is a method {cls.name!r} already")
+    METHODS[cls.name] = cls
+    return cls
+
+
+def make_method(name: str, quick: bool = False) -> Method:
+    """The method of that name, ``single-`` and ``multi-`` included, with its default, or its quick, budget.
+
+    :raises ValueError: if there is none.
+    """
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    kind = METHODS.get(name.removeprefix(prefix))
+    if kind is None or (prefix and kind.many is None):
+        both = ", ".join(known for known in METHODS if METHODS[known].many is not None)
+        raise ValueError(
+            f"there is no method {name!r}; known are {', '.join(METHODS)}, and with single- or multi- before it: {both}"
+        )
+    method = kind().quick() if quick else kind()
+    if not prefix:
+        return method
+    many = kind.quick_many if quick or kind.many is None else kind.many
+    return replace(method, prefix=prefix, modes=1 if prefix == "single-" else many)
+
+
+def list_methods() -> str:
+    """All methods and what they are, for a person to read."""
+    lines = []
+    for name, kind in METHODS.items():
+        forms = "" if kind.many is None else f" Also as single-{name} and multi-{name}."
+        lines.append(textwrap.fill(kind.summary + forms, 110, initial_indent=f"{name:<20}", subsequent_indent=" " * 20))
+    return "\n".join(lines)
+
+
+def pooled(fits: list[Fit]) -> Fit:
+    """One fit whose draws are those of several independent ones, with equal shares."""
+    if len(fits) == 1:
+        return fits[0]
+    parts = [fit.posterior.samples for fit in fits]
+    samples = {site: torch.cat([part[site] for part in parts]) for site in parts[0]}
+    return replace(fits[0], posterior=Posterior(samples), evidence=None, details={"modes": len(fits)})

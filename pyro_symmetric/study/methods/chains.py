@@ -1,0 +1,95 @@
+"""Markov chains, many at once; ``modes`` is their number."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pyro_symmetric.mcmc import HMC, SGHMC, Kernel, sample
+from pyro_symmetric.study.methods.base import Fit, Method, register
+from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.study.training import fresh_starts
+
+
+@dataclass(frozen=True)
+class _Chains(Method):
+    """Budget of a method that runs Markov chains from independent initial values of the network."""
+
+    modes: int = 16
+    warmup: int = 300
+    draws: int = 200
+    thinning: int = 1
+
+    many: ClassVar[int | None] = 16
+    quick_many: ClassVar[int] = 8
+
+    @abstractmethod
+    def kernel(self, problem: Problem) -> Kernel:
+        """The sampler."""
+
+    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
+        posterior = sample(
+            self.kernel(problem),
+            problem.x,
+            problem.y,
+            num_samples=self.draws,
+            num_warmup=self.warmup,
+            num_chains=self.modes,
+            thinning=self.thinning,
+            initial=fresh_starts(problem.model, self.modes),
+            device=problem.x.device,
+            dtype=problem.settings.torch_dtype,
+            progress=progress,
+        )
+        if posterior.metadata.get("interrupted"):
+            raise KeyboardInterrupt  # a shorter run than was asked for is not a finished method
+        followed = [float(energy) for energy in posterior.metadata["trace"]["potential"]]
+        yield Fit(self.name, posterior, followed, "mean potential energy (nats)", is_chain=True)
+
+
+@register
+@dataclass(frozen=True)
+class StochasticGradientHMC(_Chains):
+    """SGHMC on mini-batches."""
+
+    step_size: float = 0.005
+    friction: float = 5.0
+    batch_size: int = 256
+    num_steps: int = 20
+
+    name: ClassVar[str] = "sghmc"
+    labels: ClassVar[tuple[str, ...]] = ("sghmc",)
+    summary: ClassVar[str] = (
+        "Stochastic-gradient Hamiltonian Monte Carlo: chains on mini-batches, without an accept step (Chen et al. "
+        "2014)."
+    )
+    quick_budget: ClassVar[Mapping[str, Any]] = {"modes": 8, "warmup": 60, "draws": 50, "num_steps": 10}
+
+    def kernel(self, problem: Problem) -> Kernel:
+        return SGHMC(
+            problem.model,
+            step_size=self.step_size,
+            friction=self.friction,
+            batch_size=min(self.batch_size, len(problem.x)),
+            num_steps=self.num_steps,
+        )
+
+
+@register
+@dataclass(frozen=True)
+class HamiltonianMonteCarlo(_Chains):
+    """HMC on all data: the reference."""
+
+    num_steps: int = 32
+
+    name: ClassVar[str] = "hmc"
+    labels: ClassVar[tuple[str, ...]] = ("hmc",)
+    summary: ClassVar[str] = (
+        "Hamiltonian Monte Carlo on all data, many chains at once, step size and mass matrix adapted: the reference."
+    )
+    quick_budget: ClassVar[Mapping[str, Any]] = {"modes": 8, "warmup": 60, "draws": 50, "num_steps": 16}
+
+    def kernel(self, problem: Problem) -> Kernel:
+        return HMC(problem.model, num_steps=self.num_steps)

@@ -1,0 +1,173 @@
+"""Methods that start from trained networks: ensembles, Monte Carlo dropout, SWAG. All networks train at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.guides import swag
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.study.methods.base import Fit, Method, register
+from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.study.training import fit_networks
+from pyro_symmetric.symmetry.factor import Axis
+from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.symmetry.weights import Weights
+
+LOSS = "negative log-posterior (nats)"
+
+
+@dataclass(frozen=True)
+class _Networks(Method):
+    """Budget of a method that trains networks."""
+
+    steps: int = 1500
+    learning_rate: float = 0.01
+    batch_size: int = 256
+
+    quick_budget: ClassVar[Mapping[str, Any]] = {"steps": 300, "learning_rate": 0.02}
+    many: ClassVar[int | None] = 10
+
+    def _train(self, problem: Problem, progress: bool, **more: Any) -> tuple[Weights, list[float]]:
+        options = {
+            "num_networks": self.modes,
+            "steps": self.steps,
+            "learning_rate": self.learning_rate,
+            "batch_size": self.batch_size,
+            "label": self.title,
+            "progress": progress,
+        }
+        return fit_networks(problem.model, problem.x, problem.y, **{**options, **more})
+
+    def _draws_each(self, problem: Problem) -> int:
+        """Draws from each mode, so that all together are as many as are compared."""
+        return -(-problem.settings.num_draws // self.modes)
+
+
+@register
+@dataclass(frozen=True)
+class Ensemble(_Networks):
+    """Independently trained networks."""
+
+    modes: int = 100
+
+    name: ClassVar[str] = "ensemble"
+    labels: ClassVar[tuple[str, ...]] = ("ensemble",)
+    summary: ClassVar[str] = "A deep ensemble: networks trained independently, each to a mode of the posterior (MAP)."
+    quick_budget: ClassVar[Mapping[str, Any]] = {**_Networks.quick_budget, "modes": 40}
+    many: ClassVar[int | None] = None
+
+    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
+        weights, losses = self._train(problem, progress)
+        posterior = Posterior.from_samples({site: value.cpu() for site, value in weights.items()})
+        yield Fit(self.name, posterior, losses, LOSS)
+
+
+@register
+@dataclass(frozen=True)
+class Dropout(_Networks):
+    """Networks whose hidden units are dropped at random, in training and afterwards."""
+
+    rate: float = 0.1
+
+    name: ClassVar[str] = "mc-dropout"
+    labels: ClassVar[tuple[str, ...]] = ("mc-dropout",)
+    summary: ClassVar[str] = (
+        "Monte Carlo dropout (Gal & Ghahramani 2016): a trained network whose hidden units are dropped at random; each "
+        "draw is the network with one set of units dropped, as weights."
+    )
+
+    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
+        group = problem.symmetry.permutations
+
+        def perturb(weights: Weights) -> Weights:
+            return dropped(weights, group, self.rate)
+
+        weights, losses = self._train(problem, progress, perturb=perturb)
+        count = self._draws_each(problem)
+        repeated = {site: value[:, None].expand(self.modes, count, *value.shape[1:]) for site, value in weights.items()}
+        yield Fit(self.name, Posterior(_on_cpu(perturb(repeated))), losses, LOSS)
+
+
+@register
+@dataclass(frozen=True)
+class SWAG(_Networks):
+    """A Gaussian from the path of stochastic gradient descent around a trained network."""
+
+    iterates: int = 40
+    every: int = 20
+    rank: int = 20
+    descent_rate: float = 0.02
+
+    name: ClassVar[str] = "swag"
+    labels: ClassVar[tuple[str, ...]] = ("swag",)
+    summary: ClassVar[str] = (
+        "SWAG (Maddox et al. 2019): a Gaussian, diagonal plus low rank, with the moments of the iterates of stochastic "
+        "gradient descent at a constant step size, begun at a trained network."
+    )
+    quick_budget: ClassVar[Mapping[str, Any]] = {**_Networks.quick_budget, "iterates": 20, "every": 10}
+
+    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
+        start, losses = self._train(problem, progress)
+        path: list[Weights] = []
+
+        def watch(step: int, weights: Weights) -> None:
+            if (step + 1) % self.every == 0:
+                path.append({site: value.clone() for site, value in weights.items()})
+
+        self._train(
+            problem,
+            progress,
+            start=start,
+            descent=True,
+            steps=self.iterates * self.every,
+            learning_rate=self.descent_rate,
+            label=f"{self.title}: descent",
+            watch=watch,
+        )
+        count = self._draws_each(problem)
+        draws = []
+        for mode in range(self.modes):
+            iterates = {site: torch.stack([weights[site][mode] for weights in path]) for site in path[0]}
+            draws.append(swag(problem.model, iterates, self.rank).sample_posterior((count,)))
+        samples = {site: torch.stack([draw[site] for draw in draws]) for site in draws[0]}
+        yield Fit(self.name, Posterior(_on_cpu(samples)), losses, LOSS)
+
+
+def dropped(weights: Weights, group: PermutationGroup, rate: float) -> Weights:
+    """Weights with the outgoing weights of random hidden units at zero, and those of the others scaled up in return.
+
+    A unit is what the symmetry permutes. Its outgoing weights lie along second axes or, those into grouped
+    convolutions, along several axes at once.
+
+    :param weights: of any batch shape; each member has its own units dropped.
+    """
+    result = dict(weights)
+    for name, size in group.factors.items():
+        axes = [axis for axis in group.factor(name).axes if (axis.dim == 1 or axis.span > 1) and axis.site in result]
+        if not axes:
+            continue
+        like = weights[axes[0].site]
+        batch = like.shape[: like.dim() - len(group.site_shapes[axes[0].site])]
+        kept = (torch.rand(*batch, size, device=like.device) >= rate).to(like.dtype) / (1 - rate)
+        for axis in axes:
+            result[axis.site] = _scaled(result[axis.site], axis, kept)
+    return result
+
+
+def _scaled(value: Tensor, axis: Axis, factors: Tensor) -> Tensor:
+    """A site with its units along ``axis`` multiplied by ``factors`` of shape ``batch_shape + (n,)``."""
+    first = factors.dim() - 1 + axis.dim
+    flat = value.flatten(first, first + axis.span - 1)
+    along = torch.ones_like(factors[..., :1]).repeat(*[1] * (factors.dim() - 1), flat.shape[first])
+    along[..., axis.index.to(along.device)] = factors[..., None, :].expand(*factors.shape[:-1], *axis.index.shape)
+    shape = [*factors.shape[:-1], *[1] * axis.dim, flat.shape[first], *[1] * (flat.dim() - first - 1)]
+    return (flat * along.reshape(shape)).reshape(value.shape)
+
+
+def _on_cpu(samples: Weights) -> Weights:
+    return {site: value.cpu() for site, value in samples.items()}

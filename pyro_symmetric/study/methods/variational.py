@@ -1,0 +1,173 @@
+"""Variational methods: guides that are fitted by stock SVI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from pyro.infer.autoguide import AutoGuide, AutoNormal
+from pyro.infer.autoguide.initialization import init_to_sample, init_to_value
+
+from pyro_symmetric.alignment import align, loss_barrier, to_gaussian
+from pyro_symmetric.distributions import SinkhornImportance
+from pyro_symmetric.guides import (
+    AutoAligned,
+    AutoMeanField,
+    AutoSymmetrized,
+    WeightsGuide,
+    distinct,
+    evidence,
+    interpolate,
+    suggest_estimator,
+)
+from pyro_symmetric.guides.gaussian import flat_moments
+from pyro_symmetric.guides.layout import layout_of
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.study.methods.base import Fit, Method, pooled, register
+from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.study.training import fit_guide
+
+
+@dataclass(frozen=True)
+class _Variational(Method):
+    """Budget of a method that fits guides by SVI."""
+
+    steps: int = 3000
+    learning_rate: float = 0.02
+    batch_size: int = 512
+    init_scale: float = 0.03
+
+    many: ClassVar[int | None] = 5
+    quick_budget: ClassVar[Mapping[str, Any]] = {"steps": 400, "learning_rate": 0.03}
+
+    def _train(self, problem: Problem, guide: AutoGuide, label: str, progress: bool) -> list[float]:
+        return fit_guide(
+            problem.model,
+            guide,
+            problem.x,
+            problem.y,
+            steps=self.steps,
+            learning_rate=self.learning_rate,
+            batch_size=self.batch_size,
+            label=label,
+            progress=progress,
+        )
+
+    def _mean_field(self, problem: Problem, label: str, progress: bool) -> tuple[AutoMeanField, list[float]]:
+        """Fit the stock mean-field guide from fresh initial values of the network; a copy that draws without data."""
+        start = init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_sample)
+        stock = distinct(AutoNormal(problem.model, init_loc_fn=start, init_scale=self.init_scale))
+        losses = self._train(problem, stock, label, progress)
+        sites = layout_of(stock)
+        return AutoMeanField(sites, *flat_moments(to_gaussian(stock), sites)), losses
+
+    def _fit(self, problem: Problem, guide: WeightsGuide, label: str, losses: list[float], **more: Any) -> Fit:
+        shape, group = (problem.settings.num_draws,), problem.symmetry.permutations
+        # A symmetrised guide is compared as what it is: with all its copies.
+        if isinstance(guide, AutoSymmetrized):
+            draws = guide.sample_posterior(shape, orbit=True)
+        else:
+            draws = guide.sample_posterior(shape)
+        worth = evidence(
+            guide,
+            lambda weights: problem.model.log_joint(weights, problem.x, problem.y),
+            group,
+            suggest_estimator(AutoNormal, group, training=False).estimator,
+        )
+        return Fit(label, Posterior.from_samples(draws), losses, "negative ELBO (nats)", evidence=asdict(worth), **more)
+
+
+@register
+@dataclass(frozen=True)
+class MeanField(_Variational):
+    """Stock Pyro: one independent Gaussian for each weight."""
+
+    name: ClassVar[str] = "mean-field"
+    labels: ClassVar[tuple[str, ...]] = ("mean-field",)
+    summary: ClassVar[str] = "Pyro's stock AutoNormal: one independent Gaussian for each weight, fitted by SVI."
+
+    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
+        yield pooled([self._fit_one(problem, progress) for _ in range(self.modes)])
+
+    def _fit_one(self, problem: Problem, progress: bool) -> Fit:
+        guide, losses = self._mean_field(problem, self.title, progress)
+        return self._fit(problem, guide, self.name, losses)
+
+
+@register
+@dataclass(frozen=True)
+class SymmetrizedMeanField(_Variational):
+    """The mean-field guide averaged over all permutations of hidden units, trained with proposals that match units."""
+
+    proposals: int = 4
+
+    name: ClassVar[str] = "symmetrized"
+    labels: ClassVar[tuple[str, ...]] = ("symmetrized",)
+    summary: ClassVar[str] = (
+        "AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units (Gelberg et al. 2024), "
+        "trained with SinkhornImportance, which matches units. Its draws come from all copies alike."
+    )
+
+    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
+        yield pooled([self._fit_one(problem, progress) for _ in range(self.modes)])
+
+    def _fit_one(self, problem: Problem, progress: bool) -> Fit:
+        guide = AutoSymmetrized(
+            problem.model,
+            problem.symmetry.permutations,
+            estimator=SinkhornImportance(self.proposals),
+            init_loc_fn=init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_sample),
+            init_scale=self.init_scale,
+        )
+        losses = self._train(problem, guide, self.title, progress)
+        return self._fit(problem, guide, self.name, losses)
+
+
+@register
+@dataclass(frozen=True)
+class AlignedMeanField(_Variational):
+    """Two mean-field fits in one frame, and what lies half-way between them."""
+
+    path_points: int = 21
+    path_draws: int = 32
+    quick_budget: ClassVar[Mapping[str, Any]] = {**_Variational.quick_budget, "path_points": 11, "path_draws": 16}
+
+    many: ClassVar[int | None] = None
+    name: ClassVar[str] = "aligned"
+    labels: ClassVar[tuple[str, ...]] = ("aligned", "aligned midpoint", "unaligned midpoint")
+    summary: ClassVar[str] = (
+        "Two independent mean-field fits; the second is pushed forward by the permutation of hidden units that "
+        "brings it "
+        "closest to the first in Wasserstein distance (Rossi et al. 2023). The midpoints lie half-way along the "
+        "Wasserstein "
+        "geodesic between the two, with and without that permutation."
+    )
+
+    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
+        first, _ = self._mean_field(problem, "aligned 1/2", progress)
+        second, losses = self._mean_field(problem, "aligned 2/2", progress)
+        found = align(second, first, problem.symmetry.permutations, cost="wasserstein", progress=progress)
+        moved = AutoAligned(second, found.permutation)
+        curves = {
+            name: self._path(problem, first, end, progress) for name, end in (("aligned", moved), ("unaligned", second))
+        }
+        details = {"squared_wasserstein_before": found.initial_cost, "squared_wasserstein_after": found.cost}
+        yield self._fit(problem, moved, self.labels[0], losses, barrier=curves, details=details)
+        yield self._fit(problem, interpolate(first, moved, 0.5), self.labels[1], [])
+        yield self._fit(problem, interpolate(first, second, 0.5), self.labels[2], [])
+
+    def _path(self, problem: Problem, start: WeightsGuide, end: WeightsGuide, progress: bool) -> dict[str, Any]:
+        model, data = problem.model, problem.dataset
+        curve = loss_barrier(
+            start,
+            end,
+            {
+                "train": lambda weights: model.log_likelihood(weights, data.train_x, data.train_y),
+                "test": lambda weights: model.log_likelihood(weights, data.test_x, data.test_y),
+            },
+            num_points=self.path_points,
+            num_samples=self.path_draws,
+            progress=progress,
+        )
+        return curve.to_dict()

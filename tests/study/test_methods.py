@@ -1,0 +1,142 @@
+"""The methods of a study, each against what it should be in a case that can be computed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_symmetric as ps
+from pyro_symmetric.study.methods import METHODS, Fit, Method, make_method
+from pyro_symmetric.study.methods.base import pooled
+from pyro_symmetric.study.methods.laplace import FullLaplace
+from pyro_symmetric.study.methods.networks import dropped
+
+
+def test_dropped_weights_compute_what_dropped_units_compute() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 2))
+    x = torch.randn(3, 1, 4, 4)
+    group = ps.find_symmetry(net.eval(), x).permutations
+    torch.manual_seed(1)
+    weights = dropped(
+        {name: value.detach().expand(7, *value.shape) for name, value in net.named_parameters()}, group, 0.4
+    )
+    outputs = torch.func.vmap(lambda w: torch.func.functional_call(net, w, (x,)))(weights)
+    for member in range(7):
+        # Which units were kept is read off the columns of the weights.
+        channels = (weights["3.weight"][member].reshape(5, 4, 4).abs().amax((0, 2)) > 0).float() / 0.6
+        units = (weights["5.weight"][member].abs().amax(0) > 0).float() / 0.6
+        hidden = net[1](net[0](x)) * channels[:, None, None]
+        expected = net[5](net[4](net[3](net[2](hidden))) * units)
+        torch.testing.assert_close(outputs[member], expected)
+    assert 0 < float((weights["5.weight"] == 0).float().mean()) < 1
+
+
+def test_dropping_inputs_of_a_grouped_convolution_drops_its_channels() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(6, 2))
+    x = torch.randn(3, 1, 4, 4)
+    group = ps.find_symmetry(net.eval(), x).permutations
+    torch.manual_seed(0)
+    weights = dropped(dict(net.named_parameters()), group, 0.5)
+    kernel = weights["2.weight"].detach()
+    kept = (kernel.reshape(2, 3, 2, -1).abs().amax((1, 3)).flatten() > 0).float() / 0.5
+    assert 0 < float((kept == 0).float().mean()) < 1
+    expected = torch.nn.functional.conv2d(net[1](net[0](x)) * kept[:, None, None], net[2].weight, net[2].bias, groups=2)
+    torch.testing.assert_close(torch.nn.functional.conv2d(net[1](net[0](x)), kernel, net[2].bias, groups=2), expected)
+
+
+def test_the_mean_of_dropped_weights_is_the_weights() -> None:
+    net = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 3))
+    group = ps.find_symmetry(net, torch.randn(2, 2)).permutations
+    many = dropped(
+        {name: value.detach().expand(20000, *value.shape) for name, value in net.named_parameters()}, group, 0.3
+    )
+    # Standard error sqrt(0.3 / 0.7 / 20000) = 0.0046 of a weight; five of them: false alarms in 1e-5 of the seeds.
+    error = (many["2.weight"].mean(0) - net[2].weight.detach()) / net[2].weight.detach()
+    assert float(error.abs().max()) < 5 * 0.0046
+    assert torch.equal(many["0.weight"][7], net[0].weight.detach())
+
+
+def test_swag_of_all_iterates_has_their_covariance_half_diagonal_half_full() -> None:
+    model = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian")
+    iterates = {name: prior.sample((30,)).to(torch.float32) for name, prior in model.priors().items()}
+    guide = ps.swag(model, iterates, rank=30)
+    path = torch.cat([iterates["weight"].reshape(30, 2), iterates["bias"], iterates["noise_scale"].log()[:, None]], 1)
+    posterior = guide.get_posterior()
+    torch.testing.assert_close(posterior.loc, path.mean(0))
+    expected = 0.5 * torch.cov(path.T) + 0.5 * torch.diag(path.var(0, correction=0))
+    torch.testing.assert_close(posterior.covariance_matrix, expected)
+    assert bool((guide.sample_posterior((50,))["noise_scale"] > 0).all())
+
+
+@pytest.mark.parametrize(
+    ("count", "rank", "message"), [(1, 20, "at least 2 iterates"), (5, 1, "rank is 1"), (None, 20, "batch shape")]
+)
+def test_swag_refuses_what_has_no_spread(count: int | None, rank: int, message: str) -> None:
+    model = ps.BayesianModel(nn.Linear(2, 2))
+    shape = () if count is None else (count,)
+    with pytest.raises(ValueError, match=message):
+        ps.swag(model, {name: prior.sample(shape) for name, prior in model.priors().items()}, rank)
+
+
+def linear_problem() -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A linear regression with known noise, and the exact mean and covariance of its posterior."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 2)
+    y = x @ torch.tensor([1.0, -0.5]) + 0.3 + 0.5 * torch.randn(40)
+    likelihood = ps.GaussianLikelihood(scale=0.5)
+    model = ps.BayesianModel(nn.Linear(2, 1), ps.GaussianPrior(0.7), likelihood, num_data=40)
+    problem = SimpleNamespace(model=model, x=x, y=y, is_classification=False, settings=SimpleNamespace(num_draws=20000))
+    features = torch.cat([x, torch.ones(40, 1)], 1).double()
+    covariance = torch.linalg.inv(features.T @ features / 0.25 + torch.eye(3).double() / 0.49)
+    return problem, covariance @ features.T @ y.double() / 0.25, covariance
+
+
+def test_full_laplace_of_a_linear_model_is_its_posterior() -> None:
+    problem, mean, covariance = linear_problem()
+    torch.manual_seed(0)
+    (fit,) = FullLaplace(steps=800, learning_rate=0.05, batch_size=40).fit(problem, progress=False)
+    draws = torch.cat([fit.posterior.samples[site][0].reshape(-1, n) for site, n in (("weight", 2), ("bias", 1))], 1)
+    # 20,000 draws: five standard errors of mean and covariance; false alarms in under 1e-4 of the seeds.
+    deviation = covariance.diagonal().sqrt()
+    assert bool(((draws.double().mean(0) - mean).abs() < 5 * deviation / 20000**0.5 + 2e-3).all())
+    scale = deviation[:, None] * deviation
+    assert bool(((torch.cov(draws.double().T) - covariance).abs() < 5 * scale * (2 / 20000) ** 0.5).all())
+
+
+def test_modes_are_pooled_with_equal_shares() -> None:
+    fits = [
+        Fit("a", ps.Posterior({"w": torch.full((1, 5, 2), float(k))}), [1.0], "loss", evidence={"elbo": 1.0})
+        for k in range(3)
+    ]
+    together = pooled(fits)
+    assert together.posterior.samples["w"].shape == (3, 5, 2)
+    assert together.posterior.samples["w"][:, 0, 0].tolist() == [0.0, 1.0, 2.0]
+    assert together.evidence is None  # a mixture's isn't one of its parts'
+    assert pooled(fits[:1]) is fits[0]
+
+
+def test_single_and_multi_forms_differ_in_their_modes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    single, plain, multi = (make_method(f"{prefix}swag") for prefix in ("single-", "", "multi-"))
+    assert (single.modes, plain.modes, multi.modes) == (1, 1, 10)
+    assert (single.rows, plain.rows, multi.rows) == (("single-swag",), ("swag",), ("multi-swag",))
+    assert (make_method("single-hmc").modes, make_method("hmc").modes) == (1, 16)
+    assert "10 independent runs" in multi.description
+    assert "independent runs" not in plain.description
+    with pytest.raises(ValueError, match="no method 'multi-aligned'"):
+        make_method("multi-aligned")
+
+    @dataclass(frozen=True)
+    class Own(Method):
+        name: ClassVar[str] = "own"
+        labels: ClassVar[tuple[str, ...]] = ("own",)
+
+        def fit(self, problem: Any, progress: bool) -> Iterator[Fit]:
+            yield from ()
+
+    monkeypatch.setitem(METHODS, "own", Own)
+    with pytest.raises(ValueError, match="no method 'multi-own'"):
+        make_method("multi-own")
