@@ -10,17 +10,19 @@ Reference: Rossi et al. 2023 (arXiv 2310.10171), Definition 2.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_symmetric.alignment.gaussian import to_gaussian
+from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.geodesic import draw, interpolate_gaussians, standard_normals
+from pyro_symmetric.alignment.marginalise import MarginalLikelihood, MarginalPrediction
+from pyro_symmetric.alignment.repair import Repair
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry.weights import Weights
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 PointwiseLogLikelihood = Callable[[Weights], Tensor]
 Metric = Callable[[Weights], Tensor]
+Data = tuple[Tensor, Tensor]
+
+# Weights of all draws that a model evaluates at once, unless the caller says how many draws.
+CHUNK_WEIGHTS = 2**24
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class BarrierCurve:
 
     :param t: positions on the path, ``(T,)``, from 0 to 1.
     :param losses: name of the data (``"train"``, ``"test"`` ...) -> marginalised loss in nats per row, ``(T,)``.
-    :param metrics: name -> any other measure asked for (an error rate, say), ``(T,)``.
+    :param metrics: name -> error of the mean prediction (``"train error"``, ``"test RMSE"``), and any other measure
+        asked for, ``(T,)``.
     """
 
     t: Tensor
@@ -71,16 +78,27 @@ class BarrierCurve:
         values = ", ".join(f"{name}: {value:.4f}" for name, value in self.barriers.items())
         return f"BarrierCurve({len(self.t)} points, barriers {{{values}}})"
 
-    def plot(self, ax: Axes | None = None, label: str = "") -> Axes:
-        """Draw the losses along the path."""
+    def plot(self, ax: Axes | None = None, label: str = "", names: Sequence[str] | None = None) -> Axes:
+        """Draw curves along the path, and the straight lines between their ends.
+
+        :param ax: where to draw; a new figure by default.
+        :param label: what the legend says before the name of each curve.
+        :param names: which losses or metrics; all losses by default.
+        """
         from matplotlib import pyplot as plt
 
+        known = {**self.losses, **self.metrics}
+        if unknown := [name for name in names or () if name not in known]:
+            raise ValueError(f"names holds {unknown}; the curve has {list(known)}")
         if ax is None:
             ax = plt.subplots()[1]
-        for name, values in self.losses.items():
+        for name in self.losses if names is None else names:
+            values = known[name]
             (line,) = ax.plot(self.t, values, marker=".", label=f"{label} {name}".strip())
             ax.plot(self.t[[0, -1]], values[[0, -1]], ls="--", lw=0.8, color=line.get_color())
-        ax.set(xlabel="position on the path t", ylabel="marginalised loss (nats per row)")
+        only_losses = names is None or all(name in self.losses for name in names)
+        ylabel = "marginalised loss (nats per row)" if only_losses else ", ".join(names or ())
+        ax.set(xlabel="position on the path t", ylabel=ylabel)
         ax.legend()
         return ax
 
@@ -89,60 +107,148 @@ class BarrierCurve:
 def loss_barrier(
     guide_0: Any,
     guide_1: Any,
-    log_likelihood: PointwiseLogLikelihood | Mapping[str, PointwiseLogLikelihood],
+    log_likelihood: BayesianModel | PointwiseLogLikelihood | Mapping[str, PointwiseLogLikelihood],
+    data: Data | Mapping[str, Data] | None = None,
     *,
     metrics: Mapping[str, Metric] | None = None,
     num_points: int = 11,
     num_samples: int = 64,
+    chunk_size: int | None = None,
+    repair: Tensor | None = None,
     progress: bool = False,
 ) -> BarrierCurve:
-    """The loss along the geodesic between two mean-field posteriors (or, with zero deviations, between two networks).
+    """The loss along the geodesic between two mean-field posteriors, or between two networks.
 
     All points share their noise, so the curve is smooth and the barrier is not the maximum of independent errors. The
     marginalisation over a finite number of draws overstates every loss a little, at all points alike.
 
-    >>> curve = loss_barrier(guide, aligned, lambda w: model.log_likelihood(w, x, y))
+    >>> curve = loss_barrier(guide, aligned, model, {"train": (x, y), "test": (test_x, test_y)})
+    >>> curve = loss_barrier(net, symmetry.act(element, other), model, (x, y), repair=x)
 
-    :param guide_0: a guide with Gaussian moments, ``GaussianWeights``, or plain weights.
+    :param guide_0: a guide with Gaussian moments (correlations are left out), ``GaussianWeights``, or a network: a
+        module, or its weights by name, running statistics among them or not.
     :param guide_1: likewise.
-    :param log_likelihood: weights of batch shape ``(S,)`` -> log-likelihood of every row ``(S, N)``; one, or one for
-        each name of data.
+    :param log_likelihood: a :class:`~pyro_symmetric.models.BayesianModel`, whose loss (untempered, whatever the
+        temperature it was trained at) and error are measured on ``data``; or a function: weights of batch shape
+        ``(S,)`` -> log-likelihood of every row ``(S, N)``; one, or one for each name of data.
+    :param data: with a model, ``(x, y)``, or a name for each: ``{"train": (x, y), "test": ...}``.
     :param metrics: name -> weights of batch shape ``(S,)`` -> a scalar, measured along the path as well.
     :param num_points: how many points, ends included; at least 3.
-    :param num_samples: draws at each point, evaluated by one batched forward.
+    :param num_samples: draws at each point; plain networks need, and take, one.
+    :param chunk_size: how many draws one batched forward evaluates; by default all for a function, and for a model as
+        many as have 2**24 weights together.
+    :param repair: inputs, without labels, from which statistics of activations are put right at every point: the
+        running statistics of batch normalisation are computed anew or, in a network without it, units are rescaled to
+        means and deviations between those of the ends; see :mod:`pyro_symmetric.alignment.repair`. Needs a model, the
+        latter plain networks.
     """
     if num_points < 3:
         raise ValueError(f"num_points is {num_points}; a path with an inside has at least 3")
-    named = {"loss": log_likelihood} if callable(log_likelihood) else dict(log_likelihood)
-    if any(isinstance(function, torch.nn.Module) for function in named.values()):
-        raise TypeError(
-            "log_likelihood is a module; it must be a function of weights, e.g. lambda w: model.log_likelihood(w, x, y)"
+    for name, number in (("num_samples", num_samples), ("chunk_size", chunk_size)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} is {number}; it must be at least 1")
+    first, second = _end(guide_0), _end(guide_1)
+    model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
+    measures = _measures(log_likelihood, data)
+    plain = not any(bool(scale.any()) for end in (first, second) for scale in end.scale.values())
+    if plain:
+        num_samples = 1
+    repairing = _repair(model, repair, first, second, plain)
+    chunk_size = min(num_samples, chunk_size or _chunk_of(model, first, num_samples))
+    if metrics and chunk_size < num_samples:
+        raise ValueError(
+            f"metrics see all draws at once, but chunk_size is {chunk_size} of {num_samples}; raise chunk_size"
         )
-    first, second = to_gaussian(guide_0), to_gaussian(guide_1)
-    noise = standard_normals(first, (num_samples,))
+    noise = _SharedNoise(first, num_samples, chunk_size)
     t = torch.linspace(0, 1, num_points, dtype=torch.float64)
-    losses: dict[str, list[Tensor]] = {name: [] for name in named}
-    measured: dict[str, list[Tensor]] = {name: [] for name in metrics or {}}
+    found: dict[str, list[Tensor]] = {}
     for position in tqdm(t.tolist(), desc="path", disable=not progress):
-        weights = draw(interpolate_gaussians(first, second, position), noise)
-        for name, function in named.items():
-            pointwise = function(weights)
-            if pointwise.dim() != 2 or len(pointwise) != num_samples:
-                raise ValueError(
-                    f"log_likelihood {name!r} returned shape {tuple(pointwise.shape)}; it must be one value for "
-                    f"each draw and row, ({num_samples}, N), not summed"
-                )
-            losses[name].append(marginalised_loss(pointwise).cpu())
+        between = interpolate_gaussians(first, second, position)
+        here = measures()
+        for part in noise:
+            weights = draw(between, part)
+            if repairing is not None:
+                weights = repairing(weights, position)
+            for measure in here:
+                measure.add(weights, len(next(iter(weights.values()))))
+        values = {name: value for measure in here for name, value in measure.results().items()}
         for name, metric in (metrics or {}).items():
-            measured[name].append(torch.as_tensor(metric(weights)).double().cpu())
-    return BarrierCurve(
-        t,
-        {name: torch.stack(values) for name, values in losses.items()},
-        {name: torch.stack(values) for name, values in measured.items()},
-    )
+            values[name] = torch.as_tensor(metric(weights)).double().cpu()
+        for name, value in values.items():
+            found.setdefault(name, []).append(value)
+    curves = {name: torch.stack(values) for name, values in found.items()}
+    losses = {measure.name: curves.pop(measure.name) for measure in here}
+    return BarrierCurve(t, losses, curves)
 
 
-def marginalised_loss(log_likelihood: Tensor) -> Tensor:
-    """``-mean_n log mean_s p(y_n | x_n, w_s)`` of pointwise log-likelihoods ``(S, N)``, in float64."""
-    mixed = torch.logsumexp(log_likelihood.double(), 0) - math.log(len(log_likelihood))
-    return -mixed.mean()
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _end(guide: Any) -> GaussianWeights:
+    """One end of the path; of a module, its parameters and running statistics."""
+    if isinstance(guide, nn.Module) and not hasattr(guide, "prototype_trace"):
+        buffers = {name: value for name, value in guide.named_buffers() if value.is_floating_point()}
+        return to_gaussian({**dict(guide.named_parameters()), **buffers})
+    return to_gaussian(guide)
+
+
+def _measures(log_likelihood: Any, data: Data | Mapping[str, Data] | None) -> Callable[[], list[MarginalLikelihood]]:
+    """What to measure at a point, anew at every call."""
+    if isinstance(log_likelihood, BayesianModel):
+        if data is None:
+            raise ValueError('data is None; with a model give (x, y), or {"train": (x, y), "test": (x, y)}')
+        rows = data if isinstance(data, Mapping) else {"loss": data}
+        for name, pair in rows.items():
+            if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(v, Tensor) for v in pair)):
+                raise ValueError(f"data[{name!r}] is a {type(pair).__name__}; it must be a pair (x, y) of tensors")
+            if len(pair[0]) != len(pair[1]):
+                raise ValueError(f"data[{name!r}] has {len(pair[0])} inputs and {len(pair[1])} targets")
+        return lambda: [MarginalPrediction(name, log_likelihood, x, y) for name, (x, y) in rows.items()]
+    if data is not None:
+        raise ValueError("data go with a BayesianModel; functions of weights know their own")
+    named = {"loss": log_likelihood} if callable(log_likelihood) else dict(log_likelihood)
+    if any(isinstance(function, nn.Module) for function in named.values()):
+        raise TypeError(
+            "log_likelihood is a module; it must be a BayesianModel, or a function of weights, e.g. "
+            "lambda w: model.log_likelihood(w, x, y)"
+        )
+    return lambda: [MarginalLikelihood(name, function) for name, function in named.items()]
+
+
+def _repair(
+    model: BayesianModel | None,
+    inputs: Tensor | None,
+    first: GaussianWeights,
+    second: GaussianWeights,
+    plain: bool,
+) -> Repair | None:
+    if inputs is None:
+        return None
+    if model is None:
+        raise ValueError("repair needs a BayesianModel as log_likelihood, whose network it looks into")
+    repairing = Repair(model.net, inputs)
+    if repairing.kind == "rescaling" and not plain:
+        raise ValueError(
+            "the network has no batch normalisation, and rescaling is for plain networks: these ends have deviations"
+        )
+    return repairing.between(first.loc, second.loc)
+
+
+def _chunk_of(model: BayesianModel | None, gaussian: GaussianWeights, num_samples: int) -> int:
+    size = sum(value.numel() for value in gaussian.loc.values())
+    return num_samples if model is None else max(1, CHUNK_WEIGHTS // size)
+
+
+class _SharedNoise:
+    """The same standard normals at every pass, chunk by chunk; drawn again rather than held."""
+
+    def __init__(self, like: GaussianWeights, num_samples: int, chunk_size: int):
+        self._like = like
+        self._sizes = [min(chunk_size, num_samples - start) for start in range(0, num_samples, chunk_size)]
+        self._seed = int(torch.randint(2**62, ()))
+
+    def __iter__(self) -> Iterator[Weights]:
+        device = next(iter(self._like.loc.values())).device
+        generator = torch.Generator(device).manual_seed(self._seed)
+        for size in self._sizes:
+            yield standard_normals(self._like, (size,), generator)

@@ -35,6 +35,9 @@ class Cost:
     :param reference_features: moments of the reference -> its features.
     :param source_features: moments of the source -> its features.
     :param distance: moments of the reference, moments of the moved source -> cost, elementwise or by channel.
+    :param squared: whether the cost is a squared distance, half of which falls by the inner product of features; of a
+        divergence all of it does. It matters to multipliers alone, by which features grow: the second channel of a
+        squared distance grows with them, that of a divergence with their squares.
     """
 
     uses_scale: bool
@@ -42,6 +45,7 @@ class Cost:
     reference_features: Callable[[Tensor], Tensor]
     source_features: Callable[[Tensor], Tensor]
     distance: Callable[[Tensor, Tensor], Tensor]
+    squared: bool = True
 
 
 def _same(moments: Tensor) -> Tensor:
@@ -50,6 +54,16 @@ def _same(moments: Tensor) -> Tensor:
 
 def _squared(reference: Tensor, source: Tensor) -> Tensor:
     return (reference - source).square()
+
+
+def _without_spread(moments: Tensor) -> Tensor:
+    loc, scale = moments.unbind(-1)
+    return torch.stack([loc, torch.zeros_like(scale)], -1)
+
+
+def _expected(reference: Tensor, source: Tensor) -> Tensor:
+    (loc_0, scale_0), (loc_1, scale_1) = reference.unbind(-1), source.unbind(-1)
+    return (loc_0 - loc_1).square() + scale_0.square() + scale_1.square()
 
 
 def _kl_reference_features(moments: Tensor) -> Tensor:
@@ -71,5 +85,7 @@ def _kl(reference: Tensor, source: Tensor) -> Tensor:
 COSTS = {
     "l2": Cost(False, False, _same, _same, _squared),
     "wasserstein": Cost(True, False, _same, _same, _squared),
-    "kl": Cost(True, True, _kl_reference_features, _kl_source_features, _kl),
+    "kl": Cost(True, True, _kl_reference_features, _kl_source_features, _kl, squared=False),
 }
+# The mean of the squared distance over independent draws of both, which their moments tell.
+EXPECTED = Cost(True, False, _without_spread, _same, _expected)

@@ -1,36 +1,38 @@
-r"""Coordinate descent over a product of symmetric groups, one linear assignment problem per factor.
+r"""Coordinate descent over permutations, signs and scales, for a batch of sources at once.
 
-The objective is a constant minus the inner product of the reference's features :math:`A` with the permuted features
-:math:`p \cdot B` of the source. With all factors but one held, it is linear in the permutation matrix of that one:
+The objective falls with the inner product of the reference's features :math:`A` with the moved features
+:math:`g \cdot B` of the source. With all factors but one held, it is linear in the permutation matrix of that one:
 
-.. math:: \max_{\pi \in S_n} \sum_i S_{i \pi(i)}, \qquad S_{ij} = \langle A_i, (p_{\text{others}} \cdot B)_j \rangle
+.. math:: \max_{\pi \in S_n} \sum_i S_{i \pi(i)}, \qquad S_{ij} = \max_{\sigma_j, \lambda_j}
+    \langle A_i, \sigma_j \lambda_j (g_{\text{others}} \cdot B)_j \rangle - \dots
 
-summed over every axis on which the factor lies. Where a factor lies on two axes of one site (a recurrent matrix, tied
-streams) the objective is quadratic in it and :math:`S` its linearisation at the current permutation; the step is
-shortened until the true objective falls.
+summed over every axis on which the factor lies; signs and scales that belong to the units are chosen for every pair
+(:mod:`~pyro_symmetric.alignment.rescale`), and units inside units are matched for every pair of the outer ones. Where
+a factor lies on two axes of one site (a recurrent matrix, tied streams) the objective is quadratic in it and :math:`S`
+its linearisation at the current element; the step is shortened until the true objective falls.
 
 Two habits make this fast and good (compare Ainsworth et al. 2023, arXiv 2209.04836, Algorithm 1, which starts at the
 identity and visits every factor in every sweep): the *forward start* solves each factor from those terms alone whose
-other permutations are already fixed, so that nothing is matched against units that lie in no meaningful order yet; the
+other factors are already fixed, so that nothing is matched against units that lie in no meaningful order yet; the
 *work-list* then re-solves only those factors whose neighbours have changed, from cached blocks of :math:`S`. Further
-descents start from a *kick* of the best matching so far (iterated local search).
+descents visit the factors in random order, from a *kick* of the best element so far (iterated local search).
 
-The factors of the group must not be nested: two factors may share an axis only at different positions.
+All sources of a batch go through the same moves together; those for which there is nothing to do sit out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from pyro_symmetric.alignment.costs import Cost
-from pyro_symmetric.symmetry.permutation import Axis, Permutation, PermutationGroup
-
-Images = dict[str, Tensor]
+from pyro_symmetric.alignment.moves import moves_of
+from pyro_symmetric.alignment.scores import Scorer
+from pyro_symmetric.alignment.state import Groups, State
+from pyro_symmetric.alignment.units import Move
 
 # How many units a kick shuffles. On random networks of widths 16 to 256, shares of 0.2 and 0.3 ended lowest among
 # 0.1 to 1; in tiny layers, six units (that is, all) reached the enumerated optimum more often than two to four.
@@ -38,244 +40,254 @@ KICKED_UNITS = 6
 KICKED_SHARE = 0.25
 # How often at most to shorten the step of a factor that is coupled with itself; a third time was never needed.
 SHORTER_STEPS = 3
+# How much more than another a step has to gain that changes scales alone: descents over scales of many layers converge
+# slowly, by ever smaller steps that no one will notice.
+SCALE_STEPS = 100.0
 
-
-@dataclass(frozen=True)
-class Descent:
-    """Where a descent ended.
-
-    :param images: factor -> its permutation, LongTensor ``(n,)``.
-    :param history: the cost at the start and after each accepted step.
-    :param converged: whether no factor was left that could still improve.
-    """
-
-    images: Images
-    history: tuple[float, ...]
-    converged: bool
-
-    @property
-    def cost(self) -> float:
-        return self.history[-1]
+Events = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Term:
-    """One axis of a factor, and its share of the factor's scores."""
+class Descent:
+    """Where a descent ended.
 
-    axis: Axis
-    reference: Tensor  # (n, everything else): the reference's features, unit by unit
-    depends: tuple[str, ...]  # the factors that move the site's other axes
-    plain: bool  # whether unit i simply is position i
+    :param state: the elements.
+    :param cost: float64 ``(B,)``.
+    :param events: the cost at the start and at each step that some sources accepted: (sources, their costs).
+    :param converged: bool ``(B,)``: whether nothing was left that could still improve.
+    """
+
+    state: State
+    cost: Tensor
+    events: Events
+    converged: Tensor
+
+    def histories(self) -> list[tuple[float, ...]]:
+        """The costs of each source; they never rise."""
+        rows, costs = (torch.cat(parts) for parts in zip(*self.events, strict=True))
+        order = rows.argsort(stable=True)
+        pieces = costs[order].split(rows.bincount(minlength=len(self.cost)).tolist())
+        return [tuple(piece.tolist()) for piece in pieces]
+
+    def better(self, other: Descent, margin: Tensor | float = 0.0) -> Descent:
+        """For each source the better of two descents; the other one has to be better by more than ``margin``."""
+        chosen = other.cost < self.cost - margin
+        if bool(chosen.all()):
+            return other
+        if not bool(chosen.any()):
+            return self
+        rows, number = chosen.nonzero().flatten(), chosen.long().cumsum(0) - 1
+        events = [(number[own[chosen[own]]], costs[chosen[own]]) for own, costs in other.events]
+        return self.replaced(Descent(other.state.rows(rows), other.cost[rows], events, other.converged[rows]), rows)
+
+    def replaced(self, other: Descent, rows: Tensor) -> Descent:
+        """The same, with another descent's outcome for some sources: ``other`` holds just these."""
+        state = self.state.copy()
+        state.put(rows, other.state)
+        cost, converged = self.cost.clone(), self.converged.clone()
+        cost[rows], converged[rows] = other.cost, other.converged
+        taken = torch.isin(torch.arange(len(cost)), rows)
+        events = [(own[~taken[own]], costs[~taken[own]]) for own, costs in self.events]
+        return Descent(state, cost, events + [(rows[own], costs) for own, costs in other.events], converged)
 
 
 class Matcher:
-    """The matching of one source to one reference.
+    """The matching of a batch of sources to a reference.
 
-    :param group: the group; its factors must not be nested.
-    :param reference: site -> moments, ``site_shape + (channels,)``.
-    :param source: site -> moments, likewise.
+    :param groups: what may be decided.
+    :param reference: site -> moments of the reference, ``(1, *view_shape, channels)``, or of one for each source.
+    :param source: site -> moments, ``(B, *view_shape, channels)``.
     :param cost: which cost to minimise.
+    :param moves: what to decide; all of ``groups``, if left out.
     """
 
     def __init__(
-        self, group: PermutationGroup, reference: Mapping[str, Tensor], source: Mapping[str, Tensor], cost: Cost
+        self,
+        groups: Groups,
+        reference: Mapping[str, Tensor],
+        source: Mapping[str, Tensor],
+        cost: Cost,
+        moves: Sequence[Move] | None = None,
     ):
-        self.group = group
         self._cost = cost
-        self._reference = {site: _viewed(value, site, group) for site, value in reference.items()}
-        self._source = {site: _viewed(value, site, group) for site, value in source.items()}
-        self._features = {site: cost.source_features(value) for site, value in self._source.items()}
-        features = {site: cost.reference_features(value) for site, value in self._reference.items()}
-        self._moved_dims = {site: tuple(group.members(site)) for site in reference}
-        self._check_not_nested()
-        self._terms = {
-            name: [self._term(axis, features[axis.site]) for axis in group.axes(name) if axis.site in features]
-            for name in group.factors
-        }
-        self._blocks: dict[tuple[str, int], tuple[tuple[Tensor, ...], Tensor]] = {}
-        # Dicts as ordered sets: a seed must reproduce the order of visits.
-        self._coupled: dict[str, dict[str, None]] = {name: {} for name in group.factors}
-        for name, terms in self._terms.items():
-            for term in terms:
-                for other in term.depends:
-                    self._coupled[other][name] = None
+        self._reference, self._source = dict(reference), dict(source)
+        example = next(iter(source.values()), torch.zeros(1))
+        self.batch, self.device = len(example), example.device
+        self.moves = moves_of(groups.roots, groups.rescalings, set(source)) if moves is None else list(moves)
+        self._scorer = Scorer(groups, self._reference, self._source, cost)
+        # Row m: the moves to look at again when move m has changed something.
+        self._coupled = torch.tensor(
+            [[any(term.depends & m.actors for term in other.terms) for other in self.moves] for m in self.moves],
+            dtype=torch.bool,
+        ).reshape(len(self.moves), len(self.moves))
+        self.groups = groups
+        self._sites = list(source)
 
     @property
     def separable(self) -> bool:
         """Whether no factor shares a site with another or itself: then one assignment each is the exact optimum."""
-        return not any(self._coupled.values())
+        return not bool(self._coupled.any())
 
-    def costs(self, images: Images, sites: Sequence[str] | None = None) -> dict[str, float]:
-        """Cost of each site, summed in float64."""
-        element = Permutation(self.group, images)
-        return {
-            site: float(
-                self._cost.distance(
-                    self._reference[site], self._permuted(self._source[site], site, self._moved_dims[site], element)
-                ).sum(dtype=torch.float64)
-            )
-            for site in dict.fromkeys(self._reference if sites is None else sites)
-        }
+    def identity(self) -> State:
+        """Nothing is moved."""
+        return State.identity(self.groups, self.batch, self.device)
 
-    def forward_start(self) -> tuple[Images, list[str]]:
-        """Fix one factor after the other, each from the terms whose other permutations are fixed already.
+    def costs(self, state: State, rows: Tensor, sites: Sequence[str] | None = None) -> Tensor:
+        """Cost of each site for some of the sources, summed in float64: ``(rows, sites)``, on the CPU.
 
-        Next comes the factor of which the largest part is known, so a chain of layers is walked from its wide end.
-
-        :returns: the permutations, and the factors for which some term could not be used yet.
+        :param state: of these sources alone.
         """
-        images = dict(self.group.identity(device=self.device).images)
-        waiting, unsettled = list(images), []
-        fixed: set[str] = set()
-        while waiting:
-            name = max(waiting, key=lambda name: self._known_share(name, fixed))  # the first of several
-            usable = [k for k, term in enumerate(self._terms[name]) if fixed.issuperset(term.depends)]
-            if usable:
-                images[name] = _assign(self._score(name, images, usable))
-            if len(usable) < len(self._terms[name]):
-                unsettled.append(name)
-            waiting.remove(name)
-            fixed.add(name)
-        return images, unsettled
+        columns = [
+            self._cost.distance(self._of(self._reference, site, rows), self._scorer.moved(site, state, rows))
+            .flatten(1)
+            .sum(1, dtype=torch.float64)
+            for site in (self._sites if sites is None else sites)
+        ]
+        return torch.stack(columns, 1).cpu() if columns else torch.zeros(len(rows), 0, dtype=torch.float64)
 
-    def kicked_start(self, images: Images) -> tuple[Images, list[str]]:
-        """Shuffle some units of one random coupled factor: a start near a good matching, in another basin.
+    def forward_start(self) -> tuple[State, Tensor]:
+        """Decide one move after the other, each from the terms whose other factors are fixed already.
+
+        Next comes the move of which the largest part is known, so a chain of layers is walked from its wide end.
+
+        :returns: the state, and the moves ``(B, moves)`` for which some term could not be used yet.
+        """
+        state, rows = self.identity(), torch.arange(self.batch)
+        waiting, fixed = list(range(len(self.moves))), set[str]()
+        unsettled = torch.zeros(self.batch, len(self.moves), dtype=torch.bool)
+        while waiting:
+            m = max(waiting, key=lambda m: self._known_share(self.moves[m], fixed))  # the first of several
+            move = self.moves[m]
+            usable = [k for k, term in enumerate(move.terms) if fixed.issuperset(term.depends)]
+            if usable:
+                state.put(rows, self._scorer.decide(move, state, rows, usable), move.actors)
+            unsettled[:, m] = len(usable) < len(move.terms)
+            waiting.remove(m)
+            fixed |= move.actors
+        return state, unsettled
+
+    def kicked_start(self, state: State, rows: Tensor) -> tuple[State, Tensor, Tensor]:
+        """Shuffle some units of one random coupled factor of each source: starts near a good matching, in other basins.
 
         Starts that are random altogether hardly ever beat the forward start in wide networks; small kicks mostly do.
 
-        :returns: the permutations, and the factors to look at: the kicked one after its neighbours, in random order.
+        :param state: of the sources ``rows``.
+        :returns: the new state, the moves to look at, and those to look at after them: the kicked ones themselves.
         """
-        names = [name for name, others in self._coupled.items() if others]
-        name = names[int(torch.randint(len(names), ()))]
-        n = len(images[name])
-        units = torch.randperm(n)[: max(KICKED_UNITS, int(KICKED_SHARE * n))]
-        kicked = images[name].clone()
-        kicked[units] = images[name][units[torch.randperm(len(units))]]
-        neighbours = [other for other in self._coupled[name] if other != name]
-        return images | {name: kicked}, [*(neighbours[i] for i in torch.randperm(len(neighbours))), name]
+        state = state.copy()
+        # Moves of multipliers alone have nothing to shuffle.
+        names = [m for m, move in enumerate(self.moves) if move.root is not None and self._coupled[m].any()]
+        chosen = torch.tensor(names)[torch.randint(len(names), (len(rows),))]
+        first = torch.zeros(len(rows), len(self.moves), dtype=torch.bool)
+        later = first.clone()
+        for m in names:
+            hit = (chosen == m).nonzero().flatten()
+            root = self.moves[m].root
+            if not len(hit) or root is None:
+                continue
+            image = state.images[root.name]
+            kicked = _shuffled(image[hit.to(image.device)])
+            image[hit.to(image.device)] = kicked
+            state.touch(hit, [root.name])
+            first[hit] = self._coupled[m]
+            first[hit, m] = False
+            later[hit, m] = True
+        return state, first, later
 
-    def descend(self, images: Images, unsettled: Sequence[str], *, max_sweeps: int, threshold: float) -> Descent:
-        """Re-solve factors until none improves the cost by more than ``threshold``.
+    def descend(
+        self,
+        state: State,
+        waiting: Tensor,
+        *,
+        rows: Tensor | None = None,
+        later: Tensor | None = None,
+        max_sweeps: int,
+        threshold: Tensor,
+        shuffled: bool = False,
+    ) -> Descent:
+        """Re-decide moves until none improves the cost by more than ``threshold``.
 
-        :param unsettled: the factors to look at first; others follow when a neighbour of theirs changes.
-        :param max_sweeps: how often at most to go through the factors that wait.
+        :param state: of the sources ``rows``; it isn't changed.
+        :param waiting: bool ``(rows, moves)``: the moves to look at first; others follow when a neighbour changes.
+        :param rows: the sources; all, if left out.
+        :param later: moves to look at once these have been.
+        :param max_sweeps: how often at most to go through the moves that wait.
+        :param threshold: ``(rows,)``.
+        :param shuffled: whether to visit the moves in random order.
         """
-        images = dict(images)
-        costs = self.costs(images)
-        history = [sum(costs.values())]
-        waiting = dict.fromkeys(unsettled)
+        rows = torch.arange(self.batch) if rows is None else rows
+        state, waiting = state.copy(), waiting.clone()
+        costs = self.costs(state, rows)
+        total = costs.sum(1)
+        events: Events = [(torch.arange(len(rows)), total.clone())]
         for _ in range(max_sweeps):
-            for name in list(waiting):
-                del waiting[name]
-                for proposal in self._proposals(name, images):
-                    proposed = costs | self.costs(proposal, [term.axis.site for term in self._terms[name]])
-                    total = sum(proposed.values())
-                    if history[-1] - total > threshold:
-                        images, costs = proposal, proposed
-                        history.append(total)
-                        waiting |= self._coupled[name]
-                        break
-            if not waiting:
+            order = torch.randperm(len(self.moves)) if shuffled else torch.arange(len(self.moves))
+            for m in order.tolist():
+                looking = waiting[:, m].nonzero().flatten()
+                if not len(looking):
+                    continue
+                waiting[looking, m] = False
+                accepted = self._step(self.moves[m], state, rows, looking, costs, total, threshold)
+                if len(accepted):
+                    events.append((accepted, total[accepted]))
+                    waiting[accepted] |= self._coupled[m]
+            if later is not None:
+                waiting, later = waiting | later, None
+            if not bool(waiting.any()):
                 break
-        return Descent(images, tuple(history), converged=not waiting)
+        return Descent(state, total, events, ~waiting.any(1))
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    @property
-    def device(self) -> torch.device | None:
-        return next((value.device for value in self._source.values()), None)
+    def _step(
+        self, move: Move, state: State, rows: Tensor, looking: Tensor, costs: Tensor, total: Tensor, threshold: Tensor
+    ) -> Tensor:
+        """Decide one move for some sources, and accept where that improves; returns the sources that accepted.
 
-    def _proposals(self, name: str, images: Images) -> Iterator[Images]:
-        """The best permutation of one factor given the others, if it is another than now.
-
-        Of a factor that is coupled with itself, that is a guess by linearisation. Shorter steps follow, by a growing
-        bonus for units that stay. It adds a constant to the (maximised) objective and makes it convex in the end; a
-        convex objective lies nowhere below its linearisation, so that the step can't fail.
+        Where a move is coupled with itself its scores are a linearisation. Shorter steps follow, by a growing bonus for
+        units that stay. It adds a constant to the (maximised) objective and makes it convex in the end; a convex
+        objective lies nowhere below its linearisation, so that the step can't fail.
         """
-        score = self._score(name, images)
-        stay = torch.arange(len(score), device=score.device), images[name]
-        bonus = score.std(correction=0) if name in self._coupled[name] else None
-        for step in range(1 if bonus is None else 1 + SHORTER_STEPS):
-            found = _assign(score)
-            if torch.equal(found, images[name]):
-                return
-            yield images | {name: found}
-            if bonus is not None:
-                score[stay] += 2**step * bonus
+        sites = list(dict.fromkeys(term.place[0] for term in move.terms))
+        columns = [self._sites.index(site) for site in sites]
+        taken = []
+        for shorter in range(1 + SHORTER_STEPS if move.moves_itself else 1):
+            here = state.rows(looking)
+            proposal = self._scorer.decide(move, here, rows[looking], None, shorter)
+            changed, rearranged = self._scorer.differs(move, here, proposal)
+            looking, proposal = looking[changed], proposal.rows(changed.nonzero().flatten())
+            least = threshold[looking] * torch.where(rearranged[changed], 1.0, SCALE_STEPS)
+            if not len(looking):
+                break
+            found = self.costs(proposal, rows[looking], sites)
+            fallen = (costs[looking][:, columns] - found).sum(1)
+            good = fallen > least
+            accepted = looking[good]
+            if len(accepted):
+                state.put(accepted, proposal.rows(good.nonzero().flatten()), move.actors)
+                costs[accepted.unsqueeze(1), torch.tensor(columns)] = found[good]
+                total[accepted] = costs[accepted].sum(1)
+                taken.append(accepted)
+            looking = looking[~good]
+            if not len(looking):
+                break
+        return torch.cat(taken) if taken else torch.zeros(0, dtype=torch.long)
 
-    def _check_not_nested(self) -> None:
-        for site, dims in self._moved_dims.items():
-            for dim in dims:
-                positions = torch.cat([axis.index.reshape(-1) for _, axis in self.group.members(site)[dim]])
-                if positions.unique().numel() != positions.numel():
-                    names = [name for name, _ in self.group.members(site)[dim]]
-                    raise ValueError(
-                        f"the factors {names} move the same positions of axis {dim} of {site!r}; alignment is not "
-                        "supported over nested factors, nor over the inputs and outputs of a grouped convolution"
-                    )
-
-    def _term(self, axis: Axis, reference: Tensor) -> _Term:
-        length = reference.shape[axis.dim]
-        plain = axis.index.shape == (1, length) and torch.equal(axis.index[0].cpu(), torch.arange(length))
-        depends = dict.fromkeys(
-            name for dim, members in self.group.members(axis.site).items() if dim != axis.dim for name, _ in members
-        )
-        return _Term(axis, _units(reference, axis, plain), tuple(depends), plain)
-
-    def _known_share(self, name: str, fixed: set[str]) -> float:
-        """Which part of a factor's weights lies in terms whose other permutations are fixed."""
-        sizes = [(term.reference.numel(), fixed.issuperset(term.depends)) for term in self._terms[name]]
+    def _known_share(self, move: Move, fixed: set[str]) -> float:
+        """Which part of a move's weights lies in terms whose other factors are fixed."""
+        sizes = [(self._scorer.size(term), fixed.issuperset(term.depends)) for term in move.terms]
         return sum(size for size, known in sizes if known) / max(1, sum(size for size, _ in sizes))
 
-    def _score(self, name: str, images: Images, terms: Sequence[int] | None = None) -> Tensor:
-        """Inner products ``(n, n)`` of the reference's units with the source's, given the other permutations."""
-        n = self.group.factors[name]
-        score = torch.zeros(n, n, dtype=torch.float64, device=self.device)
-        for k in range(len(self._terms[name])) if terms is None else terms:
-            score += self._block(name, k, images)
-        return score
-
-    def _block(self, name: str, k: int, images: Images) -> Tensor:
-        """One term's share of the scores, kept until one of the permutations that it depends on is another."""
-        term = self._terms[name][k]
-        depends = tuple(images[other] for other in term.depends)
-        known, block = self._blocks.get((name, k), (None, None))
-        if known is None or block is None or any(old is not new for old, new in zip(known, depends, strict=True)):
-            site = term.axis.site
-            others = [dim for dim in self._moved_dims[site] if dim != term.axis.dim]
-            moved = self._permuted(self._features[site], site, others, Permutation(self.group, images))
-            block = term.reference @ _units(moved, term.axis, term.plain).T
-            self._blocks[name, k] = depends, block
-        return block
-
-    def _permuted(self, value: Tensor, site: str, dims: Sequence[int], element: Permutation) -> Tensor:
-        for dim in dims:
-            value = value.index_select(dim, element.axis_index(site, dim))
-        return value
+    def _of(self, moments: Mapping[str, Tensor], site: str, rows: Tensor) -> Tensor:
+        value = moments[site]
+        return value if len(value) == 1 or len(rows) == len(value) else value[rows.to(value.device)]
 
 
-def _viewed(value: Tensor, site: str, group: PermutationGroup) -> Tensor:
-    """``site_shape + (channels,)`` with the axes flattened that some factor's axis spans."""
-    return group.view(site, value.movedim(-1, 0)).movedim(0, -1)
-
-
-def _units(value: Tensor, axis: Axis, plain: bool) -> Tensor:
-    """``site_shape + (channels,)`` -> ``(n, everything else)`` along one axis."""
-    if plain:
-        return value.movedim(axis.dim, 0).flatten(1)
-    blocks, n = axis.index.shape
-    selected = value.index_select(axis.dim, axis.index.reshape(-1).to(value.device))
-    return selected.unflatten(axis.dim, (blocks, n)).movedim(axis.dim + 1, 0).reshape(n, -1)
-
-
-def _assign(score: Tensor) -> Tensor:
-    """The permutation with the largest sum of scores: unit ``i`` of the reference receives unit ``p[i]``.
-
-    What is common to a row or a column changes no choice, but costs SciPy's solver time: up to ten times at width 2048,
-    where all features are positive, as deviations are. So it is taken off first.
-    """
-    cost = score.mean(0, keepdim=True) - score
-    cost -= cost.amin(1, keepdim=True)
-    cost -= cost.amin(0, keepdim=True)
-    _, columns = linear_sum_assignment(cost.cpu().numpy())
-    return torch.as_tensor(columns, device=score.device)
+def _shuffled(images: Tensor) -> Tensor:
+    """Shuffle some entries of each row of ``(B, n)`` among themselves."""
+    n = images.shape[-1]
+    count = min(n, max(KICKED_UNITS, int(KICKED_SHARE * n)))
+    units = torch.rand(len(images), n).argsort(-1)[:, :count]
+    to = units.gather(-1, torch.rand(len(images), count).argsort(-1)).to(images.device)
+    units = units.to(images.device)
+    return images.scatter(-1, units, images.gather(-1, to))

@@ -21,6 +21,26 @@ def interpolate_gaussians(first: GaussianWeights, second: GaussianWeights, t: fl
     """The point ``t`` in [0, 1] of the geodesic from ``first`` (0) to ``second`` (1)."""
     if not 0 <= t <= 1:
         raise ValueError(f"t is {t}; the path runs from 0 to 1")
+    require_ends(first, second)
+    return GaussianWeights(
+        {site: torch.lerp(value, second.loc[site].to(value.device), t) for site, value in first.loc.items()},
+        {site: torch.lerp(value, second.scale[site].to(value.device), t) for site, value in first.scale.items()},
+        first.supports,
+    )
+
+
+def wasserstein_gaussians(first: GaussianWeights, second: GaussianWeights) -> float:
+    """The 2-Wasserstein distance of mean-field Gaussians, summed in float64."""
+    require_ends(first, second)
+    total = 0.0
+    for one, other in ((first.loc, second.loc), (first.scale, second.scale)):
+        for site, value in one.items():
+            total += float((value.double() - other[site].to(value.device).double()).square().sum())
+    return total**0.5
+
+
+def require_ends(first: GaussianWeights, second: GaussianWeights) -> None:
+    """:raises ValueError: naming the site, unless both ends of a path have the same sites, of the same shapes."""
     if set(first.loc) != set(second.loc):
         raise ValueError(f"both ends must have the same sites; only one has {sorted(set(first.loc) ^ set(second.loc))}")
     for site, value in first.loc.items():
@@ -29,17 +49,22 @@ def interpolate_gaussians(first: GaussianWeights, second: GaussianWeights, t: fl
                 f"site {site!r} has shape {tuple(value.shape)} at one end and "
                 f"{tuple(second.loc[site].shape)} at the other"
             )
-    return GaussianWeights(
-        {site: torch.lerp(value, second.loc[site].to(value.device), t) for site, value in first.loc.items()},
-        {site: torch.lerp(value, second.scale[site].to(value.device), t) for site, value in first.scale.items()},
-        first.supports,
-    )
+    if differing := {site for site in first.loc if (site in first.supports) != (site in second.supports)}:
+        raise ValueError(
+            f"the sites {sorted(differing)} are unconstrained, as a guide has them, at one end only; map them by "
+            "biject_to(support).inv and pass GaussianWeights(loc, scale, supports)"
+        )
 
 
-def standard_normals(like: GaussianWeights, sample_shape: Sequence[int]) -> dict[str, Tensor]:
+def standard_normals(
+    like: GaussianWeights, sample_shape: Sequence[int], generator: torch.Generator | None = None
+) -> dict[str, Tensor]:
     """The noise of draws, to be shared by several Gaussians: site -> ``sample_shape + site_shape``."""
     shape = torch.Size(sample_shape)
-    return {site: torch.randn(shape + v.shape, dtype=v.dtype, device=v.device) for site, v in like.loc.items()}
+    return {
+        site: torch.randn(shape + v.shape, dtype=v.dtype, device=v.device, generator=generator)
+        for site, v in like.loc.items()
+    }
 
 
 def draw(gaussian: GaussianWeights, noise: Mapping[str, Tensor]) -> Weights:

@@ -1,56 +1,81 @@
 r"""Bring one posterior, or one network, as close as a symmetry allows to another.
 
-.. math:: \min_{p \in G} W_2^2(p_\# q_1, q_0) = \|m_0 - p \cdot m_1\|^2 + \|s_0 - p \cdot s_1\|^2
+.. math:: \min_{g \in G} W_2^2(g_\# q_1, q_0) = \|m_0 - g \cdot m_1\|^2 + \|s_0 - |g| \cdot s_1\|^2
 
 for mean-field Gaussians with means :math:`m` and standard deviations :math:`s` (Rossi et al. 2023, arXiv 2310.10171,
 section 4); for plain networks, :math:`s = 0`, it is weight matching (Ainsworth et al. 2023, arXiv 2209.04836). The
-group is whatever :class:`~pyro_symmetric.symmetry.permutation.PermutationGroup` declares; no architecture is special.
-Over several coupled layers the problem is NP-hard: what comes back is a local optimum, the best of several starts.
+group is whatever ``find_symmetry`` or ``declare`` gives: permutations (nested ones, too), signs, positive scalings, the
+shift of a softmax; no architecture is special. Over several coupled layers the problem is NP-hard: what comes back is a
+local optimum, the best of several starts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_symmetric.alignment.costs import COSTS, Cost
-from pyro_symmetric.alignment.descent import Matcher
-from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
-from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
-from pyro_symmetric.symmetry.weights import require_finite
+from pyro_symmetric.alignment.activation import ActivationCost
+from pyro_symmetric.alignment.costs import COSTS, EXPECTED, Cost
+from pyro_symmetric.alignment.gaussian import GaussianWeights
+from pyro_symmetric.alignment.given_scores import ScoreFunction, align_by_scores
+from pyro_symmetric.alignment.inputs import AnyGroup, Element, Problem, gaussian_of, moments_of, problem_of
+from pyro_symmetric.alignment.search import Outcome, Search, chunks_of
+from pyro_symmetric.symmetry.permutation import Permutation
+from pyro_symmetric.symmetry.weights import Weights
 
 
 @dataclass(frozen=True)
 class Alignment:
     """What :func:`align` found.
 
-    :param permutation: the element ``p`` for which ``p(source)`` is close to the reference; on the source's device.
+    Of a batch of sources, ``cost``, ``initial_cost`` and ``converged`` are tensors of the batch's shape, ``history`` is
+    a tuple of histories, source by source, and ``start_costs`` is a tuple of tensors.
+
+    :param element: the element ``g`` for which ``g(source)`` is close to the reference; on the source's device. Of the
+        kind that the group's own ``sample`` gives.
     :param cost: the cost that it attains, over all sites that the group knows, moved or not.
     :param initial_cost: the cost of the source as it came.
     :param history: the cost at the start of the best descent and after each of its accepted steps; it never rises.
-    :param converged: whether that descent ended because no factor could improve, rather than by ``max_sweeps``.
+    :param converged: whether that descent ended because nothing could improve, rather than by ``max_sweeps``.
     :param start_costs: the cost at the end of every descent: forward start first, then the restarts (and last a descent
         from the identity, made if all others ended above the initial cost).
     """
 
-    permutation: Permutation
-    cost: float
-    initial_cost: float
-    history: tuple[float, ...]
-    converged: bool
-    start_costs: tuple[float, ...]
+    element: Element
+    cost: Any
+    initial_cost: Any
+    history: tuple[Any, ...]
+    converged: Any
+    start_costs: tuple[Any, ...]
+
+    @property
+    def permutation(self) -> Permutation:
+        """The element, if it is a permutation and nothing else.
+
+        :raises ValueError: if the group has other parts.
+        """
+        steps = [step for step in getattr(self.element, "steps", (self.element,)) if _acts(step)]
+        if isinstance(self.element, Permutation):
+            return self.element
+        if len(steps) == 1 and isinstance(steps[0], Permutation):
+            return steps[0]
+        kinds = " and ".join(type(step).__name__ for step in steps)
+        raise ValueError(f"the element consists of {kinds}: use .element, or align over the group's permutations alone")
 
     def __repr__(self) -> str:
+        if isinstance(self.cost, Tensor):
+            return (
+                f"Alignment({self.cost.numel()} sources, mean cost={float(self.cost.mean()):.6g}, mean initial cost="
+                f"{float(self.initial_cost.mean()):.6g}, {int(self.converged.sum())} converged, {self.element})"
+            )
         steps = "converged" if self.converged else "cut short"
         return (
             f"Alignment(cost={self.cost:.6g}, initial_cost={self.initial_cost:.6g}, {len(self.history) - 1} steps "
-            f"({steps}), {len(self.start_costs)} starts, {self.permutation})"
+            f"({steps}), {len(self.start_costs)} starts, {self.element})"
         )
 
 
@@ -58,9 +83,12 @@ class Alignment:
 def align(
     source: Any,
     reference: Any,
-    group: PermutationGroup,
-    cost: str = "wasserstein",
+    group: AnyGroup,
+    cost: str | ScoreFunction = "wasserstein",
     *,
+    draws: Literal["moments", "mean"] = "moments",
+    net: torch.nn.Module | None = None,
+    inputs: Any = None,
     restarts: int = 3,
     max_sweeps: int = 100,
     tolerance: float = 1e-7,
@@ -74,120 +102,116 @@ def align(
     >>> result.cost, result.permutation["hidden"].tolist()
     (0.0, [1, 2, 0])
 
-    :param source: weights (site -> tensor, without batch dimensions), :class:`GaussianWeights`, or a Gaussian guide
-        (see :func:`~pyro_symmetric.alignment.gaussian.to_gaussian`).
-    :param reference: likewise; moved to the source's device.
-    :param group: the symmetry. Buffers (running statistics) and sites that it doesn't know are not looked at.
+    *Scales.* A scale is chosen with the match, to minimise the cost. Where nothing but running statistics makes up for
+    it (in front of batch normalisation) the source's rows shrink to their projections on the reference's.
+
+    :param source: weights (site -> tensor; with leading batch dimensions, several sources at once), a ``Posterior`` of
+        draws, :class:`GaussianWeights`, or a Gaussian guide (see
+        :func:`~pyro_symmetric.alignment.gaussian.to_gaussian`). Of a guide with correlations the marginal moments are
+        aligned: the sum of marginal distances is a lower bound of the distance between correlated Gaussians, which
+        isn't linear in a permutation, and equals it where correlations agree.
+    :param reference: likewise, but one set; moved to the source's device.
+    :param group: the symmetry, all of whose parts are decided over. Buffers (running statistics) and sites that it
+        doesn't know are not looked at.
     :param cost: ``"wasserstein"`` (squared 2-Wasserstein distance of mean-field Gaussians), ``"l2"`` (squared distance
-        of the means) or ``"kl"`` (``KL(p#source || reference)``); see :mod:`pyro_symmetric.alignment.costs`.
+        of the means), ``"kl"`` (``KL(g#source || reference)``; see :mod:`pyro_symmetric.alignment.costs`),
+        ``"activation"`` (correlation of hidden activations, see :class:`~pyro_symmetric.alignment.ActivationCost`; with
+        ``net`` and ``inputs``), or a function ``(source, reference, permutations) -> {factor: (n, n) scores}`` of one
+        set of weights each: how well each unit of the reference (rows) goes with each of the source, more is better.
+    :param draws: of a ``Posterior``, ``"moments"`` compares means and deviations over its draws; ``"mean"`` minimises
+        the mean squared distance between draws of both, with any ``cost`` but ``"kl"``.
+    :param net: for ``"activation"``, the network.
+    :param inputs: for ``"activation"``, what its forward takes: a tensor, or a tuple.
     :param restarts: further descents, each from the best matching so far with some units of one layer shuffled, drawn
         from PyTorch's generator. The best is kept. A group whose factors share no site is solved exactly without any.
-    :param max_sweeps: how often one descent goes through the factors that wait at most.
+    :param max_sweeps: how often one descent goes through what waits at most.
     :param tolerance: a step is accepted if it lowers the cost by more than this part of the initial cost.
-    :param progress: whether to show a progress bar over the restarts.
+    :param progress: whether to show a progress bar over the descents.
     :raises ValueError: naming the site, if the two don't fit each other or the group, or hold NaN or infinite values.
     :raises TypeError: if there are no Gaussian moments to read.
     """
-    if cost not in COSTS:
-        raise ValueError(f"cost is {cost!r}; it must be one of {list(COSTS)}")
+    terms = _checked_cost(cost, draws, net, inputs)
     for name, number, least in (("restarts", restarts, 0), ("max_sweeps", max_sweeps, 1), ("tolerance", tolerance, 0)):
         if not number >= least:
             raise ValueError(f"{name} is {number}; it must be at least {least}")
-    if not isinstance(group, PermutationGroup):
-        raise TypeError(
-            f"group is a {type(group).__name__}; it must be a PermutationGroup, e.g. find_symmetry(net, x).permutations"
+    problem = problem_of(group)
+    first, second = gaussian_of(reference, "reference"), gaussian_of(source, "source")
+    expected = draws == "mean" and any(bool(v.any()) for w in (first, second) for v in w.scale.values())
+    moments, moved, shape = moments_of(second, first, problem, EXPECTED if expected else terms)
+    if not isinstance(cost, str) or cost == "activation":
+        function = _activation(net, inputs) if isinstance(cost, str) else cost
+        weights = _constrained(first)[0], _constrained(second, shape)
+        return _result(
+            problem, [align_by_scores(function, weights, (moments, moved), problem, max_sweeps, tolerance)], shape
         )
-    terms = COSTS[cost]
-    matcher = Matcher(group, *_moments(to_gaussian(source), to_gaussian(reference), group, terms), terms)
-    identity = dict(group.identity(device=matcher.device).images)
-    initial_cost = sum(matcher.costs(identity).values())
-    descend = partial(matcher.descend, max_sweeps=max_sweeps, threshold=tolerance * abs(initial_cost))
+    chunks = chunks_of(problem, moved)
+    search = Search(problem, EXPECTED if expected else terms, restarts, max_sweeps, tolerance)
+    with tqdm(total=len(chunks) * (1 + restarts), desc="align", disable=not progress) as bar:
+        outcomes = [
+            search(moments, {site: v[rows] for site, v in moved.items()}, lambda: bar.update(1)) for rows in chunks
+        ]
+    return _result(problem, outcomes, shape)
 
-    descents = [descend(*matcher.forward_start())]
-    best = descents[0]
-    count = 0 if matcher.separable else restarts
-    for _ in tqdm(range(count), desc="align", disable=not (progress and count)):
-        descents.append(descend(*matcher.kicked_start(best.images)))
-        best = min(best, descents[-1], key=attrgetter("cost"))
-    if best.cost > initial_cost:
-        best = descend(identity, list(identity))
-        descents.append(best)
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _checked_cost(cost: str | ScoreFunction, draws: str, net: torch.nn.Module | None, inputs: Any) -> Cost:
+    if draws not in ("moments", "mean"):
+        raise ValueError(f"draws is {draws!r}; it must be 'moments' or 'mean'")
+    if callable(cost):
+        return COSTS["l2"]
+    if cost == "activation":
+        for name, given in (("net", net), ("inputs", inputs)):
+            if given is None:
+                raise ValueError(f"cost is 'activation', which needs {name}: the network, and what its forward takes")
+        return COSTS["l2"]
+    if cost not in COSTS:
+        raise ValueError(f"cost is {cost!r}; it must be one of {[*COSTS, 'activation']} or a function of weights")
+    if draws == "mean" and cost == "kl":
+        raise ValueError("draws is 'mean', but draws have no divergence from each other; cost must be 'l2'")
+    return COSTS[cost]
+
+
+def _activation(net: Any, inputs: Any) -> ScoreFunction:
+    return ActivationCost(net, *(inputs if isinstance(inputs, tuple) else (inputs,)))
+
+
+def _constrained(gaussian: GaussianWeights, shape: tuple[int, ...] = ()) -> list[Weights]:
+    """The weights at the means, one set after the other."""
+    weights = {}
+    for site, loc in gaussian.loc.items():
+        bijection = gaussian.bijection(site)
+        value = loc if bijection is None else bijection(loc)
+        weights[site] = value.reshape(-1, *value.shape[len(shape) :])
+    count = len(next(iter(weights.values())))
+    return [{site: value[k] for site, value in weights.items()} for k in range(count)]
+
+
+def _result(problem: Problem, outcomes: list[Outcome], shape: torch.Size) -> Alignment:
+    states = [outcome.descent.state for outcome in outcomes]
+    joined = states[0].joined(states[1:])
+    shifts = {site: torch.cat([o.shifts[site] for o in outcomes]) for site in outcomes[0].shifts}
+    element = problem.element(joined, shifts, shape)
+    cost = torch.cat([o.descent.cost for o in outcomes])
+    initial = torch.cat([o.initial for o in outcomes])
+    converged = torch.cat([o.descent.converged for o in outcomes])
+    histories = tuple(history for o in outcomes for history in o.descent.histories())
+    count = max(len(o.starts) for o in outcomes)
+    starts = [torch.cat([o.starts[min(k, len(o.starts) - 1)] for o in outcomes]) for k in range(count)]
+    if not shape:
+        return Alignment(
+            element, float(cost), float(initial), histories[0], bool(converged), tuple(float(s) for s in starts)
+        )
     return Alignment(
-        permutation=Permutation(group, best.images),
-        cost=best.cost,
-        initial_cost=initial_cost,
-        history=best.history,
-        converged=best.converged,
-        start_costs=tuple(descent.cost for descent in descents),
+        element,
+        cost.reshape(shape),
+        initial.reshape(shape),
+        histories,
+        converged.reshape(shape),
+        tuple(start.reshape(shape) for start in starts),
     )
 
 
-def _moments(
-    source: GaussianWeights, reference: GaussianWeights, group: PermutationGroup, cost: Cost
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The moments of both, site by site, checked: ``(reference, source)``, each ``site_shape + (channels,)``."""
-    moments: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-    sites = _compared_sites(source, reference, group)
-    # Of plain weights no deviations need to be carried along.
-    spread = cost.needs_scale or any(bool(w.scale[site].any()) for w in (source, reference) for site in sites)
-    for site in sites:
-        _check_site(site, source, reference, group, cost)
-        device, dtype = source.loc[site].device, _dtype(source.loc[site], reference.loc[site])
-        for result, weights in zip(moments, (reference, source), strict=True):
-            channels = [weights.loc[site], weights.scale[site]] if cost.uses_scale and spread else [weights.loc[site]]
-            result[site] = torch.stack([channel.to(device, dtype) for channel in channels], -1)
-    return moments
-
-
-def _compared_sites(source: GaussianWeights, reference: GaussianWeights, group: PermutationGroup) -> list[str]:
-    """The sites that count: those that the group knows, without buffers, held by both."""
-    buffers = {site for site in group.sites if site not in group.required_sites}
-    required = set(group.required_sites)
-    sites = []
-    for site in group.site_shapes:
-        held = {"source": site in source.loc, "reference": site in reference.loc}
-        if site in buffers or not (any(held.values()) or site in required):
-            continue
-        for name, holds in held.items():
-            if not holds:
-                found = sorted((source if name == "source" else reference).loc)
-                raise ValueError(f"{name} lacks the site {site!r}, which alignment needs; it has {found}")
-        sites.append(site)
-    return sites
-
-
-def _check_site(
-    site: str, source: GaussianWeights, reference: GaussianWeights, group: PermutationGroup, cost: Cost
-) -> None:
-    moved = bool(group.members(site))
-    for name, weights in (("source", source), ("reference", reference)):
-        loc = weights.loc[site]
-        bijection = weights.bijection(site)
-        if bijection is not None and bijection.domain.event_dim and moved:
-            raise ValueError(
-                f"the group moves site {site!r} of {name}, whose support {weights.supports[site]} isn't mapped to "
-                "unconstrained values element by element; its moments can't be permuted"
-            )
-        shape = group.site_shapes[site] if bijection is None else bijection.inverse_shape(group.site_shapes[site])
-        if loc.shape != shape:
-            batched = loc.dim() > len(shape) and loc.shape[loc.dim() - len(shape) :] == shape
-            raise ValueError(
-                f"{name}[{site!r}] has shape {tuple(loc.shape)}, but the group expects {tuple(shape)}"
-                + ("; align takes one set of weights at a time, without batch dimensions" if batched else "")
-            )
-        require_finite({site: loc}, name)
-        require_finite({site: weights.scale[site]}, f"scale of {name}")
-        if cost.needs_scale and not bool((weights.scale[site] > 0).all()):
-            raise ValueError(f"{name} has deviations of zero at site {site!r}; cost 'kl' needs them positive")
-    if (site in source.supports) != (site in reference.supports):
-        transformed, plain = ("source", "reference") if site in source.supports else ("reference", "source")
-        support = (source if site in source.supports else reference).supports[site]
-        raise ValueError(
-            f"{transformed}[{site!r}] is unconstrained, as a guide has it, but {plain}[{site!r}] isn't: map it by "
-            f"biject_to(support).inv and pass GaussianWeights(loc, scale, supports={{{site!r}: {support}}})"
-        )
-
-
-def _dtype(source: Tensor, reference: Tensor) -> torch.dtype:
-    """The wider of both dtypes, and at least float32, in which inner products are meaningful."""
-    return torch.promote_types(torch.promote_types(source.dtype, reference.dtype), torch.float32)
+def _acts(step: Any) -> bool:
+    return bool(getattr(step.group, "factors", ()) or getattr(step.group, "sites", ()))

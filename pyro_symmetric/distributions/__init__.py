@@ -4,6 +4,7 @@ from pyro_symmetric.distributions.bethe import BetheBound
 from pyro_symmetric.distributions.constrained import ConstrainedAction
 from pyro_symmetric.distributions.exact import ExactOrbit
 from pyro_symmetric.distributions.infonce import InfoNCE
+from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.orbit import OrbitEstimator
 from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
 from pyro_symmetric.distributions.symmetrized import Symmetrized
@@ -13,6 +14,7 @@ __all__ = [
     "ConstrainedAction",
     "ExactOrbit",
     "InfoNCE",
+    "Modes",
     "OrbitEstimator",
     "SinkhornImportance",
     "Symmetrized",

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.normals import is_mean_field, normals_of, sites_of
 from pyro_symmetric.distributions.orbit import Action, Bound
 from pyro_symmetric.distributions.permanent import bethe_permanent
@@ -56,6 +57,9 @@ class BetheBound:
         return self._sides(base, action, value)
 
     def _sides(self, base: Distribution, action: Action, value: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(base, Modes):  # a bound that holds for every w, so for each component at any draw
+            sides = [self._sides(component, action, value) for component in base.components]
+            return base.mixed([lower for lower, _ in sides]), base.mixed([upper for _, upper in sides])
         group = self._checked(base, action)
         own = base.log_prob(value)
         flat = value.expand(*own.shape, value.shape[-1]).reshape(-1, value.shape[-1])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint
 
+from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.normals import Normals, is_mean_field, normals_of, sites_of
 from pyro_symmetric.distributions.orbit import CHUNK_NUMBERS, Action, Bound, log_mean_exp, log_prob_on_orbit
 from pyro_symmetric.distributions.permanent import LARGEST_PERMANENT, log_permanent
@@ -41,6 +42,8 @@ class ExactOrbit:
             raise ValueError(f"limit is {self.limit}; it must be the size of the largest group to enumerate")
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
+        if isinstance(base, Modes):
+            return base.mixed([self.log_prob(component, action, value) for component in base.components])
         group = action.group
         summed: tuple[str, ...] = ()
         if isinstance(group, PermutationGroup) and is_mean_field(base, action):

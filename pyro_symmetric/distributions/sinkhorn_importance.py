@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.moved import log_density_gain
 from pyro_symmetric.distributions.normals import is_mean_field, normals_of, sites_of
 from pyro_symmetric.distributions.orbit import Action, Bound, log_prob_on_orbit
@@ -46,6 +47,12 @@ class SinkhornImportance:
     bound, but short of those nats. Base distributions that aren't mean-field are matched by their means and
     deviations.
 
+    Of a mixture (:class:`~pyro_symmetric.distributions.Modes`) each component is matched by itself: ``K + 1`` elements
+    for each, the identity among those of the component that made the draw. Drawing the component that made it, too,
+    from its posterior given the draw, keeps the bound; as all cases are at hand, they are averaged over. (Each
+    component's own bound wouldn't do: at a draw of another component the identity is no draw from the posterior of the
+    element.)
+
     Reference: the bound, Sobolev & Vetrov 2019 (arXiv 1905.03290); the scaling, Sinkhorn & Knopp 1967.
 
     :param K: number of proposals, at least 1.
@@ -72,20 +79,47 @@ class SinkhornImportance:
             return self._log_mean(base, action, value, own, sets)
 
     def _log_mean(self, base: Distribution, action: Action, value: Tensor, own: Tensor, sets: UnitSets) -> Tensor:
-        batch = own.shape
-        flat = value.expand(*batch, value.shape[-1]).reshape(-1, value.shape[-1])
-        normals, draws = normals_of(base, action, batch), sites_of(action, flat)
-        units = UnitDensities(sets, normals, draws)
-        proposals = propose(units, self.K, len(flat), flat.detach())
-        if is_mean_field(base, action):
-            gain = log_density_gain(normals, draws, units, Permutation(sets.permutations, proposals.images))
-            moved = own.reshape(-1) + gain
+        if isinstance(base, Modes):
+            total = self._log_mean_of_modes(base, action, value, own, sets)
         else:
-            elements = _elements(action.group, sets, proposals, torch.Size([self.K, *batch]))
-            moved = log_prob_on_orbit(base, action, value, elements).reshape(self.K, -1)
-        terms = torch.cat([own.reshape(1, -1), moved]).double() - proposals.log_probability.double()
-        total = torch.logsumexp(terms, 0) - math.log(self.K + 1) - sets.log_order()
-        return total.to(own.dtype).reshape(batch)
+            total = torch.logsumexp(_log_ratios(base, action, value, own, sets, self.K), 0)
+        total = total - math.log(self.K + 1) - sets.log_order()
+        return total.to(own.dtype).reshape(own.shape)
+
+    def _log_mean_of_modes(self, base: Modes, action: Action, value: Tensor, own: Tensor, sets: UnitSets) -> Tensor:
+        r""":math:`\sum_k r_k(w) \log S_k`, ``S_k`` the sum as it is if component ``k`` made the draw, ``(N,)``."""
+        made, others = [], []
+        for component in base.components:
+            mine = component.log_prob(value).expand(own.shape)
+            ratios = _log_ratios(component, action, value, mine, sets, self.K + 1)
+            made.append(torch.logsumexp(ratios[:-1], 0))  # the identity, and K proposals
+            others.append(torch.logsumexp(ratios[1:], 0))  # K + 1 proposals
+        known = torch.stack(others).repeat(len(made), 1, 1)
+        this = torch.eye(len(made), dtype=torch.bool, device=own.device).unsqueeze(-1)
+        cases = torch.where(this, torch.stack(made), known)  # (who made it, component, N)
+        log_sums = torch.logsumexp(cases + base.log_weights.double().unsqueeze(-1), 1)
+        # Held fixed in gradients, like the proposals: where those are exact, all cases agree.
+        responsibilities = base.responsibilities(value).detach().expand(*own.shape, -1).reshape(-1, len(made))
+        return (responsibilities.double().mT * log_sums).sum(0)
+
+
+def _log_ratios(base: Distribution, action: Action, value: Tensor, own: Tensor, sets: UnitSets, count: int) -> Tensor:
+    r""":math:`\log q(g_k \cdot w) |\det J| / \tau(g_k|w)` of the identity and ``count`` proposals, ``(count + 1, N)``.
+
+    :param own: the log-density of the base at the draws, of batch shape.
+    """
+    batch = own.shape
+    flat = value.expand(*batch, value.shape[-1]).reshape(-1, value.shape[-1])
+    normals, draws = normals_of(base, action, batch), sites_of(action, flat)
+    units = UnitDensities(sets, normals, draws)
+    proposals = propose(units, count, len(flat), flat.detach())
+    if is_mean_field(base, action):
+        gain = log_density_gain(normals, draws, units, Permutation(sets.permutations, proposals.images))
+        moved = own.reshape(-1) + gain
+    else:
+        elements = _elements(action.group, sets, proposals, torch.Size([count, *batch]))
+        moved = log_prob_on_orbit(base, action, value, elements).reshape(count, -1)
+    return torch.cat([own.reshape(1, -1), moved]).double() - proposals.log_probability.double()
 
 
 def _elements(group: AnyFiniteGroup, sets: UnitSets, proposals: Proposals, shape: torch.Size) -> Any:

@@ -11,9 +11,11 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_symmetric.distributions.modes import Modes, score_parts
 from pyro_symmetric.distributions.orbit import Action, OrbitEstimator
 from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
 
@@ -106,6 +108,10 @@ class Symmetrized(TorchDistribution):
             self._validate_sample(value)
         return self.estimator.log_prob(self.scored_distribution, self.flat, value)
 
+    def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
+        """What Pyro's objectives ask for; of a mixture, with the score of its weights."""
+        return score_parts(self.base_distribution, self.log_prob(x), x)
+
     @property
     def scored_distribution(self) -> TorchDistribution:
         """The base as ``log_prob`` sees it: without gradient to its parameters, when sticking the landing."""
@@ -119,10 +125,12 @@ class Symmetrized(TorchDistribution):
 
 
 def detached(base: TorchDistribution) -> TorchDistribution:
-    """The same Gaussian, without gradient to its parameters.
+    """The same Gaussian, or mixture of Gaussians, without gradient to its parameters.
 
-    :raises TypeError: for a base that isn't a normal, multivariate normal or low-rank multivariate normal.
+    :raises TypeError: for a base that isn't a normal, multivariate normal, low-rank multivariate normal or a mixture.
     """
+    if isinstance(base, Modes):
+        return Modes(list(map(detached, base.components)), base.log_weights.detach(), base.stratum)
     if isinstance(base, torch.distributions.Independent):
         return dist.Independent(detached(base.base_dist), base.reinterpreted_batch_ndims)
     if isinstance(base, torch.distributions.Normal):

@@ -95,6 +95,26 @@ def layout_of(guide: AutoGuide) -> tuple[SiteLayout, ...]:
     return tuple(sites)
 
 
+def one_layout_of(guides: Sequence[AutoGuide]) -> tuple[SiteLayout, ...]:
+    """The layout that all guides share.
+
+    :raises ValueError: naming the first guide whose sites differ from those of ``guides[0]``.
+    """
+
+    def described(sites: Sequence[SiteLayout]) -> dict[str, str]:
+        return {site.name: f"{tuple(site.shape)} {site.support}" for site in sites}
+
+    sites = layout_of(guides[0])
+    expected = described(sites)
+    for number, guide in enumerate(guides):
+        found = described(layout_of(guide))
+        if list(found.items()) != list(expected.items()):
+            raise ValueError(
+                f"guides[{number}] has the sites {found}, but guides[0] has {expected}; all must be guides of one model"
+            )
+    return sites
+
+
 def action_on(sites: Sequence[SiteLayout], group: AnyFiniteGroup) -> FlatAction | SignedFlatAction | ConstrainedAction:
     """How a group acts on the flat unconstrained vectors of a guide with these sites."""
     supports = {site.name: site.support for site in sites}

@@ -31,7 +31,7 @@ from torch.distributions import (
     constraints,
 )
 
-from pyro_symmetric.distributions import Symmetrized
+from pyro_symmetric.distributions import Modes, Symmetrized
 
 
 class SymmetrizedMeanField_ELBO(Trace_ELBO):
@@ -72,7 +72,9 @@ class SymmetrizedMeanField_ELBO(Trace_ELBO):
 
     def _differentiable_loss_particle(self, model_trace: Any, guide_trace: Any) -> tuple[float, Tensor]:
         latent = _flat_latent_site(model_trace, guide_trace)
-        base = latent["fn"].base_distribution if isinstance(latent["fn"], Symmetrized) else latent["fn"]
+        base = _base_of(latent["fn"])
+        if isinstance(base, Modes):
+            raise TypeError("SymmetrizedMeanField_ELBO has no formula for a guide with several modes; use Modes_ELBO")
         moments = _Moments.of(base)
         elbo = _entropy_and_information(latent, base, analytic=moments is not None)
         position = 0
@@ -91,6 +93,10 @@ class SymmetrizedMeanField_ELBO(Trace_ELBO):
             if site["type"] == "sample" and site["is_observed"]:
                 elbo = elbo + site["log_prob_sum"]
         return -torch_item(elbo), -elbo
+
+
+def _base_of(distribution: Any) -> Any:
+    return distribution.base_distribution if isinstance(distribution, Symmetrized) else distribution
 
 
 def _flat_latent_site(model_trace: Any, guide_trace: Any) -> Any:

@@ -17,6 +17,7 @@ from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
 from pyro_symmetric.distributions import Symmetrized
+from pyro_symmetric.distributions.modes import score_parts
 
 _NONLINEAR = (
     "exp exp_ exp2 expm1 logsumexp logaddexp logaddexp2 logcumsumexp softmax log_softmax sigmoid logsigmoid softplus "
@@ -79,9 +80,12 @@ class GuideDensity(Symmetrized):
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
         """What Pyro's objectives ask for; as Pyro's own, but for the mark."""
-        log_prob = self._marked(super().log_prob(x), OneSided)
+        log_prob = super().log_prob(x)
         if self.has_rsample:
-            return ScoreParts(log_prob, 0, log_prob)  # type: ignore[arg-type]
+            parts = score_parts(self.base_distribution, log_prob, x)
+            marked = self._marked(parts.entropy_term, OneSided)
+            return ScoreParts(self._marked(log_prob, OneSided), parts.score_function, marked)
+        log_prob = self._marked(log_prob, OneSided)
         return ScoreParts(log_prob, log_prob, 0)  # type: ignore[arg-type]
 
     def _marked(self, log_prob: Tensor, kind: type[OneSided]) -> Tensor:

@@ -63,7 +63,8 @@ class AutoSymmetrized(WeightsGuide):
         take every real number. Sites of the model that the group doesn't know stay as they are.
     :param base: the stock guide class: ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``,
         ``AutoMultivariateNormal``, ``AutoNormalizingFlow``, ``AutoIAFNormal`` or another
-        :class:`~pyro.infer.autoguide.AutoContinuous`. ``AutoNormal`` is taken as ``AutoDiagonalNormal``, the same
+        :class:`~pyro.infer.autoguide.AutoContinuous`, such as :class:`~pyro_symmetric.guides.AutoModes` for several
+        modes. ``AutoNormal`` is taken as ``AutoDiagonalNormal``, the same
         family. A flow is followed by a trainable shift and scale, so that it starts where other bases do.
     :param estimator: of the symmetrised log-density; by default what
         :func:`~pyro_symmetric.guides.suggest_estimator` picks: exact for small groups, else ``SinkhornImportance(4)``.
@@ -104,6 +105,8 @@ class AutoSymmetrized(WeightsGuide):
                 raise TypeError(f"sticking_the_landing needs a Gaussian base; found {self.base_class.__name__}")
             init_scale = base_arguments.pop("init_scale", 0.1)
             model = InitMessenger(start)(model)  # a flow would start its sites at zero
+        elif getattr(self.base_class, "chooses_starts", False):
+            base_arguments["init_loc_fn"] = init_loc_fn
         elif "init_loc_fn" in inspect.signature(self.base_class.__init__).parameters:
             base_arguments["init_loc_fn"] = start
         super().__init__(model, **base_arguments)

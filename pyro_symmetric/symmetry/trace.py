@@ -100,14 +100,21 @@ def _quiet() -> Iterator[None]:
         shapes.setLevel(level)
 
 
-def propagate(program: ExportedProgram, net: nn.Module, facts: Facts, unknown: set[str]) -> list[Value]:
+def propagate(
+    program: ExportedProgram,
+    net: nn.Module,
+    facts: Facts,
+    unknown: set[str],
+    values: dict[torch.fx.Node, Any] | None = None,
+) -> list[Value]:
     """Carry labels through the graph, recording facts; returns the labels of the outputs.
 
     :param unknown: collects the names of operators without a rule.
+    :param values: if given, collects the labels of every node's value.
     """
-    names = _site_names(net)
+    names = site_names(net)
     inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
-    values: dict[torch.fx.Node, Any] = {}
+    values = {} if values is None else values
     labeller = Labeller(facts)
     outputs: list[Any] = []
     for node in program.graph.nodes:
@@ -126,7 +133,7 @@ def propagate(program: ExportedProgram, net: nn.Module, facts: Facts, unknown: s
     return [value for value in torch.utils._pytree.tree_leaves(outputs) if isinstance(value, Value)]
 
 
-def _site_names(net: nn.Module) -> dict[str, str]:
+def site_names(net: nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer -> its first name: tied weights are one site."""
     first: dict[int, str] = {}
     names = {}
@@ -277,7 +284,7 @@ def _module(node: torch.fx.Node) -> str:
 
 def used_sites(program: ExportedProgram, net: nn.Module) -> set[str]:
     """The parameters and buffers that the graph reads."""
-    names = _site_names(net)
+    names = site_names(net)
     read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     specs = program.graph_signature.input_specs
     return {names.get(s.target, s.target) for s in specs if s.target and getattr(s.arg, "name", None) in read}
@@ -305,7 +312,7 @@ def shifted_biases(program: ExportedProgram, net: nn.Module, logits: bool) -> se
         node = node.args[0]
     if not softmax or _operator_name(node.target) != "linear" or len(node.users) != 1 or len(node.args) < 3:
         return set()
-    bias, names = node.args[2], _site_names(net)
+    bias, names = node.args[2], site_names(net)
     specs = {s.arg.name: s.target for s in program.graph_signature.input_specs if s.kind == InputKind.PARAMETER}
     own = isinstance(bias, torch.fx.Node) and bias.name in specs and len(bias.users) == 1
     return {names[specs[bias.name]]} if own else set()

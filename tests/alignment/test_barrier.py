@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from pyro.distributions import constraints
-from torch import Tensor
+from torch import Tensor, nn
 
-from pyro_symmetric.alignment import GaussianWeights, interpolate_gaussians, loss_barrier
-from pyro_symmetric.alignment.barrier import marginalised_loss
+from pyro_symmetric.alignment import GaussianWeights, interpolate_gaussians, loss_barrier, marginalise
+from pyro_symmetric.models import BayesianModel, CategoricalLikelihood
 from pyro_symmetric.symmetry.weights import Weights
 
 GRID = torch.tensor([-1.0, 0.5])
@@ -52,7 +52,10 @@ def test_the_barrier_is_the_largest_excess_over_the_chord() -> None:
 
 def test_the_marginalised_loss_averages_probabilities_not_their_logarithms() -> None:
     log_p = torch.tensor([[0.2, 0.5], [0.6, 0.1]]).log()
-    assert float(marginalised_loss(log_p)) == pytest.approx(-(math.log(0.4) + math.log(0.3)) / 2, rel=1e-6)
+    ends = gaussian(0.0, 1.0), gaussian(0.0, 1.0)
+    for chunk_size in (None, 2):
+        curve = loss_barrier(*ends, lambda w: log_p, num_points=3, num_samples=2, chunk_size=chunk_size)
+        assert float(curve.losses["loss"][1]) == pytest.approx(-(math.log(0.4) + math.log(0.3)) / 2, rel=1e-6)
 
 
 def test_positive_sites_travel_in_unconstrained_space() -> None:
@@ -88,3 +91,132 @@ def test_functions_that_give_something_else_are_named() -> None:
         loss_barrier(gaussian(0.0, 1.0), gaussian(1.0, 1.0), lambda w: log_likelihood(w).sum(-1))
     with pytest.raises(TypeError, match="function of weights"):
         loss_barrier(gaussian(0.0, 1.0), gaussian(1.0, 1.0), torch.nn.Linear(1, 1))
+
+
+# models and networks ------------------------------------------------------------------------------------------------
+
+
+def classifier(width: int = 6) -> tuple[BayesianModel, GaussianWeights, GaussianWeights, Tensor, Tensor]:
+    model = BayesianModel(nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 3)), 1.0, "categorical")
+    shapes = model.site_shapes
+    ends = [
+        GaussianWeights(
+            {site: torch.randn(shape) for site, shape in shapes.items()},
+            {site: 0.3 * torch.rand(shape) for site, shape in shapes.items()},
+        )
+        for _ in range(2)
+    ]
+    return model, *ends, torch.randn(40, 2), torch.randint(3, (40,))
+
+
+def test_a_model_with_data_gives_the_losses_and_errors_of_a_loop_over_draws() -> None:
+    model, first, second, x, y = classifier()
+    data = {"train": (x[:25], y[:25]), "test": (x[25:], y[25:])}
+    kept: list[Weights] = []
+
+    def keep(weights: Weights) -> Tensor:
+        kept.append(weights)
+        return torch.tensor(0.0)
+
+    curve = loss_barrier(first, second, model, data, num_points=3, num_samples=8, metrics={"seen": keep})
+    assert list(curve.losses) == ["train", "test"]
+    assert list(curve.metrics) == ["train error", "test error", "seen"]
+    for point, weights in enumerate(kept):
+        for name, (rows, labels) in data.items():
+            probabilities = torch.stack(
+                [
+                    torch.func.functional_call(model.net, {k: v[s] for k, v in weights.items()}, (rows,)).softmax(-1)
+                    for s in range(8)
+                ]
+            ).mean(0)
+            loss = -probabilities.gather(1, labels[:, None]).log().mean()
+            assert float(curve.losses[name][point]) == pytest.approx(float(loss), rel=1e-5)
+            error = (probabilities.argmax(-1) != labels).double().mean()
+            assert float(curve.metrics[f"{name} error"][point]) == pytest.approx(float(error))
+
+
+def test_chunks_of_draws_and_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does which data are measured: all points, data and chunks see the same noise."""
+    model, first, second, x, y = classifier()
+    curves = []
+    for chunk_size, numbers in ((None, 2**24), (3, 2**24), (8, 40)):
+        monkeypatch.setattr(marginalise, "CHUNK_NUMBERS", numbers)
+        torch.manual_seed(3)
+        whole = loss_barrier(first, second, model, (x, y), num_points=3, num_samples=8, chunk_size=chunk_size)
+        curves.append(whole)
+    # Chunks of three draw other noise than one of eight, so those two are compared at the ends of other settings.
+    torch.testing.assert_close(curves[0].losses["loss"], curves[2].losses["loss"])
+    torch.manual_seed(3)
+    again = loss_barrier(first, second, model, {"a": (x, y), "b": (x, y)}, num_points=3, num_samples=8, chunk_size=3)
+    torch.testing.assert_close(again.losses["a"], curves[1].losses["loss"])
+    torch.testing.assert_close(again.losses["b"], again.losses["a"])
+
+
+def test_noise_is_shared_by_all_points() -> None:
+    same = gaussian(1.0, 0.7)
+    curve = loss_barrier(same, same, log_likelihood, num_points=4, num_samples=5, chunk_size=2)
+    assert curve.losses["loss"].tolist() == pytest.approx([float(curve.losses["loss"][0])] * 4, rel=1e-6)
+
+
+def test_real_targets_give_a_root_mean_square_and_learnt_noise_counts() -> None:
+    model = BayesianModel(nn.Linear(2, 1), 1.0, "gaussian")
+    w = {"weight": torch.tensor([[1.0, -1.0]]), "bias": torch.zeros(1), "noise_scale": torch.tensor(0.5)}
+    other = {**w, "bias": torch.ones(1)}
+    x, y = torch.randn(30, 2), torch.randn(30)
+    curve = loss_barrier(w, other, model, (x, y), num_points=3)
+    for t, loss, rmse in zip(curve.t.tolist(), curve.losses["loss"], curve.metrics["RMSE"], strict=True):
+        mean = x[:, 0] - x[:, 1] + t
+        assert float(rmse) == pytest.approx(float((mean - y).square().mean().sqrt()), rel=1e-5)
+        assert float(loss) == pytest.approx(-float(torch.distributions.Normal(mean, 0.5).log_prob(y).mean()), rel=1e-5)
+
+
+def test_the_loss_is_untempered() -> None:
+    model, first, second, x, y = classifier()
+    cold = BayesianModel(model.net, 1.0, CategoricalLikelihood(temperature=0.1))
+    torch.manual_seed(0)
+    curve = loss_barrier(first, second, model, (x, y), num_points=3)
+    torch.manual_seed(0)
+    torch.testing.assert_close(loss_barrier(first, second, cold, (x, y), num_points=3).losses, curve.losses)
+
+
+def test_networks_are_ends_and_bring_their_running_statistics() -> None:
+    nets = [
+        nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).eval().requires_grad_(False)
+        for _ in range(2)
+    ]
+    for net in nets:
+        net[1].running_mean.normal_()
+        net[1].running_var.uniform_(0.5, 2.0)
+    x, y = torch.randn(30, 2), torch.randint(3, (30,))
+    curve = loss_barrier(*nets, BayesianModel(nets[0], 1.0, "categorical"), (x, y), num_points=3)
+    for net, loss in zip(nets, curve.losses["loss"][[0, -1]], strict=True):
+        assert float(loss) == pytest.approx(float(nn.functional.cross_entropy(net(x), y)), rel=1e-5)
+
+
+def test_plotting_takes_the_names_of_curves() -> None:
+    from matplotlib.figure import Figure
+
+    model, first, second, x, y = classifier()
+    curve = loss_barrier(first, second, model, {"train": (x, y), "test": (x, y)}, num_points=3, num_samples=2)
+    ax = curve.plot(Figure().subplots(), names=["test error"])
+    assert ax.get_lines()[0].get_label() == "test error"
+    assert ax.get_ylabel() == "test error"
+    assert len(curve.plot(Figure().subplots()).get_lines()) == 4
+    with pytest.raises(ValueError, match=r"names holds \['val'\]"):
+        curve.plot(names=["val"])
+
+
+def test_what_a_model_lacks_is_named() -> None:
+    model, first, second, x, y = classifier()
+    for arguments, options, message in (
+        ((model,), {}, "data is None"),
+        ((model, {"train": x}), {}, r"data\['train'\] is a Tensor"),
+        ((model, (x, y[:3])), {}, "40 inputs and 3 targets"),
+        ((lambda w: x, (x, y)), {}, "data go with a BayesianModel"),
+        ((model, (x, y)), {"num_samples": 0}, "num_samples is 0"),
+        ((model, (x, y)), {"chunk_size": 2, "metrics": {"a": lambda w: torch.tensor(0.0)}}, "chunk_size is 2 of 64"),
+        ((lambda w: x,), {"repair": x}, "repair needs a BayesianModel"),
+        ((model, (x, y)), {"repair": x}, "rescaling is for plain networks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss_barrier(first, second, *arguments, **options)  # type: ignore[arg-type]

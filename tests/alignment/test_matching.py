@@ -143,32 +143,32 @@ def test_one_hidden_layer_reaches_the_enumerated_optimum(width, cost):
 @pytest.mark.parametrize("group", [mlp(4, 5, 4, 3), mlp(3, 4, 4, 4, 2)], ids=["two layers", "three layers"])
 def test_restarts_reach_the_enumerated_optimum_of_small_deep_networks(group):
     # Independent weights, the hard case. Measured over 100 pairs, after 3 / 7 / 20 restarts: 91 / 97 / 100 reach the
-    # optimum in two layers, 79 / 86 / 97 in three. At a true rate of 0.97, fewer than 16 of 20 succeed with probability
+    # optimum in two layers, 79 / 86 / 97 in three. At a true rate of 0.97, fewer than 9 of 12 succeed with probability
     # 3e-4 (and the seed is fixed).
     elements = group.enumerate()
     reached = 0
-    for _ in range(20):
+    for _ in range(12):
         source, reference = random_weights(group), random_weights(group)
         optimum = float(squared_distance(elements(source), reference, 1).min())
         result = align(source, reference, group, restarts=20)
         assert result.cost >= optimum * (1 - 1e-12)
         reached += result.cost <= optimum * (1 + 1e-12)
-    assert reached >= 16
+    assert reached >= 9
 
 
 def test_most_recurrent_matrices_alone_reach_the_enumerated_optimum():
     # A quadratic assignment problem, nothing linear to hold on to. Measured over 100 pairs: 87 reach the optimum (76
-    # without shorter steps). At that rate fewer than 12 of 20 succeed with probability 5e-4 (and the seed is fixed).
+    # without shorter steps). At that rate fewer than 5 of 10 succeed with probability 6e-4 (and the seed is fixed).
     group = PermutationGroup.declare({"w": ("h", "h")}, {"w": torch.zeros(5, 5)})
     elements = group.enumerate()
     reached = 0
-    for _ in range(20):
+    for _ in range(10):
         source, reference = random_weights(group), random_weights(group)
         optimum = float(squared_distance(elements(source), reference, 1).min())
         result = align(source, reference, group, restarts=30)
         assert result.cost >= optimum * (1 - 1e-12)
         reached += result.cost <= optimum * (1 + 1e-12)
-    assert reached >= 12
+    assert reached >= 5
 
 
 def test_shorter_steps_find_planted_permutations_of_a_recurrent_matrix():
@@ -355,8 +355,16 @@ def test_sites_that_do_not_fit_are_named():
             align(good, less, group)
     with pytest.raises(ValueError, match=r"reference\['0.bias'\] has shape \(5,\), but the group expects \(4,\)"):
         align(good, good | {"0.bias": torch.zeros(5)}, group)
-    with pytest.raises(ValueError, match="one set of weights at a time"):
-        align(random_weights(group, batch=(2,)), good, group)
+    with pytest.raises(ValueError, match="one set of weights at a time; align_many"):
+        align(good, random_weights(group, batch=(2,)), group)
+    with pytest.raises(
+        ValueError, match=r"source\['0.bias'\] has batch shape \(2,\), but source\['0.weight'\] has \(\)"
+    ):
+        align(good | {"0.bias": torch.zeros(2, 4)}, good, group)
+    with pytest.raises(ValueError, match="source is empty"):
+        align({}, good, group)
+    with pytest.raises(TypeError, match="group is a dict"):
+        align(good, good, {"hidden": 4})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -385,15 +393,6 @@ def test_supports_that_do_not_fit_are_refused():
     simplex = GaussianWeights({"w": torch.ones(2)}, {"w": torch.ones(2)}, {"w": constraints.simplex})
     with pytest.raises(ValueError, match=r"site 'w' of source.*element by element"):
         align(simplex, simplex, group)
-
-
-def test_nested_factors_are_refused():
-    group = PermutationGroup(
-        [Factor(name, 2, (Axis("w", 0, torch.arange(2)[None]),)) for name in ("outer", "inner")],
-        {"w": torch.Size((2,))},
-    )
-    with pytest.raises(ValueError, match=r"\['outer', 'inner'\] move the same positions of axis 0 of 'w'"):
-        align({"w": torch.ones(2)}, {"w": torch.ones(2)}, group)
 
 
 @pytest.mark.cuda

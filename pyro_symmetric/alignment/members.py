@@ -1,0 +1,137 @@
+"""The members that are brought into one frame, read from whatever they came in, and put back into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.alignment.gaussian import GaussianWeights
+from pyro_symmetric.alignment.inputs import Element, Moments, Problem, batch_shape_of, gaussian_of, require_draws
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.weights import Weights, require_finite
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Members as one batch.
+
+    :param given: what they came in.
+    :param gaussian: their moments, batch shape ``(S,)``.
+    :param element_shape: batch shape of the elements that act on what was given.
+    """
+
+    given: Any
+    gaussian: GaussianWeights
+    element_shape: tuple[int, ...]
+
+    def first(self) -> GaussianWeights:
+        """The moments of the first member."""
+        own = self.gaussian
+        return GaussianWeights(
+            {site: value[0] for site, value in own.loc.items()},
+            {site: value[0] for site, value in own.scale.items()},
+            own.supports,
+        )
+
+    def moved(self, element: Element, moments: Moments, problem: Problem) -> Any:
+        """What was given, moved.
+
+        :param moments: site -> moved moments of all members.
+        """
+        if isinstance(self.given, Posterior):
+            return replace(self.given, samples=element(self.given.samples))
+        if isinstance(self.given, Mapping):
+            return element(self.given)
+        if isinstance(self.given, GaussianWeights):
+            return self._gaussian(moments, problem)
+        every = self._gaussian(moments, problem)
+        return [
+            element.select(k)(source)
+            if isinstance(source, Mapping)
+            else GaussianWeights(_row(every.loc, k), _row(every.scale, k), every.supports)
+            for k, source in enumerate(self.given)
+        ]
+
+    def _gaussian(self, moments: Moments, problem: Problem) -> GaussianWeights:
+        loc, scale = dict(self.gaussian.loc), dict(self.gaussian.scale)
+        for site, value in moments.items():
+            own = problem.parts.permutations.view_back(site, value.movedim(-1, 0))
+            loc[site], scale[site] = own[0], own[1] if len(own) > 1 else scale[site]
+        return GaussianWeights(loc, scale, self.gaussian.supports)
+
+
+def read_members(sources: Any, problem: Problem, each: str) -> Members:
+    """Read a list, a batch, or a posterior.
+
+    :raises ValueError: if there are none, or naming the member and the site that doesn't fit.
+    """
+    if each not in ("draw", "chain"):
+        raise ValueError(f"each is {each!r}; it must be 'draw' or 'chain'")
+    if isinstance(sources, Posterior):
+        chains, draws = sources.num_chains, sources.num_samples
+        require_draws(sources, "posterior")
+        require_finite(sources.samples, "posterior")
+        if each == "chain":
+            return Members(sources, _moments_of_chains(sources.samples), (chains, 1))
+        flat = {site: value.flatten(0, 1) for site, value in sources.samples.items()}
+        return Members(sources, gaussian_of(flat, "posterior"), (chains, draws))
+    if isinstance(sources, Mapping | GaussianWeights):
+        gaussian = gaussian_of(sources, "sources")
+        shape = batch_shape_of(gaussian, problem, "sources")
+        if len(shape) != 1:
+            raise ValueError(
+                f"sources has batch shape {tuple(shape)}; it must be (number of members,), or a list of members"
+            )
+        return Members(sources, gaussian, tuple(shape))
+    if not isinstance(sources, Sequence) or isinstance(sources, str):
+        raise TypeError(f"sources is a {type(sources).__name__}; it must be a list, a batch of weights, or a Posterior")
+    if not sources:
+        raise ValueError("sources is an empty list; it must hold at least one set of weights or guide")
+    every = [gaussian_of(source, f"sources[{k}]") for k, source in enumerate(sources)]
+    _check_alike(every, problem)
+    sites = [site for site in problem.sites if site in every[0].loc]
+    return Members(
+        list(sources),
+        GaussianWeights(
+            {site: torch.stack([one.loc[site].to(every[0].loc[site]) for one in every]) for site in sites},
+            {site: torch.stack([one.scale[site].to(every[0].loc[site]) for one in every]) for site in sites},
+            every[0].supports,
+        ),
+        (len(every),),
+    )
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _moments_of_chains(samples: Mapping[str, Tensor]) -> GaussianWeights:
+    return GaussianWeights(
+        {site: value.mean(1) for site, value in samples.items()},
+        {site: value.std(1, correction=0) for site, value in samples.items()},
+    )
+
+
+def _check_alike(every: Sequence[GaussianWeights], problem: Problem) -> None:
+    for k, one in enumerate(every):
+        name = f"sources[{k}]"
+        for site in problem.sites:
+            if (site in one.loc) != (site in every[0].loc) or (site in problem.required and site not in one.loc):
+                lacks, has = (name, "sources[0]") if site in every[0].loc else ("sources[0]", name)
+                if site not in one.loc and site not in every[0].loc:
+                    raise ValueError(f"{name} lacks the site {site!r}, which alignment needs; it has {sorted(one.loc)}")
+                raise ValueError(
+                    f"{lacks} lacks the site {site!r}, which {has} has; are these different architectures?"
+                )
+            if site in one.loc and (site in one.supports) != (site in every[0].supports):
+                raise ValueError(f"{name} and sources[0] differ in whether site {site!r} is unconstrained")
+        if batch_shape_of(one, problem, name):
+            raise ValueError(f"{name} has batch dimensions; a list holds one set of weights in each place")
+        require_finite(one.loc, name)
+
+
+def _row(weights: Weights, k: int) -> Weights:
+    return {site: value[k] for site, value in weights.items()}

@@ -1,0 +1,192 @@
+r"""Statistics of activations along a path between two networks, put right.
+
+The units of an interpolated network vary less than those of either end, so that its outputs collapse, however well the
+ends are aligned (Jordan et al. 2023, arXiv 2211.08403). Two remedies:
+
+* where layers are normalised by batch statistics, their running means and variances are computed anew at every point
+  of the path, from given inputs;
+* elsewhere the units' preactivations are rescaled and shifted (REPAIR): to means and deviations that interpolate those
+  of the two ends,
+
+  .. math:: \mathbb E[z_t] = (1-t)\, \mathbb E[z_0] + t\, \mathbb E[z_1], \qquad
+            \mathrm{sd}[z_t] = (1-t)\, \mathrm{sd}[z_0] + t\, \mathrm{sd}[z_1],
+
+  layer by layer, in all linear and convolutional layers but the last; the factors go into their weights and biases.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pyro_symmetric.symmetry.weights import Weights
+
+_AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Statistics = dict[str, tuple[Tensor, Tensor]]
+
+
+class Repair:
+    """What has to be put right at the points of a path.
+
+    :param net: the network, in eval mode; it stays as it is.
+    :param inputs: inputs ``(N, ...)`` from which the statistics are computed, without labels; training data.
+    :param batch_size: how many of them go through the network at once. With batch normalisation, whose layers use
+        statistics of their batch meanwhile, as in training, batches should be large; their statistics are averaged.
+    :raises ValueError: if the network has nothing to repair.
+    """
+
+    def __init__(self, net: nn.Module, inputs: Tensor, batch_size: int = 512):
+        if not isinstance(inputs, Tensor) or len(inputs) < 2:
+            raise ValueError("repair needs inputs, a tensor of at least 2 rows, to compute statistics from")
+        if batch_size < 2:
+            raise ValueError(f"batch_size is {batch_size}; statistics need at least 2 rows")
+        self._net = copy.deepcopy(net).eval()
+        self._batches = inputs.split(batch_size)
+        if len(self._batches) > 1 and len(self._batches[-1]) < 2:
+            self._batches = self._batches[:-1]
+        self._norms = {
+            name: module
+            for name, module in self._net.named_modules()
+            if isinstance(module, _BatchNorm) and module.running_mean is not None
+        }
+        self._affine = {} if self._norms else _affine_layers(self._net, inputs[:2])
+        if not self._norms and not self._affine:
+            raise ValueError(
+                "the network has neither batch normalisation with running statistics nor linear or convolutional "
+                "layers with biases before the last; there is nothing to repair"
+            )
+        for module in self._norms.values():
+            module.running_mean = module.running_var = None  # so that it uses statistics of the batch
+        self._ends: list[Statistics] | None = None
+
+    @property
+    def kind(self) -> str:
+        """``"statistics"`` (batch normalisation) or ``"rescaling"``."""
+        return "statistics" if self._norms else "rescaling"
+
+    def between(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Repair:
+        """Look at the two ends of the path, each without batch shape; needed before :meth:`__call__`."""
+        if self._affine:
+            self._ends = [self._measured(self._own(end)) for end in (first, second)]
+        return self
+
+    @torch.no_grad()
+    def __call__(self, weights: Weights, t: float) -> Weights:
+        """Weights of batch shape ``(S,)`` at the point ``t`` -> the same, put right; with buffers, if there are any."""
+        if self._norms:
+            return {**weights, **torch.func.vmap(self._recomputed)(self._own(weights))}
+        if self._ends is None:
+            raise ValueError("call repair.between(first, second) with the ends of the path first")
+        return {**weights, **torch.func.vmap(lambda w: self._rescaled(w, t))(self._own(weights))}
+
+    def _own(self, weights: Mapping[str, Tensor]) -> Weights:
+        return {name: weights[name] for name, _ in self._net.named_parameters()}
+
+    # batch normalisation --------------------------------------------------------------------------------------------
+
+    def _recomputed(self, weights: Weights) -> Weights:
+        """Running means and variances of one network: the averages of those of the batches."""
+        sums: Weights = {}
+        for batch in self._batches:
+            with _before(self._norms) as seen:
+                torch.func.functional_call(self._net, weights, (batch,))
+            for name, (value,) in seen.items():
+                variance, mean = torch.var_mean(value, _all_but_units(value))
+                for key, part in ((f"{name}.running_mean", mean), (f"{name}.running_var", variance)):
+                    sums[key] = sums[key] + part if key in sums else part
+        return {key: value / len(self._batches) for key, value in sums.items()}
+
+    # rescaling ------------------------------------------------------------------------------------------------------
+
+    def _measured(self, weights: Weights) -> Statistics:
+        """Means and deviations of the layers' units, over all inputs."""
+        with torch.no_grad():
+            return {name: self._statistics(weights, name) for name in self._affine}
+
+    def _statistics(self, weights: Weights, name: str) -> tuple[Tensor, Tensor]:
+        value = torch.cat([self._preactivations(weights, name, batch) for batch in self._batches])
+        deviation, mean = torch.std_mean(value, _all_but_units(value), correction=0)
+        return mean, deviation
+
+    def _preactivations(self, weights: Weights, name: str, batch: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        handle = self._affine[name].register_forward_hook(lambda m, a, out: found.append(_units_second(out, m)))
+        try:
+            torch.func.functional_call(self._net, weights, (batch,))
+        finally:
+            handle.remove()
+        return found[0]
+
+    def _rescaled(self, weights: Weights, t: float) -> Weights:
+        """One layer after the other, as each changes what the next one sees."""
+        assert self._ends is not None
+        for name in self._affine:
+            mean, deviation = self._statistics(weights, name)
+            (mean_0, deviation_0), (mean_1, deviation_1) = (end[name] for end in self._ends)
+            wanted = torch.lerp(deviation_0, deviation_1, t)
+            # A unit that never varies can't be made to vary.
+            factor = torch.where(deviation > 0, wanted / deviation.clamp(min=torch.finfo(deviation.dtype).tiny), 1.0)
+            weight, bias = f"{name}.weight".lstrip("."), f"{name}.bias".lstrip(".")
+            shift = torch.lerp(mean_0, mean_1, t) - factor * mean
+            along = (-1, *([1] * (weights[weight].dim() - 1)))
+            weights = {
+                **weights,
+                weight: weights[weight] * factor.reshape(along),
+                bias: weights[bias] * factor + shift,
+            }
+        return weights
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _affine_layers(net: nn.Module, inputs: Tensor) -> dict[str, nn.Module]:
+    """Linear and convolutional layers with biases in the order in which they are called, each once, without the
+    last."""
+    calls: list[str] = []
+    handles = [
+        module.register_forward_hook(lambda m, a, out, name=name: calls.append(name))
+        for name, module in net.named_modules()
+        if isinstance(module, _AFFINE)
+    ]
+    try:
+        with torch.no_grad():
+            net(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    modules = dict(net.named_modules())
+    return {
+        name: modules[name]
+        for name in calls[:-1]
+        if calls.count(name) == 1 and name != calls[-1] and modules[name].bias is not None
+    }
+
+
+@contextmanager
+def _before(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor]]]:
+    """What goes into each of the modules, by name."""
+    seen: dict[str, tuple[Tensor]] = {}
+    handles = [
+        module.register_forward_pre_hook(lambda m, args, name=name: seen.__setitem__(name, (args[0],)))
+        for name, module in modules.items()
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _units_second(value: Tensor, module: nn.Module) -> Tensor:
+    """Linear layers keep their units in the last axis, convolutions (as normalisation) in the second."""
+    return value.movedim(-1, 1) if isinstance(module, nn.Linear) else value
+
+
+def _all_but_units(value: Tensor) -> list[int]:
+    return [dim for dim in range(value.dim()) if dim != 1]

@@ -1,0 +1,252 @@
+"""Signs, scales, shifts and nested units are aligned like permutations, whatever the architecture."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from scipy.optimize import minimize
+from torch import nn
+
+from pyro_symmetric.alignment import GaussianWeights, align
+from pyro_symmetric.symmetry import find_symmetry
+from pyro_symmetric.symmetry.finite import FiniteGroup
+from pyro_symmetric.symmetry.permutation import Axis, Factor, PermutationGroup
+from pyro_symmetric.symmetry.rescaling import RescaledAxis, RescalingFactor, ScalingGroup, SignGroup
+from pyro_symmetric.symmetry.shift import ShiftGroup
+from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layers = kind(5, 8, batch_first=True, **options)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.layers(x)[0][:, -1])
+
+
+class Transformer(nn.Module):
+    def __init__(self, width=12, heads=3):
+        super().__init__()
+        self.embed = nn.Linear(5, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 16, dropout=0.0, batch_first=True)
+        self.encode = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.out = nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.out(self.encode(self.embed(x)).mean(1))
+
+
+class Grouped(nn.Module):
+    """Batch normalisation and a convolution of four groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12)
+        self.c, self.d = nn.Conv2d(12, 12, 3, groups=4), nn.BatchNorm2d(12)
+        self.e, self.f = nn.Conv2d(12, 7, 1), nn.Linear(7, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.d(self.c(torch.relu(self.b(self.a(x))))))
+        return self.f(torch.relu(self.e(x)).mean((2, 3)))
+
+
+def mlp(activation, *widths):
+    layers = []
+    for into, out in pairwise(widths):
+        layers += [nn.Linear(into, out), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+NETWORKS = {
+    "tanh": (lambda: mlp(nn.Tanh, 4, 7, 8, 3), (3, 4)),
+    "relu": (lambda: mlp(nn.ReLU, 4, 7, 8, 3), (3, 4)),
+    "tanh recurrent": (lambda: Recurrent(nn.RNN), (2, 6, 5)),
+    "relu recurrent": (lambda: Recurrent(nn.RNN, nonlinearity="relu"), (2, 6, 5)),
+    "lstm": (lambda: Recurrent(nn.LSTM, num_layers=2), (2, 6, 5)),
+    "transformer": (Transformer, (2, 6, 5)),
+    "grouped": (Grouped, (2, 3, 8, 8)),
+}
+
+
+def network(name):
+    make, shape = NETWORKS[name]
+    net = make()
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    symmetry = find_symmetry(net, torch.randn(shape), logits=True)
+    return symmetry, {site: value.detach().double() for site, value in symmetry.weights_of(net).items()}
+
+
+def distance(one, other):
+    sites = [site for site in one if "running" not in site]
+    return float(sum((one[site] - other[site]).square().sum() for site in sites))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_planted_element_of_the_whole_symmetry_is_undone(name):
+    symmetry, weights = network(name)
+    for _ in range(2):
+        source = symmetry.sample(spread=0.5).inverse()(weights)
+        result = align(source, weights, symmetry, restarts=0)
+        # Of squared distances; scales are found to rounding.
+        assert result.cost <= 1e-18 * result.initial_cost
+        moved = result.element(source)
+        assert distance(moved, weights) == pytest.approx(result.cost, abs=1e-15 * result.initial_cost)
+        for site in weights:  # running statistics come along
+            torch.testing.assert_close(moved[site], weights[site], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_between_independent_weights_history_falls_to_the_cost_of_the_moved_source(name):
+    symmetry, reference = network(name)
+    source = {
+        site: torch.randn_like(v).abs() if "running" in site else torch.randn_like(v) for site, v in reference.items()
+    }
+    result = align(source, reference, symmetry, restarts=0 if name == "grouped" else 1)
+    assert all(later < earlier for earlier, later in pairwise(result.history))
+    assert result.cost == result.history[-1] <= result.initial_cost
+    assert distance(result.element(source), reference) == pytest.approx(result.cost, rel=1e-9)
+
+
+@pytest.mark.parametrize("cost", ["l2", "wasserstein", "kl"])
+def test_permutations_and_signs_reach_the_enumerated_optimum(cost):
+    shapes = {"in": torch.Size((4, 3)), "bias": torch.Size((4,)), "out": torch.Size((2, 4))}
+    axes = {"in": ("h", None), "bias": ("h",), "out": (None, "h")}
+    group = FiniteGroup(PermutationGroup.declare(axes, shapes), SignGroup.declare(axes, shapes))
+    every = group.enumerate()
+    for _ in range(5):
+        loc = [{site: torch.randn(shape, dtype=torch.float64) for site, shape in shapes.items()} for _ in range(2)]
+        scale = [
+            {site: 0.3 + torch.rand(shape, dtype=torch.float64) for site, shape in shapes.items()} for _ in range(2)
+        ]
+        moved = every({site: value.double() for site, value in loc[0].items()})
+        spread = every.permutation(scale[0])
+        costs = 0.0
+        for site in shapes:
+            m0, s0, m1, s1 = loc[1][site], scale[1][site], moved[site], spread[site]
+            squares = (m0 - m1).square()
+            entries = {
+                "l2": squares,
+                "wasserstein": squares + (s0 - s1).square(),
+                "kl": (s0 / s1).log() + (s1.square() + squares) / (2 * s0.square()) - 0.5,
+            }[cost]
+            costs = costs + entries.flatten(1).sum(1)
+        result = align(GaussianWeights(loc[0], scale[0]), GaussianWeights(loc[1], scale[1]), group, cost)
+        assert result.cost == pytest.approx(float(costs.min()), rel=1e-10)
+
+
+def test_signs_alone_are_aligned_exactly_where_they_are_apart():
+    shapes = {"in": torch.Size((5, 3)), "out": torch.Size((2, 5))}
+    group = SignGroup.declare({"in": ("h", None), "out": (None, "h")}, shapes)
+    source, reference = ({site: torch.randn(shape) for site, shape in shapes.items()} for _ in range(2))
+    moved = group.enumerate()(source)
+    costs = sum((moved[site] - reference[site]).square().flatten(1).sum(1) for site in shapes)
+    result = align(source, reference, group)
+    assert type(result.element).__name__ == "Sign"
+    assert result.cost == pytest.approx(float(costs.min()), rel=1e-5)
+
+
+def scaled(shapes, n):
+    index = torch.arange(n)[None]
+    axes = (RescaledAxis("in", 0, index, 1), RescaledAxis("bias", 0, index, 1), RescaledAxis("out", 1, index, -1))
+    return ScalingGroup([RescalingFactor("h", n, axes)], shapes)
+
+
+def scaled_cost(source, reference, log_scales):
+    scale = torch.as_tensor(log_scales).exp()
+    moved = {
+        "in": scale[:, None] * source["in"],
+        "bias": scale * source["bias"],
+        "out": source["out"] / scale,
+    }
+    return sum((moved[site] - reference[site]).square().sum() for site in moved)
+
+
+def test_permutations_and_scales_reach_the_optimum_of_scipy_over_every_permutation():
+    shapes = {"in": torch.Size((3, 4)), "bias": torch.Size((3,)), "out": torch.Size((2, 3))}
+    permutations = PermutationGroup.declare({"in": ("h", None), "bias": ("h",), "out": (None, "h")}, shapes)
+    group = WeightSymmetry(permutations, scaled(shapes, 3), SignGroup((), shapes), ShiftGroup((), shapes))
+    for _ in range(3):
+        source, reference = ({k: torch.randn(s, dtype=torch.float64) for k, s in shapes.items()} for _ in range(2))
+        best = float("inf")
+        for k in range(permutations.order()):
+            moved = permutations.enumerate().select(k)(source)
+            for start in ([0.0] * 3, [1.0] * 3, [-1.0] * 3):
+                found = minimize(lambda t, w=moved, r=reference: float(scaled_cost(w, r, t)), start, method="BFGS")
+                best = min(best, found.fun)
+        result = align(source, reference, group)
+        assert result.cost == pytest.approx(best, rel=1e-6)
+        with pytest.raises(ValueError, match="Scaling and Permutation"):
+            _ = result.permutation
+
+
+def test_scales_alone_solve_their_quartic():
+    shapes = {"in": torch.Size((6, 4)), "bias": torch.Size((6,)), "out": torch.Size((2, 6))}
+    source, reference = ({k: torch.randn(s, dtype=torch.float64) for k, s in shapes.items()} for _ in range(2))
+    result = align(source, reference, scaled(shapes, 6))
+    scale = result.element["h"].requires_grad_()
+    (slope,) = torch.autograd.grad(scaled_cost(source, reference, scale.log()), scale)
+    torch.testing.assert_close(slope, torch.zeros(6, dtype=torch.float64), atol=1e-7, rtol=0)
+
+
+def test_divergences_scale_too():
+    shapes = {"in": torch.Size((3, 4)), "bias": torch.Size((3,)), "out": torch.Size((2, 3))}
+    group = scaled(shapes, 3)
+    scale = {k: 0.5 + torch.rand(s, dtype=torch.float64) for k, s in shapes.items()}
+    reference = GaussianWeights({k: torch.randn(s, dtype=torch.float64) for k, s in shapes.items()}, scale)
+    element = group.element({"h": torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)})
+    source = GaussianWeights(element(reference.loc), element(reference.scale))
+    result = align(source, reference, group, "kl")
+    assert result.cost == pytest.approx(0.0, abs=1e-9)
+    torch.testing.assert_close(result.element["h"], 1 / element["h"])
+
+
+def heads(count, rows):
+    """Heads of rows that may be permuted inside, and a place of their own; the rows of each head feed columns."""
+    n = count * rows
+    whole = torch.arange(n).reshape(count, rows).T
+    outer = Factor(
+        "head",
+        count,
+        (Axis("q", 0, whole), Axis("o", 1, whole), Axis("gate", 0, torch.arange(count)[None])),
+    )
+    inner = [
+        Factor(f"head[{h}]", rows, (Axis("q", 0, whole[:, h][None]), Axis("o", 1, whole[:, h][None])), "head", h)
+        for h in range(count)
+    ]
+    shapes = {"q": (n, 3), "o": (2, n), "gate": (count, 2)}
+    return PermutationGroup([outer, *inner], {site: torch.Size(shape) for site, shape in shapes.items()})
+
+
+def test_heads_with_rows_inside_reach_the_enumerated_optimum():
+    group = heads(3, 3)
+    every = group.enumerate()
+    for _ in range(5):
+        source, reference = (
+            {k: torch.randn(s, dtype=torch.float64) for k, s in group.site_shapes.items()} for _ in range(2)
+        )
+        moved = every(source)
+        costs = sum((moved[site] - reference[site]).square().flatten(1).sum(1) for site in moved)
+        result = align(source, reference, group)
+        assert result.start_costs == (result.cost,)  # nothing is coupled: exact at once
+        assert result.cost == pytest.approx(float(costs.min()), rel=1e-10)
+        assert distance(result.permutation(source), reference) == pytest.approx(result.cost, rel=1e-10)
+
+
+def test_a_shift_in_front_of_a_softmax_is_the_mean_difference():
+    shapes = {"bias": torch.Size((4,))}
+    empty = PermutationGroup((), shapes)
+    group = WeightSymmetry(empty, ScalingGroup((), shapes), SignGroup((), shapes), ShiftGroup(["bias"], shapes))
+    source, reference = torch.randn(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    result = align({"bias": source}, {"bias": reference}, group)
+    assert result.cost == pytest.approx(float((reference - source).var(correction=0) * 4))
+
+
+def test_what_is_rescaled_must_be_unconstrained_as_it_is():
+    shapes = {"in": torch.Size((3, 4)), "bias": torch.Size((3,)), "out": torch.Size((2, 3))}
+    plain = {k: torch.rand(s) for k, s in shapes.items()}
+    positive = GaussianWeights(plain, plain, {"in": torch.distributions.constraints.positive})
+    with pytest.raises(ValueError, match=r"'in' of source.*linearly"):
+        align(positive, positive, scaled(shapes, 3))

@@ -1,0 +1,162 @@
+"""Many members come into one frame, none of them privileged."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric.alignment import Frame, GaussianWeights, align, align_many
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry import find_symmetry
+from pyro_symmetric.symmetry.finite import FiniteGroup
+from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.symmetry.rescaling import SignGroup
+
+SHAPES = {"in": torch.Size((6, 3)), "mid": torch.Size((5, 6)), "out": torch.Size((2, 5))}
+AXES = {"in": ("a", None), "mid": ("b", "a"), "out": (None, "b")}
+GROUP = PermutationGroup.declare(AXES, SHAPES)
+SIGNED = FiniteGroup(GROUP, SignGroup.declare(AXES, SHAPES))
+
+
+def random_weights(*batch):
+    return {site: torch.randn(*batch, *shape, dtype=torch.float64) for site, shape in SHAPES.items()}
+
+
+def scattered(group, *batch, spread=0.2):
+    """Copies of one set of weights in random frames, with noise: (members, the elements that undo it, the centre)."""
+    centre, element = random_weights(), group.sample(batch)
+    noisy = {site: centre[site] + spread * value for site, value in random_weights(*batch).items()}
+    return element.inverse()(noisy), element, centre
+
+
+def one_frame(frame, planted):
+    """Whether the found elements equal the planted ones up to one common element."""
+    relative = frame.element @ planted.inverse()
+    moves = relative.steps if hasattr(relative, "steps") else (relative,)
+    images = [image for step in moves for image in step.images.values()]
+    return all(bool((image == image[:1]).all()) for image in images)
+
+
+@pytest.mark.parametrize("group", [GROUP, SIGNED], ids=["permutations", "and signs"])
+def test_scattered_copies_come_into_one_frame(group):
+    members, planted, _ = scattered(group, 40)
+    frame = align_many(members, group, progress=False)
+    assert one_frame(frame, planted)
+    assert frame.converged
+    assert frame.cycles.fixed == frame.cycles.agreement == 1.0
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(frame.history))
+    mean = {site: value.mean(0) for site, value in frame.aligned.items()}
+    expected = sum((frame.aligned[s] - mean[s]).square().flatten(1).sum(1) for s in mean)
+    torch.testing.assert_close(frame.cost, expected)
+    torch.testing.assert_close(frame.barycentre.loc["mid"], mean["mid"])
+
+
+def test_a_list_comes_back_as_a_list_of_moved_members():
+    members, planted, _ = scattered(GROUP, 5)
+    listed = [{site: value[k] for site, value in members.items()} for k in range(5)]
+    frame = align_many(listed, GROUP, progress=False)
+    assert one_frame(frame, planted)
+    assert isinstance(frame.aligned, list)
+    for k, moved in enumerate(frame.aligned):
+        torch.testing.assert_close(moved, frame.element.select(k)(listed[k]))
+    with pytest.raises(ValueError, match="not given a Posterior"):
+        _ = frame.posterior
+
+
+def test_gaussians_are_moved_with_their_deviations_and_the_barycentre_averages_both():
+    scale = {site: 0.1 + value.abs() for site, value in random_weights().items()}
+    planted = GROUP.sample((6,))
+    centre = random_weights()
+    gaussians = [
+        GaussianWeights(planted.select(k).inverse()(centre), planted.select(k).inverse()(scale)) for k in range(6)
+    ]
+    frame = align_many(gaussians, GROUP, progress=False)
+    assert one_frame(frame, planted)
+    assert float(frame.cost.max()) < 1e-20
+    back = frame.aligned[0]
+    torch.testing.assert_close(frame.barycentre.scale, back.scale)
+    torch.testing.assert_close(frame.barycentre.loc, back.loc)
+
+
+def test_independent_members_end_where_no_member_can_improve_and_below_the_best_star():
+    members = random_weights(8)
+    frame = align_many(members, GROUP, progress=False, tolerance=0.0, restarts=5)
+    # A star: everybody is aligned to one member, the best of all.
+    stars = []
+    for k in range(8):
+        moved = align(members, {s: v[k] for s, v in members.items()}, GROUP, restarts=5).permutation(members)
+        stars.append(float(sum((v - v.mean(0)).square().flatten(1).sum(1) for v in moved.values()).mean()))
+    assert frame.history[-1] < min(stars)
+    assert frame.cycles.fixed < 1.0  # aligned pair by pair, independent members don't agree
+
+
+def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
+    members, _, _ = scattered(GROUP, 3, 20)
+    posterior = Posterior(members, {"lp": torch.zeros(3, 20)}, {"kernel": "HMC"})
+    frame = align_many(posterior, GROUP, progress=False)
+    assert frame.element.batch_shape == (3, 20)
+    aligned = posterior.align(GROUP, progress=False)
+    assert aligned.metadata == {"kernel": "HMC"}
+    assert aligned.statistics.keys() == {"lp"}
+    assert float(aligned.samples["mid"].flatten(0, 1).std(0).max()) < 0.5
+    assert float(posterior.samples["mid"].flatten(0, 1).std(0).max()) > 0.5
+
+
+def test_chains_are_moved_as_wholes():
+    centre, planted = random_weights(), GROUP.sample((4, 1))
+    noisy = {site: centre[site] + 0.3 * value for site, value in random_weights(4, 50).items()}
+    posterior = Posterior(planted.inverse()(noisy))
+    frame = align_many(posterior, GROUP, each="chain", progress=False)
+    assert frame.element.batch_shape == (4, 1)
+    assert one_frame(Frame(frame.element.select((slice(None), 0)), *[None] * 6), planted.select((slice(None), 0)))
+    torch.testing.assert_close(frame.posterior.samples, frame.element(posterior.samples))
+
+
+def test_scales_without_a_counterpart_stay():
+    net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2))
+    symmetry = find_symmetry(net, torch.randn(4, 3))
+    weights = {site: value.detach().double() for site, value in symmetry.weights_of(net).items()}
+    element = symmetry.sample((7,), spread=0.3)
+    frame = align_many(element(weights), symmetry, progress=False)
+    (scaling,) = (step for step in frame.element.steps if type(step).__name__ == "Scaling")
+    two_sided = {
+        name
+        for name in symmetry.scalings.factors
+        if {axis.exponent > 0 for axis in symmetry.scalings.axes(name) if not axis.buffer} == {True, False}
+    }
+    assert two_sided
+    assert set(symmetry.scalings.factors) - two_sided
+    for name in symmetry.scalings.factors:
+        assert bool((scaling[name] == 1).all()) == (name not in two_sided)
+
+
+def test_bad_members_are_named():
+    members, _, _ = scattered(GROUP, 3)
+    listed = [{site: value[k] for site, value in members.items()} for k in range(3)]
+    with pytest.raises(ValueError, match="sources is an empty list"):
+        align_many([], GROUP)
+    with pytest.raises(ValueError, match=r"sources has batch shape \(0,\)"):
+        align_many({site: value[:0] for site, value in members.items()}, GROUP)
+    empty = Posterior({site: value[:, None][:, :0] for site, value in members.items()})
+    with pytest.raises(ValueError, match="posterior has 3 chains of 0 draws"):
+        align_many(empty, GROUP)
+    with pytest.raises(ValueError, match=r"sources\[1\] lacks the site 'mid'"):
+        align_many([listed[0], {k: v for k, v in listed[1].items() if k != "mid"}], GROUP)
+    with pytest.raises(ValueError, match=r"sources\[2\]\['out'\] has shape \(2, 4\), but the group expects \(2, 5\)"):
+        align_many([*listed[:2], listed[2] | {"out": torch.zeros(2, 4)}], GROUP)
+    with pytest.raises(ValueError, match=r"sources\[1\]\['in'\] holds 18 NaN"):
+        align_many([listed[0], listed[1] | {"in": torch.full((6, 3), torch.nan)}], GROUP)
+    with pytest.raises(ValueError, match=r"batch shape \(\)"):
+        align_many(listed[0], GROUP)
+    with pytest.raises(TypeError, match="sources is a int"):
+        align_many(3, GROUP)
+    with pytest.raises(ValueError, match="cost is 'kl'"):
+        align_many(members, GROUP, cost="kl")
+    with pytest.raises(ValueError, match="each is 'mode'"):
+        align_many(members, GROUP, each="mode")
+
+
+def test_progress_shows_a_bar(capsys):
+    align_many(scattered(GROUP, 3)[0], GROUP)
+    assert "align many" in capsys.readouterr().err
