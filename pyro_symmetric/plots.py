@@ -166,6 +166,23 @@ def before_and_after(values: Mapping[str, tuple[float, float]], xlabel: str) -> 
     return figure
 
 
+@styled
+def chain_agreement(r_hats: Mapping[str, Array], sizes: Mapping[str, Array], threshold: float) -> Figure:
+    """Sorted R-hat and effective sample sizes: what they were computed for -> one value for each entry."""
+    figure, axes = _grid(1, 2, 4.2, 3.2)
+    shades = colours(list(r_hats))
+    for ax, curves in zip(axes.flat, (r_hats, sizes), strict=True):
+        for name, values in curves.items():
+            heights = np.sort(values[np.isfinite(values)])
+            ax.plot(np.linspace(0, 1, len(heights)), heights, color=shades[name], lw=1.4, label=name)
+        ax.set(xlabel="share of the entries", yscale="log")
+    axes[0, 0].axhline(threshold, color="#999", lw=0.8, ls="--")
+    axes[0, 0].set(title="R-hat")
+    axes[0, 1].set(title="bulk effective sample size")
+    _legend_below(figure, axes.flat[0])
+    return figure
+
+
 def _grid(rows: int, columns: int, width: float, height: float) -> tuple[Figure, NDArray[Any]]:
     """A figure that belongs to no window, so that a thousand of them leak nothing."""
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")

@@ -2,7 +2,9 @@
 
 A :class:`Posterior` holds draws of every site with shape ``(chains, draws, *site_shape)``, statistics of every draw,
 and JSON metadata. Its :meth:`~Posterior.get_samples`, ``num_chains``, ``num_samples``, :meth:`~Posterior.diagnostics`
-and :meth:`~Posterior.summary` are those of Pyro's :class:`~pyro.infer.MCMC`, so it stands where an ``MCMC`` stands.
+and :meth:`~Posterior.summary` are those of Pyro's :class:`~pyro.infer.MCMC`, so it stands where an ``MCMC`` stands: in
+``Predictive(model, posterior.get_samples())`` and, while it remembers the model that it was drawn from
+(:meth:`~Posterior.attach`), in ArviZ's ``from_pyro``.
 
 The store is one ``.safetensors`` file (no pickle): tensors ``samples/<site>`` and ``statistics/<name>``, and in the
 header's metadata the format's name, its version and a JSON text.
@@ -10,18 +12,19 @@ header's metadata the format's name, its version and a JSON text.
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from pyro.infer.mcmc.util import select_samples
 from torch import Tensor
 
+from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.storage import PathLike, load_tensors, save_tensors
+from pyro_symmetric.store import read_store
 from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import PermutationGroup
@@ -30,6 +33,15 @@ from pyro_symmetric.symmetry.weights import Weights
 
 KIND = "posterior"
 VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """What a posterior was drawn from; kept in memory only."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,6 +61,7 @@ class Posterior:
     samples: Weights
     statistics: dict[str, Tensor] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+    _origin: _Origin | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples", dict(self.samples))
@@ -98,6 +111,68 @@ class Posterior:
 
         return cls(cut(weights), cut(statistics or {}), dict(metadata or {}))
 
+    # where it comes from --------------------------------------------------------------------------------------------
+
+    def attach(self, kernel_or_model: Any, *args: Any, **kwargs: Any) -> Posterior:
+        """This posterior, remembering what it was drawn from.
+
+        :func:`~pyro_symmetric.mcmc.sample` does it; do it again for a posterior that comes from a file, which holds no
+        model. ``from_pyro``, :meth:`check`, and :meth:`to_arviz` with ``log_likelihood=True`` need it.
+
+        >>> posterior = Posterior.load(path).attach(model, x, y)
+
+        :param kernel_or_model: a sampler that holds its model as ``kernel.model``, or the model itself.
+        :param args: what the model was called with, data included; ``kwargs`` likewise.
+        """
+        if not callable(getattr(kernel_or_model, "model", kernel_or_model)):
+            raise TypeError(f"kernel_or_model is a {type(kernel_or_model).__name__}; it must be a sampler or a model")
+        is_kernel = callable(getattr(kernel_or_model, "model", None)) and not callable(kernel_or_model)
+        kernel = kernel_or_model if is_kernel else SimpleNamespace(model=kernel_or_model)
+        return self._like(self.samples, self.statistics, _Origin(kernel, args, kwargs))
+
+    @property
+    def kernel(self) -> Any:
+        """The sampler; ``kernel.model`` is the model.
+
+        :raises AttributeError: if this posterior remembers none; see :meth:`attach`.
+        """
+        return self._drawn_from.kernel
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model, as :attr:`kernel`."""
+        return self._drawn_from.kernel.model
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether :attr:`model` and its arguments are known."""
+        return self._origin is not None
+
+    @property
+    def _args(self) -> tuple[Any, ...]:  # the names that Pyro's MCMC has and ArviZ reads
+        return self._drawn_from.args
+
+    @property
+    def _kwargs(self) -> dict[str, Any]:
+        return self._drawn_from.kwargs
+
+    @property
+    def _drawn_from(self) -> _Origin:
+        if self._origin is None:
+            raise AttributeError(
+                "this posterior doesn't know the model that it was drawn from (files hold none); say it by "
+                "posterior.attach(model, *args)"
+            )
+        return self._origin
+
+    def _like(
+        self, samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor], origin: _Origin | None = None
+    ) -> Posterior:
+        """Other draws of the same posterior."""
+        result = Posterior(dict(samples), dict(statistics), self.metadata)
+        object.__setattr__(result, "_origin", origin or self._origin)
+        return result
+
     # what it holds --------------------------------------------------------------------------------------------------
 
     @property
@@ -129,6 +204,27 @@ class Posterior:
         """
         return select_samples(self.samples, num_samples, group_by_chain)
 
+    def select(self, chains: Any = slice(None), draws: Any = slice(None)) -> Posterior:
+        """Some chains and some draws, in a posterior of their own.
+
+        >>> posterior.select(chains=[0, 2], draws=slice(500, None))
+
+        :param chains: a slice (a view, which copies nothing), or indices, or a mask; a single index keeps its axis.
+        :param draws: likewise.
+        """
+        chains, draws = _keeping_axis(chains), _keeping_axis(draws)
+
+        def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: value[chains][:, draws] for name, value in entries.items()}
+
+        return self._like(cut(self.samples), cut(self.statistics))
+
+    def thin(self, every: int) -> Posterior:
+        """Every ``every``-th draw of each chain, as a view; the last draw is kept."""
+        if every < 1:
+            raise ValueError(f"every is {every}; it must be at least 1")
+        return self.select(draws=slice((self.num_samples - 1) % every if self.num_samples else 0, None, every))
+
     def __repr__(self) -> str:
         weights = sum(shape.numel() for shape in self.site_shapes.values())
         maker = f", by {self.metadata['kernel']}" if "kernel" in self.metadata else ""
@@ -149,7 +245,17 @@ class Posterior:
         :param symmetry: what to remove, e.g. ``find_symmetry(net, x)``.
         :param options: see :func:`~pyro_symmetric.symmetry.canonicalize`.
         """
-        return Posterior(canonicalize(self.samples, symmetry, **options), self.statistics, self.metadata)
+        return self._like(canonicalize(self.samples, symmetry, **options), self.statistics)
+
+    def align(self, group: Any, **options: Any) -> Posterior:
+        """The same draws in one frame, each moved by an element of its own: R-hat, means and PCA then mean something.
+
+        :param group: the symmetry, e.g. ``find_symmetry(net, x)``.
+        :param options: see :func:`~pyro_symmetric.alignment.align_many`, whose result tells more.
+        """
+        from pyro_symmetric.alignment.many import align_many  # a higher floor
+
+        return align_many(self, group, **options).posterior
 
     # how good it is -------------------------------------------------------------------------------------------------
 
@@ -161,14 +267,24 @@ class Posterior:
         that are constant or not finite.
 
         :return: site -> ``r_hat``, ``r_hat_median``, ``ess_bulk``, ``ess_bulk_median``, ``ess_tail``,
-            ``ess_tail_median`` (without suffix: the worst); and ``"divergences"`` -> ``{"chain 0": [draws], ...}``.
+            ``ess_tail_median`` (without suffix: the worst); and ``"divergences"`` -> ``{"chain 0": [draws], ...}``,
+            with empty lists where the sampler knows no divergence. Draws mapped from a file are read block by block.
         """
-        table: dict[str, dict[str, Any]] = {site: _diagnose(value) for site, value in self.samples.items()}
-        if "diverging" in self.statistics:
-            table["divergences"] = {
-                f"chain {c}": flags.nonzero().flatten().tolist() for c, flags in enumerate(self.statistics["diverging"])
-            }
+        table: dict[str, dict[str, Any]] = {
+            site: chain_statistics(value).summary() for site, value in self.samples.items()
+        }
+        flags = self.statistics.get("diverging", torch.zeros(self.num_chains, 0))
+        table["divergences"] = {f"chain {c}": row.nonzero().flatten().tolist() for c, row in enumerate(flags)}
         return table
+
+    def check(self) -> Any:
+        """A short battery of checks: are the chains moving, do the samplers' own numbers make sense.
+
+        See :func:`~pyro_symmetric.compare.check`.
+        """
+        from pyro_symmetric.compare.check import check  # a floor above this one
+
+        return check(self)
 
     def summary_table(self) -> str:
         """One line for each site: worst and median R-hat and effective sample sizes; then divergences, acceptance."""
@@ -194,20 +310,32 @@ class Posterior:
         """Print :meth:`summary_table`."""
         print(self.summary_table())
 
-    def to_arviz(self, dims: Mapping[str, list[str]] | None = None, coords: Mapping[str, Any] | None = None) -> Any:
-        """An ArviZ ``DataTree`` with the groups ``posterior`` and, where there are any, ``sample_stats``.
+    def to_arviz(
+        self,
+        dims: Mapping[str, list[str]] | None = None,
+        coords: Mapping[str, Any] | None = None,
+        *,
+        log_likelihood: bool | tuple[Any, ...] = False,
+        posterior_predictive: bool | tuple[Any, ...] = False,
+    ) -> Any:
+        """An ArviZ ``DataTree``: the groups ``posterior`` and, where there are any, ``sample_stats``, and on request
 
-        :param dims: site -> names of its axes; axes that are not named are called ``<site>_dim_<k>``.
+        * ``log_likelihood`` of every row, as ``arviz_stats.loo`` needs it, with ``observed_data``, and
+        * ``posterior_predictive``, draws of the targets.
+
+        >>> tree = posterior.to_arviz(log_likelihood=(model, x, y), posterior_predictive=(model, x))
+
+        The axes of a layer's ``0.weight`` and ``0.bias`` are called ``0.out`` and ``0.in``; other sites' axes
+        ``<site>_dim_<k>``.
+
+        :param dims: site -> names of its axes, where others are wanted; the axis of rows is called ``row``.
         :param coords: name of an axis -> its labels.
+        :param log_likelihood: the model and what it is called with, or ``True`` for what this posterior was drawn from.
+        :param posterior_predictive: likewise; leave targets out (or pass ``y=None``) to predict other inputs.
         """
-        import arviz_base
+        from pyro_symmetric.arviz_export import to_arviz  # which needs the predictions, a floor above this one
 
-        groups = {"posterior": {site: _numpy(value) for site, value in self.samples.items()}}
-        if self.statistics:
-            groups["sample_stats"] = {name: _numpy(value) for name, value in self.statistics.items()}
-        attributes = {"/": {"metadata": json.dumps(self.metadata), "inference_library": "pyro_symmetric"}}
-        # Many short chains are what a vectorised sampler makes; ArviZ's check takes them for swapped axes.
-        return arviz_base.from_dict(groups, dims=dims, coords=coords, check_conventions=False, attrs=attributes)
+        return to_arviz(self, dims, coords, log_likelihood=log_likelihood, posterior_predictive=posterior_predictive)
 
     # the store ------------------------------------------------------------------------------------------------------
 
@@ -227,11 +355,15 @@ class Posterior:
 
     @classmethod
     def load(cls, path: PathLike) -> Posterior:
-        """Read what :meth:`save` wrote, on the CPU. Draws are mapped from the file and read when they are touched.
+        """Read what :meth:`save` wrote, or the folder that ``sample(store=...)`` writes, also while it does.
 
-        :raises OSError: if there is no such file or it can't be read.
+        On the CPU; draws are mapped from the files and read when they are touched.
+
+        :raises OSError: if there is no such file or folder or it can't be read.
         :raises ValueError: if it is truncated, of another kind, or of a newer version of the format.
         """
+        if Path(path).is_dir():
+            return cls(*read_store(path))
         tensors, header = load_tensors(path, KIND, VERSION)
         try:
             samples = {site: tensors[f"samples/{site}"] for site in header["sites"]}
@@ -244,37 +376,5 @@ class Posterior:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _numpy(value: Tensor) -> np.ndarray:
-    value = value.detach().cpu()
-    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-
-
-def _diagnose(draws: Tensor) -> dict[str, float]:
-    """Worst and median of R-hat and effective sample sizes over the weights of one site."""
-    series = np.moveaxis(_numpy(draws.flatten(2) if draws.dim() > 2 else draws[..., None]), -1, 0).astype(np.float64)
-    result = {}
-    for name, method, worst in (("r_hat", "rhat", np.max), ("ess_bulk", "bulk", np.min), ("ess_tail", "tail", np.min)):
-        values = _per_weight(series, method)
-        result[name] = float(worst(values)) if values.size else float("nan")
-        known = values[~np.isnan(values)]
-        result[f"{name}_median"] = float(np.median(known)) if known.size else float("nan")
-    return result
-
-
-def _per_weight(series: np.ndarray, method: str) -> np.ndarray:
-    """R-hat or an effective sample size of every row of ``(weights, chains, draws)``; NaN where it is undefined."""
-    from arviz_stats.base import array_stats
-
-    values = np.full(len(series), np.nan)
-    _, chains, length = series.shape
-    if length < 4 or (method == "rhat" and chains < 2):
-        return values
-    usable = np.isfinite(series).all((1, 2)) & (np.ptp(series, axis=(1, 2)) > 0)
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)
-        if method == "rhat":
-            values[usable] = array_stats.rhat(series[usable]) if usable.any() else []
-        else:
-            options = {"prob": (0.05, 0.95)} if method == "tail" else {}
-            values[usable] = array_stats.ess(series[usable], method=method, **options) if usable.any() else []
-    return values
+def _keeping_axis(index: Any) -> Any:
+    return [index] if isinstance(index, int) else index

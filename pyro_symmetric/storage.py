@@ -3,13 +3,19 @@ pickle."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import socket
+import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -66,17 +72,17 @@ def write_whole(path: PathLike, write: Callable[[str], None], kind: str = "file"
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         os.close(handle)
         write(temporary)
-        _sync(temporary)
+        sync(temporary)
         # A temporary file is private; the finished one gets the permissions that any new file would.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
         temporary = None
-        if os.name == "posix":
-            _sync(path.parent)
+        sync(path.parent)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"the {kind} couldn't be saved to {path}: {error}") from error
+        message = f"the {kind} couldn't be saved to {path}: {error}"
+        raise (OSError(message) if (number := _errno(error)) is None else OSError(number, message)) from error
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
@@ -87,7 +93,123 @@ def write_text(path: PathLike, text: str, kind: str = "file") -> None:
     write_whole(path, lambda to: _write_text(to, text), kind)
 
 
+def raw_bytes(value: Tensor) -> Tensor:
+    """A tensor's values as a flat tensor of bytes on the CPU, of any dtype."""
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one value alone may keep another stride
+
+
+def sync(path: PathLike) -> None:
+    """Wait until a file, or on POSIX a folder's list of files, is on the disk and no longer in memory only."""
+    path = Path(path)
+    if os.name != "posix" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        flush(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush(descriptor: int) -> None:
+    """Wait until what was written to an open file is on the disk."""
+    if sys.platform == "darwin":  # whose fsync leaves it in the drive's own memory
+        import fcntl
+
+        with contextlib.suppress(OSError):  # of file systems that don't know it
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(descriptor)
+
+
+def make_folder(path: PathLike) -> None:
+    """Make a folder, and those above it that are missing, so that a power cut doesn't take them away again."""
+    path = Path(path)
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
+class Lock:
+    """A file that one process at a time can hold; the system frees it when that process ends, however it ends.
+
+    Processes that are forked meanwhile, a pool's workers say, don't share it.
+
+    :param what: what it guards, for the error.
+    :raises BlockingIOError: if another holds it, naming who.
+    :raises OSError: if the folder is missing or can't be written to.
+    """
+
+    def __init__(self, path: PathLike, what: str):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if not _take(descriptor):
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace") if hasattr(os, "pread") else ""
+                raise BlockingIOError(
+                    f"{what} is being written by another run ({holder or 'unknown'}); nothing was done"
+                )
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor: int | None = descriptor
+        _held.add(self)
+
+    def release(self) -> None:
+        """Let others have it."""
+        _held.discard(self)
+        if self._descriptor is not None and os.name != "nt":
+            import fcntl
+
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also where a process was forked just now
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _leave_locks_to_parent() -> None:
+    """In a forked process: it has a descriptor of each lock too, and would keep them after its parent's end."""
+    for lock in list(_held):
+        lock._close()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks_to_parent)
+
+
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _take(descriptor: int) -> bool:
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined, unused-ignore]
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _errno(error: OSError | SafetensorError) -> int | None:
+    """Which error of the system it was; safetensors says it in words only."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else None
 
 
 def _write_text(path: str, text: str) -> None:
@@ -108,14 +230,6 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
         seen.add(value.untyped_storage().data_ptr())
     return result
-
-
-def _sync(path: str | Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _checked_header(path: Path, kind: str, version: int, metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(built):
     sources = {
         path.relative_to(TREE).as_posix()
         for path in (TREE / "pyro_symmetric").rglob("*")
-        if path.suffix in {".py", ".html"} or path.name == "py.typed"
+        if path.suffix in {".py", ".html", ".cpp"} or path.name == "py.typed"
     }
     assert names == sources
     assert "pyro_symmetric/py.typed" in names

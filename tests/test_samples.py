@@ -6,11 +6,16 @@ import resource
 import struct
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import Predictive
 from pyro.infer.mcmc.util import select_samples
 from safetensors.torch import save_file
+from torch import nn
 
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
 
 
@@ -145,6 +150,108 @@ def test_to_arviz_keeps_values_and_names(posterior):
 
 def test_many_short_chains_reach_arviz_without_a_warning():
     assert Posterior({"w": torch.randn(64, 5, 2)}).to_arviz()["posterior"]["w"].shape == (64, 5, 2)
+
+
+def test_log_likelihood_and_predictions_reach_arviz_by_row():
+    model = BayesianModel(nn.Linear(2, 3))
+    x, y = torch.randn(7, 2), torch.randint(3, (7,))
+    posterior = Posterior({name: prior.sample((2, 5)) for name, prior in model.priors().items()})
+    tree = posterior.to_arviz(log_likelihood=(model, x, y), posterior_predictive=(model, x))
+    attached = posterior.attach(model, x, y).to_arviz(log_likelihood=True, posterior_predictive=True)
+    for found in (tree, attached):
+        assert found["log_likelihood"]["y"].dims == ("chain", "draw", "row")
+        expected = model.log_likelihood(posterior.samples, x, y).numpy()
+        np.testing.assert_allclose(found["log_likelihood"]["y"].values, expected, atol=1e-5)
+        assert found["posterior_predictive"]["y"].shape == (2, 5, 7)
+        assert np.array_equal(found["observed_data"]["y"].values, y.numpy())
+    with pytest.raises(ValueError, match="doesn't know"):
+        posterior.to_arviz(log_likelihood=True)
+    with pytest.raises(TypeError, match="log_likelihood is 'y'"):
+        posterior.to_arviz(log_likelihood="y")
+
+
+def test_layers_axes_are_named_in_arviz():
+    shapes = {"0.weight": (5, 2), "0.bias": (5,), "1.weight": (4, 5, 3, 3), "1.bias": (4,), "norm.weight": (4,)}
+    tree = Posterior({site: torch.zeros(2, 4, *shape) for site, shape in shapes.items()}).to_arviz()["posterior"]
+    assert tree["0.weight"].dims[2:] == ("0.out", "0.in")
+    assert tree["0.bias"].dims[2:] == ("0.out",)
+    assert tree["1.weight"].dims[2:] == ("1.out", "1.in", "1.kernel_0", "1.kernel_1")
+    assert tree["norm.weight"].dims[2:] == ("norm.weight_dim_0",)
+
+
+# where it comes from, and parts of it -------------------------------------------------------------------------------
+
+
+def test_an_attached_posterior_has_what_arvizs_from_pyro_reads(posterior):
+    def model(x, scale=1.0):
+        a = pyro.sample("a", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(a, scale), obs=x)
+
+    x = torch.zeros(3)
+    attached = posterior.attach(model, x, scale=2.0)
+    assert attached.kernel.model is model
+    assert (attached._args, attached._kwargs) == ((x,), {"scale": 2.0})
+    # What from_pyro does with them, in its own order.
+    trace = pyro.poutine.trace(attached.kernel.model).get_trace(*attached._args, **attached._kwargs)
+    assert trace.nodes["y"]["is_observed"]
+    grouped = attached.get_samples(group_by_chain=True)
+    assert all(value.shape[:2] == (attached.num_chains, attached.num_samples) for value in grouped.values())
+    divergences = attached.diagnostics()["divergences"]
+    assert sum(map(len, divergences.values())) == int(posterior.statistics["diverging"].sum())
+    log_likelihood = Predictive(model, {"a": attached.get_samples()["a"]}).get_vectorized_trace(x, scale=2.0)
+    assert log_likelihood.nodes["y"]["fn"].log_prob(x).shape[0] == 150
+
+
+def test_arvizs_from_pyro_takes_it(posterior):
+    arviz = pytest.importorskip("arviz", exc_type=(ImportError, AttributeError))
+    if not hasattr(arviz, "from_pyro"):
+        pytest.skip("this ArviZ has no from_pyro")
+    samples = Posterior({"a": posterior.samples["a"]}, posterior.statistics)
+
+    def model():
+        pyro.sample("a", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+
+    data = arviz.from_pyro(samples.attach(model))
+    assert np.array_equal(data.posterior["a"].values, posterior.samples["a"].numpy())
+    assert np.array_equal(data.sample_stats["diverging"].values, posterior.statistics["diverging"].numpy())
+
+
+def test_divergences_are_listed_even_where_none_are_known():
+    assert Posterior({"w": torch.randn(2, 5)}).diagnostics()["divergences"] == {"chain 0": [], "chain 1": []}
+
+
+def test_a_posterior_remembers_a_sampler_or_a_model_through_its_parts(posterior):
+    class Sampler:
+        def __init__(self, model):
+            self.model = model
+
+    sampler, model = Sampler(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
+    assert posterior.attach(sampler).thin(2).kernel is sampler
+    assert posterior.attach(model).select(chains=0).model is model
+    assert not posterior.is_attached
+    with pytest.raises(AttributeError, match=r"posterior\.attach"):
+        posterior.kernel.model  # noqa: B018
+    with pytest.raises(TypeError, match="kernel_or_model is a int"):
+        posterior.attach(3)
+
+
+def test_thinning_keeps_the_last_draw_and_copies_nothing(posterior):
+    thin = posterior.thin(7)
+    assert thin.num_samples == 8
+    assert torch.equal(thin.samples["b"], posterior.samples["b"][:, 0::7][:, :8])
+    assert thin.samples["b"].data_ptr() == posterior.samples["b"].data_ptr()
+    assert torch.equal(posterior.thin(4).statistics["diverging"], posterior.statistics["diverging"][:, 1::4])
+    assert posterior.thin(4).metadata == posterior.metadata
+    with pytest.raises(ValueError, match="every is 0"):
+        posterior.thin(0)
+
+
+def test_chains_and_draws_are_selected_together(posterior):
+    part = posterior.select(chains=[2, 0], draws=slice(40, None))
+    assert torch.equal(part.samples["b"], posterior.samples["b"][[2, 0], 40:])
+    assert torch.equal(part.statistics["diverging"], posterior.statistics["diverging"][[2, 0], 40:])
+    assert posterior.select(chains=1, draws=-1).samples["a"].shape == (1, 1)
 
 
 # the store ----------------------------------------------------------------------------------------------------------

@@ -12,8 +12,14 @@ nats.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from pyro_symmetric.compare._results import table
 
 _CHUNK_ENTRIES = 2**22
 
@@ -80,6 +86,97 @@ def pairwise_mutual_information(probabilities: Tensor, *, chunk: int | None = No
         result[first:last, first:] -= (own[first:last, None] + own[first:]) / 2
     upper = (result / inputs).triu(1).clamp(min=0)
     return upper + upper.T
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionalCollapse:
+    """How alike the members of an ensemble are as functions; see :func:`functional_collapse`.
+
+    :param within: mutual information of every pair of members on inputs from the distribution, ``(S, S)`` in nats.
+    :param outside: the same on inputs from elsewhere, ``(S, S)``.
+    :param correlation: Pearson's correlation of the two over pairs; NaN where one of them is constant.
+    :param rank_correlation: Spearman's.
+    """
+
+    within: Tensor
+    outside: Tensor
+    correlation: float
+    rank_correlation: float
+
+    def below(self, threshold: float) -> tuple[float, float]:
+        """The share of pairs with less mutual information than ``threshold`` nats: within, outside."""
+        within, outside = (_pairs(values) for values in (self.within, self.outside))
+        return float((within < threshold).double().mean()), float((outside < threshold).double().mean())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON: summaries over pairs."""
+        result: dict[str, Any] = {}
+        for name, values in (("within", _pairs(self.within)), ("outside", _pairs(self.outside))):
+            result[name] = {
+                "mean": float(values.mean()),
+                "median": float(values.median()),
+                "minimum": float(values.min()),
+                "maximum": float(values.max()),
+            }
+        return result | {
+            "members": len(self.within),
+            "correlation": _or_none(self.correlation),
+            "rank_correlation": _or_none(self.rank_correlation),
+        }
+
+    def __repr__(self) -> str:
+        rows: list[tuple[str, ...]] = [("inputs", "mean", "median", "minimum", "maximum")]
+        summary = self.to_dict()
+        rows += [(name, *(f"{v:.3g}" for v in summary[name].values())) for name in ("within", "outside")]
+        head = f"Pairwise mutual information of {len(self.within):,} members in nats (collapsed at 0, log 2 at most)"
+        return f"{head}\n{table(rows)}\n  correlation {self.correlation:.3f}, of ranks {self.rank_correlation:.3f}"
+
+
+def functional_collapse(
+    probabilities: Tensor, ood_probabilities: Tensor, *, chunk: int | None = None
+) -> FunctionalCollapse:
+    """Whether members that agree on the data disagree elsewhere: pairwise mutual information in and out of
+    distribution, and its correlation over pairs (Laurent et al. 2024, figures 3 and 15).
+
+    :param probabilities: predictions for inputs from the distribution, ``(S, N, C)``.
+    :param ood_probabilities: the same members' for inputs from elsewhere, ``(S, M, C)``.
+    :param chunk: see :func:`pairwise_mutual_information`.
+    :raises ValueError: with fewer than 3 members, or if the members differ in number.
+    """
+    within = pairwise_mutual_information(probabilities, chunk=chunk)
+    outside = pairwise_mutual_information(ood_probabilities, chunk=chunk).to(within.device)
+    if len(within) != len(outside) or len(within) < 3:
+        raise ValueError(
+            f"probabilities holds {len(within)} members and ood_probabilities {len(outside)}; both must be predictions "
+            "of the same members, at least 3"
+        )
+    x, y = _pairs(within), _pairs(outside)
+    return FunctionalCollapse(within, outside, _correlation(x, y), _correlation(_ranks(x), _ranks(y)))
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _pairs(matrix: Tensor) -> Tensor:
+    first, second = torch.triu_indices(len(matrix), len(matrix), 1, device=matrix.device)
+    return matrix[first, second]
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    x, y = x - x.mean(), y - y.mean()
+    scale = float(x.norm() * y.norm())
+    return float(x @ y) / scale if scale > 0 else math.nan
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Ranks, those of ties averaged."""
+    _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts - 1) / 2)[inverse]
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _entropy(p: Tensor) -> Tensor:

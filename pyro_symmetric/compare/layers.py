@@ -12,9 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
+from pyro_symmetric.symmetry.finite import FiniteGroup
+from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.symmetry.rescaling import SignGroup
 from pyro_symmetric.symmetry.weights import Shapes, batch_shape, require_sites
 
 Layers = Mapping[str, Sequence[str]]
+AnySymmetry = Symmetry | PermutationGroup | SignGroup | FiniteGroup
 
 
 def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str, tuple[str, ...]]:
@@ -46,6 +51,7 @@ class PairedSamples:
     :param weights_q: the same sites; the number of samples may differ.
     :param layers: layer -> its sites; sites that are not named are left out. Default: all, see :func:`group_sites`.
     :param site_shapes: the sites' shapes without batch dimensions. Default: everything after the first dimension.
+    :param symmetry: both sides are brought to their canonical forms under it; ``None`` takes them as they come.
     :param minimum: the smallest number of samples allowed on each side.
     :raises ValueError: if sites, shapes, dtypes or devices don't fit, or samples are missing.
     """
@@ -56,6 +62,7 @@ class PairedSamples:
         weights_q: Mapping[str, Tensor],
         layers: Layers | None = None,
         site_shapes: Shapes | None = None,
+        symmetry: AnySymmetry | None = None,
         *,
         minimum: int = 1,
     ):
@@ -71,6 +78,8 @@ class PairedSamples:
             raise ValueError("weights_p and weights_q are empty; there is nothing to compare")
         require_sites(weights_q, self.sites, "weights_q")
         self.shapes = self._shapes(weights_p, weights_q, site_shapes)
+        if symmetry is not None:
+            weights_p, weights_q = canonicalize(weights_p, symmetry), canonicalize(weights_q, symmetry)
         self.weights = (weights_p, weights_q)
         self.num_samples = (
             _num_samples(weights_p, self.shapes, "weights_p", minimum),

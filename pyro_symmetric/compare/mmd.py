@@ -18,21 +18,19 @@ on average even where
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_symmetric.compare._pairs import Pairs
 from pyro_symmetric.compare._results import layer_table
-from pyro_symmetric.compare.layers import Layers, PairedSamples
-from pyro_symmetric.symmetry.weights import Shapes, require_finite
+from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples
+from pyro_symmetric.symmetry.weights import Shapes
 
 NUM_BANDWIDTHS = 10
-_CHUNK = 1024  # weights taken at a time: short rows stay in the cache, which pairwise distances need
-_BLOCK_ROWS = 256  # rows of distances taken at a time: small blocks leave most of the lower triangle out
-_BLOCK_ENTRIES = 2**22  # entries of such a block at most: 32 MiB in float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +114,17 @@ class MMDResult:
         """Signed root of :attr:`maximum`."""
         return _signed_root(self.maximum)
 
+    def kernels(self, layers: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Layer -> the bandwidths of its Gaussian and of its Laplace kernels, to be used again.
+
+        :raises ValueError: if ``layers`` are not those of this result.
+        """
+        if set(layers) != set(self.per_layer):
+            raise ValueError(
+                f"bandwidths has the layers {sorted(self.per_layer)}, but the weights have {sorted(layers)}"
+            )
+        return {name: (layer.gaussian_bandwidths, layer.laplace_bandwidths) for name, layer in self.per_layer.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
         return {
@@ -141,6 +150,7 @@ def mmd(
     *,
     layers: Layers | None = None,
     site_shapes: Shapes | None = None,
+    symmetry: AnySymmetry | None = None,
     bandwidths: MMDResult | None = None,
     chunk: int | None = None,
 ) -> MMDResult:
@@ -151,8 +161,9 @@ def mmd(
     True
 
     Time grows with samples² times weights (the city-block distances of the Laplace kernels take most of it), memory
-    beyond the inputs with samples² alone: ``4 (m + n)²`` bytes and the temporaries of one chunk. Distances are summed
-    over chunks in float64. Weights are read in slices, so memory-mapped tensors need not fit into memory.
+    beyond the inputs with samples² alone: ``8 (m + n)²`` bytes and the temporaries of one chunk. Distances are summed
+    over chunks in float64. Weights are read in slices, so memory-mapped tensors (``Posterior.load``) need not fit into
+    memory; a symmetry that is removed needs them there.
 
     :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given;
         batch dimensions are flattened.
@@ -160,26 +171,31 @@ def mmd(
         estimate unbiased only up to their autocorrelation.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer.
     :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
+    :param symmetry: remove it first: both sides are brought to their canonical forms, by the default rules of
+        :func:`~pyro_symmetric.symmetry.canonicalize`. For other rules canonicalize the weights yourself.
     :param bandwidths: an earlier result whose bandwidths are used again, so that several comparisons use the same
         kernels. Default: a grid chosen for these samples by :func:`bandwidth_grid`.
-    :param chunk: how many weights are taken at a time, 1024 by default.
+    :param chunk: how many weights are taken at a time; by default as many as stay in the cache.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, or a weight isn't finite.
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it counts weights and must be at least 1")
-    samples = PairedSamples(weights_p, weights_q, layers, site_shapes, minimum=2)
-    grids = {} if bandwidths is None else bandwidths.per_layer
-    if bandwidths is not None and set(grids) != set(samples.layers):
-        raise ValueError(f"bandwidths has the layers {sorted(grids)}, but the weights have {sorted(samples.layers)}")
-    per_layer = {layer: _layer_mmd(samples, layer, grids.get(layer), chunk or _CHUNK) for layer in samples.layers}
+    samples = PairedSamples(weights_p, weights_q, layers, site_shapes, symmetry, minimum=2)
+    grids = {} if bandwidths is None else bandwidths.kernels(samples.layers)
+    per_layer = {layer: _layer_mmd(samples, layer, grids.get(layer), chunk) for layer in samples.layers}
+    return MMDResult(*over_layers(per_layer), per_layer, samples.num_samples)
+
+
+def over_layers(per_layer: Mapping[str, LayerMMD]) -> tuple[float, float, float]:
+    """Median, mean and maximum over kernels, each averaged over layers by their number of weights."""
     total = sum(layer.num_weights for layer in per_layer.values())
     if total == 0:
         raise ValueError("the sites hold no weights; there is nothing to compare")
 
-    def over_layers(statistic: str) -> float:
+    def averaged(statistic: str) -> float:
         return sum(layer.num_weights / total * getattr(layer, statistic) for layer in per_layer.values())
 
-    return MMDResult(over_layers("median"), over_layers("mean"), over_layers("maximum"), per_layer, samples.num_samples)
+    return averaged("median"), averaged("mean"), averaged("maximum")
 
 
 def bandwidth_grid(cross_distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS) -> Tensor:
@@ -213,88 +229,13 @@ def _signed_root(value: float) -> float:
     return math.copysign(math.sqrt(abs(value)), value)
 
 
-def _layer_mmd(samples: PairedSamples, layer: str, given: LayerMMD | None, chunk: int) -> LayerMMD:
-    pairs = _Pairs(*samples.num_samples)
+def _layer_mmd(samples: PairedSamples, layer: str, given: tuple[Tensor, Tensor] | None, chunk: int | None) -> LayerMMD:
+    pairs = Pairs(*samples.num_samples)
     values, grids = [], []
-    for norm in (2, 1):  # one after the other, so that only one set of distances is held
+    for i, norm in enumerate((2, 1)):  # one after the other, so that only one set of distances is held
         distances = pairs.distances(samples, layer, norm, chunk)
-        if given is None:
-            bandwidths = bandwidth_grid(pairs.cross(distances))
-        else:
-            bandwidths = (given.gaussian_bandwidths if norm == 2 else given.laplace_bandwidths).to(distances.device)
+        bandwidths = bandwidth_grid(pairs.cross(distances)) if given is None else given[i].to(distances.device)
         values.append(pairs.discrepancies(distances, bandwidths, norm).cpu())
         grids.append(bandwidths.cpu())
         del distances
     return LayerMMD(samples.layers[layer], samples.num_weights(layer), *values, *grids)
-
-
-class _Pairs:
-    """All unordered pairs of the pooled sample, in the order of :func:`torch.pdist`, by blocks of rows."""
-
-    def __init__(self, m: int, n: int):
-        self.m, self.n, self.total = m, n, m + n
-
-    def blocks(self, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Blocks of rows: the rows, the pairs that start there, and which entries of ``rows x columns`` are those pairs
-        (the columns begin at the block's first row)."""
-        step = max(1, min(_BLOCK_ROWS, _BLOCK_ENTRIES // self.total))
-        first = 0
-        for start in range(0, self.total, step):
-            stop = min(start + step, self.total)
-            rows = torch.arange(start, stop, device=device)
-            upper = torch.arange(start, self.total, device=device) > rows[:, None]
-            last = first + sum(self.total - 1 - row for row in range(start, stop))
-            yield slice(start, stop), slice(first, last), upper
-            first = last
-
-    def distances(self, samples: PairedSamples, layer: str, norm: int, chunk: int) -> Tensor:
-        """Distances of all pairs, ``((m + n)(m + n - 1) / 2,)`` in float64, summed over chunks of weights."""
-        result: Tensor | None = None
-        for p, q in samples.columns(layer, chunk):
-            pooled = torch.cat([p, q])
-            if result is None:
-                result = torch.zeros(self.total * (self.total - 1) // 2, dtype=torch.float64, device=pooled.device)
-            if norm == 1:
-                result += torch.pdist(pooled, p=1.0)
-            else:
-                self._add_squared_euclidean(result, pooled.double())
-        if result is None:
-            raise ValueError(f"layer {layer!r} holds no weights; leave it out")
-        if not bool(result.isfinite().all()):
-            for name, weights in zip(("weights_p", "weights_q"), samples.weights, strict=True):
-                require_finite({site: weights[site] for site in samples.layers[layer]}, name)
-            raise ValueError(f"the distances between samples of layer {layer!r} overflow; its weights are too large")
-        return result.sqrt_() if norm == 2 else result
-
-    def _add_squared_euclidean(self, result: Tensor, pooled: Tensor) -> None:
-        # |x - y|² = |x|² + |y|² - 2 xy: one matrix product. Centring keeps the cancellation harmless in float64.
-        pooled = pooled - pooled.mean(0)
-        norms = pooled.square().sum(1)
-        for rows, entries, upper in self.blocks(pooled.device):
-            block = norms[rows, None] + norms[rows.start :] - 2 * pooled[rows] @ pooled[rows.start :].T
-            result[entries] += block.clamp_(min=0)[upper]
-
-    def coefficients(self, rows: slice, upper: Tensor, device: torch.device) -> Tensor:
-        """What each pair counts in the unbiased estimate, for the pairs of one block."""
-        is_q = torch.arange(self.total, device=device) >= self.m
-        left, right = is_q[rows, None], is_q[None, rows.start :]
-        within = torch.where(left, 2 / (self.n * (self.n - 1)), 2 / (self.m * (self.m - 1)))
-        table = torch.where(left == right, within.double(), -2 / (self.m * self.n))
-        return table[upper]
-
-    def cross(self, distances: Tensor) -> Tensor:
-        """The ``m n`` distances between a sample of p and one of q."""
-        parts = []
-        for rows, entries, upper in self.blocks(distances.device):
-            if rows.start < self.m:
-                parts.append(distances[entries][self.coefficients(rows, upper, distances.device) < 0])
-        return torch.cat(parts)
-
-    def discrepancies(self, distances: Tensor, bandwidths: Tensor, norm: int) -> Tensor:
-        """The unbiased estimate for each bandwidth."""
-        result = torch.zeros_like(bandwidths)
-        for rows, entries, upper in self.blocks(distances.device):
-            weight = self.coefficients(rows, upper, distances.device)
-            for k, bandwidth in enumerate(bandwidths):
-                result[k] += (-((distances[entries] / bandwidth) ** norm)).exp_() @ weight
-        return result

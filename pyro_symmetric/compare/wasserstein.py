@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.compare._results import layer_table
-from pyro_symmetric.compare.layers import Layers, PairedSamples
+from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples
 from pyro_symmetric.symmetry.weights import Shapes, require_finite
 
 _CHUNK_ENTRIES = 2**23
@@ -99,6 +99,7 @@ def marginal_wasserstein(
     *,
     layers: Layers | None = None,
     site_shapes: Shapes | None = None,
+    symmetry: AnySymmetry | None = None,
     chunk: int | None = None,
 ) -> WassersteinResult:
     """One-dimensional Wasserstein distance between the marginals of every weight.
@@ -110,6 +111,8 @@ def marginal_wasserstein(
     :param p: order of the distance, at least 1; ``math.inf`` gives the largest difference of quantiles.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer.
     :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
+    :param symmetry: remove it first: both sides are brought to their canonical forms, by the default rules of
+        :func:`~pyro_symmetric.symmetry.canonicalize`.
     :param chunk: how many weights are sorted at a time. Default: so many that a temporary holds about 2²³ values.
     :raises ValueError: if the sites or shapes don't fit, ``p`` is under 1, or a weight isn't finite.
     """
@@ -117,13 +120,13 @@ def marginal_wasserstein(
         raise ValueError(f"p is {p}; the order of a Wasserstein distance is at least 1")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it counts weights and must be at least 1")
-    samples = PairedSamples(weights_p, weights_q, layers, site_shapes)
+    samples = PairedSamples(weights_p, weights_q, layers, site_shapes, symmetry)
     step = chunk or max(1, _CHUNK_ENTRIES // sum(samples.num_samples))
     per_weight: dict[str, Tensor] = {}
     for layer, sites in samples.layers.items():
         for site in sites:
-            require_finite({site: weights_p[site]}, "weights_p")
-            require_finite({site: weights_q[site]}, "weights_q")
+            for name, weights in zip(("weights_p", "weights_q"), samples.weights, strict=True):
+                require_finite({site: weights[site]}, name)
         flat = torch.cat([_distance(x, y, p) for x, y in samples.columns(layer, step)] or [torch.zeros(0)])
         pieces = flat.split([samples.shapes[site].numel() for site in sites])
         per_weight |= {site: v.reshape(samples.shapes[site]) for site, v in zip(sites, pieces, strict=True)}
@@ -140,6 +143,12 @@ def marginal_wasserstein(
 
 def _distance(x: Tensor, y: Tensor, p: float) -> Tensor:
     """Distances ``(D,)`` between the columns of samples ``(m, D)`` and ``(n, D)``."""
+    cost = transport_cost(x, y, p)
+    return cost if math.isinf(p) else cost ** (1 / p)
+
+
+def transport_cost(x: Tensor, y: Tensor, p: float) -> Tensor:
+    r""":math:`W_p^p` between the columns of samples ``(m, D)`` and ``(n, D)``, ``(D,)``; :math:`W_\infty` itself."""
     x, y = x.sort(0).values.double(), y.sort(0).values.double()
     m, n = len(x), len(y)
     # Both quantile functions are constant between the merged steps i/m and j/n; as integers, in units of 1/mn, no two
@@ -150,7 +159,7 @@ def _distance(x: Tensor, y: Tensor, p: float) -> Tensor:
     gaps = (x[(ends - 1) // n] - y[(ends - 1) // m]).abs()
     if math.isinf(p):
         return gaps.amax(0)
-    return (widths @ gaps**p) ** (1 / p)
+    return widths @ gaps**p
 
 
 def _summary(values: Tensor) -> tuple[float, float, float]:

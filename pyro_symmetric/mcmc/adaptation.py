@@ -1,7 +1,7 @@
-r"""What warm-up learns: a step size by dual averaging, a diagonal mass matrix from pooled variances, and when.
+r"""How warm-up learns a step size, by dual averaging, and when it renews the mass matrix.
 
-Dual averaging (Hoffman & Gelman 2014, section 3.2, eq. 6) is fed the chains' mean acceptance. The windows are Stan's: a
-fast start, windows of doubling length at whose ends the mass matrix is renewed, and a fast end.
+Dual averaging (Hoffman & Gelman 2014, section 3.2, eq. 6) is fed the chains' pooled acceptance. The windows are Stan's:
+a fast start, windows of doubling length at whose ends the mass matrix is renewed, and a fast end.
 
 All quantities are tensors, so nothing here waits for a device.
 """
@@ -57,43 +57,6 @@ class DualAveraging:
             error=error,
             count=count,
         )
-
-
-@dataclass(frozen=True, eq=False)
-class PooledVariance:
-    """Running variance of every coordinate *within* chains, pooled over the chains (Welford 1962).
-
-    Chains of a network usually sit in different modes; the distance between modes says nothing about how far one
-    trajectory may go, so each chain deviates from its own mean.
-
-    :param mean: each chain's mean, ``(C, D)``.
-    :param squares: sum of squared deviations over chains and draws, ``(D,)``.
-    :param count: draws of each chain so far.
-    """
-
-    mean: Tensor
-    squares: Tensor
-    count: int = 0
-
-    @classmethod
-    def start(cls, z: Tensor) -> PooledVariance:
-        """Nothing seen yet, for chains ``(C, D)``."""
-        return cls(torch.zeros_like(z), z.new_zeros(z.shape[-1]))
-
-    def update(self, z: Tensor) -> PooledVariance:
-        """Take in one draw of every chain, ``(C, D)``."""
-        count = self.count + 1
-        delta = z - self.mean
-        mean = self.mean + delta / count
-        return PooledVariance(mean, self.squares + (delta * (z - mean)).sum(0), count)
-
-    def variance(self) -> Tensor:
-        """The variances ``(D,)``, shrunk towards a small constant as Stan shrinks them: as if by five draws."""
-        degrees = len(self.mean) * (self.count - 1)
-        if degrees < 1:
-            return torch.ones_like(self.squares)
-        share = degrees / (degrees + 5.0)
-        return share * self.squares / degrees + 1e-3 * (1 - share)
 
 
 def window_ends(num_warmup: int, first: int = 75, last: int = 50, base: int = 25) -> tuple[int, tuple[int, ...]]:

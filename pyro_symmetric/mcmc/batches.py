@@ -23,29 +23,37 @@ class Batches:
     assumes.
 
     :param row_counts: name -> (rows there are, rows in a batch), as ``Potential.row_counts``.
-    :param orders: name -> rows in this pass's order, ``(C, N)``.
+    :param device: where the rows' numbers are wanted.
+    :param orders: name -> rows in this pass's order, int32 ``(C, N)``.
     :param positions: name -> where in the pass the next batch begins.
     """
 
     row_counts: Mapping[str, tuple[int, int]]
     num_chains: int
-    device: torch.device
+    device: str | torch.device
     replacement: bool = False
     orders: Mapping[str, Tensor] = field(default_factory=dict)
     positions: Mapping[str, int] = field(default_factory=dict)
 
     def next(self) -> tuple[dict[str, Tensor] | None, Batches]:
         """The next batch, name -> LongTensor ``(C, B)`` (``None`` if all data are used), and the stream after it."""
-        if not self.row_counts:
-            return None, self
-        if self.replacement:
-            shapes = {name: (total, (self.num_chains, size)) for name, (total, size) in self.row_counts.items()}
-            return {name: torch.randint(n, shape, device=self.device) for name, (n, shape) in shapes.items()}, self
+        if not self.row_counts or self.replacement:
+            return independent_rows(self.row_counts, self.num_chains, self.device), self
         orders, positions, rows = dict(self.orders), dict(self.positions), {}
         for name, (total, size) in self.row_counts.items():
             if name not in orders or positions[name] + size > total:
-                orders[name] = torch.rand(self.num_chains, total, device=self.device).argsort(-1)
+                shuffled = torch.rand(self.num_chains, total, device=self.device).argsort(-1)
+                orders[name] = shuffled.int()  # the largest part of a stochastic-gradient sampler's state
                 positions[name] = 0
-            rows[name] = orders[name][:, positions[name] : positions[name] + size]
+            rows[name] = orders[name][:, positions[name] : positions[name] + size].long()
             positions[name] += size
         return rows, replace(self, orders=orders, positions=positions)
+
+
+def independent_rows(
+    row_counts: Mapping[str, tuple[int, int]], num_chains: int, device: str | torch.device
+) -> dict[str, Tensor] | None:
+    """A batch drawn with replacement, name -> LongTensor ``(C, B)``; ``None`` if all data are used."""
+    return {
+        name: torch.randint(total, (num_chains, size), device=device) for name, (total, size) in row_counts.items()
+    } or None

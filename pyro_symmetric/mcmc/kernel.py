@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -23,11 +24,12 @@ class State:
     """All chains at one iteration; C chains, D unconstrained coordinates.
 
     :param z: positions ``(C, D)``.
-    :param momentum: momenta ``(C, D)``.
+    :param momentum: momenta ``(C, D)``, of kernels that keep them; others draw them anew and leave zeros.
     :param potential: potential energy at ``z``, ``(C,)``; of stochastic-gradient kernels a mini-batch's estimate.
     :param gradient: its gradient ``(C, D)``.
-    :param tuning: what warm-up learns, in a frozen dataclass of tensors and numbers that belongs to the kernel; its
-        ``step_size`` is a tensor ``()``.
+    :param tuning: what warm-up learns, in a frozen dataclass that belongs to the kernel; its ``step_size`` is a tensor
+        ``()``. Its fields are tensors, numbers, texts, ``None``, tuples and dictionaries of these, or frozen
+        dataclasses of :mod:`pyro_symmetric.mcmc` again, so that a run can be written to disk and taken up exactly.
     :param statistics: name -> ``(C,)``, of this iteration, named as ArviZ names sample statistics.
     """
 
@@ -64,14 +66,23 @@ class Kernel(ABC):
         return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
-        return f"{type(self).__name__}({type(self.model).__name__}, {settings})"
+        """The model's name and the settings that aren't the defaults."""
+        defaults = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
+        parts = [getattr(self.model, "__name__", type(self.model).__name__)]
+        parts += [f"{name}={value!r}" for name, value in self.settings().items() if value != defaults[name]]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 def require_positive(name: str, value: float | None) -> None:
     """:raises ValueError: unless ``value`` is ``None`` or positive."""
     if value is not None and not 0 < value < float("inf"):
         raise ValueError(f"{name} is {value}; it must be positive and finite")
+
+
+def require_count(name: str, value: int | None) -> None:
+    """:raises ValueError: unless ``value`` is ``None`` or a positive whole number."""
+    if value is not None and not (isinstance(value, Integral) and value >= 1):
+        raise ValueError(f"{name} is {value}; it must be a positive whole number")
 
 
 def require_fraction(name: str, value: float) -> None:

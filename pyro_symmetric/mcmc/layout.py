@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Transform, biject_to
+from torch.distributions import Distribution, Transform, biject_to, constraints
 from torch.distributions.transforms import ComposeTransform, IndependentTransform
 
 from pyro_symmetric.symmetry.weights import Weights, batch_shape, flatten, require_sites, unflatten
@@ -86,7 +86,9 @@ def _transform(site: str, fn: Distribution) -> Transform:
     try:
         support: Any = fn.support
         if not support.is_discrete:
-            return biject_to(support)
+            # A mixture's support is that of its components, wrapped in a constraint without a transform.
+            mixed = isinstance(support, constraints.MixtureSameFamilyConstraint)
+            return biject_to(support.base_constraint if mixed else support)
     except NotImplementedError as error:
         raise ValueError(
             f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it is data, pass its "

@@ -8,24 +8,35 @@ over chains (its enumeration handler reads ``tensor.data``), so this one traces 
 ``log_joint``.
 
 Chains are independent, so one backward pass through the sum of their energies gives every chain's gradient.
+Feed-forward networks do without autograd (:mod:`~pyro_symmetric.mcmc.network`), and any model can be compiled
+(:mod:`~pyro_symmetric.mcmc.compiled`). :attr:`Potential.route` says which way was taken, ``chain_chunk`` in what
+portions. Both are settled when the potential is made, by rules and not by timing, so that every run rounds alike.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from pyro_symmetric.mcmc.compiled import Compiled, CompileFailed
 from pyro_symmetric.mcmc.layout import Layout
+from pyro_symmetric.mcmc.network import NetworkEnergy, Probe, network_energy
 from pyro_symmetric.mcmc.targets import NetworkTarget, Rows, Target, TracedTarget
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry.weights import Weights, batch_shape
 
 INITIALISATIONS = ("prior", "uniform")
+CACHE_BYTES = 2**22  # that the largest intermediate result of a chunk of chains should fit into, on a CPU
+COMPILED_CHAINS = 64  # at most, by default: a program pads to its number of chains
 
 
 def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[Weights], Tensor]:
@@ -62,7 +73,12 @@ class Potential:
     :param args: what the model is called with, data included.
     :param device: where to compute; by default where the model's sites are. A module is copied there, never moved.
     :param dtype: of the chains; by default that of the model's sites. Floating-point arguments are converted.
-    :param chain_chunk: how many chains to evaluate at once; ``None`` for all. On a CPU 16 to 32 are often fastest.
+    :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep the largest intermediate
+        result in the cache, on other devices all.
+    :param compile: ``None``: a ``BayesianModel`` of a feed-forward network runs code that the machine's C++ compiler
+        builds once, in a few seconds, and that is kept; everything else runs as it is. ``True``: any other model goes
+        through ``torch.compile``, which takes tens of seconds in every process, so it pays in long runs only. Where
+        that fails, a warning says so and the potential runs uncompiled. ``False``: nothing is compiled.
     :param batch_size: rows of each mini-batch, for stochastic-gradient samplers; see :meth:`value_and_grad`. Every
         tensor argument as long as the first one is data. ``None``: all data, or what the model's plates with
         ``subsample_size`` draw.
@@ -77,6 +93,7 @@ class Potential:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         chain_chunk: int | None = None,
+        compile: bool | None = None,
         batch_size: int | None = None,
         subsampled: bool = False,
         **kwargs: Any,
@@ -89,7 +106,7 @@ class Potential:
             raise ValueError(f"dtype is {dtype}; chains need a floating-point dtype")
         _refuse_training_batch_norm(model)
         model, args, kwargs = _placed(model, args, kwargs, device, dtype)
-        self.chain_chunk = chain_chunk
+        self.chain_chunk: int | None = chain_chunk  # as resolved below; None for all chains at once
         self.target: Target = _target(model, args, kwargs, batch_size, device, dtype)
         if not subsampled and self.target.row_counts:
             raise ValueError(
@@ -102,7 +119,10 @@ class Potential:
         floats = [value for value in like.values() if value.is_floating_point()]
         self.device = torch.device(device) if device is not None else floats[0].device
         self.dtype = dtype or _promoted(floats)
-        self._probe()
+        self._network: NetworkEnergy | None = None
+        self._compiled: Compiled | None = None
+        self.route_reason = ""  # why no faster route was taken, in words
+        self._choose_route(*self._probe(), compile)
 
     @property
     def dim(self) -> int:
@@ -120,7 +140,20 @@ class Potential:
         return self.target.num_rows
 
     def __repr__(self) -> str:
-        return f"Potential({self.target}, dim={self.dim}, device={self.device}, dtype={self.dtype})"
+        route = f"{self.route!r} ({self.route_reason})" if self.route_reason else repr(self.route)
+        return (
+            f"Potential({self.target}, dim={self.dim}, device={self.device}, dtype={self.dtype}, route={route}, "
+            f"chain_chunk={self.chain_chunk})"
+        )
+
+    @property
+    def route(self) -> str:
+        """How energies are computed: ``"native"`` (compiled code for feed-forward networks), ``"batched"`` (PyTorch's
+        batched products), ``"compiled"`` (``torch.compile``) or ``"vmap"``. They round differently. Where a faster one
+        was given up, ``route_reason`` says why."""
+        if self._network is not None:
+            return self._network.engine
+        return "compiled" if self._compiled is not None else "vmap"
 
     # energy ---------------------------------------------------------------------------------------------------------
 
@@ -137,21 +170,37 @@ class Potential:
         :param rows: mini-batches, for each name in :attr:`row_counts` a LongTensor ``(C, B)``: each chain its own rows.
             The energy is then the unbiased estimate that counts each row ``N / B`` times.
         """
+        if self._network is not None and self.route == "native" and self._network.serves(z, rows):
+            return self._network.value_and_grad(z, rows)  # which goes chain by chain anyhow
         energies, gradients = [], []
-        with pyro.validation_enabled(False), torch.enable_grad():
-            for part, batch in self._chunks(z, rows):
-                energy, gradient = self._value_and_grad(part, batch)
-                energies.append(energy)
-                gradients.append(gradient)
+        for part, batch in self._chunks(z, rows):
+            energy, gradient = self._by_route(part, batch)
+            energies.append(energy)
+            gradients.append(gradient)
         if len(energies) == 1:
             return energies[0], gradients[0]
         return torch.cat(energies), torch.cat(gradients)
 
+    def _by_route(self, z: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
+        if self._network is not None and self._network.serves(z, rows):
+            return self._network.value_and_grad(z, rows)
+        if self._compiled is not None and len(z) <= self._compiled.chunk:
+            try:
+                return self._compiled(z, rows)
+            except torch.linalg.LinAlgError:
+                pass  # below, chain by chain
+            except CompileFailed as error:
+                self._compiled, self.route_reason = None, "torch.compile failed"
+                warnings.warn(
+                    f"compile=True, but torch.compile failed; the potential runs uncompiled ({error})",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+        return self._value_and_grad(z, rows)
+
     def _value_and_grad(self, z: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
-        leaf = z.detach().requires_grad_()
         try:
-            energy = self._energy(leaf, rows)
-            return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
+            return self._evaluate(z, rows)
         except torch.linalg.LinAlgError:
             # One chain with a singular matrix mustn't stop the others: halve until it is alone, outside of the support.
             if len(z) == 1:
@@ -159,6 +208,12 @@ class Potential:
             halves = [slice(0, len(z) // 2), slice(len(z) // 2, None)]
             parts = [self._value_and_grad(z[s], _cut(rows, s)) for s in halves]
             return torch.cat([energy for energy, _ in parts]), torch.cat([gradient for _, gradient in parts])
+
+    def _evaluate(self, z: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
+        with pyro.validation_enabled(False), torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            energy = self._energy(leaf, rows)
+            return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
 
     def _energy(self, z: Tensor, rows: Rows | None) -> Tensor:
         weights, log_det = self.layout.constrain_with_log_det(z)
@@ -171,14 +226,27 @@ class Potential:
         cut = [slice(start, start + self.chain_chunk) for start in starts]
         return [(z[s], _cut(rows, s)) for s in cut]
 
-    def _probe(self) -> None:
+    def _choose_route(self, probe: Probe, largest: int, compile: bool | None) -> None:
+        """:param largest: size of the largest intermediate result, in bytes for each chain."""
+        if isinstance(self.target, NetworkTarget):
+            self._network, self.route_reason = network_energy(self.target, self.layout, probe, compile is not False)
+        compiled = compile is True and self.route != "native"
+        if self.chain_chunk is None and (self.device.type == "cpu" or compiled):
+            fits = 2 ** int(math.log2(max(1, CACHE_BYTES // max(1, largest))))
+            self.chain_chunk = min(fits, COMPILED_CHAINS) if compiled else fits
+        if compiled:
+            self._network, self._compiled = None, Compiled(self._evaluate, self.chain_chunk or COMPILED_CHAINS)
+
+    def _probe(self) -> tuple[Probe, int]:
         """Evaluate once, so that a model that can't be mapped over chains is reported here and in words."""
         z = self.layout.unconstrain(self._cast(self.target.prior_weights(2)))
         rows = {
             name: torch.arange(size, device=self.device).expand(2, size) for name, (_, size) in self.row_counts.items()
         }
+        largest = _Largest()
         try:
-            self.value_and_grad(z, rows or None)
+            with largest:
+                energy, gradient = self._value_and_grad(z, rows or None)
         except NotImplementedError as error:
             raise ValueError(f"a site's transform lacks a log-determinant, so it can't be sampled: {error}") from error
         except RuntimeError as error:
@@ -189,6 +257,7 @@ class Potential:
                 "batch normalisation in train mode (call .eval()), random numbers drawn outside of pyro.sample, "
                 f"Python control flow or .item() on a sampled value, in-place changes. PyTorch says: {error}"
             ) from error
+        return Probe(z, rows or None, energy, gradient), largest.bytes // len(z)
 
     # places ---------------------------------------------------------------------------------------------------------
 
@@ -263,6 +332,19 @@ class Potential:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that is computed."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if all(value.alias_info is None for value in func._schema.returns):  # views cost nothing
+            sizes = (leaf.numel() * leaf.element_size() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            self.bytes = max(self.bytes, *sizes, 0)
+        return result
 
 
 def _cut(rows: Rows | None, chains: slice) -> Rows | None:

@@ -1,23 +1,21 @@
-"""Drive a kernel: start the chains, warm them up, collect draws."""
+"""Sample: the one call that runs a kernel's chains, in memory or to disk, here or on many machines."""
 
 from __future__ import annotations
 
-import contextlib
-import time
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
-from pyro_symmetric.mcmc.kernel import Kernel, State
-from pyro_symmetric.mcmc.potential import Potential
+from pyro_symmetric.mcmc.executors import run_tasks
+from pyro_symmetric.mcmc.job import Job, run_job
+from pyro_symmetric.mcmc.kernel import Kernel
+from pyro_symmetric.mcmc.starts import Initial
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.storage import PathLike
 
-TRACE_POINTS = 2000  # a longer run's trace is thinned to about as many iterations
 MANY_DIVERGENCES = 0.05
 
 
@@ -28,11 +26,17 @@ def sample(
     num_warmup: int = 500,
     num_chains: int = 4,
     thinning: int = 1,
-    initial: str | Mapping[str, Tensor] | None = None,
+    initial: Initial = None,
     chain_chunk: int | None = None,
+    compile: bool | None = None,
+    store: PathLike | None = None,
+    resume: bool | Literal["auto"] = "auto",
     seed: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    executor: Executor | None = None,
+    chains_per_task: int | None = None,
+    threads_per_task: int = 1,
     progress: bool = True,
     **kwargs: Any,
 ) -> Posterior:
@@ -44,179 +48,77 @@ def sample(
     ...         pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
     >>> posterior = sample(HMC(model), torch.randn(100), num_chains=8)
 
-    Ctrl-C during sampling returns the draws made so far, with a warning and ``metadata["interrupted"]`` set; during
-    warm-up, when there is nothing to return, it ends the program as usual.
+    With ``store`` the draws go to disk as they are made. After Ctrl-C, ``kill -9`` or a power cut the same call goes
+    on, in warm-up too, and gives draw for draw what an unbroken run gives; with a larger ``num_samples`` it adds
+    draws, as if they had been asked for at once. ``Posterior.load(store)`` reads what there is at any time.
+
+    Without, Ctrl-C during sampling returns the draws made so far, with a warning and ``metadata["interrupted"]`` set;
+    during warm-up, when there is nothing to return, it ends the program as usual.
+
+    With ``executor`` or ``chains_per_task``, chains are cut into tasks that warm up by themselves and have seeds of
+    their own, so the draws depend on ``chains_per_task`` but not on the workers. Tasks whose worker died are done
+    again in this process. Kernel, model and data travel by the executor's own means, which is usually pickle; on other
+    machines ``store`` must be a folder that all of them see.
 
     :param kernel: the sampler, which holds the model.
     :param args: what the model is called with, data included; ``kwargs`` likewise.
     :param num_samples: draws to keep of each chain.
     :param num_warmup: iterations of each chain before them, to adapt and to be forgotten.
     :param thinning: iterations for each draw that is kept.
-    :param initial: ``"prior"``, ``"uniform"`` or weights to start from; see :meth:`Potential.initial`.
-    :param chain_chunk: chains to evaluate at once; ``None`` for all.
-    :param seed: makes the run reproducible and leaves PyTorch's own generators as they were. ``None``: they are used.
+    :param initial: ``"prior"``, ``"uniform"``, weights (see :meth:`Potential.initial`), a ``Posterior`` whose last
+        draws to start from, a guide (ours, or any ``AutoGuide``) or a function ``num_chains -> weights`` to draw from.
+    :param chain_chunk: chains to evaluate at once; ``None``: chosen; see :class:`Potential`.
+    :param compile: whether to compile the model's energy; ``None``: where it is sure to pay; see :class:`Potential`.
+    :param store: a folder for the draws, new or of this very run.
+    :param resume: ``"auto"``: go on with the store if there is one; ``False``: there must be none; ``True``: there must
+        be one, and it may come from another version of PyTorch or of this library, which changes rounding.
+    :param seed: makes the run reproducible and leaves PyTorch's own generators as they were. ``None``: they are used;
+        a store then remembers where they stood, and going on sets them.
     :param device: where to compute; draws are moved to the CPU as they are made.
     :param dtype: of the chains, ``torch.float64`` for delicate posteriors.
+    :param executor: any :class:`concurrent.futures.Executor`, such as a process pool or dask's.
+    :param chains_per_task: by default 16, or a quarter of ``num_chains`` if that is less.
+    :param threads_per_task: of PyTorch within a task; sums are rounded alike only for the same number.
     :return: draws, statistics of every draw, and metadata: the kernel's settings, ``seconds``, and ``trace``, the mean
-        potential energy, acceptance and step size over all iterations, warm-up included.
+        potential energy, acceptance and step size over all iterations, warm-up included. With ``store``, draws are
+        mapped from its files.
+    :raises ValueError: naming the argument, or what differs if the store holds another run.
+    :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
+    :raises TaskError: if tasks failed, with the posterior of the others.
     """
-    counts = {"num_samples": num_samples, "num_chains": num_chains, "thinning": thinning, "num_warmup": num_warmup}
-    for name, count in counts.items():
-        if count < (least := 0 if name == "num_warmup" else 1):
-            raise ValueError(f"{name} is {count}; it must be at least {least}")
-    if not isinstance(kernel, Kernel):
-        raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a sampler such as HMC(model)")
-    started = time.perf_counter()
-    with _seeded(seed):
-        potential = Potential(
-            kernel.model,
-            *args,
-            device=device,
-            dtype=dtype,
-            chain_chunk=chain_chunk,
-            batch_size=kernel.batch_size,
-            subsampled=kernel.subsampled,
-            **kwargs,
-        )
-        state = kernel.init(potential, potential.initial(num_chains, initial), num_warmup)
-        run = _Run(kernel, potential, num_samples, num_warmup, num_chains, thinning, progress)
-        interrupted = run.go(state)
-    posterior = Posterior(run.samples(), run.statistics(), run.metadata(started, seed, interrupted))
-    _warn_of_trouble(posterior, interrupted, num_samples)
+    job = Job(
+        kernel,
+        args,
+        kwargs,
+        num_samples,
+        num_warmup,
+        num_chains,
+        thinning,
+        initial,
+        chain_chunk,
+        compile,
+        seed,
+        device,
+        dtype,
+        None if store is None else Path(store).absolute(),
+        resume,
+    )
+    if executor is None and chains_per_task is None:
+        draws = run_job(job, progress)
+    else:
+        draws = run_tasks(job, executor, chains_per_task, threads_per_task, progress)
+    posterior = Posterior(*draws).attach(kernel, *args, **kwargs)
+    _warn_of_trouble(posterior, job)
     return posterior
 
 
-class _Run:
-    """One run's storage: draws and statistics on the CPU, the trace on the chains' device."""
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        potential: Potential,
-        num_samples: int,
-        num_warmup: int,
-        num_chains: int,
-        thinning: int,
-        progress: bool,
-    ):
-        self.kernel, self.potential = kernel, potential
-        self.num_samples, self.num_warmup, self.thinning = num_samples, num_warmup, thinning
-        self.total = num_warmup + num_samples * thinning
-        self.stored = 0
-        self._samples: Weights = {
-            site: torch.empty(num_chains, num_samples, *shape, dtype=potential.dtype)
-            for site, shape in potential.layout.site_shapes.items()
-        }
-        self._statistics: dict[str, Tensor] = {}
-        self._stride = -(-self.total // TRACE_POINTS)
-        self._trace = torch.full((3, -(-self.total // self._stride)), torch.nan, device=potential.device)
-        self._progress = progress
-        self._sampling_since = 0.0
-
-    def go(self, state: State) -> bool:
-        """Run all iterations; returns whether they were interrupted after the first draw was stored."""
-        bar = tqdm(total=self.total, disable=not self._progress, desc="warm-up", mininterval=0.2)
-        try:
-            for iteration in range(self.total):
-                if iteration == self.num_warmup:
-                    self._sampling_since = time.perf_counter()
-                    bar.set_description("sampling")
-                state = self.kernel.step(self.potential, state)
-                self._record(iteration, state)
-                if iteration < self.num_warmup:
-                    state = self.kernel.adapt(self.potential, state, iteration, self.num_warmup)
-                elif (iteration + 1 - self.num_warmup) % self.thinning == 0:
-                    self._store(state)
-                if bar.update(1):
-                    bar.set_postfix_str(self._postfix(state), refresh=False)
-        except KeyboardInterrupt:
-            if self.stored == 0:
-                raise
-            return True
-        finally:
-            bar.close()
-        return False
-
-    def _store(self, state: State) -> None:
-        weights = self.potential.constrain(state.z)
-        if not self._statistics:
-            self._statistics = {
-                name: torch.empty(len(value), self.num_samples, dtype=value.dtype)
-                for name, value in state.statistics.items()
-            }
-        for site, value in weights.items():
-            self._samples[site][:, self.stored] = value.to("cpu")
-        for name, value in state.statistics.items():
-            self._statistics[name][:, self.stored] = value.to("cpu")
-        self.stored += 1  # last, so that an interruption never leaves half a draw counted
-
-    def _record(self, iteration: int, state: State) -> None:
-        if iteration % self._stride == 0:
-            acceptance = state.statistics.get("acceptance_rate")
-            column = self._trace[:, iteration // self._stride]
-            column[0] = state.potential.mean()
-            column[1] = torch.nan if acceptance is None else acceptance.mean()
-            column[2] = state.tuning.step_size
-
-    def _postfix(self, state: State) -> str:
-        parts = [f"step {float(state.tuning.step_size):.2g}"]
-        if "acceptance_rate" in state.statistics:
-            parts.append(f"accept {float(state.statistics['acceptance_rate'].mean()):.2f}")
-        if self.stored and "diverging" in self._statistics:
-            parts.append(f"diverged {int(self._statistics['diverging'][:, : self.stored].sum())}")
-        return ", ".join(parts)
-
-    def samples(self) -> Weights:
-        return {site: value[:, : self.stored] for site, value in self._samples.items()}
-
-    def statistics(self) -> dict[str, Tensor]:
-        return {name: value[:, : self.stored] for name, value in self._statistics.items()}
-
-    def metadata(self, started: float, seed: int | None, interrupted: bool) -> dict[str, Any]:
-        now = time.perf_counter()
-        iterations = self.num_warmup + self.stored * self.thinning
-        trace = self._trace[:, : -(-iterations // self._stride)].cpu().tolist()
-        return {
-            "kernel": type(self.kernel).__name__,
-            "settings": self.kernel.settings(),
-            "num_warmup": self.num_warmup,
-            "thinning": self.thinning,
-            "seed": seed,
-            "device": str(self.potential.device),
-            "dtype": str(self.potential.dtype).removeprefix("torch."),
-            "seconds": {"warmup": self._sampling_since - started, "sampling": now - self._sampling_since},
-            "interrupted": interrupted,
-            "trace": {
-                "iteration": list(range(0, iterations, self._stride)),
-                "potential": [_number(value) for value in trace[0]],
-                "acceptance_rate": [_number(value) for value in trace[1]],
-                "step_size": [_number(value) for value in trace[2]],
-            },
-        }
-
-
-def _number(value: float) -> float | None:
-    """JSON knows neither NaN nor infinity."""
-    return value if abs(value) < float("inf") else None
-
-
-@contextlib.contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # all, since the model may choose its own
-        torch.manual_seed(seed)
-        yield
-
-
-def _warn_of_trouble(posterior: Posterior, interrupted: bool, num_samples: int) -> None:
-    if interrupted:
-        warnings.warn(
-            f"interrupted: the posterior holds {posterior.num_samples} of {num_samples} draws of each chain",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+def _warn_of_trouble(posterior: Posterior, job: Job) -> None:
+    if posterior.metadata["interrupted"]:
+        held = f"{posterior.num_samples} of {job.num_samples} draws of each chain"
+        if posterior.num_chains < job.num_chains:
+            held = f"{posterior.num_chains} of {job.num_chains} chains"
+        advice = "" if job.store is None else f"; the same call goes on from what is kept in {job.store}"
+        warnings.warn(f"interrupted: the posterior holds {held}{advice}", RuntimeWarning, stacklevel=3)
     share = float(posterior.divergences.sum()) / (posterior.num_chains * posterior.num_samples)
     if share > MANY_DIVERGENCES:
         warnings.warn(

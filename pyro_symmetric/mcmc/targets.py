@@ -6,7 +6,6 @@ faster evaluation of some family of models (a hand-batched forward pass, say) is
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from pyro_symmetric.mcmc.batch_scale import warn_of_batch_scale, warn_of_plate_scale
 from pyro_symmetric.mcmc.layout import Layout
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood
 from pyro_symmetric.symmetry.weights import Weights
@@ -119,8 +119,10 @@ class TracedTarget:
             raise ValueError("the model has no latent continuous site; there is nothing to sample")
         self.num_rows = max((round(_weight(site)) for site in _observed_sites(trace)), default=0)
         self.row_counts = _subsampled_plates(trace, given_is_right=batch_size is not None)
+        if batch_size is None:
+            warn_of_plate_scale(_observed_sites(trace))
         if batch_size is not None and batch_size < self._data_rows:
-            _warn_unscaled(trace, batch_size, self._data_rows)
+            warn_of_batch_scale(_observed_sites(trace), batch_size, self._data_rows)
             self.row_counts = {**self.row_counts, ROWS: (self._data_rows, batch_size)}
 
     def log_joint(self, weights: Weights, rows: Rows | None) -> Tensor:
@@ -251,14 +253,3 @@ def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 def _check_batch_size(batch_size: int, rows: int) -> None:
     if not 1 <= batch_size <= rows:
         raise ValueError(f"batch_size is {batch_size}; it must lie between 1 and the {rows} rows of the data")
-
-
-def _warn_unscaled(trace: poutine.Trace, batch_size: int, rows: int) -> None:
-    if not any(bool(torch.as_tensor(site["scale"] != 1).any()) for site in _observed_sites(trace)):
-        warnings.warn(
-            f"batches hold {batch_size} of {rows} rows, but no observed site is scaled up: the likelihood counts "
-            f"{rows / batch_size:.3g} times too little against the prior. Put the data in "
-            f"pyro.plate(name, {rows}, subsample=...) or under poutine.scale",
-            UserWarning,
-            stacklevel=2,
-        )

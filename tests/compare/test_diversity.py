@@ -1,7 +1,10 @@
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import pearsonr, spearmanr
 
 from pyro_symmetric.compare import (
     mean_entropy,
@@ -9,6 +12,7 @@ from pyro_symmetric.compare import (
     pairwise_mutual_information,
     predictive_entropy,
 )
+from pyro_symmetric.compare.diversity import _ranks, functional_collapse
 
 
 def test_mutual_information_equals_its_definition_as_a_divergence():
@@ -73,3 +77,30 @@ def test_what_is_no_probability_is_refused(probabilities, message):
 def test_pairs_need_members_inputs_and_classes():
     with pytest.raises(ValueError, match=r"\(4, 2\)"):
         pairwise_mutual_information(torch.full((4, 2), 0.5))
+
+
+def test_collapse_equals_the_correlation_over_pairs_in_scipy():
+    within, outside = (torch.randn(7, n, 3).mul(2).softmax(-1) for n in (5, 8))
+    found = functional_collapse(within, outside)
+    rows, columns = np.triu_indices(7, 1)
+    x, y = found.within.numpy()[rows, columns], found.outside.numpy()[rows, columns]
+    assert found.correlation == pytest.approx(pearsonr(x, y).statistic)
+    assert found.rank_correlation == pytest.approx(spearmanr(x, y).statistic)
+    assert found.below(float(np.median(x)) + 1e-9)[0] == pytest.approx(11 / 21)
+    assert "7 members" in repr(found)
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["within"]["mean"] == pytest.approx(x.mean())
+
+
+def test_copies_of_one_member_have_collapsed():
+    p = torch.randn(1, 6, 3).softmax(-1).expand(4, -1, -1)
+    found = functional_collapse(p, p)
+    assert found.below(1e-6) == (1.0, 1.0)
+    assert math.isnan(found.correlation)
+    assert found.to_dict()["correlation"] is None
+    with pytest.raises(ValueError, match="holds 4 members and ood_probabilities 3"):
+        functional_collapse(p, p[:3])
+
+
+def test_tied_ranks_are_averaged():
+    values = torch.tensor([2.0, 1.0, 2.0, 5.0])
+    assert _ranks(values).tolist() == [2.5, 1.0, 2.5, 4.0]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pyro_symmetric.compare.mmd import bandwidth_grid, mmd
+from pyro_symmetric.symmetry.permutation import PermutationGroup
 
 
 def naive_mmd(x, y, kernel):
@@ -72,7 +73,7 @@ def test_given_layers_are_those_compared():
 def test_chunks_and_blocks_change_nothing(monkeypatch):
     p, q = {"w": torch.randn(30, 50)}, {"w": torch.randn(20, 50) + 0.1}
     whole = mmd(p, q)
-    monkeypatch.setattr(importlib.import_module("pyro_symmetric.compare.mmd"), "_BLOCK_ROWS", 7)
+    monkeypatch.setattr(importlib.import_module("pyro_symmetric.compare._pairs"), "_BLOCK_ROWS", 7)
     parts = mmd(p, q, chunk=3)
     torch.testing.assert_close(parts.per_layer["w"].gaussian, whole.per_layer["w"].gaussian, atol=1e-7, rtol=0)
     torch.testing.assert_close(parts.per_layer["w"].laplace, whole.per_layer["w"].laplace, atol=1e-7, rtol=0)
@@ -202,3 +203,21 @@ def test_mmd_on_cuda_equals_mmd_on_cpu():
     here = mmd(p, q)
     torch.testing.assert_close(there.per_layer["w"].gaussian, here.per_layer["w"].gaussian, atol=1e-6, rtol=0)
     torch.testing.assert_close(there.per_layer["w"].laplace, here.per_layer["w"].laplace, atol=1e-6, rtol=0)
+
+
+def test_a_symmetry_is_removed_from_both_sides():
+    group = PermutationGroup.declare({"0.w": ("unit", None)}, {"0.w": torch.zeros(4, 2)})
+    p, q = ({"0.w": torch.randn(40, 4, 2) + 5 * torch.arange(4.0)[:, None]} for _ in range(2))
+    moved = group.sample((40,))(q)
+    assert mmd(p, moved).mean > 0.05
+    assert mmd(p, moved, symmetry=group).mean == pytest.approx(mmd(p, q).mean, abs=1e-6)
+    weights = {"0.w": p["0.w"].reshape(4, 10, 4, 2)}
+    chains = mmd(weights, moved, symmetry=group, site_shapes={"0.w": torch.Size([4, 2])})
+    assert chains.mean == pytest.approx(mmd(p, q).mean, abs=1e-6)
+
+
+def test_samples_may_lie_in_a_file(tmp_path):
+    p, q = torch.randn(30, 500), torch.randn(20, 500)
+    (tmp_path / "p.bin").write_bytes(p.numpy().tobytes())
+    mapped = torch.from_file(str(tmp_path / "p.bin"), size=p.numel(), dtype=torch.float32).reshape(30, 500)
+    assert mmd({"w": mapped}, {"w": q}).to_dict() == mmd({"w": p}, {"w": q}).to_dict()

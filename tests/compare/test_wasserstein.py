@@ -8,6 +8,7 @@ from scipy.optimize import linprog
 from scipy.stats import wasserstein_distance
 
 from pyro_symmetric.compare import marginal_wasserstein
+from pyro_symmetric.symmetry.permutation import PermutationGroup
 
 
 @pytest.mark.parametrize(("m", "n"), [(20, 20), (20, 30), (17, 5), (1, 4), (12, 18)])
@@ -82,3 +83,11 @@ def test_wrong_orders_are_refused(order):
 def test_weights_that_are_not_finite_are_named():
     with pytest.raises(ValueError, match=r"weights_q\['w'\] holds 2 NaN"):
         marginal_wasserstein({"w": torch.randn(8)}, {"w": torch.full((2,), math.nan)})
+
+
+def test_a_symmetry_is_removed_from_both_sides():
+    group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
+    p = {"w": torch.randn(40, 4, 2) + 3 * torch.arange(4.0)[:, None]}
+    moved = group.sample((40,))(p)
+    assert marginal_wasserstein(p, moved).mean > 0.5
+    assert marginal_wasserstein(p, moved, symmetry=group).mean == 0

@@ -1,11 +1,11 @@
-"""Dual averaging, pooled variances and the windows of warm-up."""
+"""Dual averaging and the windows of warm-up."""
 
 import math
 
 import pytest
 import torch
 
-from pyro_symmetric.mcmc.adaptation import DualAveraging, PooledVariance, window_ends
+from pyro_symmetric.mcmc.adaptation import DualAveraging, window_ends
 
 
 @pytest.mark.parametrize("target", [0.6, 0.8, 0.95])
@@ -24,21 +24,6 @@ def test_dual_averaging_moves_against_the_error():
     average = DualAveraging.start(torch.tensor(0.1))
     low, high = average.update(torch.tensor(0.0), 0.8), average.update(torch.tensor(1.0), 0.8)
     assert low.log_step < high.log_step
-
-
-def test_pooled_variance_is_the_mean_within_chain_variance():
-    draws = torch.randn(30, 4, 5, dtype=torch.float64) * torch.arange(1.0, 6.0) + 100 * torch.arange(4.0)[:, None]
-    running = PooledVariance.start(draws[0])
-    for draw in draws:
-        running = running.update(draw)
-    expected = draws.var(0).mean(0)  # within chains: the distance of 100 between chains must not enter
-    share = 4 * 29 / (4 * 29 + 5)
-    assert torch.allclose(running.variance(), share * expected + (1 - share) * 1e-3)
-
-
-def test_pooled_variance_of_one_draw_is_one():
-    running = PooledVariance.start(torch.randn(3, 2)).update(torch.randn(3, 2))
-    assert running.variance().tolist() == [1.0, 1.0]
 
 
 def test_windows_are_stans():

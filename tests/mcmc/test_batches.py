@@ -4,7 +4,7 @@ import torch
 
 from pyro_symmetric.mcmc.batches import Batches
 
-CPU = torch.device("cpu")
+CPU = "cpu"
 
 
 def test_a_pass_visits_every_row_once_in_each_chains_own_order():

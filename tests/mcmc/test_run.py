@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_symmetric.mcmc import HMC, SGHMC, sample
@@ -132,9 +134,87 @@ def test_bad_counts_are_named(name):
         sample(HMC(model), **{name: -1})
 
 
-def test_a_model_in_place_of_a_kernel_is_named():
-    with pytest.raises(TypeError, match="it must be a sampler such as HMC"):
-        sample(model)
+@pytest.mark.parametrize("name", ["num_samples", "num_chains", "thinning", "num_warmup", "seed"])
+@pytest.mark.parametrize("value", [2.5, "7", True])
+def test_counts_that_are_no_whole_numbers_are_named(name, value):
+    with pytest.raises(TypeError, match=f"{name} is {value!r}; it must be a whole number"):
+        sample(HMC(model), **{name: value})
+
+
+def test_numpys_numbers_are_taken_for_what_they_are(tmp_path):
+    numbers = {name: np.int64(value) for name, value in QUICK.items() if name != "progress"}
+    posterior = sample(HMC(model), seed=np.int64(4), store=tmp_path / "s", progress=False, **numbers)
+    again = sample(HMC(model), seed=4, store=tmp_path / "s", **QUICK)
+    assert torch.equal(posterior.samples["a"], again.samples["a"])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"), [(model, "a function; it must be a sampler such as HMC"), (HMC, "the class HMC; it must be")]
+)
+def test_what_is_no_kernel_is_named(kernel, message):
+    with pytest.raises(TypeError, match=f"kernel is {message}"):
+        sample(kernel)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dtype": "float64"}, TypeError, "it must be a dtype such as torch.float64"),
+        ({"dtype": torch.long}, ValueError, "chains need a floating-point dtype"),
+        ({"resume": True}, ValueError, "resume is True, but store is not given"),
+        ({"resume": "maybe"}, ValueError, "resume is 'maybe'"),
+        ({"executor": 4}, TypeError, "executor is a int; it must be a concurrent.futures.Executor"),
+        ({"chain_chunk": 0}, ValueError, "chain_chunk is 0"),
+        ({"initial": {"a": torch.zeros(3, 2)}}, ValueError, "lacks the sites"),
+        ({"initial": {"a": torch.zeros(4, 2), "b": torch.ones(4)}}, ValueError, r"must be \(3,\), one for each chain"),
+        ({"initial": {"a": torch.zeros(3, 5), "b": torch.ones(3)}}, ValueError, r"'a'.*\(3, 5\)"),
+    ],
+)
+def test_bad_options_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        sample(HMC(model), **QUICK, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_told():
+    with pytest.raises(ValueError, match="device is 'cuda', but PyTorch finds no GPU here"):
+        sample(HMC(model), device="cuda", **QUICK)
+
+
+def discrete() -> None:
+    pyro.sample("k", dist.Bernoulli(0.5))
+
+
+def in_parts(y: torch.Tensor) -> None:
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y), subsample_size=2) as rows:
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y[rows])
+
+
+class Normalised(PyroModule):
+    """Batch normalisation outside of a ``BayesianModel``, which would put it in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> None:
+        scale = pyro.sample("scale", dist.Gamma(2.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(self.norm(x).sum(-1), scale), obs=x[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("built", "data", "message"),
+    [
+        (lambda: discrete, (), "site 'k' is discrete .*Sum it out"),
+        (lambda: in_parts, (torch.zeros(6),), "'data': 2 of 6 rows.*use a stochastic-gradient sampler"),
+        (Normalised, (torch.randn(5, 2),), r"'norm' is batch normalisation in train mode.*\.eval\(\)"),
+    ],
+)
+def test_models_that_it_cannot_sample_are_told_with_advice(built, data, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        sample(HMC(built()), *data, **QUICK)
 
 
 @pytest.mark.cuda

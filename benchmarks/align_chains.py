@@ -1,0 +1,203 @@
+r"""R-hat over the weights of Hamiltonian chains that sit in different copies of one mode, before and after alignment.
+
+    python benchmarks/align_chains.py                      # a tanh network with one hidden layer
+    python benchmarks/align_chains.py --hidden 6 5         # with two
+
+A small tanh network is fitted to data of a network of its own kind, the best of several fits is moved by a random
+element of the symmetry (permutations and signs of the hidden units) for every chain, and HMC goes on from there. All
+chains then see the same posterior of functions, each in a frame of its own: R-hat of predictions is 1, that of the
+weights is far from it and says nothing. The table has R-hat over all weights, median and worst, and the share above
+1.05:
+
+* **weights**: as they were drawn;
+* **canonical**: every draw by itself in canonical form (units sorted, signs fixed), ``posterior.canonicalize``;
+* **aligned draws**: ``posterior.align(symmetry)``, an element for every draw;
+* **aligned chains**: ``posterior.align(symmetry, each="chain")``, an element for every chain, found by its moments;
+* **predictions**: of the network's function, which no frame changes.
+
+It is printed for all draws, and for 100 of them, 25 of each of four chains (100 networks in one frame). Below it: how
+often alignment found exactly the element that undoes the planted one, up to one common element; the mean squared
+distance of draws to their barycentre; whether elements found pair by pair would agree around triples; and seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from itertools import pairwise
+
+import pyro
+import torch
+from harness import Results, Row, parse, parser, print_table, spread
+from torch import Tensor, nn
+
+import pyro_symmetric as ps
+
+Weights = dict[str, Tensor]
+INPUTS, NOISE = 3, 0.05
+FRAMES = ("weights", "canonical", "aligned draws", "aligned chains", "predictions")
+
+
+def network(hidden: list[int]) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise([INPUTS, *hidden]):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(hidden[-1], 1)).double()
+
+
+def problem(options: Namespace) -> tuple[ps.BayesianModel, Tensor, Tensor]:
+    """A model, and data from a network drawn from its prior."""
+    net = network(options.hidden)
+    model = ps.BayesianModel(net, prior=1.0, likelihood=ps.GaussianLikelihood(scale=NOISE))
+    x = torch.randn(options.rows, INPUTS, dtype=torch.float64)
+    teacher = {site: prior.sample() for site, prior in model.priors().items()}
+    y = model.outputs(teacher, x).squeeze(-1)
+    return model, x, y + NOISE * torch.randn_like(y)
+
+
+def solution(model: ps.BayesianModel, x: Tensor, y: Tensor, options: Namespace) -> Weights:
+    """The best of several fits, all made at once."""
+    weights = {site: prior.sample((options.fits,)).requires_grad_() for site, prior in model.priors().items()}
+    optimiser = torch.optim.Adam(weights.values(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, options.steps)
+    for _ in range(options.steps):
+        optimiser.zero_grad()
+        (-model.log_joint(weights, x, y).sum() / len(x)).backward()
+        optimiser.step()
+        schedule.step()
+    best = int(model.log_joint(weights, x, y).argmax())
+    return {site: value.detach()[best] for site, value in weights.items()}
+
+
+def one_run(seed: int, options: Namespace) -> list[Row]:
+    pyro.set_rng_seed(seed)
+    model, x, y = problem(options)
+    symmetry = ps.find_symmetry(model.net, x[:4])
+    planted = symmetry.sample((options.chains,))
+    starts = planted(solution(model, x, y, options))
+    posterior = ps.sample(
+        ps.HMC(model),
+        x,
+        y,
+        num_samples=options.draws,
+        num_warmup=options.warmup,
+        num_chains=options.chains,
+        initial=starts,
+        dtype=torch.float64,
+        progress=options.progress,
+    )
+    hundred = ps.Posterior(
+        {site: value[:4, :: max(1, options.draws // 25)][:, :25] for site, value in posterior.samples.items()}
+    )
+    return [
+        row
+        for name, draws in (("all draws", posterior), ("100 networks", hundred))
+        for row in compared(name, draws, symmetry, planted, model, x, options)
+    ]
+
+
+def compared(
+    name: str,
+    posterior: ps.Posterior,
+    symmetry: ps.WeightSymmetry,
+    planted: object,
+    model: ps.BayesianModel,
+    x: Tensor,
+    options: Namespace,
+) -> list[Row]:
+    """R-hat in every frame."""
+    rows: list[Row] = []
+    before = ps.convergence(posterior, symmetry, model=model, x=x)
+    spaces = {"weights": before.spaces["weights"], "canonical": before.spaces["canonical"]}
+    for each in ("draw", "chain"):
+        start = time.perf_counter()
+        frame = ps.align_many(posterior, symmetry, each=each, progress=options.progress)
+        seconds = time.perf_counter() - start
+        found = ps.convergence(posterior, aligned=frame.posterior, model=model, x=x)
+        spaces[f"aligned {each}s"] = found.spaces["aligned"]
+        same = one_frame(frame.element, planted, posterior.num_chains)
+        row: Row = {"kind": "frame", "draws": name, "each": each, "seconds": seconds, "undone": same}
+        row |= {"first": frame.history[0], "last": frame.history[-1]}
+        row |= {"cycles": frame.cycles.fixed if frame.cycles else None}
+        rows.append(row | {"change": change(posterior, frame.posterior, model, x)})
+    spaces["predictions"] = before.spaces["function"]
+    for key, space in spaces.items():
+        r_hat = space.values("r_hat")
+        row = {"kind": "r_hat", "draws": name, "space": key, "share_above": space.share_above}
+        rows.append(row | {"median": float(r_hat.median()), "worst": float(r_hat.max())})
+    return rows
+
+
+def one_frame(element: object, planted: object, chains: int) -> float:
+    """The share of draws (of chains) whose element undoes the planted one, up to the element of most."""
+    relative = element @ planted.select((slice(chains), None))  # type: ignore[attr-defined]
+    parts = [image.double() for step in relative.steps for image in step.images.values()]
+    flat = torch.cat([part.expand(*relative.batch_shape, -1).flatten(0, 1) for part in parts], 1)
+    return float(flat.unique(dim=0, return_counts=True)[1].max()) / len(flat)
+
+
+def change(one: ps.Posterior, other: ps.Posterior, model: ps.BayesianModel, x: Tensor) -> float:
+    """The largest change of a prediction: zero to rounding, as elements keep the function."""
+    outputs = [model.outputs(posterior.thin(10).samples, x[:50]) for posterior in (one, other)]
+    return float((outputs[0] - outputs[1]).abs().max())
+
+
+def report(results: Results, options: Namespace) -> None:
+    for draws in ("all draws", "100 networks"):
+        shape = f"{options.chains} chains of {options.draws}" if draws == "all draws" else "4 chains of 25"
+        table = []
+        for space in FRAMES:
+            rows = results.find(kind="r_hat", draws=draws, space=space)
+            columns = [spread((row[name] for row in rows), 3) for name in ("median", "worst", "share_above")]
+            table.append([space, *columns])
+        print_table(f"R-hat over {draws} ({shape})", ["", "median", "worst", "share above 1.05"], table)
+        table = []
+        for each in ("draw", "chain"):
+            rows = results.find(kind="frame", draws=draws, each=each)
+            cycles = [row["cycles"] for row in rows if row["cycles"] is not None]
+            table.append(
+                [
+                    f"each {each}",
+                    spread((row["undone"] for row in rows), 4),
+                    spread((row["first"] for row in rows), 2),
+                    spread((row["last"] for row in rows), 2),
+                    spread(cycles, 3),
+                    f"{max(row['change'] for row in rows):.0e}",
+                    spread((row["seconds"] for row in rows), 2),
+                ]
+            )
+        header = [
+            "",
+            "planted undone",
+            "distance, first round",
+            "last",
+            "pairs agree",
+            "function changed by",
+            "seconds",
+        ]
+        print_table("Alignment", header, table)
+
+
+def main() -> None:
+    arguments = parser(__doc__, seeds=3)
+    arguments.add_argument("--hidden", type=int, nargs="+", default=[6], help="widths of the hidden layers")
+    arguments.add_argument("--rows", type=int, default=1000, help="of the data")
+    arguments.add_argument("--chains", type=int, default=8)
+    arguments.add_argument("--draws", type=int, default=500, help="of each chain")
+    arguments.add_argument("--warmup", type=int, default=500)
+    arguments.add_argument("--fits", type=int, default=32)
+    arguments.add_argument("--steps", type=int, default=2000, help="of each fit")
+    options = parse(arguments)
+    if options.quick:
+        options.rows, options.draws, options.warmup, options.fits, options.steps = 300, 100, 100, 8, 300
+    names = ("hidden", "rows", "chains", "draws", "warmup", "fits", "steps")
+    results = Results(options.json, {name: getattr(options, name) for name in names})
+    for seed in range(options.seeds):
+        if not results.find(seed=seed):
+            for row in one_run(seed, options):
+                results.add({"seed": seed, **row})
+    report(results, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Does a chain visit all copies of a mode, as independent networks do? The corollary test on Hamiltonian chains and on
+an ensemble of one network (appendix B of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
+
+    python benchmarks/hmc_or_ensemble.py --root data --out figures
+
+One hidden layer on a regression set, a normal prior, known noise. Four NUTS chains, and an ensemble of modes of the
+same posterior. The posterior is invariant under permutations of the hidden units; samples that aren't have missed
+copies. The tests look at half of the smallest effective sample size of a chain's weights, so that autocorrelation isn't
+taken for asymmetry. *Orders* counts the orders of units, sorted by their largest incoming weight, that the draws visit:
+more than the copies of a mode that they visit, since the order changes within a copy, too, where two units are nearly
+equal. A narrow network and little data let a chain cross between copies; the noisier the data are said to be, the
+easier.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Results, new_figure, parse, parser, print_table, save_figure
+from torch import Tensor, nn
+
+import pyro_symmetric as ps
+from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.compare import invariance_tests
+from pyro_symmetric.ensembles import ensemble
+from pyro_symmetric.symmetry.canonical import sorting_permutation
+
+Weights = dict[str, Tensor]
+
+
+def smallest_effective_size(samples: Weights) -> float:
+    """Over all weights of samples ``(chains, draws, ...)``; 0 where one never moves."""
+    sizes = [float(chain_statistics(value).summary()["ess_bulk"]) for value in samples.values()]
+    return 0.0 if any(math.isnan(size) for size in sizes) else min(sizes)
+
+
+def test(name: str, weights: Weights, group: ps.PermutationGroup, independent: int) -> dict[str, Any]:
+    result = invariance_tests(weights, group, effective_size=independent)
+    order = sorting_permutation(weights, group, "max")["0"]
+    return {
+        "samples": name,
+        "draws": result.num_draws,
+        "orders": len(order.unique(dim=0)),
+        "index": next(iter(result.per_factor.values())).index_adjusted,
+        "marginals": next(iter(result.per_factor.values())).marginal_adjusted,
+        "rejected": result.rejected,
+        "verdict": result.verdict,
+    }
+
+
+def run(noise: float, options: Any) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    data = ps.datasets.load(options.data, root=options.root, max_train=options.rows, dtype=torch.float32)
+    x, y = data.train_x, data.train_y
+    net = nn.Sequential(nn.Linear(x.shape[1], options.width), nn.Tanh(), nn.Linear(options.width, 1))
+    model = ps.BayesianModel(net, ps.GaussianPrior(1.0), ps.GaussianLikelihood(noise), num_data=len(x))
+    group = ps.find_symmetry(net, x[:2]).permutations
+    chains = ps.sample(
+        ps.NUTS(model, max_treedepth=options.depth),
+        x,
+        y,
+        num_samples=options.draws,
+        num_warmup=options.draws // 2,
+        num_chains=4,
+        seed=0,
+        progress=options.progress,
+    )
+    rows = []
+    for chain in range(chains.num_chains):
+        one = chains.select([chain])
+        size = max(4, math.floor(smallest_effective_size(one.samples) / 2))
+        rows.append(test(f"chain {chain}", one.get_samples(), group, size))
+    pooled = max(4, math.floor(smallest_effective_size(chains.samples) / 2))
+    rows.append(test("four chains", chains.get_samples(), group, pooled))
+    draws = chains.num_chains * chains.num_samples
+    moved = group.sample((draws,))(chains.get_samples())
+    rows.append(test("four chains, moved by random elements", moved, group, rows[0]["draws"] * chains.num_chains))
+    members = ensemble(
+        model,
+        (x, y),
+        options.members,
+        epochs=options.epochs,
+        optimizer=functools.partial(torch.optim.Adam, lr=0.01),
+        progress=options.progress,
+    )
+    rows.append(test("ensemble of modes", members.get_samples(), group, options.members))
+    if options.out is not None:
+        figure(chains.get_samples(), members.get_samples(), noise, options)
+    shared = {
+        "noise": noise,
+        "seconds": sum(chains.metadata["seconds"].values()),
+        "divergences": int(chains.divergences.sum()),
+        "smallest_ess": smallest_effective_size(chains.samples),
+    }
+    return [{**shared, **row} for row in rows]
+
+
+def figure(chains: Weights, members: Weights, noise: float, options: Any) -> None:
+    picture, axes = new_figure(1, 2, size=(8, 3))
+    for axis, (name, weights) in zip(axes[0], (("four chains", chains), ("ensemble", members)), strict=True):
+        outputs = weights["2.weight"][:, 0]
+        axis.violinplot([column.numpy() for column in outputs.T], showextrema=False)
+        axis.set(title=f"{name}, noise {noise:g}", xlabel="hidden unit", ylabel="output weight")
+    save_figure(picture, options.out, f"hmc_or_ensemble_{noise:g}.png")
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser(__doc__, seeds=1)
+    arguments.add_argument("--root", type=Path, default=Path("data"), help="folder of data sets")
+    arguments.add_argument("--data", default="uci/energy")
+    arguments.add_argument("--rows", type=int, default=150)
+    arguments.add_argument("--width", type=int, default=5)
+    arguments.add_argument("--noises", type=float, nargs="+", default=[0.5, 0.1])
+    arguments.add_argument("--draws", type=int, default=1_000, help="of each chain, after half as many of warm-up")
+    arguments.add_argument("--depth", type=int, default=7, help="largest tree depth of NUTS")
+    arguments.add_argument("--members", type=int, default=1_000)
+    arguments.add_argument("--epochs", type=int, default=100)
+    options = parse(arguments, argv)
+    if options.quick:
+        options.draws, options.members, options.epochs, options.depth = 50, 100, 5, 4
+    keys = ("data", "rows", "width", "draws", "depth", "members", "epochs")
+    results = Results(options.json, {key: getattr(options, key) for key in keys})
+    for noise in options.noises:
+        if not results.find(noise=noise):
+            for row in run(noise, options):
+                results.add(row)
+    for noise in options.noises:
+        found = results.find(noise=noise)
+        print_table(
+            f"noise {noise:g}, {options.rows} rows, {options.width} hidden units ({math.factorial(options.width)} "
+            f"orders), NUTS {found[0]['seconds']:.0f} s, {found[0]['divergences']} divergences, smallest effective "
+            f"sample size of all chains {found[0]['smallest_ess']:.0f}",
+            ("samples", "draws tested", "orders seen", "index p", "marginals p", "invariant?"),
+            [
+                (
+                    row["samples"],
+                    str(row["draws"]),
+                    str(row["orders"]),
+                    f"{row['index']:.2g}",
+                    f"{row['marginals']:.2g}",
+                    "rejected" if row["rejected"] else "-",
+                )
+                for row in found
+            ],
+        )
+        for row in found:
+            print(f"  {row['samples']}: {row['verdict']}")
+
+
+if __name__ == "__main__":
+    main()

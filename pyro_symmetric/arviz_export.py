@@ -1,0 +1,106 @@
+"""A posterior as ArviZ's ``DataTree``: groups and the names of their axes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import arviz_base
+import numpy as np
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.predict import pointwise_log_likelihood, predict
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.weights import Shapes
+
+ROW = "row"
+
+
+def to_arviz(
+    posterior: Posterior,
+    dims: Mapping[str, list[str]] | None = None,
+    coords: Mapping[str, Any] | None = None,
+    *,
+    log_likelihood: bool | tuple[Any, ...] = False,
+    posterior_predictive: bool | tuple[Any, ...] = False,
+) -> Any:
+    """See :meth:`Posterior.to_arviz`."""
+    names = axis_names(posterior.site_shapes)
+    groups: dict[str, dict[str, np.ndarray]]
+    groups = {"posterior": {site: _numpy(value) for site, value in posterior.samples.items()}}
+    if posterior.statistics:
+        groups["sample_stats"] = {name: _numpy(value) for name, value in posterior.statistics.items()}
+    if log_likelihood is not False:
+        model, args, kwargs = _call(posterior, log_likelihood, "log_likelihood")
+        values = pointwise_log_likelihood(posterior, model, *args, **kwargs)
+        groups["log_likelihood"] = _by_chain(posterior, values)
+        groups["observed_data"] = _observed(model, args, kwargs, values)
+    if posterior_predictive is not False:
+        model, args, kwargs = _call(posterior, posterior_predictive, "posterior_predictive")
+        if isinstance(model, BayesianModel):
+            args, kwargs = args[:1], {name: value for name, value in kwargs.items() if name != "y"}
+        drawn = predict(posterior, model, *args, kind="samples", **kwargs)
+        groups["posterior_predictive"] = _by_chain(posterior, drawn if isinstance(drawn, dict) else {"y": drawn})
+    for group in ("log_likelihood", "posterior_predictive"):
+        arrays = groups.get(group, {})
+        row = ROW if len({array.shape[2:3] for array in arrays.values()}) == 1 else None  # one name, one length
+        for site, array in arrays.items():
+            own = [f"{site}_dim_{k}" for k in range(array.ndim - 2)]
+            names.setdefault(site, [row or own[0], *own[1:]] if own else [])
+    attributes = {"/": {"metadata": json.dumps(posterior.metadata), "inference_library": "pyro_symmetric"}}
+    # Many short chains are what a vectorised sampler makes; ArviZ's check takes them for swapped axes.
+    return arviz_base.from_dict(
+        groups, dims={**names, **(dims or {})}, coords=coords, check_conventions=False, attrs=attributes
+    )
+
+
+def axis_names(site_shapes: Shapes) -> dict[str, list[str]]:
+    """Names of the axes of layers: ``l.out`` and ``l.in`` where ``l.weight`` has a bias ``l.bias`` of as many units."""
+    names = {}
+    for site, shape in site_shapes.items():
+        layer, _, parameter = site.rpartition(".")
+        bias = site_shapes.get(f"{layer}.bias")
+        if not layer or parameter != "weight" or not shape or bias is None or bias != shape[:1]:
+            continue
+        names[f"{layer}.bias"] = [f"{layer}.out"]
+        names[site] = [f"{layer}.out", f"{layer}.in", *(f"{layer}.kernel_{k}" for k in range(len(shape) - 2))]
+        names[site] = names[site][: len(shape)]
+    return names
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _call(
+    posterior: Posterior, asked: bool | tuple[Any, ...], name: str
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model and what it is called with."""
+    if isinstance(asked, tuple) and asked:
+        return asked[0], asked[1:], {}
+    if asked is not True:
+        raise TypeError(f"{name} is {asked!r}; it must be True or a tuple (model, *args)")
+    if not posterior.is_attached:
+        raise ValueError(f"{name}=True needs the model, which this posterior doesn't know; pass {name}=(model, *args)")
+    return posterior.model, posterior._args, posterior._kwargs
+
+
+def _by_chain(posterior: Posterior, values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    shape = (posterior.num_chains, posterior.num_samples)
+    return {site: _numpy(value.reshape(*shape, *value.shape[1:])) for site, value in values.items()}
+
+
+def _observed(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sites: Mapping[str, Tensor]
+) -> dict[str, np.ndarray]:
+    with torch.no_grad(), poutine.block():
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    return {site: _numpy(torch.as_tensor(trace.nodes[site]["value"])) for site in sites}
+
+
+def _numpy(value: Tensor) -> np.ndarray:
+    value = value.detach().cpu()
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()

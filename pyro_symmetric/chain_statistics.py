@@ -1,0 +1,220 @@
+r"""Whether chains agree, and how much their draws are worth: for many quantities at once.
+
+Rank-normalised split :math:`\hat R` (the larger one of values and folded values) and effective sample sizes of the
+bulk and of the tails (the smaller one of the indicators of the 5 % and 95 % quantiles), after Vehtari, Gelman, Simpson,
+Carpenter & Bürkner 2021, arXiv 1903.08008, with Geyer's initial monotone sequence; and the energy's Bayesian fraction
+of missing information, Betancourt 2016, arXiv 1604.00695, equation 3.
+
+The numbers are ArviZ's, which takes one weight at a time. A network has thousands of weights; here they are taken in
+parts that fit the cache, on as many threads as PyTorch uses, each with one sort (folded values are merged, not sorted
+again), normal scores from a table, and autocovariances averaged over chains before they are transformed back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import fft, special
+from torch import Tensor
+
+Array = NDArray[np.float64]
+
+TAILS = (0.05, 0.95)
+_BLOCK_ENTRIES = 2**26  # copied at once out of what may be a mapped file: every page of a narrow site is read each time
+_PART_ENTRIES = 2**18  # what a thread works on at a time: a few megabytes, which its cache holds
+
+
+@dataclass(frozen=True, eq=False)
+class ChainStatistics:
+    """Of each of the quantities; NaN where it can't be told.
+
+    :param r_hat: rank-normalised split R-hat, ``event_shape``, float64; 1 where chains agree.
+    :param ess_bulk: effective sample size for the location, of all chains together, likewise.
+    :param ess_tail: for the 5 % and 95 % quantiles, likewise.
+    """
+
+    r_hat: Tensor
+    ess_bulk: Tensor
+    ess_tail: Tensor
+
+    def summary(self) -> dict[str, float]:
+        """The worst of each (NaN if any is unknown) and its median over the known ones (``r_hat_median`` ...)."""
+        result = {}
+        for name, values in vars(self).items():
+            worst = np.max if name == "r_hat" else np.min
+            result[name] = float(worst(values.numpy())) if values.numel() else float("nan")
+            result[f"{name}_median"] = _median(values)
+        return result
+
+
+def chain_statistics(draws: Tensor) -> ChainStatistics:
+    """R-hat and effective sample sizes of many quantities.
+
+    >>> chain_statistics(torch.randn(4, 250, 10, 3)).r_hat.shape
+    torch.Size([10, 3])
+
+    NaN for fewer than 4 draws, for quantities that are constant or not finite, and R-hat of one chain. Draws that are
+    mapped from a file are read in blocks of half a gigabyte at most.
+
+    :param draws: ``(chains, draws, *event_shape)``.
+    """
+    if draws.dim() < 2:
+        raise ValueError(f"draws has shape {tuple(draws.shape)}; it must be (chains, draws, *event_shape)")
+    event = draws.shape[2:]
+    result = np.full((3, event.numel()), np.nan)
+    if draws.shape[0] > 0 and draws.shape[1] >= 4 and event.numel() > 0:
+        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
+            for start, block in _blocks(draws.detach()):
+                parts = _slices(len(block), _PART_ENTRIES // block[0].size)
+                for part, values in zip(parts, threads.map(lambda s: _part(block[s]), parts), strict=True):  # noqa: B023
+                    result[:, start + part.start : start + part.stop] = values
+    return ChainStatistics(*(torch.from_numpy(row).reshape(event) for row in result))
+
+
+def missing_energy(energy: Tensor) -> Tensor:
+    """The energy's Bayesian fraction of missing information (E-BFMI) of each chain, ``(chains,)``.
+
+    Below 0.3 momenta change the energy so little that a chain can't follow the posterior's tails.
+
+    :param energy: Hamiltonian (potential plus kinetic energy) at every draw, ``(chains, draws)``.
+    """
+    energy = energy.double()
+    return energy.diff(dim=1).square().mean(1) / energy.var(1)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _median(values: Tensor) -> float:
+    known = values[~torch.isnan(values)]
+    return float(np.median(known.numpy())) if known.numel() else float("nan")
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    size = max(1, size)
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _blocks(draws: Tensor) -> Iterator[tuple[int, NDArray[np.floating]]]:
+    """Quantities first, ``(quantities, chains, draws)``, a block of them at a time, and which is its first."""
+    columns = draws.flatten(2) if draws.dim() > 2 else draws[..., None]
+    chains, length, count = columns.shape
+    for part in _slices(count, _BLOCK_ENTRIES // (chains * length)):
+        block = columns[..., part].permute(2, 0, 1).contiguous().cpu()
+        if block.dtype not in (torch.float32, torch.float64):
+            block = block.float() if block.is_floating_point() else block.double()
+        yield part.start, block.numpy()
+
+
+def _part(series: NDArray[np.floating]) -> Array:
+    """R-hat, bulk and tail effective sample size of each row of ``(quantities, chains, draws)``."""
+    result = np.full((3, len(series)), np.nan)
+    rows = series.reshape(len(series), -1)
+    with np.errstate(all="ignore"):
+        usable = np.isfinite(rows).all(1) & (rows.max(1) > rows.min(1))
+        if usable.any():
+            result[:, usable] = _usable_part(series[usable].astype(np.float64))
+    return result
+
+
+def _usable_part(series: Array) -> tuple[Array, Array, Array]:
+    count, chains, length = series.shape
+    half = length // 2
+    split = np.concatenate([series[..., :half], series[..., -half:]], axis=1)  # of an odd length, without the middle
+    rows = split.reshape(count, -1)
+    order = np.argsort(rows, axis=1)
+    order += np.arange(count)[:, None] * rows.shape[1]  # places in all rows laid end to end
+    ordered = rows.ravel().take(order)
+    scores = _normal_scores(ordered, order).reshape(split.shape)
+    all_draws = ordered if length % 2 == 0 else series.reshape(count, -1)
+    limits = np.quantile(all_draws, TAILS, axis=1)
+    tails = [effective_size(split <= limit[:, None, None]) for limit in limits]
+    r_hat = np.full(count, np.nan)
+    if chains > 1:
+        bulk = _r_hat(scores)
+        folded = _r_hat(_folded_scores(ordered, order).reshape(split.shape))
+        r_hat = np.where(folded > bulk, folded, bulk)
+    return r_hat, effective_size(scores), np.minimum(*tails)
+
+
+def _normal_scores(ordered: Array, places: NDArray[np.intp]) -> Array:
+    """Quantiles of the standard normal at every draw's rank, ties at their mean rank; laid at the draws' places."""
+    size = ordered.shape[1]
+    table = _score_table(size)
+    values = np.tile(table[::2], len(ordered))
+    is_tied = np.zeros(ordered.shape, dtype=bool)  # with the draw before it
+    np.equal(ordered[:, 1:], ordered[:, :-1], out=is_tied[:, 1:])
+    if is_tied.any():
+        tied = is_tied.ravel()
+        before = np.append(tied[1:], False)  # with the draw after it; rows begin untied, so no tie spans two
+        first, last = np.flatnonzero(before & ~tied), np.flatnonzero(tied & ~before)
+        values[tied | before] = np.repeat(table[first % size + last % size], last - first + 1)
+    scores = np.empty(ordered.size)
+    scores[places.ravel()] = values
+    return scores
+
+
+@functools.lru_cache(maxsize=8)
+def _score_table(size: int) -> Array:
+    """Normal scores of the ranks 1, 1.5, 2 ... ``size`` (Blom 1958)."""
+    ranks = 1 + np.arange(2 * size - 1) / 2
+    return special.ndtri((ranks - 3 / 8) / (size + 1 / 4))
+
+
+def _folded_scores(ordered: Array, places: NDArray[np.intp]) -> Array:
+    """Normal scores of the distances from the median: two sorted runs, which a stable sort merges in linear time."""
+    count, size = ordered.shape
+    middle = size // 2
+    median = 0.5 * (ordered[:, middle - 1] + ordered[:, middle])  # a split has an even number of draws
+    distance = np.abs(ordered - median[:, None])
+
+    def runs(values: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([values[:, :middle][:, ::-1], values[:, middle:]], axis=1)
+
+    distance, places = runs(distance), runs(places)
+    merged = np.argsort(distance, axis=1, kind="stable")
+    merged += np.arange(count)[:, None] * size
+    return _normal_scores(distance.ravel().take(merged), places.ravel().take(merged))
+
+
+def _r_hat(split: Array) -> Array:
+    length = split.shape[-1]
+    within = split.var(-1, ddof=1).mean(1)
+    between = length * split.mean(-1).var(1, ddof=1)
+    return np.sqrt((between / within + length - 1) / length)
+
+
+def effective_size(split: NDArray[Any]) -> Array:
+    """Effective sample size of each row of split chains ``(quantities, 2 * chains, half)``, two draws or more."""
+    split = split.astype(np.float64)
+    _, chains, length = split.shape
+    means = split.mean(-1)
+    spectrum = fft.rfft(split - means[..., None], n=fft.next_fast_len(2 * length, real=True))
+    power = (spectrum.real**2 + spectrum.imag**2).mean(1)
+    covariance = fft.irfft(power, n=fft.next_fast_len(2 * length, real=True))[:, :length] / length
+    pooled = covariance[:, 0] + means.var(1, ddof=1)
+    rho = 1 - (covariance[:, :1] * length / (length - 1) - covariance) / pooled[:, None]
+    rho[:, 0] = 1
+    tau = np.maximum(_autocorrelation_time(rho), 1 / np.log10(chains * length))
+    constant = (split == split[:, :1, :1]).all((1, 2))
+    return np.where(constant, chains * length, chains * length / tau)
+
+
+def _autocorrelation_time(rho: Array) -> Array:
+    """Sum over lags by Geyer's initial monotone sequence: pairs of lags up to the first that isn't positive."""
+    pairs = max(0, (rho.shape[1] - 3) // 2)
+    sums = rho[:, : 2 * pairs + 2].reshape(len(rho), pairs + 1, 2).sum(-1)
+    ends = ~(sums[:, :pairs] > 0)
+    kept = np.where(ends.any(1), ends.argmax(1), pairs) if pairs else np.zeros(len(rho), dtype=int)
+    rows = np.arange(len(rho))
+    total = np.concatenate([np.zeros((len(rho), 1)), np.minimum.accumulate(sums, axis=1).cumsum(1)], axis=1)[rows, kept]
+    # The even lag of the pair that ended the sequence still counts, once, if it is positive.
+    even = rho[rows, 2 * kept]
+    return -1 + 2 * total + np.where((even > 0) | (sums[rows, kept] >= 0), even, 0)

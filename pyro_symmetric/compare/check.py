@@ -1,0 +1,282 @@
+r"""A short battery of checks on what a sampler returned, each with a verdict in words.
+
+Most read what the sampler wrote down. If the posterior remembers its model and data, two more evaluate them:
+
+* *Temperature.* Integration by parts gives :math:`\mathbb E[z \cdot \nabla U(z)] = D` for every posterior over
+  :math:`z \in \mathbb R^D` whose density vanishes at infinity (the virial theorem). Its average over :math:`D` is the
+  configurational temperature of the draws: above 1 they spread too widely, as those of a stochastic-gradient sampler
+  whose step is too large, or of chains on their way in; below 1 too little. The kinetic temperature
+  :math:`\mathbb E\|r\|^2 / D` says the same of momenta.
+* *Mini-batch scale.* The mean energy over the mini-batches of one pass through the data equals the energy of all data,
+  if each mini-batch's likelihood counts ``N / B`` times. A model that forgets the factor samples a posterior of ``B``
+  observations, silently.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.chain_statistics import chain_statistics, missing_energy
+from pyro_symmetric.compare._results import table
+from pyro_symmetric.mcmc.batches import Batches
+from pyro_symmetric.mcmc.potential import Potential
+from pyro_symmetric.mcmc.targets import ROWS
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.weights import require_finite
+
+Status = Literal["pass", "warn", "fail", "unknown"]
+
+TEMPERATURE_BOUNDS = (0.1, 0.3)  # distance from 1 to warn of, and to fail at
+SURE = 3.0  # standard errors
+WATCHED_ENTRIES = 16  # of each site, where it is enough to see whether chains move
+MOST_BATCHES = 64
+CHUNK = 32
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check.
+
+    :param name: what was looked at.
+    :param status: ``"pass"``, ``"warn"``, ``"fail"``, or ``"unknown"`` where the draws don't suffice to tell.
+    :param words: what was found, and what to do about it.
+    :param value: the number that it rests on; NaN if there is none.
+    """
+
+    name: str
+    status: Status
+    words: str
+    value: float = math.nan
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """All findings, in the order of the checks; see :func:`check`."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed and nothing was warned of."""
+        return not any(finding.status in ("warn", "fail") for finding in self.findings)
+
+    def __getitem__(self, name: str) -> Finding:
+        for finding in self.findings:
+            if finding.name == name:
+                return finding
+        raise KeyError(f"no check {name!r}; there are {[finding.name for finding in self.findings]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {f.name: {"status": f.status, "words": f.words, "value": _plain(f.value)} for f in self.findings}
+
+    def __repr__(self) -> str:
+        counts = {status: sum(f.status == status for f in self.findings) for status in ("fail", "warn", "pass")}
+        rows = [(finding.status, finding.name, finding.words) for finding in self.findings]
+        return f"Checks: {', '.join(f'{n} {status}' for status, n in counts.items())}\n{table(rows, left=(0, 1, 2))}"
+
+
+def check(posterior: Posterior, *, num_draws: int = 256) -> CheckResult:
+    """Check what a sampler returned; also as ``posterior.check()``.
+
+    >>> print(sample(SGHMC(model, batch_size=64), x, y).check())
+
+    :param posterior: with its statistics; with its model and data (as ``sample`` returns it, or by
+        :meth:`Posterior.attach`) the energy is looked at too.
+    :param num_draws: of all chains together, at how many draws to evaluate the model's gradient.
+    """
+    if num_draws < 1:
+        raise ValueError(f"num_draws is {num_draws}; it must be at least 1")
+    findings = [_finite(posterior)]
+    if findings[0].status == "pass":
+        findings += [_moving(posterior), *_statistics(posterior)]
+        if posterior.is_attached:
+            findings += _energy(posterior, num_draws)
+    return CheckResult(tuple(findings))
+
+
+# draws --------------------------------------------------------------------------------------------------------------
+
+
+def _finite(posterior: Posterior) -> Finding:
+    try:
+        require_finite(posterior.samples, "samples")
+    except ValueError as error:
+        return Finding("finite", "fail", str(error))
+    return Finding("finite", "pass", "all draws are finite")
+
+
+def _moving(posterior: Posterior) -> Finding:
+    """How often chains change place, and whether any spreads far less than the others."""
+    if posterior.num_samples < 2:
+        return Finding("moving", "unknown", "one draw of each chain says nothing of its moves")
+    watched = torch.cat(list(_heads(posterior)), dim=2).double()
+    moves = (watched.diff(dim=1) != 0).any(2).double().mean(1)
+    spread = watched.std(1)
+    relative = (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values
+    slowest, least = float(moves.min()), float(relative.min())
+    stuck = ((moves < 0.01) | (relative < 0.01)).nonzero().flatten().tolist()
+    slow = ((moves < 0.1) | (relative < 0.1)).nonzero().flatten().tolist()
+    if stuck:
+        return Finding("moving", "fail", f"{_chains(stuck)} stuck: restart from elsewhere, or smaller steps", slowest)
+    if slow:
+        words = f"{_chains(slow)} slow: moves in {slowest:.0%} of the draws, spread {least:.0%} of the median chain's"
+        return Finding("moving", "warn", words, slowest)
+    return Finding("moving", "pass", f"every chain moves in at least {slowest:.0%} of its draws", slowest)
+
+
+def _heads(posterior: Posterior) -> Iterator[Tensor]:
+    """The first entries of each site, ``(chains, draws, entries)``: an accepted move changes them all."""
+    for value in posterior.samples.values():
+        yield value.flatten(2)[..., :WATCHED_ENTRIES] if value.dim() > 2 else value[..., None]
+
+
+# the sampler's own statistics ---------------------------------------------------------------------------------------
+
+
+def _statistics(posterior: Posterior) -> Iterator[Finding]:
+    statistics = posterior.statistics
+    if "acceptance_rate" in statistics:
+        yield _acceptance(statistics["acceptance_rate"].double().mean(1))
+    if "diverging" in statistics:
+        yield _divergences(posterior)
+    if "reached_max_treedepth" in statistics:
+        share = float(statistics["reached_max_treedepth"].double().mean())
+        words = f"{share:.1%} of the trajectories were cut off at the largest tree"
+        yield Finding("tree depth", "warn" if share > 0.1 else "pass", words, share)
+    if "energy" in statistics and posterior.num_samples > 2:
+        yield _missing_energy(missing_energy(statistics["energy"]))
+    if "lp" in statistics and posterior.num_chains > 1 and posterior.num_samples > 2:
+        yield _level(statistics["lp"].double())
+    for name in ("kinetic_temperature", "virial"):
+        if name in statistics:
+            title = "kinetic temperature" if name == "kinetic_temperature" else "virial"
+            yield _temperature(title, statistics[name].double())
+
+
+def _acceptance(by_chain: Tensor) -> Finding:
+    least, mean = float(by_chain.min()), float(by_chain.mean())
+    status: Status = "fail" if least < 0.1 else "warn" if least < 0.4 else "pass"
+    advice = "" if status == "pass" else ": a smaller step size, or a longer warm-up"
+    words = f"mean acceptance {mean:.2f}, of the worst chain {least:.2f}{advice}"
+    return Finding("acceptance", status, words, least)
+
+
+def _divergences(posterior: Posterior) -> Finding:
+    share = float(posterior.statistics["diverging"].double().mean())
+    status: Status = "fail" if share > 0.05 else "warn" if share > 0 else "pass"
+    advice = "" if share == 0 else ": parts of the posterior may be missed; smaller steps, or reparametrise"
+    return Finding("divergences", status, f"{share:.2%} of the draws diverged{advice}", share)
+
+
+def _missing_energy(fraction: Tensor) -> Finding:
+    least = float(fraction.min())
+    status: Status = "fail" if least < 0.1 else "warn" if least < 0.3 else "pass" if least == least else "unknown"
+    advice = ": momenta hardly change the energy, tails are missed; reparametrise" if status != "pass" else ""
+    return Finding("energy", status, f"E-BFMI of the worst chain {least:.2f}{advice}", least)
+
+
+def _level(lp: Tensor) -> Finding:
+    """Chains whose log-density stays far from the others'."""
+    means, spread = lp.mean(1), lp.std(1).median()
+    gap = means.median() - means
+    behind = (gap > 5 * spread).nonzero().flatten().tolist()
+    largest = float(gap.max())
+    if behind:
+        words = f"{_chains(behind)} up to {largest:.3g} nats below the others: still on the way in, or in a poor mode"
+        return Finding("level", "warn", words, largest)
+    return Finding("level", "pass", "no chain's log-density stays far below the others'", largest)
+
+
+def _temperature(name: str, values: Tensor) -> Finding:
+    """Whether the mean of ``(chains, draws)`` is 1, within what is tolerable and what chance allows."""
+    known = values[~values.isnan().any(1)]  # without chains that lost their numbers on the way
+    if known.numel() < 2:
+        return Finding(name, "unknown", "no chain has values throughout")
+    mean, error = float(known.mean()), _standard_error(known)
+    off = abs(mean - 1)
+    warn, fail = TEMPERATURE_BOUNDS
+    sure = off > SURE * error
+    status: Status = "fail" if sure and off > fail else "warn" if sure and off > warn else "pass"
+    if status == "pass" and SURE * error > fail:
+        return Finding(name, "unknown", f"{mean:.3f} ± {error:.2g} where 1 is right: too few draws to tell", mean)
+    advice = ""
+    if status != "pass":
+        wide = "spread too widely: smaller steps, larger batches, or a longer warm-up"
+        advice = f": the draws {wide if mean > 1 else 'spread too little: a longer run'}"
+    return Finding(name, status, f"{mean:.3f} ± {error:.2g} where 1 is right{advice}", mean)
+
+
+def _standard_error(values: Tensor) -> float:
+    """Of the mean of correlated draws; never below that of the chains' means."""
+    size = float(chain_statistics(values).ess_bulk)
+    within = float(values.std()) / math.sqrt(size) if size == size else float(values.std())
+    between = float(values.mean(1).std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return max(within, between)
+
+
+# the model's energy -------------------------------------------------------------------------------------------------
+
+
+def _energy(posterior: Posterior, num_draws: int) -> Iterator[Finding]:
+    dtype = next(iter(posterior.samples.values())).dtype
+    batch_size = getattr(posterior.kernel, "batch_size", None)
+    args, kwargs = posterior._args, posterior._kwargs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a mini-batch's scale: that is looked at here
+        full = Potential(posterior.model, *args, dtype=dtype, chain_chunk=CHUNK, subsampled=True, **kwargs)
+    if full.row_counts:
+        return  # the model draws its own mini-batches, which Pyro's plates scale themselves
+    per_chain = max(1, min(posterior.num_samples, num_draws // posterior.num_chains))
+    draws = posterior.thin(max(1, posterior.num_samples // per_chain))
+    z = full.unconstrain({site: draws.samples[site] for site in full.layout.site_shapes})
+    _, gradient = full.value_and_grad(z.flatten(0, 1))
+    yield _temperature("temperature", ((z.flatten(0, 1) * gradient).mean(1)).reshape(z.shape[:2]).double().cpu())
+    if batch_size is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            options = {"dtype": dtype, "chain_chunk": CHUNK, "batch_size": batch_size, "subsampled": True}
+            parts = Potential(posterior.model, *args, **options, **kwargs)
+        if ROWS in parts.row_counts:
+            yield _batch_scale(full, parts, z[:, -1][:8])
+
+
+@torch.no_grad()
+def _batch_scale(full: Potential, parts: Potential, z: Tensor) -> Finding:
+    total, size = parts.row_counts[ROWS]
+    batches = Batches(parts.row_counts, len(z), str(z.device))
+    energies = []
+    for _ in range(min(MOST_BATCHES, total // size)):
+        rows, batches = batches.next()
+        energies.append(parts(z, rows).double())
+    by_batch, whole = torch.stack(energies), full(z).double()
+    gap = float((by_batch.mean(0) - whole).mean())
+    spread = float(by_batch.std(0).mean()) if len(energies) > 1 else float(whole.abs().mean())
+    error = spread / math.sqrt(by_batch.numel())
+    name, size_of = "mini-batch scale", float(whole.abs().mean())
+    if abs(gap) > 5 * error + 0.01 * size_of:
+        words = (
+            f"mini-batches of {size} of {total} rows have an energy {gap:+.4g} nats off that of all data "
+            f"({size_of:.4g}): the likelihood must count N / B times; use pyro.plate(name, {total}, subsample=...)"
+        )
+        return Finding(name, "fail", words, gap)
+    return Finding(name, "pass", f"mini-batches' mean energy is within {abs(gap):.2g} nats of all data's", gap)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _chains(indices: list[int]) -> str:
+    listed = ", ".join(map(str, indices[:8])) + (" ..." if len(indices) > 8 else "")
+    return f"chain {listed} is" if len(indices) == 1 else f"chains {listed} are"
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None

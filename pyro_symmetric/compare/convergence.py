@@ -1,0 +1,350 @@
+r"""Have chains converged? Asked of the weights, of the weights without their symmetries, and of the function.
+
+Chains in different copies of a mode give a raw R-hat far above 1 although they predict alike, so R-hat on raw weights
+says nothing of a model with symmetries. Three looks together do: at the weights as drawn; at the weights brought to one
+frame, each draw to the canonical form of its orbit (Laurent et al. 2024, arXiv 2310.08287) or all of them aligned to
+one; and at what no symmetry touches, predictions and the log-density. R-hat and effective sample sizes are those of
+:mod:`pyro_symmetric.chain_statistics`.
+
+A canonical form sorts units by a key. Where two units' keys overlap, they change places from draw to draw, also in one
+mode: bad numbers in the canonical frame with good ones of the function are then the frame's, and alignment of all draws
+to one reference tells more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, missing_energy
+from pyro_symmetric.compare._results import table
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.canonical import Symmetry
+from pyro_symmetric.symmetry.finite import FiniteGroup
+from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.symmetry.rescaling import SignGroup
+from pyro_symmetric.symmetry.weights import Weights
+
+FEW_ABOVE = 0.01  # of thousands of quantities some exceed any threshold by chance
+ENOUGH_DRAWS = 400  # effective ones, for stable estimates of R-hat and of quantiles: Vehtari et al. 2021, section 4
+LITTLE_ENERGY = 0.3
+MOST_ROWS = 256
+DRAWS_AT_ONCE = 64
+
+
+@dataclass(frozen=True, eq=False)
+class SpaceConvergence:
+    """What the chains' draws of one kind say.
+
+    :param by_site: site (or ``"predictions"``, ``"log density"``) -> R-hat and effective sample sizes of every entry.
+    :param threshold: above this R-hat, chains disagree on an entry.
+    """
+
+    by_site: dict[str, ChainStatistics]
+    threshold: float
+
+    def values(self, name: str) -> Tensor:
+        """``"r_hat"``, ``"ess_bulk"`` or ``"ess_tail"`` of all entries that have one, ``(K,)``."""
+        values = torch.cat([getattr(statistics, name).flatten() for statistics in self.by_site.values()])
+        return values[~torch.isnan(values)]
+
+    @property
+    def share_above(self) -> float:
+        """Share of the entries whose R-hat is above the threshold; NaN if none is known."""
+        values = self.values("r_hat")
+        return float((values > self.threshold).double().mean()) if len(values) else float("nan")
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the chains agree: on all entries but one in a hundred. ``None`` if it can't be told (one chain)."""
+        share = self.share_above
+        return None if share != share else share <= FEW_ABOVE
+
+    @property
+    def worst(self) -> dict[str, float]:
+        """Largest R-hat, smallest effective sample sizes, over the entries that have one."""
+        result = {}
+        for name in ("r_hat", "ess_bulk", "ess_tail"):
+            values = self.values(name)
+            result[name] = float(values.max() if name == "r_hat" else values.min()) if len(values) else float("nan")
+        return result
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return {
+            "agrees": self.agrees,
+            "share_above": self.share_above,
+            **self.worst,
+            "by_site": {site: statistics.summary() for site, statistics in self.by_site.items()},
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class ConvergenceResult:
+    """See :func:`convergence`.
+
+    :param spaces: ``"weights"`` as drawn; ``"canonical"`` and ``"aligned"``, the weights in one frame, where asked for;
+        ``"function"``, predictions and log-density, where known.
+    :param settled: whether each chain's predictions move, and stay the same from its first to its second half; ``None``
+        without predictions.
+    :param divergent: share of the draws that diverged; ``None`` where the sampler doesn't say.
+    :param energy_fraction: E-BFMI of each chain, ``(chains,)``, or ``None``.
+    :param acceptance: mean acceptance rate of each chain, ``(chains,)``, or ``None``.
+    :param step_size: mean step size of each chain, ``(chains,)``, or ``None``.
+    """
+
+    spaces: dict[str, SpaceConvergence]
+    num_chains: int
+    num_samples: int
+    threshold: float
+    settled: bool | None
+    divergent: float | None
+    energy_fraction: Tensor | None
+    acceptance: Tensor | None
+    step_size: Tensor | None
+
+    @property
+    def verdict(self) -> str:
+        """What it comes to, in a few sentences."""
+        return " ".join([_agreement(self), *_effort(self), *_trouble(self)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        numbers = {name: None if v is None else v.tolist() for name, v in self._per_chain().items()}
+        spaces = {name: space.to_dict() for name, space in self.spaces.items()}
+        return {"verdict": self.verdict, "settled": self.settled, "divergent": self.divergent, **numbers, **spaces}
+
+    def plot(self) -> Any:
+        """R-hat and bulk effective sample sizes of all entries, sorted: a curve for each space."""
+        from pyro_symmetric.plots import chain_agreement  # which loads matplotlib
+
+        spaces = {name: space for name, space in self.spaces.items() if len(space.values("ess_bulk"))}
+        return chain_agreement(
+            {name: space.values("r_hat").numpy() for name, space in spaces.items()},
+            {name: space.values("ess_bulk").numpy() for name, space in spaces.items()},
+            self.threshold,
+        )
+
+    def __repr__(self) -> str:
+        head = ("space", "site", "entries", "R-hat worst", "median", f"above {self.threshold:g}")
+        rows: list[tuple[str, ...]] = [(*head, "ESS bulk worst", "median", "ESS tail worst", "median")]
+        for space, found in self.spaces.items():
+            for site, statistics in found.by_site.items():
+                s = statistics.summary()
+                above = float((statistics.r_hat > self.threshold).double().mean())
+                r_hats = (f"{s['r_hat']:.3f}", f"{s['r_hat_median']:.3f}", f"{above:.1%}")
+                sizes = (f"{s[f'ess_{part}{kind}']:,.0f}" for part in ("bulk", "tail") for kind in ("", "_median"))
+                rows.append((space, site, f"{statistics.r_hat.numel():,}", *r_hats, *sizes))
+        lines = [f"Convergence of {self.num_chains} chains of {self.num_samples} draws: {self.verdict}"]
+        lines.append(table(rows, left=(0, 1)))
+        known = {name: value for name, value in self._per_chain().items() if value is not None}
+        for name, value in known.items():
+            lines.append(f"  {name.replace('_', ' ')} by chain: {float(value.min()):.3g} to {float(value.max()):.3g}")
+        return "\n".join(lines)
+
+    def _per_chain(self) -> dict[str, Tensor | None]:
+        return {
+            "energy_fraction": self.energy_fraction,
+            "acceptance": self.acceptance,
+            "step_size": self.step_size,
+        }
+
+
+@torch.no_grad()
+def convergence(
+    posterior: Posterior,
+    symmetry: Symmetry | PermutationGroup | SignGroup | FiniteGroup | None = None,
+    *,
+    aligned: Posterior | None = None,
+    model: BayesianModel | None = None,
+    x: Tensor | None = None,
+    y: Tensor | None = None,
+    predictions: Tensor | None = None,
+    threshold: float = 1.05,
+    **canonical: Any,
+) -> ConvergenceResult:
+    """Whether chains agree: on weights, on weights without their symmetries, on the function.
+
+    >>> print(convergence(posterior, find_symmetry(net, x), model=model, x=x))
+
+    Takes memory for a canonical copy of all draws and for the predictions; ``posterior.thin(k)`` takes less.
+
+    :param posterior: two chains or more, so that they can be compared.
+    :param symmetry: what to remove by canonical form, e.g. ``find_symmetry(net, x)``.
+    :param aligned: the same draws, brought to one frame otherwise, e.g. ``align_many(posterior, group).posterior``.
+    :param model: the network's model; by default the one that the posterior was drawn from, with its data.
+    :param x: inputs to predict at; of more than 256 rows, 256 evenly spaced ones.
+    :param y: all targets of the data ``x``, to take the log-density from the model. Without them it is the sampler's
+        own statistic ``lp`` (of a stochastic-gradient sampler a mini-batch's estimate).
+    :param predictions: instead of ``model`` and ``x``: anything that is a function of the weights alone, ``(chains,
+        draws, ...)``, such as ``predict(posterior.samples, any_model, x, kind="mean")``.
+    :param threshold: R-hat above which chains disagree.
+    :param canonical: options of :func:`~pyro_symmetric.symmetry.canonicalize`.
+    """
+    if not threshold > 1:
+        raise ValueError(f"threshold is {threshold}; R-hat is about 1 where chains agree, so it must be larger")
+    _check_grouping(posterior, "aligned", aligned.samples if aligned is not None else {})
+    _check_grouping(posterior, "predictions", {} if predictions is None else {"": predictions})
+    if predictions is None:
+        model, x, y = _from_origin(posterior, model, x, y)
+        predictions = None if model is None or x is None else _predictions(posterior, model, x)
+    frames = {"weights": posterior.samples}
+    if symmetry is not None:
+        frames["canonical"] = posterior.canonicalize(symmetry, **canonical).samples
+    if aligned is not None:
+        frames["aligned"] = aligned.samples
+    spaces = {name: {site: chain_statistics(v) for site, v in weights.items()} for name, weights in frames.items()}
+    function = {} if predictions is None else {"predictions": chain_statistics(predictions)}
+    if (density := _log_density(posterior, model, x, y)) is not None:
+        function["log density"] = chain_statistics(density)
+    if function:
+        spaces["function"] = function
+    return ConvergenceResult(
+        {name: SpaceConvergence(by_site, threshold) for name, by_site in spaces.items()},
+        posterior.num_chains,
+        posterior.num_samples,
+        threshold,
+        None if predictions is None else _settled(predictions, threshold),
+        _share(posterior, "diverging"),
+        missing_energy(posterior.statistics["energy"]) if "energy" in posterior.statistics else None,
+        _mean_by_chain(posterior, "acceptance_rate"),
+        _mean_by_chain(posterior, "step_size"),
+    )
+
+
+# the verdict --------------------------------------------------------------------------------------------------------
+
+
+def _agreement(result: ConvergenceResult) -> str:
+    weights, function = result.spaces["weights"], result.spaces.get("function")
+    if weights.agrees is None and (function is None or function.agrees is None):
+        return "Too few chains or draws to tell whether chains agree: it takes two chains of four draws."
+    frames: dict[str, bool | None] = {
+        name: result.spaces[name].agrees for name in ("canonical", "aligned") if name in result.spaces
+    }
+    if function is None:
+        return _weights_only(weights, frames)
+    if function.agrees is False:
+        return (
+            f"The chains don't agree on the function ({_numbers(function)}): "
+            + {
+                True: "each by itself has settled, so they sit in modes that predict differently.",
+                False: "some still drift or stand still; run longer.",
+                None: "they haven't mixed, or sit in modes that predict differently.",
+            }[result.settled]
+        )
+    if weights.agrees:
+        return "The chains agree on the function and on the weights."
+    start = f"The chains agree on the function, but not on the weights ({_numbers(weights)}): "
+    if any(frames.values()):
+        return start + "brought to one frame, the weights agree too, so the chains sit in different copies of a mode."
+    if frames:
+        return (
+            start + "nor do the weights agree in one frame, so the chains sit in different modes that predict alike, "
+            "or the frame can't tell units apart."
+        )
+    return start + "they may sit in different copies of a mode; give symmetry= to see."
+
+
+def _weights_only(weights: SpaceConvergence, frames: Mapping[str, bool | None]) -> str:
+    unseen = " Give model= and x= (or predictions=) to see whether they agree on the function."
+    if weights.agrees:
+        return "The chains agree on the weights, and so on the function."
+    start = f"The chains don't agree on the weights ({_numbers(weights)})"
+    if any(frames.values()):
+        return start + ", but do once brought to one frame: they sit in different copies of a mode."
+    return start + (", nor in one frame." if frames else ".") + unseen
+
+
+def _numbers(space: SpaceConvergence) -> str:
+    return f"R-hat up to {space.worst['r_hat']:.3g}, above {space.threshold:g} for {space.share_above:.0%}"
+
+
+def _effort(result: ConvergenceResult) -> list[str]:
+    space = result.spaces.get("function", result.spaces["weights"])
+    least = min(space.worst["ess_bulk"], space.worst["ess_tail"])
+    if not least < ENOUGH_DRAWS:  # NaN included: too few draws were spoken of before
+        return []
+    what = "function" if "function" in result.spaces else "weights"
+    return [f"The worst effective sample size of the {what} is {least:.0f}, too few (< {ENOUGH_DRAWS}) to be sure."]
+
+
+def _trouble(result: ConvergenceResult) -> list[str]:
+    sentences = []
+    if result.divergent:
+        sentences.append(f"{result.divergent:.2g} of the draws diverged: parts of the posterior may be missed.")
+    if result.energy_fraction is not None and bool((low := result.energy_fraction < LITTLE_ENERGY).any()):
+        sentences.append(f"{int(low.sum())} chains have an E-BFMI under {LITTLE_ENERGY}: they hardly reach the tails.")
+    return sentences
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _check_grouping(posterior: Posterior, name: str, entries: Mapping[str, Tensor]) -> None:
+    shape = (posterior.num_chains, posterior.num_samples)
+    for value in entries.values():
+        if tuple(value.shape[:2]) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}; it must begin with the posterior's {shape} chains and draws"
+            )
+
+
+def _from_origin(
+    posterior: Posterior, model: BayesianModel | None, x: Tensor | None, y: Tensor | None
+) -> tuple[BayesianModel | None, Tensor | None, Tensor | None]:
+    """The model and data; those that the posterior was drawn from, if none are given."""
+    if model is None and x is not None and not posterior.is_attached:
+        raise ValueError("x is given, but no model; pass model=, or predictions=")
+    if model is not None or not posterior.is_attached or not isinstance(posterior.model, BayesianModel):
+        return model, x, y
+    data = {**dict(zip(("x", "y"), posterior._args, strict=False)), **posterior._kwargs}
+    return posterior.model, *((data.get("x"), data.get("y")) if x is None else (x, y))
+
+
+def _predictions(posterior: Posterior, model: BayesianModel, x: Tensor) -> Tensor:
+    """Expected targets ``(chains, draws, rows, ...)``."""
+    rows = x if len(x) <= MOST_ROWS else x[torch.arange(MOST_ROWS) * len(x) // MOST_ROWS]
+    return model.likelihood.mean(model.outputs(_placed(posterior, model), rows, chunk_size=DRAWS_AT_ONCE)).cpu()
+
+
+def _log_density(
+    posterior: Posterior, model: BayesianModel | None, x: Tensor | None, y: Tensor | None
+) -> Tensor | None:
+    if model is None or x is None or y is None:
+        return posterior.statistics.get("lp")
+    weights = _placed(posterior, model)
+    pieces = []
+    for start in range(0, posterior.num_samples, step := max(1, DRAWS_AT_ONCE // posterior.num_chains)):
+        part = {site: value[:, start : start + step] for site, value in weights.items()}
+        pieces.append(model.log_joint(part, x, y))
+    return torch.cat(pieces, dim=1).cpu()
+
+
+def _placed(posterior: Posterior, model: BayesianModel) -> Weights:
+    like = next(model.net.parameters())
+    return {site: value.to(like.device, like.dtype) for site, value in posterior.samples.items()}
+
+
+def _settled(predictions: Tensor, threshold: float) -> bool | None:
+    """Whether the halves of each chain agree: a half is taken for a chain, each chain's prediction for a quantity."""
+    half = predictions.shape[1] // 2
+    halves = torch.stack([predictions[:, :half], predictions[:, predictions.shape[1] - half :]])
+    compared = chain_statistics(halves.transpose(1, 2))
+    stuck = bool(torch.isnan(compared.r_hat).any())
+    return False if stuck else SpaceConvergence({"": compared}, threshold).agrees
+
+
+def _share(posterior: Posterior, name: str) -> float | None:
+    flags = posterior.statistics.get(name)
+    return None if flags is None else float(flags.double().mean())
+
+
+def _mean_by_chain(posterior: Posterior, name: str) -> Tensor | None:
+    values = posterior.statistics.get(name)
+    return None if values is None else values.double().mean(1)

@@ -1,0 +1,212 @@
+r"""What symmetries do along training and at its end.
+
+Units of a layer may be sorted by a key that is read off their weights (see
+:func:`~pyro_symmetric.symmetry.canonicalize`). How far the sorting permutation still changes from one training step to
+the next tells whether units keep changing places (Laurent et al. 2024, arXiv 2310.08287, section 5 and figure 4):
+Kendall's :math:`\tau` between the two orders is one minus twice the share of the pairs of units that swapped,
+
+.. math:: \tau = 1 - \frac{4 \cdot \#\text{swapped pairs}}{n (n - 1)} \in [-1, 1],
+
+1 where no pair did, 0 on average between independent random orders.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_symmetric.compare._results import table
+from pyro_symmetric.symmetry.canonical import PermutationKey, sorting_permutation
+from pyro_symmetric.symmetry.finite import FiniteGroup
+from pyro_symmetric.symmetry.minimal_mass import HasScalings, minimal_mass
+from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
+from pyro_symmetric.symmetry.rescaling import ScalingGroup
+from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
+
+_CHUNK_ENTRIES = 2**24  # pairs of units at a time
+
+
+def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
+    """Kendall's rank correlation between batches of permutations.
+
+    Two orders of the same units, as :class:`~pyro_symmetric.symmetry.Permutation` holds them: entry ``i`` is the unit
+    in place ``i``. Time and memory are ``n²`` for each pair, by chunks; no loop over pairs.
+
+    >>> kendall_tau(torch.tensor([0, 1, 2]), torch.tensor([[0, 1, 2], [2, 1, 0], [1, 0, 2]]))
+    tensor([ 1.0000, -1.0000,  0.3333], dtype=torch.float64)
+
+    :param first: ``batch_shape + (n,)``, each row a permutation of ``0 .. n-1``; batch shapes broadcast.
+    :param second: likewise.
+    :returns: ``batch_shape``, float64; 1 where ``n < 2``.
+    :raises ValueError: if the lengths differ or a row is no permutation.
+    """
+    for name, value in (("first", first), ("second", second)):
+        _check_permutation(name, value)
+    n = first.shape[-1]
+    if second.shape[-1] != n:
+        raise ValueError(f"first orders {n} units and second {second.shape[-1]}; both must order the same units")
+    shape = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
+    # the places in the second order of the units in the first order's places: descents between these are swapped pairs
+    places = second.argsort(-1).expand(*shape, n).gather(-1, first.expand(*shape, n)).reshape(-1, n)
+    step = max(1, _CHUNK_ENTRIES // max(1, n * n))
+    swapped = [_inversions(part) for part in places.split(step)] or [places.new_zeros(0)]
+    pairs = n * (n - 1) / 2
+    counts = torch.cat(swapped).double()
+    return (1 - 2 * counts / pairs if pairs else torch.ones_like(counts)).reshape(shape)
+
+
+class SortingTracker:
+    """Follows the order of units along any training loop.
+
+    Call it after every step (or every so many); it keeps one number per factor, not the weights. Before and after the
+    scales of units are removed the order may differ: for the order of the canonical form give weights with unit norms,
+    ``tracker(canonicalize(weights, symmetry, permutations=None))``.
+
+    >>> net = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1))
+    >>> tracker = SortingTracker(find_symmetry(net, torch.randn(3, 2)))
+    >>> for step in range(10):
+    ...     ...  # an optimiser's step
+    ...     tracker(net)
+    >>> tracker.history["0"].shape
+    torch.Size([9])
+
+    :param symmetry: the group, or a network's symmetry.
+    :param key: what units are sorted by, see :func:`~pyro_symmetric.symmetry.canonicalize`.
+    """
+
+    def __init__(self, symmetry: WeightSymmetry | FiniteGroup | PermutationGroup, key: PermutationKey = "max"):
+        group = symmetry if isinstance(symmetry, PermutationGroup) else symmetry.permutations
+        self.group: PermutationGroup = group
+        self.key: PermutationKey = key
+        self._last: Permutation | None = None
+        self._taus: dict[str, list[Tensor]] = {name: [] for name, size in group.factors.items() if size > 1}
+
+    @torch.no_grad()
+    def __call__(self, weights: nn.Module | Mapping[str, Tensor]) -> None:
+        """Take note of the present order.
+
+        :param weights: the network, or weights of any batch shape (an ensemble in training), always the same.
+        """
+        if isinstance(weights, nn.Module):
+            weights = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
+        held = {site: weights[site].detach() for site in self.group.required_sites if site in weights}
+        now = sorting_permutation(held, self.group, self.key)
+        if self._last is not None:
+            if self._last.batch_shape != now.batch_shape:
+                raise ValueError(
+                    f"weights has batch shape {tuple(now.batch_shape)}, but {tuple(self._last.batch_shape)} the last "
+                    "time; a tracker follows one run (or one batch of runs)"
+                )
+            for name, taus in self._taus.items():
+                taus.append(kendall_tau(self._last[name].to(now[name].device), now[name]).cpu())
+        self._last = now
+
+    @property
+    def history(self) -> dict[str, Tensor]:
+        """Factor -> Kendall's tau between successive calls, ``(calls - 1,) + batch_shape``."""
+        return {name: torch.stack(taus) if taus else torch.zeros(0) for name, taus in self._taus.items()}
+
+    @property
+    def mean(self) -> Tensor:
+        """Kendall's tau averaged over factors, weighted by their number of pairs of units."""
+        history = self.history
+        pairs = {name: self.group.factors[name] * (self.group.factors[name] - 1) / 2 for name in history}
+        if not history:
+            raise ValueError("the group permutes no two units; there is no order to follow")
+        return torch.stack([pairs[name] * value for name, value in history.items()]).sum(0) / sum(pairs.values())
+
+
+@dataclass(frozen=True)
+class EquivalentModes:
+    """How many modes of a posterior are copies of one; see :func:`equivalent_modes`.
+
+    :param log_number: natural logarithm of the number.
+    :param permutations: factor -> (units, log of their number of orders); nested factors count once for each copy.
+    :param signs: factor -> (units, log of their number of signs).
+    """
+
+    log_number: float
+    permutations: dict[str, tuple[int, float]] = field(default_factory=dict)
+    signs: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def log10_number(self) -> float:
+        """Decimal logarithm of the number."""
+        return self.log_number / math.log(10)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return {
+            "log_number": self.log_number,
+            "log10_number": self.log10_number,
+            "permutations": {name: list(entry) for name, entry in self.permutations.items()},
+            "signs": {name: list(entry) for name, entry in self.signs.items()},
+        }
+
+    def __repr__(self) -> str:
+        rows = [("factor", "units", "kind", "log number")]
+        for kind, entries in (("orders", self.permutations), ("signs", self.signs)):
+            rows += [(name, f"{size:,}", kind, f"{log:,.1f}") for name, (size, log) in entries.items()]
+        head = f"exp({self.log_number:,.1f}) = 10^{self.log10_number:,.1f} equivalent modes"
+        return f"{head}\n{table(rows, left=(0, 2))}" if len(rows) > 1 else head
+
+
+def equivalent_modes(symmetry: WeightSymmetry | FiniteGroup | PermutationGroup) -> EquivalentModes:
+    """The number of equivalent modes of an architecture's posterior: the order of its finite symmetry group.
+
+    It is that of modes without symmetry of their own; where two units of a mode are alike it has fewer copies. Scalings
+    are left out: a proper prior allows one scale of each unit only.
+
+    :param symmetry: the group, or a network's symmetry.
+    """
+    permutations = symmetry if isinstance(symmetry, PermutationGroup) else symmetry.permutations
+    signs = {} if isinstance(symmetry, PermutationGroup) else symmetry.signs.factors
+    orders = {name: (size, math.lgamma(size + 1)) for name, size in permutations.factors.items()}
+    flips = {name: (size, size * math.log(2)) for name, size in signs.items()}
+    return EquivalentModes(symmetry.log_order(), orders, flips)
+
+
+def excess_mass(weights: Mapping[str, Tensor], symmetry: HasScalings | ScalingGroup) -> Tensor:
+    r"""The share of the weights' mass that scalings alone could take away,
+    :math:`1 - \min_\lambda \|\lambda \cdot w\|^2 / \|w\|^2`, biases left out.
+
+    0 where weights lie at the minimum of their orbit, where weight decay would end; how far from it training ended is
+    figure 2 of Laurent et al. (2024). Units that have no best scale (dead ones, those before batch normalisation) are
+    held at the scale they have, in both masses.
+
+    :param weights: site -> tensor ``batch_shape + site_shape``.
+    :param symmetry: the scalings, or a network's symmetry.
+    :returns: ``batch_shape``, float64, in [0, 1); NaN where all weights are 0.
+    """
+    group = symmetry if isinstance(symmetry, ScalingGroup) else symmetry.scalings
+    minimum = minimal_mass(weights, group, scale_free="hold").mass
+    dims = minimum.dim()
+    mass = torch.zeros_like(minimum)
+    for site in group.weight_sites:
+        if site in weights:
+            squared = weights[site].double().square()
+            mass += squared.flatten(dims).sum(-1) if squared.dim() > dims else squared
+    return (1 - minimum / mass).clamp(min=0)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _inversions(places: Tensor) -> Tensor:
+    """How many pairs of each row stand in descending order, ``(rows,)``."""
+    n = places.shape[-1]
+    later = torch.ones(n, n, dtype=torch.bool, device=places.device).triu(1)
+    return ((places[:, :, None] > places[:, None, :]) & later).sum((1, 2))
+
+
+def _check_permutation(name: str, value: Tensor) -> None:
+    if value.is_floating_point() or value.dtype == torch.bool or value.dim() < 1:
+        raise ValueError(f"{name} is {value.dtype} of shape {tuple(value.shape)}; it must hold integers (..., n)")
+    expected = torch.arange(value.shape[-1], device=value.device)
+    if not bool((value.sort(-1).values == expected).all()):
+        raise ValueError(f"{name} has a row that is no permutation of 0 .. {value.shape[-1] - 1}")

@@ -1,0 +1,177 @@
+"""One run as a value: all that a call asks for, ready to be done here or on another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyro_symmetric.mcmc.driver import MemoryDraws, Plan, Run
+from pyro_symmetric.mcmc.generators import seeded
+from pyro_symmetric.mcmc.identity import identify, require_same, surroundings, versions
+from pyro_symmetric.mcmc.kernel import Kernel
+from pyro_symmetric.mcmc.potential import Potential
+from pyro_symmetric.mcmc.starts import resolve, starting_points
+from pyro_symmetric.store import Draws, DrawStore, read_store
+
+COUNTS = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": None}  # the least of each
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Chains to run; the fields are the arguments of :func:`~pyro_symmetric.mcmc.sample`."""
+
+    kernel: Kernel
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    num_samples: int = 1000
+    num_warmup: int = 500
+    num_chains: int = 4
+    thinning: int = 1
+    initial: Any = None
+    chain_chunk: int | None = None
+    compile: bool | None = None
+    seed: int | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    store: Path | None = None
+    resume: bool | str = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kernel, Kernel):
+            kind = type(self.kernel).__name__
+            found = f"the class {self.kernel.__name__}" if isinstance(self.kernel, type) else f"a {kind}"
+            raise TypeError(f"kernel is {found}; it must be a sampler such as HMC(model)")
+        for name, least in COUNTS.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _whole(name, value, least))
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype is {self.dtype!r}; it must be a dtype such as torch.float64")
+        if self.resume not in (True, False, "auto"):
+            raise ValueError(f"resume is {self.resume!r}; it must be 'auto', True or False")
+        if self.resume is True and self.store is None:
+            raise ValueError("resume is True, but store is not given; pass the folder that the run was stored in")
+
+    @property
+    def plan(self) -> Plan:
+        """Its counts."""
+        return Plan(self.num_samples, self.num_warmup, self.num_chains, self.thinning)
+
+    def potential(self, chain_chunk: int | None = None) -> Potential:
+        """What its kernel moves on.
+
+        :param chain_chunk: where the job leaves it open.
+        """
+        if self.device is not None and torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device is {str(self.device)!r}, but PyTorch finds no GPU here")
+        return Potential(
+            self.kernel.model,
+            *self.args,
+            device=self.device,
+            dtype=self.dtype,
+            chain_chunk=chain_chunk if self.chain_chunk is None else self.chain_chunk,
+            compile=self.compile,
+            batch_size=self.kernel.batch_size,
+            subsampled=self.kernel.subsampled,
+            **self.kwargs,
+        )
+
+
+def run_job(job: Job, progress: bool) -> Draws:
+    """Run, or take up, the chains of a job. Ctrl-C while sampling returns what there is, marked as interrupted.
+
+    :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
+    """
+    started = time.perf_counter()
+    with seeded(job.seed), _opened(job) as sink:
+        store = sink if isinstance(sink, DrawStore) else None
+        last = store.last if store is not None else None
+        if job.store is not None:
+            require_resumable(job, last is not None)
+        potential = job.potential(last.checkpoint["chain_chunk"] if last is not None else None)
+        preamble = {} if store is None else _preamble(job, potential)
+        if last is not None:
+            require_same(Path(str(job.store)), last.checkpoint, preamble, tolerant=job.resume is True)
+        run = Run(job.kernel, potential, job.plan, sink, _facts(job, potential), preamble, progress, started)
+        if last is not None:
+            run.take_up(last.checkpoint, last.tensors)
+        else:
+            initial = resolve(job.initial, job.num_chains, job.args, job.kwargs)
+            run.start(starting_points(potential, job.num_chains, initial))
+        try:
+            run.go()
+        except KeyboardInterrupt:
+            if sink.mark.draws == 0:
+                raise KeyboardInterrupt(*_how_to_go_on(job, run.at.iteration)) from None
+        draws = sink.read(run.metadata()) if isinstance(sink, MemoryDraws) else read_store(sink.path)
+    return asked_for(draws, job.num_samples)
+
+
+def require_resumable(job: Job, exists: bool) -> None:
+    """:raises OSError: if a store exists that mustn't, or the other way round."""
+    if exists and job.resume is False:
+        raise FileExistsError(f"{job.store} is a draw store already; with resume=False, name a new folder")
+    if not exists and job.resume is True:
+        raise FileNotFoundError(f"resume is True, but there is no run to go on with at {job.store}")
+
+
+def asked_for(draws: Draws, num_samples: int) -> Draws:
+    """As many draws as were asked for, where the store holds more."""
+    samples, statistics = ({name: v[:, :num_samples] for name, v in kept.items()} for kept in draws[:2])
+    found = next(iter(samples.values())).shape[1]
+    return Draws(samples, statistics, {**draws.metadata, "interrupted": found < num_samples})
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _opened(job: Job) -> contextlib.AbstractContextManager[MemoryDraws | DrawStore]:
+    return contextlib.nullcontext(MemoryDraws(job.num_samples)) if job.store is None else DrawStore(job.store)
+
+
+def _preamble(job: Job, potential: Potential) -> dict[str, Any]:
+    return {
+        "identity": identify(job, potential),
+        "versions": versions(),
+        "surroundings": {**surroundings(), "route": potential.route},
+        "chain_chunk": potential.chain_chunk,
+    }
+
+
+def _facts(job: Job, potential: Potential) -> dict[str, Any]:
+    return {
+        "kernel": type(job.kernel).__name__,
+        "settings": job.kernel.settings(),
+        "num_warmup": job.num_warmup,
+        "thinning": job.thinning,
+        "seed": job.seed,
+        "device": str(potential.device),
+        "dtype": str(potential.dtype).removeprefix("torch."),
+        "route": potential.route,
+        "route_reason": potential.route_reason,
+        "chain_chunk": potential.chain_chunk,
+        "versions": versions(),
+    }
+
+
+def _whole(name: str, value: Any, least: int | None) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be a whole number")
+    if least is not None and value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+    return int(value)
+
+
+def _how_to_go_on(job: Job, iteration: int) -> tuple[str, ...]:
+    if job.store is None:
+        return ()
+    return (
+        f"interrupted in warm-up, after {iteration} of {job.num_warmup} iterations; they are kept in {job.store}, and "
+        "the same call goes on from there",
+    )

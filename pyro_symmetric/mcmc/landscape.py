@@ -1,0 +1,77 @@
+r"""What a stochastic-gradient sampler's step size depends on, measured in warm-up from the chains' own gradients.
+
+The largest curvature is found by power iteration (one more product with the Hessian at every measurement, by a finite
+difference of gradients on one mini-batch); the mini-batches' noise is half the mean squared difference between the
+gradients of two independent batches, :math:`V = \tfrac12 \mathbb E (g_1 - g_2)^2`, coordinate by coordinate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.mcmc.batches import independent_rows
+from pyro_symmetric.mcmc.potential import Potential
+
+FIRST_ROUNDS = 6  # power iterations before the first step
+
+
+@dataclass(frozen=True, eq=False)
+class Landscape:
+    r"""Curvature and gradient noise where the chains are, averaged over warm-up with weights that grow linearly.
+
+    With a preconditioner ``G`` both are those of the coordinates :math:`G^{-1/2} z`, in which the sampler is plain.
+
+    :param direction: each chain's direction of largest curvature, unit vectors ``(C, D)``.
+    :param curvature: each chain's largest curvature, ``(C,)``.
+    :param noise: variance of the mini-batches' gradients, averaged over chains, ``(D,)``; 0 without mini-batches.
+    :param count: measurements so far.
+    """
+
+    direction: Tensor
+    curvature: Tensor
+    noise: Tensor
+    count: int = 0
+
+    @property
+    def stiffest(self) -> Tensor:
+        """The largest of the chains' curvatures, ``()``."""
+        return self.curvature.max()
+
+    @classmethod
+    def start(cls, potential: Potential, z: Tensor, root: Tensor | None = None) -> Landscape:
+        """Measure at the chains' starting points ``(C, D)``; see :meth:`update`."""
+        direction = torch.nn.functional.normalize(torch.randn_like(z), dim=-1)
+        found = cls(direction, torch.zeros_like(z[:, 0]), torch.zeros_like(z[0]))
+        for _ in range(FIRST_ROUNDS):
+            found = found.update(potential, z, root)
+        return found
+
+    def update(self, potential: Potential, z: Tensor, root: Tensor | None = None) -> Landscape:
+        """Measure once more, at ``z`` of shape ``(C, D)``: three gradients of each chain.
+
+        :param root: square root of the diagonal preconditioner, broadcasting to ``(C, D)``; ``None`` for none.
+        """
+        scale = torch.ones_like(z) if root is None else root.expand_as(z)
+        rows = independent_rows(potential.row_counts, len(z), z.device)
+        _, gradient = potential.value_and_grad(z, rows)
+        along = scale * self.direction
+        # The cube root of the precision balances the rounding of a difference against the curvature's own change.
+        length = torch.finfo(z.dtype).eps ** (1 / 3) * (1 + z.square().mean(-1, keepdim=True).sqrt())
+        distance = length / along.norm(dim=-1, keepdim=True)
+        product = scale * (potential.value_and_grad(z + distance * along, rows)[1] - gradient) / distance
+        curvature = product.norm(dim=-1, keepdim=True)
+        usable = torch.isfinite(curvature) & (curvature > 0)
+        noise = torch.zeros_like(z)
+        if rows is not None:
+            other = potential.value_and_grad(z, independent_rows(potential.row_counts, len(z), z.device))[1]
+            noise = 0.5 * (scale * (gradient - other)).square()
+        weight = 2 / (self.count + 2)
+        return Landscape(
+            torch.where(usable, product / curvature, self.direction),
+            self.curvature.lerp(torch.where(usable[:, 0], curvature[:, 0], self.curvature), weight),
+            self.noise.lerp(noise.nan_to_num(0.0, 0.0, 0.0).mean(0), weight),
+            self.count + 1,
+        )

@@ -1,0 +1,93 @@
+r"""Preconditioned stochastic-gradient Langevin dynamics (Li, Chen, Carlson & Carin 2016, arXiv 1512.07666).
+
+.. math::
+    V &\leftarrow \alpha V + (1 - \alpha)\, (\nabla\tilde U(z) / N)^2, \qquad G = 1 / (\delta + \sqrt V) \\
+    z &\leftarrow z - \tfrac12 \varepsilon\, G \nabla\tilde U(z) + \mathcal N(0, \varepsilon G)
+
+RMSProp's preconditioner, one of each chain's own. (The paper averages gradients of the log-likelihood alone; here the
+prior's, an N-th as large as a term of it, are included.)
+
+A preconditioner that depends on where the chain is needs a further drift :math:`\tfrac12 \varepsilon\, \Gamma(z)`,
+:math:`\Gamma_i = \partial G_i / \partial z_i`, which asks for second derivatives; the paper's algorithm has it, its
+experiments leave it out. Without it a preconditioner that followed the gradient at once would draw from :math:`p(z) /
+G(z)` instead of :math:`p(z)`; the slow average makes that milder, the more so the more a chain moves in :math:`1 / (1 -
+\alpha)` steps. So by default the preconditioner is learnt in warm-up and then kept: :math:`\Gamma` is zero, and the
+bias that is left is that of plain :class:`~pyro_symmetric.mcmc.sgld.SGLD` in the coordinates :math:`G^{-1/2} z`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.mcmc.kernel import require_positive
+from pyro_symmetric.mcmc.landscape import Landscape
+from pyro_symmetric.mcmc.potential import Potential
+from pyro_symmetric.mcmc.stochastic import SteadyKernel, Tuning, Walk
+
+
+@dataclass(frozen=True, eq=False)
+class PreconditionedTuning(Tuning):
+    """:class:`~pyro_symmetric.mcmc.stochastic.Tuning` and each chain's average of squared gradients per row.
+
+    :param second_moment: ``V``, ``(C, D)``.
+    """
+
+    second_moment: Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class pSGLD(SteadyKernel):
+    """Stochastic-gradient Langevin dynamics with RMSProp's preconditioner.
+
+    ``step_size``, if not given, is ``4 tolerance / (λ + mean V)`` with curvature and noise of the preconditioned
+    coordinates. Further parameters are those of :class:`~pyro_symmetric.mcmc.stochastic.SteadyKernel` and
+    :class:`~pyro_symmetric.mcmc.stochastic.StochasticGradientKernel`.
+
+    :param smoothing: ``α``, the weight of the past in the average of squared gradients.
+    :param damping: ``δ``; the largest preconditioner is its inverse.
+    :param running: renew the preconditioner after warm-up too, as the paper does, at the price of the bias that the
+        module's description gives. Otherwise all of it comes from warm-up, of at least some ``1 / (1 - smoothing)``
+        gradient steps; without one this is plain SGLD.
+    """
+
+    smoothing: float = 0.99
+    damping: float = 1e-5
+    running: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("damping", self.damping)
+        if not 0 <= self.smoothing < 1:
+            raise ValueError(f"smoothing is {self.smoothing}; it must be at least 0 and less than 1")
+
+    def best_step(self, landscape: Landscape) -> Tensor:
+        return 4 * self.tolerance / (landscape.stiffest + landscape.noise.mean())
+
+    def first_tuning(self, tuning: Tuning, potential: Potential, gradient: Tensor) -> PreconditionedTuning:
+        # All coordinates start alike: one gradient's own small entries would make preconditioners that explode.
+        typical = (gradient / max(potential.num_rows, 1)).square().mean()
+        return PreconditionedTuning(**vars(tuning), second_moment=typical.expand_as(gradient).clone())
+
+    def root_preconditioner(self, tuning: Tuning) -> Tensor:
+        assert isinstance(tuning, PreconditionedTuning)
+        return self._preconditioner(tuning.second_moment).sqrt_()
+
+    def walk(self, walk: Walk, tuning: Tuning) -> Tuning:
+        assert isinstance(tuning, PreconditionedTuning)
+        step, moment = self.scheduled(tuning), tuning.second_moment
+        learning = self.running or tuning.warming_up
+        weight = (1 - self.smoothing) / max(walk.potential.num_rows, 1) ** 2
+        preconditioner = self._preconditioner(moment)
+        for _ in range(self.num_steps):
+            walk.langevin(step, preconditioner=preconditioner)
+            if learning:  # from this step's gradient for the next one, which is thus independent of its noise
+                moment = (self.smoothing * moment).addcmul_(walk.last_gradient, walk.last_gradient, value=weight)
+                preconditioner = self._preconditioner(moment)
+        usable = torch.isfinite(moment).all(-1, keepdim=True)
+        return replace(tuning, step_size=step, second_moment=torch.where(usable, moment, tuning.second_moment))
+
+    def _preconditioner(self, second_moment: Tensor) -> Tensor:
+        return second_moment.sqrt().add_(self.damping).reciprocal_()

@@ -1,0 +1,250 @@
+r"""What the stochastic-gradient samplers share: chains on their way, schedules of the step size, statistics.
+
+They follow a diffusion whose stationary law is the posterior, in steps that nothing accepts or rejects. Two things
+move the law that they reach away from it, and both vanish with the step: the discretisation, by curvature, and the
+variance ``V`` of the mini-batches' gradients. :class:`~pyro_symmetric.mcmc.landscape.Landscape` measures both, so a
+kernel that is given no ``step_size`` takes one that keeps the predicted excess of the variance to a ``tolerance``.
+
+Every draw brings the statistic ``virial``, :math:`z \cdot \nabla U(z) / D` averaged over the iteration's steps. Its
+mean is 1 under any posterior whose density vanishes at infinity (integrate by parts), also with mini-batches, whose
+gradients are unbiased: the configurational temperature, to be compared with 1 when a run has settled.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.mcmc.batches import Batches
+from pyro_symmetric.mcmc.kernel import Kernel, State, require_count, require_fraction, require_positive
+from pyro_symmetric.mcmc.landscape import Landscape
+from pyro_symmetric.mcmc.potential import Potential
+
+
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """What changes beside the chains.
+
+    :param step_size: of the latest gradient step, ``()``.
+    :param base_step_size: what the schedule multiplies, ``()``; found in warm-up, or given.
+    :param batches: the stream of mini-batches.
+    :param landscape: what warm-up has measured, or ``None`` where nothing is left to find.
+    :param iteration: iterations so far.
+    :param num_warmup: how many of all iterations are warm-up.
+    """
+
+    step_size: Tensor
+    base_step_size: Tensor
+    batches: Batches
+    landscape: Landscape | None
+    iteration: int
+    num_warmup: int
+
+    @property
+    def warming_up(self) -> bool:
+        return self.iteration < self.num_warmup
+
+
+class Walk:
+    """Chains on their way through one iteration. They move in place, on copies that nothing else holds."""
+
+    def __init__(self, potential: Potential, state: State):
+        self.potential = potential
+        self.z, self.r = state.z.clone(), state.momentum.clone()
+        self.batches: Batches = state.tuning.batches
+        self.energy = state.potential
+        self.last_gradient = state.gradient
+        self.count = 0
+        self._virial = torch.zeros_like(state.potential)
+        self._counted = 0
+        self._normal = torch.empty_like(state.z)
+
+    def gradient(self) -> Tensor:
+        """The gradient ``(C, D)`` on each chain's next mini-batch."""
+        rows, self.batches = self.batches.next()
+        self.energy, self.last_gradient = self.potential.value_and_grad(self.z, rows)
+        self._virial.add_(torch.linalg.vecdot(self.z, self.last_gradient))
+        self.count += 1
+        self._counted += 1
+        return self.last_gradient
+
+    def langevin(self, step: Tensor, noisy: bool = True, preconditioner: Tensor | None = None) -> None:
+        r"""One step of size :math:`\varepsilon`: half of it times the gradient, and noise of variance ``ε``."""
+        gradient = self.gradient()
+        if preconditioner is not None:
+            gradient = gradient * preconditioner
+        self.z.addcmul_(gradient, step, value=-0.5)
+        if noisy:
+            spread = step.sqrt() if preconditioner is None else (step * preconditioner).sqrt_()
+            self.z.addcmul_(self._normal.normal_(), spread)
+
+    def hamiltonian(self, step: Tensor, keep: Tensor, spread: Tensor | None) -> None:
+        """Kick, half a drift, friction that keeps a share of the momentum and noise, half a drift."""
+        half = 0.5 * step
+        self.r.addcmul_(self.gradient(), step, value=-1)
+        self.z.addcmul_(self.r, half)
+        self.r.mul_(keep)
+        if spread is not None:
+            self.r.addcmul_(self._normal.normal_(), spread)
+        self.z.addcmul_(self.r, half)
+
+    def begin_sampling(self) -> None:
+        """What came before was no sampling: start averages and momenta anew."""
+        self.r.normal_()
+        self._virial.zero_()
+        self._counted = 0
+
+    def virial(self) -> Tensor:
+        """``(C,)``, the average over the steps."""
+        return self._virial / (self._counted * self.z.shape[-1])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StochasticGradientKernel(Kernel):
+    """The base of all; subclasses say how chains walk and which step is best.
+
+    :param model: any Pyro model with continuous latent sites, or a ``BayesianModel``.
+    :param step_size: ``None`` finds it in warm-up.
+    :param batch_size: rows of a mini-batch, cut from the model's tensor arguments and drawn by each chain for itself.
+        ``None``: all data, or what the model's plates with ``subsample_size`` draw. The model's likelihood must count a
+        mini-batch ``N / B`` times, as a plate with its full ``size`` does; a warning says if it doesn't.
+    :param replacement: draw each batch independently instead of going through the data in random order.
+    :param tolerance: with ``step_size=None``, the relative excess of the variance that the step may cause: by
+        discretisation where curvature is largest, and by mini-batch noise on average over coordinates.
+    """
+
+    model: Callable[..., Any]
+    step_size: float | None = None
+    _: KW_ONLY
+    batch_size: int | None = None
+    replacement: bool = False
+    tolerance: float = 0.05
+
+    subsampled = True
+
+    def __post_init__(self) -> None:
+        require_positive("step_size", self.step_size)
+        require_count("batch_size", self.batch_size)
+        require_fraction("tolerance", self.tolerance)
+
+    # what subclasses provide ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def walk(self, walk: Walk, tuning: Tuning) -> Tuning:
+        """Move the chains through one iteration; returns the tuning with its new ``step_size``."""
+
+    @abstractmethod
+    def best_step(self, landscape: Landscape) -> Tensor:
+        """The step size ``()`` that keeps the tolerance."""
+
+    @property
+    def has_momentum(self) -> bool:
+        return False
+
+    @property
+    def measures(self) -> bool:
+        """Whether warm-up has anything to measure."""
+        return self.step_size is None
+
+    def root_preconditioner(self, tuning: Tuning) -> Tensor | None:
+        """Square root of the preconditioner, broadcasting to ``(C, D)``; ``None`` for none."""
+        return None
+
+    def extra_statistics(self, walk: Walk, tuning: Tuning) -> dict[str, Tensor]:
+        """name -> ``(C,)``, beyond those of all kernels."""
+        return {}
+
+    # the contract ---------------------------------------------------------------------------------------------------
+
+    def init(self, potential: Potential, z: Tensor, num_warmup: int) -> State:
+        rows, batches = Batches(potential.row_counts, len(z), z.device, self.replacement).next()
+        energy, gradient = potential.value_and_grad(z, rows)
+        base = z.new_tensor(self.step_size or 0.0)
+        tuning = self.first_tuning(Tuning(base, base, batches, None, 0, num_warmup), potential, gradient)
+        if self.measures:
+            landscape = Landscape.start(potential, z, self.root_preconditioner(tuning))
+            tuning = self._learnt(replace(tuning, landscape=landscape))
+        momentum = torch.randn_like(z) if self.has_momentum else torch.zeros_like(z)
+        return State(z, momentum, energy, gradient, tuning)
+
+    def first_tuning(self, tuning: Tuning, potential: Potential, gradient: Tensor) -> Tuning:
+        """Add what a kernel needs of its own."""
+        return tuning
+
+    def step(self, potential: Potential, state: State) -> State:
+        walk = Walk(potential, state)
+        tuning = self.walk(walk, state.tuning)
+        # A chain that left all numbers behind goes back to where the iteration began, and is counted.
+        found = (torch.isfinite(walk.z) & torch.isfinite(walk.r)).all(-1) & torch.isfinite(walk.energy)
+        lost = ~found[:, None]
+        energy = torch.where(found, walk.energy, state.potential)
+        statistics = {
+            "lp": -energy,
+            "virial": torch.where(found, walk.virial(), torch.nan),
+            "diverging": ~found,
+            "step_size": tuning.step_size.expand(len(energy)),
+            "n_steps": torch.full_like(energy, walk.count, dtype=torch.long),
+            **self.extra_statistics(walk, tuning),
+        }
+        return State(
+            torch.where(lost, state.z, walk.z),
+            torch.where(lost, torch.randn_like(walk.r), walk.r) if self.has_momentum else walk.r,
+            energy,
+            torch.where(lost, state.gradient, walk.last_gradient),
+            replace(tuning, batches=walk.batches, iteration=tuning.iteration + 1),
+            statistics,
+        )
+
+    def adapt(self, potential: Potential, state: State, iteration: int, num_warmup: int) -> State:
+        if not self.measures:
+            return state
+        landscape = state.tuning.landscape.update(potential, state.z, self.root_preconditioner(state.tuning))
+        return replace(state, tuning=self._learnt(replace(state.tuning, landscape=landscape)))
+
+    def _learnt(self, tuning: Tuning) -> Tuning:
+        if self.step_size is not None or tuning.landscape is None:
+            return tuning
+        base = self.best_step(tuning.landscape)
+        return replace(tuning, base_step_size=base, step_size=base)
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class SteadyKernel(StochasticGradientKernel):
+    r"""Kernels whose step stays, or falls as a power of the iteration.
+
+    After warm-up the step of iteration :math:`t = 0, 1, \dots` is :math:`\varepsilon_t = \varepsilon (1 + t / b)^{-
+    \gamma}`, in warm-up it falls to ``ε`` from ``warmup_factor`` times that by a cosine.
+
+    :param num_steps: gradient steps for each iteration; the sampler's ``thinning`` multiplies it.
+    :param warmup_factor: warm-up starts with steps so many times larger.
+    :param decay: ``γ`` in [0, 1]; 0 keeps the step. Welling & Teh ask for more than 1/2 for convergence, and for draws
+        weighted by their ``step_size``, which is among the statistics; draws here are stored unweighted.
+    :param decay_offset: ``b``, iterations.
+    """
+
+    num_steps: int = 10
+    warmup_factor: float = 3.0
+    decay: float = 0.0
+    decay_offset: float = 100.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("num_steps", self.num_steps)
+        require_positive("warmup_factor", self.warmup_factor)
+        require_positive("decay_offset", self.decay_offset)
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay is {self.decay}; it must lie between 0 (a constant step) and 1")
+
+    def scheduled(self, tuning: Tuning) -> Tensor:
+        """The step size of the iteration to come, ``()``."""
+        if tuning.warming_up:
+            share = 0.5 * (1 + math.cos(math.pi * tuning.iteration / tuning.num_warmup))
+            return tuning.base_step_size * (1 + (self.warmup_factor - 1) * share)
+        since = tuning.iteration - tuning.num_warmup
+        return tuning.base_step_size * (1 + since / self.decay_offset) ** -self.decay

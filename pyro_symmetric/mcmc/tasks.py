@@ -1,0 +1,157 @@
+"""A run cut into tasks of a few chains each, which may be done anywhere and in any order.
+
+Every task is a run of its own: its chains share their warm-up with each other only, its seed is derived from the run's
+seed and the task's number, and its draws go to a store of its own if there is one. So the draws depend on how the
+chains are cut into tasks, and on nothing else about them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.mcmc.generators import seed_of_task, seeded
+from pyro_symmetric.mcmc.job import Job, require_resumable, run_job
+from pyro_symmetric.mcmc.starts import resolve
+from pyro_symmetric.storage import raw_bytes, write_text
+from pyro_symmetric.store import Draws, read_tasks
+from pyro_symmetric.store.layout import CHECKPOINT, LOCK, TASKS, VERSION
+from pyro_symmetric.store.writer import lock_folder
+from pyro_symmetric.symmetry.weights import batch_shape
+
+_alone = threading.Lock()  # PyTorch's generators belong to the process, so one task at a time draws from them
+
+
+class Parcel(NamedTuple):
+    """Draws as bytes, which every executor can carry; only the metadata if the draws lie in a store."""
+
+    samples: dict[str, tuple[Any, str, tuple[int, ...]]]
+    statistics: dict[str, tuple[Any, str, tuple[int, ...]]]
+    metadata: dict[str, Any]
+
+    @classmethod
+    def pack(cls, draws: Draws) -> Parcel:
+        """What to send."""
+        samples, statistics = ({name: _to_bytes(v) for name, v in kept.items()} for kept in draws[:2])
+        return cls(samples, statistics, draws.metadata)
+
+    def unpack(self) -> Draws:
+        """What was sent."""
+        samples, statistics = ({name: _from_bytes(*v) for name, v in kept.items()} for kept in self[:2])
+        return Draws(samples, statistics, self.metadata)
+
+
+def do_task(job: Job, threads: int) -> Parcel:
+    """One task, wherever it is done, with so many of PyTorch's threads."""
+    with _alone:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            draws = run_job(job, progress=False)
+        finally:
+            torch.set_num_threads(before)
+    return Parcel({}, {}, draws.metadata) if job.store is not None else Parcel.pack(draws)
+
+
+def cut(job: Job, size: int, seed: int) -> list[Job]:
+    """The jobs of tasks of ``size`` chains; what is left over makes a smaller one."""
+    starts = range(0, job.num_chains, size)
+    with seeded(seed_of_task(seed, "initial")):
+        given = _starts_of_tasks(job, [slice(start, start + size) for start in starts])
+    return [
+        replace(
+            job,
+            num_chains=min(size, job.num_chains - start),
+            initial=initial,
+            seed=seed_of_task(seed, task),
+            store=None if job.store is None else job.store / _name(task),
+            resume=True if job.resume is True and _begun(job, task) else "auto",
+        )
+        for task, (start, initial) in enumerate(zip(starts, given, strict=True))
+    ]
+
+
+@contextlib.contextmanager
+def folder_of_tasks(job: Job, chains_per_task: int) -> Iterator[int]:
+    """The run's seed. With a store, its folder is locked meanwhile, and remembers how the run is cut.
+
+    :raises ValueError: if the folder holds a run that was cut otherwise.
+    :raises OSError: if it holds other things, is in use or can't be written.
+    """
+    seed = job.seed if job.seed is not None else int(torch.randint(2**62, ()))
+    if job.store is None:
+        yield seed
+        return
+    lock = lock_folder(job.store)
+    try:
+        exists = (job.store / TASKS).exists()
+        require_resumable(job, exists)
+        asked = {"num_chains": job.num_chains, "chains_per_task": chains_per_task, "seed": job.seed}
+        if exists:
+            found = read_tasks(job.store)
+            if differing := [f"{k}: {found[k]} there, {v} here" for k, v in asked.items() if found[k] != v]:
+                raise ValueError(
+                    f"the draw store {job.store} holds another run; it was left as it is. What differs: "
+                    f"{'; '.join(differing)}. Name another folder, or call as before"
+                )
+            seed = found["drawn_seed"]
+        else:
+            _require_empty(job)
+            folders = [_name(task) for task in range(-(-job.num_chains // chains_per_task))]
+            note = {"version": VERSION, **asked, "drawn_seed": seed, "folders": folders}
+            write_text(job.store / TASKS, json.dumps(note, indent=2), "list of tasks")
+        yield seed
+    finally:
+        lock.release()
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _starts_of_tasks(job: Job, tasks: Sequence[slice]) -> list[Any]:
+    """Each task's ``initial``; guides and functions draw here, once for all chains, so they needn't travel."""
+    initial = resolve(job.initial, job.num_chains, job.args, job.kwargs)
+    for_each_chain = callable(initial)
+    if callable(initial):
+        initial = initial(job.num_chains)
+    elif isinstance(initial, Mapping):
+        shapes = job.potential(chain_chunk=job.num_chains).layout.site_shapes
+        for_each_chain = bool(batch_shape(initial, shapes))
+    if not for_each_chain:
+        return [initial] * len(tasks)
+    return [{site: value[chains] for site, value in initial.items()} for chains in tasks]
+
+
+def _require_empty(job: Job) -> None:
+    assert job.store is not None
+    names = sorted(entry.name for entry in job.store.iterdir() if entry.name != LOCK)
+    if CHECKPOINT in names:
+        raise FileExistsError(
+            f"{job.store} holds a run that wasn't cut into tasks; call as before, without executor and "
+            "chains_per_task, or name another folder. It was left as it is"
+        )
+    if names:
+        raise FileExistsError(f"{job.store} is no draw store but holds {', '.join(names[:5])}; name a new folder")
+
+
+def _name(task: int) -> str:
+    return f"task-{task:04d}"
+
+
+def _begun(job: Job, task: int) -> bool:
+    return job.store is not None and (job.store / _name(task) / CHECKPOINT).exists()
+
+
+def _to_bytes(value: Tensor) -> tuple[Any, str, tuple[int, ...]]:
+    return raw_bytes(value).numpy(), str(value.dtype).removeprefix("torch."), tuple(value.shape)
+
+
+def _from_bytes(value: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(value).view(getattr(torch, dtype)).view(shape)

@@ -1,0 +1,124 @@
+r"""What HMC, NUTS and ChEES share: a step size and a mass matrix that all chains learn together in warm-up.
+
+The step size follows dual averaging of the chains' pooled acceptance. The mass matrix is renewed at the ends of Stan's
+windows (:func:`~pyro_symmetric.mcmc.adaptation.window_ends`), from all chains' draws of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.mcmc.adaptation import DualAveraging, window_ends
+from pyro_symmetric.mcmc.integrator import find_step_size
+from pyro_symmetric.mcmc.kernel import Kernel, State, require_count, require_fraction, require_positive
+from pyro_symmetric.mcmc.mass import MASSES, MAX_DENSE, Mass, MassEstimate
+from pyro_symmetric.mcmc.potential import Potential
+
+STUCK = 0.1  # a chain whose recent acceptance is below this leads the step size
+
+
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """What warm-up learns.
+
+    :param step_size: of the leapfrog, shared by the chains, ``()``.
+    :param mass: the mass matrix, shared likewise.
+    :param averaging: dual averaging of the step size.
+    :param estimate: running covariance of the current window.
+    :param recent_acceptance: each chain's acceptance, averaged over about its last five iterations, ``(C,)``.
+    :param blind: whether the mass matrix is still unknown, so that long trajectories cost more than they teach.
+    """
+
+    step_size: Tensor
+    mass: Mass
+    averaging: DualAveraging
+    estimate: MassEstimate
+    recent_acceptance: Tensor
+    blind: bool
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HamiltonianKernel(Kernel):
+    """Base of the kernels that follow Hamiltonian trajectories with full gradients.
+
+    :param model: any Pyro model with continuous latent sites, or a ``BayesianModel``.
+    :param step_size: of the leapfrog, where adaptation starts or, with ``adapt_step_size=False``, stays. ``None``:
+        found by doubling and halving at the starting points.
+    :param target_accept: mean acceptance that the step size is adapted to.
+    :param mass: form of the mass matrix: ``"diagonal"``, ``"low-rank"`` for strong correlations, or ``"dense"`` for up
+        to a few hundred dimensions. See :mod:`~pyro_symmetric.mcmc.mass`.
+    :param rank: of a low-rank mass matrix, at most.
+    """
+
+    model: Callable[..., Any]
+    step_size: float | None = None
+    target_accept: float = 0.8
+    adapt_step_size: bool = True
+    adapt_mass: bool = True
+    mass: str = "diagonal"
+    rank: int = 16
+
+    def __post_init__(self) -> None:
+        require_positive("step_size", self.step_size)
+        require_count("rank", self.rank)
+        require_fraction("target_accept", self.target_accept)
+        if self.mass not in MASSES:
+            raise ValueError(f"mass is {self.mass!r}; it must be one of {MASSES}")
+
+    # the contract ---------------------------------------------------------------------------------------------------
+
+    def init(self, potential: Potential, z: Tensor, num_warmup: int) -> State:
+        if self.mass == "dense" and z.shape[-1] > MAX_DENSE:
+            raise ValueError(
+                f"mass is 'dense', but the model has {z.shape[-1]} coordinates; a matrix of that size fills the "
+                "memory. Use mass='low-rank' or 'diagonal'"
+            )
+        energy, gradient = potential.value_and_grad(z)
+        estimate = MassEstimate.start(z, self.mass, self.rank)
+        mass = estimate.mass()
+        step = z.new_tensor(0.1 if self.step_size is None else self.step_size)
+        if self.step_size is None:
+            step = find_step_size(potential, z, energy, gradient, step, mass, self.target_accept)
+        blind = self.adapt_mass and len(window_ends(num_warmup)[1]) > 0
+        tuning = Tuning(step, mass, DualAveraging.start(step), estimate, torch.ones_like(energy), blind)
+        return State(z, torch.zeros_like(z), energy, gradient, tuning)
+
+    def adapt(self, potential: Potential, state: State, iteration: int, num_warmup: int) -> State:
+        begin, ends = window_ends(num_warmup)
+        tuning: Tuning = state.tuning
+        if self.adapt_mass and ends and begin <= iteration < ends[-1]:
+            tuning = replace(tuning, estimate=tuning.estimate.update(state.z))
+        if self.adapt_step_size:
+            tuning = self._adapt_step_size(tuning, state.statistics["acceptance_rate"])
+        if self.adapt_mass and iteration + 1 in ends:
+            tuning = self._renew_mass(potential, state, tuning)
+        if self.adapt_step_size and iteration + 1 == num_warmup:
+            tuning = replace(tuning, step_size=tuning.averaging.log_average.exp().to(state.z.dtype))
+        return replace(state, tuning=tuning)
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _adapt_step_size(self, tuning: Tuning, acceptance: Tensor) -> Tuning:
+        recent = 0.8 * tuning.recent_acceptance + 0.2 * acceptance
+        averaging = tuning.averaging.update(self._pooled(acceptance, recent).double(), self.target_accept)
+        step = averaging.log_step.exp().to(acceptance.dtype)
+        return replace(tuning, averaging=averaging, step_size=step, recent_acceptance=recent)
+
+    def _pooled(self, acceptance: Tensor, recent: Tensor) -> Tensor:
+        """The chains' mean acceptance ``()``; but a chain that is stuck, which a mean would hide, speaks for all."""
+        return torch.where(recent.min() < STUCK, recent.min(), acceptance.mean())
+
+    def _renew_mass(self, potential: Potential, state: State, tuning: Tuning) -> Tuning:
+        mass = tuning.estimate.mass()
+        estimate = MassEstimate.start(state.z, self.mass, self.rank, mass.deviations)
+        tuning = replace(tuning, mass=mass, estimate=estimate, blind=False)
+        if not self.adapt_step_size:
+            return tuning
+        step = tuning.averaging.log_average.exp().to(state.z.dtype)
+        step = find_step_size(potential, state.z, state.potential, state.gradient, step, mass, self.target_accept)
+        return replace(tuning, step_size=step, averaging=DualAveraging.start(step))

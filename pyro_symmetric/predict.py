@@ -1,0 +1,262 @@
+r"""Predictions of many weights: chunked over draws and rows, for networks and for any Pyro model.
+
+For draws :math:`w_s` of a posterior, the outputs :math:`f_{w_s}(x)`, the expected targets
+:math:`\mathbb E[y \mid x, w_s]`, or draws :math:`y_s \sim p(y \mid x, w_s)` of the posterior predictive.
+
+:class:`pyro.infer.Predictive` runs the model once for each draw and keeps every trace. Here the network, or the model's
+trace, is mapped over draws by :func:`torch.func.vmap`, in chunks whose activations stay small, and only what is asked
+for is kept. Targets are drawn after the map, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from tqdm import tqdm
+
+from pyro_symmetric.guides.base import sample_posterior
+from pyro_symmetric.predictors import Predictor, predictor_of
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.weights import Shapes, Weights, batch_shape, require_sites
+
+Kind = Literal["outputs", "mean", "samples"]
+
+GUIDE_DRAWS = 100
+# Numbers in the largest activation of a chunk: on a CPU what its cache holds, elsewhere what keeps the device busy.
+_CPU_ENTRIES, _DEVICE_ENTRIES = 2**20, 2**26
+_WEIGHT_ENTRIES = 2**24
+_LEAST_DRAWS, _MOST_DRAWS = 8, 1024
+_PROBED_ROWS = 64
+
+
+@torch.no_grad()
+def predict(
+    posterior: Posterior | AutoGuide | Mapping[str, Tensor],
+    model: nn.Module | Callable[..., Any],
+    *args: Any,
+    kind: Kind = "outputs",
+    num_samples: int | None = None,
+    average: bool = False,
+    draw_chunk: int | None = None,
+    row_chunk: int | None = None,
+    progress: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """What each draw of a posterior predicts.
+
+    >>> predict(posterior, model, x).shape                                # a BayesianModel, or a bare network: logits
+    torch.Size([400, 7, 3])
+    >>> predict(posterior, model, x, kind="mean", average=True).shape     # class probabilities of the posterior
+    torch.Size([7, 3])
+    >>> predict(guide, any_pyro_model, x, kind="samples", num_samples=50)["y"].shape
+    torch.Size([50, 7])
+
+    :param posterior: draws (those of all chains, chain after chain); a guide, which is asked for ``num_samples``
+        draws; or weights of any batch shape, e.g. ``posterior.samples`` to keep chains apart.
+    :param model: a :class:`BayesianModel`; a network, whose parameters' names are the sites (evaluated in eval mode);
+        or any Pyro model.
+    :param args: what it is called with: inputs, first axis rows. A Pyro model that takes targets is called without
+        them, or with ``None``; observed sites are drawn anew even if it was given data.
+    :param kind: ``"outputs"`` of the network (logits, means), or what the Pyro model returns; ``"mean"``, the expected
+        target given the draw (class probabilities, the regression function); ``"samples"``, a target for each draw.
+    :param num_samples: how many draws: evenly spaced ones of a posterior or of weights with one batch axis, by default
+        all; of a guide, 100 by default.
+    :param average: average over draws as they are made, so that memory holds one prediction: the posterior
+        predictive mean.
+    :param draw_chunk: draws evaluated at once; ``None`` looks at one draw's activations.
+    :param row_chunk: rows of the inputs evaluated at once, likewise; a Pyro model always gets all its data.
+    :param progress: show a progress bar, if it takes longer than a second.
+    :return: ``batch_shape + (N, ...)``, or without ``batch_shape`` if averaged, where the draws are. Of a Pyro model,
+        for ``"mean"`` and ``"samples"``: site -> such a tensor, for each site that ``posterior`` doesn't give; for
+        ``"outputs"``: as the model returns them.
+    """
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind is {kind!r}; it must be one of {get_args(Kind)}")
+    if average and kind != "mean":
+        raise ValueError(f"average=True is for kind='mean': the average of {kind} says nothing of the posterior")
+    predictor = predictor_of(_sites_of(posterior), model, args, kwargs, kind)
+    return _run(posterior, predictor, num_samples, average, draw_chunk, row_chunk, progress)
+
+
+@torch.no_grad()
+def pointwise_log_likelihood(
+    posterior: Posterior | AutoGuide | Mapping[str, Tensor],
+    model: nn.Module | Callable[..., Any],
+    *args: Any,
+    num_samples: int | None = None,
+    draw_chunk: int | None = None,
+    row_chunk: int | None = None,
+    progress: bool = True,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    """Log-likelihood of every observation under every draw: observed site -> ``batch_shape + observations``.
+
+    Untempered, and not scaled up for mini-batches. Arguments as :func:`predict`'s, with the targets.
+    """
+    predictor = predictor_of(_sites_of(posterior), model, args, kwargs, "log_likelihood")
+    result = _run(posterior, predictor, num_samples, False, draw_chunk, row_chunk, progress)
+    if not result:
+        raise ValueError("the model has no observed site; pass the targets")
+    return result
+
+
+# the loop over chunks -----------------------------------------------------------------------------------------------
+
+
+def _run(
+    posterior: Any,
+    predictor: Predictor,
+    num_samples: int | None,
+    average: bool,
+    draw_chunk: int | None,
+    row_chunk: int | None,
+    progress: bool,
+) -> Any:
+    for name, count in (("num_samples", num_samples), ("draw_chunk", draw_chunk), ("row_chunk", row_chunk)):
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}; it must be at least 1")
+    draws = _draws(posterior, predictor.site_shapes, num_samples)
+    draws_at_once, rows_at_once = _chunks(draws, predictor, draw_chunk, row_chunk)
+    rows = _ranges(predictor.num_rows, rows_at_once) if predictor.num_rows is not None else [slice(None)]
+    result = _Collected(draws, predictor.num_rows, average)
+    bar = tqdm(total=len(draws), desc="predictions", disable=not progress, delay=1.0)
+    for part in _ranges(len(draws), draws_at_once):
+        weights = draws.part(part, predictor)
+        for some_rows in rows:
+            result.add(predictor(weights, some_rows), part, some_rows)
+        bar.update(part.stop - part.start)
+    bar.close()
+    return result.finish()
+
+
+@dataclass(frozen=True, eq=False)
+class _Draws:
+    """Weights, which of them to take (in the order of their flattened batch), and the batch shape of the result."""
+
+    weights: Weights
+    batch: torch.Size
+    index: Tensor
+    result_batch: torch.Size
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.weights.values())).device
+
+    def part(self, part: slice, predictor: Predictor) -> Weights:
+        """A copy of some of them, where and as the predictor wants them; the others stay where they are (in a file)."""
+        where = torch.unravel_index(self.index[part], self.batch) if self.batch else ()
+        taken = {
+            site: value[tuple(i.to(value.device) for i in where)] if where else value[None]
+            for site, value in self.weights.items()
+        }
+        return {site: value.to(device=predictor.device, dtype=predictor.dtype) for site, value in taken.items()}
+
+
+def _sites_of(posterior: Any) -> set[str]:
+    if isinstance(posterior, Posterior):
+        return set(posterior.samples)
+    if isinstance(posterior, AutoGuide):
+        return set(sample_posterior(posterior))
+    if isinstance(posterior, Mapping):
+        return set(posterior)
+    raise TypeError(f"posterior is a {type(posterior).__name__}; it must be a Posterior, an automatic guide or weights")
+
+
+def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> _Draws:
+    if isinstance(posterior, AutoGuide):
+        posterior, num_samples = sample_posterior(posterior, (num_samples or GUIDE_DRAWS,)), None
+    weights = posterior.samples if isinstance(posterior, Posterior) else posterior
+    require_sites(weights, shapes)
+    weights = {site: weights[site].detach() for site in shapes}
+    batch = batch_shape(weights, shapes)
+    count = batch.numel()
+    flat = torch.Size([count]) if isinstance(posterior, Posterior) else batch
+    if num_samples is None:
+        return _Draws(weights, batch, torch.arange(count), flat)
+    if len(flat) != 1 or num_samples > count:
+        raise ValueError(
+            f"num_samples is {num_samples}, of weights of batch shape {tuple(batch)}; it takes as many or fewer, "
+            "evenly spaced, along one batch axis"
+        )
+    return _Draws(weights, batch, torch.arange(num_samples) * count // num_samples, torch.Size([num_samples]))
+
+
+class _Collected:
+    """The predictions as they come: laid in their places, or averaged."""
+
+    def __init__(self, draws: _Draws, num_rows: int | None, average: bool):
+        self.draws, self.num_rows, self.average = draws, num_rows, average
+        self.leaves: list[Tensor] = []
+        self.spec: Any = None
+
+    def add(self, values: Any, part: slice, rows: slice) -> None:
+        leaves, spec = tree_flatten(values)
+        if self.spec is None:
+            self.spec = spec
+            self.leaves = [self._empty(leaf) for leaf in leaves]
+        for total, leaf in zip(self.leaves, leaves, strict=True):
+            if self.average:
+                total[rows] += leaf.sum(0, dtype=total.dtype).to(total.device)
+            else:
+                place = (part,) if self.num_rows is None else (part, rows)
+                total[place] = leaf.to(total.device)
+
+    def _empty(self, leaf: Tensor) -> Tensor:
+        shape = leaf.shape[1:] if self.num_rows is None else torch.Size([self.num_rows, *leaf.shape[2:]])
+        if self.average:
+            return torch.zeros(shape, dtype=torch.float64, device=self.draws.device)
+        return torch.empty((len(self.draws), *shape), dtype=leaf.dtype, device=self.draws.device)
+
+    def finish(self) -> Any:
+        if self.spec is None:
+            raise ValueError("the posterior holds no draws, or there are no rows; there is nothing to predict")
+        if self.average:
+            finished = [total / len(self.draws) for total in self.leaves]
+        else:
+            finished = [total.reshape(*self.draws.result_batch, *total.shape[1:]) for total in self.leaves]
+        return tree_unflatten(finished, self.spec)
+
+
+def _ranges(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _chunks(draws: _Draws, predictor: Predictor, draw_chunk: int | None, row_chunk: int | None) -> tuple[int, int]:
+    """How many draws and rows to take at once, from the largest tensor that one draw meets on the way."""
+    rows = predictor.num_rows if predictor.num_rows is not None else 1
+    if len(draws) == 0 or rows == 0 or (draw_chunk and row_chunk):
+        return draw_chunk or 1, row_chunk or 1
+    probed = min(rows, _PROBED_ROWS)  # enough for activations to be larger than weights
+    with _LargestTensor() as largest:
+        predictor(draws.part(slice(0, 1), predictor), slice(0, probed))
+    row_entries = -(-largest.entries // probed)
+    entries = _CPU_ENTRIES if (predictor.device or draws.device).type == "cpu" else _DEVICE_ENTRIES
+    weights = sum(shape.numel() for shape in predictor.site_shapes.values())
+    if draw_chunk is None:
+        fitting = max(_LEAST_DRAWS, min(_MOST_DRAWS, entries // (row_entries * rows)))
+        draw_chunk = max(1, min(fitting, _WEIGHT_ENTRIES // weights))
+    return draw_chunk, row_chunk or max(1, entries // (draw_chunk * row_entries))
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Watches operations, and keeps the size of the largest result that isn't a view of something else."""
+
+    entries = 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            sizes = (leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            self.entries = max(self.entries, *itertools.chain(sizes, (1,)))
+        return result

@@ -1,0 +1,119 @@
+"""Reading a store: by anyone, at any time, also while it is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyro_symmetric.storage import PathLike
+from pyro_symmetric.store.layout import CHECKPOINT, KIND, TASKS, VERSION, Commit, Draws, find_damage
+
+OF_EACH_TASK = ("seed", "seconds", "chain_chunk", "interrupted", "trace")
+
+
+def read_store(path: PathLike, *, verify: bool = False, salvage: bool = False) -> Draws:
+    """The committed draws of a store, mapped from its files and read when they are touched.
+
+    The chains of a store of tasks are laid side by side, for which they are copied to memory; each of its ``task-...``
+    folders is a store that is mapped. Tasks that haven't finished are left out, unless none has.
+
+    :param verify: read everything and compare it with the checksums.
+    :param salvage: of a damaged store, return the draws before the damage.
+    :raises OSError: if there is no store or it can't be read.
+    :raises ValueError: if it holds no draws yet, is damaged, or is of a newer version.
+    """
+    folder = Path(path)
+    if (folder / TASKS).exists():
+        return _side_by_side(folder, verify, salvage)
+    if not (folder / CHECKPOINT).exists():
+        raise FileNotFoundError(f"there is no draw store at {path}")
+    commit = Commit.read(folder)
+    draws = commit.draws
+    if damage := find_damage(folder, commit, thorough=verify or salvage):
+        if not salvage:
+            raise ValueError(damage.message)
+        draws = damage.whole
+    if draws == 0:
+        raise ValueError(f"the draw store {path} holds no draws{' before the damage' if damage else ' yet'}")
+    arrays: dict[str, dict[str, torch.Tensor]] = {"samples": {}, "statistics": {}}
+    for column in commit.columns:
+        arrays[column.kind][column.name] = column.map(folder, draws)
+    return Draws(arrays["samples"], arrays["statistics"], commit.metadata)
+
+
+def read_tasks(folder: Path) -> dict[str, Any]:
+    """What ``tasks.json`` says: how the chains were shared out.
+
+    :raises ValueError: if it is damaged or of a newer version.
+    """
+    try:
+        tasks = json.loads((folder / TASKS).read_text(encoding="utf-8"))
+        version, names = tasks["version"], tasks["folders"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / TASKS} is damaged: {error!r}") from error
+    if version > VERSION:
+        raise ValueError(
+            f"{folder} is of version {version} of the {KIND} format; this library reads versions up to {VERSION}, so a "
+            "newer pyro_symmetric is needed"
+        )
+    return {**tasks, "folders": list(names)}
+
+
+def join(parts: Sequence[Draws]) -> Draws:
+    """The chains of several runs side by side, cut to the shortest.
+
+    Metadata are the first one's, but seconds are added up and the trace is the chains' mean; ``metadata["tasks"]``
+    keeps each part's own.
+    """
+    chains = [len(next(iter(part.samples.values()))) for part in parts]
+    lengths = [next(iter(part.samples.values())).shape[1] for part in parts]
+    samples = {s: torch.cat([part.samples[s][:, : min(lengths)] for part in parts]) for s in parts[0].samples}
+    statistics = {s: torch.cat([part.statistics[s][:, : min(lengths)] for part in parts]) for s in parts[0].statistics}
+    every = [part.metadata for part in parts]
+    tasks = [
+        {"chains": count, **{name: own.get(name) for name in OF_EACH_TASK}}
+        for count, own in zip(chains, every, strict=True)
+    ]
+    metadata = dict(every[0])
+    if "seconds" in metadata:
+        metadata["seconds"] = {phase: sum(own["seconds"][phase] for own in every) for phase in metadata["seconds"]}
+    if "trace" in metadata:
+        metadata["trace"] = _mean_trace([own["trace"] for own in every], chains)
+    metadata["interrupted"] = any(own.get("interrupted", False) for own in every)
+    return Draws(samples, statistics, metadata | {"tasks": tasks})
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _side_by_side(folder: Path, verify: bool, salvage: bool) -> Draws:
+    tasks = read_tasks(folder)
+    stores = [folder / name for name in tasks["folders"]]
+    begun = [store for store in stores if (store / CHECKPOINT).exists() and Commit.read(store).draws]
+    parts = [read_store(store, verify=verify, salvage=salvage) for store in begun]
+    if not parts:
+        raise ValueError(f"the draw store {folder} holds no draws yet")
+    finished = [part for part in parts if not part.metadata.get("interrupted")]
+    joined = join(finished or parts)
+    left_out = len(stores) - len(finished or parts)
+    metadata = {**joined.metadata, "seed": tasks["seed"], "chains_per_task": tasks["chains_per_task"]}
+    metadata["interrupted"] = metadata["interrupted"] or left_out > 0
+    return joined._replace(metadata=metadata)
+
+
+def _mean_trace(traces: Sequence[dict[str, list[Any]]], chains: Sequence[int]) -> dict[str, list[Any]]:
+    """The mean over all chains at each iteration; ``None`` where any part has none."""
+    shortest = min(traces, key=lambda trace: len(trace["iteration"]))
+    mean: dict[str, list[Any]] = {"iteration": shortest["iteration"]}
+    total = sum(chains)
+    for name in [name for name in shortest if name != "iteration"]:
+        rows = zip(*(trace[name] for trace in traces), strict=False)
+        mean[name] = [
+            None if None in row else sum(n * value for n, value in zip(chains, row, strict=True)) / total
+            for row in rows
+        ]
+    return mean

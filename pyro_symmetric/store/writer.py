@@ -1,0 +1,231 @@
+"""The one process that writes a store: append draws, commit them, go on after an interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pyro_symmetric.storage import Lock, PathLike, flush, make_folder, raw_bytes, save_tensors, sync
+from pyro_symmetric.store.layout import (
+    CHECKPOINT,
+    CHUNKS,
+    KIND,
+    LOCK,
+    TASKS,
+    VERSION,
+    Column,
+    Commit,
+    chunk_record,
+    find_damage,
+)
+
+
+class Mark(NamedTuple):
+    """A place in a store, between two draws.
+
+    :param draws: how many lie before it.
+    :param sums: each file's CRC-32 since the last commit.
+    """
+
+    draws: int
+    sums: tuple[int, ...]
+
+
+class DrawStore:
+    """A store, open for writing.
+
+    >>> with DrawStore(path) as store:
+    ...     store.append({"w": torch.randn(4, 3)}, {"lp": torch.randn(4)})
+    ...     store.commit({"kernel": "HMC"}, {"iteration": 1}, {"z": torch.randn(4, 3)})
+
+    :param path: the folder; made if there is none. If it is a store, ``last`` is its last commit, whose draws have been
+        compared with their checksums.
+    :raises NotADirectoryError: if it is a file.
+    :raises FileExistsError: if it holds other things than a store.
+    :raises BlockingIOError: if another process writes it.
+    :raises ValueError: if it is damaged, or of a newer version. Nothing is changed then.
+    :raises OSError: if it can't be written.
+    """
+
+    def __init__(self, path: PathLike):
+        self.path = Path(path)
+        self._lock = lock_folder(self.path)
+        self._files: list[io.FileIO] = []
+        self._columns: tuple[Column, ...] = ()
+        self._done = (0, 0)  # draws and chunks that are committed; one value, so that no interruption parts them
+        self.failed = False  # once writing has failed, no more is tried
+        self.last: Commit | None = None
+        self.mark = Mark(0, ())
+        try:
+            self._take_up()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def committed(self) -> int:
+        """Draws of each chain that are safe."""
+        return self._done[0]
+
+    def append(self, samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> None:
+        """Write one draw of every chain: site -> ``(chains, *site_shape)``, name -> ``(chains,)``.
+
+        :raises OSError: if it can't be written; what was committed is safe.
+        """
+        values = [("samples", *item) for item in samples.items()] + [("statistics", *i) for i in statistics.items()]
+        if not self._files:
+            self._start([Column.like(kind, name, k, value) for k, (kind, name, value) in enumerate(values)])
+        sums = []
+        with self._reporting():
+            for file, before, (_, _, value) in zip(self._files, self.mark.sums, values, strict=True):
+                data = raw_bytes(value).numpy().data
+                _write(file, data)
+                sums.append(zlib.crc32(data, before))
+        self.mark = Mark(self.mark.draws + 1, tuple(sums))  # last: an interruption leaves no half draw counted
+
+    def commit(
+        self,
+        metadata: Mapping[str, Any],
+        checkpoint: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        mark: Mark | None = None,
+    ) -> None:
+        """Make the draws up to ``mark`` safe, and with them what is needed to go on from there.
+
+        :param metadata: of the posterior that a reader gets.
+        :param checkpoint: JSON for whoever goes on; ``tensors`` likewise.
+        :param mark: by default the last draw; any after it are cut off.
+        :raises OSError: if it can't be written; what was committed before is safe.
+        """
+        mark = self.mark if mark is None else mark
+        chunks = self._done[1]
+        with self._reporting():
+            for file, column in zip(self._files, self._columns, strict=False):  # no files yet: no new draws
+                file.truncate(mark.draws * column.size)
+                file.seek(0, os.SEEK_END)
+                flush(file.fileno())
+            if mark.draws > self.committed:
+                self._append_chunk(mark)
+                chunks += 1
+            header = {
+                "columns": [vars(column) for column in self._columns],
+                "draws": mark.draws,
+                "chunks": chunks,
+                "metadata": dict(metadata),
+                "checkpoint": dict(checkpoint),
+            }
+            save_tensors(self.path / CHECKPOINT, KIND, VERSION, tensors, header)
+        self._done = (mark.draws, chunks)
+        self.mark = Mark(mark.draws, (0,) * len(mark.sums))
+
+    def close(self) -> None:
+        """Let others write."""
+        for file in self._files:
+            file.close()
+        self._files = []
+        self._lock.release()
+
+    def __enter__(self) -> DrawStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _take_up(self) -> None:
+        """Read the last commit; changes nothing."""
+        if not (self.path / CHECKPOINT).exists():
+            _refuse_others(self.path)
+            return
+        self.last = Commit.read(self.path)
+        if damage := find_damage(self.path, self.last, thorough=True):
+            raise ValueError(f"{damage.message}. Nothing was changed")
+        self._columns, self._done = self.last.columns, (self.last.draws, self.last.chunks)
+        self.mark = Mark(self.committed, (0,) * len(self._columns))
+
+    def _start(self, columns: Sequence[Column]) -> None:
+        """Open the files, and cut off what no commit has named."""
+        if self._columns and tuple(columns) != self._columns:
+            changed = sorted({column.name for column in set(columns) ^ set(self._columns)})
+            raise ValueError(f"the draw store {self.path} holds other sites or statistics; what differs: {changed}")
+        self._columns = tuple(columns)
+        self.mark = Mark(self.committed, (0,) * len(columns))
+        with self._reporting():
+            for stale in self.path.glob(f".{CHECKPOINT}.*.tmp"):  # left by a process that was killed in a commit
+                stale.unlink()
+            for column in columns:
+                file = self.path / column.file
+                file.parent.mkdir(exist_ok=True)
+                self._files.append(io.FileIO(file, "r+" if file.exists() else "w+"))
+                self._files[-1].truncate(self.committed * column.size)
+                self._files[-1].seek(0, os.SEEK_END)
+            (self.path / CHUNKS).touch()
+            for folder in {(self.path / column.file).parent for column in columns} | {self.path}:
+                sync(folder)
+
+    def _append_chunk(self, mark: Mark) -> None:
+        record = chunk_record(mark.draws, mark.sums)
+        file = self.path / CHUNKS
+        with io.FileIO(file, "r+" if file.exists() else "w+") as chunks:
+            chunks.truncate(self._done[1] * len(record))
+            chunks.seek(0, os.SEEK_END)
+            _write(chunks, memoryview(record))
+            flush(chunks.fileno())
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failed = True
+            raise OSError(
+                error.errno,
+                f"the draw store {self.path} couldn't be written: {error}. {self.committed} draws of each chain are "
+                "safe there; when the cause is mended (is the disk full?), the same call goes on from them",
+            ) from error
+
+
+def lock_folder(path: Path) -> Lock:
+    """Make a store's folder if there is none, and take its lock.
+
+    :raises OSError: see :class:`DrawStore`.
+    """
+    try:
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(f"{path} is a file; a draw store is a folder of its own. It was left as it is")
+        make_folder(path)
+        return Lock(path / LOCK, f"the draw store {path}")
+    except (BlockingIOError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise OSError(error.errno, f"the draw store {path} can't be written: {error}") from error
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _refuse_others(folder: Path) -> None:
+    names = sorted(entry.name for entry in folder.iterdir())
+    if TASKS in names:
+        raise FileExistsError(
+            f"{folder} is a draw store of tasks; pass the same executor or chains_per_task as before. It was left as "
+            "it is"
+        )
+    others = [name for name in names if name != LOCK and not name.startswith(f".{CHECKPOINT}.")]
+    if others:
+        shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+        raise FileExistsError(f"{folder} is no draw store but holds {shown}; name a new or an empty folder")
+
+
+def _write(file: io.FileIO, data: memoryview) -> None:
+    """All of it: a raw file may take less than it is given, and on a full disk does so before it complains."""
+    while len(data):
+        data = data[file.write(data) or 0 :]

@@ -1,0 +1,158 @@
+"""The battery of checks: sound draws pass, each fault is found and named."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric.compare.check import check
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.samples import Posterior
+
+CHAINS, DRAWS, ROWS = 8, 250, 60
+
+
+@dataclass
+class Sampler:
+    """What the checks read of a kernel."""
+
+    model: Any
+    batch_size: int | None = None
+
+
+def conjugate(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", ROWS, subsample=torch.arange(len(x))):
+        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+def unscaled(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+@pytest.fixture
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(ROWS, 2)
+    return x, x @ torch.tensor([1.0, -1.0]) + torch.randn(ROWS)
+
+
+def exact_draws(x, y, spread: float = 1.0) -> torch.Tensor:
+    """Draws of the conjugate posterior; ``spread`` multiplies their deviation."""
+    covariance = torch.linalg.inv(x.T @ x + torch.eye(2))
+    noise = torch.distributions.MultivariateNormal(torch.zeros(2), covariance).sample((CHAINS, DRAWS))
+    return covariance @ x.T @ y + spread * noise
+
+
+def sound(**statistics) -> Posterior:
+    return Posterior({"w": torch.randn(CHAINS, DRAWS, 3)}, statistics)
+
+
+def test_exact_draws_of_a_conjugate_model_pass(data):
+    posterior = Posterior({"w": exact_draws(*data)}).attach(Sampler(conjugate, batch_size=10), *data)
+    result = check(posterior)
+    assert [f.name for f in result.findings] == ["finite", "moving", "temperature", "mini-batch scale"]
+    assert result.ok, result
+    assert posterior.check().ok
+    json.dumps(result.to_dict())
+
+
+@pytest.mark.parametrize(("spread", "expected"), [(1.5, 2.25), (0.6, 0.36)])
+def test_the_temperature_is_that_of_the_draws(data, spread, expected):
+    # z.grad U / D of Gaussian draws with variances c times too large averages to c + (the mean's part, 1 - 1 = 0):
+    # E z.(z - m) P = c D, whatever the mean, since E (z - m) = 0.
+    x, y = data
+    posterior = Posterior({"w": exact_draws(x, y, spread)}).attach(conjugate, x, y)
+    finding = check(posterior, num_draws=2000)["temperature"]
+    assert finding.value == pytest.approx(expected, abs=0.5)  # 2,000 draws: a standard error of about 0.1
+    assert finding.status == "fail"
+    assert ("too widely" if spread > 1 else "too little") in finding.words
+
+
+def test_a_likelihood_that_forgets_the_mini_batchs_scale_fails(data):
+    posterior = Posterior({"w": exact_draws(*data)}).attach(Sampler(unscaled, batch_size=10), *data)
+    finding = check(posterior)["mini-batch scale"]
+    assert finding.status == "fail"
+    assert "N / B times" in finding.words
+    # The mini-batches' energy lacks five sixths of the likelihood's, on average over a pass.
+    draws = posterior.samples["w"]
+    last = draws[:, -1]
+    likelihood = dist.Normal(last @ data[0].T, 1.0).log_prob(data[1]).sum(-1)
+    assert finding.value == pytest.approx(float(5 / 6 * likelihood.mean()), rel=0.02)
+
+
+def test_a_bayesian_model_counts_its_mini_batches_rightly():
+    model = BayesianModel(nn.Linear(2, 1), likelihood=GaussianLikelihood(1.0))
+    x, y = torch.randn(ROWS, 2), torch.randn(ROWS, 1)
+    weights = {name: 0.1 * torch.randn(CHAINS, 20, *shape) for name, shape in model.site_shapes.items()}
+    result = check(Posterior(weights).attach(Sampler(model, batch_size=20), x, y))
+    assert result["mini-batch scale"].status == "pass"
+
+
+def test_stuck_and_slow_chains_are_named():
+    posterior = sound()
+    posterior.samples["w"][3] = posterior.samples["w"][3, :1]
+    assert check(posterior)["moving"].status == "fail"
+    assert "chain 3 is stuck" in check(posterior)["moving"].words
+    slow = sound()
+    slow.samples["w"][[1, 5]] *= 0.05
+    assert check(slow)["moving"].status == "warn"
+    assert "chains 1, 5 are slow" in check(slow)["moving"].words
+
+
+def test_draws_that_are_not_finite_end_the_battery():
+    posterior = sound()
+    posterior.samples["w"][0, 0, 0] = torch.nan
+    assert [f.status for f in check(posterior).findings] == ["fail"]
+
+
+@pytest.mark.parametrize(
+    ("statistics", "name", "status"),
+    [
+        ({"acceptance_rate": torch.full((CHAINS, DRAWS), 0.8)}, "acceptance", "pass"),
+        ({"acceptance_rate": torch.full((CHAINS, DRAWS), 0.3)}, "acceptance", "warn"),
+        ({"acceptance_rate": torch.full((CHAINS, DRAWS), 0.01)}, "acceptance", "fail"),
+        ({"diverging": torch.zeros(CHAINS, DRAWS, dtype=torch.bool)}, "divergences", "pass"),
+        ({"diverging": torch.arange(CHAINS * DRAWS).reshape(CHAINS, DRAWS) % 50 == 0}, "divergences", "warn"),
+        ({"diverging": torch.arange(CHAINS * DRAWS).reshape(CHAINS, DRAWS) % 10 == 0}, "divergences", "fail"),
+        ({"reached_max_treedepth": torch.ones(CHAINS, DRAWS, dtype=torch.bool)}, "tree depth", "warn"),
+        ({"energy": torch.arange(DRAWS).expand(CHAINS, DRAWS).float()}, "energy", "fail"),
+    ],
+)
+def test_the_samplers_own_numbers_are_read(statistics, name, status):
+    assert check(sound(**statistics))[name].status == status
+
+
+def test_independent_energies_pass_and_a_chain_left_behind_is_named():
+    statistics = {"energy": torch.randn(CHAINS, DRAWS), "lp": torch.randn(CHAINS, DRAWS)}
+    assert check(sound(**statistics)).ok
+    statistics["lp"][6] -= 40
+    finding = check(sound(**statistics))["level"]
+    assert finding.status == "warn"
+    assert "chain 6 is" in finding.words
+
+
+@pytest.mark.parametrize("name", ["kinetic_temperature", "virial"])
+def test_temperatures_are_compared_with_one_within_their_error(name):
+    title = name.replace("_", " ")
+    # Means of 2,000 numbers of deviation 0.5: a standard error of 0.011.
+    assert check(sound(**{name: 1 + 0.5 * torch.randn(CHAINS, DRAWS)}))[title].status == "pass"
+    assert check(sound(**{name: 1.2 + 0.5 * torch.randn(CHAINS, DRAWS)}))[title].status == "warn"
+    assert check(sound(**{name: 1.5 + 0.5 * torch.randn(CHAINS, DRAWS)}))[title].status == "fail"
+    assert check(sound(**{name: 1 + 50 * torch.randn(CHAINS, DRAWS)}))[title].status == "unknown"
+    lost = 1 + 0.1 * torch.randn(CHAINS, DRAWS)
+    lost[2, 5] = torch.nan
+    assert check(sound(**{name: lost}))[title].status == "pass"
+
+
+def test_an_unknown_check_is_named():
+    with pytest.raises(KeyError, match="no check 'speed'"):
+        check(sound())["speed"]
+    with pytest.raises(ValueError, match="num_draws is 0"):
+        check(sound(), num_draws=0)

@@ -1,0 +1,176 @@
+"""Do chains agree: on weights, in one frame, on the function."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.compare.convergence import convergence
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry import find_symmetry
+
+CHAINS, DRAWS = 4, 500
+
+
+@pytest.fixture
+def model() -> BayesianModel:
+    return BayesianModel(nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood=GaussianLikelihood(0.1))
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.linspace(-1, 1, 7)[:, None]
+
+
+@pytest.fixture
+def symmetry(model, x):
+    return find_symmetry(model.net, x)
+
+
+def one_mode() -> dict[str, torch.Tensor]:
+    """Independent draws around one network, whose units can't be mistaken for each other."""
+    centre = {
+        "0.weight": torch.tensor([[1.0], [2.0], [3.0]]),
+        "0.bias": torch.tensor([0.5, -0.5, 0.2]),
+        "2.weight": torch.tensor([[1.0, -2.0, 0.7]]),
+        "2.bias": torch.tensor([0.3]),
+    }
+    return {site: value + 0.05 * torch.randn(CHAINS, DRAWS, *value.shape) for site, value in centre.items()}
+
+
+def in_copies(weights, symmetry):
+    """Each chain moved by an element of its own."""
+    moved = dict(weights)
+    for chain in range(CHAINS):
+        order = torch.randperm(3)
+        signs = torch.tensor([1.0, -1.0])[torch.randint(2, (3,))]
+        for site, dim in (("0.weight", 1), ("0.bias", 1), ("2.weight", 2)):
+            shape = [-1 if k == dim else 1 for k in range(moved[site][chain].dim())]
+            moved[site] = moved[site].clone()
+            moved[site][chain] = moved[site][chain].index_select(dim, order) * signs.reshape(shape)
+    return moved
+
+
+def test_chains_of_one_mode_agree_everywhere(model, x, symmetry):
+    result = convergence(Posterior(one_mode()), symmetry, model=model, x=x)
+    assert list(result.spaces) == ["weights", "canonical", "function"]
+    assert all(space.agrees for space in result.spaces.values())
+    assert result.verdict == "The chains agree on the function and on the weights."
+    assert result.settled
+
+
+def test_chains_in_copies_of_a_mode_agree_on_the_function_and_in_one_frame_only(model, x, symmetry):
+    weights = in_copies(one_mode(), symmetry)
+    result = convergence(Posterior(weights), symmetry, model=model, x=x)
+    agrees = {name: space.agrees for name, space in result.spaces.items()}
+    assert agrees == {"weights": False, "canonical": True, "function": True}
+    assert "different copies of a mode" in result.verdict
+    assert result.spaces["weights"].worst["r_hat"] > 1.5
+    assert "give symmetry=" in convergence(Posterior(weights), model=model, x=x).verdict
+
+
+def test_an_aligned_posterior_is_a_frame_too(model, x, symmetry):
+    posterior = Posterior(in_copies(one_mode(), symmetry))
+    result = convergence(posterior, aligned=posterior.canonicalize(symmetry), model=model, x=x)
+    assert result.spaces["aligned"].agrees
+    assert "different copies" in result.verdict
+
+
+def test_chains_in_modes_that_predict_differently_are_told_apart_from_copies(model, x, symmetry):
+    weights = one_mode()
+    weights["2.bias"] = weights["2.bias"] + torch.tensor([0.0, 0.0, 5.0, 0.0])[:, None, None]
+    result = convergence(Posterior(weights), symmetry, model=model, x=x)
+    assert not result.spaces["function"].agrees
+    assert result.settled
+    assert "modes that predict differently" in result.verdict
+
+
+def test_drifting_and_stuck_chains_are_told_to_run_longer(model, x):
+    weights = one_mode()
+    weights["2.bias"] = weights["2.bias"] + torch.linspace(0, 3, DRAWS)[:, None] * torch.arange(1.0, 5)[:, None, None]
+    assert "still drift or stand still" in convergence(Posterior(weights), model=model, x=x).verdict
+    stuck = {site: value.clone() for site, value in one_mode().items()}
+    for value in stuck.values():
+        value[1] = value[1, :1]
+    assert "stand still" in convergence(Posterior(stuck), model=model, x=x).verdict
+
+
+def test_modes_that_predict_alike_are_not_called_copies(model, x, symmetry):
+    # A unit that says nothing (outgoing weight 0) may have any incoming weights.
+    weights = one_mode()
+    weights["2.weight"] = weights["2.weight"].clone()
+    weights["2.weight"][..., 2] = 1e-9 * torch.randn(CHAINS, DRAWS, 1)
+    weights["0.bias"] = weights["0.bias"].clone()
+    weights["0.bias"][..., 2] += 4 * torch.arange(CHAINS)[:, None]
+    result = convergence(Posterior(weights), symmetry, model=model, x=x)
+    assert result.spaces["function"].agrees
+    assert not result.spaces["canonical"].agrees
+    assert "different modes that predict alike" in result.verdict
+
+
+def test_numbers_are_those_of_predictions_and_log_joint(model, x):
+    posterior, y = Posterior(one_mode()).thin(10), torch.randn(7, 1)
+    result = convergence(posterior, model=model, x=x, y=y)
+    outputs = chain_statistics(model.outputs(posterior.samples, x))
+    assert torch.allclose(result.spaces["function"].by_site["predictions"].r_hat, outputs.r_hat)
+    density = chain_statistics(model.log_joint(posterior.samples, x, y))
+    assert torch.allclose(result.spaces["function"].by_site["log density"].r_hat, density.r_hat, atol=1e-4)
+    given = convergence(posterior, predictions=model.outputs(posterior.samples, x))
+    assert torch.allclose(given.spaces["function"].by_site["predictions"].r_hat, outputs.r_hat)
+
+
+def test_the_model_that_it_was_drawn_from_is_the_default(model, x):
+    y = torch.randn(7, 1)
+    posterior = Posterior(one_mode()).thin(50)
+    attached = convergence(posterior.attach(model, x, y))
+    assert attached.to_dict() == convergence(posterior, model=model, x=x, y=y).to_dict()
+
+
+def test_without_a_model_the_samplers_log_density_stands_for_the_function():
+    weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
+    result = convergence(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}))
+    assert list(result.spaces["function"].by_site) == ["log density"]
+    assert "function" not in convergence(Posterior(weights)).spaces
+    assert "and so on the function" in convergence(Posterior(weights)).verdict
+
+
+def test_one_chain_and_few_draws_are_named():
+    assert "Too few chains" in convergence(Posterior({"w": torch.randn(1, 100, 2)})).verdict
+    assert "too few (< 400)" in convergence(Posterior({"w": torch.randn(2, 40, 2)})).verdict
+
+
+def test_troubles_of_the_sampler_enter_the_verdict():
+    diverging = torch.zeros(CHAINS, DRAWS, dtype=torch.bool)
+    diverging[0, :20] = True
+    energy = torch.randn(CHAINS, DRAWS).cumsum(1)  # a random walk: E-BFMI near 0
+    statistics = {"diverging": diverging, "energy": energy, "acceptance_rate": torch.full((CHAINS, DRAWS), 0.8)}
+    result = convergence(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, statistics))
+    assert result.divergent == pytest.approx(20 / (CHAINS * DRAWS))
+    assert result.acceptance.tolist() == pytest.approx([0.8] * CHAINS)
+    assert "0.01 of the draws diverged" in result.verdict
+    assert "4 chains have an E-BFMI under 0.3" in result.verdict
+
+
+def test_it_prints_plots_and_goes_to_json(model, x, symmetry, tmp_path):
+    result = convergence(Posterior(one_mode()).thin(20), symmetry, model=model, x=x)
+    assert "canonical" in repr(result)
+    assert "predictions" in repr(result)
+    json.dumps(result.to_dict())
+    result.plot().savefig(tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threshold": 1.0}, "threshold is 1.0"),
+        ({"predictions": torch.zeros(4, 3)}, r"predictions has shape \(4, 3\)"),
+        ({"aligned": Posterior({"w": torch.zeros(2, 500, 2)})}, "aligned has shape"),
+        ({"x": torch.zeros(3, 1)}, "no model"),
+    ],
+)
+def test_bad_input_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        convergence(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}), **options)

@@ -1,0 +1,116 @@
+import json
+import math
+
+import pytest
+import torch
+from scipy.stats import kendalltau
+from torch import nn
+
+import pyro_symmetric as ps
+from pyro_symmetric.compare import dynamics
+from pyro_symmetric.compare.dynamics import SortingTracker, equivalent_modes, excess_mass, kendall_tau
+
+
+def orders(*shape):
+    return torch.rand(shape).argsort(-1)
+
+
+def test_tau_equals_scipy_on_the_ranks_of_units():
+    first, second = orders(3, 1, 9), orders(4, 9)
+    found = kendall_tau(first, second)
+    assert found.shape == (3, 4)
+    for i in range(3):
+        for j in range(4):
+            expected = kendalltau(first[i, 0].argsort().numpy(), second[j].argsort().numpy()).statistic
+            assert float(found[i, j]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_one_swap_of_neighbours_and_a_reversal_have_their_closed_forms():
+    n = 6
+    same, swapped = torch.arange(n), torch.tensor([1, 0, 2, 3, 4, 5])
+    assert float(kendall_tau(same, same)) == 1
+    assert float(kendall_tau(same, swapped)) == pytest.approx(1 - 4 / (n * (n - 1)))
+    assert float(kendall_tau(same, same.flip(0))) == -1
+    assert float(kendall_tau(same[:1], same[:1])) == 1
+
+
+def test_chunks_change_nothing(monkeypatch):
+    first, second = orders(11, 7), orders(11, 7)
+    whole = kendall_tau(first, second)
+    monkeypatch.setattr(dynamics, "_CHUNK_ENTRIES", 100)
+    assert torch.equal(kendall_tau(first, second), whole)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (torch.tensor([0, 0, 1]), torch.arange(3), "first has a row that is no permutation"),
+        (torch.arange(3), torch.arange(4), "first orders 3 units and second 4"),
+        (torch.arange(3), torch.arange(3.0), "second is torch.float32"),
+    ],
+)
+def test_what_is_no_permutation_is_refused(first, second, message):
+    with pytest.raises(ValueError, match=message):
+        kendall_tau(first, second)
+
+
+def relu_net(width=5):
+    return nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def test_tracker_sees_the_swaps_that_were_made():
+    net = relu_net()
+    symmetry = ps.find_symmetry(net, torch.randn(3, 2))
+    tracker = SortingTracker(symmetry)
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])[:, None] * torch.tensor([1.0, 0.5]))
+        tracker(net)
+        net[0].weight.mul_(1.1)  # no unit overtakes another
+        tracker(net)
+        net[0].weight[0] = 10.0  # the first overtakes four
+        tracker(net)
+    (name,) = tracker.history
+    torch.testing.assert_close(tracker.history[name], torch.tensor([1.0, 1 - 2 * 4 / 10]).double())
+    torch.testing.assert_close(tracker.mean, tracker.history[name])
+
+
+def test_tracker_follows_a_batch_of_runs_and_refuses_another_batch():
+    symmetry = ps.find_symmetry(relu_net(), torch.randn(3, 2))
+    tracker = SortingTracker(symmetry.permutations, key="norm")
+    runs = [{name: torch.randn(7, *p.shape) for name, p in relu_net().named_parameters()} for _ in range(3)]
+    for weights in runs:
+        tracker(weights)
+    assert tracker.mean.shape == (2, 7)
+    # independent orders of 5 units: sd of tau 0.41; the mean of 14 lies within 0.5 but for a chance of 5e-6
+    assert abs(float(tracker.mean.mean())) < 0.5
+    with pytest.raises(ValueError, match=r"batch shape \(2,\), but \(7,\) the last time"):
+        tracker({site: value[:2] for site, value in runs[0].items()})
+
+
+def test_equivalent_modes_are_the_orders_and_signs_of_the_hidden_units():
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+    found = equivalent_modes(ps.find_symmetry(net, torch.randn(3, 2)))
+    assert found.log_number == pytest.approx(math.log(math.factorial(4) * math.factorial(3) * 2**4))
+    assert found.log10_number == pytest.approx(math.log10(24 * 6 * 16))
+    parts = [log for entries in (found.permutations, found.signs) for _, log in entries.values()]
+    assert sum(parts) == pytest.approx(found.log_number)
+    assert "equivalent modes" in repr(found)
+    assert json.loads(json.dumps(found.to_dict()))["signs"]
+
+
+def test_excess_mass_is_what_the_closed_form_says_for_one_unit():
+    # |a|^2 s^2 + |b|^2 / s^2 is least at 2 |a| |b|
+    net = nn.Sequential(nn.Linear(2, 1), nn.ReLU(), nn.Linear(1, 1))
+    symmetry = ps.find_symmetry(net, torch.randn(3, 2))
+    weights = {name: torch.randn(6, *p.shape, dtype=torch.float64) for name, p in net.named_parameters()}
+    a, b = weights["0.weight"].flatten(1).norm(dim=1), weights["2.weight"].flatten(1).norm(dim=1)
+    torch.testing.assert_close(excess_mass(weights, symmetry), 1 - 2 * a * b / (a**2 + b**2))
+
+
+def test_the_minimum_has_no_excess_and_a_rescaled_copy_has():
+    net = relu_net()
+    symmetry = ps.find_symmetry(net, torch.randn(3, 2))
+    weights = {name: torch.randn(4, *p.shape) for name, p in net.named_parameters()}
+    least = ps.minimal_mass(weights, symmetry).weights
+    assert float(excess_mass(least, symmetry).max()) < 1e-6
+    assert float(excess_mass(symmetry.scalings.sample((4,))(least), symmetry).min()) > 1e-3

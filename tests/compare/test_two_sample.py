@@ -1,0 +1,103 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from pyro_symmetric.compare import _pairs
+from pyro_symmetric.compare.mmd import mmd
+from pyro_symmetric.compare.two_sample import _score, _statistics, _upper_ranks, mmd_test
+from pyro_symmetric.symmetry.permutation import PermutationGroup
+
+
+def two_normals(m, n, shift=0.0, dimension=3):
+    return {"0.w": torch.randn(m, dimension)}, {"0.w": torch.randn(n, dimension) + shift}
+
+
+def test_statistics_of_a_permutation_are_those_of_the_permuted_samples():
+    p, q = two_normals(9, 6, 0.5)
+    pooled = torch.cat([p["0.w"], q["0.w"]])
+    result = mmd(p, q)
+    order = torch.randperm(15)
+    again = mmd({"0.w": pooled[order[:9]]}, {"0.w": pooled[order[9:]]}, bandwidths=result).per_layer["0"]
+    pairs = _pairs.Pairs(9, 6)
+    chosen = torch.zeros(15, 1, dtype=torch.float64)
+    chosen[order[:9]] = 1
+    for norm, values, grid in (
+        (2, again.gaussian, again.gaussian_bandwidths),
+        (1, again.laplace, again.laplace_bandwidths),
+    ):
+        distances = torch.pdist(pooled.double(), p=norm)
+        found = torch.stack([_statistics(pairs, distances, bandwidth, norm, chosen)[0] for bandwidth in grid])
+        torch.testing.assert_close(found, values, atol=1e-6, rtol=0)
+
+
+def test_ranks_and_scores_equal_their_definition():
+    values = torch.randn(12, 5, dtype=torch.float64)
+    values[3] = values[7]  # ties count as at least as large
+    ranks = _upper_ranks(values)
+    for b, k in np.ndindex(12, 5):
+        assert float(ranks[b, k]) == pytest.approx(float((values[:, k] >= values[b, k]).double().mean()))
+    scores = _score(ranks, values)
+    smallest = ranks.amin(1)
+    for b in range(12):  # the tie-breaker never overrules a rank
+        assert bool((scores[smallest < smallest[b] - 1e-9] < scores[b]).all())
+
+
+def test_size_is_within_monte_carlo_error_of_the_level():
+    # 200 repetitions at level 0.1: rejections are Binomial(200, 0.1), sd 4.2; outside 20 -+ 4 sd with probability under
+    # 1e-4 (benchmarks/test_levels.py runs 500 at several sizes)
+    rejected = sum(mmd_test(*two_normals(12, 10), level=0.1, num_permutations=59).rejected for _ in range(200))
+    assert 3 <= rejected <= 37
+
+
+def test_a_difference_in_dependence_alone_is_found():
+    # equal marginals, correlation 0.95 against 0: with 100 samples each a p-value over 0.05 is out of the question
+    x = torch.randn(100, 1)
+    p = {"w": torch.cat([x, 0.95 * x + (1 - 0.95**2) ** 0.5 * torch.randn(100, 1)], 1)}
+    result = mmd_test(p, {"w": torch.randn(100, 2)}, num_permutations=199)
+    assert result.rejected
+    assert "different at level 0.05" in result.verdict
+
+
+def test_the_layer_that_differs_is_named_and_the_other_is_not():
+    # the null layer's adjusted p-value is under 0.05 in at most 5 % of seeds; this seed is not one of them
+    p = {"0.w": torch.randn(60, 4), "2.w": torch.randn(60, 3)}
+    q = {"0.w": torch.randn(60, 4), "2.w": torch.randn(60, 3) + 1}
+    result = mmd_test(p, q, num_permutations=199)
+    assert result.layer_p_values["2"] == result.p_value <= 0.01
+    assert result.layer_p_values["0"] > 0.05
+    assert "1 of 2 layers differ, first of all '2'" in result.verdict
+
+
+def test_copies_differ_before_the_symmetry_is_removed_and_not_after():
+    group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+    centres = torch.tensor([[3.0, 0.0], [0.0, 3.0], [-3.0, -3.0]])
+    p, q = ({"w": centres + torch.randn(50, 3, 2)} for _ in range(2))
+    moved = group.sample((50,))(q)
+    assert mmd_test(p, moved, num_permutations=99).rejected
+    # under the null: a false alarm in 5 % of seeds at most
+    assert not mmd_test(p, moved, symmetry=group, num_permutations=99).rejected
+
+
+def test_result_is_readable_plain_and_reproducible():
+    p, q = two_normals(10, 8)
+    torch.manual_seed(3)
+    first = mmd_test(p, q, num_permutations=49)
+    torch.manual_seed(3)
+    assert mmd_test(p, q, num_permutations=49).to_dict() == first.to_dict()
+    assert "10 samples against 8" in repr(first)
+    assert json.loads(json.dumps(first.to_dict(), allow_nan=False))["num_permutations"] == 49
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": 1.0}, "level is 1.0"),
+        ({"num_permutations": 5}, "num_permutations is 5; at level 0.05 at least 20"),
+        ({"level": 0.001, "num_permutations": 99}, "at least 1000 are needed"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        mmd_test(*two_normals(5, 5), **options)

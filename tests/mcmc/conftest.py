@@ -1,0 +1,99 @@
+"""What the tests of kernels share: potentials with known answers, and a loop without the trappings of ``sample``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_symmetric.mcmc.kernel import Kernel, State
+
+Energy = Callable[[Tensor], Tensor]
+
+
+class ToyPotential:
+    """An energy ``(C, D) -> (C,)`` with its gradient, in the shape of a ``Potential``; counts its gradients."""
+
+    def __init__(self, energy: Energy):
+        self.energy = energy
+        self.batches: list[int] = []
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.energy(z)
+
+    def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        self.batches.append(len(z))
+        with torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            energy = self.energy(leaf)
+            return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
+
+
+class GaussianPotential(ToyPotential):
+    """A Gaussian of mean 0 whose covariance has given eigenvalues, in random or in the coordinates' directions."""
+
+    def __init__(self, eigenvalues: Tensor, rotated: bool = True, seed: int = 0):
+        dim = len(eigenvalues)
+        generator = torch.Generator().manual_seed(seed)
+        basis = torch.eye(dim, dtype=eigenvalues.dtype)
+        if rotated:
+            basis = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=eigenvalues.dtype))[0]
+        self.eigenvalues, self.basis = eigenvalues, basis
+        self.covariance = basis @ torch.diag(eigenvalues) @ basis.T
+        precision = basis @ torch.diag(1 / eigenvalues) @ basis.T
+        super().__init__(lambda z: 0.5 * ((z @ precision) * z).sum(-1))
+
+    def sample(self, count: int) -> Tensor:
+        return (
+            torch.randn(count, len(self.eigenvalues), dtype=self.basis.dtype) * self.eigenvalues.sqrt()
+        ) @ self.basis.T
+
+    def standardise(self, z: Tensor) -> Tensor:
+        """Coordinates along the eigenvectors, in units of their deviations: independent standard normals."""
+        return (z @ self.basis) / self.eigenvalues.sqrt()
+
+
+def banana_energy(z: Tensor) -> Tensor:
+    """x ~ N(0, 1), y ~ N(x², 0.5²)."""
+    x, y = z.unbind(-1)
+    return 0.5 * x.square() + 0.5 * ((y - x.square()) / 0.5).square()
+
+
+def drive(
+    kernel: Kernel, potential: ToyPotential, z: Tensor, num_warmup: int, num_samples: int
+) -> tuple[Tensor, dict[str, Tensor], State]:
+    """Draws ``(C, S, D)``, statistics ``(C, S)`` and the last state."""
+    state = kernel.init(potential, z, num_warmup)
+    draws, statistics = [], []
+    for iteration in range(num_warmup + num_samples):
+        state = kernel.step(potential, state)
+        if iteration < num_warmup:
+            state = kernel.adapt(potential, state, iteration, num_warmup)
+        else:
+            draws.append(state.z)
+            statistics.append(state.statistics)
+    names = statistics[0] if statistics else {}
+    return torch.stack(draws, 1), {n: torch.stack([s[n] for s in statistics], 1) for n in names}, state
+
+
+@pytest.fixture
+def banana() -> ToyPotential:
+    return ToyPotential(banana_energy)
+
+
+@pytest.fixture
+def gaussian() -> Callable[..., GaussianPotential]:
+    """``gaussian(eigenvalues, rotated=True)``."""
+    return GaussianPotential
+
+
+@pytest.fixture
+def toy() -> Callable[[Energy], ToyPotential]:
+    return ToyPotential
+
+
+@pytest.fixture(name="drive")
+def drive_() -> Callable[..., tuple[Tensor, dict[str, Tensor], State]]:
+    return drive

@@ -1,0 +1,295 @@
+"""Tasks: the same draws wherever they are done, nothing lost with a worker or by another task's error."""
+
+import json
+import os
+import sys
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric.mcmc import HMC, sample
+from pyro_symmetric.mcmc.executors import TaskError
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.samples import Posterior
+
+QUICK = {"num_chains": 5, "num_warmup": 5, "num_samples": 4, "chains_per_task": 2, "seed": 3, "progress": False}
+X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
+NET = BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
+KERNEL = HMC(NET, num_steps=2)  # whose parts are all importable by name, so that it travels
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")
+
+
+def model(y: torch.Tensor) -> None:
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def assert_same_draws(found: Posterior, expected: Posterior) -> None:
+    for have, want in ((found.samples, expected.samples), (found.statistics, expected.statistics)):
+        assert list(have) == list(want)
+        for name, value in want.items():
+            assert torch.equal(have[name], value), name
+    assert found.metadata["trace"] == expected.metadata["trace"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Posterior:
+    return sample(KERNEL, X, Y, **QUICK)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+class Lazy(ThreadPoolExecutor):
+    """An executor that breaks after some tasks, as a process pool does when a worker dies."""
+
+    def __init__(self, good: int):
+        super().__init__(1)
+        self.good = good
+
+    def submit(self, function, /, *args, **kwargs):
+        self.good -= 1
+        if self.good == -2:
+            raise BrokenExecutor("the pool is broken")
+        if self.good < 0:
+            future: Future = Future()
+            future.set_exception(BrokenExecutor("a worker died"))
+            return future
+        return super().submit(function, *args, **kwargs)
+
+
+# here ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_is_the_run_of_its_chains_alone_with_a_seed_of_its_own(expected):
+    assert (expected.num_chains, expected.num_samples) == (5, 4)
+    tasks = expected.metadata["tasks"]
+    assert [task["chains"] for task in tasks] == [2, 2, 1]
+    assert expected.metadata["seed"] == 3
+    assert expected.metadata["chains_per_task"] == 2
+    json.dumps(expected.metadata, allow_nan=False)
+    for task, chains in zip(tasks, (slice(0, 2), slice(2, 4), slice(4, 5)), strict=True):
+        options = {**QUICK, "seed": task["seed"], "num_chains": task["chains"], "chains_per_task": None}
+        alone = sample(KERNEL, X, Y, **options)
+        for site, value in alone.samples.items():
+            assert torch.equal(value, expected.samples[site][chains])
+    first, second = expected.samples["0.weight"][:2], expected.samples["0.weight"][2:4]
+    assert not torch.equal(first, second)
+
+
+def test_without_a_seed_the_global_generator_decides_on_the_tasks(tmp_path):
+    options = {**QUICK, "seed": None}
+    pyro.set_rng_seed(5)
+    first = sample(KERNEL, X, Y, **options)
+    pyro.set_rng_seed(5)
+    assert_same_draws(sample(KERNEL, X, Y, **options), first)
+    pyro.set_rng_seed(5)
+    assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **options), first)
+    pyro.set_rng_seed(6)
+    assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **options), first)  # the store remembers the seed
+
+
+def test_chains_per_task_is_chosen_without_looking_at_the_machine():
+    counts = {"num_warmup": 0, "num_samples": 1, "chains_per_task": None}
+    for chains, per_task in ((1, 1), (4, 1), (9, 2), (70, 16)):
+        with ThreadPoolExecutor(1) as one:
+            posterior = sample(HMC(model, num_steps=1), Y, executor=one, **{**QUICK, **counts, "num_chains": chains})
+        assert posterior.metadata["chains_per_task"] == per_task
+
+
+@pytest.mark.parametrize("name", ["chains_per_task", "threads_per_task"])
+def test_bad_counts_of_tasks_are_named(name):
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        sample(KERNEL, X, Y, **{**QUICK, name: 0})
+
+
+def test_starting_points_go_to_the_task_of_their_chain(tmp_path):
+    def draw(count):
+        return {"mean": torch.arange(count) + 0.5}
+
+    options = {**QUICK, "num_warmup": 0, "num_samples": 1}
+    still = HMC(model, step_size=1e-9, num_steps=1, adapt_step_size=False)
+    for initial in (draw, draw(5), sample(still, Y, initial=draw, **options)):
+        posterior = sample(still, Y, initial=initial, **options)
+        assert torch.allclose(posterior.samples["mean"][:, 0], draw(5)["mean"])
+    same = sample(still, Y, initial={"mean": torch.tensor(2.0)}, **options)
+    assert torch.allclose(same.samples["mean"], torch.tensor(2.0))
+
+
+def test_an_error_of_one_task_names_it_and_spares_the_others(tmp_path):
+    initial = {"mean": torch.tensor([0.0, 0.0, 0.0, torch.nan, 0.0])}
+    kernel = HMC(model, num_steps=2)
+    for options in ({}, {"store": tmp_path / "s"}):
+        with pytest.raises(TaskError, match=r"1 of 3 tasks failed. task 1 \(chains 2 to 3\): ValueError") as error:
+            sample(kernel, Y, initial=initial, **QUICK, **options)
+        assert error.value.posterior.num_chains == 3
+        assert isinstance(error.value.__cause__, ValueError)
+    assert "is kept in" in str(error.value)
+    assert Posterior.load(tmp_path / "s").num_chains == 3
+    assert Posterior.load(tmp_path / "s").metadata["interrupted"]
+
+
+def test_threads_of_one_process_take_turns(expected):
+    with ThreadPoolExecutor(3) as threads:
+        assert_same_draws(sample(KERNEL, X, Y, executor=threads, **QUICK), expected)
+
+
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_tasks_of_a_broken_pool_are_done_again_here(expected, good, tmp_path):
+    with Lazy(good) as broken, pytest.warns(RuntimeWarning, match=r"workers died, and with them task \d \(chains"):
+        posterior = sample(KERNEL, X, Y, executor=broken, store=tmp_path / "s", **QUICK)
+    assert_same_draws(posterior, expected)
+
+
+# stores -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_of_tasks_is_read_as_one_and_goes_on(expected, tmp_path):
+    fewer = sample(KERNEL, X, Y, store=tmp_path / "s", **{**QUICK, "num_samples": 2})
+    assert torch.equal(fewer.samples["0.bias"], expected.samples["0.bias"][:, :2])
+    assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK), expected)
+    loaded = Posterior.load(tmp_path / "s")
+    assert_same_draws(loaded, expected)
+    assert loaded.metadata["seed"] == 3
+    assert not loaded.metadata["interrupted"]
+    part = Posterior.load(tmp_path / "s" / "task-0001")
+    assert torch.equal(part.samples["0.bias"], expected.samples["0.bias"][2:4])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chains_per_task": 3}, "chains_per_task: 2 there, 3 here"),
+        ({"num_chains": 6}, "num_chains: 5 there, 6 here"),
+        ({"seed": 4}, "seed: 3 there, 4 here"),
+        ({"chains_per_task": None}, "a draw store of tasks"),
+        ({"num_warmup": 6}, "num_warmup: 5 there, 6 here"),
+        ({"resume": False}, "is a draw store already"),
+    ],
+)
+def test_another_runs_tasks_are_refused(change, message, expected, tmp_path):
+    sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
+    with pytest.raises((ValueError, OSError, TaskError), match=message):
+        sample(KERNEL, X, Y, store=tmp_path / "s", **{**QUICK, **change})
+    assert_same_draws(Posterior.load(tmp_path / "s"), expected)
+
+
+def test_folders_of_other_things_are_refused(tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(FileExistsError, match="is no draw store but holds notes"):
+        sample(KERNEL, X, Y, store=tmp_path, **QUICK)
+    sample(KERNEL, X, Y, store=tmp_path / "s", **{**QUICK, "chains_per_task": None})
+    with pytest.raises(FileExistsError, match="wasn't cut into tasks"):
+        sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is damaged"), ('{"version": 99, "folders": []}', "newer pyro_")])
+def test_a_damaged_or_newer_list_of_tasks_is_told(text, message, tmp_path):
+    (tmp_path / "tasks.json").write_text(text)
+    for use in (Posterior.load, lambda path: sample(KERNEL, X, Y, store=path, **QUICK)):
+        with pytest.raises(ValueError, match=message):
+            use(tmp_path)
+
+
+@pytest.mark.parametrize("at", [3, 12])
+def test_ctrl_c_keeps_the_tasks_that_finished(at, expected, tmp_path, monkeypatch):
+    step, left = HMC.step, [at]  # a task takes nine steps
+
+    def interrupting(self, potential, state):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return step(self, potential, state)
+
+    monkeypatch.setattr(HMC, "step", interrupting)
+    if at < 9:
+        with pytest.raises(KeyboardInterrupt, match=r"before any of 3 tasks had finished\. What is done is kept"):
+            sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
+    else:
+        with pytest.warns(RuntimeWarning, match="2 of 5 chains; the same call goes on"):
+            posterior = sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
+        assert torch.equal(posterior.samples["0.bias"], expected.samples["0.bias"][:2])
+    assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK), expected)
+
+
+# other processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_process_pool_gives_the_draws_of_one_process(pool, expected, tmp_path):
+    assert_same_draws(sample(KERNEL, X, Y, executor=pool, **QUICK), expected)
+    stored = sample(KERNEL, X, Y, executor=pool, store=tmp_path / "s", **QUICK)
+    assert_same_draws(stored, expected)
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_travel_is_told_with_advice(pool):
+    def inner(y):
+        model(y)
+
+    with pytest.raises(TaskError, match=r"must be picklable .* top level of a module"):
+        sample(HMC(inner, num_steps=2), Y, executor=pool, **QUICK)
+
+
+DEADLY = """
+import os
+import pyro, pyro.distributions as dist
+
+def model(y, parent, folder):
+    if os.getpid() != parent:
+        try:
+            os.mkdir(os.path.join(folder, "died"))
+            os._exit(1)
+        except FileExistsError:
+            pass
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+"""
+
+
+@pytest.fixture
+def deadly(tmp_path, monkeypatch):
+    """A model that kills the first worker that it is called in."""
+    (tmp_path / "deadly_model.py").write_text(DEADLY)
+    monkeypatch.syspath_prepend(tmp_path)
+    import deadly_model
+
+    yield HMC(deadly_model.model, num_steps=2), (Y, os.getpid(), str(tmp_path))
+    del sys.modules["deadly_model"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_takes_nothing_with_it(deadly, tmp_path):
+    kernel, data = deadly
+    expected = sample(kernel, *data, **QUICK)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool, pytest.warns(RuntimeWarning, match="died"):
+        posterior = sample(kernel, *data, executor=pool, store=tmp_path / "s", **QUICK)
+    assert (tmp_path / "died").exists()
+    assert_same_draws(posterior, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # dask's and its libraries' own
+@pytest.mark.parametrize("model_of", ["library", "deadly"])
+def test_dask_gives_the_draws_of_one_process(model_of, expected, deadly, tmp_path):
+    distributed = pytest.importorskip("distributed")
+    kernel, data = (KERNEL, (X, Y)) if model_of == "library" else deadly
+    expected = sample(kernel, *data, **QUICK)
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        assert_same_draws(sample(kernel, *data, executor=client.get_executor(), **QUICK), expected)
+        stored = sample(kernel, *data, executor=client.get_executor(), store=tmp_path / "s", **QUICK)
+    assert_same_draws(stored, expected)
+    assert (tmp_path / "died").exists() == (model_of == "deadly")

@@ -1,0 +1,352 @@
+"""Fast evaluation of networks: the energy and gradient of every chain equal a loop with autograd, by any route."""
+
+import copy
+import math
+import pickle
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pyro_symmetric.mcmc import Potential
+from pyro_symmetric.mcmc.compiler import Unavailable, library
+from pyro_symmetric.mcmc.targets import NetworkTarget
+from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
+
+
+def has_compiler() -> bool:
+    try:
+        library()
+    except Unavailable:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+COMPILE = [pytest.param(None, marks=needs_compiler, id="native"), pytest.param(False, id="batched")]
+
+
+def data(rows: int = 37, inputs: int = 5, outputs: int = 1, classes: int = 0, dtype=torch.float64):
+    x = torch.randn(rows, inputs, dtype=dtype)
+    y = torch.randint(classes, (rows,)) if classes else torch.randn(rows, outputs, dtype=dtype).squeeze(-1)
+    return x, y
+
+
+def loop(model: BayesianModel, x: Tensor, y: Tensor, z: Tensor, potential: Potential, rows: Tensor | None = None):
+    """Energy and gradient, chain by chain: Normal and Categorical by formula, everything else by the definition."""
+    energies, gradients = [], []
+    for chain, row in enumerate(z):
+        own_x, own_y = (x, y) if rows is None else (x[rows[chain]], y[rows[chain]])
+        leaf = row.clone().requires_grad_()
+        weights, log_det = potential.layout.constrain_with_log_det(leaf)
+        outputs = functional_call(model.net, {n: weights[n] for n, _ in model.net.named_parameters()}, (own_x,))
+        likelihood = model.likelihood
+        if isinstance(likelihood, CategoricalLikelihood):
+            loss = nn.functional.cross_entropy(outputs, own_y, reduction="sum")
+        else:
+            noise = (
+                weights["noise_scale"] if likelihood.scale is None else torch.tensor(likelihood.scale, dtype=z.dtype)
+            )
+            error = (outputs.reshape(own_y.shape) - own_y) / noise
+            loss = (0.5 * error.square() + noise.log() + 0.5 * math.log(2 * math.pi)).sum()
+        prior = sum(fn.log_prob(weights[name]) for name, fn in model.priors().items())
+        energy = len(x) / len(own_x) / likelihood.temperature * loss - prior - log_det
+        energies.append(energy.detach())
+        gradients.append(torch.autograd.grad(energy, leaf)[0])
+    return torch.stack(energies), torch.stack(gradients)
+
+
+def check(model: BayesianModel, x: Tensor, y: Tensor, compile: bool | None, route: str | None = None, **options):
+    potential = Potential(model, x, y, compile=compile, dtype=x.dtype, **options)
+    assert potential.route == (route or ("native" if compile is None else "batched")), repr(potential)
+    rows = None
+    z = potential._draw(7, "prior", 2.0)
+    if potential.row_counts:
+        total, size = potential.row_counts["rows"]
+        rows = torch.stack([torch.randperm(total)[:size] for _ in z])
+    found = potential.value_and_grad(z, None if rows is None else {"rows": rows})
+    expected = loop(model, x, y, z, potential, rows)
+    tolerance = {torch.float64: 1e-10, torch.float32: 2e-4}[x.dtype]
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == x.dtype
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+    return potential, z, found
+
+
+NATIVE = {
+    "relu": nn.ReLU(),
+    "leaky": nn.LeakyReLU(0.2),
+    "tanh": nn.Tanh(),
+    "sigmoid": nn.Sigmoid(),
+    "silu": nn.SiLU(),
+    "elu": nn.ELU(0.7),
+}
+BATCHED = {
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU("tanh"),
+    "softplus": nn.Softplus(2.0),
+    "hardtanh": nn.Hardtanh(-1, 2),
+}
+
+
+@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", NATIVE)
+def test_every_activation_equals_a_loop_over_chains(name, dtype, compile):
+    net = nn.Sequential(nn.Linear(5, 7), NATIVE[name], nn.Linear(7, 6), NATIVE[name], nn.Linear(6, 1)).to(dtype)
+    check(BayesianModel(net, likelihood=GaussianLikelihood(0.5)), *data(dtype=dtype), compile)
+    net[-1] = nn.Linear(6, 3, dtype=dtype)
+    check(BayesianModel(net), *data(classes=3, dtype=dtype), compile)
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_activations_without_native_code_run_batched(name):
+    net = nn.Sequential(nn.Linear(5, 7), BATCHED[name], nn.Linear(7, 6), BATCHED[name], nn.Linear(6, 3)).double()
+    check(BayesianModel(net), *data(classes=3), None, "batched")
+
+
+@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize("rows", [1, 16, 300, 531])
+@pytest.mark.parametrize("inputs", [1, 8, 21])
+def test_any_number_of_rows_and_inputs(rows, inputs, compile):
+    net = nn.Sequential(nn.Linear(inputs, 13), nn.Tanh(), nn.Linear(13, 2, bias=False)).double()
+    model = BayesianModel(net, GaussianPrior(fan_in=True), GaussianLikelihood(0.3))
+    check(model, *data(rows, inputs, outputs=2), compile)
+
+
+def laplace_or_shifted(name: str, parameter: Tensor) -> dist.TorchDistribution:
+    like = torch.ones_like(parameter)
+    fn = dist.Laplace(0 * like, like) if name == "0.weight" else dist.Normal(0.3 * like, like)
+    return fn.to_event(parameter.dim())
+
+
+def positive_head(name: str, parameter: Tensor) -> dist.TorchDistribution:
+    like = torch.ones_like(parameter)
+    fn = dist.HalfNormal(like) if name == "2.weight" else dist.Normal(0 * like, like)
+    return fn.to_event(parameter.dim())
+
+
+def shifted(name: str, parameter: Tensor) -> dist.TorchDistribution:
+    like = torch.ones_like(parameter)
+    return dist.Normal(0.3 * like, 0.5 * like).to_event(parameter.dim())
+
+
+PRIORS = {
+    "fan_in": GaussianPrior(2.0, fan_in=True),
+    "patterns": GaussianPrior(1.0, scales={"0.*": 0.5, "*.bias": 2.0}),
+    "shifted": shifted,
+    "laplace": laplace_or_shifted,
+    "positive": positive_head,
+}
+
+
+@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("batch_size", [None, 9])
+def test_priors_noise_temperature_and_mini_batches(prior, batch_size, compile):
+    options = {} if batch_size is None else {"batch_size": batch_size, "subsampled": True}
+    for likelihood, classes in (
+        (GaussianLikelihood(prior_scale=0.7, temperature=0.5), 0),
+        (GaussianLikelihood(0.2, temperature=3.0), 0),
+        (CategoricalLikelihood(temperature=0.1), 4),
+    ):
+        net = nn.Sequential(nn.Linear(5, 6), nn.SiLU(), nn.Linear(6, classes or 1)).double()
+        check(BayesianModel(net, PRIORS[prior], likelihood), *data(classes=classes), compile, **options)
+
+
+class Written(nn.Module):
+    """A network written by hand, with inputs to flatten and outputs without a second axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Dropout(0.5), nn.Identity())
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.leaky_relu(self.body(torch.flatten(x, 1)), 0.3)).squeeze(-1)
+
+
+class WrittenWithAxis(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.elu(self.body(x.flatten(1)), alpha=0.5))
+
+
+@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize("kind", [Written, WrittenWithAxis])
+def test_modules_written_by_hand_are_read_from_their_graph(kind, compile):
+    x, y = data(inputs=6)
+    check(BayesianModel(kind().double(), likelihood="gaussian"), x.reshape(-1, 2, 3), y, compile)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + torch.tanh(self.inner(x)))
+
+
+class Branching(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(x)) if x.sum().isfinite() else x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def tied() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 1))
+    net[2].weight = net[0].weight
+    return net
+
+
+def hooked() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))
+    net[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    return net
+
+
+OTHERS = {
+    "residual": (Residual, "doesn't follow"),
+    "branching": (Branching, "can't be traced (TraceError)"),
+    "subclass": (lambda: nn.Sequential(Doubled(5, 1)), "doesn't follow"),
+    "shared": (tied, "share parameters"),
+    "normalised": (lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).eval(), "BatchNorm1d"),
+    "layer_norm": (lambda: nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 1)), "LayerNorm"),
+    "hooked": (hooked, "differs from the model's own"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_networks_say_why_and_keep_their_own_density(name):
+    make, reason = OTHERS[name]
+    potential, _, _ = check(BayesianModel(make().double(), likelihood="gaussian"), *data(), None, "vmap")
+    assert reason in repr(potential)
+
+
+def test_convolutions_run_under_vmap():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)).double()
+    x, y = data(rows=9, inputs=16, classes=3)
+    check(BayesianModel(net), x.reshape(9, 1, 4, 4), y, None, "vmap")
+
+
+def test_custom_likelihoods_and_odd_data_keep_the_models_own_density():
+    class Colder(CategoricalLikelihood):
+        pass
+
+    net = nn.Sequential(nn.Linear(5, 3)).double()
+    x, y = data(classes=3)
+    assert Potential(BayesianModel(net, likelihood=Colder()), x, y).route == "vmap"
+    with pytest.raises((IndexError, RuntimeError)):
+        Potential(BayesianModel(net), x, y + 1)
+
+
+@pytest.mark.parametrize("compile", COMPILE)
+def test_ragged_numbers_of_chains_and_chunks_agree(compile):
+    net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).double()
+    x, y = data(classes=3)
+    potential = Potential(BayesianModel(net), x, y, compile=compile, chain_chunk=4)
+    z = potential.initial(11)
+    energy, gradient = potential.value_and_grad(z)
+    for count in (1, 3, 4, 5, 8):
+        part = potential.value_and_grad(z[:count])
+        assert torch.allclose(part[0], energy[:count], rtol=1e-12)
+        assert torch.allclose(part[1], gradient[:count], rtol=1e-10, atol=1e-10)
+    strided = torch.cat([z, z], 1)[:, : z.shape[1]]
+    assert torch.equal(potential.value_and_grad(strided)[1], gradient)
+    assert torch.allclose(potential(z), energy, rtol=1e-12)
+
+
+@needs_compiler
+def test_a_chains_native_gradient_is_the_same_to_the_last_bit_whatever_runs_beside_it():
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    x, y = data(rows=400, classes=3, dtype=torch.float32)
+    potential = Potential(BayesianModel(net), x, y)
+    z = potential.initial(64)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = potential.value_and_grad(z)
+        alone = potential.value_and_grad(z[5:6])
+        potential._network._engine._flops = 1e12  # enough work that threads are worth their start
+        torch.set_num_threads(3)
+        three = potential.value_and_grad(z)
+    finally:
+        torch.set_num_threads(threads)
+    for a, b, c in zip(one, three, alone, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a[5:6], c)
+
+
+@pytest.mark.parametrize("compile", COMPILE)
+def test_results_outlive_later_calls(compile):
+    net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1)).double()
+    for likelihood in ("gaussian", GaussianLikelihood(0.1)):
+        potential, z, (energy, gradient) = check(BayesianModel(net, likelihood=likelihood), *data(), compile)
+        kept = energy.clone(), gradient.clone(), z.clone()
+        potential.value_and_grad(z + 1)
+        assert torch.equal(energy, kept[0])
+        assert torch.equal(gradient, kept[1])
+        assert torch.equal(z, kept[2])
+        assert not gradient.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize("classes", [0, 3])
+def test_infinite_and_absurd_weights_spoil_their_own_chain_only(classes, compile, dtype):
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, classes or 1)).to(dtype)
+    x, y = data(classes=classes, dtype=dtype)
+    likelihood = "categorical" if classes else "gaussian"
+    potential = Potential(BayesianModel(net, likelihood=likelihood), x, y, compile=compile)
+    z = potential.initial(6)
+    expected = potential.value_and_grad(z)
+    spoilt = z.clone()
+    spoilt[1, 3], spoilt[2, 0], spoilt[4] = math.nan, math.inf, 1e200 if dtype == torch.float64 else 1e30
+    energy, gradient = potential.value_and_grad(spoilt)
+    for found, right in ((energy, expected[0]), (gradient, expected[1])):
+        assert torch.allclose(found[[0, 3, 5]], right[[0, 3, 5]], rtol=1e-5)
+    assert not torch.isfinite(energy[[1, 2, 4]]).any()
+
+
+@needs_compiler
+def test_mini_batches_outside_of_the_data_are_refused():
+    net = nn.Sequential(nn.Linear(5, 3)).double()
+    x, y = data(classes=3)
+    potential = Potential(BayesianModel(net), x, y, batch_size=4, subsampled=True)
+    z = potential.initial(2)
+    for bad in (-1, len(x)):
+        with pytest.raises(IndexError, match=f"between 0 and {len(x) - 1}"):
+            potential.value_and_grad(z, {"rows": torch.full((2, 4), bad)})
+    other = potential.value_and_grad(z, {"rows": torch.arange(5).expand(2, 5)})  # another size: the model's own density
+    assert torch.allclose(other[1], loop(potential.target.model, x, y, z, potential, torch.arange(5).expand(2, 5))[1])
+
+
+@pytest.mark.parametrize("compile", COMPILE)
+def test_potentials_can_be_copied_and_sent(compile):
+    net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    potential = Potential(BayesianModel(net), *data(classes=3, dtype=torch.float32), compile=compile)
+    z = potential.initial(3)
+    expected = potential.value_and_grad(z)
+    for other in (copy.deepcopy(potential), pickle.loads(pickle.dumps(potential))):
+        assert torch.equal(other.value_and_grad(z)[1], expected[1])
+
+
+def test_the_default_chunk_depends_on_the_size_of_the_model_alone():
+    small = Potential(BayesianModel(nn.Sequential(nn.Linear(5, 3))), *data(classes=3, dtype=torch.float32))
+    wide = nn.Sequential(nn.Linear(5, 500), nn.ReLU(), nn.Linear(500, 3))
+    large = Potential(BayesianModel(wide), *data(rows=2000, classes=3, dtype=torch.float32), compile=False)
+    assert small.chain_chunk >= 1024
+    assert large.chain_chunk == 1  # 500 x 2,000 numbers of four bytes fill the cache by themselves
+
+
+def test_the_network_target_is_what_networks_use():
+    assert isinstance(
+        Potential(BayesianModel(nn.Linear(5, 3)), *data(classes=3, dtype=torch.float32)).target, NetworkTarget
+    )

@@ -1,0 +1,245 @@
+"""NUTS: against a naive reference with the same random numbers, in its batches, and in its invariant distribution."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from pyro_symmetric.mcmc.integrator import leapfrog
+from pyro_symmetric.mcmc.kernel import State
+from pyro_symmetric.mcmc.mass import DenseMass, Mass
+from pyro_symmetric.mcmc.nuts import NUTS
+
+
+def kernel_state_with(state: State, mass: Mass) -> State:
+    return replace(state, tuning=replace(state.tuning, mass=mass))
+
+
+# the reference ------------------------------------------------------------------------------------------------------
+
+
+def turns(mass: Mass, momenta: list[Tensor]) -> bool:
+    """Stan's criterion for a tree of these momenta in order, without what is inside of its halves."""
+
+    def turning(part: list[Tensor]) -> bool:
+        velocity = mass.velocity(torch.stack(part).sum(0))
+        return bool((part[0] @ velocity <= 0) | (part[-1] @ velocity <= 0))
+
+    half = len(momenta) // 2
+    return turning(momenta) or turning(momenta[: half + 1]) or turning(momenta[half - 1 :])
+
+
+def any_subtree_turns(mass: Mass, momenta: list[Tensor]) -> bool:
+    if len(momenta) == 1:
+        return False
+    half = len(momenta) // 2
+    parts = (momenta[:half], momenta[half:])
+    return turns(mass, momenta) or any(any_subtree_turns(mass, part) for part in parts)
+
+
+def reference(potential, z: Tensor, mass: Mass, step: Tensor, max_depth: int) -> dict[str, object]:
+    """One transition of one chain, plainly: a list of states, whose subtrees are searched anew by recursion.
+
+    It asks for random numbers in the kernel's order: momentum, direction, one for each leaf, one for each doubling.
+    """
+    energy, gradient = potential.value_and_grad(z[None])
+    p = mass.draw(z[None])
+    start = energy + mass.kinetic(p)
+    states = [(z[None], p, gradient)]
+    chosen, log_weight, depth, steps, accepted = (z, start.item()), 0.0, 0, 0, 0.0
+    diverging = False
+    while depth < max_depth:
+        forward = bool(torch.rand(1, dtype=z.dtype) < 0.5)
+        new: list[tuple[Tensor, Tensor, Tensor]] = []
+        weights: list[float] = []
+        candidate = chosen
+        for _ in range(2**depth):
+            origin = new[-1] if new else (states[-1] if forward else states[0])
+            z1, p1, energy, gradient = leapfrog(potential, *origin, step if forward else -step, mass)
+            total = energy + mass.kinetic(p1)
+            error = (total - start).item()
+            steps, accepted = steps + 1, accepted + min(1.0, math.exp(-error))
+            new.append((z1, p1, gradient))
+            weights.append(-error)
+            share = math.exp(-error - torch.tensor(weights).double().logsumexp(0).item())
+            if torch.rand(1, dtype=z.dtype).item() < share:
+                candidate = (z1[0], total.item())
+            diverging = error > 1000
+            # all aligned subtrees that are complete by now
+            momenta = [s[1][0] for s in new]
+            complete = [2**k for k in range(1, depth + 1) if len(new) % 2**k == 0]
+            turning = any(any_subtree_turns(mass, momenta[-size:]) for size in complete)
+            if diverging or turning:
+                break
+        if diverging or turning:
+            break
+        depth += 1
+        branch = torch.tensor(weights).double().logsumexp(0).item()
+        if torch.rand(1, dtype=z.dtype).item() < math.exp(min(0.0, branch - log_weight)):
+            chosen = candidate
+        log_weight = float(torch.logaddexp(torch.tensor(log_weight).double(), torch.tensor(branch).double()))
+        states = states + new if forward else new[::-1] + states
+        if turns(mass, [s[1][0] for s in states]):
+            break
+    return {
+        "z": chosen[0],
+        "energy": chosen[1],
+        "tree_depth": depth,
+        "n_steps": steps,
+        "acceptance_rate": accepted / steps,
+        "diverging": diverging,
+    }
+
+
+@pytest.mark.parametrize("step", [0.05, 0.4])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(gaussian, banana, step, rotated):
+    covariance = torch.tensor([[1.0, 0.6], [0.6, 2.0]], dtype=torch.float64)
+    mass = DenseMass(covariance, torch.linalg.cholesky(covariance))
+    potential = gaussian(torch.tensor([0.3, 4.0], dtype=torch.float64)) if rotated else banana
+    kernel = NUTS(None, step_size=step, max_treedepth=7)
+    depths = set()
+    for seed in range(25):
+        torch.manual_seed(seed)
+        z = torch.randn(1, 2, dtype=torch.float64)
+        state = kernel.init(potential, z, 0)
+        state = kernel_state_with(state, mass)
+        torch.manual_seed(1000 + seed)
+        found = kernel.step(potential, state)
+        torch.manual_seed(1000 + seed)
+        expected = reference(potential, z[0], mass, torch.tensor(step, dtype=torch.float64), 7)
+        assert torch.allclose(found.z[0], expected["z"], atol=1e-9)
+        for name in ("energy", "tree_depth", "n_steps", "acceptance_rate", "diverging"):
+            assert found.statistics[name].item() == pytest.approx(expected[name], abs=1e-8), name
+        depths.add(expected["tree_depth"])
+    assert len(depths) >= 2  # short and long trajectories were compared
+
+
+# batches ------------------------------------------------------------------------------------------------------------
+
+
+def test_chains_keep_their_places_while_others_finish(toy):
+    # The first coordinate names the chain: nothing pulls at it and it has no momentum. The scales of the others differ
+    # from chain to chain, so that trajectories have many lengths.
+    def energy(state: Tensor) -> Tensor:
+        return 0.5 * (state[:, 1:] / (1 + state[:, :1])).square().sum(-1)
+
+    class Frozen(DenseMass):
+        def velocity(self, momentum: Tensor) -> Tensor:
+            return torch.cat([torch.zeros_like(momentum[:, :1]), momentum[:, 1:]], -1)
+
+        def momentum(self, noise: Tensor) -> Tensor:
+            return self.velocity(noise)
+
+    potential = toy(energy)
+    names = torch.arange(20, dtype=torch.float64)
+    z = torch.cat([names[:, None], torch.randn(20, 3, dtype=torch.float64) * (1 + names[:, None])], -1)
+    kernel = NUTS(None, step_size=0.3)
+    eye = torch.eye(4, dtype=torch.float64)
+    state = kernel_state_with(kernel.init(potential, z, 0), Frozen(eye, eye))
+    for _ in range(5):
+        before, potential.batches = state, []
+        state = kernel.step(potential, state)
+        assert torch.equal(state.z[:, 0], names)
+        fresh, gradient = energy(state.z), potential.value_and_grad(state.z)[1]
+        assert torch.allclose(state.potential, fresh)
+        assert torch.allclose(state.gradient, gradient)
+        assert torch.allclose(state.statistics["lp"], -fresh)
+        assert (state.z != before.z).any(-1).float().mean() > 0.9
+        steps = state.statistics["n_steps"]
+        assert steps.unique().numel() > 3
+        # Batches shrink as chains finish, and no chain is in them for more than one step too long.
+        batches = potential.batches[:-1]
+        assert batches == sorted(batches, reverse=True)
+        assert steps.sum() <= sum(batches) <= steps.sum() + 20
+        assert state.statistics["occupancy"][0].item() == pytest.approx(sum(batches) / len(batches) / 20)
+        assert state.statistics["occupancy"][0] < 0.9
+
+
+def test_a_trajectory_ends_at_the_largest_depth_and_says_so(gaussian):
+    potential = gaussian(torch.ones(3, dtype=torch.float64))
+    kernel = NUTS(None, step_size=1e-3, max_treedepth=4)
+    state = kernel.step(potential, kernel.init(potential, potential.sample(6), 0))
+    assert (state.statistics["tree_depth"] == 4).all()
+    assert (state.statistics["n_steps"] == 15).all()
+    assert state.statistics["reached_max_treedepth"].all()
+    assert (state.statistics["acceptance_rate"] > 0.999).all()
+    assert (state.statistics["occupancy"] == 1).all()
+
+
+def test_trajectories_end_after_about_half_a_turn(gaussian):
+    # In many dimensions a standard Gaussian's orbits are nearly circles: half a turn takes 31 steps of 0.1.
+    potential = gaussian(torch.ones(200, dtype=torch.float64))
+    kernel = NUTS(None, step_size=0.1)
+    state = kernel.step(potential, kernel.init(potential, potential.sample(50), 0))
+    assert not state.statistics["reached_max_treedepth"].any()
+    assert (state.statistics["n_steps"] >= 15).all()
+    assert (state.statistics["n_steps"] <= 63).all()
+
+
+def test_divergent_trajectories_are_counted_and_their_branch_is_not_used(gaussian):
+    potential = gaussian(torch.full((1,), 1e-6, dtype=torch.float64), rotated=False)
+    kernel = NUTS(None, step_size=0.5)
+    state = kernel.init(potential, torch.tensor([[0.0], [1e-3]], dtype=torch.float64), 0)
+    after = kernel.step(potential, state)
+    assert after.statistics["diverging"].all()
+    assert torch.equal(after.z, state.z)
+    assert (after.statistics["tree_depth"] == 0).all()
+
+
+def test_energy_and_gradient_that_are_not_numbers_end_a_trajectory(toy):
+    potential = toy(lambda z: (0.5 * z.square() - (1 - z.square()).log()).sum(-1))  # NaN outside of (-1, 1)
+    kernel = NUTS(None, step_size=0.3)
+    state = kernel.init(potential, 0.5 * torch.rand(100, 2, dtype=torch.float64), 0)
+    for _ in range(20):
+        state = kernel.step(potential, state)
+        assert torch.isfinite(state.z).all()
+        assert (state.z.abs() < 1).all()
+        assert torch.isfinite(state.gradient).all()
+
+
+# the invariant distribution -----------------------------------------------------------------------------------------
+
+
+def test_chains_that_start_in_the_target_stay_in_it(gaussian):
+    # 20,000 exact draws, two transitions with a coarse step. Kolmogorov-Smirnov at 1e-4 for each of 3 coordinates and
+    # for the energy: false alarms 4e-4.
+    potential = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64))
+    kernel = NUTS(None, step_size=0.75, max_treedepth=5)
+    state = kernel.init(potential, potential.sample(20_000), 0)
+    for _ in range(2):
+        state = kernel.step(potential, state)
+    assert 0.5 < state.statistics["acceptance_rate"].mean() < 0.97
+    x = potential.standardise(state.z)
+    for coordinate in range(3):
+        assert stats.kstest(x[:, coordinate].numpy(), "norm").pvalue > 1e-4
+    assert stats.kstest((2 * potential(state.z)).numpy(), "chi2", args=(3,)).pvalue > 1e-4
+
+
+def test_draws_from_a_banana_match_its_moments(banana, drive):
+    draws, statistics, _ = drive(NUTS(None), banana, torch.randn(200, 2, dtype=torch.float64), 60, 40)
+    x, y = draws.unbind(-1)
+    # E y = 1, var y = 2 + 1/4, cov(x, y) = 0. 200 independent chains: standard errors from their own means; 5 of them:
+    # false alarms 1e-6 for each of 5.
+    for values, truth in ((x, 0.0), (x.square(), 1.0), (y, 1.0), (y.square(), 3.25), (x * y, 0.0)):
+        means = values.mean(1)
+        assert abs(means.mean().item() - truth) < 5 * (means.std() / len(means) ** 0.5).item()
+    assert 0.6 < statistics["acceptance_rate"].mean() < 0.95
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"max_treedepth": 0}, "max_treedepth is 0"), ({"mass": "full"}, "mass is 'full'")]
+)
+def test_bad_settings_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        NUTS(None, **options)
+
+
+def test_repr_names_the_model_and_what_was_set():
+    def a_model() -> None: ...
+
+    assert repr(NUTS(a_model)) == "NUTS(a_model)"
+    assert repr(NUTS(a_model, mass="dense", max_treedepth=8)) == "NUTS(a_model, mass='dense', max_treedepth=8)"

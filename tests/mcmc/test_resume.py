@@ -1,0 +1,350 @@
+"""A broken run that is taken up gives, draw for draw, what an unbroken one gives; another run's store is refused."""
+
+import errno
+import warnings
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import pyro_symmetric.mcmc as mcmc
+import pyro_symmetric.mcmc.driver as driver
+from pyro_symmetric.mcmc import HMC, SGHMC, sample
+from pyro_symmetric.mcmc.driver import Run
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.store import read_store
+
+QUICK = {"num_chains": 3, "num_warmup": 24, "num_samples": 8, "thinning": 2, "progress": False}
+TOTAL = 24 + 2 * 8
+SETTINGS = {
+    "HMC": {"num_steps": 3},
+    "NUTS": {"max_treedepth": 3},
+    "ChEES": {"max_steps": 6},
+    "CyclicalSG": {"cycle_length": 10, "samples_per_cycle": 2},
+}
+KERNELS = sorted(  # all there are
+    name
+    for name in mcmc.__all__
+    if isinstance(kind := getattr(mcmc, name), type) and issubclass(kind, mcmc.Kernel) and kind is not mcmc.Kernel
+)
+
+
+def model(y: torch.Tensor) -> None:
+    a = pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    b = pyro.sample("b", dist.Gamma(2.0, 1.0))
+    c = pyro.sample("c", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(a.sum(-1) + c[..., 0], b), obs=y)
+
+
+Y = torch.linspace(-1, 1, 7)
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")  # quick runs are no good ones
+
+
+def hmc(**settings) -> HMC:
+    return HMC(model, **SETTINGS["HMC"], **settings)
+
+
+def run(name: str, **options) -> Posterior:
+    """A quick run of a kernel: HMC on a traced model with constrained sites, the others on a network, which is faster;
+    with mini-batches for those that take them, so that their order is part of the state."""
+    kind = getattr(mcmc, name)
+    options = {**QUICK, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of divergences and interruptions
+        if name == "HMC":
+            return sample(kind(model, **SETTINGS[name]), Y, **options)
+        torch.manual_seed(0)
+        net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood="gaussian")
+        settings = {"batch_size": 5, "step_size": 1e-3} if kind.subsampled else {}
+        settings |= SETTINGS.get(name, {"num_steps": 2})
+        return sample(kind(net, **settings), torch.randn(12, 2), torch.randn(12), compile=False, **options)
+
+
+def assert_same_draws(found: Posterior, expected: Posterior) -> None:
+    for have, want in ((found.samples, expected.samples), (found.statistics, expected.statistics)):
+        assert list(have) == list(want)
+        for name, value in want.items():
+            assert torch.equal(have[name], value) or torch.allclose(have[name], value, 0, 0, equal_nan=True), name
+    assert found.metadata["trace"] == expected.metadata["trace"]
+
+
+class Killed(BaseException):
+    """The process ends here, as far as the library can tell."""
+
+
+@pytest.fixture
+def break_after(monkeypatch):
+    """Break the run in the middle of its ``n``-th step from now, when numbers were drawn but nothing was kept."""
+    advance, left = Run._advance, [0]
+
+    def breaking(self):
+        left[0] -= 1
+        if left[0] == 0:
+            self.kernel.step(self.potential, self.at.state)
+            raise kind[0]
+        advance(self)
+
+    monkeypatch.setattr(Run, "_advance", breaking)
+    kind: list[type[BaseException]] = [Killed]
+
+    def start(steps: int, error: type[BaseException] = Killed) -> None:
+        left[0], kind[0] = steps, error
+
+    return start
+
+
+@pytest.mark.parametrize(("name", "seed"), [*((name, 7) for name in KERNELS), ("HMC", None), ("SGHMC", None)])
+def test_a_run_broken_many_times_gives_the_unbroken_draws(name, seed, tmp_path, break_after):
+    pyro.set_rng_seed(1)
+    whole = run(name, seed=seed)
+    pyro.set_rng_seed(1)
+    broken = 0
+    for steps in [1, 11, 14, 2, 10, 3, 100]:  # in warm-up, at its end, between draws that are thinned out
+        break_after(steps)
+        try:
+            posterior = run(name, seed=seed, store=tmp_path / "s")
+        except Killed:
+            broken += 1
+            pyro.set_rng_seed(1000 + broken)  # a new process's generators stand anywhere
+    assert broken == 6
+    assert_same_draws(posterior, whole)
+    assert not posterior.metadata["interrupted"]
+    assert_same_draws(Posterior.load(tmp_path / "s"), whole)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_draws_added_later_are_those_of_a_longer_run(name, tmp_path):
+    whole = run(name, seed=3)
+    first = run(name, seed=3, num_samples=3, store=tmp_path / "s")
+    assert torch.equal(next(iter(first.samples.values())), next(iter(whole.samples.values()))[:, :3])
+    more = run(name, seed=3, store=tmp_path / "s")
+    assert_same_draws(more, whole)
+    fewer = run(name, seed=3, num_samples=5, store=tmp_path / "s")  # nothing is done, nothing is lost
+    assert fewer.num_samples == 5
+    assert_same_draws(Posterior.load(tmp_path / "s"), whole)
+
+
+def test_a_kill_between_commits_goes_back_to_the_last_one(tmp_path, monkeypatch):
+    """Without a chance to commit: what is on disk is what the last commit wrote and some draws that it didn't name."""
+    whole = run("HMC", seed=1)
+    steps, advance = [0], Run._advance
+
+    def dying(self):
+        steps[0] += 1
+        if steps[0] in (20, 35):
+            self.store.failed = True  # nothing more is written, as if the process were gone
+            raise Killed
+        advance(self)
+        if self.at.iteration % 7 == 0:
+            self._next_commit = 0.0
+
+    monkeypatch.setattr(Run, "_advance", dying)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            run("HMC", seed=1, store=tmp_path / "s")
+    assert_same_draws(run("HMC", seed=1, store=tmp_path / "s"), whole)
+    assert steps[0] > TOTAL + 2  # some iterations were done again
+
+
+@pytest.fixture
+def limit_file_size():
+    """``limit(bytes)``: the system refuses to let any file grow further, as a full disk does; ``None``: as before."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if size is None else (size, before[1]))
+
+    yield limit
+    limit(None)
+
+
+def wide() -> None:
+    pyro.sample("w", dist.Normal(torch.zeros(1000), 1.0).to_event(1))
+
+
+@pytest.mark.parametrize("room", [0, 100, 200_000])
+def test_a_disk_that_is_full_is_told_and_the_run_goes_on_when_there_is_room(tmp_path, limit_file_size, room):
+    """Room for nothing, not even the lock's text; for that, but no checkpoint; for checkpoints, but not for all draws."""
+    options = {"num_chains": 3, "num_warmup": 5, "seed": 1, "progress": False, "store": tmp_path / "s"}
+    kernel = HMC(wide, step_size=0.1, num_steps=1)
+    whole = sample(kernel, num_samples=40, **{**options, "store": None})
+    if room == 200_000:
+        sample(kernel, num_samples=2, **options)
+    limit_file_size(room)
+    with pytest.raises(OSError, match="the draw store .* (couldn't|can't) be written: .*File too large") as error:
+        sample(kernel, num_samples=40, **options)
+    limit_file_size(None)
+    assert error.value.errno == errno.EFBIG
+    if room == 200_000:
+        assert "2 draws of each chain are safe" in str(error.value)
+        assert torch.equal(read_store(tmp_path / "s", verify=True).samples["w"], whole.samples["w"][:, :2])
+    assert_same_draws(sample(kernel, num_samples=40, **options), whole)
+    assert {path.suffix for path in (tmp_path / "s").iterdir()} == {"", ".safetensors", ".bin"}  # nothing left behind
+
+
+def test_a_store_can_be_read_while_it_is_written(tmp_path, monkeypatch):
+    whole = run("HMC", seed=1)
+    seen, commit = [], Run._commit
+    monkeypatch.setattr(driver, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(driver, "COMMIT_SHARE", 1e9)
+
+    def reading(self):
+        commit(self)
+        if self.at.mark.draws:
+            found = Posterior.load(tmp_path / "s")
+            assert torch.equal(found.samples["a"], whole.samples["a"][:, : found.num_samples])
+            assert found.metadata["interrupted"] == (found.num_samples < 8)
+            seen.append(found.num_samples)
+
+    monkeypatch.setattr(Run, "_commit", reading)
+    run("HMC", seed=1, store=tmp_path / "s")
+    assert sorted(set(seen)) == list(range(1, 9))
+
+
+def test_ctrl_c_in_warm_up_keeps_it_and_says_how_to_go_on(tmp_path, break_after):
+    break_after(10, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt, match=r"after 9 of 24 iterations; they are kept in .*the same call goes on"):
+        run("HMC", seed=1, store=tmp_path / "s")
+    with pytest.raises(ValueError, match="no draws yet"):
+        Posterior.load(tmp_path / "s")
+    assert_same_draws(run("HMC", seed=1, store=tmp_path / "s"), run("HMC", seed=1))
+
+
+def test_ctrl_c_while_sampling_returns_the_stored_draws_and_says_how_to_go_on(tmp_path, break_after):
+    break_after(24 + 7, KeyboardInterrupt)
+    kernel = hmc()
+    with pytest.warns(RuntimeWarning, match=r"3 of 8 draws of each chain; the same call goes on"):
+        posterior = sample(kernel, Y, seed=1, store=tmp_path / "s", **QUICK)
+    assert posterior.num_samples == 3
+    assert posterior.metadata["interrupted"]
+    whole = sample(kernel, Y, seed=1, **QUICK)
+    assert torch.equal(posterior.samples["c"], whole.samples["c"][:, :3])
+    assert_same_draws(sample(kernel, Y, seed=1, store=tmp_path / "s", **QUICK), whole)
+
+
+def test_seconds_add_up_over_the_breaks(tmp_path, break_after):
+    break_after(10)
+    with pytest.raises(Killed):
+        run("HMC", seed=1, store=tmp_path / "s")
+    posterior = run("HMC", seed=1, store=tmp_path / "s")
+    assert posterior.metadata["seconds"]["warmup"] > 0
+    assert posterior.metadata["seconds"]["sampling"] > 0
+
+
+def test_double_precision_is_stored_as_sampled(tmp_path):
+    posterior = run("HMC", seed=1, dtype=torch.float64, store=tmp_path / "s")
+    assert posterior.samples["a"].dtype == torch.float64
+    assert_same_draws(posterior, run("HMC", seed=1, dtype=torch.float64))
+
+
+# another run --------------------------------------------------------------------------------------------------------
+
+
+def other_prior(y: torch.Tensor) -> None:
+    pyro.sample("a", dist.Normal(torch.zeros(2), 1.1).to_event(1))
+    b = pyro.sample("b", dist.Gamma(2.0, 1.0))
+    pyro.sample("c", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(0.0, b), obs=y)
+
+
+def other_sites() -> None:
+    pyro.sample("a", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+
+CHANGES = {
+    "kernel: 'HMC' there, 'SGHMC' here": lambda: (SGHMC(model, step_size=0.1), (Y,), {}),
+    "settings.target_accept: 0.8 there, 0.9 here": lambda: (hmc(target_accept=0.9), (Y,), {}),
+    "data: their hash": lambda: (hmc(), (Y + 1e-3,), {}),
+    "the model .its density": lambda: (HMC(other_prior, num_steps=3), (Y,), {}),
+    "sites.b: .. there, None here": lambda: (HMC(other_sites, num_steps=3), (), {}),
+    "num_chains: 3 there, 4 here": lambda: (hmc(), (Y,), {"num_chains": 4}),
+    "num_warmup: 24 there, 25 here": lambda: (hmc(), (Y,), {"num_warmup": 25}),
+    "thinning: 2 there, 1 here": lambda: (hmc(), (Y,), {"thinning": 1}),
+    "seed: 1 there, 2 here": lambda: (hmc(), (Y,), {"seed": 2}),
+    "dtype: 'float32' there, 'float64' here": lambda: (hmc(), (Y,), {"dtype": torch.float64}),
+    "initial: None there, 'prior' here": lambda: (hmc(), (Y,), {"initial": "prior"}),
+}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stored") / "s"
+    run("HMC", seed=1, store=path)
+    return path
+
+
+def bytes_of(folder):
+    return {f.name: f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file() and f.name != "lock"}
+
+
+@pytest.mark.parametrize("difference", CHANGES)
+@pytest.mark.parametrize("resume", ["auto", True])
+def test_a_store_of_another_run_is_refused_and_left_as_it_is(difference, resume, stored):
+    kernel, data, options = CHANGES[difference]()
+    before = bytes_of(stored)
+    with pytest.raises(ValueError, match=f"(?s)holds another run; it was left as it is.*{difference}"):
+        sample(kernel, *data, store=stored, resume=resume, **{"seed": 1, **QUICK, **options})
+    assert bytes_of(stored) == before
+
+
+def test_another_version_is_refused_unless_it_is_insisted_on(stored, tmp_path, monkeypatch, break_after):
+    versions = mcmc.job.versions
+    break_after(30)
+    with pytest.raises(Killed):
+        run("HMC", seed=1, store=tmp_path / "s")
+    monkeypatch.setattr(mcmc.job, "versions", lambda: {**versions(), "torch": "99.0"})
+    with pytest.raises(ValueError, match=r"torch: .* there, '99.0' here.*pass resume=True"):
+        run("HMC", seed=1, store=tmp_path / "s")
+    with pytest.warns(RuntimeWarning, match=r"may differ from an unbroken run's.*99\.0"):
+        posterior = sample(hmc(), Y, seed=1, store=tmp_path / "s", resume=True, **QUICK)
+    assert_same_draws(posterior, Posterior.load(stored))
+
+
+def test_another_number_of_threads_is_warned_of(stored, monkeypatch):
+    monkeypatch.setattr(mcmc.job, "surroundings", lambda: {**mcmc.identity.surroundings(), "threads": 77})
+    with pytest.warns(RuntimeWarning, match=r"threads: \d+ there, 77 here"):
+        sample(hmc(), Y, seed=1, store=stored, **QUICK)
+
+
+def test_networks_that_differ_only_in_values_that_are_sampled_are_the_same_model(tmp_path):
+    x, y = torch.randn(12, 2), torch.randn(12)
+
+    def fresh() -> HMC:
+        return HMC(BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), num_steps=3)
+
+    first = sample(fresh(), x, y, seed=1, store=tmp_path / "s", **QUICK)
+    again = sample(fresh(), x, y, seed=1, store=tmp_path / "s", **QUICK)
+    assert_same_draws(again, first)
+
+
+def test_resume_false_wants_a_new_folder_and_true_an_old_one(stored, tmp_path):
+    with pytest.raises(FileExistsError, match="is a draw store already"):
+        run("HMC", seed=1, store=stored, resume=False)
+    with pytest.raises(FileNotFoundError, match="no run to go on with"):
+        run("HMC", seed=1, store=tmp_path / "s", resume=True)
+    with pytest.raises(ValueError, match="resume is 'maybe'"):
+        run("HMC", seed=1, store=stored, resume="maybe")
+
+
+def test_a_chunk_of_chains_that_was_chosen_is_kept(tmp_path):
+    run("HMC", seed=1, chain_chunk=2, num_samples=2, store=tmp_path / "s")
+    assert run("HMC", seed=1, num_samples=3, store=tmp_path / "s").metadata["chain_chunk"] == 2
+    with pytest.raises(ValueError, match="chain_chunk: 2 there, 3 here"):
+        run("HMC", seed=1, chain_chunk=3, store=tmp_path / "s")
+
+
+def test_a_kernels_state_that_cannot_be_stored_is_told(tmp_path):
+    class Odd(HMC):
+        def init(self, potential, z, num_warmup):
+            state = super().init(potential, z, num_warmup)
+            return replace(state, tuning=replace(state.tuning, step_size=print))
+
+    with pytest.raises(TypeError, match="which a store can't keep"):
+        sample(Odd(model), Y, store=tmp_path / "s", **QUICK)

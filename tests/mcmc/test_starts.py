@@ -1,0 +1,91 @@
+"""Where chains start: each kind of ``initial`` gives the points that it names."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
+
+from pyro_symmetric.guides import AutoMeanField
+from pyro_symmetric.guides.layout import layout_of
+from pyro_symmetric.mcmc import HMC, Potential, sample
+from pyro_symmetric.mcmc.starts import resolve, starting_points
+from pyro_symmetric.samples import Posterior
+
+STILL = {"num_samples": 1, "num_warmup": 0, "progress": False}
+
+
+def model() -> None:
+    pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("b", dist.Gamma(2.0, 1.0))
+
+
+def start(initial, num_chains: int = 3):
+    """Where chains are after a step too small to move them."""
+    kernel = HMC(model, step_size=1e-9, num_steps=1, adapt_step_size=False)
+    draws = sample(kernel, initial=initial, num_chains=num_chains, **STILL).samples
+    return {site: value[:, 0] for site, value in draws.items()}
+
+
+def test_a_posteriors_last_draws_are_where_its_chains_go_on():
+    a = torch.arange(3 * 4 * 2.0).reshape(3, 4, 2)
+    b = torch.arange(1, 13.0).reshape(3, 4)
+    posterior = Posterior({"a": a, "b": b})
+    assert torch.allclose(start(posterior)["a"], a[:, -1])
+    assert torch.allclose(start(posterior, 2)["b"], b[:2, -1])
+    more = start(posterior, 8)["b"].round().int().tolist()  # then the draws before, the oldest of one chain left out
+    assert sorted(more) == [2, 3, 4, 6, 7, 8, 11, 12]
+    with pytest.raises(ValueError, match="3 x 4 draws, too few to start 13 chains"):
+        start(posterior, 13)
+
+
+@pytest.mark.parametrize("kind", [AutoMeanField, AutoDiagonalNormal, AutoNormal])
+def test_a_guides_draws_start_the_chains(kind):
+    guide = kind(model, init_scale=1e-3) if kind is not AutoMeanField else AutoDiagonalNormal(model, init_scale=1e-3)
+    guide()
+    if kind is AutoMeanField:
+        guide = AutoMeanField(layout_of(guide), guide.loc.detach(), guide.scale.detach())
+    centre = guide.median()
+    found = start(guide, 6)
+    assert found["a"].shape == (6, 2)
+    for site, value in found.items():
+        assert torch.allclose(value, centre[site].expand_as(value), atol=0.02)  # ten deviations
+        assert len(value.unique(dim=0)) == 6
+
+
+def test_a_function_draws_again_for_chains_that_start_nowhere():
+    calls = []
+
+    def draw(count):
+        calls.append(count)
+        a = torch.zeros(count, 2)
+        if len(calls) == 1:
+            a[1] = torch.nan
+        return {"a": a, "b": torch.ones(count)}
+
+    z = starting_points(Potential(model), 3, draw)
+    assert calls == [3, 1]
+    assert torch.isfinite(z).all()
+
+
+def test_a_function_that_gives_no_finite_point_is_told():
+    with pytest.raises(ValueError, match="2 of 2 chains found no starting point"):
+        starting_points(Potential(model), 2, lambda n: {"a": torch.full((n, 2), torch.nan), "b": torch.ones(n)})
+
+
+def test_a_function_that_gives_another_number_of_weights_is_told():
+    with pytest.raises(ValueError, match=r"batch shape \(5,\) for 2 chains"):
+        starting_points(Potential(model), 2, lambda n: {"a": torch.zeros(5, 2), "b": torch.ones(5)})
+
+
+def test_other_things_are_refused():
+    with pytest.raises(TypeError, match=r"initial is a int; it must be one of \('prior', 'uniform'\), weights"):
+        resolve(3, 2, (), {})
+
+
+def test_names_and_weights_are_passed_on():
+    weights = {"a": torch.ones(2), "b": torch.tensor(3.0)}
+    assert torch.allclose(start(weights)["b"], torch.tensor(3.0))
+    assert (start("uniform", 50)["b"].log().abs() < 2).all()
+    prior = start("prior", 400)["a"]
+    assert abs(prior.std() - 1) < 0.15  # five standard errors

@@ -1,0 +1,333 @@
+"""Stochastic-gradient samplers of a Bayesian linear regression: their stationary law is the one that the linear
+recursion predicts, mini-batch noise that depends on the weights included.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import eigvalsh, inv, solve_discrete_lyapunov, sqrtm
+from torch import Tensor, nn
+
+from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Potential, pSGLD
+from pyro_symmetric.mcmc.codec import decode, encode
+from pyro_symmetric.mcmc.kernel import Kernel, State
+from pyro_symmetric.mcmc.landscape import Landscape
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+
+N, D, NOISE, BATCH = 60, 3, 0.5, 6
+_GENERATOR = np.random.default_rng(0)
+X = _GENERATOR.normal(size=(N, D)) * [0.6, 0.9, 1.2] + 0.2 * _GENERATOR.normal(size=(N, 1))
+Y = X @ [1.0, -0.5, 0.3] + NOISE * _GENERATOR.normal(size=N)
+PRECISION = np.eye(D) + X.T @ X / NOISE**2
+EXACT = inv(PRECISION)
+MEAN = EXACT @ X.T @ Y / NOISE**2
+STIFFEST = eigvalsh(PRECISION)[-1]
+
+# Covariances of 2,500 independent chains, whitened: entries have a standard error of at most sqrt(2 / 2500) = 0.028.
+# Bounds at 4.5 of them: false alarms 7e-6 for each entry, 4e-5 for each matrix.
+CHAINS = 2500
+BOUND = 4.5 * math.sqrt(2 / CHAINS)
+
+
+def regression() -> BayesianModel:
+    model = BayesianModel(nn.Linear(D, 1, bias=False), prior=1.0, likelihood=GaussianLikelihood(scale=NOISE))
+    return model.to(torch.float64)
+
+
+def potential_of(kernel: Kernel) -> Potential:
+    x, y = torch.tensor(X), torch.tensor(Y)
+    return Potential(kernel.model, x, y, batch_size=kernel.batch_size, subsampled=True)
+
+
+def run(
+    kernel: Kernel,
+    iterations: int,
+    num_warmup: int = 0,
+    prepare: Callable[[State], State] | None = None,
+    chains: int | None = None,
+) -> State:
+    """The last state of chains that start at the posterior's mean, where nothing hides a wrong variance."""
+    potential = potential_of(kernel)
+    state = kernel.init(potential, torch.tensor(MEAN).expand(chains or CHAINS, D).clone(), num_warmup)
+    state = state if prepare is None else prepare(state)
+    for iteration in range(num_warmup + iterations):
+        state = kernel.step(potential, state)
+        if iteration < num_warmup:
+            state = kernel.adapt(potential, state, iteration, num_warmup)
+    return state
+
+
+def gradient_noise(covariance: np.ndarray, batch: int | None) -> np.ndarray:
+    """Covariance of a mini-batch's gradient, averaged over weights of the posterior's mean and this covariance.
+
+    A row's gradient is ``x (x.w - y) / noise²``; ``N / B`` times the sum of ``B`` rows drawn with replacement.
+    """
+    if batch is None:
+        return np.zeros((D, D))
+    residuals = ((X @ MEAN - Y) ** 2 + np.einsum("ni,ij,nj->n", X, covariance, X)) / NOISE**4
+    second = np.einsum("n,ni,nj->ij", residuals, X, X) / N
+    slope = X.T @ X / NOISE**2 / N
+    first = MEAN / N  # minus the mean gradient of a row at the mean, which the prior's gradient balances
+    return N**2 / batch * (second - np.outer(first, first) - slope @ covariance @ slope)
+
+
+def stationary(linear: np.ndarray, noise_in: np.ndarray, injected: np.ndarray, batch: int | None) -> np.ndarray:
+    """Covariance of ``s <- linear s + noise_in g + N(0, injected)`` with a mini-batch's gradient noise ``g``, which
+    itself depends on the covariance of the positions: the first D entries of ``s``.
+    """
+    covariance = solve_discrete_lyapunov(linear, injected)
+    for _ in range(100):
+        noise = gradient_noise(covariance[:D, :D], batch)
+        covariance = solve_discrete_lyapunov(linear, injected + noise_in @ noise @ noise_in.T)
+    return covariance
+
+
+def langevin_covariance(step: float, batch: int | None, preconditioner: np.ndarray | None = None) -> np.ndarray:
+    g = np.eye(D) if preconditioner is None else np.diag(preconditioner)
+    return stationary(np.eye(D) - step / 2 * g @ PRECISION, step / 2 * g, step * g, batch)
+
+
+def hamiltonian_covariance(
+    step: float, friction: float, batch: int | None, removed: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """Of positions and momenta: kick, half a drift, friction and noise, half a drift."""
+    one, none = np.eye(D), np.zeros((D, D))
+    keep = math.exp(-step * friction)
+    kick = np.block([[one, none], [-step * PRECISION, one]])
+    drift = np.block([[one, step / 2 * one], [none, one]])
+    rest = drift @ np.block([[one, none], [none, keep * one]]) @ drift
+    inject = drift @ np.block([[none, none], [none, np.diag(1 - keep**2 - removed * np.ones(D))]]) @ drift.T
+    return stationary(rest @ kick, step * rest @ np.block([[none], [one]]), inject, batch)
+
+
+def whitened(z: Tensor, covariance: np.ndarray) -> np.ndarray:
+    """The draws' covariance where ``covariance`` would be the identity."""
+    root = inv(np.real(sqrtm(covariance)))
+    return root @ np.cov(z.numpy().T) @ root
+
+
+def assert_law(z: Tensor, covariance: np.ndarray) -> None:
+    assert np.abs(whitened(z, covariance) - np.eye(D)).max() < BOUND
+    errors = (z.mean(0).numpy() - MEAN) / np.sqrt(covariance.diagonal() / CHAINS)
+    assert np.abs(errors).max() < 4.8  # false alarms 5e-6
+
+
+@pytest.mark.parametrize("batch", [None, BATCH])
+def test_sgld_has_the_covariance_that_its_recursion_predicts(batch):
+    step = 0.8 / STIFFEST
+    state = run(SGLD(regression(), step_size=step, batch_size=batch, replacement=True), 8)
+    predicted = langevin_covariance(step, batch)
+    assert_law(state.z, predicted)
+    assert whitened(state.z, EXACT).diagonal().min() > 1  # and not the posterior's own
+    assert np.trace(PRECISION @ predicted) / D > (1.08 if batch is None else 2)
+    virial = state.statistics["virial"]
+    error = 4.5 * virial.std().item() / math.sqrt(CHAINS)
+    assert virial.mean().item() == pytest.approx(np.trace(PRECISION @ predicted) / D, abs=error + 1e-3)
+
+
+def test_sglds_formula_of_the_bias_holds_in_one_direction():
+    step, noise = 0.8 / STIFFEST, 37.0
+    linear, kick = np.array([[1 - step * STIFFEST / 2]]), np.array([[step + step**2 / 4 * noise]])
+    exact = solve_discrete_lyapunov(linear, kick)[0, 0]
+    assert exact == pytest.approx((1 + step * noise / 4) / (1 - step * STIFFEST / 4) / STIFFEST)
+
+
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+def test_the_bias_is_the_predicted_one_and_shrinks_with_the_step(kind):
+    # Traces over D of covariances have a smaller standard error than their entries: false alarms below 7e-6 each.
+    largest = (0.8 if kind is SGLD else 0.1) / STIFFEST  # of the step, or of its square
+    predicted, found = [], []
+    for share in (1.0, 0.25):
+        if kind is SGLD:
+            step, options = share * largest, {}
+            covariance = langevin_covariance(step, BATCH)
+        else:
+            step = math.sqrt(share * largest)
+            options = {"friction": 0.5 / math.sqrt(largest)}
+            covariance = hamiltonian_covariance(step, options["friction"], BATCH)[:D, :D]
+        kernel = kind(regression(), step_size=step, batch_size=BATCH, replacement=True, **options)
+        state = run(kernel, round(8 / share) if kind is SGLD else round(12 / math.sqrt(share)))
+        predicted.append(np.trace(PRECISION @ covariance) / D - 1)
+        found.append(whitened(state.z, EXACT).trace() / D - 1)
+        bound = BOUND * (1 + predicted[-1])
+        assert found[-1] == pytest.approx(predicted[-1], abs=bound)
+    print(f"{kind.__name__}: relative excess of the variance {found}, predicted {predicted}, at {BOUND:.3f} of 1")
+    assert found[1] < found[0] / (3 if kind is SGLD else 1.5)
+    assert found[1] > 0.05
+
+
+def test_a_decaying_step_takes_the_bias_with_it():
+    step = 0.8 / STIFFEST
+    kernel = SGLD(
+        regression(), step_size=step, batch_size=BATCH, replacement=True, decay=1.0, decay_offset=4.0, num_steps=5
+    )
+    state = run(kernel, 37)
+    assert state.statistics["step_size"][0].item() == pytest.approx(step / (1 + 36 / 4))
+    # The step changes slowly against the chains, so they follow the stationary law of the current one, a little above.
+    now = np.trace(PRECISION @ langevin_covariance(step / 10, BATCH)) / D
+    assert now - BOUND < whitened(state.z, EXACT).trace() / D < now + BOUND + 0.05
+
+
+@pytest.mark.parametrize("batch", [None, BATCH])
+def test_psgld_with_its_preconditioner_kept_has_the_predicted_covariance(batch):
+    preconditioner = np.array([2.0, 1.0, 0.5]) / 30
+    step = 0.6 / eigvalsh(np.diag(preconditioner**0.5) @ PRECISION @ np.diag(preconditioner**0.5))[-1]
+    kernel = pSGLD(regression(), step_size=step, batch_size=batch, replacement=True)
+    moment = torch.tensor((1 / preconditioner - kernel.damping) ** 2).expand(CHAINS, D)
+    state = run(kernel, 10, prepare=lambda state: replace(state, tuning=replace(state.tuning, second_moment=moment)))
+    assert torch.equal(state.tuning.second_moment, moment)
+    assert_law(state.z, langevin_covariance(step, batch, preconditioner))
+
+
+def test_psgld_learns_the_root_mean_square_of_its_gradients_in_warm_up():
+    kernel = pSGLD(regression(), step_size=0.002, batch_size=BATCH, replacement=True, smoothing=0.98, warmup_factor=1.0)
+    state = run(kernel, 0, num_warmup=15)
+    root = torch.sqrt(state.tuning.second_moment.mean(0)).numpy()  # preconditioners of up to 1 / root
+    covariance = np.cov(state.z.numpy().T)
+    expected = gradient_noise(covariance, BATCH).diagonal() + (PRECISION @ covariance @ PRECISION).diagonal()
+    assert root == pytest.approx(np.sqrt(expected) / N, rel=0.1)
+    first = run(kernel, 0)
+    assert first.tuning.second_moment.unique().item() == pytest.approx((first.gradient / N).square().mean().item())
+
+
+@pytest.mark.parametrize("batch", [None, BATCH])
+def test_sghmc_has_the_covariance_and_temperature_that_its_recursion_predicts(batch):
+    step = 0.5 / math.sqrt(STIFFEST)
+    friction = 0.3 / step
+    kernel = SGHMC(regression(), step_size=step, friction=friction, batch_size=batch, replacement=True)
+    state = run(kernel, 12)
+    predicted = hamiltonian_covariance(step, friction, batch)
+    assert_law(state.z, predicted[:D, :D])
+    temperature = np.trace(predicted[D:, D:]) / D
+    measured = state.statistics["kinetic_temperature"].mean().item()
+    assert measured == pytest.approx(temperature, abs=temperature * BOUND)
+    if batch is None:
+        assert predicted[:D, :D] == pytest.approx(EXACT)  # the splitting has no bias here
+        assert temperature == pytest.approx(1.0)
+    else:
+        assert temperature > 1.3
+
+
+def test_sghmc_takes_away_the_noise_that_it_has_measured():
+    step = 0.25 / math.sqrt(STIFFEST)
+    friction = 0.8 / step
+    kernel = SGHMC(
+        regression(), step_size=step, friction=friction, batch_size=BATCH, replacement=True, noise_estimate="auto"
+    )
+    state = run(kernel, 6, num_warmup=8)
+    found = state.tuning.landscape.noise.numpy()
+    predicted = hamiltonian_covariance(
+        step, friction, BATCH, removed=step**2 * found * (0.5 * (1 + math.exp(-0.8))) ** 2
+    )[:D, :D]
+    assert found == pytest.approx(gradient_noise(predicted, BATCH).diagonal(), rel=0.05)
+    assert_law(state.z, predicted)
+    plain = np.trace(PRECISION @ hamiltonian_covariance(step, friction, BATCH)[:D, :D]) / D - 1
+    left = np.trace(PRECISION @ predicted) / D - 1
+    assert plain > 0.1
+    assert abs(left) < plain / 4
+
+
+@pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
+@pytest.mark.parametrize("batch", [None, BATCH])
+def test_the_step_that_warm_up_finds_keeps_the_excess_to_the_tolerance(kind, batch):
+    kernel = kind(regression(), batch_size=batch, replacement=True, tolerance=0.1, num_steps=4)
+    state = run(kernel, 25, num_warmup=25, chains=800)
+    assert not state.statistics["diverging"].any()
+    # The trace over D of 800 chains' covariance has a standard error of at most sqrt(2 / 800) = 0.05; at 4.5 of them.
+    excess = whitened(state.z, EXACT).trace() / D - 1
+    assert -0.23 < excess < 0.2 + 0.23  # of discretisation and of noise, the tolerance each
+    virial = state.statistics["virial"]
+    error = 4.5 * virial.std().item() / math.sqrt(800)
+    assert 1 - error < virial.mean().item() < 1.2 + error
+
+
+def test_power_iteration_finds_the_largest_curvature_and_differences_the_noise():
+    kernel = SGLD(regression(), batch_size=BATCH)
+    z = torch.tensor(MEAN).expand(500, D).clone()
+    noisy = Landscape.start(potential_of(kernel), z)
+    full = Landscape.start(potential_of(replace(kernel, batch_size=None)), z)
+    for _ in range(20):
+        full = full.update(potential_of(replace(kernel, batch_size=None)), z)
+    assert full.stiffest.item() == pytest.approx(STIFFEST, rel=0.05)
+    assert torch.equal(full.noise, torch.zeros(D, dtype=torch.float64))
+    # 3,000 squared differences, of a relative standard error of 0.04 (heavier tails than normal ones): at five of them.
+    assert noisy.noise.numpy() == pytest.approx(gradient_noise(np.zeros((D, D)), BATCH).diagonal(), rel=0.2)
+
+
+@pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
+def test_a_chain_that_explodes_goes_back_and_is_counted(kind):
+    kernel = kind(regression(), step_size=1e4, num_steps=200, warmup_factor=1.0)
+    potential = potential_of(kernel)
+    state = kernel.init(potential, potential.initial(3), 0)
+    after = kernel.step(potential, state)
+    assert after.statistics["diverging"].all()
+    assert after.statistics["virial"].isnan().all()
+    assert torch.equal(after.z, state.z)
+    assert torch.isfinite(after.momentum).all()
+    if kind is pSGLD:
+        assert torch.isfinite(after.tuning.second_moment).all()
+
+
+@pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
+def test_steps_shrink_during_warm_up_and_stay_then(kind):
+    kernel = kind(regression(), step_size=1e-3, warmup_factor=4.0, num_steps=1)
+    potential = potential_of(kernel)
+    state, steps = kernel.init(potential, potential.initial(2), 10), []
+    for _ in range(15):
+        state = kernel.step(potential, state)
+        steps.append(state.tuning.step_size.item())
+    assert steps[0] == pytest.approx(4e-3)
+    assert steps[:11] == sorted(steps[:11], reverse=True)
+    assert steps[10:] == pytest.approx([1e-3] * 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_size": 0.0}, "step_size is 0.0"),
+        ({"num_steps": 0}, "num_steps is 0"),
+        ({"tolerance": 1.0}, "tolerance is 1.0"),
+        ({"decay": -0.5}, "decay is -0.5"),
+    ],
+)
+@pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
+def test_bad_settings_are_named(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(regression(), **options)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        SGLD(regression(), batch_size=BATCH),
+        pSGLD(regression(), batch_size=BATCH, running=True),
+        SGHMC(regression(), batch_size=BATCH, replacement=True, noise_estimate="auto"),
+        CyclicalSG(regression(), batch_size=BATCH, cycle_length=10, samples_per_cycle=2),
+    ],
+)
+def test_a_state_that_was_written_down_goes_on_as_if_it_had_not_been(kernel):
+    potential = potential_of(kernel)
+
+    def go_on(state: State) -> State:
+        torch.manual_seed(1)
+        for iteration in (3, 4, 5):
+            state = kernel.step(potential, state)
+            state = kernel.adapt(potential, state, iteration, 5) if iteration < 5 else state
+        return state
+
+    state = kernel.init(potential, potential.initial(3), 5)
+    for iteration in range(3):
+        state = kernel.adapt(potential, kernel.step(potential, state), iteration, 5)
+    tensors: dict[str, Tensor] = {}
+    tree = json.loads(json.dumps(encode(state, tensors)))
+    again = decode(tree, {name: value.clone() for name, value in tensors.items()}, torch.device("cpu"))
+    went_on, taken_up = go_on(state), go_on(again)
+    assert torch.equal(went_on.z, taken_up.z)
+    assert torch.equal(went_on.tuning.base_step_size, taken_up.tuning.base_step_size)
+    for name, value in went_on.statistics.items():
+        assert torch.equal(value, taken_up.statistics[name])

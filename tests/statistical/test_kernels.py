@@ -1,0 +1,189 @@
+"""HMC, NUTS and ChEES against known answers: an ill-conditioned Gaussian, simulation-based calibration, a Geweke test.
+
+The last two need chains that have data of their own. A model without data whose "data" are latent as well, with their
+coordinates held where they are, is just that: its chains draw from the posterior given each chain's own data, through
+the library's own potential and transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from pyro_symmetric.mcmc import HMC, Potential
+from pyro_symmetric.mcmc.chees import ChEES
+from pyro_symmetric.mcmc.kernel import Kernel, State
+from pyro_symmetric.mcmc.mass import DiagonalMass
+from pyro_symmetric.mcmc.nuts import NUTS
+
+GROUPS, ROWS = 3, 4
+Check = Callable[..., None]
+
+
+class Holding(DiagonalMass):
+    """A diagonal mass matrix under which coordinates of variance 0 have no momentum and never move."""
+
+    def momentum(self, noise: Tensor) -> Tensor:
+        return torch.where(self.variance > 0, super().momentum(noise), 0.0)
+
+
+def hierarchy() -> None:
+    """Scores of three groups; the spread of groups is positive, the shares of noise are a simplex."""
+    spread = pyro.sample("spread", dist.Gamma(torch.tensor(2.0).double(), 2.0))
+    shares = pyro.sample("shares", dist.Dirichlet(torch.full((2,), 3.0).double()))
+    centre = pyro.sample("centre", dist.Normal(torch.tensor(0.0).double(), 1.0))
+    offsets = pyro.sample("offsets", dist.Normal(torch.zeros(GROUPS).double(), 1.0).to_event(1))
+    means = centre + spread * offsets
+    scale = 0.5 + shares[..., :1]
+    pyro.sample("scores", dist.Normal(means[..., None].expand(GROUPS, ROWS), scale).to_event(2))
+
+
+PARAMETERS = ("spread", "shares", "centre", "offsets")
+
+
+def draw_prior(count: int) -> dict[str, Tensor]:
+    """Parameters and data, ancestrally and in one batch."""
+    spread = dist.Gamma(torch.tensor(2.0).double(), 2.0).sample((count,))
+    shares = dist.Dirichlet(torch.full((2,), 3.0).double()).sample((count,))
+    centre, offsets = torch.randn(count).double(), torch.randn(count, GROUPS).double()
+    weights = {"spread": spread, "shares": shares, "centre": centre, "offsets": offsets}
+    return {**weights, "scores": draw_scores(weights)}
+
+
+def draw_scores(weights: dict[str, Tensor]) -> Tensor:
+    means = weights["centre"][:, None] + weights["spread"][:, None] * weights["offsets"]
+    noise = torch.randn(*means.shape, ROWS).double()
+    return means[..., None] + noise * (0.5 + weights["shares"][:, :1])[..., None]
+
+
+def quantities(weights: dict[str, Tensor]) -> Tensor:
+    """What is compared, ``batch + (K,)``: every parameter once, and a function of several."""
+    first = weights["offsets"][..., 0]
+    product = weights["spread"] * first * weights["shares"][..., 0]
+    return torch.stack([weights["spread"], weights["shares"][..., 0], weights["centre"], first, product], -1)
+
+
+def holding(potential: Potential, state: State) -> State:
+    """The state with a mass matrix that holds the data."""
+    ones = {site: torch.ones(shape) for site, shape in potential.layout.unconstrained_shapes.items()}
+    moving = torch.cat([(site in PARAMETERS) * value.flatten() for site, value in ones.items()]).double()
+    mass = Holding(moving)
+    return replace(state, tuning=replace(state.tuning, mass=mass, blind=False))
+
+
+def kernels(step_size: float | None) -> dict[str, Kernel]:
+    options = {"step_size": step_size, "adapt_mass": False}
+    return {
+        "HMC": HMC(hierarchy, **options),
+        "NUTS": NUTS(hierarchy, max_treedepth=6, **options),
+        "ChEES": ChEES(hierarchy, adapt_length=False, **options),
+    }
+
+
+# an ill-conditioned Gaussian ----------------------------------------------------------------------------------------
+
+
+def check_gaussian(check: Check, kernel: Kernel, dim: int, chains: int, num_warmup: int, num_samples: int) -> None:
+    """Means and variances along all eigenvectors of a Gaussian of condition number 1e4, rotated at random."""
+    eigenvalues = torch.logspace(-2, 2, dim, dtype=torch.float64)
+    basis = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64))[0]
+    precision = basis @ torch.diag(1 / eigenvalues) @ basis.T
+
+    class Gaussian:
+        def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
+            gradient = z @ precision
+            return 0.5 * (z * gradient).sum(-1), gradient
+
+    potential = Gaussian()
+    state = kernel.init(potential, 4 * torch.rand(chains, dim, dtype=torch.float64) - 2, num_warmup)
+    draws = []
+    for iteration in range(num_warmup + num_samples):
+        state = kernel.step(potential, state)
+        if iteration < num_warmup:
+            state = kernel.adapt(potential, state, iteration, num_warmup)
+        else:
+            draws.append((state.z @ basis) / eigenvalues.sqrt())
+    x = torch.stack(draws, 1)
+    moments = torch.cat([x, x.square()], -1)
+    truth = torch.cat([torch.zeros(dim), torch.ones(dim)]).double()
+    error = moments.mean(1).std(0) / chains**0.5
+    print(f"{kernel}: largest |z| {((moments.mean((0, 1)) - truth) / error).abs().max():.2f} of {2 * dim}")
+    assert error.max() < 0.1  # so that something can be seen
+    check(moments, truth, alarm=1e-4)
+
+
+@pytest.mark.parametrize("form", [HMC, ChEES])
+def test_gaussian_of_100_dimensions_and_condition_number_1e4(form, assert_expectations):
+    check_gaussian(assert_expectations, form(None, mass="dense"), 100, 32, 300, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mass", ["diagonal", "low-rank", "dense"])
+@pytest.mark.parametrize("form", [HMC, NUTS, ChEES])
+def test_gaussian_of_100_dimensions_and_condition_number_1e4_in_a_long_run(form, mass, assert_expectations):
+    options = {"trajectory_length": 10.0, "max_steps": 1000} if form is HMC and mass != "dense" else {}
+    check_gaussian(assert_expectations, form(None, mass=mass, **options), 100, 64, 600, 200)
+
+
+# simulation-based calibration ---------------------------------------------------------------------------------------
+
+
+def calibration_p_values(kernel: Kernel, replications: int, num_warmup: int, draws: int, thinning: int) -> list[float]:
+    """p-values of the ranks' uniformity (chi-squared, 8 bins), one for each quantity (Talts et al. 2018)."""
+    potential = Potential(hierarchy, dtype=torch.float64)
+    truth = draw_prior(replications)
+    start = {**draw_prior(replications), "scores": truth["scores"]}  # far from the truth: warm-up must find it
+    state = holding(potential, kernel.init(potential, potential.unconstrain(start), 0))
+    below = torch.zeros_like(quantities(truth))
+    for iteration in range(num_warmup + draws * thinning):
+        state = kernel.step(potential, state)
+        if iteration < num_warmup:
+            state = kernel.adapt(potential, state, iteration, num_warmup)
+        elif (iteration + 1 - num_warmup) % thinning == 0:
+            below += quantities(potential.constrain(state.z)) < quantities(truth)
+    assert torch.allclose(potential.constrain(state.z)["scores"], truth["scores"])  # held
+    bins = (below * 8 / (draws + 1)).long()  # draws + 1 ranks, a multiple of 8
+    counts = torch.stack([(bins == b).sum(0) for b in range(8)])
+    return [float(stats.chisquare(column.numpy()).pvalue) for column in counts.T]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["HMC", "NUTS", "ChEES"])
+def test_ranks_are_uniform_in_simulation_based_calibration(name):
+    p = calibration_p_values(kernels(0.3)[name], replications=1000, num_warmup=150, draws=63, thinning=4)
+    together = min(1.0, len(p) * min(p))  # Bonferroni's correction: false alarms 0.001
+    print(f"{name}, 1000 replications: p {[round(value, 3) for value in p]}, together {together:.3f}")
+    assert together > 1e-3, p
+
+
+# Geweke's joint distribution test -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["HMC", "NUTS", "ChEES"])
+def test_alternating_with_fresh_data_leaves_the_prior_as_it_is(name):
+    # Successive-conditional simulation (Geweke 2004): parameters move given the data, data are drawn given parameters.
+    # Each of 1,000 independent chains starts in the joint distribution and must stay there, so plain two-sample
+    # Kolmogorov-Smirnov tests apply: 5 quantities, false alarms 5e-4. About a quarter is rejected, so that the accept
+    # step counts. (A potential without its Jacobian gives p of 1e-50.)
+    potential, kernel = Potential(hierarchy, dtype=torch.float64), kernels(0.2)[name]
+    weights = draw_prior(1000)
+    state = holding(potential, kernel.init(potential, potential.unconstrain(weights), 0))
+    rates = []
+    for _ in range(3):
+        state = kernel.step(potential, state)
+        rates.append(state.statistics["acceptance_rate"].mean().item())
+        weights = potential.constrain(state.z)
+        z = potential.unconstrain({**weights, "scores": draw_scores(weights)})
+        energy, gradient = potential.value_and_grad(z)
+        state = replace(state, z=z, potential=energy, gradient=gradient)
+    assert 0.3 < sum(rates) / len(rates) < 0.9
+    found, expected = quantities(weights), quantities(draw_prior(20_000))
+    for k in range(found.shape[-1]):
+        assert stats.ks_2samp(found[:, k].numpy(), expected[:, k].numpy()).pvalue > 1e-4, k

@@ -1,0 +1,113 @@
+"""R-hat, effective sample sizes and missing energy of many quantities, against ArviZ's one at a time."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from arviz_stats.base import array_stats
+
+from pyro_symmetric import chain_statistics as module
+from pyro_symmetric.chain_statistics import chain_statistics, missing_energy
+
+
+def arviz(draws: torch.Tensor) -> list[np.ndarray]:
+    """R-hat, bulk and tail effective sample size as ArviZ computes them."""
+    series = np.moveaxis(draws.flatten(2).numpy().astype(np.float64), -1, 0)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        tail = array_stats.ess(series, method="tail", prob=(0.05, 0.95))
+        r_hat = array_stats.rhat(series) if draws.shape[0] > 1 else np.full(len(series), np.nan)
+        return [r_hat, array_stats.ess(series, method="bulk"), tail]
+
+
+def draws_of(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+    x = torch.randn(shape, dtype=torch.float64)
+    if kind == "random walk":
+        return x.cumsum(1)
+    if kind == "with ties":
+        return x.mul(2).round()
+    if kind == "rejected moves":
+        return x.repeat_interleave(3, dim=1)[:, : shape[1]]
+    if kind == "antithetic":
+        for t in range(1, shape[1]):
+            x[:, t] -= 0.8 * x[:, t - 1]
+    if kind == "disagreeing chains":
+        x += torch.arange(shape[0], dtype=x.dtype)[:, None, None]
+    return x
+
+
+@pytest.mark.parametrize(
+    "kind", ["independent", "random walk", "with ties", "rejected moves", "antithetic", "disagreeing chains"]
+)
+@pytest.mark.parametrize(
+    "shape", [(4, 100, 5), (1, 61, 4), (3, 4, 6), (2, 5, 6), (2, 6, 6), (2, 7, 6), (2, 9, 6), (16, 41, 3)]
+)
+def test_they_are_arvizs_numbers(shape, kind):
+    draws = draws_of(kind, shape)
+    found = chain_statistics(draws)
+    for values, expected in zip((found.r_hat, found.ess_bulk, found.ess_tail), arviz(draws), strict=True):
+        known = ~np.isnan(values.numpy())
+        np.testing.assert_allclose(values.numpy()[known], expected[known], rtol=1e-10)
+        usable = (draws.amax((0, 1)) > draws.amin((0, 1))).numpy()
+        assert (known == (usable & ~np.isnan(expected))).all()
+
+
+def test_blocks_and_threads_change_nothing(monkeypatch):
+    draws = torch.randn(3, 30, 4, 5)
+    whole = chain_statistics(draws)
+    monkeypatch.setattr(module, "_BLOCK_ENTRIES", 3 * 30 * 7)
+    monkeypatch.setattr(module, "_PART_ENTRIES", 3 * 30 * 2)
+    parts = chain_statistics(draws)
+    assert parts.r_hat.shape == (4, 5)
+    for name in ("r_hat", "ess_bulk", "ess_tail"):
+        assert torch.equal(getattr(parts, name), getattr(whole, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_any_dtype_counts_by_its_values(dtype):
+    draws = (10 * torch.randn(2, 50, 3)).to(dtype)
+    assert torch.equal(chain_statistics(draws).ess_bulk, chain_statistics(draws.double()).ess_bulk)
+
+
+def test_a_shift_of_one_chain_raises_r_hat_of_its_entry_only():
+    draws = torch.randn(4, 200, 2, 3)
+    draws[2, :, 1, 0] += 3
+    r_hat = chain_statistics(draws).r_hat
+    assert r_hat[1, 0] > 1.2
+    assert r_hat.flatten().sort().values[-2] < 1.05  # of 5 independent entries: false alarm below 1e-6
+
+
+@pytest.mark.parametrize("shape", [(1, 100, 2), (4, 3, 2), (2, 0, 2), (0, 10, 2)])
+def test_too_little_to_tell_is_nan(shape):
+    assert torch.isnan(chain_statistics(torch.randn(shape)).r_hat).all()
+
+
+def test_constant_and_infinite_quantities_are_nan_and_leave_the_others_alone():
+    draws = torch.randn(2, 20, 3)
+    alone = chain_statistics(draws[..., 2])
+    draws[..., 0], draws[0, 0, 1] = 1.5, torch.inf
+    found = chain_statistics(draws)
+    assert torch.isnan(found.ess_bulk).tolist() == [True, True, False]
+    assert found.ess_tail[2] == alone.ess_tail
+    summary = found.summary()
+    assert np.isnan(summary["r_hat"])
+    assert summary["r_hat_median"] == found.r_hat[2]
+
+
+def test_draws_without_chains_are_refused():
+    with pytest.raises(ValueError, match=r"draws has shape \(5,\)"):
+        chain_statistics(torch.zeros(5))
+
+
+def test_missing_energy_is_arvizs():
+    energy = torch.randn(4, 50, dtype=torch.float64).cumsum(1)
+    np.testing.assert_allclose(missing_energy(energy).numpy(), array_stats._bfmi(energy.numpy()), rtol=1e-12)
+
+
+def test_missing_energy_of_an_autoregression_is_twice_one_minus_its_correlation():
+    # E (e_t - e_{t-1})^2 / var e = 2 (1 - r); over 20,000 draws the relative error is about 2 %.
+    r, energy = 0.8, torch.randn(1, 20_000, dtype=torch.float64)
+    for t in range(1, 20_000):
+        energy[:, t] = r * energy[:, t - 1] + (1 - r**2) ** 0.5 * energy[:, t]
+    assert float(missing_energy(energy)) == pytest.approx(2 * (1 - r), rel=0.1)

@@ -1,0 +1,228 @@
+"""Predictions: chunked and mapped over draws, against one draw at a time and against Pyro's Predictive."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoNormal
+from torch import nn
+
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.predict import pointwise_log_likelihood, predict
+from pyro_symmetric.samples import Posterior
+
+
+@pytest.fixture
+def model() -> BayesianModel:
+    return BayesianModel(nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 3)), num_data=9)
+
+
+@pytest.fixture
+def posterior(model) -> Posterior:
+    return Posterior({name: prior.sample((2, 6)) for name, prior in model.priors().items()})
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(9, 2)
+
+
+def one_by_one(model, weights, x):
+    count = len(next(iter(weights.values())))
+    pieces = [torch.func.functional_call(model.net, {k: v[s] for k, v in weights.items()}, (x,)) for s in range(count)]
+    return torch.stack(pieces)
+
+
+def regression(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    mean = x @ w
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, scale), obs=y)
+    return mean
+
+
+@pytest.mark.parametrize("chunks", [{}, {"draw_chunk": 5}, {"row_chunk": 4}, {"draw_chunk": 1, "row_chunk": 2}])
+def test_outputs_are_those_of_the_network_draw_by_draw(model, posterior, x, chunks):
+    expected = one_by_one(model, posterior.get_samples(), x)
+    assert torch.allclose(predict(posterior, model, x, **chunks), expected, atol=1e-6)
+    assert torch.allclose(predict(posterior, model.net, x, **chunks), expected, atol=1e-6)
+
+
+def test_weights_keep_their_batch_shape(model, posterior, x):
+    by_chain = predict(posterior.samples, model, x)
+    assert by_chain.shape == (2, 6, 9, 3)
+    assert torch.equal(by_chain.flatten(0, 1), predict(posterior, model, x))
+    single = {site: value[1, 2] for site, value in posterior.samples.items()}
+    assert torch.allclose(predict(single, model, x), by_chain[1, 2], atol=1e-6)
+
+
+def test_outputs_are_what_predictive_returns(model, posterior, x):
+    weights = posterior.get_samples()
+    expected = Predictive(model, weights, return_sites=("_RETURN",))(x)["_RETURN"]
+    assert torch.allclose(predict(posterior, model, x), expected, atol=1e-6)
+
+
+def test_means_are_probabilities_and_their_average_is_streamed(model, posterior, x):
+    probabilities = predict(posterior, model, x, kind="mean")
+    assert torch.allclose(probabilities, predict(posterior, model, x).softmax(-1))
+    average = predict(posterior, model, x, kind="mean", average=True, draw_chunk=5, row_chunk=4)
+    assert torch.allclose(average, probabilities.double().mean(0), atol=1e-6)
+
+
+def test_evenly_spaced_draws_are_taken(model, posterior, x):
+    assert torch.equal(predict(posterior, model, x, num_samples=4), predict(posterior, model, x)[::3])
+
+
+def test_samples_follow_the_likelihood_of_their_draw():
+    model = BayesianModel(nn.Linear(1, 1), likelihood="gaussian")
+    scales = torch.tensor([0.1, 10.0])
+    weights = {"weight": torch.zeros(2, 1, 1), "bias": torch.tensor([[1.0], [-2.0]]), "noise_scale": scales}
+    y = predict(weights, model, torch.zeros(4000, 1), kind="samples")
+    assert y.shape == (2, 4000)
+    # Five standard errors of means and deviations of 4,000 normal draws: false alarm below 1e-5.
+    assert torch.allclose(y.mean(1), torch.tensor([1.0, -2.0]), atol=5 * 10 / 4000**0.5)
+    assert torch.allclose(y.std(1) / scales, torch.ones(2), atol=5 / 8000**0.5)
+
+
+def test_a_guide_is_asked_for_draws(model, x):
+    guide = AutoNormal(model)
+    guide(x, torch.zeros(9, dtype=torch.long))
+    assert predict(guide, model, x, num_samples=7).shape == (7, 9, 3)
+    assert predict(guide, model, x).shape == (100, 9, 3)
+
+
+def test_weights_in_another_precision_are_converted_for_the_network(model, posterior, x):
+    double = {site: value.double() for site, value in posterior.samples.items()}
+    assert torch.equal(predict(double, model, x.double()), predict(posterior.samples, model, x))
+
+
+def test_a_network_is_evaluated_in_eval_mode_and_left_alone(x):
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
+    weights = {name: torch.randn(4, *p.shape) for name, p in net.named_parameters()}
+    first, again = predict(weights, net, x), predict(weights, net, x, row_chunk=2)
+    assert torch.allclose(first, again, atol=1e-6)
+    assert net.training
+    assert net[1].num_batches_tracked == 0
+
+
+def test_convolutions_and_several_inputs():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(2, 3, 3)
+
+        def forward(self, image, shift):
+            return self.conv(image).mean((2, 3)) + shift
+
+    net = Pair()
+    weights = {name: torch.randn(5, *p.shape) for name, p in net.named_parameters()}
+    image, shift = torch.randn(4, 2, 6, 6), torch.randn(4, 1)
+    expected = [
+        torch.func.functional_call(net, {k: v[s] for k, v in weights.items()}, (image, shift)) for s in range(5)
+    ]
+    assert torch.allclose(predict(weights, net, image, shift, row_chunk=3), torch.stack(expected), atol=1e-5)
+
+
+# any Pyro model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def draws() -> dict[str, torch.Tensor]:
+    return {"w": torch.randn(40, 2), "scale": 0.1 + torch.rand(40)}
+
+
+def test_a_pyro_model_gives_what_it_returns_and_its_means(draws, x):
+    expected = draws["w"] @ x.T
+    assert torch.allclose(predict(draws, regression, x, draw_chunk=7), expected, atol=1e-6)
+    assert torch.allclose(predict(draws, regression, x, kind="mean")["y"], expected, atol=1e-6)
+    assert torch.allclose(
+        predict(draws, regression, x, kind="mean", average=True)["y"], expected.double().mean(0), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_targets_of_a_pyro_model_are_drawn_anew_for_each_draw_and_row(draws, given):
+    x = torch.randn(2000, 2)
+    data = (x, torch.zeros(2000)) if given else (x,)
+    y = predict(draws, regression, *data, kind="samples")
+    assert list(y) == ["y"]
+    standard = (y["y"] - draws["w"] @ x.T) / draws["scale"][:, None]
+    # 80,000 standard normal numbers: five standard errors, false alarm below 1e-5.
+    assert abs(float(standard.mean())) < 5 / 80_000**0.5
+    assert abs(float(standard.std()) - 1) < 5 / 160_000**0.5
+    assert abs(float((standard[0] * standard[1]).mean())) < 5 / 2000**0.5
+
+
+def test_sites_that_the_posterior_lacks_are_drawn_from_the_model():
+    def hierarchical(n):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("groups", n):
+            own = pyro.sample("own", dist.Normal(mean, 0.01))
+            return pyro.sample("y", dist.Normal(own, 0.01))
+
+    means = torch.linspace(-3, 3, 30)
+    drawn = predict({"mean": means}, hierarchical, 5, kind="samples")
+    assert set(drawn) == {"own", "y"}
+    assert torch.allclose(drawn["own"], means[:, None], atol=0.06)
+    assert ((drawn["y"] - drawn["own"]).abs() < 0.06).all()  # six deviations
+    assert not torch.equal(drawn["y"], drawn["own"])
+
+
+def test_a_model_that_cannot_be_mapped_is_run_draw_by_draw_with_a_warning(x):
+    def model(x):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        return x.sum(1) * (w if w > 0 else 0 * w)
+
+    w = torch.tensor([-1.0, 2.0, 0.5])
+    with pytest.warns(UserWarning, match="one by one"):
+        found = predict({"w": w}, model, x)
+    assert torch.allclose(found, w.clamp(min=0)[:, None] * x.sum(1), atol=1e-6)
+
+
+def test_log_likelihood_of_every_row(draws, model, posterior, x):
+    y = torch.randn(9)
+    found = pointwise_log_likelihood(draws, regression, x, y)
+    assert torch.allclose(found["y"], dist.Normal(draws["w"] @ x.T, draws["scale"][:, None]).log_prob(y), atol=1e-4)
+    labels = torch.randint(3, (9,))
+    chunked = pointwise_log_likelihood(posterior.samples, model, x, labels, draw_chunk=5, row_chunk=4)["y"]
+    assert torch.allclose(chunked, model.log_likelihood(posterior.samples, x, labels), atol=1e-5)
+
+
+def test_a_posteriors_draws_are_what_predictive_takes(model, posterior, x):
+    drawn = Predictive(model, posterior.get_samples())(x)
+    assert drawn["y"].shape[0] == 12
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda p, m, x: predict(p, m, x, kind="logits"), ValueError, "kind is 'logits'"),
+        (lambda p, m, x: predict(p, m, x, average=True), ValueError, "average=True"),
+        (lambda p, m, x: predict(p, m.net, x, kind="mean"), ValueError, "no likelihood"),
+        (lambda p, m, x: predict(p, m), ValueError, "need the inputs"),
+        (lambda p, m, x: predict(p, m, x, draw_chunk=0), ValueError, "draw_chunk is 0"),
+        (lambda p, m, x: predict(p, m, x, num_samples=13), ValueError, "num_samples is 13"),
+        (lambda p, m, x: predict([1], m, x), TypeError, "posterior is a list"),
+        (lambda p, m, x: predict(p, 3, x), TypeError, "model is a int"),
+        (lambda p, m, x: predict({"u": torch.zeros(3)}, regression, x), ValueError, "none of the sites"),
+        (lambda p, m, x: predict({"0.weight": torch.zeros(3, 5, 2)}, m, x), ValueError, "lacks the sites"),
+        (lambda p, m, x: predict(p.select(draws=slice(0)), m, x), ValueError, "no draws"),
+    ],
+)
+def test_bad_input_is_named(posterior, model, x, call, error, message):
+    with pytest.raises(error, match=message):
+        call(posterior, model, x)
+
+
+def test_a_fixed_noise_needs_no_site(x):
+    model = BayesianModel(nn.Linear(2, 1), likelihood=GaussianLikelihood(0.5))
+    weights = {name: torch.randn(3, *shape) for name, shape in model.site_shapes.items()}
+    assert predict(weights, model, x, kind="samples").shape == (3, 9)
+
+
+@pytest.mark.cuda
+def test_draws_on_the_cpu_meet_a_network_on_the_device(model, posterior, x):
+    expected = predict(posterior, model, x)
+    assert torch.allclose(predict(posterior, model.to("cuda"), x), expected, atol=1e-5)
