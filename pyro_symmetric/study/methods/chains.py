@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pyro_symmetric.mcmc import HMC, SGHMC, Kernel, sample
+from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, Kernel, pSGLD, sample
 from pyro_symmetric.study.methods.base import Fit, Method, register
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.training import fresh_starts
@@ -77,6 +77,48 @@ class StochasticGradientHMC(_Chains):
         )
 
 
+@dataclass(frozen=True)
+class _Langevin(_Chains):
+    """Langevin dynamics on mini-batches, whose step size follows from the curvature seen in warm-up."""
+
+    batch_size: int = 256
+    num_steps: int = 20
+    sampler: ClassVar[type[SGLD] | type[pSGLD]]
+
+    quick_budget: ClassVar[Mapping[str, Any]] = {"modes": 8, "warmup": 60, "draws": 50, "num_steps": 10}
+
+    def kernel(self, problem: Problem) -> Kernel:
+        batch_size = min(self.batch_size, len(problem.x))
+        return self.sampler(problem.model, batch_size=batch_size, num_steps=self.num_steps)
+
+
+@register
+@dataclass(frozen=True)
+class StochasticGradientLangevin(_Langevin):
+    """SGLD on mini-batches."""
+
+    sampler: ClassVar[type[SGLD] | type[pSGLD]] = SGLD
+    name: ClassVar[str] = "sgld"
+    labels: ClassVar[tuple[str, ...]] = ("sgld",)
+    summary: ClassVar[str] = (
+        "Stochastic-gradient Langevin dynamics: chains on mini-batches, without momentum or accept step (Welling & Teh "
+        "2011)."
+    )
+
+
+@register
+@dataclass(frozen=True)
+class PreconditionedLangevin(_Langevin):
+    """pSGLD on mini-batches."""
+
+    sampler: ClassVar[type[SGLD] | type[pSGLD]] = pSGLD
+    name: ClassVar[str] = "psgld"
+    labels: ClassVar[tuple[str, ...]] = ("psgld",)
+    summary: ClassVar[str] = (
+        "Preconditioned stochastic-gradient Langevin dynamics: each weight has a step size of its own (Li et al. 2016)."
+    )
+
+
 @register
 @dataclass(frozen=True)
 class HamiltonianMonteCarlo(_Chains):
@@ -93,3 +135,23 @@ class HamiltonianMonteCarlo(_Chains):
 
     def kernel(self, problem: Problem) -> Kernel:
         return HMC(problem.model, num_steps=self.num_steps)
+
+
+@register
+@dataclass(frozen=True)
+class NoUTurn(_Chains):
+    """NUTS on all data."""
+
+    warmup: int = 200
+    draws: int = 100
+    max_treedepth: int = 7
+
+    name: ClassVar[str] = "nuts"
+    labels: ClassVar[tuple[str, ...]] = ("nuts",)
+    summary: ClassVar[str] = (
+        "The No-U-Turn Sampler (Hoffman & Gelman 2014) on all data: Hamiltonian trajectories that find their own length."
+    )
+    quick_budget: ClassVar[Mapping[str, Any]] = {"modes": 8, "warmup": 40, "draws": 30, "max_treedepth": 5}
+
+    def kernel(self, problem: Problem) -> Kernel:
+        return NUTS(problem.model, max_treedepth=self.max_treedepth)

@@ -1,0 +1,261 @@
+"""Collections of checkpoints: a folder of state dicts, one file for each network, as one posterior, and back.
+
+Published collections hold thousands of trained networks of one architecture as ``.pt``, ``.pth`` or ``.safetensors``
+files. :func:`read_checkpoints` makes a :class:`~pyro_symmetric.samples.Posterior` of them, a network a draw, so that
+every distance and test of the library can be applied; :func:`write_checkpoints` writes one file per draw.
+
+Nothing that a file could execute is executed: ``.pt`` files are read with ``torch.load(weights_only=True)``, which
+refuses all but tensors and plain containers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.storage import PathLike, write_text, write_whole
+from pyro_symmetric.symmetry.weights import Weights
+
+Buffers = Literal["sites", "drop"]
+Format = Literal["safetensors", "pt"]
+
+SUFFIXES = (".safetensors", ".pt", ".pth")
+_NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the state dict
+_METADATA = "checkpoints.json"
+
+
+def read_checkpoints(
+    source: PathLike | Sequence[PathLike],
+    *,
+    pattern: str = "**/*",
+    buffers: Buffers = "sites",
+    rename: Callable[[str], str | None] | None = None,
+    key: str | None = None,
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+) -> Posterior:
+    """Read state dicts, one file for each network, as one posterior.
+
+    >>> posterior = read_checkpoints("checkpoints")  # checkpoints/net-0000.pt, checkpoints/net-0001.pt ...
+
+    Files are read one after the other into one tensor for each site, so that memory holds the result and one network.
+
+    :param source: a folder, or the files themselves in the order that the draws shall have.
+    :param pattern: which files of the folder, as :meth:`pathlib.Path.glob` takes it; those that end in ``.pt``,
+        ``.pth`` or ``.safetensors`` are read, in natural order (``net-2`` before ``net-10``).
+    :param buffers: what becomes of the running statistics of batch normalisation (``running_mean``, ``running_var``):
+        ``"sites"`` keeps them as sites of the posterior, which moving and removing symmetries needs; ``"drop"`` leaves
+        them out. Tensors that aren't floating-point (``num_batches_tracked``) are always left out; ``metadata`` lists
+        what was.
+    :param rename: name in the file -> name of the site, or ``None`` to leave it out; ``lambda name:
+        name.removeprefix("module.")`` undoes ``DataParallel``.
+    :param key: where in a ``.pt`` file the state dict lies. Default: the file itself, or its entry ``state_dict``,
+        ``model_state_dict`` or ``model``.
+    :param dtype: to convert to; by default that of the first file.
+    :return: samples ``(1, files, *shape)``; ``metadata`` with ``files``, ``buffers`` (the sites that are), ``left_out``
+        and what :func:`write_checkpoints` kept of a posterior's own.
+    :raises OSError: if there is no such folder or file, or no checkpoint in it.
+    :raises ValueError: naming the file that can't be read, lacks a site, or has one of another shape or more than the
+        first file has.
+    """
+    if buffers not in get_args(Buffers):
+        raise ValueError(f"buffers is {buffers!r}; it must be one of {list(get_args(Buffers))}")
+    files, folder = _files(source, pattern)
+    samples: Weights = {}
+    left_out: list[str] = []
+    for i, file in enumerate(tqdm(files, desc="checkpoints", unit="file", disable=not progress)):
+        sites, others = _sites(_state(file, key), buffers, rename, file)
+        if i == 0:
+            left_out = others
+            samples = {
+                site: torch.empty(len(files), *value.shape, dtype=dtype or value.dtype) for site, value in sites.items()
+            }
+        _check_sites(sites, samples, file, files[0])
+        for site, value in sites.items():
+            samples[site][i] = value
+    names = [str(file.relative_to(folder)) if folder is not None else str(file) for file in files]
+    kept = _kept(folder)
+    metadata = {
+        **kept.get("metadata", {}),
+        "files": names,
+        "buffers": [site for site in samples if _is_buffer(site)],
+        "left_out": left_out,
+    }
+    statistics = {name: torch.tensor(values)[None] for name, values in _statistics(kept, names).items()}
+    return Posterior({site: value[None] for site, value in samples.items()}, statistics, metadata)
+
+
+def write_checkpoints(
+    posterior: Posterior,
+    folder: PathLike,
+    *,
+    format: Format = "safetensors",
+    prefix: str = "net",
+    progress: bool = True,
+) -> list[Path]:
+    """Write every draw as a state dict of its own: ``net-00000.safetensors``, ``net-00001.safetensors`` ...
+
+    Metadata and statistics go to ``checkpoints.json`` beside them. Each file appears whole or not at all. Chains are
+    laid end to end.
+
+    :param folder: a new or an empty folder; it is made.
+    :param format: ``"safetensors"``, or ``"pt"`` for :func:`torch.load`.
+    :return: the files, in the order of the draws.
+    :raises ValueError: if the folder holds something already, or the metadata can't be written as JSON.
+    :raises OSError: if a file can't be written.
+    """
+    if format not in get_args(Format):
+        raise ValueError(f"format is {format!r}; it must be one of {list(get_args(Format))}")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(
+            f"folder {folder} isn't empty; name a new or an empty one, so that no checkpoints are mixed up"
+        )
+    draws = posterior.num_chains * posterior.num_samples
+    flat = {site: value.reshape(draws, *value.shape[2:]) for site, value in posterior.samples.items()}
+    files = [folder / f"{prefix}-{i:05d}.{format}" for i in range(draws)]
+    head = {
+        "metadata": posterior.metadata,
+        "files": [file.name for file in files],
+        "statistics": {name: value.reshape(-1).tolist() for name, value in posterior.statistics.items()},
+    }
+    try:
+        text = json.dumps(head)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the posterior's metadata can't be written as JSON: {error}") from error
+    for i, file in enumerate(tqdm(files, desc="checkpoints", unit="file", disable=not progress)):
+        # clones: a view would be written with the storage of all draws
+        state = {site: value[i].detach().cpu().clone().contiguous() for site, value in flat.items()}
+        save = torch.save if format == "pt" else save_file
+        write_whole(file, functools.partial(save, state), "checkpoint")
+    write_text(folder / _METADATA, text, "checkpoint collection")
+    return files
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _files(source: PathLike | Sequence[PathLike], pattern: str) -> tuple[list[Path], Path | None]:
+    """The files in order, and the folder that they were found in."""
+    if not isinstance(source, str | Path) and isinstance(source, Sequence):
+        files = [Path(file) for file in source]
+        missing = [str(file) for file in files if not file.is_file()]
+        if missing or not files:
+            raise FileNotFoundError(f"there is no checkpoint at {', '.join(missing)}" if missing else "source is empty")
+        return files, None
+    folder = Path(source)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}; source is a folder of checkpoints, or a list of files")
+    found = [file for file in folder.glob(pattern) if file.suffix in SUFFIXES and file.is_file()]
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no file {pattern} that ends in {', '.join(SUFFIXES)}")
+    return sorted(found, key=lambda file: _natural(str(file.relative_to(folder)))), folder
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Numbers in a name count as numbers."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def _state(file: Path, key: str | None) -> dict[str, Tensor]:
+    """A file's tensors, on the CPU."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt", device="cpu") as store:
+                return {name: store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no safetensors file or is damaged (was it cut short?): {error}") from error
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{file} holds more than tensors, or is damaged; it isn't read, as unpickling can run any code. Save "
+            "net.state_dict() instead of the module"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(f"{file} can't be read as a checkpoint (was it cut short?): {error}") from error
+    return _state_dict(content, key, file)
+
+
+def _state_dict(content: Any, key: str | None, file: Path) -> dict[str, Tensor]:
+    if key is not None:
+        if not isinstance(content, Mapping) or key not in content:
+            found = sorted(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
+            raise ValueError(f"{file} has no entry {key!r}; found {found}")
+        content = content[key]
+    elif isinstance(content, Mapping):
+        content = next((content[name] for name in _NESTED if isinstance(content.get(name), Mapping)), content)
+    if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{file} holds no state dict: found {type(content).__name__}; name its entry by key=")
+    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+
+
+def _sites(
+    state: Mapping[str, Tensor], buffers: str, rename: Callable[[str], str | None] | None, file: Path
+) -> tuple[Weights, list[str]]:
+    """The sites of one network, and the names that were left out."""
+    sites: Weights = {}
+    left_out = []
+    for name, value in state.items():
+        site = name if rename is None else rename(name)
+        if site is None or not value.is_floating_point() or (buffers == "drop" and _is_buffer(name)):
+            left_out.append(name)
+        elif site in sites:
+            raise ValueError(f"{file}: rename gives {site!r} to two tensors, the second is {name!r}")
+        else:
+            sites[site] = value
+    if not sites:
+        raise ValueError(f"{file} holds no floating-point tensor to keep; found {sorted(state)}")
+    return sites, left_out
+
+
+def _is_buffer(name: str) -> bool:
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+def _check_sites(sites: Weights, samples: Weights, file: Path, first: Path) -> None:
+    for what, names in (
+        ("lacks, unlike", samples.keys() - sites.keys()),
+        ("has, beyond those of", sites.keys() - samples.keys()),
+    ):
+        if names:
+            raise ValueError(
+                f"{file} {what} {first}, the sites {sorted(names)}; all checkpoints must be of one network"
+            )
+    for site, value in sites.items():
+        if value.shape != samples[site].shape[1:]:
+            raise ValueError(
+                f"{file}: {site!r} has shape {tuple(value.shape)}, but {tuple(samples[site].shape[1:])} in "
+                f"{first}; all checkpoints must be of one network"
+            )
+
+
+def _kept(folder: Path | None) -> dict[str, Any]:
+    """What :func:`write_checkpoints` wrote beside the files."""
+    path = None if folder is None else folder / _METADATA
+    if path is None or not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _statistics(kept: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[Any]]:
+    """The statistics of the files that were read, if those of all of them are known."""
+    place = {name: i for i, name in enumerate(kept.get("files", []))}
+    if not all(name in place for name in names):
+        return {}
+    return {key: [values[place[name]] for name in names] for key, values in kept.get("statistics", {}).items()}

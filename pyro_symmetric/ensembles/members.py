@@ -1,0 +1,116 @@
+"""Stacked members: fresh initial values of many networks of one architecture, and their loss, all at once."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.symmetry.weights import Weights
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+# parameters, buffers, inputs, targets of one network -> its loss
+MemberLoss = Callable[[Weights, Weights, Tensor, Tensor], Tensor]
+
+
+def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(_as(outputs, targets), targets)
+
+
+def _binary(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(_as(outputs, targets), targets.to(outputs.dtype))
+
+
+def _as(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.squeeze(-1) if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1 else outputs
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": nn.functional.cross_entropy,
+    "binary_cross_entropy": _binary,
+    "mse": _squared,
+}
+
+
+def fresh_members(net: nn.Module, count: int) -> Weights:
+    """Independent initial values of every parameter, ``(count,) + shape``, as the modules' own initialisation draws
+    them.
+
+    Linear and convolutional layers that PyTorch initialises by default (uniform within ``1 / sqrt(fan_in)``) are drawn
+    at once. Any other module that has ``reset_parameters`` is asked for it ``count`` times; parameters that no module
+    resets keep the values that they have, in every member.
+    """
+    net = copy.deepcopy(net)
+    members = {name: p.detach().expand(count, *p.shape).clone() for name, p in net.named_parameters()}
+    for prefix, module in net.named_modules():
+        own = {f"{prefix}.{name}".lstrip("."): p for name, p in module.named_parameters(recurse=False)}
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if not own or not callable(reset):
+            continue
+        bound = _default_bound(module)
+        if bound is not None:
+            for name in own:
+                members[name].uniform_(-bound, bound)
+            continue
+        for member in range(count):
+            reset()
+            for name, parameter in own.items():
+                members[name][member] = parameter.detach()
+    return members
+
+
+def _default_bound(module: nn.Module) -> float | None:
+    """The bound of PyTorch's default initialisation, the same for weight and bias; ``None`` for other modules."""
+    for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        if isinstance(module, kind) and type(module).reset_parameters is kind.reset_parameters:
+            fan_in = math.prod(module.weight.shape[1:])
+            return 1 / math.sqrt(fan_in) if fan_in else None
+    return None
+
+
+def member_loss(net: nn.Module, loss: Loss) -> MemberLoss:
+    """The loss of one network as a function of its parameters, to be mapped over members."""
+
+    def evaluate(parameters: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
+        return loss(torch.func.functional_call(net, {**parameters, **buffers}, (x,)), y)
+
+    return evaluate
+
+
+def map_loss(model: BayesianModel, num_data: int) -> MemberLoss:
+    r"""What a mode of the posterior minimises, by row of the data:
+    :math:`-\frac1N \log p(w) - \frac1B \sum_{i \in \text{batch}} \frac1T \log p(y_i \mid x_i, w)`.
+
+    :raises ValueError: if the likelihood has latent sites of its own.
+    """
+    latents = [site for site in model.site_shapes if site not in dict(model.net.named_parameters())]
+    if latents:
+        raise ValueError(
+            f"the likelihood has the latent sites {latents}, which no network holds; fix them, as in "
+            "GaussianLikelihood(scale=0.1)"
+        )
+    priors = {name: prior for name, prior in model.priors().items()}
+
+    def evaluate(parameters: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
+        outputs = torch.func.functional_call(model.net, {**parameters, **buffers}, (x,))
+        outputs = outputs[:, None] if outputs.dim() == 1 else outputs
+        rows = model.likelihood.distribution(outputs, {}).log_prob(model.likelihood.targets(y))
+        log_prior = sum(prior.log_prob(parameters[name]) for name, prior in priors.items())
+        return -rows.sum() / (len(x) * model.likelihood.temperature) - log_prior / num_data
+
+    return evaluate
+
+
+def stacked_buffers(net: nn.Module, count: int) -> Weights:
+    """Every buffer, once for each member."""
+    return {name: value.detach().expand(count, *value.shape).clone() for name, value in net.named_buffers()}
+
+
+def kept_sites(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Weights:
+    """What a member is: its parameters, and the running statistics of its normalisation layers."""
+    moving = {name: value for name, value in buffers.items() if value.is_floating_point()}
+    return {name: value.detach() for name, value in {**parameters, **moving}.items()}

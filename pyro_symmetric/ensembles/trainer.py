@@ -1,0 +1,241 @@
+"""The training loop of an ensemble: many members take every step together."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from tqdm import tqdm
+
+from pyro_symmetric.ensembles.members import (
+    LOSSES,
+    Loss,
+    MemberLoss,
+    fresh_members,
+    kept_sites,
+    map_loss,
+    member_loss,
+    stacked_buffers,
+)
+from pyro_symmetric.mcmc.batches import Batches
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.weights import Weights
+
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+OutlierRule = Callable[[Tensor], Tensor]
+_ENTRIES = 2**22  # inputs of all members of a part in one step, about
+
+
+class Trainer:
+    """One way of training; :meth:`part` trains some members by it."""
+
+    def __init__(
+        self,
+        net: nn.Module | BayesianModel,
+        data: tuple[Tensor, Tensor],
+        loss: str | Loss,
+        epochs: int,
+        batch_size: int | None,
+        optimizer: MakeOptimizer,
+        cosine: bool,
+        init: Callable[[int], Weights] | None,
+        outliers: OutlierRule | None,
+        device: torch.device | str | None,
+    ):
+        self.x, self.y = _checked_data(data)
+        if epochs < 1:
+            raise ValueError(f"epochs is {epochs}; it must be at least 1")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1, or None for all data")
+        model = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)
+        self.net = model.net if isinstance(model, BayesianModel) else model
+        self.net.train(not isinstance(model, BayesianModel)).requires_grad_(False)
+        parameters = list(self.net.parameters())
+        if not parameters:
+            raise ValueError("net has no parameters; there is nothing to train")
+        self.device = parameters[0].device
+        self.x, self.y = self.x.to(self.device), self.y.to(self.device)
+        self.batch_size = min(batch_size or len(self.x), len(self.x))
+        self.loss: MemberLoss
+        if isinstance(model, BayesianModel):
+            self.loss, self.loss_name = map_loss(model, len(self.x)), repr(model)
+        else:
+            self.loss, self.loss_name = member_loss(self.net, _named_loss(loss)), _name(loss)
+        self.epochs, self.optimizer, self.cosine, self.init, self.outliers = epochs, optimizer, cosine, init, outliers
+
+    def settings(self) -> dict[str, Any]:
+        """What the members depend on, as far as it can be written down."""
+        return {
+            "network": str(self.net),
+            "data": f"{len(self.x)} rows, sha256 {_digest(self.x, self.y)}",
+            "loss": self.loss_name,
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
+            "optimizer": _name(self.optimizer),
+            "cosine": self.cosine,
+            "init": None if self.init is None else _name(self.init),
+            "outliers": None if self.outliers is None else _name(self.outliers),
+        }
+
+    def comfortable_size(self) -> int:
+        """How many members a part has by default."""
+        weights = sum(p.numel() for p in self.net.parameters())
+        per_member = max(self.batch_size * self.x[0].numel(), weights, len(self.x))
+        return max(1, min(2_500, _ENTRIES // per_member))
+
+    def part(self, count: int, seed: int, redraw: bool, bar: tqdm) -> Posterior:
+        """``count`` members, trained together; those that stop are drawn again in further rounds."""
+        began = time.perf_counter()
+        done: list[tuple[Weights, Tensor]] = []
+        stopped: list[dict[str, float]] = []
+        missing = count
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(seed)
+            while missing:
+                weights, losses, out = self._round(missing, bar)
+                if not len(losses):
+                    raise ValueError(
+                        f"all of {missing} members stopped as outliers, the first in epoch {out[0]['epoch']:.0f} at a "
+                        f"loss of {out[0]['loss']:.4g}; is the learning rate too high, or the outlier rule too strict?"
+                    )
+                done.append((weights, losses))
+                stopped += out
+                missing = len(out) if redraw else 0
+        samples = {site: torch.cat([weights[site] for weights, _ in done]).cpu() for site in done[0][0]}
+        statistics = {"loss": torch.cat([losses for _, losses in done]).cpu()}
+        metadata = {"stopped": stopped, "seconds": time.perf_counter() - began}
+        return Posterior.from_samples(samples, 1, statistics, metadata)
+
+    def _round(self, count: int, bar: tqdm) -> tuple[Weights, Tensor, list[dict[str, float]]]:
+        """Train ``count`` members: those that came through, their losses, and who stopped when."""
+        parameters = {name: value.requires_grad_(True) for name, value in self._start(count).items()}
+        buffers = stacked_buffers(self.net, count)
+        optimizer = self.optimizer(list(parameters.values()))
+        steps = len(self.x) // self.batch_size
+        schedule: LRScheduler | None = CosineAnnealingLR(optimizer, steps * self.epochs) if self.cosine else None
+        stopped: list[dict[str, float]] = []
+        for epoch in range(self.epochs):
+            losses = self._epoch(parameters, buffers, optimizer, schedule, steps)
+            out = ~torch.isfinite(losses)
+            if self.outliers is not None and not bool(out.all()):
+                out[~out] = self.outliers(losses[~out])
+            bar.update(len(losses))
+            if bool(out.any()):
+                stopped += [{"epoch": epoch, "loss": value} for value in losses[out].tolist()]
+                _keep(optimizer, parameters, buffers, ~out)
+                bar.update(int(out.sum()) * (self.epochs - epoch - 1))
+                if bool(out.all()):
+                    break
+            bar.set_postfix(loss=f"{float(losses[~out].mean()):.4g}", stopped=len(stopped), refresh=False)
+        weights = kept_sites(parameters, buffers)
+        return weights, self._final(parameters, buffers), stopped
+
+    def _start(self, count: int) -> Weights:
+        shapes = {name: p.shape for name, p in self.net.named_parameters()}
+        if self.init is None:
+            return fresh_members(self.net, count)
+        start = self.init(count)
+        for name, shape in shapes.items():
+            if name not in start or start[name].shape != (count, *shape):
+                found = "is missing" if name not in start else f"has shape {tuple(start[name].shape)}"
+                raise ValueError(f"init: {name!r} {found}; it must be {(count, *shape)}")
+        return {name: start[name].detach().to(self.device).clone() for name in shapes}
+
+    def _epoch(
+        self,
+        parameters: Weights,
+        buffers: Weights,
+        optimizer: Optimizer,
+        schedule: LRScheduler | None,
+        steps: int,
+    ) -> Tensor:
+        """One pass of every member over the data; their mean losses."""
+        count = len(next(iter(parameters.values())))
+        stream = Batches({"data": (len(self.x), self.batch_size)}, count, str(self.device))
+        mapped = torch.func.vmap(self.loss, randomness="different")
+        total = torch.zeros(count, device=self.device)
+        for _ in range(steps):
+            rows, stream = stream.next()
+            index = rows["data"] if rows else slice(None)
+            losses = mapped(parameters, buffers, self.x[index], self.y[index])
+            optimizer.zero_grad()
+            # the members' losses share nothing, so the gradient of their sum is each one's own
+            losses.sum().backward()
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            total += losses.detach() / steps
+        return total
+
+    @torch.no_grad()
+    def _final(self, parameters: Weights, buffers: Weights) -> Tensor:
+        """The loss on all data, in eval mode."""
+        count = len(next(iter(parameters.values())))
+        training = self.net.training
+        self.net.eval()
+        mapped = torch.func.vmap(self.loss, in_dims=(0, 0, None, None), randomness="different")
+        total = torch.zeros(count, device=self.device)
+        if count:
+            for start in range(0, len(self.x), self.batch_size):
+                x, y = self.x[start : start + self.batch_size], self.y[start : start + self.batch_size]
+                total += mapped(parameters, buffers, x, y) * len(x) / len(self.x)
+        self.net.train(training)
+        return total
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _checked_data(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+        raise TypeError("data must be a pair of tensors, inputs and targets")
+    x, y = data
+    if len(x) != len(y) or not len(x):
+        raise ValueError(f"data holds {len(x)} inputs and {len(y)} targets; they must be equally many, at least one")
+    return x, y
+
+
+def _digest(*tensors: Tensor) -> str:
+    result = hashlib.sha256()
+    for tensor in tensors:
+        result.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()[:16]
+
+
+def _named_loss(loss: str | Loss) -> Loss:
+    if not isinstance(loss, str):
+        return loss
+    if loss not in LOSSES:
+        raise ValueError(f"loss is {loss!r}; it must be one of {sorted(LOSSES)} or a function of outputs and targets")
+    return LOSSES[loss]
+
+
+def _name(thing: Any) -> str:
+    """A function's name and its arguments, the same in every run."""
+    if isinstance(thing, functools.partial):
+        arguments = [repr(value) for value in thing.args] + [f"{k}={v!r}" for k, v in thing.keywords.items()]
+        return f"{_name(thing.func)}({', '.join(arguments)})"
+    return thing if isinstance(thing, str) else getattr(thing, "__qualname__", type(thing).__name__)
+
+
+def _keep(optimizer: Optimizer, parameters: Weights, buffers: Weights, kept: Tensor) -> None:
+    """Go on with these members only: their parameters, buffers and the optimiser's memory of them."""
+    count = len(kept)
+    for parameter in parameters.values():
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape[:1] == (count,):
+                optimizer.state[parameter][name] = value[kept]
+        parameter.grad = None
+        parameter.data = parameter.data[kept]
+    for name, value in buffers.items():
+        buffers[name] = value[kept]

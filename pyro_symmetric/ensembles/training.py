@@ -1,0 +1,124 @@
+r"""Ensembles by the thousand: many independent small networks, trained at once on one device.
+
+A network with a few hundred parameters is too small to keep a processor busy: most of a training step goes into calling
+operators. Here all members take their steps together, with a leading axis of members through
+:func:`torch.func.vmap`. Members stay independent: each has its own initial values and its own order of mini-batches,
+and what an element-wise optimiser does to one doesn't depend on the others.
+
+Laurent, Aldea & Franchi 2024, arXiv 2310.08287, take such ensembles, thousands of "checkpoints", as their picture of
+the posterior (figures 1, 13 and 14, table 1).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from pyro_symmetric.ensembles.members import Loss
+from pyro_symmetric.ensembles.parts import Parts, joined
+from pyro_symmetric.ensembles.trainer import MakeOptimizer, OutlierRule, Trainer
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.storage import PathLike
+from pyro_symmetric.symmetry.weights import Weights
+
+_DEFAULT = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def far_off(deviations: float = 10.0) -> OutlierRule:
+    """A rule for outliers: a loss more than so many robust standard deviations above the median of the members.
+
+    The robust deviation is 1.4826 times the median absolute deviation; it is that of a normal law.
+    """
+    if not deviations > 0:
+        raise ValueError(f"deviations is {deviations}; it must be positive")
+
+    def rule(losses: Tensor) -> Tensor:
+        middle = losses.median()
+        return losses > middle + deviations * 1.4826 * (losses - middle).abs().median().clamp(min=1e-12)
+
+    return rule
+
+
+def ensemble(
+    net: nn.Module | BayesianModel,
+    data: tuple[Tensor, Tensor],
+    num_members: int = 1_000,
+    *,
+    loss: str | Loss = "cross_entropy",
+    epochs: int = 50,
+    batch_size: int | None = 32,
+    optimizer: MakeOptimizer = _DEFAULT,
+    cosine: bool = True,
+    init: Callable[[int], Weights] | None = None,
+    outliers: OutlierRule | None = None,
+    redraw: bool = True,
+    members_at_once: int | None = None,
+    folder: PathLike | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> Posterior:
+    """Train many independent networks at once and return them as one posterior, a member a draw.
+
+    >>> x = torch.randn(100, 2)
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    >>> posterior = ensemble(net, (x, (x[:, 0] > 0).long()), num_members=500, epochs=5, progress=False)
+    >>> posterior.get_samples()["0.weight"].shape
+    torch.Size([500, 2, 2])
+
+    Randomness comes from a seed drawn from PyTorch's generator; each part of the members has one of its own, so that a
+    run that was stopped and taken up again gives the same members.
+
+    *Outliers.* A member whose mean loss over an epoch isn't finite, or that ``outliers`` names, stops at once; the
+    others go on. ``metadata["stopped"]`` says when and at which loss. With ``redraw`` another takes its place.
+
+    *Running statistics* (batch normalisation) are kept as sites, since removing symmetries moves them.
+
+    :param net: the network, trained in train mode; or a ``BayesianModel``, of which every member becomes a mode of the
+        posterior (``loss`` is then minus its log-joint density, per row).
+    :param data: inputs ``(N, ...)`` and targets ``(N, ...)``.
+    :param num_members: how many networks.
+    :param loss: ``"cross_entropy"``, ``"binary_cross_entropy"`` (of logits), ``"mse"``, or a function of one network's
+        outputs ``(B, ...)`` and targets that returns their mean loss.
+    :param epochs: passes over the data; every member has its own order, rows that don't fill a batch are left out of
+        that pass.
+    :param batch_size: rows of a mini-batch; ``None`` takes all data at every step.
+    :param optimizer: makes an element-wise PyTorch optimiser (SGD, Adam, AdamW, RMSprop ...) of stacked parameters:
+        ``functools.partial(torch.optim.Adam, lr=1e-2, weight_decay=1e-4)``.
+    :param cosine: whether the learning rate falls to zero along a cosine.
+    :param init: number of members -> their initial parameters ``(members, *shape)``. Default: the modules' own
+        initialisation, see :func:`~pyro_symmetric.ensembles.fresh_members`.
+    :param outliers: losses ``(members,)`` -> which of them to stop; see :func:`far_off`.
+    :param redraw: whether to train others in place of those that stopped.
+    :param members_at_once: size of a part, trained together and written together. Default: by the size of a step's
+        inputs, about 4 million numbers.
+    :param folder: where to write the parts as they are finished; a folder that holds some of them is completed.
+    :param device: where to train; by default where the network is.
+    :return: samples of shape ``(1, num_members, ...)``; the statistic ``loss`` is each member's on all data, in eval
+        mode.
+    :raises ValueError: if arguments don't fit, or every member of a part stops.
+    """
+    trainer = Trainer(net, data, loss, epochs, batch_size, optimizer, cosine, init, outliers, device)
+    if num_members < 1:
+        raise ValueError(f"num_members is {num_members}; at least one is needed")
+    if members_at_once is not None and members_at_once < 1:
+        raise ValueError(f"members_at_once is {members_at_once}; it must be at least 1, or None")
+    size = min(num_members, members_at_once or trainer.comfortable_size())
+    settings = trainer.settings() | {"num_members": num_members, "members_at_once": size, "redraw": redraw}
+    parts = Parts(folder, settings, int(torch.randint(2**62, ())))
+    found = []
+    counts = [min(size, num_members - start) for start in range(0, num_members, size)]
+    with tqdm(total=num_members * epochs, desc="ensemble", unit="epoch", unit_scale=True, disable=not progress) as bar:
+        for index, count in enumerate(counts):
+            part = parts.get(index)
+            if part is None:
+                part = trainer.part(count, (parts.seed + index) % 2**63, redraw, bar)
+                parts.put(index, part)
+            else:
+                bar.update(count * epochs)
+            found.append(part)
+    return joined(found, settings)

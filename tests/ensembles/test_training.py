@@ -1,0 +1,233 @@
+import functools
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric.ensembles import ensemble, far_off, fresh_members, load_ensemble
+from pyro_symmetric.ensembles.members import LOSSES
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.samples import Posterior
+
+
+def blobs(rows=60):
+    y = torch.arange(rows) % 2
+    return torch.randn(rows, 2) + 3 * (2 * y[:, None] - 1), y
+
+
+def perceptron(outputs=2):
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, outputs))
+
+
+def alone(net, start, x, y, optimizer, epochs, loss=nn.functional.cross_entropy):
+    """One network in a plain loop over all data."""
+    net.load_state_dict(start)
+    optimiser = optimizer(list(net.parameters()))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
+    for _ in range(epochs):
+        optimiser.zero_grad()
+        loss(net(x), y).backward()
+        optimiser.step()
+        schedule.step()
+    return dict(net.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+        functools.partial(torch.optim.Adam, lr=0.02),
+        functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
+    ],
+)
+def test_every_member_goes_where_it_would_go_alone(optimizer):
+    (x, y), net = blobs(), perceptron()
+    start = fresh_members(net, 4)
+    found = ensemble(
+        net, (x, y), 4, epochs=20, batch_size=None, optimizer=optimizer, init=lambda n: start, progress=False
+    ).get_samples()
+    for member in range(4):
+        expected = alone(perceptron(), {k: v[member] for k, v in start.items()}, x, y, optimizer, 20)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name][member], value.detach(), atol=2e-5, rtol=1e-4)
+
+
+def test_members_have_their_own_starts_and_their_own_batches():
+    (x, y), net = blobs(), perceptron()
+    same = {k: v[:1].expand(6, *v.shape[1:]) for k, v in fresh_members(net, 1).items()}
+    found = ensemble(net, (x, y), 6, epochs=2, batch_size=10, init=lambda n: same, progress=False).get_samples()
+    assert len({tuple(row.flatten().tolist()) for row in found["0.weight"]}) == 6
+    fresh = fresh_members(net, 6)["0.weight"]
+    assert len({tuple(row.flatten().tolist()) for row in fresh}) == 6
+
+
+def test_training_learns_and_reports_each_members_loss():
+    x, y = blobs()
+    posterior = ensemble(perceptron(), (x, y), 20, epochs=30, progress=False)
+    weights = posterior.get_samples()
+    hidden = torch.tanh(torch.einsum("mhi,ni->mnh", weights["0.weight"], x) + weights["0.bias"][:, None])
+    logits = torch.einsum("moh,mnh->mno", weights["2.weight"], hidden) + weights["2.bias"][:, None]
+    losses = nn.functional.cross_entropy(logits.transpose(1, 2), y.expand(20, -1), reduction="none").mean(1)
+    torch.testing.assert_close(posterior.statistics["loss"][0], losses, atol=1e-5, rtol=1e-4)
+    assert float(losses.max()) < 0.3
+    assert (posterior.num_chains, posterior.num_samples) == (1, 20)
+
+
+def test_initial_values_follow_the_modules_own_law():
+    # uniform within 1/sqrt(fan_in): variance 1/(3 fan_in); 2,000 draws of 8 entries, relative sd of it under 1 %
+    net = nn.Sequential(nn.Linear(4, 2), nn.Conv2d(6, 2, 3, groups=2), nn.BatchNorm2d(2), nn.Embedding(3, 2))
+    members = fresh_members(net, 2000)
+    for name, fan_in in (("0.weight", 4), ("0.bias", 4), ("1.weight", 27), ("1.bias", 27)):
+        assert float(members[name].var()) == pytest.approx(1 / (3 * fan_in), rel=0.06)
+        assert float(members[name].abs().max()) <= fan_in**-0.5
+    assert bool((members["2.weight"] == 1).all())
+    assert float(members["3.weight"].var()) == pytest.approx(1, rel=0.06)  # normal, by the module's own reset
+
+
+def test_a_member_that_diverges_stops_alone_and_is_redrawn():
+    (x, y), net = blobs(), perceptron()
+    calls = []
+
+    def start(count):
+        calls.append(count)
+        members = fresh_members(net, count)
+        if len(calls) == 1:
+            members["2.weight"][1] = float("nan")
+        return members
+
+    found = ensemble(net, (x, y), 5, epochs=4, init=start, progress=False)
+    assert calls == [5, 1]
+    assert found.num_samples == 5
+    assert bool(torch.isfinite(found.get_samples()["0.weight"]).all())
+    assert [entry["epoch"] for entry in found.metadata["stopped"]] == [0]
+    calls.clear()
+    assert ensemble(net, (x, y), 5, epochs=4, init=start, redraw=False, progress=False).num_samples == 4
+
+
+def test_members_that_go_on_are_untouched_by_those_that_stop():
+    (x, y), net = blobs(), perceptron()
+    start = fresh_members(net, 3)
+    broken = {k: v.clone() for k, v in start.items()}
+    broken["0.weight"][1] = float("nan")
+    options = {"epochs": 10, "batch_size": None, "optimizer": functools.partial(torch.optim.Adam, lr=0.05)}
+    whole = ensemble(net, (x, y), 3, init=lambda n: start, progress=False, **options).get_samples()
+    left = ensemble(net, (x, y), 3, init=lambda n: broken, redraw=False, progress=False, **options).get_samples()
+    for name, value in left.items():
+        torch.testing.assert_close(value, whole[name][[0, 2]])
+
+
+def test_far_off_losses_are_outliers():
+    rule = far_off(10)
+    losses = torch.tensor([0.10, 0.11, 0.09, 0.105, 0.7])
+    assert rule(losses).tolist() == [False, False, False, False, True]
+    (x, y), net = blobs(), perceptron()
+    with pytest.raises(ValueError, match="all of 3 members stopped as outliers, the first in epoch 0"):
+        ensemble(net, (x, y), 3, outliers=lambda values: values > -1, progress=False)
+    with pytest.raises(ValueError, match="deviations is 0"):
+        far_off(0)
+
+
+def test_a_stopped_run_is_taken_up_and_gives_the_same_members(tmp_path):
+    (x, y), net = blobs(), perceptron()
+    options = {"epochs": 2, "members_at_once": 3, "progress": False}
+    torch.manual_seed(5)
+    whole = ensemble(net, (x, y), 8, **options).get_samples()
+    torch.manual_seed(5)
+    folder = tmp_path / "run"
+    ensemble(net, (x, y), 8, folder=folder, **options)
+    (folder / "part-00001.safetensors").unlink()
+    assert load_ensemble(folder).num_samples == 5
+    torch.manual_seed(99)  # the folder knows its seed
+    again = ensemble(net, (x, y), 8, folder=folder, **options).get_samples()
+    for name, value in whole.items():
+        assert torch.equal(again[name], value)
+    with pytest.raises(ValueError, match=r"other settings \(epochs differ\)"):
+        ensemble(net, (x, y), 8, folder=folder, **{**options, "epochs": 3})
+    with pytest.raises(ValueError, match=r"other settings \(data differ\)"):
+        ensemble(net, (x + 1, y), 8, folder=folder, **options)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match="holds no ensemble"):
+        ensemble(perceptron(), blobs(), 2, folder=tmp_path, progress=False)
+    with pytest.raises(FileNotFoundError, match=r"ensemble\.json is missing"):
+        load_ensemble(tmp_path)
+
+
+def test_map_members_end_at_the_mode_of_a_linear_model():
+    # Gaussian prior 1, noise 0.5, no hidden layer: the mode is ridge regression
+    x = torch.randn(40, 3, dtype=torch.float64)
+    y = x @ torch.tensor([1.0, -2.0, 0.5]).double() + 0.5 * torch.randn(40).double()
+    net = nn.Linear(3, 1, bias=False).double()
+    model = BayesianModel(net, prior=1.0, likelihood=GaussianLikelihood(scale=0.5), num_data=40)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    found = ensemble(model, (x, y), 3, epochs=400, batch_size=None, optimizer=optimizer, progress=False)
+    mode = torch.linalg.solve(x.T @ x + 0.25 * torch.eye(3).double(), x.T @ y)
+    for member in found.get_samples()["weight"]:
+        torch.testing.assert_close(member[0], mode, atol=1e-5, rtol=0)
+    losses = -model.log_joint(found.get_samples(), x, y) / 40
+    torch.testing.assert_close(found.statistics["loss"][0].double(), losses, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="noise_scale"):
+        ensemble(BayesianModel(net, likelihood="gaussian"), (x, y), 2, progress=False)
+
+
+def test_running_statistics_are_each_members_own_and_kept():
+    x, y = blobs()
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Dropout(0.2), nn.Linear(3, 2))
+    posterior = ensemble(net, (x, y), 4, epochs=3, progress=False)
+    means = posterior.get_samples()["1.running_mean"]
+    assert means.shape == (4, 3)
+    assert float(means.std(0).min()) > 0
+    assert "1.num_batches_tracked" not in posterior.samples
+    # in eval mode with its own statistics each member has the loss that it reports
+    weights = {k: v[2] for k, v in posterior.get_samples().items()}
+    outputs = torch.func.functional_call(net.eval(), weights, (x,))
+    assert float(nn.functional.cross_entropy(outputs, y)) == pytest.approx(float(posterior.statistics["loss"][0, 2]))
+
+
+@pytest.mark.parametrize("loss", ["mse", "binary_cross_entropy"])
+def test_losses_of_one_output_take_flat_targets(loss):
+    outputs, y = torch.randn(5, 1), torch.tensor([0, 1, 1, 0, 1])
+    target = y.float()
+    expected = {
+        "mse": ((outputs[:, 0] - target) ** 2).mean(),
+        "binary_cross_entropy": -(
+            target * outputs[:, 0].sigmoid().log() + (1 - target) * (-outputs[:, 0]).sigmoid().log()
+        ).mean(),
+    }
+    torch.testing.assert_close(LOSSES[loss](outputs, target), expected[loss])
+
+
+def test_result_is_a_posterior_that_can_be_stored(tmp_path):
+    posterior = ensemble(perceptron(), blobs(), 3, epochs=1, progress=False)
+    assert json.loads(json.dumps(posterior.metadata))["settings"]["optimizer"].startswith("SGD(lr=0.05")
+    posterior.save(tmp_path / "e.safetensors")
+    assert Posterior.load(tmp_path / "e.safetensors").num_samples == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": "hinge"}, "loss is 'hinge'"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"members_at_once": 0}, "members_at_once is 0"),
+        ({"num_members": 0}, "num_members is 0"),
+        ({"init": lambda n: {}}, "'0.weight' is missing"),
+    ],
+)
+def test_bad_arguments_are_refused(change, message):
+    options = {"num_members": 2, "progress": False, **change}
+    with pytest.raises(ValueError, match=message):
+        ensemble(perceptron(), blobs(), **options)
+
+
+def test_data_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="3 inputs and 2 targets"):
+        ensemble(perceptron(), (torch.randn(3, 2), torch.zeros(2)), 2, progress=False)
+    with pytest.raises(TypeError, match="pair of tensors"):
+        ensemble(perceptron(), torch.randn(3, 2), 2, progress=False)
+    with pytest.raises(ValueError, match="no parameters"):
+        ensemble(nn.ReLU(), blobs(), 2, progress=False)
