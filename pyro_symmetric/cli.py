@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -128,6 +129,15 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="the method that the others are compared with (default: hmc)",
     )
     run.add_argument(
+        "--budget",
+        type=budget,
+        action="append",
+        default=[],
+        metavar="METHOD.PART=N",
+        help="change a part of a method's budget, e.g. ensemble.modes=1000 or hmc.draws=500; may be repeated; an unknown "
+        "part lists those that there are",
+    )
+    run.add_argument(
         "--draws", type=int, default=400, metavar="N", help="weight samples of each method to compare (default: 400)"
     )
     run.add_argument("--quick", action="store_true", help="small budgets: see that all works in under two minutes")
@@ -170,6 +180,7 @@ def compare(options: argparse.Namespace) -> int:
         temperature=options.temperature,
         methods=default.methods if options.methods is None else options.methods,
         reference=options.reference,
+        budgets=by_method(options.budget),
         num_draws=options.draws,
         quick=options.quick,
         seed=options.seed,
@@ -262,6 +273,26 @@ def widths(text: str) -> tuple[int, ...]:
 def names(text: str) -> tuple[str, ...]:
     """``a,b`` -> ("a", "b")."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def budget(text: str) -> tuple[str, str, int | float]:
+    """``method.part=number``."""
+    found = re.fullmatch(r"([\w-]+)\.(\w+)=(.+)", text)
+    try:
+        if found is None:
+            raise ValueError
+        number = float(found[3])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no budget; write ensemble.modes=1000") from None
+    return found[1], found[2], int(number) if number.is_integer() else number
+
+
+def by_method(budgets: Sequence[tuple[str, str, int | float]]) -> dict[str, dict[str, int | float]]:
+    """``method -> part -> number``."""
+    result: dict[str, dict[str, int | float]] = {}
+    for method, part, number in budgets:
+        result.setdefault(method, {})[part] = number
+    return result
 
 
 def prior_scale(text: str) -> tuple[str | None, float]:

@@ -79,7 +79,7 @@ def run_study(
     :raises ValueError: if the settings can't be met, or differ from those of the study in ``out``.
     :raises OSError: if the folder can't be written.
     """
-    methods = [make_method(name, settings.quick) for name in settings.methods]
+    methods = [make_method(name, settings.quick, settings.budgets.get(name)) for name in settings.methods]
     make_method(settings.reference)
     problem = build_problem(settings)
     with threads_for(problem):

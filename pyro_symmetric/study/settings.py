@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 # Neither changes what a finished method has computed, so a study may be continued with others.
-FREE_TO_CHANGE = frozenset({"methods", "reference", "device", "data_root", "download"})
+FREE_TO_CHANGE = frozenset({"methods", "reference", "budgets", "device", "data_root", "download"})
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class StudySettings:
     :param temperature: of the likelihood.
     :param methods: names of the methods, see :mod:`pyro_symmetric.study.methods`.
     :param reference: the method that the others are compared with.
+    :param budgets: overrides of methods' budgets, e.g. ``{"ensemble": {"modes": 1000}}``; a finished method whose
+        budget changes is made anew.
     :param num_draws: weight samples of each method that are kept and compared.
     :param quick: smaller budgets everywhere: to see that all works, not to draw conclusions.
     :param seed: of everything random.
@@ -71,6 +73,7 @@ class StudySettings:
     temperature: float = 1.0
     methods: tuple[str, ...] = ("mean-field", "symmetrized", "aligned", "ensemble", "sghmc", "hmc")
     reference: str = "hmc"
+    budgets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     num_draws: int = 400
     quick: bool = False
     seed: int = 0
@@ -81,6 +84,7 @@ class StudySettings:
         object.__setattr__(self, "hidden", tuple(self.hidden))
         object.__setattr__(self, "methods", tuple(dict.fromkeys(self.methods)))
         object.__setattr__(self, "prior_scales", dict(self.prior_scales))
+        object.__setattr__(self, "budgets", {name: dict(budget) for name, budget in self.budgets.items()})
         _require(
             len(self.hidden) > 0 and all(width >= 1 for width in self.hidden),
             "--hidden",
@@ -88,6 +92,8 @@ class StudySettings:
             "one or more widths of at least 1, such as 32 or 32,32",
         )
         _require(len(self.methods) > 0, "--methods", "empty", "one or more names of methods, such as mean-field,hmc")
+        for name in self.budgets:
+            _require(name in self.methods, f"--budget {name}", "of no method asked for", f"of {_listed(self.methods)}")
         _require(self.activation in ACTIVATIONS, "--activation", self.activation, f"one of {', '.join(ACTIVATIONS)}")
         _require(self.dtype in DTYPES, "--dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         _require(self.device in ("cpu", "cuda", "auto"), "--device", self.device, "cpu, cuda or auto")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
+from pyro_symmetric.cli import main
 from pyro_symmetric.study.methods import METHODS, Fit, Method, make_method
 from pyro_symmetric.study.methods.base import pooled
 from pyro_symmetric.study.methods.laplace import FullLaplace
@@ -105,6 +106,18 @@ def test_full_laplace_of_a_linear_model_is_its_posterior() -> None:
     assert bool(((draws.double().mean(0) - mean).abs() < 5 * deviation / 20000**0.5 + 2e-3).all())
     scale = deviation[:, None] * deviation
     assert bool(((torch.cov(draws.double().T) - covariance).abs() < 5 * scale * (2 / 20000) ** 0.5).all())
+
+
+def test_a_part_of_a_budget_can_be_changed_and_a_wrong_one_is_refused() -> None:
+    assert make_method("multi-swag", budget={"modes": 3, "learning_rate": 1}).modes == 3
+    with pytest.raises(ValueError, match="budget of hmc has no 'member'; it has modes, warmup"):
+        make_method("hmc", budget={"member": 3})
+    for value in (0, -1, 2.5, "many", True):
+        with pytest.raises(ValueError, match=r"draws of hmc is .*; it must be a positive number like 200"):
+            make_method("hmc", budget={"draws": value})
+    assert main(["compare", "--methods", "hmc", "--budget", "sgld.modes=3"]) == 2
+    with pytest.raises(SystemExit):
+        main(["compare", "--budget", "hmc=3"])
 
 
 def test_modes_are_pooled_with_equal_shares() -> None:

@@ -107,11 +107,24 @@ def register(cls: type[Method]) -> type[Method]:
     return cls
 
 
-def make_method(name: str, quick: bool = False) -> Method:
+def make_method(name: str, quick: bool = False, budget: Mapping[str, Any] | None = None) -> Method:
     """The method of that name, ``single-`` and ``multi-`` included, with its default, or its quick, budget.
 
-    :raises ValueError: if there is none.
+    :param budget: overrides of parts of the budget.
+    :raises ValueError: if there is none, or a part of the budget isn't known or has another type.
     """
+    method = _make(name, quick)
+    known = {part: value for part, value in method.budget.items() if part != "prefix"}
+    for part, value in (budget or {}).items():
+        if part not in known:
+            raise ValueError(f"the budget of {name} has no {part!r}; it has {', '.join(known)}")
+        kinds = (int, float) if isinstance(known[part], float) else int
+        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+            raise ValueError(f"{part} of {name} is {value!r}; it must be a positive number like {known[part]!r}")
+    return replace(method, **(budget or {}))
+
+
+def _make(name: str, quick: bool) -> Method:
     prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
     kind = METHODS.get(name.removeprefix(prefix))
     if kind is None or (prefix and kind.many is None):

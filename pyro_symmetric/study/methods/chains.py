@@ -149,7 +149,8 @@ class NoUTurn(_Chains):
     name: ClassVar[str] = "nuts"
     labels: ClassVar[tuple[str, ...]] = ("nuts",)
     summary: ClassVar[str] = (
-        "The No-U-Turn Sampler (Hoffman & Gelman 2014) on all data: Hamiltonian trajectories that find their own length."
+        "The No-U-Turn Sampler (Hoffman & Gelman 2014) on all data: Hamiltonian trajectories that find their own "
+        "length."
     )
     quick_budget: ClassVar[Mapping[str, Any]] = {"modes": 8, "warmup": 40, "draws": 30, "max_treedepth": 5}
 

@@ -1,0 +1,173 @@
+r"""The first block of Table 1 of Laurent, Aldea & Franchi 2024 (arXiv 2310.08287): OptuNet, all methods.
+
+    python benchmarks/approximations.py --data-root data --out runs/approximations             # reduced, on a CPU
+    python benchmarks/approximations.py --data-root data --out runs/quick --quick              # shows that all works
+
+Every seed is a study of its own (``pyro-symmetric compare`` with the same settings), so that a broken run goes on where
+it stopped. The reference is an ensemble of independent networks, as in the paper; its own row compares one half of it
+with the other. The paper trains on all of MNIST; here rows, steps and members are reduced to what a CPU does (see
+``BUDGETS`` and the options), which is printed with the table.
+
+Columns: squared MMD to the reference as weights are and with symmetries removed (medians over kernels), test accuracy,
+NLL, calibration error, mutual information in and out of distribution, AUPR and FPR95 of telling Fashion-MNIST apart.
+Mean and standard deviation over seeds. Under the table: whether what the paper says holds here, counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import parser, print_table
+
+from pyro_symmetric.study import StudySettings, run_study
+
+FAMILIES = ("mean-field", "symmetrized", "mc-dropout", "swag", "laplace-diagonal", "laplace-last-layer", "sghmc")
+CHAINS = ("psgld", "hmc", "nuts")
+REFERENCE = "ensemble"
+
+BUDGETS: dict[str, dict[str, float]] = {
+    "networks": {"steps": 400, "batch_size": 64, "learning_rate": 0.02},
+    "variational": {"steps": 400, "batch_size": 64, "learning_rate": 0.02},
+    "stochastic": {"warmup": 60, "draws": 60, "num_steps": 10, "batch_size": 64},
+    "hmc": {"warmup": 40, "draws": 40, "num_steps": 16},
+    "nuts": {"warmup": 30, "draws": 30, "max_treedepth": 4},
+}
+KIND = {
+    "ensemble": "networks",
+    "mc-dropout": "networks",
+    "swag": "networks",
+    "laplace-diagonal": "networks",
+    "laplace-last-layer": "networks",
+    "mean-field": "variational",
+    "symmetrized": "variational",
+    "sghmc": "stochastic",
+    "psgld": "stochastic",
+    "hmc": "hmc",
+    "nuts": "nuts",
+}
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "MMD2": ("distance", "raw", "mmd", "median"),
+    "MMD2 removed": ("distance", "canonical", "mmd", "median"),
+    "accuracy": ("prediction", "accuracy"),
+    "NLL": ("prediction", "nll"),
+    "ACE": ("prediction", "adaptive_ece"),
+    "MI": ("prediction", "mutual_information"),
+    "MI ood": ("prediction", "mutual_information_ood"),
+    "AUPR": ("prediction", "aupr"),
+    "FPR95": ("prediction", "fpr95"),
+}
+
+
+def methods_of(options: argparse.Namespace) -> tuple[str, ...]:
+    wanted = options.methods or (*FAMILIES, *CHAINS)
+    return (REFERENCE, *(f"{prefix}{name}" for name in wanted for prefix in ("single-", "multi-")))
+
+
+def budgets_of(methods: tuple[str, ...], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    if options.quick:
+        return {}
+    budgets: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        kind = KIND[method.removeprefix("single-").removeprefix("multi-")]
+        budgets[method] = dict(BUDGETS[kind])
+        if method.startswith("multi-"):
+            budgets[method]["modes"] = options.modes
+    budgets[REFERENCE]["modes"] = options.members
+    return budgets
+
+
+def study(seed: int, options: argparse.Namespace) -> Mapping[str, Any]:
+    methods = methods_of(options)
+    settings = StudySettings(
+        data="mnist",
+        data_root=str(options.data_root),
+        download=options.download,
+        max_train=200 if options.quick else options.max_train,
+        ood="fashion-mnist",
+        net="optunet",
+        methods=methods,
+        reference=REFERENCE,
+        budgets=budgets_of(methods, options),
+        num_draws=options.draws,
+        quick=options.quick,
+        seed=seed,
+        device=options.device,
+    )
+    return run_study(settings, options.out / f"seed-{seed}", progress=options.progress).results["methods"]
+
+
+def entry(row: Mapping[str, Any], path: tuple[str, ...]) -> float:
+    value: Any = row
+    for step in path:
+        value = value[step]
+    return float("nan") if value is None else float(value)
+
+
+def spread(values: list[float]) -> str:
+    mean = statistics.fmean(values)
+    return f"{mean:.4f}" + (f" +- {statistics.stdev(values):.4f}" if len(values) > 1 else "")
+
+
+def findings(found: list[Mapping[str, Any]], labels: list[str]) -> list[str]:
+    """What the paper says, and how often it holds here."""
+    pairs = [(label, f"multi-{label.removeprefix('single-')}") for label in labels if label.startswith("single-")]
+
+    def count(path: tuple[str, ...]) -> str:
+        wins = [entry(rows[many], path) < entry(rows[one], path) for rows in found for one, many in pairs]
+        return f"{sum(wins)} of {len(wins)}"
+
+    best = [
+        min((row for row in rows if row != REFERENCE), key=lambda r: entry(rows[r], ("prediction", "nll")))
+        for rows in found
+    ]
+    ahead = [
+        all(entry(rows[REFERENCE], ("prediction", "nll")) <= entry(rows[row], ("prediction", "nll")) for row in rows)
+        for rows in found
+    ]
+    lines = [
+        f"several modes nearer to the reference than one, as weights are: {count(COLUMNS['MMD2'])}; "
+        f"symmetries removed: {count(COLUMNS['MMD2 removed'])}; by NLL: {count(COLUMNS['NLL'])}",
+        f"the ensemble predicts best (NLL): {sum(ahead)} of {len(ahead)} seeds; best of the others: {', '.join(best)}",
+    ]
+    if "single-mean-field" in labels:
+        behind = [
+            entry(rows["single-mean-field"], COLUMNS["NLL"]) > entry(rows[REFERENCE], COLUMNS["NLL"]) for rows in found
+        ]
+        lines.append(f"mean-field underfits (NLL above the ensemble's): {sum(behind)} of {len(behind)} seeds")
+    return lines
+
+
+def main() -> None:
+    arguments = parser(__doc__, seeds=2)
+    arguments.set_defaults(out=Path("runs/approximations"))
+    arguments.add_argument("--data-root", type=Path, default=Path("data"), help="folder of MNIST and Fashion-MNIST")
+    arguments.add_argument("--download", action="store_true")
+    arguments.add_argument("--max-train", type=int, default=1000, help="training rows (default 1000)")
+    arguments.add_argument("--members", type=int, default=1000, help="networks of the reference (default 1000)")
+    arguments.add_argument("--modes", type=int, default=8, help="runs of the multi-mode methods (default 8)")
+    arguments.add_argument("--draws", type=int, default=500, help="draws of each method that are compared")
+    arguments.add_argument("--methods", nargs="*", metavar="NAME", help="families to compare (default: all)")
+    arguments.add_argument("--device", default="cpu")
+    options = arguments.parse_args()
+    torch.set_num_threads(options.threads)
+    found = [study(seed, options) for seed in range(options.seeds)]
+    labels = list(found[0])
+    rows = [
+        [label, *(spread([entry(rows[label], path) for rows in found]) for path in COLUMNS.values())]
+        for label in labels
+    ]
+    print_table(f"{options.seeds} seeds, {options.max_train} training rows", ["method", *COLUMNS], rows)
+    budgets = budgets_of(methods_of(options), options)
+    print("\nbudgets: " + "; ".join(f"{name} {budget}" for name, budget in budgets.items()))
+    for line in findings(found, labels):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
