@@ -134,8 +134,8 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         default=[],
         metavar="METHOD.PART=N",
-        help="change a part of a method's budget, e.g. ensemble.modes=1000 or hmc.draws=500; may be repeated; an unknown "
-        "part lists those that there are",
+        help="change a part of a method's budget, e.g. ensemble.modes=1000 or hmc.draws=500; may be repeated; an "
+        "unknown part lists those that there are",
     )
     run.add_argument(
         "--draws", type=int, default=400, metavar="N", help="weight samples of each method to compare (default: 400)"
