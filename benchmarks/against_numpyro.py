@@ -119,13 +119,13 @@ def energy(root: Path | None) -> Target:
         found = {f"f(x{k})": column for k, column in enumerate(model.outputs(w, places)[..., 0].T)}
         return {**found, "log-likelihood": model.log_likelihood(w, x, y).sum(-1)}
 
-    return Target(model, (x, y), numpyro_model, quantities, from_prior=True, sizes=(32, 500, 400))
+    return Target(model, (x, y), numpyro_model, quantities, from_prior=True, sizes=(16, 300, 200))
 
 
 def weights(root: Path | None) -> Target:
     x = torch.linspace(-2, 2, 16, dtype=torch.float64)
     noise = torch.tensor(np.random.default_rng(2).normal(size=16))
-    y = (0.5 * x).relu() + (-0.5 * x).relu() + 0.5 * noise
+    y = (0.5 * x).relu() + (-0.5 * x).relu() + noise
 
     def outputs(w: Tensor) -> Tensor:
         return (w[..., None, :] * x[:, None]).relu().sum(-1)
@@ -133,7 +133,7 @@ def weights(root: Path | None) -> Target:
     def model(y: Tensor) -> None:
         w = pyro.sample("w", dist.Normal(torch.zeros(2).to(y), 1.0).to_event(1))
         with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(outputs(w), 0.5), obs=y)
+            pyro.sample("y", dist.Normal(outputs(w), 1.0), obs=y)
 
     def numpyro_model() -> Callable[[], None]:
         import jax
@@ -146,7 +146,7 @@ def weights(root: Path | None) -> Target:
         def run() -> None:
             w = numpyro.sample("w", nd.Normal(jnp.zeros(2), 1.0).to_event(1))
             with numpyro.plate("data", len(inputs)):
-                numpyro.sample("y", nd.Normal(jax.nn.relu(w * inputs[:, None]).sum(-1), 0.5), obs=targets)
+                numpyro.sample("y", nd.Normal(jax.nn.relu(w * inputs[:, None]).sum(-1), 1.0), obs=targets)
 
         return run
 
@@ -163,13 +163,10 @@ def weights(root: Path | None) -> Target:
     axis = torch.linspace(-5, 5, 1001, dtype=torch.float64)  # the prior alone leaves less than 1e-6 beyond
     points = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
     log_density = torch.cat(
-        [
-            -0.5 * part.square().sum(-1) - 0.5 * ((outputs(part) - y) / 0.5).square().sum(-1)
-            for part in points.split(100_000)
-        ]
+        [-0.5 * part.square().sum(-1) - 0.5 * (outputs(part) - y).square().sum(-1) for part in points.split(100_000)]
     )
     grid = Grid({"w": points}, log_density.softmax(0), 0.01)
-    return Target(model, (y,), numpyro_model, quantities, grid, sizes=(128, 500, 1000))
+    return Target(model, (y,), numpyro_model, quantities, grid, sizes=(512, 300, 200))
 
 
 def schools(root: Path | None) -> Target:
@@ -204,7 +201,7 @@ def schools(root: Path | None) -> Target:
         found = {f"effect {k}": column for k, column in enumerate(effects.T)}
         return {"mean": w["mean"], "log spread": w["spread"].log(), **found}
 
-    return Target(model, (y,), numpyro_model, quantities, target_accept=0.9, sizes=(128, 500, 1000))
+    return Target(model, (y,), numpyro_model, quantities, target_accept=0.9, sizes=(512, 300, 200))
 
 
 def logistic(root: Path | None) -> Target:
@@ -253,7 +250,7 @@ def logistic(root: Path | None) -> Target:
         names = ["centre 0", "centre 1", "log scale 0", "log scale 1", "correlation", "effect 0", "effect 1"]
         return dict(zip(names, values, strict=True))
 
-    return Target(model, (x, y), numpyro_model, quantities, sizes=(64, 500, 500))
+    return Target(model, (x, y), numpyro_model, quantities, sizes=(128, 300, 300))
 
 
 TARGETS = {"energy": energy, "weights": weights, "schools": schools, "logistic": logistic}
@@ -269,7 +266,12 @@ def by_numpyro(target: Target, seed: int, progress: bool) -> tuple[Tensor, list[
 
     chains, warmup, draws = target.sizes
     start = init_to_sample if target.from_prior else init_to_uniform
-    kernel = NUTS(target.numpyro_model(), target_accept_prob=target.target_accept, init_strategy=start)
+    kernel = NUTS(
+        target.numpyro_model(),
+        target_accept_prob=target.target_accept,
+        init_strategy=start,
+        max_tree_depth=(8, 10),  # in warm-up all chains wait for the longest trajectory: this library cuts them, too
+    )
     run = MCMC(
         kernel,
         num_warmup=warmup,
@@ -368,8 +370,8 @@ def run(name: str, options: argparse.Namespace, results: Results) -> None:
     if results.find(target=name):
         return
     target = TARGETS[name](options.root)
-    if options.quick:
-        target = replace(target, sizes=(16, 150, 100))
+    if options.sizes is not None:
+        target = replace(target, sizes=tuple(options.sizes))
     samplers = {k: partial(by_us, target, k) for k in KERNELS}
     if importlib.util.find_spec("numpyro") is not None:
         samplers["NumPyro"] = partial(by_numpyro, target)
@@ -423,7 +425,13 @@ def main() -> None:
     parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--root", type=Path, help="folder that holds uci/energy")
     parser.add_argument("--seed", type=int, default=0, help="of all samplers")
-    parser.add_argument("--quick", action="store_true", help="short runs, that show that everything works")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs=3,
+        metavar=("CHAINS", "WARMUP", "DRAWS"),
+        help="of all targets, in place of their own",
+    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="keep results there as they come, and go on from them"
     )
@@ -437,7 +445,7 @@ def main() -> None:
         import numpyro
 
         numpyro.enable_x64()
-    results = Results(options.json, {"quick": options.quick, "seed": options.seed, "uci": options.root is not None})
+    results = Results(options.json, {"sizes": options.sizes, "seed": options.seed, "uci": options.root is not None})
     for name in options.target:
         run(name, options, results)
     sys.exit(0 if report([row for row in results.rows if row["target"] in options.target]) else 1)

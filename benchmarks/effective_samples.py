@@ -98,14 +98,14 @@ def pyro_nuts(setting: Setting, jit: bool) -> Step:
     model = PyroNet(setting.problem)
     options = {"jit_compile": jit, "ignore_jit_warnings": True, "jit_options": {"check_trace": False}}
     kernel = PyroNUTS(model, adapt_step_size=False, adapt_mass_matrix=False, step_size=setting.step_size, **options)
-    kernel.setup(0, x, y)
     names = ["first.weight", "first.bias", "second.weight", "second.bias"]
+    at = dict(zip(names, (piece[0] for piece in setting.pieces(setting.warm.z)), strict=True))
+    kernel.initial_params = at  # before setup, which keeps the energy of where it starts
+    kernel.setup(0, x, y)
     variances = dict(zip(names, setting.variances(), strict=True))
     kernel.mass_matrix_adapter.inverse_mass_matrix = {
         tuple(sorted(names)): torch.cat([variances[name] for name in sorted(names)])
     }
-    at = dict(zip(names, (piece[0] for piece in setting.pieces(setting.warm.z)), strict=True))
-    kernel.initial_params = at
     held, count, potential_fn = [at], [0], kernel.potential_fn
 
     def counted(z: Any) -> Tensor:
@@ -201,12 +201,20 @@ def measure(step: Step, predict: Callable[[Tensor], Tensor], seconds: float, clo
     return Measured(float(ess.min()), float(ess.median()), float(found.r_hat.max()), gradients, len(draws), spent)
 
 
-def warmed_up(potential: Potential, chains: int, warmup: int) -> State:
+def is_rival(contestant: str) -> bool:
+    return contestant.startswith(("Pyro", "NumPyro"))
+
+
+def warmed_up(potential: Potential, chains: int, warmup: int, seconds: float, clock: Callable[[], float]) -> State:
+    """Adapted chains that were run on, so that contestants don't start on their way to the posterior."""
     kernel = ChEES(None)
     state = kernel.init(potential, potential.initial(chains), warmup)
     for iteration in range(warmup):
         state = kernel.step(potential, state)
         state = kernel.adapt(potential, state, iteration, warmup)
+    start = clock()
+    while clock() - start < seconds:
+        state = kernel.step(potential, state)
     return state
 
 
@@ -219,7 +227,8 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     model = target.model()
     potential = Potential(model, target.x, target.y)
     start = clock()
-    setting = Setting(target, potential, warmed_up(potential, options.chains, options.warmup), options.settle)
+    warm = warmed_up(potential, options.chains, options.warmup, options.burn_in, clock)
+    setting = Setting(target, potential, warm, options.settle)
     tuning = setting.warm.tuning
     print(
         f"\n({name}) warmed up in {clock() - start:.0f} s: step size {float(tuning.step_size):.3g}, longest trajectory "
@@ -232,8 +241,11 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     results: dict[str, Measured] = {}
     for contestant, make in contestants(setting).items():
+        if options.only and contestant not in options.only:
+            continue
         pyro.set_rng_seed(options.seed)
-        results[contestant] = measure(make(), predict, options.seconds, clock)
+        seconds = options.rival_seconds if is_rival(contestant) else options.seconds
+        results[contestant] = measure(make(), predict, seconds, clock)
         print(f"  {contestant}: {results[contestant]}", flush=True)
     report(name, target, results, options)
     return {contestant: vars(found) for contestant, found in results.items()}
@@ -245,7 +257,6 @@ def report(name: str, target: Problem, results: dict[str, Measured], options: ar
     rows = []
     for label, found in results.items():
         priced = found.rate * nuts.worst / nuts.gradients
-        rivals = label.startswith(("Pyro", "NumPyro"))
         rows.append(
             [
                 label,
@@ -255,13 +266,13 @@ def report(name: str, target: Problem, results: dict[str, Measured], options: ar
                 f"{found.rate:,.0f}",
                 f"{found.worst / found.seconds:.2f}",
                 f"{best / (found.worst / found.seconds):.1f}",
-                f"{priced:.2f}" if rivals else "",
-                f"{best / priced:.1f}" if rivals else "",
+                f"{priced:.2f}" if is_rival(label) else "",
+                f"{best / priced:.1f}" if is_rival(label) else "",
             ]
         )
     print_table(
         f"({name}) {target.inputs}-{target.hidden}-{target.outputs}, {len(target.x)} rows, {options.chains} chains, "
-        f"{options.seconds:g} s each, {options.threads} thread(s), "
+        f"{options.seconds:g} s each (others {options.rival_seconds:g} s), {options.threads} thread(s), "
         f"{'processor' if options.cpu_time else 'wall'} time",
         [
             "",
@@ -282,15 +293,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", nargs="+", choices=["a", "b"], default=["a", "b"])
     parser.add_argument("--root", type=Path, help="folder that holds uci/energy; without, random numbers for (a)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the contestants, NUTS and ChEES at least")
     parser.add_argument("--chains", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=400, help="iterations of the common warm-up")
+    parser.add_argument("--burn-in", type=float, default=60.0, help="seconds that the chains are then run on")
     parser.add_argument("--settle", type=int, default=50, help="iterations in which our kernels find their step size")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each contestant")
+    parser.add_argument("--rival-seconds", type=float, help="for those of other libraries; short runs tell their rate")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cpu-time", action="store_true", help="count processor time: for busy machines, 1 thread")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    options.rival_seconds = options.seconds if options.rival_seconds is None else options.rival_seconds
     if options.threads == 1:  # before JAX starts its threads
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     torch.set_num_threads(options.threads)

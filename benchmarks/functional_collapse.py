@@ -35,8 +35,8 @@ def loop_seconds(probabilities: Tensor, pairs: int) -> float:
     return (time.process_time() - began) / pairs
 
 
-def run(width: int, data: Any, options: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
+def run(width: int, seed: int, data: Any, options: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
     x, y = data.train_x.flatten(1), data.train_y
     net = nn.Sequential(nn.Linear(x.shape[1], width), nn.ReLU(), nn.Linear(width, data.num_outputs))
     posterior = ensemble(
@@ -58,9 +58,10 @@ def run(width: int, data: Any, options: Any) -> dict[str, Any]:
     loop = sum(loop_seconds(p, min(200, options.members - 1)) for p in (within, outside)) * pairs
     scores = ps.scores.classification(within, data.test_y[: options.inputs], outside)
     if options.out is not None:
-        figure(result, width, options)
+        figure(result, width, seed, options)
     return {
         "width": width,
+        "seed": seed,
         **{k: v for k, v in result.to_dict().items() if k != "members"},
         "below": list(result.below(COLLAPSED)),
         "accuracy": scores.accuracy,
@@ -71,7 +72,7 @@ def run(width: int, data: Any, options: Any) -> dict[str, Any]:
     }
 
 
-def figure(result: Any, width: int, options: Any) -> None:
+def figure(result: Any, width: int, seed: int, options: Any) -> None:
     first, second = torch.triu_indices(len(result.within), len(result.within), 1)
     picture, axes = new_figure(1, 1, size=(4.2, 3.6))
     x, y = result.within[first, second].numpy(), result.outside[first, second].numpy()
@@ -81,7 +82,7 @@ def figure(result: Any, width: int, options: Any) -> None:
         xlabel="mutual information of a pair, test digits (nats)",
         ylabel="digits 8 and 9",
     )
-    save_figure(picture, options.out, f"functional_collapse_{width}.png")
+    save_figure(picture, options.out, f"functional_collapse_{width}_{seed}.png")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -95,9 +96,10 @@ def main(argv: list[str] | None = None) -> None:
         options.members, options.epochs = 50, 2
     data = ps.datasets.load("digits", dtype=torch.float32)
     results = Results(options.json, {k: getattr(options, k) for k in ("members", "epochs", "inputs")})
-    for width in options.widths:
-        if not results.find(width=width):
-            results.add(run(width, data, options))
+    for seed in range(options.seeds):
+        for width in options.widths:
+            if not results.find(width=width, seed=seed):
+                results.add(run(width, seed, data, options))
     rows = []
     for row in results.rows:
         means = (f"{row[kind]['mean']:.4f}" for kind in ("within", "outside"))
@@ -105,7 +107,9 @@ def main(argv: list[str] | None = None) -> None:
         cost = f"{row['seconds']:.1f} / {row['loop_seconds']:,.0f}"
         correlation = f"{row['correlation']:.3f} ({row['rank_correlation']:.3f})"
         accuracy = f"{row['single_accuracy']:.3f} / {row['accuracy']:.3f}"
-        rows.append((str(row["width"]), accuracy, f"{row['auroc']:.3f}", *means, *below, correlation, cost))
+        rows.append(
+            (f"{row['width']}, seed {row['seed']}", accuracy, f"{row['auroc']:.3f}", *means, *below, correlation, cost)
+        )
     head = (
         "width",
         "accuracy one / all",

@@ -52,8 +52,8 @@ def test(name: str, weights: Weights, group: ps.PermutationGroup, independent: i
     }
 
 
-def run(noise: float, options: Any) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
+def run(noise: float, seed: int, options: Any) -> list[dict[str, Any]]:
+    torch.manual_seed(seed)
     data = ps.datasets.load(options.data, root=options.root, max_train=options.rows, dtype=torch.float32)
     x, y = data.train_x, data.train_y
     net = nn.Sequential(nn.Linear(x.shape[1], options.width), nn.Tanh(), nn.Linear(options.width, 1))
@@ -66,7 +66,7 @@ def run(noise: float, options: Any) -> list[dict[str, Any]]:
         num_samples=options.draws,
         num_warmup=options.draws // 2,
         num_chains=4,
-        seed=0,
+        seed=seed,
         progress=options.progress,
     )
     rows = []
@@ -89,9 +89,10 @@ def run(noise: float, options: Any) -> list[dict[str, Any]]:
     )
     rows.append(test("ensemble of modes", members.get_samples(), group, options.members))
     if options.out is not None:
-        figure(chains.get_samples(), members.get_samples(), noise, options)
+        figure(chains.get_samples(), members.get_samples(), f"{noise:g}_{seed}", options)
     shared = {
         "noise": noise,
+        "seed": seed,
         "seconds": sum(chains.metadata["seconds"].values()),
         "divergences": int(chains.divergences.sum()),
         "smallest_ess": smallest_effective_size(chains.samples),
@@ -99,13 +100,13 @@ def run(noise: float, options: Any) -> list[dict[str, Any]]:
     return [{**shared, **row} for row in rows]
 
 
-def figure(chains: Weights, members: Weights, noise: float, options: Any) -> None:
+def figure(chains: Weights, members: Weights, name: str, options: Any) -> None:
     picture, axes = new_figure(1, 2, size=(8, 3))
-    for axis, (name, weights) in zip(axes[0], (("four chains", chains), ("ensemble", members)), strict=True):
+    for axis, (kind, weights) in zip(axes[0], (("four chains", chains), ("ensemble", members)), strict=True):
         outputs = weights["2.weight"][:, 0]
         axis.violinplot([column.numpy() for column in outputs.T], showextrema=False)
-        axis.set(title=f"{name}, noise {noise:g}", xlabel="hidden unit", ylabel="output weight")
-    save_figure(picture, options.out, f"hmc_or_ensemble_{noise:g}.png")
+        axis.set(title=kind, xlabel="hidden unit", ylabel="output weight")
+    save_figure(picture, options.out, f"hmc_or_ensemble_{name}.png")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -124,16 +125,18 @@ def main(argv: list[str] | None = None) -> None:
         options.draws, options.members, options.epochs, options.depth = 50, 100, 5, 4
     keys = ("data", "rows", "width", "draws", "depth", "members", "epochs")
     results = Results(options.json, {key: getattr(options, key) for key in keys})
-    for noise in options.noises:
-        if not results.find(noise=noise):
-            for row in run(noise, options):
+    runs = [(seed, noise) for seed in range(options.seeds) for noise in options.noises]
+    for seed, noise in runs:
+        if not results.find(noise=noise, seed=seed):
+            for row in run(noise, seed, options):
                 results.add(row)
-    for noise in options.noises:
-        found = results.find(noise=noise)
+    for seed, noise in runs:
+        found = results.find(noise=noise, seed=seed)
         print_table(
-            f"noise {noise:g}, {options.rows} rows, {options.width} hidden units ({math.factorial(options.width)} "
-            f"orders), NUTS {found[0]['seconds']:.0f} s, {found[0]['divergences']} divergences, smallest effective "
-            f"sample size of all chains {found[0]['smallest_ess']:.0f}",
+            f"seed {seed}, noise {noise:g}, {options.rows} rows, {options.width} hidden units "
+            f"({math.factorial(options.width)} orders), NUTS {found[0]['seconds']:.0f} s, "
+            f"{found[0]['divergences']} divergences, smallest effective sample size of all chains "
+            f"{found[0]['smallest_ess']:.0f}",
             ("samples", "draws tested", "orders seen", "index p", "marginals p", "invariant?"),
             [
                 (

@@ -14,7 +14,7 @@ import functools
 from typing import Any
 
 import torch
-from harness import Results, new_figure, parse, parser, print_table, save_figure
+from harness import Results, mean_over, new_figure, parse, parser, print_table, save_figure
 from sorting_dynamics import moons, network
 
 import pyro_symmetric as ps
@@ -22,8 +22,8 @@ from pyro_symmetric.compare import excess_mass
 from pyro_symmetric.ensembles import ensemble
 
 
-def run(decay: float, options: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
+def run(decay: float, seed: int, options: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
     x, y = moons(500)
     net = network(options.width)
     symmetry = ps.find_symmetry(net, x[:2])
@@ -40,6 +40,7 @@ def run(decay: float, options: Any) -> dict[str, Any]:
     share = excess_mass(weights, symmetry)
     return {
         "decay": decay,
+        "seed": seed,
         "mass": (least / (1 - share)).tolist(),
         "least": least.tolist(),
         "share": share.tolist(),
@@ -57,21 +58,27 @@ def main(argv: list[str] | None = None) -> None:
     if options.quick:
         options.networks, options.epochs = 20, 10
     results = Results(options.json, {k: getattr(options, k) for k in ("networks", "epochs", "width")})
+    for seed in range(options.seeds):
+        for decay in options.decays:
+            if not results.find(decay=decay, seed=seed):
+                results.add(run(decay, seed, options))
+    rows, points = [], {}
     for decay in options.decays:
-        if not results.find(decay=decay):
-            results.add(run(decay, options))
-    rows = []
-    for row in results.rows:
-        mass, least, share = (torch.tensor(row[name]) for name in ("mass", "least", "share"))
+        found = results.find(decay=decay)
+        mass, least, share = (
+            torch.tensor([v for row in found for v in row[name]]) for name in ("mass", "least", "share")
+        )
+        points[decay] = least, mass
         cells = (f"{float(v.mean()):.2f} ± {float(v.std()):.2f}" for v in (mass, least))
         spread = f"{float(share.mean()):.2%} ({float(share.min()):.2%} to {float(share.max()):.2%})"
-        rows.append((f"{row['decay']:g}", *cells, spread, f"{row['loss']:.3f}"))
+        rows.append((f"{decay:g}", *cells, spread, f"{mean_over(found, 'loss'):.3f}"))
     head = ("weight decay", "mass", "least mass", "share above the least", "loss")
-    print_table(f"mass where training ended, {options.networks} networks, {options.epochs} epochs", head, rows)
+    count = options.networks * options.seeds
+    print_table(f"mass where training ended, {count} networks, {options.epochs} epochs", head, rows)
     if options.out is not None:
         picture, axes = new_figure(1, 1, size=(4.5, 4.5))
-        for row in results.rows:
-            axes[0, 0].scatter(row["least"], row["mass"], s=8, label=f"weight decay {row['decay']:g}")
+        for decay, (least, mass) in points.items():
+            axes[0, 0].scatter(least, mass, s=8, label=f"weight decay {decay:g}")
         axes[0, 0].axline((0, 0), slope=1, color="0.6", linewidth=0.8)
         axes[0, 0].set(xlabel="least mass of the orbit", ylabel="mass where training ended")
         axes[0, 0].legend()

@@ -96,8 +96,8 @@ def samples(count: int, parameters: int, shift: float, mapped: Path | None, name
     return torch.from_file(str(path), size=count * parameters, dtype=torch.float32).reshape(count, parameters)
 
 
-def measure(count: int, parameters: int, options: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
+def measure(count: int, parameters: int, seed: int, options: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
     shift = 0.5 / math.sqrt(parameters)
     x = samples(count, parameters, 0.0, options.mapped, "p")
     y = samples(count, parameters, shift, options.mapped, "q")
@@ -113,6 +113,7 @@ def measure(count: int, parameters: int, options: Any) -> dict[str, Any]:
     per_pair = (time.process_time() - began) / (2 * few * (few - 1) + few * few)
     error = float((torch.cat([part.gaussian, part.laplace]) - expected).abs().max())
     return {
+        "seed": seed,
         "samples": count,
         "parameters": parameters,
         "seconds": seconds,
@@ -136,10 +137,11 @@ def main(argv: list[str] | None = None) -> None:
         options.samples, options.parameters = 200, [1_000, 10_000]
     keys = ("samples", "naive_samples", "threads")
     results = Results(options.json, {key: getattr(options, key) for key in keys} | {"mapped": bool(options.mapped)})
-    measure(20, 100, options)  # once to warm up
-    for parameters in options.parameters:
-        if not results.find(parameters=parameters):
-            results.add(measure(options.samples, parameters, options))
+    measure(20, 100, 0, options)  # once to warm up
+    for seed in range(options.seeds):
+        for parameters in options.parameters:
+            if not results.find(parameters=parameters, seed=seed):
+                results.add(measure(options.samples, parameters, seed, options))
     print_table(
         f"{options.samples:,} samples against {options.samples:,}; the loop's time is extrapolated from "
         f"{options.naive_samples} of each",

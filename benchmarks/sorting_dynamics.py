@@ -33,8 +33,8 @@ def moons(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(x, dtype=torch.float32), torch.tensor(y)
 
 
-def run(rate: float, options: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
+def run(rate: float, seed: int, options: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
     x, y = moons(500)
     net = network(options.width)
     symmetry = ps.find_symmetry(net, x[:2])
@@ -55,6 +55,7 @@ def run(rate: float, options: Any) -> dict[str, Any]:
         trackers["at unit norm"](ps.canonicalize(held, symmetry, permutations=None))
     return {
         "rate": rate,
+        "seed": seed,
         "tau": {name: tracker.mean.mean(1).tolist() for name, tracker in trackers.items()},
         "swaps": {
             name: float((tracker.mean[options.steps // 2 :] < 1).double().mean()) for name, tracker in trackers.items()
@@ -72,24 +73,29 @@ def main(argv: list[str] | None = None) -> None:
     if options.quick:
         options.networks, options.steps = 10, 100
     results = Results(options.json, {k: getattr(options, k) for k in ("networks", "steps", "width")})
+    for seed in range(options.seeds):
+        for rate in options.rates:
+            if not results.find(rate=rate, seed=seed):
+                results.add(run(rate, seed, options))
+    table, curves = [], {}
     for rate in options.rates:
-        if not results.find(rate=rate):
-            results.add(run(rate, options))
-    quarter, table = options.steps // 4, []
-    for row in results.rows:
-        for name, tau in row["tau"].items():
-            means = [
-                sum(tau[k * quarter : (k + 1) * quarter]) / len(tau[k * quarter : (k + 1) * quarter]) for k in range(4)
-            ]
-            table.append((f"rate {row['rate']:g}, {name}", *(f"{m:.5f}" for m in means), f"{row['swaps'][name]:.1%}"))
+        found = results.find(rate=rate)
+        for name in found[0]["tau"]:
+            tau = torch.tensor([row["tau"][name] for row in found]).mean(0)
+            swaps = sum(row["swaps"][name] for row in found) / len(found)
+            curves[rate, name] = tau
+            means = (f"{float(part.mean()):.5f}" for part in tau.tensor_split(4))
+            table.append((f"rate {rate:g}, {name}", *means, f"{swaps:.1%}"))
     head = ("weights", "1st quarter", "2nd", "3rd", "4th", "steps with a swap")
-    print_table(f"mean tau between successive steps, {options.networks} networks", head, table)
+    count = options.networks * options.seeds
+    print_table(f"mean tau between successive steps, {count} networks", head, table)
     if options.out is not None:
-        picture, axes = new_figure(1, len(results.rows), size=(5 * len(results.rows), 3.5))
-        for axis, row in zip(axes[0], results.rows, strict=True):
-            for name, tau in row["tau"].items():
-                axis.plot(tau, label=name, linewidth=0.8)
-            axis.set(title=f"learning rate {row['rate']:g}", xlabel="step", ylabel="Kendall's tau")
+        picture, axes = new_figure(1, len(options.rates), size=(5 * len(options.rates), 3.5))
+        for axis, rate in zip(axes[0], options.rates, strict=True):
+            for (of, name), tau in curves.items():
+                if of == rate:
+                    axis.plot(tau, label=name, linewidth=0.8)
+            axis.set(title=f"learning rate {rate:g}", xlabel="step", ylabel="Kendall's tau")
             axis.legend()
         save_figure(picture, options.out, "sorting_dynamics.png")
 

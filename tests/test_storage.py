@@ -1,11 +1,13 @@
 """Files appear whole or not at all."""
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
-from pyro_symmetric.storage import load_tensors, save_tensors, write_text
+from pyro_symmetric.storage import load_tensors, make_folder, save_tensors, write_text, write_whole
 
 
 def test_tensors_and_header_come_back(tmp_path: Path) -> None:
@@ -44,3 +46,28 @@ def test_what_stood_there_survives_a_failed_write(tmp_path: Path) -> None:
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"couldn't be saved to .*absent"):
         write_text(tmp_path / "absent" / "x", "text")
+
+
+@pytest.mark.parametrize(
+    ("failure", "number"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), 28),
+        (SafetensorError("Error while serializing: InvalidHeader"), None),
+    ],
+)
+def test_a_failed_write_keeps_the_systems_error_number(tmp_path: Path, failure: Exception, number: int | None) -> None:
+    def fail(path: str) -> None:
+        raise failure
+
+    with pytest.raises(OSError, match="the file couldn't be saved to") as error:
+        write_whole(tmp_path / "x", fail)
+    assert error.value.errno == number
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_are_made_with_those_above_and_kept_if_they_are_there(tmp_path: Path) -> None:
+    make_folder(tmp_path / "a" / "b")
+    (tmp_path / "a" / "b" / "mine").write_text("kept")
+    make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b" / "mine").read_text() == "kept"

@@ -1,30 +1,22 @@
-r"""Linear assignment problems, one or many: :math:`\max_\pi \sum_i S_{i \pi(i)}`.
+r"""Linear assignment problems, one or many: :math:`\max_\pi \sum_i S_{i \pi(i)}`, by SciPy's shortest augmenting paths.
 
-Two solvers of the same family (Jonker & Volgenant 1987) are used: SciPy's, and that of the package ``lap`` from
-:data:`LARGE` units on where it is installed. Measured on random, Gram and nearly solved matrices, ``lap`` is 1.5 to 4
-times faster than SciPy for 128 to 2048 units and slower below; both find the optimum. Threads don't pay: SciPy's solver
-keeps hold of the interpreter for small problems and is bound by memory for large ones.
+On the scores that alignments meet, the packages ``lap`` and ``lapjv`` aren't clearly faster (``benchmarks/alignment.py
+solvers``). Threads don't pay: SciPy's solver keeps hold of the interpreter for small problems and is bound by memory
+for large ones.
 """
 
 from __future__ import annotations
-
-import importlib.util
-from typing import Any
 
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-# From how many units on the package ``lap``, if installed, is faster than SciPy.
-LARGE = 128
-_LAP: Any = importlib.import_module("lap") if importlib.util.find_spec("lap") else None
-
 
 def assign(scores: Tensor) -> Tensor:
     """The permutations with the largest sums of scores, ``(..., n, n)`` -> LongTensor ``(..., n)``.
 
-    Row ``i`` is given column ``p[i]``. What is common to a row or a column changes no choice, but costs the solvers
+    Row ``i`` is given column ``p[i]``. What is common to a row or a column changes no choice, but costs the solver
     time: up to ten times at width 2048, where all features are positive, as deviations are. So it is taken off first.
     """
     n = scores.shape[-1]
@@ -38,12 +30,6 @@ def assign(scores: Tensor) -> Tensor:
     found = best.reshape(-1, n)
     open_ = (found.sort(-1).values != torch.arange(n, device=scores.device)).any(-1)
     if bool(open_.any()):
-        solved = [_solve(cost) for cost in costs.reshape(-1, n, n)[open_].double().cpu().numpy()]
+        solved = [linear_sum_assignment(cost)[1] for cost in costs.reshape(-1, n, n)[open_].double().cpu().numpy()]
         found[open_] = torch.as_tensor(np.stack(solved), dtype=torch.long, device=scores.device)
     return found.reshape(best.shape)
-
-
-def _solve(cost: np.ndarray) -> np.ndarray:
-    if _LAP is not None and len(cost) >= LARGE:
-        return np.asarray(_LAP.lapjv(cost, return_cost=False)[0])
-    return np.asarray(linear_sum_assignment(cost)[1])

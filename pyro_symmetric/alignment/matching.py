@@ -27,6 +27,10 @@ from pyro_symmetric.alignment.search import Outcome, Search, chunks_of
 from pyro_symmetric.symmetry.permutation import Permutation
 from pyro_symmetric.symmetry.weights import Weights
 
+# How many restarts by default, and up to how many units in a factor. In a network with three hidden layers of 512 they
+# lower the cost by 0.0007 of it, in five times the time.
+RESTARTS, NARROW = 3, 256
+
 
 @dataclass(frozen=True)
 class Alignment:
@@ -89,7 +93,7 @@ def align(
     draws: Literal["moments", "mean"] = "moments",
     net: torch.nn.Module | None = None,
     inputs: Any = None,
-    restarts: int = 3,
+    restarts: int | None = None,
     max_sweeps: int = 100,
     tolerance: float = 1e-7,
     progress: bool = False,
@@ -124,6 +128,8 @@ def align(
     :param inputs: for ``"activation"``, what its forward takes: a tensor, or a tuple.
     :param restarts: further descents, each from the best matching so far with some units of one layer shuffled, drawn
         from PyTorch's generator. The best is kept. A group whose factors share no site is solved exactly without any.
+        ``None``: three, or none where a factor has more than 256 units: in wide networks they take most of the time,
+        and gain less than a thousandth of the cost.
     :param max_sweeps: how often one descent goes through what waits at most.
     :param tolerance: a step is accepted if it lowers the cost by more than this part of the initial cost.
     :param progress: whether to show a progress bar over the descents.
@@ -131,10 +137,12 @@ def align(
     :raises TypeError: if there are no Gaussian moments to read.
     """
     terms = _checked_cost(cost, draws, net, inputs)
+    problem = problem_of(group)
+    if restarts is None:
+        restarts = RESTARTS if max(problem.parts.permutations.factors.values(), default=0) <= NARROW else 0
     for name, number, least in (("restarts", restarts, 0), ("max_sweeps", max_sweeps, 1), ("tolerance", tolerance, 0)):
         if not number >= least:
             raise ValueError(f"{name} is {number}; it must be at least {least}")
-    problem = problem_of(group)
     first, second = gaussian_of(reference, "reference"), gaussian_of(source, "source")
     expected = draws == "mean" and any(bool(v.any()) for w in (first, second) for v in w.scale.values())
     moments, moved, shape = moments_of(second, first, problem, EXPECTED if expected else terms)

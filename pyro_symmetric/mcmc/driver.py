@@ -161,6 +161,8 @@ class Run:
         """How the run went so far."""
         return {
             **self._facts,
+            "route": self.potential.route,  # as it turned out: torch.compile may have failed on the way
+            "route_reason": self.potential.route_reason,
             "seconds": dict(self._seconds),
             "interrupted": self.plan.draws(self.at.iteration) < self.plan.num_samples,
             "trace": self._trace.until(self.at.iteration),

@@ -153,8 +153,6 @@ def _facts(job: Job, potential: Potential) -> dict[str, Any]:
         "seed": job.seed,
         "device": str(potential.device),
         "dtype": str(potential.dtype).removeprefix("torch."),
-        "route": potential.route,
-        "route_reason": potential.route_reason,
         "chain_chunk": potential.chain_chunk,
         "versions": versions(),
     }

@@ -114,10 +114,11 @@ def _parameters(layers: list[Layer]) -> tuple[list[str], list[str | None]]:
 
 
 def _tile(layers: list[Layer], width: int, rows: int, size: int) -> int:
-    """Rows of a tile: as many as the cache holds, and no more than there are."""
+    """Rows of a tile: about as many as the cache holds, so that the last tile is nearly full as well."""
     numbers = layers[0].inputs + width + 2 * sum(layer.outputs for layer in layers)
-    fits = CACHE_BYTES // (numbers * size) // 16 * 16
-    return min(max(32, min(fits, 256)), -(-rows // 16) * 16)
+    most = max(32, min(CACHE_BYTES // (numbers * size) // 16 * 16, 256))
+    tiles = -(-rows // most)
+    return -(-rows // (16 * tiles)) * 16
 
 
 def _scratch_size(layers: list[Layer], width: int, tile: int, lead: int, size: int) -> int:

@@ -74,7 +74,7 @@ class Potential:
     :param device: where to compute; by default where the model's sites are. A module is copied there, never moved.
     :param dtype: of the chains; by default that of the model's sites. Floating-point arguments are converted.
     :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep the largest intermediate
-        result in the cache, on other devices all.
+        result in the cache, on other devices all. Route ``"native"`` goes chain by chain and doesn't need it.
     :param compile: ``None``: a ``BayesianModel`` of a feed-forward network runs code that the machine's C++ compiler
         builds once, in a few seconds, and that is kept; everything else runs as it is. ``True``: any other model goes
         through ``torch.compile``, which takes tens of seconds in every process, so it pays in long runs only. Where

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,17 @@ from pyro_symmetric.store.writer import lock_folder
 from pyro_symmetric.symmetry.weights import batch_shape
 
 _alone = threading.Lock()  # PyTorch's generators belong to the process, so one task at a time draws from them
+
+_is_forked = False
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 class Parcel(NamedTuple):
@@ -49,7 +61,15 @@ class Parcel(NamedTuple):
 
 
 def do_task(job: Job, threads: int) -> Parcel:
-    """One task, wherever it is done, with so many of PyTorch's threads."""
+    """One task, wherever it is done, with so many of PyTorch's threads.
+
+    :raises ValueError: for several threads in a forked process, where OpenMP's are missing and waited for forever.
+    """
+    if _is_forked and threads > 1:
+        raise ValueError(
+            f"threads_per_task is {threads}, but this worker is a forked process, in which PyTorch's threads hang: use "
+            "1, or ProcessPoolExecutor(..., mp_context=multiprocessing.get_context('spawn'))"
+        )
     with _alone:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)

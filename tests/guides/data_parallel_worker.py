@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def train(rank: int | None, analytic: bool, parallel: bool = True) -> dict[str, 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=100))  # if the other is gone, end too
     own = int(os.environ["RANK"])
     results = {name: train(own, name == "analytic") for name in ("sampled", "analytic")}
     Path(sys.argv[1], f"{own}.json").write_text(json.dumps(results))

@@ -1,15 +1,17 @@
 """Warnings of likelihoods that count a mini-batch's rows too often or too seldom, and of those only."""
 
 import warnings
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from torch import Tensor
+from torch import Tensor, nn
 
-from pyro_symmetric.mcmc import Potential
+from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Potential, pSGLD, sample
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 ROWS, BATCH = 20, 4
 X, Y = torch.randn(ROWS, 3), torch.randn(ROWS)
@@ -78,3 +80,37 @@ def test_a_plate_that_draws_its_rows_must_not_be_scaled_once_more():
         Potential(drawing_plate(5.0), X, Y, subsampled=True)
     for scale in (1.0, 0.1):  # warnings are errors: none may come here
         Potential(drawing_plate(scale), X, Y, subsampled=True)
+
+
+KERNELS = [SGLD, pSGLD, SGHMC, partial(CyclicalSG, cycle_length=4, samples_per_cycle=1, exploration=0.5)]
+
+
+def behind_a_function(num_data: int | None):
+    """A ``BayesianModel`` as a Pyro model among others: its own fast path, which scales by itself, isn't taken."""
+    network = BayesianModel(nn.Linear(3, 1), likelihood=GaussianLikelihood(1.0), num_data=num_data)
+    return lambda x, y: network(x, y)
+
+
+def draw(kernel, **data) -> None:
+    sample(kernel, X, Y, num_chains=2, num_warmup=1, num_samples=1, seed=0, progress=False, **data)
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("model", [in_plate(BATCH), behind_a_function(None), behind_a_function(2 * ROWS)])
+def test_every_kernel_warns_of_a_wrong_scale(kind, model):
+    with pytest.warns(UserWarning, match="each row must count 5 times, but"):
+        draw(kind(model, step_size=1e-3, batch_size=BATCH))
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_no_kernel_warns_of_the_right_scale(kind):
+    network = BayesianModel(nn.Linear(3, 1), likelihood=GaussianLikelihood(1.0))
+    for model in (in_plate(ROWS), behind_a_function(ROWS), network):  # warnings are errors: none may come here
+        draw(kind(model, step_size=1e-3, batch_size=BATCH))
+    draw(kind(drawing_plate(1.0), step_size=1e-3))
+
+
+def test_a_network_told_of_other_data_is_refused():
+    network = BayesianModel(nn.Linear(3, 1), likelihood=GaussianLikelihood(1.0), num_data=2 * ROWS)
+    with pytest.raises(ValueError, match="x has 20 rows, but the model was told num_data=40"):
+        draw(SGLD(network, batch_size=BATCH))

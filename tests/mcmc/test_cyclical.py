@@ -32,7 +32,7 @@ def modes_visited(kernel: Kernel, draws: int, warmup: int) -> float:
     """Mean number of modes that a chain comes within three deviations of."""
     start = {"z": torch.zeros(2)}
     posterior = sample(
-        kernel, num_chains=25, num_samples=draws, num_warmup=warmup, initial=start, seed=0, progress=False
+        kernel, num_chains=60, num_samples=draws, num_warmup=warmup, initial=start, seed=0, progress=False
     )
     z = posterior.samples["z"]
     near = (z[:, :, None] - CENTRES).norm(dim=-1) < 3 * WIDTH
@@ -48,8 +48,8 @@ def test_it_visits_more_modes_than_a_constant_step_at_the_same_budget(dynamics):
     else:
         cyclical = CyclicalSG(grid, step_size=0.3, cycle_length=50, samples_per_cycle=1, dynamics=dynamics)
         steady = SGHMC(grid, step_size=0.4 * WIDTH, friction=0.05 / (0.4 * WIDTH), num_steps=50)
-    found, usual = modes_visited(cyclical, 15, 0), modes_visited(steady, 15, 0)  # 750 gradients for each chain
-    assert found > 1.4 * usual
+    found, usual = modes_visited(cyclical, 10, 0), modes_visited(steady, 10, 0)  # 500 gradients for each chain
+    assert found > 1.4 * usual  # means over 60 chains, of standard errors of a few per cent
 
 
 def test_the_step_follows_the_cosine_and_draws_come_from_the_sampling_stage_alone():
@@ -71,7 +71,8 @@ def test_exploration_is_noiseless_descent():
     variance = 0.0
     for share in shares[30:]:
         variance = (1 - 0.05 * share) ** 2 * variance + 1e-3 * share
-    # 4,000 values: relative standard error of their variance 0.022, and of their mean 0.016 deviations; 4.5 of each.
+    # 4,000 values: relative standard error of their variance 0.022, and of their mean 0.016 deviations; 4.5 of each:
+    # false alarms 7e-6.
     assert (state.z - mode).mean().item() == pytest.approx(expected, abs=0.072 * math.sqrt(variance))
     assert state.z.var(0).mean().item() == pytest.approx(variance, rel=0.1)
 
@@ -81,7 +82,8 @@ def test_the_step_that_warm_up_finds_keeps_the_variance_of_a_gaussian(dynamics):
     kernel = CyclicalSG(normal, dynamics=dynamics, cycle_length=200, samples_per_cycle=1, exploration=0.3)
     posterior = sample(kernel, num_chains=1500, num_samples=1, num_warmup=1, seed=0, progress=False)
     z = posterior.get_samples()["z"]
-    # Relative standard error of a variance of 3,000 values: 0.026, at 4.5 of them; the step leaves a bias besides.
+    # Relative standard error of a variance of 3,000 values: 0.026, at 4.5 of them (false alarms 7e-6); the step leaves
+    # a bias besides.
     assert z.var(0).mean().item() / 0.01 == pytest.approx(1.0, abs=0.2)
     assert np.abs((z.mean(0) - torch.tensor([1.0, -2.0])).numpy()).max() < 0.012
 

@@ -231,6 +231,17 @@ def test_a_process_pool_gives_the_draws_of_one_process(pool, expected, tmp_path)
     assert_same_draws(stored, expected)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, on forks
+def test_a_forked_pool_gives_the_draws_of_one_process_but_takes_one_thread(expected, tmp_path):
+    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as forked:
+        assert_same_draws(sample(KERNEL, X, Y, executor=forked, store=tmp_path / "s", **QUICK), expected)
+        more = sample(KERNEL, X, Y, executor=forked, store=tmp_path / "s", **{**QUICK, "num_samples": 6})
+        assert more.num_samples == 6  # the pool's workers didn't keep the store's lock
+        with pytest.raises(TaskError, match="threads_per_task is 2, but this worker is a forked process"):
+            sample(KERNEL, X, Y, executor=forked, threads_per_task=2, **QUICK)
+
+
 @pytest.mark.slow
 def test_a_model_that_cannot_travel_is_told_with_advice(pool):
     def inner(y):

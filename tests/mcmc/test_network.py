@@ -4,13 +4,15 @@ import copy
 import math
 import pickle
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pyro_symmetric.mcmc import Potential
+from pyro_symmetric.mcmc import HMC, Potential, sample
 from pyro_symmetric.mcmc.compiler import Unavailable, library
 from pyro_symmetric.mcmc.targets import NetworkTarget
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
@@ -157,6 +159,30 @@ def test_priors_noise_temperature_and_mini_batches(prior, batch_size, compile):
         check(BayesianModel(net, PRIORS[prior], likelihood), *data(classes=classes), compile, **options)
 
 
+@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize(
+    "likelihood",
+    [CategoricalLikelihood(), GaussianLikelihood(0.3), GaussianLikelihood(prior_scale=0.7)],
+    ids=["categorical", "fixed noise", "learnt noise"],
+)
+def test_any_route_equals_the_mapped_gradient_of_pyros_own_log_joint(likelihood, compile):
+    classes = 4 if isinstance(likelihood, CategoricalLikelihood) else 0
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, classes or 1)).double()
+    model, (x, y) = BayesianModel(net, GaussianPrior(fan_in=True), likelihood), data(classes=classes)
+    potential = Potential(model, x, y, compile=compile)
+
+    def stock(z: Tensor) -> Tensor:
+        weights, log_det = potential.layout.constrain_with_log_det(z)
+        return -poutine.trace(poutine.condition(model, weights)).get_trace(x, y).log_prob_sum() - log_det
+
+    z = potential.initial(9)
+    with pyro.validation_enabled(False):
+        gradient, energy = torch.func.vmap(torch.func.grad_and_value(stock))(z)
+    found = potential.value_and_grad(z)
+    assert torch.allclose(found[0], energy, rtol=1e-12)
+    assert torch.allclose(found[1], gradient, rtol=1e-10, atol=1e-10 * float(gradient.abs().max()))
+
+
 class Written(nn.Module):
     """A network written by hand, with inputs to flatten and outputs without a second axis."""
 
@@ -193,6 +219,11 @@ class Residual(nn.Module):
 class Branching(Residual):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.inner(x)) if x.sum().isfinite() else x)
+
+
+@pytest.mark.parametrize("compile", COMPILE)
+def test_a_network_of_one_layer_is_a_network(compile):
+    check(BayesianModel(nn.Linear(5, 3).double()), *data(classes=3), compile)
 
 
 class Doubled(nn.Linear):
@@ -344,6 +375,15 @@ def test_the_default_chunk_depends_on_the_size_of_the_model_alone():
     large = Potential(BayesianModel(wide), *data(rows=2000, classes=3, dtype=torch.float32), compile=False)
     assert small.chain_chunk >= 1024
     assert large.chain_chunk == 1  # 500 x 2,000 numbers of four bytes fill the cache by themselves
+
+
+@pytest.mark.parametrize("compile", COMPILE)
+def test_a_posterior_tells_which_route_served_it_and_why_no_faster_one(compile):
+    model, (x, y) = BayesianModel(nn.Linear(5, 3)), data(classes=3, dtype=torch.float32)
+    options = {"num_chains": 2, "num_warmup": 1, "num_samples": 2, "compile": compile, "progress": False}
+    metadata = sample(HMC(model, step_size=1e-3, num_steps=1), x, y, **options).metadata
+    assert metadata["route"] == ("native" if compile is None else "batched")
+    assert metadata["route_reason"] == ("" if compile is None else "compile=False")
 
 
 def test_the_network_target_is_what_networks_use():

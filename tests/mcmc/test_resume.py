@@ -170,14 +170,14 @@ def wide() -> None:
 
 @pytest.mark.parametrize("room", [0, 100, 200_000])
 def test_a_disk_that_is_full_is_told_and_the_run_goes_on_when_there_is_room(tmp_path, limit_file_size, room):
-    """Room for nothing, not even the lock's text; for that, but no checkpoint; for checkpoints, but not for all draws."""
+    """Room for nothing, not even the lock's text; for that but no checkpoint; for checkpoints but not all draws."""
     options = {"num_chains": 3, "num_warmup": 5, "seed": 1, "progress": False, "store": tmp_path / "s"}
     kernel = HMC(wide, step_size=0.1, num_steps=1)
     whole = sample(kernel, num_samples=40, **{**options, "store": None})
     if room == 200_000:
         sample(kernel, num_samples=2, **options)
     limit_file_size(room)
-    with pytest.raises(OSError, match="the draw store .* (couldn't|can't) be written: .*File too large") as error:
+    with pytest.raises(OSError, match=r"the draw store .* (couldn't|can't) be written: .*File too large") as error:
         sample(kernel, num_samples=40, **options)
     limit_file_size(None)
     assert error.value.errno == errno.EFBIG

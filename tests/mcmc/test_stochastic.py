@@ -156,7 +156,8 @@ def test_the_bias_is_the_predicted_one_and_shrinks_with_the_step(kind):
         found.append(whitened(state.z, EXACT).trace() / D - 1)
         bound = BOUND * (1 + predicted[-1])
         assert found[-1] == pytest.approx(predicted[-1], abs=bound)
-    print(f"{kind.__name__}: relative excess of the variance {found}, predicted {predicted}, at {BOUND:.3f} of 1")
+    rows = [f"{f:.3f} (predicted {p:.3f})" for f, p in zip(found, predicted, strict=True)]
+    print(f"{kind.__name__}: relative excess of the variance {', at a quarter or half of the step '.join(rows)}")
     assert found[1] < found[0] / (3 if kind is SGLD else 1.5)
     assert found[1] > 0.05
 
@@ -238,7 +239,8 @@ def test_the_step_that_warm_up_finds_keeps_the_excess_to_the_tolerance(kind, bat
     kernel = kind(regression(), batch_size=batch, replacement=True, tolerance=0.1, num_steps=4)
     state = run(kernel, 25, num_warmup=25, chains=800)
     assert not state.statistics["diverging"].any()
-    # The trace over D of 800 chains' covariance has a standard error of at most sqrt(2 / 800) = 0.05; at 4.5 of them.
+    # The trace over D of 800 chains' covariance has a standard error of at most sqrt(2 / 800) = 0.05; at 4.5
+    # of them: false alarms 7e-6.
     excess = whitened(state.z, EXACT).trace() / D - 1
     assert -0.23 < excess < 0.2 + 0.23  # of discretisation and of noise, the tolerance each
     virial = state.statistics["virial"]
@@ -255,7 +257,8 @@ def test_power_iteration_finds_the_largest_curvature_and_differences_the_noise()
         full = full.update(potential_of(replace(kernel, batch_size=None)), z)
     assert full.stiffest.item() == pytest.approx(STIFFEST, rel=0.05)
     assert torch.equal(full.noise, torch.zeros(D, dtype=torch.float64))
-    # 3,000 squared differences, of a relative standard error of 0.04 (heavier tails than normal ones): at five of them.
+    # 3,000 squared differences, of a relative standard error of 0.04 (heavier tails than normal ones): at five
+    # of them, false alarms below 1e-5 each.
     assert noisy.noise.numpy() == pytest.approx(gradient_noise(np.zeros((D, D)), BATCH).diagonal(), rel=0.2)
 
 

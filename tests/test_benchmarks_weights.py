@@ -1,0 +1,46 @@
+"""The experiments on weights and their symmetries run in their quick setting, and are taken up from their results."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+EXPERIMENTS = {
+    "two_blobs": ["--networks", "300"],
+    "two_circles": [],
+    "mass_at_convergence": [],
+    "sorting_dynamics": [],
+    "functional_collapse": [],
+    "unit_marginals": ["--data", "diabetes"],
+    "hmc_or_ensemble": ["--data", "diabetes"],
+    "mmd": [],
+    "test_levels": [],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_runs_and_resumes(name: str, tmp_path: Path) -> None:
+    def run() -> str:
+        arguments = ["--quick", "--no-progress", "--json", str(tmp_path / "results.json"), "--out", str(tmp_path)]
+        result = subprocess.run(
+            [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, *EXPERIMENTS[name]],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    first = run()
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert bool(list(tmp_path.glob("*.png"))) == (name not in ("mmd", "test_levels"))
+    again = run()
+    assert f"{len(rows)} rows taken over" in again
+    # the same tables, from the file
+    assert [line for line in first.splitlines() if "wrote" not in line][-3:] == again.splitlines()[-3:]
