@@ -365,6 +365,23 @@ def row_of(found: tuple[Tensor, Tensor], names: list[str], **entries: Any) -> Ro
     }
 
 
+def kept(
+    folder: Path | None, name: str, draw: Callable[[], tuple[Tensor, list[str]]]
+) -> tuple[Tensor, list[str], float]:
+    """Draws, names of the quantities and seconds: from the folder, or made and put there."""
+    file = None if folder is None else folder / f"{name}.npz"
+    if file is not None and file.exists():
+        with np.load(file) as found:
+            return torch.tensor(found["draws"]), found["names"].tolist(), float(found["seconds"])
+    start = time.perf_counter()
+    draws, names = draw()
+    seconds = round(time.perf_counter() - start, 1)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(file, draws=draws.numpy(), names=np.array(names), seconds=seconds)
+    return draws, names, seconds
+
+
 def run(name: str, options: argparse.Namespace, results: Results) -> None:
     """Sample a target by all samplers, compare what they drew, and keep the rows."""
     if results.find(target=name):
@@ -377,9 +394,9 @@ def run(name: str, options: argparse.Namespace, results: Results) -> None:
         samplers["NumPyro"] = partial(by_numpyro, target)
     draws, entries, names = {}, {}, list[str]()
     for sampler, draw in samplers.items():
-        start = time.perf_counter()
-        draws[sampler], names = draw(options.seed, options.progress)
-        seconds = round(time.perf_counter() - start, 1)
+        draws[sampler], names, seconds = kept(
+            options.draws, f"{name}-{sampler}", partial(draw, options.seed, options.progress)
+        )
         entries[sampler] = {"target": name, "sampler": sampler, "seconds": seconds, "sizes": target.sizes}
         entries[sampler]["effective"] = effective(draws[sampler])
         print(f"{name}, {sampler}: {seconds} s, {entries[sampler]['effective']:.0f} effective draws", flush=True)
@@ -435,6 +452,7 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="keep results there as they come, and go on from them"
     )
+    parser.add_argument("--draws", type=Path, metavar="DIR", help="keep draws there, for a broken run to go on from")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--progress", action="store_true")
     options = parser.parse_args()

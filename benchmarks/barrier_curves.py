@@ -19,7 +19,7 @@ is the full one), trained by stock SVI on :class:`~pyro_symmetric.SymmetrizedMea
 normalisation, and the last bias) have a standard normal prior.
 
 Every row of the results is written when it is there, so a run can be cut short and taken up again with more seeds,
-widths or data. On one core a pair of perceptrons of width 512 takes a few minutes at the defaults.
+widths or data. On one core a pair of perceptrons of width 512 takes five to ten minutes at the defaults.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--train", type=int, default=8000)
     arguments.add_argument("--test", type=int, default=2000)
     arguments.add_argument("--rows", type=int, default=1000, help="training rows on which the path is measured")
-    arguments.add_argument("--steps", type=int, default=1000)
+    arguments.add_argument("--steps", type=int, default=2000)
     arguments.add_argument("--batch", type=int, default=256)
     arguments.add_argument("--lr", type=float, default=0.003, help="highest learning rate")
     arguments.add_argument("--scale-lr", type=float, default=0.01, help="that of the logarithms of deviations")

@@ -142,6 +142,8 @@ class Lock:
     """
 
     def __init__(self, path: PathLike, what: str):
+        self._path = Path(path)
+        self._is_new = not self._path.exists()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if not _take(descriptor):
@@ -165,6 +167,12 @@ class Lock:
 
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also where a process was forked just now
         self._close()
+
+    def withdraw(self) -> None:
+        """Let others have it, and leave no trace: a file that was made for this lock is removed."""
+        if self._is_new and os.name == "posix":  # elsewhere an open file can't be removed
+            self._path.unlink(missing_ok=True)
+        self.release()
 
     def _close(self) -> None:
         if self._descriptor is not None:

@@ -20,6 +20,8 @@ from pyro import poutine
 from pyro.infer.elbo import ELBO
 from torch import Tensor
 
+from pyro_symmetric.mcmc.generators import seeded
+
 
 class DataParallel_ELBO(ELBO):
     """An objective whose losses and gradients are those of one process that holds all ranks' rows.
@@ -117,9 +119,8 @@ class _shared_noise:
         seed = _exchangeable(torch.randint(2**62, (1,)))
         if _is_distributed():
             torch.distributed.broadcast(seed, 0)
-        self._fork = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+        self._fork = seeded(int(seed))
         self._fork.__enter__()
-        torch.manual_seed(int(seed))
 
     def __exit__(self, *error: Any) -> None:
         self._fork.__exit__(*error)

@@ -107,9 +107,9 @@ def _is_private(path: Path) -> bool:
 
 
 def _is_firm(folder: Path) -> bool:
-    """Whether no one else may rename what this user has in it."""
-    found = folder.stat()
-    return not found.st_mode & 0o022 or bool(found.st_mode & stat.S_ISVTX)
+    """Whether strangers can't rename what this user has in it."""
+    mode = folder.stat().st_mode
+    return not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)
 
 
 def _processor() -> str:

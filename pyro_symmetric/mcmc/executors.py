@@ -67,6 +67,7 @@ def run_tasks(job: Job, executor: Executor | None, chains_per_task: int | None, 
     for name, count in {"chains_per_task": chains_per_task, "threads_per_task": threads}.items():
         if count < 1:
             raise ValueError(f"{name} is {count}; it must be at least 1")
+    chains_per_task = int(chains_per_task)
     with folder_of_tasks(job, chains_per_task) as seed:
         jobs = cut(job, chains_per_task, seed)
         outcome = Outcome()

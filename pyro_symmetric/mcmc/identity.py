@@ -12,7 +12,7 @@ import json
 import math
 import platform
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,42 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # of the density, relative: oth
 COARSE = 1e-2
 
 
+class OtherRun(ValueError):
+    """A store holds another run than the one that a call asks for."""
+
+    @classmethod
+    def of(cls, path: Path, differing: Sequence[str], hint: str = "") -> OtherRun:
+        """The words for it."""
+        return cls(
+            f"the draw store {path} holds another run; it was left as it is. What differs: {'; '.join(differing)}. "
+            f"Name another folder, or call as before{hint}"
+        )
+
+
 def identify(job: Any, potential: Potential) -> dict[str, Any]:
     """What decides the draws of a :class:`~pyro_symmetric.mcmc.job.Job`, as JSON."""
-    identity = {
+    found = {
+        "sites": {site: list(shape) for site, shape in potential.layout.site_shapes.items()},
+        "device": str(potential.device),
+        "dtype": str(potential.dtype).removeprefix("torch."),
+        "density": _density(potential),
+    }
+    return {**identify_call(job), **found}
+
+
+def identify_call(job: Any) -> dict[str, Any]:
+    """As much of it as can be told without the model's density."""
+    asked = {
         "kernel": type(job.kernel).__name__,
         "settings": job.kernel.settings(),
-        "sites": {site: list(shape) for site, shape in potential.layout.site_shapes.items()},
         "num_chains": job.num_chains,
         "num_warmup": job.num_warmup,
         "thinning": job.thinning,
         "initial": _described(job.initial),
         "seed": job.seed,
-        "device": str(potential.device),
-        "dtype": str(potential.dtype).removeprefix("torch."),
         "data": digest([job.args, job.kwargs]),
-        "density": _density(potential),
     }
-    return json.loads(json.dumps(identity, default=repr))
+    return json.loads(json.dumps(asked, default=repr))
 
 
 def versions() -> dict[str, str]:
@@ -69,19 +88,15 @@ def require_same(path: Path, found: Mapping[str, Any], now: Mapping[str, Any], t
     """Check the ``identity``, ``versions``, ``chain_chunk`` and ``surroundings`` of a store against those of a call.
 
     :param tolerant: go on in spite of other versions, with a warning.
-    :raises ValueError: naming what differs.
+    :raises OtherRun: naming what differs.
     """
-    tolerance = TOLERANCE.get(now["identity"]["dtype"], COARSE)
-    differing = _differences(found["identity"], now["identity"], tolerance)
+    differing = differences(found["identity"], now["identity"])
     if found["chain_chunk"] != now["chain_chunk"]:
         differing.append(f"chain_chunk: {found['chain_chunk']} there, {now['chain_chunk']} here")
     newer = _differences(found["versions"], now["versions"], 0)
     if differing or (newer and not tolerant):
         hint = "" if differing else "; or pass resume=True to go on in spite of it"
-        raise ValueError(
-            f"the draw store {path} holds another run; it was left as it is. What differs: "
-            f"{'; '.join(differing + newer)}. Name another folder, or call as before{hint}"
-        )
+        raise OtherRun.of(path, differing + newer, hint)
     if newer or (loose := _differences(found["surroundings"], now["surroundings"], 0)):
         warnings.warn(
             f"the draw store {path} goes on, but from here its draws may differ from an unbroken run's, since what "
@@ -89,6 +104,13 @@ def require_same(path: Path, found: Mapping[str, Any], now: Mapping[str, Any], t
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def differences(found: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What two runs say differently, in words, of what :func:`identify` or :func:`identify_call` told of both."""
+    both = [name for name in now if name in found]
+    tolerance = TOLERANCE.get(now.get("dtype", ""), COARSE)
+    return _differences({name: found[name] for name in both}, {name: now[name] for name in both}, tolerance)
 
 
 def digest(value: Any) -> str:
@@ -110,7 +132,7 @@ def _feed(update: Callable[[Any], None], value: Any) -> None:
         update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
     elif isinstance(value, Mapping):
         update(f"dict {len(value)}".encode())
-        for key, part in value.items():
+        for key, part in sorted(value.items(), key=lambda item: repr(item[0])):  # no order decides a draw
             update(repr(key).encode())
             _feed(update, part)
     elif isinstance(value, list | tuple):

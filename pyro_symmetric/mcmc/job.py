@@ -20,7 +20,7 @@ from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.starts import resolve, starting_points
 from pyro_symmetric.store import Draws, DrawStore, read_store
 
-COUNTS = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": None}  # the least of each
+COUNTS = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "chain_chunk": 1, "seed": None}  # the least of each
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +53,8 @@ class Job:
                 object.__setattr__(self, name, _whole(name, value, least))
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype is {self.dtype!r}; it must be a dtype such as torch.float64")
+        if self.device is not None and torch.device(self.device).type == "mps":
+            raise ValueError(f"device is {str(self.device)!r}, which has no float64 to adapt step sizes in; use 'cpu'")
         if self.resume not in (True, False, "auto"):
             raise ValueError(f"resume is {self.resume!r}; it must be 'auto', True or False")
         if self.resume is True and self.store is None:
@@ -89,7 +91,7 @@ def run_job(job: Job, progress: bool) -> Draws:
     :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
     started = time.perf_counter()
-    with seeded(job.seed), _opened(job) as sink:
+    with seeded(job.seed, job.device), _opened(job) as sink:
         store = sink if isinstance(sink, DrawStore) else None
         last = store.last if store is not None else None
         if job.store is not None:

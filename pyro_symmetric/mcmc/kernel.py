@@ -14,9 +14,12 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from pyro_symmetric.mcmc.potential import Potential
+
+_WITH_TOLIST = (Tensor, np.ndarray, np.generic)  # which JSON can't hold
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,7 @@ class Kernel(ABC):
     def settings(self) -> dict[str, Any]:
         """The settings, for the metadata of a posterior."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}  # type: ignore[arg-type]
-        return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+        return {name: value.tolist() if isinstance(value, _WITH_TOLIST) else value for name, value in values.items()}
 
     def __repr__(self) -> str:
         """The model's name and the settings that aren't the defaults."""

@@ -13,12 +13,14 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.generators import seed_of_task, seeded
+from pyro_symmetric.mcmc.identity import OtherRun, differences, identify, identify_call
 from pyro_symmetric.mcmc.job import Job, require_resumable, run_job
 from pyro_symmetric.mcmc.starts import resolve
 from pyro_symmetric.storage import raw_bytes, write_text
@@ -102,30 +104,28 @@ def cut(job: Job, size: int, seed: int) -> list[Job]:
 def folder_of_tasks(job: Job, chains_per_task: int) -> Iterator[int]:
     """The run's seed. With a store, its folder is locked meanwhile, and remembers how the run is cut.
 
-    :raises ValueError: if the folder holds a run that was cut otherwise.
+    :raises OtherRun: if the folder holds another run, or one that was cut otherwise.
     :raises OSError: if it holds other things, is in use or can't be written.
     """
     seed = job.seed if job.seed is not None else int(torch.randint(2**62, ()))
     if job.store is None:
         yield seed
         return
-    lock = lock_folder(job.store)
+    lock = lock_folder(job.store, _recognise)
     try:
         exists = (job.store / TASKS).exists()
         require_resumable(job, exists)
-        asked = {"num_chains": job.num_chains, "chains_per_task": chains_per_task, "seed": job.seed}
+        now = {"chains_per_task": chains_per_task, "identity": _identity(job, seed)}
         if exists:
             found = read_tasks(job.store)
-            if differing := [f"{k}: {found[k]} there, {v} here" for k, v in asked.items() if found[k] != v]:
-                raise ValueError(
-                    f"the draw store {job.store} holds another run; it was left as it is. What differs: "
-                    f"{'; '.join(differing)}. Name another folder, or call as before"
-                )
+            cut_otherwise = found["chains_per_task"] != chains_per_task
+            differing = [f"chains_per_task: {found['chains_per_task']} there, {chains_per_task} here"] * cut_otherwise
+            if differing := differing + differences(found["identity"], now["identity"]):
+                raise OtherRun.of(job.store, differing)
             seed = found["drawn_seed"]
         else:
-            _require_empty(job)
             folders = [_name(task) for task in range(-(-job.num_chains // chains_per_task))]
-            note = {"version": VERSION, **asked, "drawn_seed": seed, "folders": folders}
+            note = {"version": VERSION, "seed": job.seed, **now, "drawn_seed": seed, "folders": folders}
             write_text(job.store / TASKS, json.dumps(note, indent=2), "list of tasks")
         yield seed
     finally:
@@ -149,16 +149,27 @@ def _starts_of_tasks(job: Job, tasks: Sequence[slice]) -> list[Any]:
     return [{site: value[chains] for site, value in initial.items()} for chains in tasks]
 
 
-def _require_empty(job: Job) -> None:
-    assert job.store is not None
-    names = sorted(entry.name for entry in job.store.iterdir() if entry.name != LOCK)
+def _identity(job: Job, seed: int) -> dict[str, Any]:
+    """What decides the draws, known before any task goes on: one that did would mix two runs.
+
+    CUDA isn't woken up for it: this process may have none, and its forks couldn't use it any more.
+    """
+    if job.device is not None and torch.device(job.device).type == "cuda" and not torch.cuda.is_initialized():
+        return identify_call(job)
+    with seeded(seed_of_task(seed, "identity"), job.device):
+        return identify(job, replace(job, compile=False).potential(chain_chunk=job.num_chains))
+
+
+def _recognise(folder: Path) -> None:
+    """:raises FileExistsError: if there are other things than a store of tasks."""
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
     if CHECKPOINT in names:
         raise FileExistsError(
-            f"{job.store} holds a run that wasn't cut into tasks; call as before, without executor and "
-            "chains_per_task, or name another folder. It was left as it is"
+            f"{folder} holds a run that wasn't cut into tasks; call as before, without executor and chains_per_task, "
+            "or name another folder. It was left as it is"
         )
-    if names:
-        raise FileExistsError(f"{job.store} is no draw store but holds {', '.join(names[:5])}; name a new folder")
+    if names and TASKS not in names:
+        raise FileExistsError(f"{folder} is no draw store but holds {', '.join(names[:5])}; name a new folder")
 
 
 def _name(task: int) -> str:

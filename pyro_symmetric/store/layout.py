@@ -19,7 +19,7 @@ KIND = "draw store"
 VERSION = 1
 CHECKPOINT = "checkpoint.safetensors"
 CHUNKS = "chunks.bin"
-LOCK = "lock"
+LOCK = ".pyro_symmetric.lock"
 TASKS = "tasks.json"
 PIECE = 1 << 22  # bytes to read at once
 

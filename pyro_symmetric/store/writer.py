@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ class DrawStore:
 
     def __init__(self, path: PathLike):
         self.path = Path(path)
-        self._lock = lock_folder(self.path)
+        self._lock = lock_folder(self.path, _recognise)
         self._files: list[io.FileIO] = []
         self._columns: tuple[Column, ...] = ()
         self._done = (0, 0)  # draws and chunks that are committed; one value, so that no interruption parts them
@@ -66,7 +66,7 @@ class DrawStore:
         try:
             self._take_up()
         except BaseException:
-            self.close()
+            self._lock.withdraw()
             raise
 
     @property
@@ -143,7 +143,6 @@ class DrawStore:
     def _take_up(self) -> None:
         """Read the last commit; changes nothing."""
         if not (self.path / CHECKPOINT).exists():
-            _refuse_others(self.path)
             return
         self.last = Commit.read(self.path)
         if damage := find_damage(self.path, self.last, thorough=True):
@@ -193,17 +192,26 @@ class DrawStore:
             ) from error
 
 
-def lock_folder(path: Path) -> Lock:
+def lock_folder(path: Path, recognise: Callable[[Path], None]) -> Lock:
     """Make a store's folder if there is none, and take its lock.
 
+    :param recognise: raises if the folder holds other things. It is asked first, so that they are left as they are, and
+        again under the lock, since another run may have begun meanwhile.
     :raises OSError: see :class:`DrawStore`.
     """
     try:
         if path.exists() and not path.is_dir():
             raise NotADirectoryError(f"{path} is a file; a draw store is a folder of its own. It was left as it is")
         make_folder(path)
-        return Lock(path / LOCK, f"the draw store {path}")
-    except (BlockingIOError, NotADirectoryError):
+        recognise(path)
+        lock = Lock(path / LOCK, f"the draw store {path}")
+        try:
+            recognise(path)
+        except BaseException:
+            lock.withdraw()
+            raise
+        return lock
+    except (BlockingIOError, NotADirectoryError, FileExistsError):
         raise
     except OSError as error:
         raise OSError(error.errno, f"the draw store {path} can't be written: {error}") from error
@@ -212,7 +220,10 @@ def lock_folder(path: Path) -> Lock:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_others(folder: Path) -> None:
+def _recognise(folder: Path) -> None:
+    """:raises FileExistsError: if there are other things than a store."""
+    if (folder / CHECKPOINT).exists():
+        return
     names = sorted(entry.name for entry in folder.iterdir())
     if TASKS in names:
         raise FileExistsError(

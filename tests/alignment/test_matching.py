@@ -260,6 +260,13 @@ def test_a_descent_cut_short_says_so():
     assert not all(align(*pair, group, restarts=0, max_sweeps=1).converged for pair in pairs)
 
 
+def test_narrow_networks_start_anew_by_default_and_wide_ones_do_not():
+    for width, starts in ((4, 4), (257, 1)):
+        group = mlp(2, width, width, 2)
+        weights = random_weights(group), random_weights(group)
+        assert len(align(*weights, group, max_sweeps=1).start_costs) == starts
+
+
 def test_progress_shows_a_bar(capsys):
     group = mlp(3, 4, 4, 2)
     align(random_weights(group), random_weights(group), group, progress=True)

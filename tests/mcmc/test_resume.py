@@ -4,6 +4,7 @@ import errno
 import warnings
 from dataclasses import replace
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -17,6 +18,7 @@ from pyro_symmetric.mcmc.driver import Run
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.store import read_store
+from pyro_symmetric.store.layout import LOCK
 
 QUICK = {"num_chains": 3, "num_warmup": 24, "num_samples": 8, "thinning": 2, "progress": False}
 TOTAL = 24 + 2 * 8
@@ -281,7 +283,7 @@ def stored(tmp_path_factory):
 
 
 def bytes_of(folder):
-    return {f.name: f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file() and f.name != "lock"}
+    return {f.name: f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file() and f.name != LOCK}
 
 
 @pytest.mark.parametrize("difference", CHANGES)
@@ -348,3 +350,27 @@ def test_a_kernels_state_that_cannot_be_stored_is_told(tmp_path):
 
     with pytest.raises(TypeError, match="which a store can't keep"):
         sample(Odd(model), Y, store=tmp_path / "s", **QUICK)
+
+
+def test_arguments_by_name_may_come_in_another_order(tmp_path):
+    def model(x, y):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+
+    options = {"num_samples": 2, "num_warmup": 2, "num_chains": 2, "seed": 1, "store": tmp_path / "s", "progress": False}
+    x, y = torch.linspace(-1, 1, 5), torch.ones(5)
+    first = sample(HMC(model), x=x, y=y, **options)
+    again = sample(HMC(model), y=y, x=x, **options)
+    assert torch.equal(first.samples["slope"], again.samples["slope"])
+
+
+def test_settings_that_are_numbers_of_numpy_are_stored(tmp_path):
+    def model():
+        pyro.sample("a", dist.Normal(0.0, 1.0))
+
+    kernel = HMC(model, step_size=np.float64(0.1), num_steps=np.int64(2))
+    options = {"num_samples": 2, "num_warmup": 2, "num_chains": 2, "seed": 1, "progress": False}
+    sample(kernel, store=tmp_path / "s", chain_chunk=np.int64(2), **options)
+    sample(kernel, store=tmp_path / "tasks", chains_per_task=np.int64(1), **options)
+    assert Posterior.load(tmp_path / "s").metadata["settings"]["num_steps"] == 2

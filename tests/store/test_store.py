@@ -15,7 +15,7 @@ import pyro_symmetric.store.writer as writer
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.storage import save_tensors
 from pyro_symmetric.store import Draws, DrawStore, join, read_store
-from pyro_symmetric.store.layout import CHECKPOINT, KIND, VERSION
+from pyro_symmetric.store.layout import CHECKPOINT, KIND, LOCK, VERSION
 
 
 def draw(k: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -57,7 +57,7 @@ def path(tmp_path):
 
 
 def snapshot(folder) -> dict[str, bytes]:
-    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != "lock"}
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != LOCK}
 
 
 def test_what_was_committed_is_read_back_in_chains_by_draws_and_nothing_else(path):
@@ -199,9 +199,32 @@ def test_a_file_in_the_folders_place_is_left_alone(tmp_path):
 
 def test_a_folder_of_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"is no draw store but holds thesis\.tex"):
+    (tmp_path / "lock").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"is no draw store but holds lock, thesis\.tex"):
         DrawStore(tmp_path)
-    assert (tmp_path / "thesis.tex").read_text() == "mine"
+    assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {"lock": "precious", "thesis.tex": "mine"}
+
+
+def test_a_refused_store_keeps_no_lock_that_it_did_not_have(path):
+    (path / LOCK).unlink()
+    save_tensors(path / CHECKPOINT, KIND, VERSION + 1, {}, {"anything": 1})
+    with pytest.raises(ValueError, match="newer pyro_symmetric"):
+        DrawStore(path)
+    assert not (path / LOCK).exists()
+
+
+def test_things_that_another_run_put_there_meanwhile_are_seen_under_the_lock(tmp_path, monkeypatch):
+    calls = []
+
+    def recognise(folder):
+        calls.append(folder)
+        if len(calls) == 2:
+            raise FileExistsError("taken")
+
+    monkeypatch.setattr(writer, "_recognise", recognise)
+    with pytest.raises(FileExistsError, match="taken"):
+        DrawStore(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
