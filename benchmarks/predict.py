@@ -63,7 +63,7 @@ def main() -> None:
     found = {}
     for way in WAYS:
         result = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--way", way], capture_output=True, text=True, check=True
+            [sys.executable, __file__, *sys.argv[1:], "--way", way], stdout=subprocess.PIPE, text=True, check=True
         )
         found[way] = json.loads(result.stdout.splitlines()[-1])
     own = found["predict"]

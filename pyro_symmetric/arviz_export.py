@@ -13,6 +13,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.placement import Placement, placed, promoted
 from pyro_symmetric.predict import pointwise_log_likelihood, predict
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Shapes
@@ -38,7 +39,7 @@ def to_arviz(
         model, args, kwargs = _call(posterior, log_likelihood, "log_likelihood")
         values = pointwise_log_likelihood(posterior, model, *args, **kwargs)
         groups["log_likelihood"] = _by_chain(posterior, values)
-        groups["observed_data"] = _observed(model, args, kwargs, values)
+        groups["observed_data"] = _observed(posterior, model, args, kwargs, values)
     if posterior_predictive is not False:
         model, args, kwargs = _call(posterior, posterior_predictive, "posterior_predictive")
         if isinstance(model, BayesianModel):
@@ -94,9 +95,11 @@ def _by_chain(posterior: Posterior, values: Mapping[str, Tensor]) -> dict[str, n
 
 
 def _observed(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sites: Mapping[str, Tensor]
+    posterior: Posterior, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sites: Mapping[str, Tensor]
 ) -> dict[str, np.ndarray]:
-    with torch.no_grad(), poutine.block():
+    dtype = promoted(list(posterior.samples.values()))
+    model, args, kwargs = placed(model, args, kwargs, posterior.origin_device, dtype)
+    with torch.no_grad(), poutine.block(), Placement(posterior.origin_device, dtype):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return {site: _numpy(torch.as_tensor(trace.nodes[site]["value"])) for site in sites}
 

@@ -10,7 +10,6 @@ for is kept. Targets are drawn after the map, chunk by chunk.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -18,11 +17,11 @@ from typing import Any, Literal, get_args
 import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from pyro_symmetric.guides.base import sample_posterior
+from pyro_symmetric.largest import LargestTensor
 from pyro_symmetric.predictors import Predictor, predictor_of
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Shapes, Weights, batch_shape, require_sites
@@ -82,7 +81,7 @@ def predict(
         raise ValueError(f"kind is {kind!r}; it must be one of {get_args(Kind)}")
     if average and kind != "mean":
         raise ValueError(f"average=True is for kind='mean': the average of {kind} says nothing of the posterior")
-    predictor = predictor_of(_sites_of(posterior), model, args, kwargs, kind)
+    predictor = predictor_of(_weights_of(posterior), model, args, kwargs, kind, _device_of(posterior))
     return _run(posterior, predictor, num_samples, average, draw_chunk, row_chunk, progress)
 
 
@@ -101,7 +100,7 @@ def pointwise_log_likelihood(
 
     Untempered, and not scaled up for mini-batches. Arguments as :func:`predict`'s, with the targets.
     """
-    predictor = predictor_of(_sites_of(posterior), model, args, kwargs, "log_likelihood")
+    predictor = predictor_of(_weights_of(posterior), model, args, kwargs, "log_likelihood", _device_of(posterior))
     result = _run(posterior, predictor, num_samples, False, draw_chunk, row_chunk, progress)
     if not result:
         raise ValueError("the model has no observed site; pass the targets")
@@ -163,14 +162,20 @@ class _Draws:
         return {site: value.to(device=predictor.device, dtype=predictor.dtype) for site, value in taken.items()}
 
 
-def _sites_of(posterior: Any) -> set[str]:
+def _weights_of(posterior: Any) -> Mapping[str, Tensor]:
+    """Draws of every site; of a guide, one."""
     if isinstance(posterior, Posterior):
-        return set(posterior.samples)
+        return posterior.samples
     if isinstance(posterior, AutoGuide):
-        return set(sample_posterior(posterior))
+        return sample_posterior(posterior)
     if isinstance(posterior, Mapping):
-        return set(posterior)
+        return posterior
     raise TypeError(f"posterior is a {type(posterior).__name__}; it must be a Posterior, an automatic guide or weights")
+
+
+def _device_of(posterior: Any) -> torch.device | str | None:
+    """Where the model was told to compute when it was sampled; its draws lie on the CPU."""
+    return posterior.origin_device if isinstance(posterior, Posterior) else None
 
 
 def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> _Draws:
@@ -238,25 +243,12 @@ def _chunks(draws: _Draws, predictor: Predictor, draw_chunk: int | None, row_chu
     if len(draws) == 0 or rows == 0 or (draw_chunk and row_chunk):
         return draw_chunk or 1, row_chunk or 1
     probed = min(rows, _PROBED_ROWS)  # enough for activations to be larger than weights
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         predictor(draws.part(slice(0, 1), predictor), slice(0, probed))
-    row_entries = -(-largest.entries // probed)
+    row_entries = max(1, -(-largest.entries // probed))
     entries = _CPU_ENTRIES if (predictor.device or draws.device).type == "cpu" else _DEVICE_ENTRIES
     weights = sum(shape.numel() for shape in predictor.site_shapes.values())
     if draw_chunk is None:
         fitting = max(_LEAST_DRAWS, min(_MOST_DRAWS, entries // (row_entries * rows)))
         draw_chunk = max(1, min(fitting, _WEIGHT_ENTRIES // weights))
     return draw_chunk, row_chunk or max(1, entries // (draw_chunk * row_entries))
-
-
-class _LargestTensor(TorchDispatchMode):
-    """Watches operations, and keeps the size of the largest result that isn't a view of something else."""
-
-    entries = 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            sizes = (leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-            self.entries = max(self.entries, *itertools.chain(sizes, (1,)))
-        return result

@@ -10,12 +10,15 @@ from typing import Any, Protocol
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
+from torch.distributions import Categorical, Independent
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.placement import Placement, placed, promoted
 from pyro_symmetric.symmetry.weights import Shapes, Weights
 
 
@@ -63,14 +66,8 @@ class NetworkPredictor:
         like = next(iter(parameters.values()))
         self.device: torch.device | None = like.device
         self.dtype: torch.dtype | None = like.dtype
-        self.args = tuple(self._placed(value) for value in args)
-        self.kwargs = {name: self._placed(value) for name, value in kwargs.items()}
+        _, self.args, self.kwargs = placed(None, args, kwargs, self.device, self.dtype)
         self.num_rows: int | None = len(args[0])
-
-    def _placed(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
 
     def __call__(self, weights: Weights, rows: slice) -> Any:
         def cut(value: Any) -> Any:
@@ -92,28 +89,49 @@ class NetworkPredictor:
 
 
 class TracedPredictor:
-    """Any Pyro model, its trace mapped over draws; one draw after another where that can't be."""
+    """Any Pyro model, its trace mapped over draws; one draw after another where that can't be.
+
+    Computed in the draws' precision, whatever the arguments' is; on ``device``, or else where the arguments are.
+    """
 
     num_rows: int | None = None
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
 
     def __init__(
-        self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, given: set[str]
+        self,
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kind: str,
+        given: Mapping[str, Tensor],
+        device: torch.device | str | None,
     ):
-        self.model, self.args, self.kwargs, self.kind = model, args, kwargs, kind
-        with poutine.block():
-            trace = poutine.trace(model).get_trace(*args, **kwargs)
+        self.dtype: torch.dtype | None = promoted(list(given.values()))
+        self.model, self.args, self.kwargs = placed(model, args, kwargs, device, self.dtype)
+        self.kind = kind
+        self.device: torch.device | None = _place_of(self.model, (self.args, self.kwargs), device)
+        with poutine.block(), Placement(self.device, self.dtype):
+            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+        drawn = [name for name, site in sites.items() if name not in given and not site_is_subsample(site)]
+        self._last = drawn[-1] if drawn else None
         self.site_shapes: Shapes = {name: site["value"].shape for name, site in sites.items() if name in given}
         if not self.site_shapes:
+            latent = sorted(name for name in drawn if not sites[name]["is_observed"])
             raise ValueError(
-                f"the model has none of the sites {sorted(given)}; it has {sorted(sites)}. (The sites of a network are "
-                "its parameters' names.)"
+                f"the model has none of the sites {sorted(given)}; its latent sites are {latent}. (The sites of a "
+                "network are its parameters' names.)"
             )
         self._one_by_one = False
 
     def __call__(self, weights: Weights, rows: slice) -> Any:
+        values = self._evaluated(weights)
+        if self.kind == "mean":
+            for site, value in values.items():
+                if value.numel() and bool(value.isnan().all()):
+                    raise ValueError(_no_mean(site, "whose mean isn't a number"))
+        return values
+
+    def _evaluated(self, weights: Weights) -> Any:
         with pyro.validation_enabled(False):  # whose checks branch on values, which vmap forbids
             if not self._one_by_one:
                 try:
@@ -142,7 +160,7 @@ class TracedPredictor:
                 for name, site in observed.items()
                 if not site_is_subsample(site)
             }
-        with _Targets(weights, self.kind) as targets:
+        with _Targets(weights, self.kind, self._last) as targets:
             returned = conditioned(*self.args, **self.kwargs)
         if self.kind != "outputs":
             return targets.values
@@ -155,11 +173,14 @@ class TracedPredictor:
 
 
 class _Targets(Messenger):
-    """Draws what the posterior doesn't give, and keeps that or its mean."""
+    """Draws what the posterior doesn't give, and keeps that or its mean.
 
-    def __init__(self, given: Mapping[str, Tensor], kind: str):
+    :param last: the last such site of the model, on whose value no mean depends.
+    """
+
+    def __init__(self, given: Mapping[str, Tensor], kind: str, last: str | None):
         super().__init__()
-        self.given, self.kind = given, kind
+        self.given, self.kind, self.last = given, kind, last
         self.values: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -167,19 +188,61 @@ class _Targets(Messenger):
             return
         # Not rsample, whose in-place noise vmap refuses. Data stay where only what they don't change is asked for.
         if self.kind == "samples" or not msg["is_observed"]:
-            msg["value"] = msg["fn"].sample()
+            # Many distributions draw by noise in place, which vmap refuses too; so no more is drawn than is needed.
+            idle = self.kind == "mean" and msg["name"] == self.last and msg["fn"].has_rsample
+            msg["value"] = _mean(msg["name"], msg["fn"]) if idle else msg["fn"].sample()
             msg["done"] = True
-        self.values[msg["name"]] = msg["fn"].mean if self.kind == "mean" else msg["value"]
+        self.values[msg["name"]] = _mean(msg["name"], msg["fn"]) if self.kind == "mean" else msg["value"]
 
 
-def predictor_of(given: set[str], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str) -> Predictor:
+def _mean(site: str, fn: Any) -> Tensor:
+    """The mean, which of a categorical site are its probabilities, as of a classifying ``BayesianModel``.
+
+    :raises ValueError: naming the site, if its distribution has none in closed form.
+    """
+    inner = fn
+    while isinstance(inner, Independent | MaskedDistribution | ExpandedDistribution):
+        inner = inner.base_dist
+    try:
+        if isinstance(inner, Categorical):  # OneHotCategorical's mean are its probabilities
+            return inner.probs.expand(*fn.batch_shape, *fn.event_shape, inner.probs.shape[-1])
+        return fn.mean
+    except NotImplementedError as error:
+        raise ValueError(_no_mean(site, f"({type(fn).__name__}) whose mean isn't known")) from error
+
+
+def _no_mean(site: str, what: str) -> str:
+    return f"kind='mean' is asked for, but site {site!r} has a distribution {what}; use kind='samples'"
+
+
+def predictor_of(
+    given: Mapping[str, Tensor],
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kind: str,
+    device: torch.device | str | None = None,
+) -> Predictor:
     """The predictor of a model.
 
-    :param given: the sites that the posterior has.
+    :param given: draws of the sites that the posterior has.
+    :param device: where to run a traced model; ``None``: where its arguments are. A network stays where it is.
     """
     if not callable(model):
         raise TypeError(f"model is a {type(model).__name__}; it must be a BayesianModel, a network or a Pyro model")
     names = {name for name, _ in model.named_parameters()} if isinstance(model, nn.Module) else set()
-    if isinstance(model, BayesianModel) or (names and names <= given):
+    if isinstance(model, BayesianModel) or names & set(
+        given
+    ):  # of a network's weights, if some are missing they are named
         return NetworkPredictor(model, args, kwargs, kind)
-    return TracedPredictor(model, args, kwargs, kind, given)
+    return TracedPredictor(model, args, kwargs, kind, given, device)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _place_of(model: Any, arguments: Any, device: torch.device | str | None) -> torch.device | None:
+    if device is not None:
+        return torch.device(device)
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    return next((leaf.device for leaf in (*tree_leaves(arguments), *parameters) if isinstance(leaf, Tensor)), None)

@@ -13,11 +13,12 @@ header's metadata the format's name, its version and a JSON text.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from pyro.infer.mcmc.util import select_samples
 from torch import Tensor
@@ -33,15 +34,17 @@ from pyro_symmetric.symmetry.weights import Weights
 
 KIND = "posterior"
 VERSION = 1
+MOST_ENTRIES_SHOWN = 32  # of a site, one by one
 
 
 @dataclass(frozen=True, eq=False)
 class _Origin:
-    """What a posterior was drawn from; kept in memory only."""
+    """What a posterior was drawn from; kept in memory only. ``device``: where that was asked to compute."""
 
     kernel: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    device: torch.device | str | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -129,6 +132,15 @@ class Posterior:
         is_kernel = callable(getattr(kernel_or_model, "model", None)) and not callable(kernel_or_model)
         kernel = kernel_or_model if is_kernel else SimpleNamespace(model=kernel_or_model)
         return self._like(self.samples, self.statistics, _Origin(kernel, args, kwargs))
+
+    def sampled_on(self, device: torch.device | str | None) -> Posterior:
+        """This posterior, remembering where its model was asked to compute, so that what looks at it does so there."""
+        return self._like(self.samples, self.statistics, replace(self._drawn_from, device=device))
+
+    @property
+    def origin_device(self) -> torch.device | str | None:
+        """Where its model was asked to compute; ``None`` if that isn't known or was left to the model."""
+        return None if self._origin is None else self._origin.device
 
     @property
     def kernel(self) -> Any:
@@ -267,14 +279,20 @@ class Posterior:
         that are constant or not finite.
 
         :return: site -> ``r_hat``, ``r_hat_median``, ``ess_bulk``, ``ess_bulk_median``, ``ess_tail``,
-            ``ess_tail_median`` (without suffix: the worst); and ``"divergences"`` -> ``{"chain 0": [draws], ...}``,
-            with empty lists where the sampler knows no divergence. Draws mapped from a file are read block by block.
+            ``ess_tail_median`` (without suffix: the worst) and ``n_eff``, Pyro's name for ``ess_bulk``; and, as in
+            Pyro, ``"divergences"`` -> ``{"chain 0": [draws], ...}``, with empty lists where the sampler knows no
+            divergence, and ``"acceptance rate"`` -> ``{"chain 0": mean, ...}`` where it knows one. Draws mapped from a
+            file are read block by block.
         """
         table: dict[str, dict[str, Any]] = {
             site: chain_statistics(value).summary() for site, value in self.samples.items()
         }
+        for found in table.values():
+            found["n_eff"] = found["ess_bulk"]
         flags = self.statistics.get("diverging", torch.zeros(self.num_chains, 0))
         table["divergences"] = {f"chain {c}": row.nonzero().flatten().tolist() for c, row in enumerate(flags)}
+        if (rates := self.statistics.get("acceptance_rate")) is not None:
+            table["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
         return table
 
     def check(self) -> Any:
@@ -291,7 +309,7 @@ class Posterior:
         diagnostics = self.diagnostics()
         columns = ["r_hat", "r_hat_median", "ess_bulk", "ess_bulk_median", "ess_tail", "ess_tail_median"]
         width = max(len("site"), *(len(site) for site in self.samples))
-        lines = [f"{'site':<{width}}  weights  R-hat worst  median  ESS bulk worst    median  ESS tail worst    median"]
+        lines = [f"{'site':<{width}}  entries  R-hat worst  median  ESS bulk worst    median  ESS tail worst    median"]
         for site, shape in self.site_shapes.items():
             r, r_median, bulk, bulk_median, tail, tail_median = (diagnostics[site][column] for column in columns)
             lines.append(
@@ -299,16 +317,44 @@ class Posterior:
                 f"  {tail:>14.0f}  {tail_median:>8.0f}"
             )
         total = self.num_chains * self.num_samples
-        lines.append(f"{self.num_chains} chains of {self.num_samples} draws")
+        chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
+        lines.append(f"{chains} of {self.num_samples} draws")
         if "diverging" in self.statistics:
             lines[-1] += f"; {int(self.divergences.sum())} of {total} diverged"
         if "acceptance_rate" in self.statistics:
             lines[-1] += f"; mean acceptance {float(self.statistics['acceptance_rate'].double().mean()):.2f}"
         return "\n".join(lines)
 
-    def summary(self) -> None:
-        """Print :meth:`summary_table`."""
-        print(self.summary_table())
+    def summary(self, prob: float = 0.9) -> None:
+        """Print :meth:`summary_table`, and before it, as Pyro does, a line for every entry of sites with few of them.
+
+        :param prob: how much the interval of each entry holds, by quantiles.
+        """
+        if not 0 < prob < 1:
+            raise ValueError(f"prob is {prob}; it must lie between 0 and 1")
+        for lines in (self._entries_table(prob), self.summary_table()):
+            if lines:
+                print(lines)
+
+    def _entries_table(self, prob: float) -> str:
+        low, high = (1 - prob) / 2, (1 + prob) / 2
+        rows: list[tuple[Any, ...]] = []
+        for site, draws in self.samples.items():
+            shape = draws.shape[2:]
+            if not 0 < shape.numel() <= MOST_ENTRIES_SHOWN:
+                continue
+            statistics, flat = chain_statistics(draws), draws.double().cpu().reshape(-1, shape.numel())
+            numbers = [flat.mean(0), flat.std(0), *np.quantile(flat.numpy(), [0.5, low, high], axis=0)]
+            numbers += [statistics.ess_bulk.flatten(), statistics.r_hat.flatten()]
+            places = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)) if shape else [()]
+            names = [f"{site}[{','.join(str(int(i)) for i in at)}]" if shape else site for at in places]
+            rows += zip(names, *(number.tolist() for number in numbers), strict=True)
+        if not rows:
+            return ""
+        width = max(len(row[0]) for row in rows)
+        heads = ("mean", "std", "median", f"{low:.1%}", f"{high:.1%}", "n_eff", "r_hat")
+        lines = [" " * width + "".join(f"{head:>10}" for head in heads)]
+        return "\n".join([*lines, *(f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows)])
 
     def to_arviz(
         self,

@@ -226,3 +226,40 @@ def test_a_fixed_noise_needs_no_site(x):
 def test_draws_on_the_cpu_meet_a_network_on_the_device(model, posterior, x):
     expected = predict(posterior, model, x)
     assert torch.allclose(predict(posterior, model.to("cuda"), x), expected, atol=1e-5)
+
+
+def classes(x, y=None):
+    p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Categorical(p), obs=y)
+
+
+def heavy(x, degrees, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.StudentT(degrees, w * x), obs=y)
+
+
+def test_the_mean_of_a_categorical_site_are_its_probabilities():
+    p = torch.distributions.Dirichlet(torch.ones(3)).sample((5,))
+    found = predict({"p": p}, classes, torch.zeros(4), kind="mean")["y"]
+    assert torch.allclose(found, p[:, None].expand(5, 4, 3))
+
+
+def test_means_need_no_draws_that_vmap_refuses():  # warnings are errors
+    w, x = torch.randn(5), torch.randn(4)
+    assert torch.allclose(predict({"w": w}, heavy, x, 3.0, kind="mean")["y"], w[:, None] * x)
+
+
+def test_a_mean_that_is_undefined_is_an_error_that_names_the_site():
+    with pytest.raises(ValueError, match=r"site 'y' .*kind='samples'"):
+        predict({"w": torch.randn(5)}, heavy, torch.randn(4), 1.0, kind="mean")
+
+
+def test_missing_weights_are_named(model, posterior, x):
+    weights = {site: value for site, value in posterior.samples.items() if site != "2.bias"}
+    for network in (model, model.net):
+        with pytest.raises(ValueError, match=r"lacks the sites \['2.bias'\]"):
+            predict(weights, network, x)
+    with pytest.raises(ValueError, match=r"latent sites are \['scale', 'w'\]"):
+        predict({"v": torch.randn(5)}, regression, x, torch.zeros(len(x)))

@@ -364,3 +364,28 @@ def test_chains_in_two_copies_of_a_mode_agree_in_canonical_form():
     assert posterior.diagnostics()["w"]["r_hat"] > 1.5
     assert canonical.diagnostics()["w"]["r_hat"] < 1.1
     assert torch.equal(canonical.statistics["lp"], posterior.statistics["lp"])
+
+
+def test_summary_and_diagnostics_say_what_those_of_pyros_mcmc_say(capsys):
+    generator = torch.Generator().manual_seed(0)
+    draws = {"a": torch.randn(2, 50, generator=generator), "b": torch.randn(2, 50, 1, 2, generator=generator)}
+    rates = torch.rand(2, 50, generator=generator)
+    posterior = Posterior({**draws, "large": torch.randn(2, 50, 40, generator=generator)}, {"acceptance_rate": rates})
+    found = posterior.diagnostics()
+    assert found["acceptance rate"] == pytest.approx({f"chain {c}": float(rates[c].mean()) for c in (0, 1)})
+    assert found["a"]["n_eff"] == found["a"]["ess_bulk"]
+    posterior.summary(prob=0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["mean", "std", "median", "25.0%", "75.0%", "n_eff", "r_hat"]
+    for line, name, values in zip(
+        lines[1:4], ("a", "b[0,0]", "b[0,1]"), (draws["a"], *draws["b"].flatten(2).unbind(-1)), strict=True
+    ):
+        shown = line.split()
+        low, middle, high = np.quantile(values.numpy(), [0.25, 0.5, 0.75])
+        assert shown[0] == name
+        assert [float(v) for v in shown[1:6]] == pytest.approx(
+            [values.mean().item(), values.std().item(), middle, low, high], abs=0.06
+        )
+    assert "large[" not in "".join(lines)
+    with pytest.raises(ValueError, match="prob is 90"):
+        posterior.summary(prob=90)

@@ -11,6 +11,7 @@ entries counts, the last of several: a layer's activations rather than its sums,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,11 @@ from pyro_symmetric.symmetry.labels import Array, Value
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.weight_symmetry import copied
 from pyro_symmetric.symmetry.weights import Weights
+
+# How many numbers the activations of the sources that are evaluated together may hold.
+CHUNK_ENTRIES = 2**26
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,25 +74,31 @@ class ActivationCost:
         tracing.propagate(self._program, self._net, self._facts, set(), self._values)
         ends = [np.concatenate([pair[i] for pair in self._facts.unions] or [np.empty(0, int)]) for i in (0, 1)]
         _, self._classes = components(self._facts.size, *ends)
-        self._last: tuple[Weights, dict[str, Tensor]] | None = None
 
     def __call__(self, source: Weights, reference: Weights, permutations: PermutationGroup) -> dict[str, Tensor]:
         """Correlations of every unit of the reference (rows) with every unit of the source, for every factor.
 
         Of nested factors, the units of all of one kind are stacked.
         """
+        return {name: scores[0] for name, scores in self.of_many([source], reference, permutations).items()}
+
+    def of_many(
+        self, sources: Sequence[Weights], reference: Weights, permutations: PermutationGroup
+    ) -> dict[str, Tensor]:
+        """The same for several sources, ``(B, n, n)``: one batched forward for as many as fit into memory."""
         shows = self._shows(permutations)
-        if self._last is None or self._last[0] is not reference:  # several sources have one reference
-            self._last = reference, self._activations(reference, shows)
-        known, own = self._last[1], self._activations(source, shows)
+        known = self._activations([reference], shows)
+        entries = sum(value.numel() for value in known.values()) + sum(v.numel() for v in reference.values())
+        size = max(1, CHUNK_ENTRIES // max(1, 3 * entries))
+        pieces = [self._activations(sources[k : k + size], shows) for k in range(0, len(sources), size)]
         scores = {}
         for units in (u for root in units_of(permutations) for u in root.tree()):
             if units.name in shows:
-                scores[units.name] = torch.einsum("bis,bjs->ij", known[units.name], own[units.name]) / len(
-                    known[units.name]
-                )
+                first = known[units.name][0]
+                parts = [torch.einsum("bis,kbjs->kij", first, own[units.name]) / len(first) for own in pieces]
+                scores[units.name] = torch.cat(parts)
             else:  # all that such a unit consists of is matched inside it
-                scores[units.name] = torch.zeros(units.count, units.count)
+                scores[units.name] = torch.zeros(len(sources), units.count, units.count)
         return scores
 
     # small steps ----------------------------------------------------------------------------------------------------
@@ -147,17 +159,39 @@ class ActivationCost:
             found.append((entries, _Show(node.name, part.axes, index)))
         return found
 
-    def _activations(self, weights: Weights, shows: Mapping[str, _Show]) -> dict[str, Tensor]:
-        """Standardised activations of every set, ``(blocks, count, entries)``; zero where a unit never changes."""
-        results = _Recorder(self._program, {show.node for show in shows.values()}).record(self._arguments(weights))
+    def _activations(self, many: Sequence[Weights], shows: Mapping[str, _Show]) -> dict[str, Tensor]:
+        """Standardised activations of every set, ``(B, blocks, count, entries)``; zero where a unit never changes."""
+        results = self._results(many, {show.node for show in shows.values()})
         found = {}
         for name, show in shows.items():
-            value = results[show.node].movedim(show.axes, tuple(range(len(show.axes)))).flatten(0, len(show.axes) - 1)
-            rows = value.reshape(len(value), -1)[show.index.to(value.device)].double()
+            axes, to = [1 + axis for axis in show.axes], list(range(1, 1 + len(show.axes)))
+            value = results[show.node].movedim(axes, to).flatten(1, len(axes))
+            rows = value.flatten(2) if value.dim() > 2 else value.unsqueeze(-1)
+            rows = rows[:, show.index.to(value.device)].double()
             rows = rows - rows.mean(-1, keepdim=True)
             norms = rows.norm(dim=-1, keepdim=True)
             found[name] = torch.where(norms > 0, rows / norms.clamp_min(1e-300), 0.0)
         return found
+
+    def _results(self, many: Sequence[Weights], nodes: set[str]) -> dict[str, Tensor]:
+        """What some operators return for each of several weights, ``(B, ...)``."""
+        arguments = [self._arguments(weights) for weights in many]
+        if len(many) > 1:
+            # What no weights replace is the same object for all.
+            own = [any(value is not first for value in values) for first, *values in zip(*arguments, strict=True)]
+            columns = zip(own, zip(*arguments, strict=True), strict=True)
+            stacked = [torch.stack(values) if differs else values[0] for differs, values in columns]
+            mapped = torch.func.vmap(
+                lambda *given: _Recorder(self._program, nodes).record(given),
+                in_dims=tuple(0 if differs else None for differs in own),
+            )
+            try:
+                found: dict[str, Tensor] = mapped(*stacked)
+                return found
+            except RuntimeError as error:  # a fused recurrent layer, say, for which vmap has no rule
+                _log.debug("taken one by one, as the network can't be evaluated for many weights at once: %s", error)
+        every = [_Recorder(self._program, nodes).record(given) for given in arguments]
+        return {name: torch.stack([results[name] for results in every]) for name in nodes}
 
     def _arguments(self, weights: Weights) -> list[Any]:
         names = tracing.site_names(self._net)

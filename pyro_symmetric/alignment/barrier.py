@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
-from pyro_symmetric.alignment.geodesic import draw, interpolate_gaussians, standard_normals
+from pyro_symmetric.alignment.gaussian import GaussianWeights
+from pyro_symmetric.alignment.geodesic import draw, interpolate_gaussians, require_ends, standard_normals
+from pyro_symmetric.alignment.inputs import gaussian_of
 from pyro_symmetric.alignment.marginalise import MarginalLikelihood, MarginalPrediction
 from pyro_symmetric.alignment.repair import Repair
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.symmetry.weights import Weights, require_finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +35,7 @@ Data = tuple[Tensor, Tensor]
 
 # Weights of all draws that a model evaluates at once, unless the caller says how many draws.
 CHUNK_WEIGHTS = 2**24
+LOSS_LABEL = "marginalised loss (nats per row)"
 
 
 @dataclass(frozen=True)
@@ -81,23 +83,36 @@ class BarrierCurve:
     def plot(self, ax: Axes | None = None, label: str = "", names: Sequence[str] | None = None) -> Axes:
         """Draw curves along the path, and the straight lines between their ends.
 
-        :param ax: where to draw; a new figure by default.
+        :param ax: where to draw; a new figure by default. What is drawn there already keeps its name beside the axis.
         :param label: what the legend says before the name of each curve.
         :param names: which losses or metrics; all losses by default.
         """
         from matplotlib import pyplot as plt
 
         known = {**self.losses, **self.metrics}
+        if isinstance(names, str):
+            raise TypeError(f"names is the string {names!r}; it must be a list of names, e.g. [{names!r}]")
         if unknown := [name for name in names or () if name not in known]:
             raise ValueError(f"names holds {unknown}; the curve has {list(known)}")
         if ax is None:
             ax = plt.subplots()[1]
-        for name in self.losses if names is None else names:
+        drawn = list(self.losses if names is None else names)
+        chord = "between the ends"  # one entry of the legend for the chords of all curves of these axes
+        for name in drawn:
             values = known[name]
             (line,) = ax.plot(self.t, values, marker=".", label=f"{label} {name}".strip())
-            ax.plot(self.t[[0, -1]], values[[0, -1]], ls="--", lw=0.8, color=line.get_color())
-        only_losses = names is None or all(name in self.losses for name in names)
-        ylabel = "marginalised loss (nats per row)" if only_losses else ", ".join(names or ())
+            named = chord in ax.get_legend_handles_labels()[1]
+            ax.plot(
+                self.t[[0, -1]],
+                values[[0, -1]],
+                ls="--",
+                lw=0.8,
+                color=line.get_color(),
+                label=None if named else chord,
+            )
+        kinds = [LOSS_LABEL if name in self.losses else name for name in drawn]
+        # What the axes hold already keeps its place.
+        ylabel = ", ".join(dict.fromkeys([*filter(None, ax.get_ylabel().split(", ")), *kinds]))
         ax.set(xlabel="position on the path t", ylabel=ylabel)
         ax.legend()
         return ax
@@ -125,8 +140,8 @@ def loss_barrier(
     >>> curve = loss_barrier(guide, aligned, model, {"train": (x, y), "test": (test_x, test_y)})
     >>> curve = loss_barrier(net, symmetry.act(element, other), model, (x, y), repair=x)
 
-    :param guide_0: a guide with Gaussian moments (correlations are left out), ``GaussianWeights``, or a network: a
-        module, or its weights by name, running statistics among them or not.
+    :param guide_0: a guide with Gaussian moments (correlations are left out), ``GaussianWeights``, a ``Posterior`` (the
+        moments of its draws), or a network: a module, or its weights by name, running statistics among them or not.
     :param guide_1: likewise.
     :param log_likelihood: a :class:`~pyro_symmetric.models.BayesianModel`, whose loss (untempered, whatever the
         temperature it was trained at) and error are measured on ``data``; or a function: weights of batch shape
@@ -147,7 +162,8 @@ def loss_barrier(
     for name, number in (("num_samples", num_samples), ("chunk_size", chunk_size)):
         if number is not None and number < 1:
             raise ValueError(f"{name} is {number}; it must be at least 1")
-    first, second = _end(guide_0), _end(guide_1)
+    first, second = _end(guide_0, "guide_0"), _end(guide_1, "guide_1")
+    require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
     measures = _measures(log_likelihood, data)
     plain = not any(bool(scale.any()) for end in (first, second) for scale in end.scale.values())
@@ -184,12 +200,12 @@ def loss_barrier(
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _end(guide: Any) -> GaussianWeights:
+def _end(guide: Any, name: str) -> GaussianWeights:
     """One end of the path; of a module, its parameters and running statistics."""
     if isinstance(guide, nn.Module) and not hasattr(guide, "prototype_trace"):
         buffers = {name: value for name, value in guide.named_buffers() if value.is_floating_point()}
-        return to_gaussian({**dict(guide.named_parameters()), **buffers})
-    return to_gaussian(guide)
+        guide = {**dict(guide.named_parameters()), **buffers}
+    return gaussian_of(guide, name)
 
 
 def _measures(log_likelihood: Any, data: Data | Mapping[str, Data] | None) -> Callable[[], list[MarginalLikelihood]]:
@@ -203,6 +219,7 @@ def _measures(log_likelihood: Any, data: Data | Mapping[str, Data] | None) -> Ca
                 raise ValueError(f"data[{name!r}] is a {type(pair).__name__}; it must be a pair (x, y) of tensors")
             if len(pair[0]) != len(pair[1]):
                 raise ValueError(f"data[{name!r}] has {len(pair[0])} inputs and {len(pair[1])} targets")
+            require_finite({"x": pair[0], "y": pair[1]}, f"data[{name!r}]")
         return lambda: [MarginalPrediction(name, log_likelihood, x, y) for name, (x, y) in rows.items()]
     if data is not None:
         raise ValueError("data go with a BayesianModel; functions of weights know their own")

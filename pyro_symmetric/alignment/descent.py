@@ -124,9 +124,14 @@ class Matcher:
         self._sites = list(source)
 
     @property
-    def separable(self) -> bool:
-        """Whether no factor shares a site with another or itself: then one assignment each is the exact optimum."""
-        return not bool(self._coupled.any())
+    def kickable(self) -> list[int]:
+        """Numbers of the moves that a kick shuffles: coupled units, or else coupled signs.
+
+        Without coupling, one assignment each is the exact optimum; between scales there are no barriers to jump over.
+        """
+        coupled = [m for m in range(len(self.moves)) if bool(self._coupled[m].any())]
+        units = [m for m in coupled if self.moves[m].root is not None]
+        return units or [m for m in coupled if (self.moves[m].multiplier or ("",))[0] == "sign"]
 
     def identity(self) -> State:
         """Nothing is moved."""
@@ -167,28 +172,33 @@ class Matcher:
         return state, unsettled
 
     def kicked_start(self, state: State, rows: Tensor) -> tuple[State, Tensor, Tensor]:
-        """Shuffle some units of one random coupled factor of each source: starts near a good matching, in other basins.
+        """Shuffle some units (or flip some signs) of one random factor of each source: starts near a good matching.
 
-        Starts that are random altogether hardly ever beat the forward start in wide networks; small kicks mostly do.
+        They lie in other basins. Starts that are random altogether hardly ever beat the forward start in wide networks;
+        small kicks mostly do.
 
         :param state: of the sources ``rows``.
         :returns: the new state, the moves to look at, and those to look at after them: the kicked ones themselves.
         """
         state = state.copy()
-        # Moves of multipliers alone have nothing to shuffle.
-        names = [m for m, move in enumerate(self.moves) if move.root is not None and self._coupled[m].any()]
+        names = self.kickable
         chosen = torch.tensor(names)[torch.randint(len(names), (len(rows),))]
         first = torch.zeros(len(rows), len(self.moves), dtype=torch.bool)
         later = first.clone()
         for m in names:
             hit = (chosen == m).nonzero().flatten()
-            root = self.moves[m].root
-            if not len(hit) or root is None:
+            move = self.moves[m]
+            if not len(hit):
                 continue
-            image = state.images[root.name]
-            kicked = _shuffled(image[hit.to(image.device)])
-            image[hit.to(image.device)] = kicked
-            state.touch(hit, [root.name])
+            if move.root is not None:
+                image = state.images[move.root.name]
+                image[hit.to(image.device)] = _shuffled(image[hit.to(image.device)])
+                state.touch(hit, [move.root.name])
+            elif move.multiplier is not None:
+                signs = state.multipliers["sign"]
+                own = signs[hit.to(signs.device), self.groups.offsets("sign")[move.multiplier[1]]]
+                signs[hit.to(signs.device), self.groups.offsets("sign")[move.multiplier[1]]] = _flipped(own)
+                state.touch(hit, move.actors)
             first[hit] = self._coupled[m]
             first[hit, m] = False
             later[hit, m] = True
@@ -281,6 +291,13 @@ class Matcher:
     def _of(self, moments: Mapping[str, Tensor], site: str, rows: Tensor) -> Tensor:
         value = moments[site]
         return value if len(value) == 1 or len(rows) == len(value) else value[rows.to(value.device)]
+
+
+def _flipped(signs: Tensor) -> Tensor:
+    """Flip some entries of each row of ``(B, n)``, one at least."""
+    draws = torch.rand(signs.shape)
+    flips = (draws <= draws.amin(-1, keepdim=True).clamp_min(KICKED_SHARE)).to(signs.device)
+    return torch.where(flips, -signs, signs)
 
 
 def _shuffled(images: Tensor) -> Tensor:

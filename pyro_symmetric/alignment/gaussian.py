@@ -47,6 +47,14 @@ class GaussianWeights:
                     f"scale[{site!r}] has shape {tuple(self.scale[site].shape)}, but loc[{site!r}] has "
                     f"{tuple(loc.shape)}; they must be equal"
                 )
+            for name, value in (("loc", loc), ("scale", self.scale[site])):
+                if value.is_complex():
+                    raise ValueError(
+                        f"{name}[{site!r}] is complex ({value.dtype}); means and deviations are of real weights: pass "
+                        "torch.view_as_real(...) as a site of its own"
+                    )
+            if bool(self.scale[site].isnan().any()):
+                raise ValueError(f"scale[{site!r}] holds NaN; standard deviations are at least 0")
             if bool((self.scale[site] < 0).any()):
                 raise ValueError(f"scale[{site!r}] holds negative values; standard deviations are at least 0")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.alignment.gaussian import GaussianWeights
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.symmetry.weights import Weights, require_finite
 
 
 def interpolate_gaussians(first: GaussianWeights, second: GaussianWeights, t: float) -> GaussianWeights:
@@ -40,7 +40,8 @@ def wasserstein_gaussians(first: GaussianWeights, second: GaussianWeights) -> fl
 
 
 def require_ends(first: GaussianWeights, second: GaussianWeights) -> None:
-    """:raises ValueError: naming the site, unless both ends of a path have the same sites, of the same shapes."""
+    """:raises ValueError: naming the site, unless both ends of a path are finite and have the same sites, of the same
+    shapes."""
     if set(first.loc) != set(second.loc):
         raise ValueError(f"both ends must have the same sites; only one has {sorted(set(first.loc) ^ set(second.loc))}")
     for site, value in first.loc.items():
@@ -54,6 +55,14 @@ def require_ends(first: GaussianWeights, second: GaussianWeights) -> None:
             f"the sites {sorted(differing)} are unconstrained, as a guide has them, at one end only; map them by "
             "biject_to(support).inv and pass GaussianWeights(loc, scale, supports)"
         )
+    for gaussian, end in ((first, "the first end"), (second, "the second end")):
+        require_finite_moments(gaussian, end)
+
+
+def require_finite_moments(gaussian: GaussianWeights, name: str) -> None:
+    """:raises ValueError: naming the site whose means or deviations are NaN or infinite."""
+    require_finite(gaussian.loc, name)
+    require_finite(gaussian.scale, f"scale of {name}")
 
 
 def standard_normals(

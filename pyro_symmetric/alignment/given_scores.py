@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric.alignment.activation import ActivationCost
 from pyro_symmetric.alignment.costs import COSTS
 from pyro_symmetric.alignment.descent import Descent, Matcher
 from pyro_symmetric.alignment.inputs import Moments, Problem
@@ -25,7 +26,10 @@ ScoreFunction = Callable[[Weights, Weights, PermutationGroup], Mapping[str, Tens
 
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """Scores as they were given, ``(B, n, n)``; a sign, where the units have one, makes a negative score positive."""
+    """Scores as they were given, ``(B, n, n)``; a sign that scores see makes a negative one positive.
+
+    :param slots: that sign, or none.
+    """
 
     given: Tensor
     slots: tuple[Slot, ...]
@@ -48,8 +52,9 @@ def align_by_scores(
 ) -> Outcome:
     """The optimum of ``-sum of scores``, exactly, factor by factor.
 
-    Where the units of a factor have one sign each, it goes with the match, by the sign of the score. Multipliers that
-    no score can see minimise the squared distance of the weights afterwards, given the match.
+    Where the units of a factor have one sign each that leaves them, it goes with the match, by the sign of the score.
+    A sign that is undone before it leaves (in front of a normalisation) no score can see. Such signs, and scales,
+    minimise the squared distance of the weights afterwards, given the match.
 
     :param weights: the reference, and the sources one by one, as ``function`` takes them.
     :param moments: of both.
@@ -58,7 +63,7 @@ def align_by_scores(
     source, shifts = shifted(problem, COSTS["l2"], reference, source)
     matcher = Matcher(problem.parts, reference, source, COSTS["l2"])
     given = _stacked(function, weights, problem, matcher.device)
-    signs = {name: [s for s in slots if s.kind == "sign"] for m in matcher.moves for name, slots in m.slots.items()}
+    signs = {name: [s for s in slots if _seen(s)] for m in matcher.moves for name, slots in m.slots.items()}
 
     state, rows = matcher.identity(), torch.arange(matcher.batch)
     cost = -_total({name: value.diagonal(dim1=-2, dim2=-1) for name, value in given.items()}, matcher.batch)
@@ -77,12 +82,14 @@ def align_by_scores(
         cost = cost - _total(matched, matcher.batch) + _total(before, matcher.batch)
         events.append((rows, cost))
         state.put(rows, new, move.actors)
-        # A sign that doesn't leave the units (in front of a normalisation) no score can see.
-        seen = (s for slots in own.values() for s in slots if any(dim > 0 for _, dim in s.exponents))
-        chosen |= {name for slot in seen for name in slot.factors}
-    state = _multiplied(problem, matcher, (reference, source), state, chosen, max_sweeps, tolerance)
-    found = Descent(state, cost, events, torch.ones(matcher.batch, dtype=torch.bool))
-    return Outcome(found, initial, shifts, (cost,))
+        chosen |= {name for slots in own.values() for slot in slots for name in slot.factors}
+    state, converged = _multiplied(problem, matcher, (reference, source), state, chosen, max_sweeps, tolerance)
+    return Outcome(Descent(state, cost, events, converged), initial, shifts, (cost,))
+
+
+def _seen(slot: Slot) -> bool:
+    """Whether it is a sign with which what leaves the units changes: another layer makes up for it."""
+    return slot.kind == "sign" and any(dim > 0 for _, dim in slot.exponents)
 
 
 def _multiplied(
@@ -93,19 +100,20 @@ def _multiplied(
     chosen: set[str],
     max_sweeps: int,
     tolerance: float,
-) -> State:
-    """Fit the multipliers that aren't chosen yet to the weights."""
+) -> tuple[State, Tensor]:
+    """Fit the multipliers that aren't chosen yet to the weights; also, whether that converged, ``(B,)``."""
     moves = moves_of((), problem.parts.rescalings, set(moments[0]))
     moves = [
         m for m in moves if m.multiplier is not None and not (m.multiplier[0] == "sign" and m.multiplier[1] in chosen)
     ]
     if not moves:
-        return state
+        return state, torch.ones(matcher.batch, dtype=torch.bool)
     alone = Matcher(replace(problem.parts, roots=()), *moments, COSTS["l2"], moves)
     rows = torch.arange(matcher.batch)
     every = torch.ones(matcher.batch, len(moves), dtype=torch.bool)
     threshold = tolerance * matcher.costs(state, rows).sum(1)
-    return alone.descend(state, every, max_sweeps=max_sweeps, threshold=threshold).state
+    found = alone.descend(state, every, max_sweeps=max_sweeps, threshold=threshold)
+    return found.state, found.converged
 
 
 def _stacked(
@@ -113,7 +121,11 @@ def _stacked(
 ) -> dict[str, Tensor]:
     reference, sources = weights
     sets = [units for root in problem.parts.roots for units in root.tree()]
-    every = [_checked(function(source, reference, problem.parts.permutations), sets) for source in sources]
+    permutations = problem.parts.permutations
+    if isinstance(function, ActivationCost):
+        many = function.of_many(sources, reference, permutations)
+        return {units.name: many[units.name].double().to(device) for units in sets}
+    every = [_checked(function(source, reference, permutations), sets) for source in sources]
     return {units.name: torch.stack([scores[units.name] for scores in every]).double().to(device) for units in sets}
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor, nn
 
 from pyro_symmetric.alignment.costs import Cost
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
@@ -103,8 +104,17 @@ def problem_of(group: AnyGroup) -> Problem:
     return Problem(group, parts, shifts, tuple(s for s in shapes if s in required or s not in acted), required)
 
 
+def plain(weights: Any) -> Any:
+    """Of a network its parameters and running statistics; all else (a guide, say) as it is."""
+    if not isinstance(weights, nn.Module) or isinstance(weights, AutoGuide) or hasattr(weights, "prototype_trace"):
+        return weights
+    buffers = {name: value for name, value in weights.named_buffers() if value.is_floating_point()}
+    return {**dict(weights.named_parameters()), **buffers}
+
+
 def gaussian_of(weights: Any, name: str) -> GaussianWeights:
-    """Moments of weights (a batch of them, too), of a Gaussian guide, or over all draws of a posterior."""
+    """Moments of weights (a batch, too), of a network, of a Gaussian guide, or over all draws of a posterior."""
+    weights = plain(weights)
     if isinstance(weights, Posterior):
         require_draws(weights, name)
         flat = {site: value.flatten(0, 1) for site, value in weights.samples.items()}
@@ -149,6 +159,12 @@ def batch_shape_of(weights: GaussianWeights, problem: Problem, name: str) -> tor
     return torch.Size() if found is None else found[0]
 
 
+def varies(source: GaussianWeights, reference: GaussianWeights, problem: Problem) -> bool:
+    """Whether either has a deviation above zero at a site that counts."""
+    sites = _compared_sites(source, reference, problem)
+    return any(bool(weights.scale[site].any()) for weights in (source, reference) for site in sites)
+
+
 def moments_of(
     source: GaussianWeights, reference: GaussianWeights, problem: Problem, cost: Cost
 ) -> tuple[Moments, Moments, torch.Size]:
@@ -168,8 +184,7 @@ def moments_of(
     for site in sites:
         _check_site(site, source, reference, problem, cost)
     # Of plain weights no deviations need to be carried along.
-    spread = cost.needs_scale or any(bool(w.scale[site].any()) for w in (source, reference) for site in sites)
-    channels = 2 if cost.uses_scale and (spread or cost.needs_scale) else 1
+    channels = 2 if cost.uses_scale and (cost.needs_scale or varies(source, reference, problem)) else 1
     results: tuple[Moments, Moments] = ({}, {})
     for site in sites:
         device, dtype = source.loc[site].device, _dtype(source.loc[site], reference.loc[site])

@@ -27,12 +27,11 @@ from pyro_symmetric.alignment.descent import Matcher
 from pyro_symmetric.alignment.gaussian import GaussianWeights
 from pyro_symmetric.alignment.inputs import AnyGroup, Element, Moments, Problem, moments_of, problem_of
 from pyro_symmetric.alignment.members import read_members
-from pyro_symmetric.alignment.search import Search, chunks_of, move_sources, shifted
+from pyro_symmetric.alignment.search import BAR_DELAY, Search, chunks_of, move_sources, shifted
 from pyro_symmetric.alignment.state import State
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.permutation import Permutation
 from pyro_symmetric.symmetry.rescaling import ScalingGroup
-from pyro_symmetric.symmetry.weights import Weights
 
 # Up to so many members each is aligned to the others in turn at the end.
 FEW = 32
@@ -64,8 +63,8 @@ class Frame:
     :param aligned: the members moved: a list for a list, else as they came.
     :param barycentre: means and standard deviations of the Wasserstein barycentre.
     :param cost: squared distance of each member to it, float64 ``(S,)``.
-    :param history: the mean of these costs after each round; it never rises.
-    :param converged: whether it ended because nothing changed.
+    :param history: the mean of these costs as the members came, then after each round that lies below; it never rises.
+    :param converged: whether it ended because nothing changed, rather than by ``max_rounds``.
     :param cycles: the consistency of pairwise alignments; None for fewer than three members, or if not asked for.
     """
 
@@ -88,8 +87,8 @@ class Frame:
         steps = "converged" if self.converged else "cut short"
         cycles = "" if self.cycles is None else f", pairs agree on {self.cycles.fixed:.1%} of units"
         return (
-            f"Frame({self.cost.numel()} members, mean cost={self.history[-1]:.6g} from {self.history[0]:.6g}, "
-            f"{len(self.history) - 1} rounds ({steps}){cycles})"
+            f"Frame({self.cost.numel()} members, mean cost {self.history[0]:.6g} -> {self.history[-1]:.6g}, "
+            f"{len(self.history) - 1} rounds, {steps}{cycles})"
         )
 
 
@@ -127,30 +126,37 @@ def align_many(
     :param max_sweeps: as in ``align``.
     :param tolerance: it ends when a round lowers the mean cost by less than this part.
     :param triples: how many random triples to align pair by pair, to report how consistent that would be; 0 for none.
-    :param progress: whether to show a progress bar over rounds.
+    :param progress: whether to show a progress bar over rounds, if they take more than two seconds.
     :raises ValueError: for an empty list, or naming the member and the site that doesn't fit.
     """
     if cost not in ("wasserstein", "l2"):
         raise ValueError(f"cost is {cost!r}; it must be 'wasserstein' or 'l2'")
-    for name, number, least in (("restarts", restarts, 0), ("max_rounds", max_rounds, 1), ("triples", triples, 0)):
-        if number < least:
-            raise ValueError(f"{name} is {number}; it must be at least {least}")
+    least = {"restarts": 0, "max_rounds": 1, "max_sweeps": 1, "tolerance": 0, "triples": 0}
+    given = (restarts, max_rounds, max_sweeps, tolerance, triples)
+    for (name, bound), number in zip(least.items(), given, strict=True):
+        if not number >= bound:
+            raise ValueError(f"{name} is {number}; it must be at least {bound}")
     problem = _two_sided(problem_of(group))
     members = read_members(sources, problem, each)
     _, moments, _ = moments_of(members.gaussian, members.first(), problem, COSTS[cost])
     search = Search(problem, COSTS[cost], restarts, max_sweeps, tolerance)
     common = _Common(problem, COSTS[cost], moments, max_sweeps, tolerance)
-    with tqdm(total=max_rounds, desc="align many", disable=not progress) as bar:
+    with tqdm(total=1 + max_rounds, desc="align many", disable=not progress, delay=BAR_DELAY) as bar:
         common.start(search)
         bar.update()
         converged = common.iterate(max_rounds, bar.update)
+        if common.cost > common.given:  # the members came in a better frame than a start from any one of them finds
+            bar.reset()
+            common.restart()
+            converged = common.iterate(max_rounds, bar.update)
     element = problem.element(common.state, common.shifts, members.element_shape)
+    gaussian = members.moved_gaussian(element)
     return Frame(
         element,
-        members.moved(element, common.moved, problem),
-        _gaussian(common.barycentre, problem, members.gaussian),
+        members.moved(element, gaussian),
+        members.barycentre(gaussian),
         common.costs(),
-        tuple(common.history),
+        (common.given, *(cost for cost in common.history if cost < common.given)),
         converged,
         _cycles(search, moments, common, triples) if len(common) > 2 and triples else None,
     )
@@ -161,6 +167,7 @@ class _Common:
 
     :ivar state: their elements.
     :ivar moved: site -> moments of all members, moved.
+    :ivar given: mean cost of the members as they came.
     :ivar history: mean cost after each round.
     """
 
@@ -170,6 +177,7 @@ class _Common:
         self._source = self.moved = moments
         self.state = State.identity(problem.parts, len(self), next(iter(moments.values())).device)
         self.shifts: dict[str, Tensor] = {}
+        self.given = float(self.costs().mean())
         self.history: list[float] = []
 
     def __len__(self) -> int:
@@ -179,6 +187,11 @@ class _Common:
     def barycentre(self) -> Moments:
         """Means of means and of deviations, ``(1, *view_shape, channels)``."""
         return {site: value.mean(0, keepdim=True) for site, value in self.moved.items()}
+
+    @property
+    def cost(self) -> float:
+        """The mean cost now."""
+        return self.history[-1]
 
     def costs(self) -> Tensor:
         """Squared distance of each member to the barycentre, ``(S,)``."""
@@ -199,6 +212,12 @@ class _Common:
             self.state.put(rows, found.descent.state, self.state.stamps)
         self._update()
 
+    def restart(self) -> None:
+        """Go back to where the members came from (but for shifts, which only bring them closer)."""
+        self.state = State.identity(self._problem.parts, len(self), next(iter(self._moments.values())).device)
+        self.history.clear()
+        self._update()
+
     def iterate(self, max_rounds: int, tick: Any) -> bool:
         """Align to the barycentre until nothing changes; then, of few members, each to the others."""
         for number in range(max_rounds):
@@ -209,12 +228,14 @@ class _Common:
                 break
         else:
             return False
-        for _ in range(max_rounds if 2 <= len(self) <= FEW else 0):
+        if not 2 <= len(self) <= FEW:
+            return True
+        for _ in range(max_rounds):
             before = self.history[-1]
             self._leave_one_out()
             if before - self.history[-1] <= self._tolerance * before:
                 return True
-        return True
+        return False
 
     # small steps ----------------------------------------------------------------------------------------------------
 
@@ -268,15 +289,6 @@ def _two_sided(problem: Problem) -> Problem:
             kept.append(group.factor(name))
     scalings = ScalingGroup(kept, group.site_shapes, problem.parts.permutations.spans)
     return replace(problem, parts=replace(problem.parts, scalings=scalings))
-
-
-def _gaussian(moments: Moments, problem: Problem, like: GaussianWeights) -> GaussianWeights:
-    loc: Weights = {}
-    scale: Weights = {}
-    for site, value in moments.items():
-        own = problem.parts.permutations.view_back(site, value[0].movedim(-1, 0))
-        loc[site], scale[site] = own[0], own[1] if len(own) > 1 else torch.zeros_like(own[0])
-    return GaussianWeights(loc, scale, {site: s for site, s in like.supports.items() if site in loc})
 
 
 def _cycles(search: Search, moments: Moments, common: _Common, triples: int) -> Cycles:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical, Distribution
 
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry.weights import Weights
@@ -85,9 +86,27 @@ class MarginalPrediction(MarginalLikelihood):
         likelihood = self._model.likelihood
         outputs = network_outputs(self._model, weights, self._x[part])
         latents = {name: weights[name] for name in self._latents}
-        log_prob = likelihood.distribution(outputs, latents).log_prob(self._targets[part])
+        distribution = likelihood.distribution(outputs, latents)
+        self._require_fit(distribution)
+        log_prob = distribution.log_prob(self._targets[part])
         by_row = log_prob.reshape(*outputs.shape[:2], -1).sum(-1).double()
         return torch.logsumexp(by_row, 0), likelihood.mean(outputs).double().sum(0)
+
+    def _require_fit(self, distribution: Distribution) -> None:
+        """:raises ValueError: if the targets aren't what the likelihood scores."""
+        targets, likelihood = self._targets, type(self._model.likelihood).__name__
+        if isinstance(distribution, Categorical) and targets.is_floating_point():
+            raise ValueError(
+                f"data[{self.name!r}] has targets of type {targets.dtype} and shape {tuple(targets.shape)}, but the "
+                f"{likelihood} takes class numbers, whole and of shape {tuple(targets.shape[:1])}: y.long(), or "
+                "y.argmax(-1) of one-hot rows"
+            )
+        expected = (len(targets), *distribution.batch_shape[2:], *distribution.event_shape)
+        if targets.shape != expected:
+            raise ValueError(
+                f"data[{self.name!r}] has targets of shape {tuple(targets.shape)}; for this network the {likelihood} "
+                f"takes {expected}"
+            )
 
     def results(self) -> dict[str, Tensor]:
         """The marginalised loss, and the error of the mean prediction."""

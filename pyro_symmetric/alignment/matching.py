@@ -22,8 +22,8 @@ from pyro_symmetric.alignment.activation import ActivationCost
 from pyro_symmetric.alignment.costs import COSTS, EXPECTED, Cost
 from pyro_symmetric.alignment.gaussian import GaussianWeights
 from pyro_symmetric.alignment.given_scores import ScoreFunction, align_by_scores
-from pyro_symmetric.alignment.inputs import AnyGroup, Element, Problem, gaussian_of, moments_of, problem_of
-from pyro_symmetric.alignment.search import Outcome, Search, chunks_of
+from pyro_symmetric.alignment.inputs import AnyGroup, Element, Problem, gaussian_of, moments_of, problem_of, varies
+from pyro_symmetric.alignment.search import BAR_DELAY, Outcome, Search, chunks_of
 from pyro_symmetric.symmetry.permutation import Permutation
 from pyro_symmetric.symmetry.weights import Weights
 
@@ -71,16 +71,15 @@ class Alignment:
         raise ValueError(f"the element consists of {kinds}: use .element, or align over the group's permutations alone")
 
     def __repr__(self) -> str:
+        count = len(self.start_costs)
+        tried = "one descent" if count == 1 else f"best of {count} descents"
         if isinstance(self.cost, Tensor):
             return (
-                f"Alignment({self.cost.numel()} sources, mean cost={float(self.cost.mean()):.6g}, mean initial cost="
-                f"{float(self.initial_cost.mean()):.6g}, {int(self.converged.sum())} converged, {self.element})"
+                f"Alignment({self.cost.numel()} sources, mean cost {float(self.initial_cost.mean()):.6g} -> "
+                f"{float(self.cost.mean()):.6g}, {tried}, {int(self.converged.sum())} converged, {self.element})"
             )
-        steps = "converged" if self.converged else "cut short"
-        return (
-            f"Alignment(cost={self.cost:.6g}, initial_cost={self.initial_cost:.6g}, {len(self.history) - 1} steps "
-            f"({steps}), {len(self.start_costs)} starts, {self.element})"
-        )
+        ended = "converged" if self.converged else "cut short"
+        return f"Alignment(cost {self.initial_cost:.6g} -> {self.cost:.6g}, {tried}, {ended}, {self.element})"
 
 
 @torch.no_grad()
@@ -96,7 +95,7 @@ def align(
     restarts: int | None = None,
     max_sweeps: int = 100,
     tolerance: float = 1e-7,
-    progress: bool = False,
+    progress: bool = True,
 ) -> Alignment:
     """Find the element of ``group`` that brings ``source`` closest to ``reference``.
 
@@ -109,8 +108,8 @@ def align(
     *Scales.* A scale is chosen with the match, to minimise the cost. Where nothing but running statistics makes up for
     it (in front of batch normalisation) the source's rows shrink to their projections on the reference's.
 
-    :param source: weights (site -> tensor; with leading batch dimensions, several sources at once), a ``Posterior`` of
-        draws, :class:`GaussianWeights`, or a Gaussian guide (see
+    :param source: weights (site -> tensor; with leading batch dimensions, several sources at once), a network (its
+        parameters and running statistics), a ``Posterior`` of draws, :class:`GaussianWeights`, or a Gaussian guide (see
         :func:`~pyro_symmetric.alignment.gaussian.to_gaussian`). Of a guide with correlations the marginal moments are
         aligned: the sum of marginal distances is a lower bound of the distance between correlated Gaussians, which
         isn't linear in a permutation, and equals it where correlations agree.
@@ -123,7 +122,7 @@ def align(
         ``net`` and ``inputs``), or a function ``(source, reference, permutations) -> {factor: (n, n) scores}`` of one
         set of weights each: how well each unit of the reference (rows) goes with each of the source, more is better.
     :param draws: of a ``Posterior``, ``"moments"`` compares means and deviations over its draws; ``"mean"`` minimises
-        the mean squared distance between draws of both, with any ``cost`` but ``"kl"``.
+        the mean squared distance between draws of both, under ``"l2"`` and ``"wasserstein"`` alike.
     :param net: for ``"activation"``, the network.
     :param inputs: for ``"activation"``, what its forward takes: a tensor, or a tuple.
     :param restarts: further descents, each from the best matching so far with some units of one layer shuffled, drawn
@@ -132,7 +131,7 @@ def align(
         and gain less than a thousandth of the cost.
     :param max_sweeps: how often one descent goes through what waits at most.
     :param tolerance: a step is accepted if it lowers the cost by more than this part of the initial cost.
-    :param progress: whether to show a progress bar over the descents.
+    :param progress: whether to show a progress bar over the descents, if they take more than two seconds.
     :raises ValueError: naming the site, if the two don't fit each other or the group, or hold NaN or infinite values.
     :raises TypeError: if there are no Gaussian moments to read.
     """
@@ -144,8 +143,9 @@ def align(
         if not number >= least:
             raise ValueError(f"{name} is {number}; it must be at least {least}")
     first, second = gaussian_of(reference, "reference"), gaussian_of(source, "source")
-    expected = draws == "mean" and any(bool(v.any()) for w in (first, second) for v in w.scale.values())
-    moments, moved, shape = moments_of(second, first, problem, EXPECTED if expected else terms)
+    if draws == "mean" and varies(second, first, problem):
+        terms = EXPECTED
+    moments, moved, shape = moments_of(second, first, problem, terms)
     if not isinstance(cost, str) or cost == "activation":
         function = _activation(net, inputs) if isinstance(cost, str) else cost
         weights = _constrained(first)[0], _constrained(second, shape)
@@ -153,8 +153,8 @@ def align(
             problem, [align_by_scores(function, weights, (moments, moved), problem, max_sweeps, tolerance)], shape
         )
     chunks = chunks_of(problem, moved)
-    search = Search(problem, EXPECTED if expected else terms, restarts, max_sweeps, tolerance)
-    with tqdm(total=len(chunks) * (1 + restarts), desc="align", disable=not progress) as bar:
+    search = Search(problem, terms, restarts, max_sweeps, tolerance)
+    with tqdm(total=len(chunks) * (1 + restarts), desc="align", disable=not progress, delay=BAR_DELAY) as bar:
         outcomes = [
             search(moments, {site: v[rows] for site, v in moved.items()}, lambda: bar.update(1)) for rows in chunks
         ]
@@ -167,6 +167,10 @@ def align(
 def _checked_cost(cost: str | ScoreFunction, draws: str, net: torch.nn.Module | None, inputs: Any) -> Cost:
     if draws not in ("moments", "mean"):
         raise ValueError(f"draws is {draws!r}; it must be 'moments' or 'mean'")
+    if draws == "mean" and (callable(cost) or cost == "activation"):
+        raise ValueError(
+            "draws is 'mean', but these scores are of one set of weights each, at the means; cost must be 'l2'"
+        )
     if callable(cost):
         return COSTS["l2"]
     if cost == "activation":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.alignment.gaussian import GaussianWeights
-from pyro_symmetric.alignment.inputs import Element, Moments, Problem, batch_shape_of, gaussian_of, require_draws
+from pyro_symmetric.alignment.inputs import Element, Problem, batch_shape_of, gaussian_of, plain, require_draws
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Weights, require_finite
 
@@ -37,31 +37,54 @@ class Members:
             own.supports,
         )
 
-    def moved(self, element: Element, moments: Moments, problem: Problem) -> Any:
+    def moved(self, element: Element, gaussian: GaussianWeights) -> Any:
         """What was given, moved.
 
-        :param moments: site -> moved moments of all members.
+        :param gaussian: what :meth:`moved_gaussian` returns.
         """
         if isinstance(self.given, Posterior):
             return replace(self.given, samples=element(self.given.samples))
         if isinstance(self.given, Mapping):
             return element(self.given)
         if isinstance(self.given, GaussianWeights):
-            return self._gaussian(moments, problem)
-        every = self._gaussian(moments, problem)
+            return gaussian
         return [
             element.select(k)(source)
             if isinstance(source, Mapping)
-            else GaussianWeights(_row(every.loc, k), _row(every.scale, k), every.supports)
+            else GaussianWeights(_row(gaussian.loc, k), _row(gaussian.scale, k), gaussian.supports)
             for k, source in enumerate(self.given)
         ]
 
-    def _gaussian(self, moments: Moments, problem: Problem) -> GaussianWeights:
-        loc, scale = dict(self.gaussian.loc), dict(self.gaussian.scale)
-        for site, value in moments.items():
-            own = problem.parts.permutations.view_back(site, value.movedim(-1, 0))
-            loc[site], scale[site] = own[0], own[1] if len(own) > 1 else scale[site]
-        return GaussianWeights(loc, scale, self.gaussian.supports)
+    def moved_gaussian(self, element: Element) -> GaussianWeights:
+        """The moments of all sites, moved, those that weren't compared (buffers, what no group knows) with them."""
+
+        # What a guide maps to values of another shape (a simplex) no element moves.
+        bijections = {site: self.gaussian.bijection(site) for site in self.gaussian.supports}
+        held = {site for site, b in bijections.items() if b is not None and b.domain.event_dim}
+
+        def act(weights: Mapping[str, Tensor]) -> Weights:
+            shaped = {s: v.reshape(*self.element_shape, *v.shape[1:]) for s, v in weights.items()}
+            return shaped | element({site: value for site, value in shaped.items() if site not in held})
+
+        loc, scale = act(self.gaussian.loc), self.gaussian.scale
+        if not any(bool(value.any()) for value in scale.values()):
+            return GaussianWeights(loc, {s: torch.zeros_like(v) for s, v in loc.items()}, self.gaussian.supports)
+        # Elements are affine, weight by weight: deviations go with what is linear, without its sign.
+        moved, shift = act(scale), act({site: torch.zeros_like(value) for site, value in scale.items()})
+        return GaussianWeights(loc, {s: (v - shift[s]).abs() for s, v in moved.items()}, self.gaussian.supports)
+
+    def barycentre(self, gaussian: GaussianWeights) -> GaussianWeights:
+        """The mean of the means, and of the deviations, of what :meth:`moved_gaussian` returns."""
+        dims = tuple(range(len(self.element_shape)))
+
+        def mean(value: Tensor) -> Tensor:
+            return value.to(torch.promote_types(value.dtype, torch.float32)).mean(dims)
+
+        return GaussianWeights(
+            {site: mean(value) for site, value in gaussian.loc.items()},
+            {site: mean(value) for site, value in gaussian.scale.items()},
+            gaussian.supports,
+        )
 
 
 def read_members(sources: Any, problem: Problem, each: str) -> Members:
@@ -91,15 +114,17 @@ def read_members(sources: Any, problem: Problem, each: str) -> Members:
         raise TypeError(f"sources is a {type(sources).__name__}; it must be a list, a batch of weights, or a Posterior")
     if not sources:
         raise ValueError("sources is an empty list; it must hold at least one set of weights or guide")
+    sources = [plain(source) for source in sources]
     every = [gaussian_of(source, f"sources[{k}]") for k, source in enumerate(sources)]
     _check_alike(every, problem)
-    sites = [site for site in problem.sites if site in every[0].loc]
+    first = every[0].loc
+    sites = [s for s in first if all(s in one.loc and one.loc[s].shape == first[s].shape for one in every)]
     return Members(
-        list(sources),
+        sources,
         GaussianWeights(
-            {site: torch.stack([one.loc[site].to(every[0].loc[site]) for one in every]) for site in sites},
-            {site: torch.stack([one.scale[site].to(every[0].loc[site]) for one in every]) for site in sites},
-            every[0].supports,
+            {site: torch.stack([one.loc[site].to(first[site]) for one in every]) for site in sites},
+            {site: torch.stack([one.scale[site].to(first[site]) for one in every]) for site in sites},
+            {site: support for site, support in every[0].supports.items() if site in sites},
         ),
         (len(every),),
     )

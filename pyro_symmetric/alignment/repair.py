@@ -17,6 +17,7 @@ ends are aligned (Jordan et al. 2023, arXiv 2211.08403). Two remedies:
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -35,8 +36,9 @@ class Repair:
 
     :param net: the network, in eval mode; it stays as it is.
     :param inputs: inputs ``(N, ...)`` from which the statistics are computed, without labels; training data.
-    :param batch_size: how many of them go through the network at once. With batch normalisation, whose layers use
-        statistics of their batch meanwhile, as in training, batches should be large; their statistics are averaged.
+    :param batch_size: how many of them, at most, go through the network at once; batches are equally large. With batch
+        normalisation, whose layers use statistics of their batch meanwhile, as in training, batches should be large;
+        their statistics are averaged.
     :raises ValueError: if the network has nothing to repair.
     """
 
@@ -46,9 +48,8 @@ class Repair:
         if batch_size < 2:
             raise ValueError(f"batch_size is {batch_size}; statistics need at least 2 rows")
         self._net = copy.deepcopy(net).eval()
-        self._batches = inputs.split(batch_size)
-        if len(self._batches) > 1 and len(self._batches[-1]) < 2:
-            self._batches = self._batches[:-1]
+        # Equally large, up to one row: layers that see a small last batch normalise by the noise of its statistics.
+        self._batches = inputs.tensor_split(min(math.ceil(len(inputs) / batch_size), len(inputs) // 2))
         self._norms = {
             name: module
             for name, module in self._net.named_modules()
@@ -90,16 +91,17 @@ class Repair:
     # batch normalisation --------------------------------------------------------------------------------------------
 
     def _recomputed(self, weights: Weights) -> Weights:
-        """Running means and variances of one network: the averages of those of the batches."""
-        sums: Weights = {}
+        """Running means and variances of one network: the averages of those of the batches, by their rows."""
+        rows = sum(map(len, self._batches))
+        averages: Weights = {}
         for batch in self._batches:
             with _before(self._norms) as seen:
                 torch.func.functional_call(self._net, weights, (batch,))
             for name, (value,) in seen.items():
                 variance, mean = torch.var_mean(value, _all_but_units(value))
                 for key, part in ((f"{name}.running_mean", mean), (f"{name}.running_var", variance)):
-                    sums[key] = sums[key] + part if key in sums else part
-        return {key: value / len(self._batches) for key, value in sums.items()}
+                    averages[key] = averages.get(key, 0.0) + part * (len(batch) / rows)
+        return averages
 
     # rescaling ------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from pyro_symmetric.alignment.descent import Descent, Matcher
 from pyro_symmetric.alignment.inputs import Moments, Problem
 from pyro_symmetric.alignment.state import Action, State
 
+# Searches that take fewer seconds show no progress bar.
+BAR_DELAY = 2.0
 # How many numbers the sources that are descended together may hold, with their scores.
 CHUNK_ENTRIES = 2**26
 
@@ -62,7 +64,7 @@ class Search:
         best = matcher.descend(*matcher.forward_start(), **options)
         starts = [best.cost]
         tick()
-        for _ in range(0 if matcher.separable else self.restarts):
+        for _ in range(self.restarts if matcher.kickable else 0):
             state, first, later = matcher.kicked_start(best.state, rows)
             found = matcher.descend(state, first, later=later, shuffled=True, **options)
             starts.append(found.cost)

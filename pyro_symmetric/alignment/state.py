@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from pyro_symmetric.alignment.units import Units, actor
 from pyro_symmetric.symmetry.factored import along_axis
 from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup, _permute_axis
 from pyro_symmetric.symmetry.rescaling import RescalingGroup, ScalingGroup, SignGroup
+
+# Stamps. One count for all: states go from one matcher to the next, and `next` is safe between threads.
+CLOCK = count(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +52,6 @@ class State:
     :ivar multipliers: ``"sign"`` -> ``(B, all signs)`` of 1 and -1; ``"scale"`` -> ``(B, all scales)``, log-scales.
     :ivar stamps: actor -> LongTensor ``(B,)``; equal stamps mean equal contents.
     """
-
-    clock = 0
 
     def __init__(self, images: dict[str, Tensor], multipliers: dict[str, Tensor], stamps: dict[str, Tensor]):
         self.images = images
@@ -106,9 +108,9 @@ class State:
 
     def touch(self, rows: Tensor, actors: Iterable[str]) -> None:
         """Mark actors as changed."""
-        State.clock += 1
+        now = next(CLOCK)
         for name in actors:
-            self.stamps[name][rows] = State.clock
+            self.stamps[name][rows] = now
 
 
 class Action:

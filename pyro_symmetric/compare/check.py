@@ -1,6 +1,11 @@
 r"""A short battery of checks on what a sampler returned, each with a verdict in words.
 
-Most read what the sampler wrote down. If the posterior remembers its model and data, two more evaluate them:
+Whether chains agree is asked by the rank-normalised split R-hat (Vehtari et al. 2021, arXiv 1903.08008) of the log
+density and of the sites. A network's weights may sit in copies of a mode that predict alike, so theirs is no more than
+a warning; :func:`~pyro_symmetric.compare.convergence` looks at weights and predictions closely.
+
+Most other checks read what the sampler wrote down. If the posterior remembers its model and data, two more evaluate
+them:
 
 * *Temperature.* Integration by parts gives :math:`\mathbb E[z \cdot \nabla U(z)] = D` for every posterior over
   :math:`z \in \mathbb R^D` whose density vanishes at infinity (the virial theorem). Its average over :math:`D` is the
@@ -21,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_symmetric.chain_statistics import chain_statistics, missing_energy
 from pyro_symmetric.compare._results import table
@@ -35,6 +40,9 @@ Status = Literal["pass", "warn", "fail", "unknown"]
 
 TEMPERATURE_BOUNDS = (0.1, 0.3)  # distance from 1 to warn of, and to fail at
 SURE = 3.0  # standard errors
+R_HAT_BOUNDS = (1.02, 1.05)  # to warn of, and to fail at
+EFFECTIVE_BOUNDS = (400.0, 50.0)  # effective draws to warn of having fewer than, and to fail at
+COMPARED_ENTRIES = 256  # of each site, evenly spaced, whose R-hat is taken
 WATCHED_ENTRIES = 16  # of each site, where it is enough to see whether chains move
 MOST_BATCHES = 64
 CHUNK = 32
@@ -88,6 +96,24 @@ def check(posterior: Posterior, *, num_draws: int = 256) -> CheckResult:
 
     >>> print(sample(SGHMC(model, batch_size=64), x, y).check())
 
+    The checks, of which a posterior gets those that it has the numbers for:
+
+    * ``finite``: no draw is NaN or infinite.
+    * ``moving``: every chain moves, and spreads as widely as the others.
+    * ``convergence``: chains agree: the worst R-hat of the log density ``lp`` and of the sites; above 1.02 a warning,
+      above 1.05 a failure. One chain is compared with itself, half by half.
+    * ``weights``: the same of a network's weights, never more than a warning: chains may sit in copies of one mode.
+    * ``effective draws``: the worst bulk effective sample size of the same quantities (of a network the log density
+      alone). 400 are enough for means, deviations and this battery to be trusted; below that it warns, below 50 fails.
+    * ``acceptance``, ``divergences``, ``tree depth``, ``energy`` (the fraction E-BFMI): the sampler's own numbers.
+    * ``level``: no chain's log density stays far below the others'.
+    * ``kinetic temperature``: mean squared momentum, 1 where a stochastic-gradient sampler's steps are small enough.
+    * ``temperature`` and ``virial``: how widely draws spread, in units of how widely they should: the mean of
+      ``z · ∇U(z) / D`` over ``D`` unconstrained coordinates, which is 1 under every posterior (the virial theorem) and
+      larger for draws that spread too widely. ``virial`` is the sampler's own average over its mini-batches,
+      ``temperature`` is computed here from all data.
+    * ``mini-batch scale``: mini-batches count their likelihood ``N / B`` times.
+
     :param posterior: with its statistics; with its model and data (as ``sample`` returns it, or by
         :meth:`Posterior.attach`) the energy is looked at too.
     :param num_draws: of all chains together, at how many draws to evaluate the model's gradient.
@@ -96,9 +122,11 @@ def check(posterior: Posterior, *, num_draws: int = 256) -> CheckResult:
         raise ValueError(f"num_draws is {num_draws}; it must be at least 1")
     findings = [_finite(posterior)]
     if findings[0].status == "pass":
-        findings += [_moving(posterior), *_statistics(posterior)]
+        agreement = _agreement(posterior)
+        arrived = all(finding.status != "fail" for finding in agreement)
+        findings += [_moving(posterior), *agreement, *_statistics(posterior, arrived)]
         if posterior.is_attached:
-            findings += _energy(posterior, num_draws)
+            findings += _energy(posterior, num_draws, arrived)
     return CheckResult(tuple(findings))
 
 
@@ -138,10 +166,104 @@ def _heads(posterior: Posterior) -> Iterator[Tensor]:
         yield value.flatten(2)[..., :WATCHED_ENTRIES] if value.dim() > 2 else value[..., None]
 
 
+# agreement ----------------------------------------------------------------------------------------------------------
+
+
+def _agreement(posterior: Posterior) -> list[Finding]:
+    """R-hat and effective draws: of the log density, and of the sites."""
+    if posterior.num_samples < 8:
+        return [Finding("convergence", "unknown", "too few draws to tell whether chains agree")]
+    sites = {f"site {site!r}": _compared(value) for site, value in posterior.samples.items()}
+    density = {"the log density": posterior.statistics["lp"]} if "lp" in posterior.statistics else {}
+    in_copies = _is_network(posterior)
+    told = density if in_copies else {**density, **sites}
+    found = {name: _worst(values) for name, values in told.items()}
+    findings = [_convergence(found), _effective(found)] if found else []
+    return [*findings, _weights({name: _worst(values) for name, values in sites.items()})] if in_copies else findings
+
+
+def _convergence(found: dict[str, tuple[float, float]]) -> Finding:
+    name, r_hat = _largest(found)
+    if math.isnan(r_hat):
+        return Finding("convergence", "unknown", "R-hat can't be told: the draws never change")
+    warn, fail = R_HAT_BOUNDS
+    status: Status = "fail" if r_hat > fail else "warn" if r_hat > warn else "pass"
+    advice = {
+        "fail": ": the chains are at different places or still on their way; give them a longer warm-up. (Mixtures and "
+        "networks have copies of each mode: see convergence)",
+        "warn": ": run longer",
+        "pass": "",
+    }[status]
+    return Finding("convergence", status, f"R-hat up to {r_hat:.3f}, of {name}{advice}", r_hat)
+
+
+def _weights(found: dict[str, tuple[float, float]]) -> Finding:
+    """Of a network, whose chains may sit in copies of a mode."""
+    name, r_hat = _largest(found)
+    if math.isnan(r_hat):
+        return Finding("weights", "unknown", "R-hat can't be told: the draws never change")
+    if r_hat > R_HAT_BOUNDS[1]:
+        words = (
+            f"R-hat up to {r_hat:.3f}, of {name}: chains in copies of a mode, or in other ones; "
+            "convergence(posterior, symmetry) tells which"
+        )
+        return Finding("weights", "warn", words, r_hat)
+    return Finding("weights", "pass", f"R-hat up to {r_hat:.3f}, of {name}", r_hat)
+
+
+def _effective(found: dict[str, tuple[float, float]]) -> Finding:
+    known = {name: size for name, (_, size) in found.items() if not math.isnan(size)}
+    if not known:
+        return Finding("effective draws", "unknown", "they can't be told: the draws never change")
+    name = min(known, key=known.__getitem__)
+    size = known[name]
+    warn, fail = EFFECTIVE_BOUNDS
+    status: Status = "fail" if size < fail else "warn" if size < warn else "pass"
+    advice = "" if status == "pass" else f": {warn:.0f} are enough for means and deviations; more draws, or more chains"
+    return Finding("effective draws", status, f"at least {size:.0f}, of {name}{advice}", size)
+
+
+def _compared(value: Tensor) -> Tensor:
+    """Evenly spaced entries of a site, ``(chains, draws, entries)``."""
+    flat = value.flatten(2) if value.dim() > 2 else value[..., None]
+    count = min(flat.shape[-1], COMPARED_ENTRIES)
+    return flat[..., torch.arange(count) * flat.shape[-1] // max(count, 1)]
+
+
+def _worst(draws: Tensor) -> tuple[float, float]:
+    """R-hat exceeded by one entry in a hundred (the largest of fewer), and the smallest effective size likewise.
+
+    Of hundreds of entries some stand out by chance. A single chain is taken for two, its halves.
+    """
+    if len(draws) == 1:
+        half = draws.shape[1] // 2
+        draws = torch.cat([draws[:, :half], draws[:, draws.shape[1] - half :]])
+    statistics = chain_statistics(draws)
+    r_hat, size = (v[~v.isnan()].flatten().sort().values for v in (statistics.r_hat, statistics.ess_bulk))
+    spared = len(r_hat) // 100
+    return (
+        float(r_hat[-1 - spared]) if len(r_hat) else math.nan,
+        float(size[len(size) // 100]) if len(size) else math.nan,
+    )
+
+
+def _largest(found: dict[str, tuple[float, float]]) -> tuple[str, float]:
+    known = {name: r_hat for name, (r_hat, _) in found.items() if not math.isnan(r_hat)}
+    name = max(known, key=known.__getitem__, default="")
+    return name, known.get(name, math.nan)
+
+
+def _is_network(posterior: Posterior) -> bool:
+    """Whether the sites are a network's weights, by the model or, where none is known, by names like ``0.weight``."""
+    if posterior.is_attached:
+        return isinstance(posterior.model, nn.Module)
+    return any("." in site for site in posterior.samples)
+
+
 # the sampler's own statistics ---------------------------------------------------------------------------------------
 
 
-def _statistics(posterior: Posterior) -> Iterator[Finding]:
+def _statistics(posterior: Posterior, arrived: bool) -> Iterator[Finding]:
     statistics = posterior.statistics
     if "acceptance_rate" in statistics:
         yield _acceptance(statistics["acceptance_rate"].double().mean(1))
@@ -158,7 +280,7 @@ def _statistics(posterior: Posterior) -> Iterator[Finding]:
     for name in ("kinetic_temperature", "virial"):
         if name in statistics:
             title = "kinetic temperature" if name == "kinetic_temperature" else "virial"
-            yield _temperature(title, statistics[name].double())
+            yield _temperature(title, statistics[name].double(), arrived)
 
 
 def _acceptance(by_chain: Tensor) -> Finding:
@@ -195,8 +317,11 @@ def _level(lp: Tensor) -> Finding:
     return Finding("level", "pass", "no chain's log-density stays far below the others'", largest)
 
 
-def _temperature(name: str, values: Tensor) -> Finding:
-    """Whether the mean of ``(chains, draws)`` is 1, within what is tolerable and what chance allows."""
+def _temperature(name: str, values: Tensor, arrived: bool) -> Finding:
+    """Whether the mean of ``(chains, draws)`` is 1, within what is tolerable and what chance allows.
+
+    :param arrived: whether chains agree; if not, steps aren't to blame.
+    """
     known = values[~values.isnan().any(1)]  # without chains that lost their numbers on the way
     if known.numel() < 2:
         return Finding(name, "unknown", "no chain has values throughout")
@@ -205,8 +330,12 @@ def _temperature(name: str, values: Tensor) -> Finding:
     warn, fail = TEMPERATURE_BOUNDS
     sure = off > SURE * error
     status: Status = "fail" if sure and off > fail else "warn" if sure and off > warn else "pass"
+    if not arrived and not (status == "pass" and SURE * error <= fail):
+        words = f"{mean:.3g} ± {error:.2g} where 1 is right, of chains that don't agree yet: first a longer warm-up"
+        return Finding(name, "unknown" if status == "pass" else status, words, mean)
     if status == "pass" and SURE * error > fail:
-        return Finding(name, "unknown", f"{mean:.3f} ± {error:.2g} where 1 is right: too few draws to tell", mean)
+        words = f"{mean:.3g} ± {error:.2g} where 1 is right: uncertain by more than {fail:g}; more draws would tell"
+        return Finding(name, "unknown", words, mean)
     advice = ""
     if status != "pass":
         wide = "spread too widely: smaller steps, larger batches, or a longer warm-up"
@@ -225,25 +354,27 @@ def _standard_error(values: Tensor) -> float:
 # the model's energy -------------------------------------------------------------------------------------------------
 
 
-def _energy(posterior: Posterior, num_draws: int) -> Iterator[Finding]:
+def _energy(posterior: Posterior, num_draws: int, arrived: bool) -> Iterator[Finding]:
     dtype = next(iter(posterior.samples.values())).dtype
     batch_size = getattr(posterior.kernel, "batch_size", None)
     args, kwargs = posterior._args, posterior._kwargs
+    options: dict[str, Any] = {"device": posterior.origin_device, "dtype": dtype, "chain_chunk": CHUNK}
+    options["subsampled"] = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a mini-batch's scale: that is looked at here
-        full = Potential(posterior.model, *args, dtype=dtype, chain_chunk=CHUNK, subsampled=True, **kwargs)
+        full = Potential(posterior.model, *args, **options, **kwargs)
     if full.row_counts:
         return  # the model draws its own mini-batches, which Pyro's plates scale themselves
     per_chain = max(1, min(posterior.num_samples, num_draws // posterior.num_chains))
     draws = posterior.thin(max(1, posterior.num_samples // per_chain))
     z = full.unconstrain({site: draws.samples[site] for site in full.layout.site_shapes})
     _, gradient = full.value_and_grad(z.flatten(0, 1))
-    yield _temperature("temperature", ((z.flatten(0, 1) * gradient).mean(1)).reshape(z.shape[:2]).double().cpu())
+    own = (z.flatten(0, 1) * gradient).mean(1).reshape(z.shape[:2])
+    yield _temperature("temperature", own.double().cpu(), arrived)
     if batch_size is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            options = {"dtype": dtype, "chain_chunk": CHUNK, "batch_size": batch_size, "subsampled": True}
-            parts = Potential(posterior.model, *args, **options, **kwargs)
+            parts = Potential(posterior.model, *args, batch_size=batch_size, **options, **kwargs)
         if ROWS in parts.row_counts:
             yield _batch_scale(full, parts, z[:, -1][:8])
 

@@ -22,17 +22,16 @@ from torch import Tensor
 
 from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, missing_energy
 from pyro_symmetric.compare._results import table
+from pyro_symmetric.compare.verdict import verdict
 from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.placement import placed, promoted
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.canonical import Symmetry
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
-from pyro_symmetric.symmetry.weights import Weights
 
 FEW_ABOVE = 0.01  # of thousands of quantities some exceed any threshold by chance
-ENOUGH_DRAWS = 400  # effective ones, for stable estimates of R-hat and of quantiles: Vehtari et al. 2021, section 4
-LITTLE_ENERGY = 0.3
 MOST_ROWS = 256
 DRAWS_AT_ONCE = 64
 
@@ -111,7 +110,7 @@ class ConvergenceResult:
     @property
     def verdict(self) -> str:
         """What it comes to, in a few sentences."""
-        return " ".join([_agreement(self), *_effort(self), *_trouble(self)])
+        return verdict(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
@@ -136,11 +135,12 @@ class ConvergenceResult:
         for space, found in self.spaces.items():
             for site, statistics in found.by_site.items():
                 s = statistics.summary()
-                above = float((statistics.r_hat > self.threshold).double().mean())
-                r_hats = (f"{s['r_hat']:.3f}", f"{s['r_hat_median']:.3f}", f"{above:.1%}")
+                above = SpaceConvergence({site: statistics}, self.threshold).share_above
+                r_hats = (f"{s['r_hat']:.3f}", f"{s['r_hat_median']:.3f}", _share_text(above))
                 sizes = (f"{s[f'ess_{part}{kind}']:,.0f}" for part in ("bulk", "tail") for kind in ("", "_median"))
                 rows.append((space, site, f"{statistics.r_hat.numel():,}", *r_hats, *sizes))
-        lines = [f"Convergence of {self.num_chains} chains of {self.num_samples} draws: {self.verdict}"]
+        chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
+        lines = [f"Convergence of {chains} of {self.num_samples} draws: {self.verdict}"]
         lines.append(table(rows, left=(0, 1)))
         known = {name: value for name, value in self._per_chain().items() if value is not None}
         for name, value in known.items():
@@ -217,73 +217,11 @@ def convergence(
     )
 
 
-# the verdict --------------------------------------------------------------------------------------------------------
-
-
-def _agreement(result: ConvergenceResult) -> str:
-    weights, function = result.spaces["weights"], result.spaces.get("function")
-    if weights.agrees is None and (function is None or function.agrees is None):
-        return "Too few chains or draws to tell whether chains agree: it takes two chains of four draws."
-    frames: dict[str, bool | None] = {
-        name: result.spaces[name].agrees for name in ("canonical", "aligned") if name in result.spaces
-    }
-    if function is None:
-        return _weights_only(weights, frames)
-    if function.agrees is False:
-        return (
-            f"The chains don't agree on the function ({_numbers(function)}): "
-            + {
-                True: "each by itself has settled, so they sit in modes that predict differently.",
-                False: "some still drift or stand still; run longer.",
-                None: "they haven't mixed, or sit in modes that predict differently.",
-            }[result.settled]
-        )
-    if weights.agrees:
-        return "The chains agree on the function and on the weights."
-    start = f"The chains agree on the function, but not on the weights ({_numbers(weights)}): "
-    if any(frames.values()):
-        return start + "brought to one frame, the weights agree too, so the chains sit in different copies of a mode."
-    if frames:
-        return (
-            start + "nor do the weights agree in one frame, so the chains sit in different modes that predict alike, "
-            "or the frame can't tell units apart."
-        )
-    return start + "they may sit in different copies of a mode; give symmetry= to see."
-
-
-def _weights_only(weights: SpaceConvergence, frames: Mapping[str, bool | None]) -> str:
-    unseen = " Give model= and x= (or predictions=) to see whether they agree on the function."
-    if weights.agrees:
-        return "The chains agree on the weights, and so on the function."
-    start = f"The chains don't agree on the weights ({_numbers(weights)})"
-    if any(frames.values()):
-        return start + ", but do once brought to one frame: they sit in different copies of a mode."
-    return start + (", nor in one frame." if frames else ".") + unseen
-
-
-def _numbers(space: SpaceConvergence) -> str:
-    return f"R-hat up to {space.worst['r_hat']:.3g}, above {space.threshold:g} for {space.share_above:.0%}"
-
-
-def _effort(result: ConvergenceResult) -> list[str]:
-    space = result.spaces.get("function", result.spaces["weights"])
-    least = min(space.worst["ess_bulk"], space.worst["ess_tail"])
-    if not least < ENOUGH_DRAWS:  # NaN included: too few draws were spoken of before
-        return []
-    what = "function" if "function" in result.spaces else "weights"
-    return [f"The worst effective sample size of the {what} is {least:.0f}, too few (< {ENOUGH_DRAWS}) to be sure."]
-
-
-def _trouble(result: ConvergenceResult) -> list[str]:
-    sentences = []
-    if result.divergent:
-        sentences.append(f"{result.divergent:.2g} of the draws diverged: parts of the posterior may be missed.")
-    if result.energy_fraction is not None and bool((low := result.energy_fraction < LITTLE_ENERGY).any()):
-        sentences.append(f"{int(low.sum())} chains have an E-BFMI under {LITTLE_ENERGY}: they hardly reach the tails.")
-    return sentences
-
-
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _share_text(share: float) -> str:
+    return "-" if share != share else f"{share:.1%}"
 
 
 def _check_grouping(posterior: Posterior, name: str, entries: Mapping[str, Tensor]) -> None:
@@ -310,7 +248,9 @@ def _from_origin(
 def _predictions(posterior: Posterior, model: BayesianModel, x: Tensor) -> Tensor:
     """Expected targets ``(chains, draws, rows, ...)``."""
     rows = x if len(x) <= MOST_ROWS else x[torch.arange(MOST_ROWS) * len(x) // MOST_ROWS]
-    return model.likelihood.mean(model.outputs(_placed(posterior, model), rows, chunk_size=DRAWS_AT_ONCE)).cpu()
+    from pyro_symmetric.predict import predict  # a floor above this one
+
+    return predict(posterior.samples, model, rows, kind="mean", progress=False)
 
 
 def _log_density(
@@ -318,17 +258,13 @@ def _log_density(
 ) -> Tensor | None:
     if model is None or x is None or y is None:
         return posterior.statistics.get("lp")
-    weights = _placed(posterior, model)
+    model, (x, y), _ = placed(model, (x, y), {}, None, promoted(list(posterior.samples.values())))
+    device = next(model.net.parameters()).device
     pieces = []
     for start in range(0, posterior.num_samples, step := max(1, DRAWS_AT_ONCE // posterior.num_chains)):
-        part = {site: value[:, start : start + step] for site, value in weights.items()}
-        pieces.append(model.log_joint(part, x, y))
-    return torch.cat(pieces, dim=1).cpu()
-
-
-def _placed(posterior: Posterior, model: BayesianModel) -> Weights:
-    like = next(model.net.parameters())
-    return {site: value.to(like.device, like.dtype) for site, value in posterior.samples.items()}
+        part = {site: value[:, start : start + step].to(device) for site, value in posterior.samples.items()}
+        pieces.append(model.log_joint(part, x, y).cpu())
+    return torch.cat(pieces, dim=1)
 
 
 def _settled(predictions: Tensor, threshold: float) -> bool | None:

@@ -50,7 +50,8 @@ class AffineAction:
     def linear(self, loc: Tensor, columns: Tensor) -> Tensor:
         """The linear part on the columns of ``(D, k)``: the action's derivative, which no constant can spoil."""
         rows = columns.mT.contiguous()
-        moved = torch.func.jvp(self, (loc.expand_as(rows).contiguous(),), (rows,))[1]
+        # By two reverse passes: forward mode compiles deprecated scripts of torch's, with a warning for each.
+        moved = torch.autograd.functional.jvp(self, loc.expand_as(rows).contiguous(), rows)[1]
         return moved.mT.contiguous()
 
     def pushed(self, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,7 +80,8 @@ def _require_affine(step: Any, sites: dict[str, SiteLayout]) -> None:
     """:raises ValueError: unless one step of an element acts affinely on these unconstrained sites."""
     if not isinstance(step, Permutation | Multipliers | Shift):
         raise TypeError(
-            f"element is a {type(step).__name__}; it must be a Permutation, Scaling, Sign, Shift, or a product of them"
+            f"element is a {type(step).__name__}; it must be a Permutation, Scaling, Sign, Shift, or a product of "
+            "them, e.g. align(guide, reference, group).element"
         )
     if step.batch_shape:
         raise ValueError(

@@ -13,14 +13,20 @@ Reference: Rossi et al. 2023 (arXiv 2310.10171), sections 3 and 4 (permutations 
 
 from __future__ import annotations
 
+from typing import Any
+
 from pyro.infer.autoguide import AutoGuide
 
-from pyro_symmetric.alignment.gaussian import to_gaussian
 from pyro_symmetric.guides.affine import AffineAction
-from pyro_symmetric.guides.gaussian import AutoMeanField, GaussianGuide, family_and_moments, flat_moments
+from pyro_symmetric.guides.gaussian import (
+    AutoFullRank,
+    AutoLowRank,
+    AutoMeanField,
+    GaussianGuide,
+    family_and_moments,
+)
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.guides.modes import AutoModes
-from pyro_symmetric.symmetry.permutation import Permutation
 from pyro_symmetric.symmetry.weight_symmetry import Action, WeightSymmetry, acted_on
 
 
@@ -55,23 +61,54 @@ def _(target: AutoGuide, element: Action, symmetry: WeightSymmetry) -> GaussianG
     return push_forward(target, element)
 
 
-class AutoAligned(AutoMeanField):
-    """The push-forward ``P#q`` of a mean-field Gaussian guide by a permutation: draws are ``P(w)`` for ``w ~ q``.
+class AutoAligned(GaussianGuide):
+    """The push-forward ``P#q`` of a Gaussian guide by an element of a group: draws are ``P(w)`` for ``w ~ q``.
 
-    The moments are copied, so training either guide later doesn't change the other. :func:`push_forward` takes any
-    element, and keeps correlations.
+    It is of the guide's own family, correlations included: what comes out is an :class:`AutoMeanField`, an
+    :class:`AutoLowRank` or an :class:`AutoFullRank` as well, and comes back from a file as that. The moments are
+    copied, so training either guide later doesn't change the other. Mixtures are moved by :func:`push_forward`.
 
-    :param guide: a set-up guide with Gaussian moments, stock or ours (correlations, if it has any, are dropped).
-    :param permutation: one element of the group, e.g. ``align(guide, reference, group).permutation``.
+    >>> aligned = AutoAligned(guide, align(guide, reference, group).element)
+
+    :param guide: a set-up Gaussian guide, stock or ours; of a symmetrised guide, its base counts.
+    :param element: a permutation, scaling, sign, shift, or all together, as :func:`push_forward` takes them.
+    :raises TypeError: if the guide isn't Gaussian, or the element is none.
+    :raises ValueError: for a batch of elements, for sites that the guide lacks or whose supports don't fit.
     """
 
-    def __init__(self, guide: AutoGuide, permutation: Permutation):
-        if not isinstance(permutation, Permutation):
-            raise TypeError(
-                f"permutation is a {type(permutation).__name__}; it must be a Permutation, e.g. "
-                "align(guide, reference, group).permutation"
-            )
+    def __new__(cls, *args: Any, **kwargs: Any) -> AutoAligned:
+        if cls is AutoAligned:
+            guide = args[0] if args else kwargs.get("guide")
+            if isinstance(guide, AutoModes):
+                raise TypeError("guide is a mixture, AutoModes; push_forward(guide, element) moves all of its modes")
+            if isinstance(guide, AutoGuide):
+                cls = _ALIGNED[family_and_moments(guide)[0]]
+        return super().__new__(cls)
+
+    def __init__(self, guide: AutoGuide, element: Action):
+        if not isinstance(guide, AutoGuide):
+            raise TypeError(f"guide is a {type(guide).__name__}; it must be a set-up Gaussian guide")
         sites = layout_of(guide)
-        action = AffineAction(permutation, sites)
-        loc, scale = flat_moments(to_gaussian(guide), sites)
-        super().__init__(sites, action(loc), action(scale))
+        super().__init__(sites, **AffineAction(element, sites).pushed(family_and_moments(guide)[1]))
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+class AlignedMeanField(AutoAligned, AutoMeanField):
+    """Of a mean-field guide."""
+
+
+class AlignedLowRank(AutoAligned, AutoLowRank):
+    """Of a guide of low rank."""
+
+
+class AlignedFullRank(AutoAligned, AutoFullRank):
+    """Of a guide of full rank."""
+
+
+_ALIGNED: dict[type[GaussianGuide], type[AutoAligned]] = {
+    AutoMeanField: AlignedMeanField,
+    AutoLowRank: AlignedLowRank,
+    AutoFullRank: AlignedFullRank,
+}

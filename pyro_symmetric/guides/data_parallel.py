@@ -43,7 +43,7 @@ class DataParallel_ELBO(ELBO):
 
     :param elbo: the objective of one process: ``Trace_ELBO()``, ``SymmetrizedMeanField_ELBO()`` or another with
         gradients for the guide's parameters.
-    :raises ValueError: in the first step, if a rank's arguments hold no tensor whose rows could be counted.
+    :raises ValueError: on all ranks, if the arguments of one hold no rows.
     """
 
     def __init__(self, elbo: ELBO):
@@ -54,17 +54,19 @@ class DataParallel_ELBO(ELBO):
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The negative ELBO of all ranks' rows; nothing is differentiated."""
+        rows = _agreed_rows(args, kwargs)
         with _shared_noise():
             loss = self.elbo.loss(model, guide, *args, **kwargs)
-        return float(_weighted_mean(torch.tensor([loss], dtype=torch.float64), _count_rows(args, kwargs)))
+        return float(_weighted_mean(torch.tensor([loss], dtype=torch.float64), rows))
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The same, adding its gradients to the parameters'."""
+        rows = _agreed_rows(args, kwargs)
         with _shared_noise(), poutine.trace(param_only=True) as capture:
             loss = self.elbo.loss_and_grads(model, guide, *args, **kwargs)
         sites: list[tuple[str, Any]] = sorted(capture.trace.nodes.items())
         parameters = [site["value"].unconstrained() for _, site in sites]
-        return average_gradients(parameters, _count_rows(args, kwargs), loss)
+        return average_gradients(parameters, rows, loss)
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return self.elbo._get_trace(model, guide, args, kwargs)
@@ -82,7 +84,7 @@ def average_gradients(parameters: Any, rows: int = 1, loss: float = 0.0) -> floa
     :class:`DataParallel_ELBO`, which also sees to the ranks' drawing the same weights.
 
     :param parameters: a guide, or tensors in the same order everywhere; a gradient that is ``None`` counts as 0.
-    :param rows: how many rows this rank holds.
+    :param rows: how many rows this rank holds; a rank without any takes part, and its loss and gradients don't count.
     :param loss: this rank's loss.
     :return: the loss, averaged likewise.
     """
@@ -107,7 +109,8 @@ def _weighted_mean(values: Tensor, rows: int) -> Tensor:
     """Mean over ranks of float64 values, weighted by rows."""
     if not _is_distributed():
         return values
-    packed = _exchangeable(torch.cat([values, values.new_ones(1)]) * rows)
+    own = torch.cat([values, values.new_ones(1)])
+    packed = _exchangeable(own * rows if rows else torch.zeros_like(own))  # where there are no rows, losses may be NaN
     torch.distributed.all_reduce(packed)
     return packed[:-1] / packed[-1]
 
@@ -132,8 +135,17 @@ def _exchangeable(values: Tensor) -> Tensor:
     return values.to("cuda" if nccl else "cpu")
 
 
-def _count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.dim() > 0 and len(value) > 0:
-            return len(value)
-    raise ValueError("this rank's arguments hold no tensor with rows; give every rank a part of the mini-batch")
+def _agreed_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many rows this rank's arguments hold.
+
+    :raises ValueError: on all ranks, if one holds none: it couldn't take part, and the others would wait forever.
+    """
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0)
+    rows = next((len(value) for value in tensors if len(value) > 0), 0)
+    least = _exchangeable(torch.tensor([rows]))
+    if _is_distributed():
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+    if int(least) == 0:
+        whose = "this" if rows == 0 else "another"
+        raise ValueError(f"{whose} rank's arguments hold no tensor with rows; give every rank a part of the mini-batch")
+    return rows

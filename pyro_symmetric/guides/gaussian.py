@@ -12,7 +12,7 @@ pushing forward, interpolating and loading make them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,14 @@ from pyro.infer.autoguide import (
     AutoMultivariateNormal,
     AutoNormal,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
+from pyro_symmetric.guides.affine import triangular
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, layout_of
+
+Moments = Mapping[str, Tensor]
 
 
 class GaussianGuide(WeightsGuide):
@@ -87,6 +90,7 @@ class AutoFullRank(GaussianGuide, AutoMultivariateNormal):
         self.scale_tril = scale_tril.detach() / diagonal.unsqueeze(-1)  # type: ignore[assignment]
 
 
+# Each holds those before it.
 FAMILIES: dict[str, type[GaussianGuide]] = {
     "AutoMeanField": AutoMeanField,
     "AutoLowRank": AutoLowRank,
@@ -117,6 +121,20 @@ def family_and_moments(guide: AutoGuide) -> tuple[type[GaussianGuide], dict[str,
     )
 
 
+def one_family(names: Sequence[str], moments: Sequence[Moments]) -> tuple[str, list[Moments]]:
+    """The smallest family that holds Gaussians of all these families, and the moments of each as of one of it."""
+    family = max(names, key=list(FAMILIES).index)
+    if family == "AutoFullRank":
+        return family, [m if "scale_tril" in m else {"loc": m["loc"], "scale_tril": _root(m)} for m in moments]
+    if family == "AutoLowRank":
+        rank = max(m["cov_factor"].shape[-1] for m in moments if "cov_factor" in m)
+        none = moments[0]["loc"].new_zeros(len(moments[0]["loc"]), 0)
+        factors = [m.get("cov_factor", none) for m in moments]
+        padded = [nn.functional.pad(factor, (0, rank - factor.shape[-1])) for factor in factors]
+        return family, [{**m, "cov_factor": factor} for m, factor in zip(moments, padded, strict=True)]
+    return family, list(moments)
+
+
 def base_posterior(guide: AutoGuide) -> Any:
     """The distribution of a set-up guide over flat unconstrained vectors; of a symmetrised guide, that of its base.
 
@@ -139,3 +157,11 @@ def flat_moments(moments: GaussianWeights, sites: tuple[SiteLayout, ...]) -> tup
         return torch.cat([values[site.name].reshape(-1) for site in sites])
 
     return flat(moments.loc), flat(moments.scale)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _root(moments: Moments) -> Tensor:
+    diagonal = moments["scale"].diag()
+    return triangular(torch.cat([diagonal, moments["cov_factor"]], -1)) if "cov_factor" in moments else diagonal

@@ -11,9 +11,9 @@ that, and :class:`~pyro_symmetric.guides.AutoSymmetrized` counts all of them. Al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast
 
 import pyro.distributions as dist
 import torch
@@ -23,24 +23,21 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_sample, init_to_value
 from pyro.nn import PyroParam
 from torch import Tensor, nn
-from torch.distributions import biject_to
 
 from pyro_symmetric.alignment.inputs import AnyGroup
 from pyro_symmetric.alignment.matching import align
 from pyro_symmetric.distributions import Modes, OrbitEstimator
-from pyro_symmetric.guides.affine import AffineAction, triangular
+from pyro_symmetric.guides.affine import AffineAction
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.gaussian import FAMILIES, GaussianGuide, family_and_moments
+from pyro_symmetric.guides.gaussian import FAMILIES, GaussianGuide, Moments, family_and_moments, one_family
 from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, layout_of, one_layout_of
+from pyro_symmetric.guides.quantiles import mixture_quantiles
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized, default_init_loc_fn
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup
 from pyro_symmetric.symmetry.weights import Weights
 
 Family = Literal["AutoMeanField", "AutoLowRank", "AutoFullRank"]
-Moments = Mapping[str, Tensor]
-LADDER: tuple[str, ...] = get_args(Family)  # each holds those before it
-BISECTIONS = 60  # of a bracket; more than the digits of a float64
 
 
 class AutoModes(WeightsGuide):
@@ -86,8 +83,8 @@ class AutoModes(WeightsGuide):
     ):
         if isinstance(num_modes, bool) or not isinstance(num_modes, int) or num_modes < 1:
             raise ValueError(f"num_modes is {num_modes!r}; a mixture has at least 1")
-        if family not in LADDER:
-            raise ValueError(f"family is {family!r}; it must be one of {list(LADDER)}")
+        if family not in FAMILIES:
+            raise ValueError(f"family is {family!r}; it must be one of {list(FAMILIES)}")
         if rank is not None and rank < 1:
             raise ValueError(f"rank is {rank}; it must be at least 1")
         if not init_scale > 0:
@@ -187,26 +184,14 @@ class AutoModes(WeightsGuide):
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
-        """Quantiles of the marginals of the mixture, by site, ``(len(quantiles), *site_shape)``; by bisection."""
-        sites = layout_of(self)
+        """Quantiles of the marginals of the mixture, by site, ``(len(quantiles), *site_shape)``."""
+        layout_of(self)
         given = torch.as_tensor(quantiles, dtype=self.loc.dtype, device=self.loc.device).reshape(-1, 1)
         if not bool(((given > 0) & (given < 1)).all()):
             raise ValueError(f"quantiles are {quantiles}; each must lie between 0 and 1")
         components = [self._component(k) for k in range(self.num_modes)]
         marginals = [torch.distributions.Normal(c.mean, c.variance.sqrt()) for c in components]
-        ends = torch.stack([marginal.icdf(given) for marginal in marginals])
-        low, high = ends.amin(0), ends.amax(0)
-        weights = self.mixture_weights
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            below = sum(w * marginal.cdf(middle) for w, marginal in zip(weights, marginals, strict=True)) < given
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        shapes = {site.name: site.unconstrained_shape for site in sites}
-        pieces = ((low + high) / 2).split([shape.numel() for shape in shapes.values()], -1)
-        return {
-            site.name: biject_to(site.support)(piece.reshape(len(given), *shapes[site.name]))
-            for site, piece in zip(sites, pieces, strict=True)
-        }
+        return self.unpack(mixture_quantiles(marginals, self.mixture_weights, given))
 
     # made of other guides -------------------------------------------------------------------------------------------
 
@@ -252,7 +237,7 @@ class AutoModes(WeightsGuide):
                 if number is None or k != number % len(guides):
                     element = align(guide, reference, group, cost).element
                     moments[k] = AffineAction(element, sites).pushed(moments[k])
-        family, alike = _one_family([kind.__name__ for kind, _ in pairs], moments)
+        family, alike = one_family([kind.__name__ for kind, _ in pairs], moments)
         like = moments[0]["loc"]
         shares = like.new_ones(len(guides)) if weights is None else torch.as_tensor(weights).to(like)
         if shares.shape != (len(guides),) or not bool((shares > 0).all()):
@@ -310,25 +295,3 @@ class AutoModes(WeightsGuide):
         """The arguments that make a guide with the same parameters."""
         names = ("num_modes", "family", "rank", "train_weights")
         return {name: getattr(self, name) for name in names}
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _one_family(names: Sequence[str], moments: Sequence[Moments]) -> tuple[str, list[Moments]]:
-    """The smallest family that holds all, and each as one of it."""
-    family = max(names, key=LADDER.index)
-    if family == "AutoFullRank":
-        return family, [m if "scale_tril" in m else {"loc": m["loc"], "scale_tril": _root(m)} for m in moments]
-    if family == "AutoLowRank":
-        rank = max(m["cov_factor"].shape[-1] for m in moments if "cov_factor" in m)
-        none = moments[0]["loc"].new_zeros(len(moments[0]["loc"]), 0)
-        factors = [m.get("cov_factor", none) for m in moments]
-        padded = [nn.functional.pad(factor, (0, rank - factor.shape[-1])) for factor in factors]
-        return family, [{**m, "cov_factor": factor} for m, factor in zip(moments, padded, strict=True)]
-    return family, list(moments)
-
-
-def _root(moments: Moments) -> Tensor:
-    diagonal = moments["scale"].diag()
-    return triangular(torch.cat([diagonal, moments["cov_factor"]], -1)) if "cov_factor" in moments else diagonal

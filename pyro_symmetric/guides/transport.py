@@ -16,15 +16,16 @@ Reference: Rossi et al. 2023 (arXiv 2310.10171), section 4.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_symmetric.alignment.bures import barycentre_root, between, squared_distance
-from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
-from pyro_symmetric.alignment.geodesic import interpolate_gaussians, wasserstein_gaussians
+from pyro_symmetric.alignment.gaussian import GaussianWeights
+from pyro_symmetric.alignment.geodesic import interpolate_gaussians, require_ends, wasserstein_gaussians
+from pyro_symmetric.alignment.inputs import gaussian_of
 from pyro_symmetric.guides.affine import triangular
 from pyro_symmetric.guides.gaussian import (
     AutoFullRank,
@@ -34,6 +35,10 @@ from pyro_symmetric.guides.gaussian import (
     flat_moments,
 )
 from pyro_symmetric.guides.layout import one_layout_of
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.weights import Weights
+
+AnyMoments = GaussianWeights | Posterior | Mapping[str, Tensor]
 
 
 @torch.no_grad()
@@ -43,13 +48,15 @@ def wasserstein(first: Any, second: Any, *, correlations: bool = True) -> float:
     >>> wasserstein({"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 4.0])})
     5.0
 
-    :param first: a set-up Gaussian guide, ``GaussianWeights``, or weights (site -> tensor), which have no deviations.
+    :param first: a set-up Gaussian guide, ``GaussianWeights``, a ``Posterior`` (by the means and deviations of its
+        draws), or weights (site -> tensor), which have no deviations.
     :param second: likewise.
     :param correlations: whether those of low-rank and full-rank guides count; up to 2000 weights. Else the marginals
         are compared, at any size: a lower bound of the distance.
-    :raises ValueError: if the sites or shapes differ, or there are too many weights for correlations.
+    :raises ValueError: if the sites or shapes differ, values aren't finite, or there are too many weights for
+        correlations.
     """
-    one, other = to_gaussian(first), to_gaussian(second)
+    one, other = gaussian_of(first, "first"), gaussian_of(second, "second")
     squared = wasserstein_gaussians(one, other) ** 2
     roots = [_root_or_none(guide) for guide in (first, second)] if correlations else [None]
     if all(root is None for root in roots):
@@ -66,28 +73,56 @@ def wasserstein(first: Any, second: Any, *, correlations: bool = True) -> float:
     return (means + float(squared_distance(pair[0], pair[1].to(pair[0].device)))) ** 0.5
 
 
-def interpolate(guide_0: AutoGuide, guide_1: AutoGuide, t: float, *, correlations: bool = True) -> GaussianGuide:
+@overload
+def interpolate(guide_0: AutoGuide, guide_1: AutoGuide, t: float, *, correlations: bool = ...) -> GaussianGuide: ...
+
+
+@overload
+def interpolate(guide_0: AnyMoments, guide_1: AnyMoments, t: float, *, correlations: bool = ...) -> GaussianWeights: ...
+
+
+def interpolate(guide_0: Any, guide_1: Any, t: float, *, correlations: bool = True) -> GaussianGuide | GaussianWeights:
     """The point ``t`` of the Wasserstein geodesic between two Gaussian guides, as a guide of its own.
 
     Of mean-field guides it is an :class:`~pyro_symmetric.guides.AutoMeanField` whose means and deviations are
     interpolated; if a guide has correlations, an :class:`~pyro_symmetric.guides.AutoFullRank`.
 
+    :param guide_0: a set-up Gaussian guide. Or ``GaussianWeights``, weights (site -> tensor) or a ``Posterior`` (by its
+        moments), at both ends: the result is then ``GaussianWeights``, whose ``loc`` are the weights between.
+    :param guide_1: likewise.
     :param t: from 0 to 1.
     :param correlations: whether to keep those of low-rank and full-rank guides; up to 2000 weights. Else the marginals
         are interpolated, at any size.
     """
-    sites = one_layout_of((guide_0, guide_1))
-    moments = interpolate_gaussians(to_gaussian(guide_0), to_gaussian(guide_1), t)
-    loc, scale = flat_moments(moments, sites)
-    if not correlations or not _correlated((guide_0, guide_1)):
+    both = (guide_0, guide_1)
+    names = ("guide_0", "guide_1")
+    guides = _are_guides(both, names)
+    first, second = (gaussian_of(end, name) for end, name in zip(both, names, strict=True))
+    if not guides:
+        return interpolate_gaussians(first, second, t)
+    sites = one_layout_of(both)
+    loc, scale = flat_moments(interpolate_gaussians(first, second, t), sites)
+    if not correlations or not _correlated(both):
         return AutoMeanField(sites, loc, scale)
-    first, second = (_root(guide) for guide in (guide_0, guide_1))
-    return AutoFullRank(sites, loc, triangular(between(first, second.to(first.device), t)).to(loc))
+    root, other = (_root(guide) for guide in both)
+    return AutoFullRank(sites, loc, triangular(between(root, other.to(root.device), t)).to(loc))
+
+
+@overload
+def barycentre(
+    guides: Sequence[AutoGuide], weights: Sequence[float] | Tensor | None = ..., *, correlations: bool = ...
+) -> GaussianGuide: ...
+
+
+@overload
+def barycentre(
+    guides: Sequence[AnyMoments], weights: Sequence[float] | Tensor | None = ..., *, correlations: bool = ...
+) -> GaussianWeights: ...
 
 
 def barycentre(
-    guides: Sequence[AutoGuide], weights: Sequence[float] | Tensor | None = None, *, correlations: bool = True
-) -> GaussianGuide:
+    guides: Sequence[Any], weights: Sequence[float] | Tensor | None = None, *, correlations: bool = True
+) -> GaussianGuide | GaussianWeights:
     r"""The Wasserstein barycentre of Gaussian guides, as a guide of its own: the least
     :math:`\sum_i \lambda_i W_2^2(q, q_i)`.
 
@@ -96,7 +131,8 @@ def barycentre(
     :class:`~pyro_symmetric.guides.AutoFullRank` (a barycentre of low-rank covariances isn't one), found as a fixed
     point.
 
-    :param guides: set-up Gaussian guides of one model.
+    :param guides: set-up Gaussian guides of one model. Or ``GaussianWeights``, weights (site -> tensor) and
+        ``Posterior`` (by their moments), no guide among them: the result is then ``GaussianWeights``.
     :param weights: :math:`\lambda`, not negative; equal by default. They are scaled to sum to one.
     :param correlations: whether to keep those of low-rank and full-rank guides; up to 2000 weights. Else the marginals'
         barycentre is taken, at any size.
@@ -104,22 +140,51 @@ def barycentre(
     guides = list(guides)
     if not guides:
         raise ValueError("guides is empty; a barycentre needs at least one")
-    sites = one_layout_of(guides)
+    names = [f"guides[{k}]" for k in range(len(guides))]
+    are_guides = _are_guides(guides, names)
+    moments = [gaussian_of(guide, name) for guide, name in zip(guides, names, strict=True)]
+    sites = one_layout_of(guides) if are_guides else ()
     shares = _shares(weights, len(guides))
-    flat = [flat_moments(to_gaussian(guide), sites) for guide in guides]
-    device = flat[0][0].device
-
-    def mean(values: Sequence[Tensor]) -> Tensor:
-        return torch.stack([share * value.to(device) for share, value in zip(shares, values, strict=True)]).sum(0)
-
-    loc, scale = (mean(column) for column in zip(*flat, strict=True))
+    for other in moments:
+        require_ends(moments[0], other)
+    mean = _mean(moments, shares)
+    if not are_guides:
+        return mean
+    loc, scale = flat_moments(mean, sites)
     if not correlations or not _correlated(guides):
         return AutoMeanField(sites, loc, scale)
-    root = barycentre_root([_root(guide).to(device) for guide in guides], shares)
+    root = barycentre_root([_root(guide).to(loc.device) for guide in guides], shares)
     return AutoFullRank(sites, loc, triangular(root).to(loc))
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _are_guides(ends: Sequence[Any], names: Sequence[str]) -> bool:
+    """Whether the ends are guides, of which guides are made, or come without a layout.
+
+    :raises TypeError: if some are and some aren't.
+    """
+    are = [isinstance(end, AutoGuide) for end in ends]
+    if any(are) and not all(are):
+        odd = are.index(False)
+        raise TypeError(
+            f"{names[odd]} is a {type(ends[odd]).__name__}, but {names[are.index(True)]} is a guide; give guides only, "
+            "or moments only: to_gaussian(guide) are those of a guide"
+        )
+    return all(are)
+
+
+def _mean(moments: Sequence[GaussianWeights], shares: Sequence[float]) -> GaussianWeights:
+    """Means of means and of deviations, site by site."""
+
+    def mean(values: Sequence[Weights]) -> Weights:
+        return {
+            site: torch.stack([s * own[site].to(like.device) for s, own in zip(shares, values, strict=True)]).sum(0)
+            for site, like in values[0].items()
+        }
+
+    return GaussianWeights(mean([m.loc for m in moments]), mean([m.scale for m in moments]), moments[0].supports)
 
 
 def _shares(weights: Sequence[float] | Tensor | None, count: int) -> list[float]:

@@ -89,8 +89,6 @@ class ChEESTuning(Tuning):
 class ChEES(HamiltonianKernel):
     r"""HMC whose trajectory length is learnt from many chains; the kernel to begin with, from about 8 chains on.
 
-    The settings of :class:`~pyro_symmetric.mcmc.warmup.HamiltonianKernel`, and:
-
     :param trajectory_length: :math:`T`, the longest trajectory, where adaptation starts or, with
         ``adapt_length=False``, stays; the mean is half of it. In units where the mass matrix has made each coordinate's
         standard deviation 1.

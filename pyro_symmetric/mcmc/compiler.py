@@ -32,23 +32,31 @@ class Unavailable(Exception):
     """Why compiled code can't be used."""
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled code, built if this machine hasn't done so yet.
+    """The compiled code, built if this machine hasn't done so yet. A process tries once, also where that fails.
 
     :raises Unavailable: saying what went wrong.
     """
+    found = _outcome()
+    if isinstance(found, str):
+        raise Unavailable(found)
+    return found
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _outcome() -> ctypes.CDLL | str:
+    """The compiled code, or why there is none."""
     name = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if name is None:
-        raise Unavailable("no C++ compiler was found (g++, clang++ or $CXX)")
+        return "no C++ compiler was found (g++, clang++ or $CXX)"
     try:
         return _declared(_load(shlex.split(name)))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        raise Unavailable(f"{name} failed: {said.strip()[-300:]}") from error
-
-
-# small steps --------------------------------------------------------------------------------------------------------
+        return f"{name} failed: {said.strip()[-300:]}"
 
 
 def _load(compiler: list[str]) -> ctypes.CDLL:

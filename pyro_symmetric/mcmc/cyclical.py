@@ -41,9 +41,8 @@ class CyclicalSG(StochasticGradientKernel):
     >>> posterior = sample(kernel, x, y, num_chains=4, num_samples=30, num_warmup=3)
 
     ``step_size`` is the cycle's largest, ``ε₀`` (Hamiltonian: ``h₀``). If not given, the sampling stage starts with
-    what keeps to ``tolerance``, and the cycle with what that asks for, within stability. Further parameters are those
-    of :class:`~pyro_symmetric.mcmc.stochastic.StochasticGradientKernel`. The statistic ``cycle`` counts from 0, warm-up
-    below it.
+    what keeps to ``tolerance``, and the cycle with what that asks for, within stability. The statistic ``cycle`` counts
+    from 0, warm-up below it.
 
     :param cycle_length: ``K``, gradient steps of a cycle.
     :param samples_per_cycle: draws of a cycle, spread evenly over its sampling stage.

@@ -7,7 +7,7 @@ So wherever an interruption falls, the last boundary is whole: state, generators
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +92,7 @@ class Run:
     :param sink: where draws go.
     :param facts: what the metadata say beside how it went.
     :param preamble: what every checkpoint says beside where the run is.
+    :param watch: called with the number of iterations done after each; it may raise ``KeyboardInterrupt``.
     """
 
     def __init__(
@@ -104,10 +105,12 @@ class Run:
         preamble: Mapping[str, Any],
         progress: bool,
         started: float,
+        watch: Callable[[int], None] | None = None,
     ):
         self.kernel, self.potential, self.plan, self.sink = kernel, potential, plan, sink
         self.store = sink if isinstance(sink, DrawStore) else None
         self._facts, self._preamble, self._progress = facts, preamble, progress
+        self._watch = watch
         self._trace = Trace(potential.device)
         self._seconds = {"warmup": 0.0, "sampling": 0.0}
         self._clock = started
@@ -146,6 +149,8 @@ class Run:
                 self._advance()
                 if self.store is not None and time.perf_counter() >= self._next_commit:
                     self._commit()
+                if self._watch is not None:
+                    self._watch(self.at.iteration)
                 if bar.update(1):
                     bar.set_postfix_str(self._postfix(), refresh=False)
         except BaseException:

@@ -42,8 +42,6 @@ class Trajectory:
 class HMC(HamiltonianKernel):
     r"""Hamiltonian Monte Carlo with adapted step size and mass matrix, and trajectories of a given length.
 
-    The settings of :class:`~pyro_symmetric.mcmc.warmup.HamiltonianKernel`, and:
-
     :param trajectory_length: mean length of a trajectory in integration time, in units where the mass matrix has made
         each coordinate's standard deviation 1. With full jitter, :math:`\pi / 2` is the shortest for which successive
         draws of a Gaussian are uncorrelated on average. Correlations that the mass matrix doesn't hold need more:

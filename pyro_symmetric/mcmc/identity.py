@@ -26,6 +26,7 @@ from pyro_symmetric.storage import raw_bytes
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # of the density, relative: other threads may round otherwise
 COARSE = 1e-2
+DECIDING = ("kernel", "sites")  # where they differ, what else does follows from it
 
 
 class OtherRun(ValueError):
@@ -109,6 +110,10 @@ def require_same(path: Path, found: Mapping[str, Any], now: Mapping[str, Any], t
 def differences(found: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What two runs say differently, in words, of what :func:`identify` or :func:`identify_call` told of both."""
     both = [name for name in now if name in found]
+    if deciding := next((name for name in DECIDING if name in both and found[name] != now[name]), None):
+        both = [deciding]  # the others follow from it
+    elif "data" in both and found["data"] != now["data"]:
+        both = [name for name in both if name != "density"]
     tolerance = TOLERANCE.get(now.get("dtype", ""), COARSE)
     return _differences({name: found[name] for name in both}, {name: now[name] for name in both}, tolerance)
 
@@ -161,6 +166,8 @@ def _density(potential: Potential) -> list[float]:
 
 
 def _differences(found: Any, now: Any, tolerance: float, name: str = "") -> list[str]:
+    if name == "sites":
+        return [] if found == now else [f"the model: its sites are {_listed(found)} there, {_listed(now)} here"]
     if isinstance(found, dict) and isinstance(now, dict):
         keys = sorted(set(found) | set(now))
         parts = (_differences(found.get(k), now.get(k), tolerance, f"{name}.{k}".lstrip(".")) for k in keys)
@@ -171,6 +178,11 @@ def _differences(found: Any, now: Any, tolerance: float, name: str = "") -> list
     if found == now:
         return []
     return ["data: their hash is another" if name == "data" else f"{name}: {found!r} there, {now!r} here"]
+
+
+def _listed(sites: Mapping[str, Sequence[int]], most: int = 8) -> str:
+    named = [f"{site} {tuple(shape)}" for site, shape in sites.items()]
+    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
 
 
 def _close(a: float, b: float, tolerance: float) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from pyro_symmetric.mcmc.driver import MemoryDraws, Plan, Run
@@ -20,7 +21,8 @@ from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.starts import resolve, starting_points
 from pyro_symmetric.store import Draws, DrawStore, read_store
 
-COUNTS = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "chain_chunk": 1, "seed": None}  # the least of each
+# the least of each
+COUNTS = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "chain_chunk": 1, "seed": None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,22 +74,32 @@ class Job:
         """
         if self.device is not None and torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device is {str(self.device)!r}, but PyTorch finds no GPU here")
-        return Potential(
-            self.kernel.model,
-            *self.args,
-            device=self.device,
-            dtype=self.dtype,
-            chain_chunk=chain_chunk if self.chain_chunk is None else self.chain_chunk,
-            compile=self.compile,
-            batch_size=self.kernel.batch_size,
-            subsampled=self.kernel.subsampled,
-            **self.kwargs,
-        )
+        try:
+            return Potential(
+                self.kernel.model,
+                *self.args,
+                device=self.device,
+                dtype=self.dtype,
+                chain_chunk=chain_chunk if self.chain_chunk is None else self.chain_chunk,
+                compile=self.compile,
+                batch_size=self.kernel.batch_size,
+                subsampled=self.kernel.subsampled,
+                **self.kwargs,
+            )
+        except Exception as error:  # a model may take arrays; where it fails they are the likeliest cause
+            if arrays := [name for name, value in self._named_arguments() if isinstance(value, np.ndarray)]:
+                are = "argument {} is a numpy array" if len(arrays) == 1 else "arguments {} are numpy arrays"
+                raise TypeError(f"{are.format(', '.join(arrays))}; pass torch tensors: torch.as_tensor(x)") from error
+            raise
+
+    def _named_arguments(self) -> list[tuple[str, Any]]:
+        return [(str(i), value) for i, value in enumerate(self.args)] + [(f"{k!r}", v) for k, v in self.kwargs.items()]
 
 
-def run_job(job: Job, progress: bool) -> Draws:
+def run_job(job: Job, progress: bool, watch: Callable[[int], None] | None = None) -> Draws:
     """Run, or take up, the chains of a job. Ctrl-C while sampling returns what there is, marked as interrupted.
 
+    :param watch: called after each iteration with their number; it may raise ``KeyboardInterrupt``.
     :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
     started = time.perf_counter()
@@ -100,7 +112,7 @@ def run_job(job: Job, progress: bool) -> Draws:
         preamble = {} if store is None else _preamble(job, potential)
         if last is not None:
             require_same(Path(str(job.store)), last.checkpoint, preamble, tolerant=job.resume is True)
-        run = Run(job.kernel, potential, job.plan, sink, _facts(job, potential), preamble, progress, started)
+        run = Run(job.kernel, potential, job.plan, sink, _facts(job, potential), preamble, progress, started, watch)
         if last is not None:
             run.take_up(last.checkpoint, last.tensors)
         else:

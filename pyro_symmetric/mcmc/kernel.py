@@ -8,6 +8,8 @@ random generator together determine all that follows.
 
 from __future__ import annotations
 
+import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -50,6 +52,15 @@ class Kernel(ABC):
     model: Callable[..., Any]
     subsampled = False  # whether the kernel works from mini-batches
     batch_size: int | None = None
+    _documented: Mapping[str, str] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a subclass's docstring list the inherited settings too, each with its default, for ``help``."""
+        super().__init_subclass__(**kwargs)
+        text, own = _parted(inspect.getdoc(cls) or "" if cls.__doc__ else "")
+        cls._documented = {**cls._documented, **own}
+        settings = [f":param {name}: {words}{_default(cls, name)}" for name, words in cls._documented.items()]
+        cls.__doc__ = "\n".join([text, "", *settings]).strip()
 
     @abstractmethod
     def init(self, potential: Potential, z: Tensor, num_warmup: int) -> State:
@@ -74,6 +85,16 @@ class Kernel(ABC):
         parts = [getattr(self.model, "__name__", type(self.model).__name__)]
         parts += [f"{name}={value!r}" for name, value in self.settings().items() if value != defaults[name]]
         return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def _parted(doc: str) -> tuple[str, dict[str, str]]:
+    """A docstring without its parameters, and what it says of each."""
+    parameters = re.compile(r"^:param (\w+): (.*(?:\n[ ]+.*)*)\n?", re.MULTILINE)
+    return parameters.sub("", doc).strip(), {name: words.rstrip() for name, words in parameters.findall(doc)}
+
+
+def _default(kind: type, name: str) -> str:
+    return f" Default: ``{getattr(kind, name)!r}``." if hasattr(kind, name) else ""
 
 
 def require_positive(name: str, value: float | None) -> None:

@@ -96,5 +96,6 @@ def _transform(site: str, fn: Distribution) -> Transform:
         ) from error
     raise ValueError(
         f"site {site!r} is discrete ({fn}); a gradient-based sampler moves continuous sites only. Sum it out (write "
-        "the mixture's density, e.g. pyro.distributions.MixtureSameFamily) or condition on it; if it is data, pass obs="
+        "the mixture's density, e.g. pyro.distributions.MixtureSameFamily) or condition on it. If it is data, pass "
+        "obs= in the model; or was its data not passed?"
     )

@@ -39,8 +39,6 @@ BLIND_DEPTH = 6  # while the mass matrix is unknown, longer trajectories cost mo
 class NUTS(HamiltonianKernel):
     """The No-U-Turn Sampler: HMC that finds the length of each trajectory itself.
 
-    The settings of :class:`~pyro_symmetric.mcmc.warmup.HamiltonianKernel`, and:
-
     :param max_treedepth: a trajectory has at most ``2 ** max_treedepth - 1`` leapfrog steps.
     """
 

@@ -15,7 +15,6 @@ portions. Both are settled when the potential is made, by rules and not by timin
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,17 +23,17 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from pyro_symmetric.largest import LargestTensor
 from pyro_symmetric.mcmc.compiled import Compiled, CompileFailed
 from pyro_symmetric.mcmc.layout import Layout
 from pyro_symmetric.mcmc.network import NetworkEnergy, Probe, network_energy
+from pyro_symmetric.mcmc.starts import initial_points
 from pyro_symmetric.mcmc.targets import NetworkTarget, Rows, Target, TracedTarget
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry.weights import Weights, batch_shape
+from pyro_symmetric.placement import placed, promoted
+from pyro_symmetric.symmetry.weights import Weights
 
-INITIALISATIONS = ("prior", "uniform")
 CACHE_BYTES = 2**22  # that the largest intermediate result of a chunk of chains should fit into, on a CPU
 COMPILED_CHAINS = 64  # at most, by default: a program pads to its number of chains
 
@@ -105,7 +104,7 @@ class Potential:
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}; chains need a floating-point dtype")
         _refuse_training_batch_norm(model)
-        model, args, kwargs = _placed(model, args, kwargs, device, dtype)
+        model, args, kwargs = placed(model, args, kwargs, device, dtype)
         self.chain_chunk: int | None = chain_chunk  # as resolved below; None for all chains at once
         self.target: Target = _target(model, args, kwargs, batch_size, device, dtype)
         if not subsampled and self.target.row_counts:
@@ -118,7 +117,7 @@ class Potential:
         like = self.target.prior_weights(1)
         floats = [value for value in like.values() if value.is_floating_point()]
         self.device = torch.device(device) if device is not None else floats[0].device
-        self.dtype = dtype or _promoted(floats)
+        self.dtype = dtype or promoted(floats) or torch.get_default_dtype()
         self._network: NetworkEnergy | None = None
         self._compiled: Compiled | None = None
         self.route_reason = ""  # why no faster route was taken, in words
@@ -243,7 +242,7 @@ class Potential:
         rows = {
             name: torch.arange(size, device=self.device).expand(2, size) for name, (_, size) in self.row_counts.items()
         }
-        largest = _Largest()
+        largest = LargestTensor()
         try:
             with largest:
                 energy, gradient = self._value_and_grad(z, rows or None)
@@ -282,69 +281,13 @@ class Potential:
             or weights (draws of a guide, of another posterior) of batch shape ``(num_chains,)`` or ``()``. By default
             ``"prior"`` for a ``BayesianModel``, whose energy far out is huge, and ``"uniform"`` for any other model.
         """
-        if num_chains < 1:
-            raise ValueError(f"num_chains is {num_chains}; at least 1 is needed")
-        if isinstance(init, Mapping):
-            return self._given(num_chains, init)
-        if init is None:
-            init = "prior" if isinstance(self.target, NetworkTarget) else "uniform"
-        if init not in INITIALISATIONS:
-            raise ValueError(f"initial is {init!r}; it must be one of {INITIALISATIONS} or a dict of weights")
-        z = self._draw(num_chains, init, radius)
-        bad = ~self._is_finite(z)
-        for _ in range(max_tries):
-            if not bool(bad.any()):
-                return z
-            z[bad] = self._draw(int(bad.sum()), init, radius)
-            bad = ~self._is_finite(z)
-        raise ValueError(
-            f"no starting point with finite energy and gradient in {max_tries} tries of initial={init!r} for "
-            f"{int(bad.sum())} of {num_chains} chains; check the data for NaN, or give initial= weights"
-        )
-
-    def _draw(self, num_chains: int, init: str, radius: float) -> Tensor:
-        if init == "uniform":
-            return (2 * torch.rand(num_chains, self.dim, device=self.device, dtype=self.dtype) - 1) * radius
-        return self.unconstrain(self.target.prior_weights(num_chains))
-
-    def _given(self, num_chains: int, weights: Mapping[str, Tensor]) -> Tensor:
-        z = self.unconstrain(weights)
-        if tuple(batch_shape(weights, self.layout.site_shapes)) not in ((), (num_chains,)):
-            raise ValueError(
-                f"initial weights have batch shape {tuple(z.shape[:-1])}; it must be ({num_chains},), one for each "
-                "chain, or () for one start of all"
-            )
-        z = z.expand(num_chains, self.dim).clone()
-        if bad := (~self._is_finite(z)).nonzero().flatten().tolist():
-            raise ValueError(f"the initial weights of chains {bad[:10]} have no finite energy and gradient")
-        return z
-
-    def _is_finite(self, z: Tensor) -> Tensor:
-        rows = {
-            name: torch.randint(total, (len(z), size), device=self.device)
-            for name, (total, size) in self.row_counts.items()
-        }
-        energy, gradient = self.value_and_grad(z, rows or None)
-        return torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1)
+        return initial_points(self, num_chains, init, radius, max_tries)
 
     def _cast(self, weights: Mapping[str, Tensor]) -> Weights:
         return {site: value.detach().to(self.device, self.dtype) for site, value in weights.items()}
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-class _Largest(TorchDispatchMode):
-    """Notes the size of the largest tensor that is computed."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if all(value.alias_info is None for value in func._schema.returns):  # views cost nothing
-            sizes = (leaf.numel() * leaf.element_size() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-            self.bytes = max(self.bytes, *sizes, 0)
-        return result
 
 
 def _cut(rows: Rows | None, chains: slice) -> Rows | None:
@@ -369,23 +312,6 @@ def _target(
     return TracedTarget(model, args, kwargs, batch_size, device, dtype)
 
 
-def _placed(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: Any, dtype: torch.dtype | None
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The model and its arguments on the device and in the dtype; the caller's own objects stay as they are."""
-    if device is None and dtype is None:
-        return model, args, kwargs
-
-    def place(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
-
-    if isinstance(model, nn.Module):
-        model = copy.deepcopy(model).to(device=device, dtype=dtype)
-    return model, tuple(place(value) for value in args), {name: place(value) for name, value in kwargs.items()}
-
-
 def _refuse_training_batch_norm(model: Any) -> None:
     if not isinstance(model, nn.Module):
         return
@@ -395,13 +321,6 @@ def _refuse_training_batch_norm(model: Any) -> None:
                 f"the module {name!r} is batch normalisation in train mode: the likelihood of one row would depend on "
                 "the other rows. Call .eval() on the model, so that it uses its running statistics"
             )
-
-
-def _promoted(values: list[Tensor]) -> torch.dtype:
-    dtype = values[0].dtype
-    for value in values[1:]:
-        dtype = torch.promote_types(dtype, value.dtype)
-    return dtype
 
 
 def _sizes(row_counts: Mapping[str, tuple[int, int]]) -> str:

@@ -42,9 +42,9 @@ class PreconditionedTuning(Tuning):
 class pSGLD(SteadyKernel):
     """Stochastic-gradient Langevin dynamics with RMSProp's preconditioner.
 
-    ``step_size``, if not given, is ``4 tolerance / (λ + mean V)`` with curvature and noise of the preconditioned
-    coordinates. Further parameters are those of :class:`~pyro_symmetric.mcmc.stochastic.SteadyKernel` and
-    :class:`~pyro_symmetric.mcmc.stochastic.StochasticGradientKernel`.
+    ``step_size``, if not given, is ``4 tolerance / (λ + mean V)``. ``λ`` is the largest curvature of the potential
+    energy (eigenvalue of its Hessian), ``V`` the variance of the mini-batches' gradients, coordinate by coordinate;
+    warm-up measures both, in the preconditioned coordinates.
 
     :param smoothing: ``α``, the weight of the past in the average of squared gradients.
     :param damping: ``δ``; the largest preconditioner is its inverse.

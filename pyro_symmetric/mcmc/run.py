@@ -13,10 +13,12 @@ from pyro_symmetric.mcmc.executors import run_tasks
 from pyro_symmetric.mcmc.job import Job, run_job
 from pyro_symmetric.mcmc.kernel import Kernel
 from pyro_symmetric.mcmc.starts import Initial
+from pyro_symmetric.mcmc.warmup import STUCK
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.storage import PathLike
 
 MANY_DIVERGENCES = 0.05
+ENOUGH_DRAWS = 20  # of a chain, to say that it hardly moves
 
 
 def sample(
@@ -58,17 +60,23 @@ def sample(
     With ``executor`` or ``chains_per_task``, chains are cut into tasks that warm up by themselves and have seeds of
     their own, so the draws depend on ``chains_per_task`` but not on the workers. Tasks whose worker died are done
     again in this process. Kernel, model and data travel by the executor's own means, which is usually pickle; on other
-    machines ``store`` must be a folder that all of them see.
+    machines ``store`` must be a folder that all of them see. It takes twice the room of the draws: when all tasks are
+    done, their chains are laid side by side there, to be mapped from one file.
 
     :param kernel: the sampler, which holds the model.
     :param args: what the model is called with, data included; ``kwargs`` likewise.
     :param num_samples: draws to keep of each chain.
     :param num_warmup: iterations of each chain before them, to adapt and to be forgotten.
     :param thinning: iterations for each draw that is kept.
-    :param initial: ``"prior"``, ``"uniform"``, weights (see :meth:`Potential.initial`), a ``Posterior`` whose last
-        draws to start from, a guide (ours, or any ``AutoGuide``) or a function ``num_chains -> weights`` to draw from.
-    :param chain_chunk: chains to evaluate at once; ``None``: chosen; see :class:`Potential`.
-    :param compile: whether to compile the model's energy; ``None``: where it is sure to pay; see :class:`Potential`.
+    :param initial: where chains start: ``"prior"``; ``"uniform"`` in (-2, 2) on the unconstrained scale, as Pyro's
+        ``MCMC``; weights of batch shape ``(num_chains,)``, or ``()`` for one start of all; a ``Posterior`` whose last
+        draws to start from; a guide (ours, or any ``AutoGuide``) or a function ``num_chains -> weights`` to draw from.
+        ``None``: ``"prior"`` for a ``BayesianModel``, ``"uniform"`` for any other model.
+    :param chain_chunk: chains to evaluate at once. ``None``: on a CPU as many as keep the largest intermediate result
+        in the cache, on other devices all.
+    :param compile: ``None``: a ``BayesianModel`` of a feed-forward network runs code that the machine's C++ compiler
+        builds once, in a few seconds, and that is kept; everything else runs as it is. ``True``: any other model goes
+        through ``torch.compile``, which takes tens of seconds in every process. ``False``: nothing is compiled.
     :param store: a folder for the draws, new or of this very run.
     :param resume: ``"auto"``: go on with the store if there is one; ``False``: there must be none; ``True``: there must
         be one, and it may come from another version of PyTorch or of this library, which changes rounding.
@@ -77,11 +85,12 @@ def sample(
     :param device: where to compute; draws are moved to the CPU as they are made.
     :param dtype: of the chains, ``torch.float64`` for delicate posteriors.
     :param executor: any :class:`concurrent.futures.Executor`, such as a process pool or dask's.
-    :param chains_per_task: by default 16, or a quarter of ``num_chains`` if that is less.
+    :param chains_per_task: chains of a task, which warm up together; they learn more from each other the more they
+        are. By default a quarter of ``num_chains``, but at least 4 and about 16 at most.
     :param threads_per_task: of PyTorch within a task; sums are rounded alike only for the same number.
-    :return: draws, statistics of every draw, and metadata: the kernel's settings, ``seconds``, and ``trace``, the mean
-        potential energy, acceptance and step size over all iterations, warm-up included. With ``store``, draws are
-        mapped from its files.
+    :return: draws, statistics of every draw, and metadata: the kernel's settings, ``seconds`` of warm-up and of
+        sampling (of tasks their sum, not what a clock on the wall showed), and ``trace``, the mean potential energy,
+        acceptance and step size over all iterations, warm-up included. With ``store``, draws are mapped from its files.
     :raises ValueError: naming the argument, or what differs if the store holds another run.
     :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
     :raises TaskError: if tasks failed, with the posterior of the others.
@@ -107,7 +116,7 @@ def sample(
         draws = run_job(job, progress)
     else:
         draws = run_tasks(job, executor, chains_per_task, threads_per_task, progress)
-    posterior = Posterior(*draws).attach(kernel, *args, **kwargs)
+    posterior = Posterior(*draws).attach(kernel, *args, **kwargs).sampled_on(device)
     _warn_of_trouble(posterior, job)
     return posterior
 
@@ -119,11 +128,23 @@ def _warn_of_trouble(posterior: Posterior, job: Job) -> None:
             held = f"{posterior.num_chains} of {job.num_chains} chains"
         advice = "" if job.store is None else f"; the same call goes on from what is kept in {job.store}"
         warnings.warn(f"interrupted: the posterior holds {held}{advice}", RuntimeWarning, stacklevel=3)
+    rates = posterior.statistics.get("acceptance_rate", torch.ones(1, 1)).double().mean(1)
+    stuck = (rates < STUCK).nonzero().flatten().tolist()
+    if stuck and posterior.num_samples >= ENOUGH_DRAWS:
+        shown = ", ".join(map(str, stuck[:8])) + (", ..." if len(stuck) > 8 else "")
+        warnings.warn(
+            f"{len(stuck)} of {posterior.num_chains} chains hardly move (acceptance below {STUCK:g}): {shown}. The "
+            "step suits the others; start these elsewhere (initial=), use a smaller step_size, or reparametrise the "
+            "model",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     share = float(posterior.divergences.sum()) / (posterior.num_chains * posterior.num_samples)
     if share > MANY_DIVERGENCES:
+        smaller = "a smaller step_size or " + ("tolerance" if job.kernel.subsampled else "a larger target_accept")
         warnings.warn(
-            f"{share:.0%} of the draws diverged, so parts of the posterior are missed. Use a smaller step_size or a "
-            "larger target_accept, a longer warm-up, dtype=torch.float64, or reparametrise the model",
+            f"{share:.0%} of the draws diverged, so parts of the posterior are missed. Use {smaller}, a longer "
+            "warm-up, dtype=torch.float64, or reparametrise the model",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -45,11 +45,11 @@ MOST_KEPT = 0.95  # of the momentum in one step, if friction isn't given
 class SGHMC(SteadyKernel):
     """Stochastic-gradient Hamiltonian Monte Carlo.
 
-    ``step_size`` is stable below ``2 / sqrt(λ)`` for the largest curvature ``λ``, which grows with the number of rows.
-    If not given, it is ``sqrt(4 tolerance / max(λ, 4 mean V))``. Further parameters are those of
-    :class:`~pyro_symmetric.mcmc.stochastic.SteadyKernel` and
-    :class:`~pyro_symmetric.mcmc.stochastic.StochasticGradientKernel`. The statistic ``kinetic_temperature``, the mean
-    of the squared momenta, averages to 1 where the step is small enough and friction outweighs the batches' noise.
+    ``step_size`` is stable below ``2 / sqrt(λ)`` for the largest curvature ``λ`` of the potential energy (eigenvalue of
+    its Hessian), which grows with the number of rows. If not given, it is ``sqrt(4 tolerance / max(λ, 4 mean V))``,
+    where ``V`` is the variance of the mini-batches' gradients, coordinate by coordinate; warm-up measures both. The
+    statistic ``kinetic_temperature``, the mean of the squared momenta, averages to 1 where the step is small enough and
+    friction outweighs the batches' noise.
 
     :param friction: ``C``, the rate at which momentum is forgotten. ``None``: what keeps the mini-batches' excess
         to ``tolerance``, coordinate by coordinate, and at least ``0.05 / step_size``, so that a step forgets a

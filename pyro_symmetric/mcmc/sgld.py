@@ -28,9 +28,9 @@ class SGLD(SteadyKernel):
 
     >>> posterior = sample(SGLD(model, batch_size=128), x, y, num_chains=16)
 
-    ``step_size``, Welling & Teh's ``ε``, is ``4 tolerance / (λ + mean V)`` if not given. Further parameters are those
-    of :class:`~pyro_symmetric.mcmc.stochastic.SteadyKernel` and
-    :class:`~pyro_symmetric.mcmc.stochastic.StochasticGradientKernel`.
+    ``step_size``, Welling & Teh's ``ε``, is ``4 tolerance / (λ + mean V)`` if not given. ``λ`` is the largest curvature
+    of the potential energy (eigenvalue of its Hessian), ``V`` the variance of the mini-batches' gradients, coordinate
+    by coordinate; warm-up measures both.
     """
 
     def best_step(self, landscape: Landscape) -> Tensor:

@@ -6,19 +6,21 @@ faster evaluation of some family of models (a hand-batched forward pass, say) is
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from pyro import poutine
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric.mcmc.batch_scale import warn_of_batch_scale, warn_of_plate_scale
 from pyro_symmetric.mcmc.layout import Layout
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood
+from pyro_symmetric.placement import Placement, promoted
 from pyro_symmetric.symmetry.weights import Weights
 
 Rows = Mapping[str, Tensor]
@@ -45,6 +47,18 @@ class Target(Protocol):
 
     def check_layout(self, layout: Layout) -> None:
         """:raises ValueError: if a site's support isn't the same everywhere."""
+
+
+def not_a_number(target: Target) -> list[str]:
+    """Names of the arguments that hold NaN, or infinite values: where to look if no energy is finite."""
+    if isinstance(target, NetworkTarget):
+        named: dict[str, Any] = {"x": target.x, "y": target.y}
+    elif isinstance(target, TracedTarget):
+        named = _named(target.model, target.args, target.kwargs)
+    else:
+        return []
+    floats = {name: v for name, v in named.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    return [name for name, value in floats.items() if not bool(torch.isfinite(value).all())]
 
 
 class NetworkTarget:
@@ -107,7 +121,7 @@ class TracedTarget:
         dtype: torch.dtype | None = None,
     ):
         self.model, self.args, self.kwargs = model, args, kwargs
-        self._placement = _Placement(device, dtype)
+        self._placement = Placement(device, dtype)
         self._data_rows = 0  # with mini-batches cut from the arguments: how many rows their tensors have
         if batch_size is not None:
             self._data_rows = _rows_of(args, kwargs)
@@ -145,7 +159,7 @@ class TracedTarget:
             holds_data = isinstance(value, Tensor) and value.dim() > 0 and len(value) == self._data_rows
             return value[rows[ROWS].to(value.device)] if holds_data else value
 
-        return tuple(cut(value) for value in self.args), {name: cut(value) for name, value in self.kwargs.items()}
+        return tree_map(cut, self.args), tree_map(cut, self.kwargs)
 
     def _prior_trace(self, rows: Rows | None = None) -> poutine.Trace:
         args, kwargs = self._cut(rows)
@@ -160,14 +174,17 @@ class TracedTarget:
 
     def check_layout(self, layout: Layout) -> None:
         """Compare two draws: sites, shapes and supports must not depend on what was drawn."""
-        again = _latent_sites(self._prior_trace())
+        trace = self._prior_trace()
+        again = _latent_sites(trace)
         if set(again) != set(self.sites):
             changed = sorted(set(again) ^ set(self.sites))
             raise ValueError(
                 f"the sites {changed} exist in some runs of the model only; a sampler needs the same ones in all"
             )
         other = Layout.of(again)
-        probe = torch.linspace(-1.5, 1.5, layout.dim)
+        like = [value for value in (_value(trace, site) for site in again) if value.is_floating_point()]
+        device = self._placement.device or next((value.device for value in like), None)
+        probe = torch.linspace(-1.5, 1.5, layout.dim, device=device, dtype=self._placement.dtype or promoted(like))
         first, second = layout.constrain(probe), other.constrain(probe) if other.dim == layout.dim else {}
         for site, value in first.items():
             if site not in second or value.shape != second[site].shape or not torch.equal(value, second[site]):
@@ -178,18 +195,6 @@ class TracedTarget:
 
     def __repr__(self) -> str:
         return f"sites={list(self.sites)}"
-
-
-class _Placement(Messenger):
-    """Moves what is drawn to a device and dtype: a prior such as ``Normal(0.0, 1.0)`` draws on the CPU in float32."""
-
-    def __init__(self, device: torch.device | str | None, dtype: torch.dtype | None):
-        super().__init__()
-        self.device, self.dtype = device, dtype
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        if not msg["is_observed"] and isinstance(msg["value"], Tensor) and msg["value"].is_floating_point():
-            msg["value"] = msg["value"].to(device=self.device, dtype=self.dtype)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -243,8 +248,16 @@ def _subsampled_plates(trace: poutine.Trace, given_is_right: bool) -> dict[str, 
     return plates
 
 
+def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of the model's parameters, or by their number where these can't be told."""
+    try:
+        return dict(inspect.signature(model).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+
+
 def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    for value in (*args, *kwargs.values()):
+    for value in tree_leaves((args, kwargs)):
         if isinstance(value, Tensor) and value.dim() > 0:
             return len(value)
     raise ValueError("batch_size needs data among the model's arguments (a tensor whose first axis are the rows)")

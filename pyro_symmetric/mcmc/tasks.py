@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from pyro_symmetric.mcmc.generators import seed_of_task, seeded
 from pyro_symmetric.mcmc.identity import OtherRun, differences, identify, identify_call
 from pyro_symmetric.mcmc.job import Job, require_resumable, run_job
 from pyro_symmetric.mcmc.starts import resolve
+from pyro_symmetric.mcmc.watch import Watch, sweep
 from pyro_symmetric.storage import raw_bytes, write_text
 from pyro_symmetric.store import Draws, read_tasks
 from pyro_symmetric.store.layout import CHECKPOINT, LOCK, TASKS, VERSION
@@ -62,9 +63,11 @@ class Parcel(NamedTuple):
         return Draws(samples, statistics, self.metadata)
 
 
-def do_task(job: Job, threads: int) -> Parcel:
+def do_task(job: Job, threads: int, watch: Callable[[int], None]) -> Parcel:
     """One task, wherever it is done, with so many of PyTorch's threads.
 
+    :param watch: called after each iteration; a :class:`~pyro_symmetric.mcmc.watch.Watch` may stop it.
+    :return: the draws; without any, and marked as interrupted, if it was stopped before there were any.
     :raises ValueError: for several threads in a forked process, where OpenMP's are missing and waited for forever.
     """
     if _is_forked and threads > 1:
@@ -73,13 +76,22 @@ def do_task(job: Job, threads: int) -> Parcel:
             "1, or ProcessPoolExecutor(..., mp_context=multiprocessing.get_context('spawn'))"
         )
     with _alone:
+        if isinstance(watch, Watch) and watch.told_to_stop:
+            return _STOPPED
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            draws = run_job(job, progress=False)
+            draws = run_job(job, False, watch)
+        except KeyboardInterrupt:
+            if isinstance(watch, Watch) and watch.told_to_stop:
+                return _STOPPED
+            raise
         finally:
             torch.set_num_threads(before)
     return Parcel({}, {}, draws.metadata) if job.store is not None else Parcel.pack(draws)
+
+
+_STOPPED = Parcel({}, {}, {"interrupted": True})
 
 
 def cut(job: Job, size: int, seed: int) -> list[Job]:
@@ -113,9 +125,10 @@ def folder_of_tasks(job: Job, chains_per_task: int) -> Iterator[int]:
         return
     lock = lock_folder(job.store, _recognise)
     try:
+        sweep(job.store)
         exists = (job.store / TASKS).exists()
         require_resumable(job, exists)
-        now = {"chains_per_task": chains_per_task, "identity": _identity(job, seed)}
+        now: dict[str, Any] = {"chains_per_task": chains_per_task, "identity": _identity(job, seed)}
         if exists:
             found = read_tasks(job.store)
             cut_otherwise = found["chains_per_task"] != chains_per_task

@@ -19,7 +19,8 @@ from pyro_symmetric.mcmc.kernel import Kernel, State, require_count, require_fra
 from pyro_symmetric.mcmc.mass import MASSES, MAX_DENSE, Mass, MassEstimate
 from pyro_symmetric.mcmc.potential import Potential
 
-STUCK = 0.1  # a chain whose recent acceptance is below this leads the step size
+STUCK = 0.1  # acceptance below which a chain hardly moves
+STUCK_SHARE = 0.05  # of the chains; if so many are stuck at the beginning, they lead the step size
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,8 @@ class HamiltonianKernel(Kernel):
     :param step_size: of the leapfrog, where adaptation starts or, with ``adapt_step_size=False``, stays. ``None``:
         found by doubling and halving at the starting points.
     :param target_accept: mean acceptance that the step size is adapted to.
+    :param adapt_step_size: whether warm-up adapts the step size.
+    :param adapt_mass: whether warm-up learns the mass matrix; otherwise it is 1.
     :param mass: form of the mass matrix: ``"diagonal"``, ``"low-rank"`` for strong correlations, or ``"dense"`` for up
         to a few hundred dimensions. See :mod:`~pyro_symmetric.mcmc.mass`.
     :param rank: of a low-rank mass matrix, at most.
@@ -105,13 +108,21 @@ class HamiltonianKernel(Kernel):
 
     def _adapt_step_size(self, tuning: Tuning, acceptance: Tensor) -> Tuning:
         recent = 0.8 * tuning.recent_acceptance + 0.2 * acceptance
-        averaging = tuning.averaging.update(self._pooled(acceptance, recent).double(), self.target_accept)
+        averaging = tuning.averaging.update(self._pooled(acceptance, recent, tuning.blind).double(), self.target_accept)
         step = averaging.log_step.exp().to(acceptance.dtype)
         return replace(tuning, averaging=averaging, step_size=step, recent_acceptance=recent)
 
-    def _pooled(self, acceptance: Tensor, recent: Tensor) -> Tensor:
-        """The chains' mean acceptance ``()``; but a chain that is stuck, which a mean would hide, speaks for all."""
-        return torch.where(recent.min() < STUCK, recent.min(), acceptance.mean())
+    def _pooled(self, acceptance: Tensor, recent: Tensor, blind: bool) -> Tensor:
+        """The chains' mean acceptance ``()``.
+
+        At the beginning, while the mass matrix is unknown, chains that are stuck lead the step if they are many, since
+        a mean would hide them. Not for good, and a share of the chains, never the worst one: of more chains the worst
+        is worse, so that the step would depend on their number.
+        """
+        if not blind:
+            return acceptance.mean()
+        low = recent.quantile(STUCK_SHARE)
+        return torch.where(low < STUCK, low, acceptance.mean())
 
     def _renew_mass(self, potential: Potential, state: State, tuning: Tuning) -> Tuning:
         mass = tuning.estimate.mass()

@@ -12,14 +12,16 @@ import torch
 from pyro_symmetric.storage import PathLike
 from pyro_symmetric.store.layout import CHECKPOINT, KIND, TASKS, VERSION, Commit, Draws, find_damage
 
+JOINED = "joined"  # the folder in a store of tasks where all chains lie side by side, once all tasks are done
 OF_EACH_TASK = ("seed", "seconds", "chain_chunk", "interrupted", "trace")
 
 
 def read_store(path: PathLike, *, verify: bool = False, salvage: bool = False) -> Draws:
     """The committed draws of a store, mapped from its files and read when they are touched.
 
-    The chains of a store of tasks are laid side by side, for which they are copied to memory; each of its ``task-...``
-    folders is a store that is mapped. Tasks that haven't finished are left out, unless none has.
+    The chains of a store of tasks come side by side: mapped likewise once all tasks are done, before that copied to
+    memory; each of its ``task-...`` folders is a store that is mapped. Tasks that haven't finished are left out, unless
+    none has.
 
     :param verify: read everything and compare it with the checksums.
     :param salvage: of a damaged store, return the draws before the damage.
@@ -63,16 +65,32 @@ def read_tasks(folder: Path) -> dict[str, Any]:
     return {**tasks, "folders": list(names)}
 
 
-def join(parts: Sequence[Draws]) -> Draws:
+def read_joined(folder: Path, *, verify: bool = False) -> Draws | None:
+    """All chains of a store of tasks side by side, as far as they have been laid out so; ``None`` if they haven't."""
+    store = folder / JOINED
+    if not (store / CHECKPOINT).exists() or Commit.read(store).draws == 0:
+        return None
+    return read_store(store, verify=verify)
+
+
+def join(parts: Sequence[Draws], whole: Draws | None = None) -> Draws:
     """The chains of several runs side by side, cut to the shortest.
 
     Metadata are the first one's, but seconds are added up and the trace is the chains' mean; ``metadata["tasks"]``
     keeps each part's own.
+
+    :param whole: their draws side by side already, so that none is copied; ignored if it has too few.
     """
     chains = [len(next(iter(part.samples.values()))) for part in parts]
     lengths = [next(iter(part.samples.values())).shape[1] for part in parts]
-    samples = {s: torch.cat([part.samples[s][:, : min(lengths)] for part in parts]) for s in parts[0].samples}
-    statistics = {s: torch.cat([part.statistics[s][:, : min(lengths)] for part in parts]) for s in parts[0].statistics}
+    count = min(lengths)
+    if whole is not None and _holds(whole, sum(chains), count):
+        samples, statistics = ({name: v[:, :count] for name, v in kept.items()} for kept in whole[:2])
+    else:
+        samples, statistics = (
+            {name: torch.cat([part[kind][name][:, :count] for part in parts]) for name in parts[0][kind]}
+            for kind in (0, 1)
+        )
     every = [part.metadata for part in parts]
     tasks = [
         {"chains": count, **{name: own.get(name) for name in OF_EACH_TASK}}
@@ -98,11 +116,16 @@ def _side_by_side(folder: Path, verify: bool, salvage: bool) -> Draws:
     if not parts:
         raise ValueError(f"the draw store {folder} holds no draws yet")
     finished = [part for part in parts if not part.metadata.get("interrupted")]
-    joined = join(finished or parts)
+    joined = join(finished or parts, read_joined(folder, verify=verify) if len(finished) == len(stores) else None)
     left_out = len(stores) - len(finished or parts)
     metadata = {**joined.metadata, "seed": tasks["seed"], "chains_per_task": tasks["chains_per_task"]}
     metadata["interrupted"] = metadata["interrupted"] or left_out > 0
     return joined._replace(metadata=metadata)
+
+
+def _holds(draws: Draws, chains: int, count: int) -> bool:
+    found = next(iter(draws.samples.values())).shape
+    return found[0] == chains and found[1] >= count
 
 
 def _mean_trace(traces: Sequence[dict[str, list[Any]]], chains: Sequence[int]) -> dict[str, list[Any]]:

@@ -146,3 +146,55 @@ def test_bad_scores_and_networks_are_named():
     weights, wider = {"weight": torch.randn(4, 3)}, nn.Linear(3, 5)
     with pytest.raises(ValueError, match=r"site 'weight' have shape \(4, 3\), but those of net \(5, 3\)"):
         align(weights, weights, group, "activation", net=wider, inputs=torch.randn(2, 3))
+
+
+def normalised(activation):
+    """A batch normalisation in front of the activation, with statistics and an affine part of its own."""
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), activation(), nn.Linear(8, 3)).double().eval()
+    for parameter in net.parameters():
+        nn.init.normal_(parameter)
+    net[1].running_mean.normal_()
+    return net
+
+
+def test_anticorrelated_units_behind_a_normalisation_do_not_go_together_by_a_sign_that_stays_inside():
+    one, other, x = normalised(nn.ReLU), normalised(nn.ReLU), torch.randn(100, 5, dtype=torch.float64)
+    symmetry = find_symmetry(one, x[:4])
+    source, reference = (
+        {site: value.detach() for site, value in symmetry.weights_of(net).items()} for net in (other, one)
+    )
+    for group in (symmetry, symmetry.permutations):
+        result = align(source, reference, group, "activation", net=one, inputs=x)
+        scores = ActivationCost(one, x)(result.element(source), reference, symmetry.permutations)["0"]
+        assert result.cost == pytest.approx(-float(scores.diagonal().sum()))
+        assert result.converged
+
+
+def test_signs_on_both_sides_of_a_normalisation_are_found():
+    net, x = normalised(nn.Tanh), torch.randn(100, 5, dtype=torch.float64)
+    symmetry = find_symmetry(net, x[:4])
+    weights = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
+    source = symmetry.finite.sample().inverse()(weights)
+    result = align(source, weights, symmetry.finite, "activation", net=net, inputs=x)
+    assert result.cost == pytest.approx(-8.0)
+    torch.testing.assert_close(result.element(source), weights)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_scores_of_several_sources_are_those_of_each_alone(name):
+    net, x, symmetry, weights = moved_network(name)
+    cost, group = ActivationCost(net, x), symmetry.permutations
+    sources = [{site: torch.randn_like(value) for site, value in weights.items()} for _ in range(3)]
+    together = cost.of_many(sources, weights, group)
+    for k, source in enumerate(sources):
+        torch.testing.assert_close({name: scores[k] for name, scores in together.items()}, cost(source, weights, group))
+
+
+def test_one_activation_cost_serves_several_groups():
+    net, x, symmetry, weights = moved_network("mlp")
+    cost, whole = ActivationCost(net, x), symmetry.permutations
+    part = PermutationGroup([whole.factor("2")], whole.site_shapes)
+    assert torch.equal(cost(weights, weights, whole)["2"], cost(weights, weights, part)["2"])
+    other = {site: torch.randn_like(value) for site, value in weights.items()}
+    assert cost(weights, other, part).keys() == {"2"}
+    assert cost(weights, other, whole).keys() == {"0", "2"}

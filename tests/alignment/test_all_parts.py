@@ -250,3 +250,35 @@ def test_what_is_rescaled_must_be_unconstrained_as_it_is():
     positive = GaussianWeights(plain, plain, {"in": torch.distributions.constraints.positive})
     with pytest.raises(ValueError, match=r"'in' of source.*linearly"):
         align(positive, positive, scaled(shapes, 3))
+
+
+def test_signs_of_several_layers_alone_reach_the_enumerated_optimum():
+    # 12 of 12 here; kicks that change nothing would leave some in local optima.
+    shapes = {"in": torch.Size((4, 3)), "mid": torch.Size((4, 4)), "out": torch.Size((2, 4))}
+    group = SignGroup.declare({"in": ("a", None), "mid": ("b", "a"), "out": (None, "b")}, shapes)
+    for _ in range(12):
+        source, reference = (
+            {site: torch.randn(shape, dtype=torch.float64) for site, shape in shapes.items()} for _ in range(2)
+        )
+        moved = group.enumerate()(source)
+        costs = sum((moved[site] - reference[site]).square().flatten(1).sum(1) for site in shapes)
+        result = align(source, reference, group, restarts=20)
+        assert result.cost == pytest.approx(float(costs.min()), rel=1e-10)
+        assert distance(result.element(source), reference) == pytest.approx(result.cost, rel=1e-10)
+
+
+def test_scales_of_several_layers_alone_end_where_no_scale_improves():
+    symmetry, reference = network("relu")
+    source = {site: torch.randn_like(value) for site, value in reference.items()}
+    result = align(source, reference, symmetry.scalings, tolerance=0.0, max_sweeps=1000)
+    assert result.cost < result.initial_cost
+    assert len(result.start_costs) == 1
+    moved = result.element(source)
+    assert distance(moved, reference) == pytest.approx(result.cost, rel=1e-9)
+    logs = {name: torch.zeros(n, dtype=torch.float64) for name, n in symmetry.scalings.factors.items()}
+    for name, n in symmetry.scalings.factors.items():
+        for k in range(n):
+            for step in (1e-3, -1e-3):
+                nudged = {**logs, name: logs[name].clone().index_fill(0, torch.tensor(k), step)}
+                element = symmetry.scalings.element({other: t.exp() for other, t in nudged.items()})
+                assert distance(element(moved), reference) > result.cost - 1e-9

@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from pyro_symmetric.alignment import assignment
 from pyro_symmetric.alignment.assignment import assign
 
 
@@ -13,7 +14,7 @@ def total(scores, found):
     return scores.gather(-1, found.unsqueeze(-1)).sum((-1, -2))
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_assignments_of_a_batch_are_the_enumerated_optima(n):
     scores = torch.randn(3, 5, n, n)
     every = torch.tensor(list(itertools.permutations(range(n))))
@@ -37,3 +38,9 @@ def test_an_assignment_that_is_already_best_row_by_row_is_kept():
 
 def test_scores_that_all_tie_still_give_a_permutation():
     assert assign(torch.zeros(2, 6, 6)).sort(-1).values.tolist() == [list(range(6))] * 2
+
+
+def test_small_problems_are_decided_without_the_solver(monkeypatch):
+    monkeypatch.setattr(assignment, "linear_sum_assignment", None)
+    scores = torch.randn(50, 3, 4, 4)
+    assert assign(scores).sort(-1).values.tolist() == [[list(range(4))] * 3] * 50

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric.alignment import GaussianWeights, interpolate_gaussians, loss_barrier, marginalise
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood
+from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Weights
 
 GRID = torch.tensor([-1.0, 0.5])
@@ -74,6 +75,11 @@ def test_a_path_needs_ends_that_fit() -> None:
         interpolate_gaussians(gaussian(0.0, 1.0), gaussian(1.0, 1.0), 1.5)
     with pytest.raises(ValueError, match="num_points"):
         loss_barrier(gaussian(0.0, 1.0), gaussian(1.0, 1.0), log_likelihood, num_points=2)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"second end\['w'\] holds 1 NaN or infinite"):
+            loss_barrier(gaussian(0.0, 1.0), gaussian(bad, 1.0), log_likelihood)
+        with pytest.raises(ValueError, match=r"scale of the first end\['w'\] holds 1"):
+            loss_barrier(gaussian(0.0, bad), gaussian(0.0, 1.0), log_likelihood)
 
 
 def test_a_curve_can_be_plotted() -> None:
@@ -204,6 +210,35 @@ def test_plotting_takes_the_names_of_curves() -> None:
     assert len(curve.plot(Figure().subplots()).get_lines()) == 4
     with pytest.raises(ValueError, match=r"names holds \['val'\]"):
         curve.plot(names=["val"])
+    with pytest.raises(TypeError, match=r"\['test error'\]"):
+        curve.plot(names="test error")
+
+
+def test_curves_on_shared_axes_keep_the_names_of_all_and_explain_the_chords() -> None:
+    from matplotlib.figure import Figure
+
+    model, first, second, x, y = classifier()
+    curve = loss_barrier(first, second, model, {"train": (x, y), "test": (x, y)}, num_points=3, num_samples=2)
+    ax = Figure().subplots()
+    curve.plot(ax)
+    curve.plot(ax, names=["test error"])
+    curve.plot(ax, names=["test error"], label="again")
+    assert ax.get_ylabel() == "marginalised loss (nats per row), test error"
+    shown = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert shown == ["train", "between the ends", "test", "test error", "again test error"]
+
+
+def test_a_posterior_is_an_end_by_its_moments() -> None:
+    model, first, second, x, y = classifier()
+    draws = {site: second.loc[site] + torch.randn(2, 5, *shape) for site, shape in model.site_shapes.items()}
+    posterior = Posterior(draws, {}, {})
+    flat = {site: value.flatten(0, 1) for site, value in draws.items()}
+    by_hand = GaussianWeights({s: v.mean(0) for s, v in flat.items()}, {s: v.std(0, False) for s, v in flat.items()})
+    curves = []
+    for end in (posterior, by_hand):
+        torch.manual_seed(1)
+        curves.append(loss_barrier(first, end, model, (x, y), num_points=3, num_samples=4).losses["loss"])
+    torch.testing.assert_close(*curves)
 
 
 def test_what_a_model_lacks_is_named() -> None:
@@ -212,6 +247,10 @@ def test_what_a_model_lacks_is_named() -> None:
         ((model,), {}, "data is None"),
         ((model, {"train": x}), {}, r"data\['train'\] is a Tensor"),
         ((model, (x, y[:3])), {}, "40 inputs and 3 targets"),
+        ((model, (x, y.float())), {}, r"data\['loss'\] has targets of type torch.float32.* takes class numbers"),
+        ((model, {"test": (x, nn.functional.one_hot(y).float())}), {}, r"shape \(40, 3\), but the Cat.*y.argmax"),
+        ((model, (x, y[:, None])), {}, r"targets of shape \(40, 1\); for this network .* takes \(40,\)"),
+        ((model, (x / 0, y)), {}, r"data\['loss'\]\['x'\] holds 80 NaN or infinite"),
         ((lambda w: x, (x, y)), {}, "data go with a BayesianModel"),
         ((model, (x, y)), {"num_samples": 0}, "num_samples is 0"),
         ((model, (x, y)), {"chunk_size": 2, "metrics": {"a": lambda w: torch.tensor(0.0)}}, "chunk_size is 2 of 64"),

@@ -171,3 +171,13 @@ def test_bad_draws_and_costs_are_named():
     bad = Posterior(posterior.samples | {"0.bias": torch.full((3, 40, 4), torch.nan)})
     with pytest.raises(ValueError, match=r"source\['0.bias'\] holds 480 NaN"):
         align(bad, posterior, group)
+    with pytest.raises(ValueError, match=r"draws is 'mean'.*cost must be 'l2'"):
+        align(posterior, posterior, group, lambda *_: {}, draws="mean")
+
+
+def test_draws_that_vary_outside_the_group_alone_are_compared_by_their_means():
+    group = PermutationGroup.declare({"w": ("h",)}, {"w": torch.zeros(3)})
+    first = Posterior({"w": torch.arange(3.0).expand(1, 4, 3), "noise": torch.randn(1, 4)})
+    second = Posterior({"w": torch.arange(3.0).flip(0).expand(1, 4, 3), "noise": torch.randn(1, 4)})
+    result = align(second, first, group, draws="mean")
+    assert (result.cost, result.initial_cost, result.permutation["h"].tolist()) == (0.0, 8.0, [2, 1, 0])

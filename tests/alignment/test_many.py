@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_symmetric.alignment import Frame, GaussianWeights, align, align_many
+from pyro_symmetric.alignment import Frame, GaussianWeights, align, align_many, many
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry import find_symmetry
 from pyro_symmetric.symmetry.finite import FiniteGroup
@@ -153,10 +153,80 @@ def test_bad_members_are_named():
         align_many(3, GROUP)
     with pytest.raises(ValueError, match="cost is 'kl'"):
         align_many(members, GROUP, cost="kl")
+    for name, value in (("max_sweeps", 0), ("tolerance", -1.0), ("tolerance", float("nan")), ("max_rounds", 0)):
+        with pytest.raises(ValueError, match=name):
+            align_many(members, GROUP, **{name: value})
     with pytest.raises(ValueError, match="each is 'mode'"):
         align_many(members, GROUP, each="mode")
 
 
-def test_progress_shows_a_bar(capsys):
+def test_long_work_shows_a_bar(capsys, monkeypatch):
+    align_many(scattered(GROUP, 3)[0], GROUP)
+    assert "align many" not in capsys.readouterr().err
+    monkeypatch.setattr(many, "BAR_DELAY", 0.0)
     align_many(scattered(GROUP, 3)[0], GROUP)
     assert "align many" in capsys.readouterr().err
+
+
+def test_members_that_come_in_a_good_frame_are_never_left_in_a_worse_one():
+    members = random_weights(8)
+    best = min((align_many(members, GROUP, triples=0, progress=False) for _ in range(6)), key=lambda f: f.history[-1])
+    for _ in range(6):
+        again = align_many(best.aligned, GROUP, triples=0, progress=False)
+        assert again.history[0] == pytest.approx(best.history[-1], rel=1e-12)
+        assert again.history[-1] <= best.history[-1] * (1 + 1e-12)
+        assert float(again.cost.mean()) == pytest.approx(again.history[-1], rel=1e-12)
+        assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(again.history))
+
+
+def test_the_history_begins_with_the_cost_of_the_members_as_they_came():
+    members, _, _ = scattered(GROUP, 10)
+    frame = align_many(members, GROUP, progress=False)
+    expected = sum((value - value.mean(0)).square().flatten(1).sum(1) for value in members.values()).mean()
+    assert frame.history[0] == pytest.approx(float(expected))
+    assert f"mean cost {float(expected):.6g} -> {frame.history[-1]:.6g}" in repr(frame)
+
+
+def test_sites_that_the_group_does_not_know_are_kept():
+    def gaussian():
+        loc = {**random_weights(), "sigma": torch.randn(())}
+        return GaussianWeights(loc, {site: 0.1 + torch.rand_like(value) for site, value in loc.items()})
+
+    listed = [gaussian() for _ in range(4)]
+    batch = GaussianWeights(
+        *({site: torch.stack([part(one)[site] for one in listed]) for site in listed[0].loc}
+          for part in (lambda one: one.loc, lambda one: one.scale))
+    )  # fmt: skip
+    for members in (listed, batch):
+        frame = align_many(members, GROUP, progress=False, triples=0)
+        torch.testing.assert_close(frame.barycentre.loc["sigma"], batch.loc["sigma"].mean())
+        torch.testing.assert_close(frame.barycentre.scale["sigma"], batch.scale["sigma"].mean())
+    frame = align_many(listed, GROUP, progress=False, triples=0)
+    assert [one.loc["sigma"] for one in frame.aligned] == [one.loc["sigma"] for one in listed]
+
+
+def test_deviations_move_with_the_means_though_only_those_are_compared():
+    planted, centre = SIGNED.sample((5,)), random_weights()
+    scale = {site: value.abs() for site, value in random_weights().items()}
+    moved = {site: value.abs() for site, value in planted.inverse()(scale).items()}
+    frame = align_many(GaussianWeights(planted.inverse()(centre), moved), SIGNED, cost="l2", progress=False)
+    for value in frame.aligned.scale.values():
+        torch.testing.assert_close(value, value[:1].expand(value.shape))
+
+
+def test_a_frame_cut_short_says_so():
+    members = random_weights(12)
+    assert not align_many(members, GROUP, max_rounds=1, triples=0, progress=False).converged
+    signs = align_many(members, SIGNED.signs, triples=3, progress=False)
+    assert signs.history[-1] < signs.history[0]
+
+
+def test_modules_are_their_weights():
+    nets = [nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2)) for _ in range(3)]
+    symmetry = find_symmetry(nets[0], torch.randn(4, 3))
+    weights = [{k: v.detach() for k, v in symmetry.weights_of(net).items()} for net in nets]
+    group = symmetry.permutations
+    assert align(nets[1], nets[0], group).cost == align(weights[1], weights[0], group).cost
+    frame = align_many(nets, group, progress=False, triples=0)
+    for k, moved in enumerate(frame.aligned):
+        torch.testing.assert_close(moved, frame.element.select(k)(weights[k]))

@@ -7,7 +7,7 @@ import torch
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 from torch.distributions import Normal, constraints, kl_divergence
 
-from pyro_symmetric.alignment import GaussianWeights, align, to_gaussian
+from pyro_symmetric.alignment import GaussianWeights, align, matching, to_gaussian
 from pyro_symmetric.symmetry.permutation import Axis, Factor, PermutationGroup
 
 
@@ -267,10 +267,19 @@ def test_narrow_networks_start_anew_by_default_and_wide_ones_do_not():
         assert len(align(*weights, group, max_sweeps=1).start_costs) == starts
 
 
-def test_progress_shows_a_bar(capsys):
+def test_long_work_shows_a_bar(capsys, monkeypatch):
     group = mlp(3, 4, 4, 2)
-    align(random_weights(group), random_weights(group), group, progress=True)
+    align(random_weights(group), random_weights(group), group)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(matching, "BAR_DELAY", 0.0)
+    align(random_weights(group), random_weights(group), group)
     assert "align" in capsys.readouterr().err
+
+
+def test_an_alignment_shows_what_it_gained():
+    group = mlp(3, 4, 2)
+    result = align(random_weights(group), random_weights(group), group)
+    assert f"cost {result.initial_cost:.6g} -> {result.cost:.6g}, one descent, converged" in repr(result)
 
 
 # Gaussians ----------------------------------------------------------------------------------------------------------

@@ -52,22 +52,40 @@ def reset_and_trained(net: nn.Module, batches: tuple[Tensor, ...]) -> dict[str, 
 
 def test_statistics_of_many_networks_are_those_of_pytorch_s_training_mode() -> None:
     nets: list[nn.Module] = [convolutional() for _ in range(3)]
-    x = 3 * torch.randn(40, 1, 8, 8) + 1
+    x = 3 * torch.randn(42, 1, 8, 8) + 1
     repair = Repair(nets[0], x, batch_size=16)
     assert repair.kind == "statistics"
     found = repair(stacked(nets), 0.5)
     for s, net in enumerate(nets):
-        for name, expected in reset_and_trained(net, x.split(16)).items():
+        for name, expected in reset_and_trained(net, x.split(14)).items():
             torch.testing.assert_close(found[name][s], expected)
     before = dict(nets[0].named_buffers())
     assert all(not value.any() for name, value in before.items() if name.endswith("mean"))  # the net stays as it is
 
 
-def test_a_last_batch_of_one_row_has_no_variance_and_is_left_out() -> None:
-    net, x = convolutional(), torch.randn(17, 1, 8, 8)
-    found = Repair(net, x, batch_size=8)(stacked([net]), 0.0)
-    for name, expected in reset_and_trained(net, x[:16].split(8)).items():
-        torch.testing.assert_close(found[name][0], expected)
+@pytest.mark.parametrize(("rows", "batch_size"), [(130, 128), (129, 128), (257, 64)])
+def test_a_few_rows_over_a_batch_leave_statistics_near_those_of_all_rows_at_once(rows: int, batch_size: int) -> None:
+    """Equal batches of 52 rows and more are within 15 % of the variances of all; a last batch of 2 rows, weighed like
+    the others, was off by half of them. Means of the first layer, which no batch changes, are exact."""
+    net, x = dense(), torch.randn(rows, 3)
+    parts, whole = (Repair(net, x, size)(stacked([net]), 0.0) for size in (batch_size, rows))
+    for name in ("1.running_var", "4.running_var"):
+        ratio = parts[name] / whole[name]
+        assert float(ratio.min()) > 0.85
+        assert float(ratio.max()) < 1.15
+    torch.testing.assert_close(parts["1.running_mean"], whole["1.running_mean"])
+
+
+def test_no_batch_is_a_single_row() -> None:
+    net, x = dense(), torch.randn(5, 3)
+    found = Repair(net, x, batch_size=2)(stacked([net]), 0.0)
+    assert all(bool(torch.isfinite(value).all()) for value in found.values())
+
+
+def dense() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)
+    )
 
 
 def deep(width: int = 12) -> nn.Sequential:

@@ -57,7 +57,9 @@ def sound(**statistics) -> Posterior:
 def test_exact_draws_of_a_conjugate_model_pass(data):
     posterior = Posterior({"w": exact_draws(*data)}).attach(Sampler(conjugate, batch_size=10), *data)
     result = check(posterior)
-    assert [f.name for f in result.findings] == ["finite", "moving", "temperature", "mini-batch scale"]
+    assert [f.name for f in result.findings] == [
+        *("finite", "moving", "convergence", "effective draws", "temperature", "mini-batch scale")
+    ]
     assert result.ok, result
     assert posterior.check().ok
     json.dumps(result.to_dict())
@@ -104,6 +106,44 @@ def test_stuck_and_slow_chains_are_named():
     slow.samples["w"][[1, 5]] *= 0.05
     assert check(slow)["moving"].status == "warn"
     assert "chains 1, 5 are slow" in check(slow)["moving"].words
+
+
+def test_chains_far_apart_fail_and_the_site_is_named():
+    posterior = Posterior({"a": torch.randn(CHAINS, DRAWS), "b": torch.randn(CHAINS, DRAWS, 2)})
+    posterior.samples["b"][..., 1] += 10 * torch.arange(CHAINS)[:, None]
+    finding = check(posterior)["convergence"]
+    assert finding.status == "fail"
+    assert "site 'b'" in finding.words
+    assert "longer warm-up" in finding.words
+    assert check(posterior)["effective draws"].status == "fail"
+    drifting = Posterior({"a": torch.randn(1, DRAWS) + torch.linspace(0, 20, DRAWS)})
+    assert check(drifting)["convergence"].status == "fail"  # one chain, by its halves
+
+
+def test_a_networks_weights_in_copies_are_a_warning_and_its_log_density_decides():
+    weights = {"0.weight": torch.randn(CHAINS, DRAWS, 3) + 10 * torch.arange(CHAINS)[:, None, None]}
+    result = check(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}))
+    assert (result["convergence"].status, result["weights"].status) == ("pass", "warn")
+    assert "convergence(posterior, symmetry)" in result["weights"].words
+    assert result["effective draws"].status == "pass"
+    apart = torch.randn(CHAINS, DRAWS) + 3 * torch.arange(CHAINS)[:, None]
+    assert check(Posterior(weights, {"lp": apart}))["convergence"].status == "fail"
+
+
+def test_a_temperature_of_chains_that_have_not_arrived_asks_for_warm_up_not_for_smaller_steps():
+    where = torch.randn(CHAINS, DRAWS, 1) + 10 * torch.arange(CHAINS)[:, None, None]
+    for spread in (0.1, 60.0):
+        values = 70 + spread * torch.randn(CHAINS, DRAWS) + spread * torch.randn(CHAINS, 1)
+        words = check(Posterior({"w": where}, {"virial": values}))["virial"].words
+        assert "longer warm-up" in words
+        assert "smaller steps" not in words
+        assert "too few draws" not in words
+
+
+def test_few_draws_are_a_warning():
+    result = check(Posterior({"w": torch.randn(4, 50, 3)}))  # 200 independent draws
+    assert result["effective draws"].status == "warn"
+    assert check(Posterior({"w": torch.randn(4, 5)}))["convergence"].status == "unknown"
 
 
 def test_draws_that_are_not_finite_end_the_battery():

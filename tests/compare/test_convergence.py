@@ -174,3 +174,9 @@ def test_it_prints_plots_and_goes_to_json(model, x, symmetry, tmp_path):
 def test_bad_input_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         convergence(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}), **options)
+
+
+def test_one_chain_has_no_share_above_the_threshold():
+    words = repr(convergence(Posterior({"a": torch.randn(1, 20)})))
+    assert words.startswith("Convergence of 1 chain of 20 draws")
+    assert "0.0%" not in words

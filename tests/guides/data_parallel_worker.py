@@ -15,7 +15,7 @@ from torch import nn
 
 from pyro_symmetric.distributions import SinkhornImportance
 from pyro_symmetric.guides import AutoSymmetrized, SymmetrizedMeanField_ELBO
-from pyro_symmetric.guides.data_parallel import DataParallel_ELBO
+from pyro_symmetric.guides.data_parallel import DataParallel_ELBO, average_gradients
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry import find_symmetry
 
@@ -65,6 +65,15 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=100))  # if the other is gone, end too
     own = int(os.environ["RANK"])
-    results = {name: train(own, name == "analytic") for name in ("sampled", "analytic")}
+    results: dict[str, Any] = {name: train(own, name == "analytic") for name in ("sampled", "analytic")}
+    try:
+        DataParallel_ELBO(Trace_ELBO()).loss(
+            lambda *_: None, lambda *_: None, torch.empty(own, 3)
+        )  # rank 0 has no rows
+    except ValueError as error:
+        results["without rows"] = str(error)
+    idle = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    idle.grad = torch.tensor([2.0 if own else torch.nan], dtype=torch.float64)
+    results["averaged"] = [average_gradients([idle], own, 3.0 if own else torch.nan), float(idle.grad)]
     Path(sys.argv[1], f"{own}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()

@@ -62,6 +62,14 @@ def test_two_processes_follow_the_gradients_of_one(two_ranks, objective):
     assert half["gradients"] != pytest.approx(alone["gradients"], rel=0.1)
 
 
+@pytest.mark.slow
+def test_a_rank_without_rows_leaves_no_other_waiting(two_ranks):
+    assert two_ranks[0]["without rows"].startswith("this rank's arguments hold no tensor with rows")
+    assert two_ranks[1]["without rows"].startswith("another rank's arguments hold no tensor with rows")
+    for rank in two_ranks:
+        assert rank["averaged"] == [3.0, 2.0]
+
+
 def test_it_is_an_unbiased_objective_of_one_process():
     together, plain = worker().train(None, False), worker().train(None, False, parallel=False)
     # Other random numbers, the same quantity: losses of 12 of 40 rows with 27 weights' noise differ by some nats only.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,15 +25,18 @@ from pyro.infer.autoguide import (
 from torch import Tensor, nn
 
 from pyro_symmetric.guides import (
+    AutoAligned,
     AutoFullRank,
     AutoLowRank,
     AutoMeanField,
+    AutoModes,
     AutoSymmetrized,
     distinct,
     load_guide,
     push_forward,
     save_guide,
 )
+from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry import PermutationGroup, ScalingGroup, WeightSymmetry, find_symmetry
 from pyro_symmetric.symmetry.finite import finite_part
@@ -172,6 +178,57 @@ def test_a_pushed_guide_is_saved_loaded_and_trained_further_alone(kind: type, tm
     for other, expected in ((pushed, before), (guide, original)):
         assert torch.equal(moments(other)[0], expected[0])
     assert not torch.allclose(moments(loaded)[0], before[0])
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_aligned_guide_is_the_push_forward_of_its_own_family(kind: type, tmp_path: Path) -> None:
+    """By an element with permutation, scaling, sign and shift; correlations against the explicit matrix."""
+    model, symmetry, x, y = problem()
+    guide, element = trained(kind, model, x, y), symmetry.sample()
+    aligned = AutoAligned(guide, element)
+    assert isinstance(aligned, FAMILIES[kind])
+    loc, covariance = moments(guide)
+    a, b = explicit_action(element, {site: model.site_shapes[site] for site in layout_names(guide)})
+    torch.testing.assert_close(moments(aligned)[0], a @ loc + b)
+    torch.testing.assert_close(moments(aligned)[1], a @ covariance @ a.mT)
+    save_guide(aligned, tmp_path / "guide.safetensors")
+    loaded = load_guide(tmp_path / "guide.safetensors")
+    assert type(loaded) is FAMILIES[kind]
+    for copied in (loaded, copy.deepcopy(aligned)):
+        for found, expected in zip(moments(copied), moments(aligned), strict=True):
+            torch.testing.assert_close(found, expected)
+    losses = steps(model, aligned, x, y, number=60)
+    assert sum(losses[-15:]) < sum(losses[:15])
+    assert torch.equal(moments(guide)[0], loc)
+
+
+def layout_names(guide: Any) -> list[str]:
+    return [site.name for site in layout_of(guide)]
+
+
+def test_a_mixture_or_no_guide_is_not_aligned_but_told_how() -> None:
+    model, symmetry, x, y = problem()
+    mixture = AutoModes(model, 2)
+    mixture.setup(x, y)
+    with pytest.raises(TypeError, match="push_forward"):
+        AutoAligned(mixture, symmetry.sample())
+    with pytest.raises(TypeError, match="guide is a dict"):
+        AutoAligned({}, symmetry.sample())  # type: ignore[arg-type]
+
+
+def test_pushing_forward_is_silent() -> None:
+    """In a process of its own: torch's warnings of compiled scripts come once, at the first call."""
+    code = """
+import torch
+from pyro_symmetric.guides.affine import AffineAction
+from pyro_symmetric.guides.layout import SiteLayout
+from pyro_symmetric.symmetry import PermutationGroup
+from torch.distributions import constraints
+group = PermutationGroup.declare({"w": ("k",)}, {"w": torch.Size([3])})
+action = AffineAction(group.sample(), (SiteLayout("w", (3,), constraints.real, 0),))
+action.linear(torch.zeros(3), torch.eye(3))
+"""
+    subprocess.run([sys.executable, "-W", "error::DeprecationWarning:torch", "-c", code], check=True)
 
 
 @pytest.mark.parametrize("kind", [AutoLowRankMultivariateNormal, AutoMultivariateNormal])

@@ -28,6 +28,7 @@ from pyro_symmetric.guides import (
     wasserstein,
 )
 from pyro_symmetric.guides.layout import SiteLayout
+from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry import PermutationGroup
 
 SITES = (
@@ -188,6 +189,22 @@ def test_what_comes_out_is_a_guide_that_trains_and_is_saved(tmp_path: Any) -> No
     assert sum(losses[-50:]) < sum(losses[:50])
 
 
+def test_weights_moments_and_posteriors_are_taken_as_align_takes_them() -> None:
+    draws = torch.randn(2, 6, 3).double()
+    posterior = Posterior({"w": draws}, {}, {})
+    mean, scale = draws.flatten(0, 1).mean(0), draws.flatten(0, 1).std(0, correction=0)
+    plain = {"w": torch.ones(3).double()}
+    apart = float(((mean - 1).square().sum() + scale.square().sum()).sqrt())
+    assert wasserstein(posterior, plain) == pytest.approx(apart)
+    between = interpolate(posterior, plain, 0.25)
+    assert isinstance(between, GaussianWeights)
+    torch.testing.assert_close(between.loc["w"], 0.75 * mean + 0.25)
+    torch.testing.assert_close(between.scale["w"], 0.75 * scale)
+    middle = barycentre([plain, posterior, {"w": torch.zeros(3).double()}], [1.0, 2.0, 1.0])
+    torch.testing.assert_close(middle.loc["w"], 0.5 * mean + 0.25)
+    torch.testing.assert_close(middle.scale["w"], 0.5 * scale)
+
+
 def test_guides_that_do_not_fit_are_named() -> None:
     other = AutoMeanField(SITES[:1], torch.zeros(4).double(), torch.ones(4).double())
     reordered = AutoMeanField(SITES[::-1], torch.zeros(DIM).double(), torch.ones(DIM).double())
@@ -205,6 +222,24 @@ def test_guides_that_do_not_fit_are_named() -> None:
     for weights in ([1.0], [1.0, -1.0], [0.0, 0.0]):
         with pytest.raises(ValueError, match="2 numbers"):
             barycentre([mean_field(), mean_field()], weights)
+    bad = mean_field()
+    with torch.no_grad():
+        bad.loc[1] = torch.nan
+    for call in (
+        lambda: wasserstein(mean_field(), bad),
+        lambda: interpolate(bad, mean_field(), 0.5),
+        lambda: barycentre([mean_field(), bad]),
+    ):
+        with pytest.raises(ValueError, match=r"end\['a'\] holds 1 NaN"):
+            call()
+    with pytest.raises(ValueError, match=r"first end\['w'\] holds 1 NaN or infinite"):
+        wasserstein({"w": torch.tensor([torch.inf])}, {"w": torch.zeros(1)})
+    with pytest.raises(TypeError, match=r"guides\[1\] is a dict, but guides\[0\] is a guide"):
+        barycentre([mean_field(), {"a": torch.zeros(2, 2)}])  # type: ignore[list-item]
+    net = torch.nn.Linear(2, 1)
+    for call in (lambda: interpolate(net, net, 0.5), lambda: barycentre([net])):  # type: ignore[call-overload, list-item]
+        with pytest.raises(TypeError, match=r"Linear has no Gaussian moments.*dict\(net.named_parameters\(\)\)"):
+            call()
     delta = AutoDelta(lambda: pyro.sample("w", dist.Normal(0.0, 1.0)))
     delta()
     with pytest.raises(TypeError, match="AutoDelta"):

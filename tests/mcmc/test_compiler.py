@@ -24,13 +24,13 @@ def cache(monkeypatch, tmp_path):
     """A cache folder of the test's own, and builds that take a second since they aren't optimised."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler, "FLAGS", ["-O0", *(flag for flag in compiler.FLAGS if flag != "-O3")])
-    library.cache_clear()
+    compiler._outcome.cache_clear()
     yield tmp_path / "pyro_symmetric"
-    library.cache_clear()
+    compiler._outcome.cache_clear()
 
 
 def again():
-    library.cache_clear()
+    compiler._outcome.cache_clear()
     assert library().vector_bytes() in (16, 32, 64)
 
 
@@ -154,3 +154,12 @@ def test_without_any_compiler_pytorch_serves(cache, monkeypatch, tmp_path):
     potential = Potential(BayesianModel(nn.Linear(3, 2)), torch.randn(5, 3), torch.arange(5) % 2)
     assert potential.route == "batched"
     assert "no C++ compiler was found" in repr(potential)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell script stands for the compiler")
+def test_a_broken_compiler_is_tried_once(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", script(tmp_path / "broken", f'echo run >> "{tmp_path / "runs"}"\nexit 1\n'))
+    for _ in range(3):
+        with pytest.raises(compiler.Unavailable, match="broken failed"):
+            library()
+    assert (tmp_path / "runs").read_text() == "run\n"

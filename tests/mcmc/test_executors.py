@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import sys
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+import time
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from multiprocessing import get_context
 
 import pyro
@@ -13,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+import pyro_symmetric.store.joined as joined
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.mcmc.executors import TaskError
+from pyro_symmetric.mcmc.watch import Watch, Watched
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
 
@@ -22,7 +25,7 @@ QUICK = {"num_chains": 5, "num_warmup": 5, "num_samples": 4, "chains_per_task": 
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
 NET = BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
 KERNEL = HMC(NET, num_steps=2)  # whose parts are all importable by name, so that it travels
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(of the draws diverged|chains hardly move):RuntimeWarning")
 
 
 def model(y: torch.Tensor) -> None:
@@ -101,7 +104,7 @@ def test_without_a_seed_the_global_generator_decides_on_the_tasks(tmp_path):
 
 def test_chains_per_task_is_chosen_without_looking_at_the_machine():
     counts = {"num_warmup": 0, "num_samples": 1, "chains_per_task": None}
-    for chains, per_task in ((1, 1), (4, 1), (9, 2), (70, 16)):
+    for chains, per_task in ((1, 1), (4, 4), (9, 5), (16, 4), (65, 17), (70, 16)):
         with ThreadPoolExecutor(1) as one:
             posterior = sample(HMC(model, num_steps=1), Y, executor=one, **{**QUICK, **counts, "num_chains": chains})
         assert posterior.metadata["chains_per_task"] == per_task
@@ -146,9 +149,59 @@ def test_threads_of_one_process_take_turns(expected):
 
 @pytest.mark.parametrize("good", [0, 1, 2])
 def test_tasks_of_a_broken_pool_are_done_again_here(expected, good, tmp_path):
-    with Lazy(good) as broken, pytest.warns(RuntimeWarning, match=r"workers died, and with them task \d \(chains"):
+    with (
+        Lazy(good) as broken,
+        pytest.warns(RuntimeWarning, match=r"(?s)workers died \(a worker died\), and with them task \d .*make a new"),
+    ):
         posterior = sample(KERNEL, X, Y, executor=broken, store=tmp_path / "s", **QUICK)
     assert_same_draws(posterior, expected)
+
+
+class Dead(ThreadPoolExecutor):
+    def submit(self, function, /, *args, **kwargs):
+        raise BrokenExecutor("the pool is broken")
+
+
+def test_an_executor_that_was_broken_before_is_told_once_and_a_single_chain_is_one_chain(expected):
+    with Dead(1) as broken, pytest.warns(RuntimeWarning, match="executor was broken before.*make a new") as caught:
+        sample(KERNEL, X, Y, executor=broken, **QUICK)
+    assert "died" not in str(caught[0].message)
+    with Lazy(0) as broken, pytest.warns(RuntimeWarning, match=r"task 0 \(chain 0\); 1 more weren't begun"):
+        sample(KERNEL, X, Y, executor=broken, **{**QUICK, "num_chains": 2, "chains_per_task": 1})
+
+
+def test_ctrl_c_stops_the_tasks_of_workers_that_it_does_not_reach(tmp_path, monkeypatch):
+    calls = []
+
+    def interrupted(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return wait(*args, **kwargs)
+
+    monkeypatch.setattr("pyro_symmetric.mcmc.executors.wait", interrupted)
+    for store in (None, tmp_path / "s"):
+        calls.clear()
+        began = time.monotonic()
+        with ThreadPoolExecutor(1) as threads, pytest.raises(KeyboardInterrupt, match="before any of 3 tasks"):
+            sample(KERNEL, X, Y, executor=threads, store=store, **{**QUICK, "num_samples": 10**6})
+        assert time.monotonic() - began < 20  # a task would take minutes
+    assert Posterior.load(tmp_path / "s").num_samples > 0
+    assert not list((tmp_path / "s").glob("watch-*"))
+
+
+def test_a_watch_tells_how_far_its_task_is(tmp_path):
+    watched = Watched(tmp_path)
+    watch = Watch(watched.folder, 3)
+    assert watched.iterations(3) == 0
+    watch(7)
+    assert watched.iterations(3) == 7
+    watched.stop()
+    with pytest.raises(KeyboardInterrupt):
+        Watch(watched.folder, 3)(8)
+    watched.close()
+    Watch(watched.folder, 3)(9)  # where the folder can't be seen, nothing happens
+    assert not list(tmp_path.iterdir())
 
 
 # stores -------------------------------------------------------------------------------------------------------------
@@ -164,6 +217,20 @@ def test_a_store_of_tasks_is_read_as_one_and_goes_on(expected, tmp_path):
     assert not loaded.metadata["interrupted"]
     part = Posterior.load(tmp_path / "s" / "task-0001")
     assert torch.equal(part.samples["0.bias"], expected.samples["0.bias"][2:4])
+
+
+def test_the_chains_of_finished_tasks_are_mapped_and_laid_out_block_by_block(expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(joined, "BLOCK_BYTES", 1)  # a draw at a time
+    sample(KERNEL, X, Y, store=tmp_path / "s", **{**QUICK, "num_samples": 3})
+    posterior = sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
+    assert_same_draws(posterior, expected)
+    monkeypatch.setattr(torch, "cat", lambda *_: pytest.fail("draws were copied to memory"))
+    loaded = Posterior.load(tmp_path / "s")
+    monkeypatch.undo()
+    assert_same_draws(loaded, expected)
+    os.truncate(next((tmp_path / "s" / "joined" / "samples").iterdir()), 10)
+    with pytest.raises(ValueError, match="damaged"):
+        Posterior.load(tmp_path / "s")
 
 
 @pytest.mark.parametrize(

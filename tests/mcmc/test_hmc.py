@@ -1,5 +1,7 @@
 """HMC: one transition, adaptation, reproducibility, errors. Long runs are in tests/statistical."""
 
+import warnings
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -155,23 +157,44 @@ def test_posterior_on_a_positive_site_matches_quadrature():
     assert s.square().mean().item() == pytest.approx(square, abs=0.12)
 
 
-def test_one_stuck_chain_of_many_pulls_the_step_down_until_it_moves():
-    def walled() -> None:
-        z = pyro.sample("z", dist.Normal(0.0, 1.0))
-        pyro.factor("wall", -0.1 * (-8 * z).exp())  # at z = -1.2 steps must be tiny, at z > 0 not
+def walled() -> None:
+    z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    pyro.factor("wall", -0.1 * (-8 * z).exp())  # at z = -1.2 steps must be tiny, at z > 0 not
 
+
+WALLED = {"num_chains": 40, "num_warmup": 150, "num_samples": 30, "seed": 0, "progress": False}
+
+
+def test_stuck_chains_pull_the_step_down_at_the_beginning_until_they_move():
+    start = {"z": torch.cat([torch.full((4,), -1.2), torch.rand(36) + 0.5])}
+    posterior = sample(HMC(walled, target_accept=0.9, max_steps=64), initial=start, **WALLED)
+    assert posterior.samples["z"][:4].std(1).min() > 0.1
+    assert posterior.divergences[:4].max() < 10  # a stuck chain diverges at each of its 30 draws
+
+
+def test_chains_that_stay_stuck_are_named():
     start = {"z": torch.cat([torch.full((1,), -1.2), torch.rand(39) + 0.5])}
-    posterior = sample(
-        HMC(walled, target_accept=0.9, max_steps=64),
-        num_chains=40,
-        num_warmup=150,
-        num_samples=30,
-        initial=start,
-        seed=0,
-        progress=False,
-    )
-    assert posterior.samples["z"][0].std() > 0.1
-    assert posterior.divergences[0] < 10  # a stuck chain diverges at each of its 30 draws
+    kernel = HMC(walled, step_size=0.03, num_steps=20, adapt_step_size=False, adapt_mass=False)
+    with pytest.warns(RuntimeWarning, match=r"1 of 40 chains hardly move .*: 0\. "):
+        sample(kernel, initial=start, **{**WALLED, "num_warmup": 0})
+
+
+def test_the_step_does_not_depend_on_the_number_of_chains():
+    y, s = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12]), torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18])
+
+    def eight_schools() -> None:  # centred: in the neck of the funnel some chains are stuck at any step
+        mu, tau = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("tau", dist.HalfCauchy(5.0))
+        with pyro.plate("schools", 8):
+            pyro.sample("y", dist.Normal(pyro.sample("theta", dist.Normal(mu, tau)), s), obs=y)
+
+    kernel, steps = HMC(eight_schools, trajectory_length=1.0, max_steps=16), []
+    for chains in (8, 256):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of divergences and stuck chains, as it should
+            draws = sample(kernel, num_samples=1, num_warmup=100, num_chains=chains, seed=1, progress=False)
+        steps.append(draws.statistics["step_size"][0, -1].item())
+    # Led by the worst chain the second was a tenth of the first; of the mean of 8 the noise is some ten per cent.
+    assert 0.5 < steps[1] / steps[0] < 2
 
 
 def test_the_fast_path_and_the_trace_take_the_same_step():

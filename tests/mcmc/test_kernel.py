@@ -1,6 +1,7 @@
 """What all kernels share: how they print, which settings they refuse, and what an energy that is no number does."""
 
-from dataclasses import replace
+import itertools
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -13,6 +14,17 @@ from pyro_symmetric.models import BayesianModel
 
 
 def a_model() -> None: ...
+
+
+@pytest.mark.parametrize("kernel", [HMC, NUTS, ChEES, SGLD, pSGLD, SGHMC, CyclicalSG])
+def test_help_lists_every_setting_with_its_default_and_none_twice(kernel):
+    lines = kernel.__doc__.splitlines()
+    for field in fields(kernel):
+        begin = [i for i, line in enumerate(lines) if line.startswith(f":param {field.name}:")]
+        assert len(begin) == 1, field.name
+        words = " ".join([lines[begin[0]], *itertools.takewhile(lambda l: l.startswith(" "), lines[begin[0] + 1 :])])
+        assert field.name == "model" or words.endswith(f"Default: ``{field.default!r}``.")
+        assert words.count("Default:") == (field.name != "model")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,13 @@ def hierarchical(x: Tensor, y: Tensor) -> None:
             pyro.sample("y", dist.Normal(theta * mix[0] + bounded + factor[2, 0] + x[:, 0], 0.5), obs=y)
 
 
+def scaled(y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    s = pyro.sample("s", dist.HalfNormal(1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(b, s), obs=y)
+
+
 class PyroNet(PyroModule):
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -266,7 +273,9 @@ def branching() -> None:
         (bayesian_model(), (X, Y[:5]), {}, "x has 8 rows but y has 5"),
         (bayesian_model(), (X, Y), {"batch_size": 9, "subsampled": True}, "batch_size is 9"),
         (bayesian_model(), (X, Y), {"chain_chunk": 0}, "chain_chunk is 0"),
-        (bayesian_model(), (X, Y * torch.nan), {"_initial": "prior"}, "no starting point"),
+        (bayesian_model(), (X, Y * torch.nan), {"_initial": "prior"}, "no starting point.*NaN or infinite.*'y'"),
+        (scaled, (Y / 0,), {"_initial": "uniform"}, "NaN or infinite values, in 'y'"),
+        (scaled, (Y,), {"_initial": {"b": torch.tensor(0.0), "s": torch.tensor(-1.0)}}, "not finite, is 's'"),
         (hierarchical, (X, Y), {"_initial": "nowhere"}, "'nowhere'"),
         (bayesian_model(), (X, Y), {"_initial": {"0.weight": torch.zeros(4, 3)}}, "lacks the sites"),
     ],

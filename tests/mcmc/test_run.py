@@ -226,3 +226,25 @@ def test_chains_run_on_a_cuda_device_and_draws_come_back(kind):
     assert posterior.metadata["device"].startswith("cuda")
     assert posterior.samples["0.weight"].device.type == "cpu"
     assert torch.isfinite(posterior.samples["0.weight"]).all()
+
+
+def test_arrays_that_a_model_cannot_take_are_named():
+    def regression(x, y):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(b * torch.add(x, 0.0), 1.0), obs=y)
+
+    with pytest.raises(TypeError, match="argument 0 is a numpy array; pass torch tensors"):
+        sample(HMC(regression), np.zeros(3), y=torch.zeros(3), **QUICK)
+
+
+def test_the_advice_on_divergences_names_settings_that_the_sampler_has():
+    def steep():
+        pyro.sample("a", dist.Normal(0.0, 1e-3))
+
+    for kernel in (HMC(steep, step_size=10.0, adapt_step_size=False), SGHMC(steep, step_size=1e6)):
+        with pytest.warns(RuntimeWarning, match="of the draws diverged") as caught:
+            sample(kernel, **{**QUICK, "num_warmup": 0})
+        named = [name for name in ("target_accept", "tolerance") if name in str(caught[0].message)]
+        assert all(hasattr(kernel, name) for name in named)
+        assert named

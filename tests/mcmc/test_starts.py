@@ -89,3 +89,15 @@ def test_names_and_weights_are_passed_on():
     assert (start("uniform", 50)["b"].log().abs() < 2).all()
     prior = start("prior", 400)["a"]
     assert abs(prior.std() - 1) < 0.15  # five standard errors
+
+
+def test_the_last_draw_counts_too():
+    calls = []
+
+    def draw(count):
+        calls.append(count)
+        return {"a": torch.full((count, 2), 0.0 if len(calls) == 3 else torch.nan), "b": torch.ones(count)}
+
+    z = starting_points(Potential(model), 2, draw, max_tries=2)  # a first draw, and two more
+    assert calls == [2, 2, 2]
+    assert torch.isfinite(z).all()
