@@ -332,9 +332,7 @@ class Posterior:
         """
         if not 0 < prob < 1:
             raise ValueError(f"prob is {prob}; it must lie between 0 and 1")
-        for lines in (self._entries_table(prob), self.summary_table()):
-            if lines:
-                print(lines)
+        print("\n\n".join(filter(None, (self._entries_table(prob), self.summary_table()))))
 
     def _entries_table(self, prob: float) -> str:
         low, high = (1 - prob) / 2, (1 + prob) / 2

@@ -124,10 +124,13 @@ def test_a_stuck_or_broken_weight_makes_the_worst_nan_but_not_the_median():
     assert np.isnan(Posterior({"x": x}).diagnostics()["x"]["r_hat"])
 
 
-def test_summary_has_one_line_for_each_site(posterior, capsys):
+def test_summary_has_one_line_for_each_entry_and_one_for_each_site(posterior, capsys):
     posterior.summary()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + 2 + 1
+    entries = sum(shape.numel() for shape in posterior.site_shapes.values())
+    blank = lines.index("")
+    assert blank == 1 + entries
+    assert len(lines[blank + 1 :]) == 1 + len(posterior.site_shapes) + 1
     assert f"{int(posterior.divergences.sum())} of 150 diverged" in lines[-1]
 
 

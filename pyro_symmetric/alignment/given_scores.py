@@ -52,7 +52,8 @@ def align_by_scores(
 ) -> Outcome:
     """The optimum of ``-sum of scores``, exactly, factor by factor.
 
-    Where the units of a factor have one sign each that leaves them, it goes with the match, by the sign of the score.
+    Where the units of a factor have a sign each that leaves them, it goes with the match, by the sign of the score (of
+    several, one does; the others stay, and a combination of them that no score sees isn't fitted to the weights).
     A sign that is undone before it leaves (in front of a normalisation) no score can see. Such signs, and scales,
     minimise the squared distance of the weights afterwards, given the match.
 
@@ -69,7 +70,8 @@ def align_by_scores(
     cost = -_total({name: value.diagonal(dim1=-2, dim2=-1) for name, value in given.items()}, matcher.batch)
     initial, events, chosen = cost, [(rows, cost)], set[str]()
     for root in problem.parts.roots:
-        own = {u.name: tuple(signs[u.name]) if len(signs[u.name]) == 1 else () for u in root.tree()}
+        # Of several signs that scores see alike (on both sides of a normalisation) the first one serves.
+        own = {u.name: tuple(signs[u.name][:1]) for u in root.tree()}
         move = Move(root, tuple(root.tree()), own)
         choices = {name: _Given(given[name], slots) for name, slots in own.items()}
         new = state.copy()
@@ -82,7 +84,7 @@ def align_by_scores(
         cost = cost - _total(matched, matcher.batch) + _total(before, matcher.batch)
         events.append((rows, cost))
         state.put(rows, new, move.actors)
-        chosen |= {name for slots in own.values() for slot in slots for name in slot.factors}
+        chosen |= {name for u in root.tree() for slot in signs[u.name] for name in slot.factors}
     state, converged = _multiplied(problem, matcher, (reference, source), state, chosen, max_sweeps, tolerance)
     return Outcome(Descent(state, cost, events, converged), initial, shifts, (cost,))
 

@@ -177,7 +177,10 @@ def test_signs_on_both_sides_of_a_normalisation_are_found():
     source = symmetry.finite.sample().inverse()(weights)
     result = align(source, weights, symmetry.finite, "activation", net=net, inputs=x)
     assert result.cost == pytest.approx(-8.0)
-    torch.testing.assert_close(result.element(source), weights)
+    moved = result.element(source)
+    scores = ActivationCost(net, x)(moved, weights, symmetry.permutations)["0"]
+    torch.testing.assert_close(scores.diagonal(), torch.ones(8, dtype=torch.float64))
+    torch.testing.assert_close(torch.func.functional_call(net, moved, (x,)), net(x))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
