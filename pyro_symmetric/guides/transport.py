@@ -87,8 +87,9 @@ def interpolate(guide_0: Any, guide_1: Any, t: float, *, correlations: bool = Tr
     Of mean-field guides it is an :class:`~pyro_symmetric.guides.AutoMeanField` whose means and deviations are
     interpolated; if a guide has correlations, an :class:`~pyro_symmetric.guides.AutoFullRank`.
 
-    :param guide_0: a set-up Gaussian guide. Or ``GaussianWeights``, weights (site -> tensor) or a ``Posterior`` (by its
-        moments), at both ends: the result is then ``GaussianWeights``, whose ``loc`` are the weights between.
+    :param guide_0: a set-up Gaussian guide. Or ``GaussianWeights``, weights (site -> tensor), a network or a
+        ``Posterior`` (by its moments), at both ends: the result is then ``GaussianWeights``, whose ``loc`` are the
+        weights between.
     :param guide_1: likewise.
     :param t: from 0 to 1.
     :param correlations: whether to keep those of low-rank and full-rank guides; up to 2000 weights. Else the marginals

@@ -4,13 +4,15 @@ adaptive-MCMC scheme for setting trajectory lengths in Hamiltonian Monte Carlo",
 Trajectories last :math:`t = u T`, with :math:`u` from a Halton sequence on (0, 1) and one :math:`T` for all chains. In
 warm-up Adam climbs the change in the estimator of the expected square, for its cost,
 
-.. math:: \frac{1}{T}\, \mathbb E\left[\tfrac14\left(\|x' - \mathbb E x'\|^2 - \|x - \mathbb E x\|^2\right)^2\right],
+.. math:: \frac{1}{T}\, \mathbb E\left[\tfrac14\left(\|x' - m\|^2 - \|x - m\|^2\right)^2\right],
 
 in coordinates :math:`x = W z` that the mass matrix has whitened (there the paper, whose mass is 1, applies as it
 stands). The derivative of :math:`\|x'\|^2` in :math:`t` is :math:`2 z'^\top p'`, so every iteration's trajectories give
 an estimate of the slope without a further gradient (its eq. 7).
 
-Where this differs from the paper: the criterion is divided by :math:`T`, the cost (without it :math:`T` was 12 on eight
+Where this differs from the paper: the centre :math:`m` is each chain's own average, not that of all chains, whose
+distance from a chain says where its mode lies and not how it moves (on a network whose chains sit in different modes,
+:math:`T` fell to a single step); the criterion is divided by :math:`T`, the cost (without it :math:`T` was 12 on eight
 schools, and a gradient worth a fifth); and the step size follows the chains' mean acceptance like that of the other
 kernels, not the harmonic mean, which a few bad chains pull down (half the step, on eight schools).
 
@@ -49,6 +51,7 @@ class LengthTuning:
     :param log_average: its average over the iterations, weighted to the last ones, ``()``.
     :param second_moment: running mean square of the slopes, ``()``.
     :param slope: the criterion's, in :math:`\\log T`, at the last iteration, ``()``.
+    :param centre: each chain's average, weighted to the last iterations, ``(C, D)``.
     :param updates: how often it was adapted.
     :param iteration: how many trajectories there have been.
     """
@@ -57,15 +60,20 @@ class LengthTuning:
     log_average: Tensor
     second_moment: Tensor
     slope: Tensor
+    centre: Tensor
     updates: int = 0
     iteration: int = 0
 
     @classmethod
-    def start(cls, length: Tensor) -> LengthTuning:
-        """Start from this length, ``()``."""
+    def start(cls, length: Tensor, z: Tensor) -> LengthTuning:
+        """Start from this length, ``()``, with chains at ``z``."""
         log_length = length.double().log()
         zero = torch.zeros_like(log_length)
-        return cls(log_length, log_length, zero, zero)
+        return cls(log_length, log_length, zero, zero, z)
+
+    def recentred(self, z: Tensor) -> LengthTuning:
+        """Take this draw of all chains into their averages, with weight in proportion to its number."""
+        return replace(self, centre=torch.lerp(self.centre, z, 2 / (self.iteration + 1)))
 
     def update(self, lowest: Tensor, highest: Tensor) -> LengthTuning:
         """Climb by one step, within limits of the log length."""
@@ -87,7 +95,10 @@ class ChEESTuning(Tuning):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChEES(HamiltonianKernel):
-    r"""HMC whose trajectory length is learnt from many chains; the kernel to begin with, from about 8 chains on.
+    r"""HMC whose trajectory length is learnt from many chains, from about 8 on; nothing needs to be set.
+
+    What is learnt is the length for moves within a mode. On networks, where each chain has a mode of its own, try
+    :class:`~pyro_symmetric.mcmc.hmc.HMC` beside it.
 
     :param trajectory_length: :math:`T`, the longest trajectory, where adaptation starts or, with
         ``adapt_length=False``, stays; the mean is half of it. In units where the mass matrix has made each coordinate's
@@ -109,7 +120,7 @@ class ChEES(HamiltonianKernel):
 
     def init(self, potential: Potential, z: Tensor, num_warmup: int) -> State:
         state = super().init(potential, z, num_warmup)
-        length = LengthTuning.start(z.new_tensor(self.trajectory_length))
+        length = LengthTuning.start(z.new_tensor(self.trajectory_length), z)
         return replace(state, tuning=ChEESTuning(**vars(state.tuning), length=length))
 
     def step(self, potential: Potential, state: State) -> State:
@@ -119,33 +130,39 @@ class ChEES(HamiltonianKernel):
         length, step_size = torch.stack([tuning.length.log_length.exp(), tuning.step_size.double()]).tolist()
         num_steps = whole_steps(share * length / step_size, self.max_steps, tuning.blind)
         after, ends = transition(potential, state, num_steps)
-        slope = criterion_slope(tuning.mass, state.z, ends, num_steps * step_size, length).double()
+        centre = tuning.length.centre
+        slope = criterion_slope(tuning.mass, centre, state.z, ends, num_steps * step_size, length).double()
         counted = replace(tuning.length, slope=slope, iteration=tuning.length.iteration + 1)
         return replace(after, tuning=replace(tuning, length=counted))
 
     def adapt(self, potential: Potential, state: State, iteration: int, num_warmup: int) -> State:
         tuning: ChEESTuning = state.tuning
-        if self.adapt_length and len(state.z) >= MIN_CHAINS and not tuning.blind:
-            step = tuning.step_size.double().log()
-            length = tuning.length.update(step, step + math.log(self.max_steps))
+        if self.adapt_length and len(state.z) >= MIN_CHAINS:
+            length = tuning.length
+            if not tuning.blind:
+                step = tuning.step_size.double().log()
+                length = length.update(step, step + math.log(self.max_steps))
             if iteration + 1 == num_warmup:
                 length = replace(length, log_length=length.log_average)
-            state = replace(state, tuning=replace(tuning, length=length))
+            state = replace(state, tuning=replace(tuning, length=length.recentred(state.z)))
         return super().adapt(potential, state, iteration, num_warmup)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def criterion_slope(mass: Mass, before: Tensor, ends: Trajectory, time: float, longest: float) -> Tensor:
+def criterion_slope(
+    mass: Mass, centre: Tensor, before: Tensor, ends: Trajectory, time: float, longest: float
+) -> Tensor:
     r"""The slope ``()`` of the criterion in :math:`\log T`, as these trajectories estimate it.
 
-    With :math:`\Delta = \|x' - \mathbb E x'\|^2 - \|x - \mathbb E x\|^2` it is the mean of
+    With :math:`\Delta = \|x' - m\|^2 - \|x - m\|^2` it is the mean of
 
-    .. math:: \frac{1}{T} \left(t \Delta\, (z' - \mathbb E z')^\top p' - \tfrac14 \Delta^2\right),
+    .. math:: \frac{1}{T} \left(t \Delta\, (z' - m)^\top p' - \tfrac14 \Delta^2\right),
 
     in which trajectories count by their acceptance.
 
+    :param centre: :math:`m`, of each chain, ``(C, D)``, in the sampler's coordinates.
     :param before: where the trajectories began, ``(C, D)``.
     :param time: how long they lasted, :math:`t`.
     :param longest: :math:`T`, in proportion to which :math:`t` grows.
@@ -154,7 +171,7 @@ def criterion_slope(mass: Mass, before: Tensor, ends: Trajectory, time: float, l
     arrived = (weight > 0)[:, None]
     z = torch.where(arrived, ends.z, before)
     momentum = torch.where(arrived, ends.momentum, 0.0)
-    first, last = before - before.mean(0), z - weight @ z
+    first, last = before - centre, z - centre
     change = mass.whiten(last).square().sum(-1) - mass.whiten(first).square().sum(-1)
     drift = (last * momentum).sum(-1)
     slope = weight @ (time * change * drift - 0.25 * change.square()) / longest

@@ -1,6 +1,7 @@
 """ChEES: its criterion's slope against numerical differentiation, the length it learns, its invariant distribution."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,20 +26,19 @@ def test_the_slope_is_the_derivative_of_the_criterion_per_cost():
     p = torch.randn(40, 3, dtype=torch.float64) / deviations
     mass = DiagonalMass(deviations**2)  # exactly the target's, so that the motion in whitened units has frequency 1
     ones = torch.ones(40, dtype=torch.float64)
+    centre = torch.randn(40, 3, dtype=torch.float64)
 
     def arrive(time: float) -> tuple[Tensor, Tensor]:
         at = z * math.cos(time) + deviations**2 * p * math.sin(time)
         return at, p * math.cos(time) - z / deviations**2 * math.sin(time)
 
     def criterion(longest: float, share: float) -> float:
-        # The mean after the move is held fixed at its value here, as the criterion does; so is the mean before.
-        x, x1 = z / deviations, arrive(share * longest)[0] / deviations
-        centre = arrive(share * 1.3)[0].mean(0) / deviations
-        change = (x1 - centre).square().sum(-1) - (x - x.mean(0)).square().sum(-1)
+        x, x1, m = z / deviations, arrive(share * longest)[0] / deviations, centre / deviations
+        change = (x1 - m).square().sum(-1) - (x - m).square().sum(-1)
         return 0.25 * change.square().mean().item() / longest
 
     longest, share, h = 1.3, 0.7, 1e-5
-    slope = criterion_slope(mass, z, Trajectory(*arrive(share * longest), ones), share * longest, longest)
+    slope = criterion_slope(mass, centre, z, Trajectory(*arrive(share * longest), ones), share * longest, longest)
     numeric = (criterion(longest * math.exp(h), share) - criterion(longest * math.exp(-h), share)) / (2 * h)
     assert slope.item() == pytest.approx(numeric, rel=1e-6)
 
@@ -47,28 +47,35 @@ def test_lost_trajectories_do_not_count():
     torch.manual_seed(0)
     z, p = torch.randn(5, 3), torch.randn(5, 3)
     acceptance = torch.tensor([1.0, 0.5, 0.0, 0.8, 0.0])
-    mass = DiagonalMass(torch.ones(3))
+    mass, centre = DiagonalMass(torch.ones(3)), torch.randn(5, 3)
     end = torch.randn(5, 3)
     spoilt_z, spoilt_p = end.clone(), p.clone()
     spoilt_z[2], spoilt_p[4] = torch.nan, torch.inf
-    clean = criterion_slope(mass, z, Trajectory(end, p, acceptance), 1.0, 2.0)
-    spoilt = criterion_slope(mass, z, Trajectory(spoilt_z, spoilt_p, acceptance), 1.0, 2.0)
+    clean = criterion_slope(mass, centre, z, Trajectory(end, p, acceptance), 1.0, 2.0)
+    spoilt = criterion_slope(mass, centre, z, Trajectory(spoilt_z, spoilt_p, acceptance), 1.0, 2.0)
     assert torch.isfinite(spoilt)
     assert torch.equal(clean, spoilt)
-    assert criterion_slope(mass, z, Trajectory(end * torch.nan, p, 0 * acceptance), 1.0, 2.0) == 0
+    assert criterion_slope(mass, centre, z, Trajectory(end * torch.nan, p, 0 * acceptance), 1.0, 2.0) == 0
 
 
 def test_the_length_climbs_along_the_slope_within_its_limits():
-    start = LengthTuning.start(torch.tensor(1.0))
+    start = LengthTuning.start(torch.tensor(1.0), torch.zeros(2, 3))
     low, high = torch.tensor(-0.04).double(), torch.tensor(0.12).double()
     for sign, limit in ((1.0, high), (-1.0, low)):
         length = start
         for _ in range(20):
             slope = torch.tensor(sign * 3.0, dtype=torch.float64)
-            length = LengthTuning(length.log_length, length.log_average, length.second_moment, slope, length.updates)
-            length = length.update(low, high)
+            length = replace(length, slope=slope).update(low, high)
             assert sign * length.log_length > 0
         assert length.log_length == limit
+
+
+def test_the_centre_is_an_average_weighted_to_the_last_draws():
+    length, draws = LengthTuning.start(torch.tensor(1.0), torch.zeros(1, 1)), torch.arange(1.0, 7.0) ** 2
+    for number, draw in enumerate(draws, 1):
+        length = replace(length, iteration=number).recentred(draw.reshape(1, 1))
+    weights = torch.arange(1.0, 7.0)
+    assert length.centre.item() == pytest.approx((weights @ draws / weights.sum()).item(), rel=1e-5)
 
 
 def test_the_length_learnt_on_a_gaussian_is_about_half_a_turn(gaussian, drive):

@@ -106,7 +106,7 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(mon
 
     monkeypatch.setattr(compiled_module.torch, "compile", broken)
     potential = Potential(PyroNet(), X, Y, compile=True)
-    z = potential._draw(5, "uniform", 1.0)
+    z = torch.rand(5, potential.dim) - 0.5
     with pytest.warns(RuntimeWarning, match=r"torch.compile failed; the potential runs uncompiled.*no compiler here"):
         found = potential.value_and_grad(z)
     assert potential.route == "vmap"

@@ -64,7 +64,7 @@ def check(model: BayesianModel, x: Tensor, y: Tensor, compile: bool | None, rout
     potential = Potential(model, x, y, compile=compile, dtype=x.dtype, **options)
     assert potential.route == (route or ("native" if compile is None else "batched")), repr(potential)
     rows = None
-    z = potential._draw(7, "prior", 2.0)
+    z = potential.initial(7, "prior")
     if potential.row_counts:
         total, size = potential.row_counts["rows"]
         rows = torch.stack([torch.randperm(total)[:size] for _ in z])
