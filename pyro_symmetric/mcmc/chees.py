@@ -22,9 +22,10 @@ prediction 2.1 to 2.7 effective draws for 1,000 gradients on UCI energy (8-50-1 
 (64-32-10 ReLU); NUTS gave 1.2 and 11.7, MEADS as published 1.3 and 7.5, with steps twice as large 1.6 and 19. MEADS has
 no acceptance that its step could be adapted to. (16 chains, 2,000 and 1,000 gradients each: good to about a third.)
 
-Where it falls short: warmed up by itself, it gave the worst prediction 4.4 effective draws for 1,000 gradients on digits,
-NUTS 3.1 and HMC 2.9, but on energy, where a chain seldom leaves its mode, 0.2, HMC 0.2 and NUTS 0.7, whose trajectories
-are longer; the median prediction there 3.5, 3.8 and 1.9. (``benchmarks/effective_samples.py``, 16 chains, one seed.)
+Where it falls short: warmed up by itself, it gave the worst prediction 4.4 effective draws for 1,000 gradients on
+digits, NUTS 3.1 and HMC 2.9; but on energy, where a chain seldom leaves its mode, 0.2, HMC 0.2 and NUTS, whose
+trajectories are longer, 0.7; the median prediction there 3.5, 3.8 and 1.9. (``benchmarks/effective_samples.py``, 16
+chains, one seed.)
 """
 
 from __future__ import annotations
