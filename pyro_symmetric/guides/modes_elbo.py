@@ -17,15 +17,14 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer import Trace_ELBO
 from pyro.infer.util import torch_item
-from pyro.util import warn_if_nan
 from torch import Tensor
 
-from pyro_symmetric.distributions import Modes, Symmetrized
+from pyro_symmetric.distributions import Modes
+from pyro_symmetric.guides.objectives import OwnParticle_ELBO, base_of
 
 
-class Modes_ELBO(Trace_ELBO):
+class Modes_ELBO(OwnParticle_ELBO):
     """The ELBO of :class:`~pyro_symmetric.guides.AutoModes`, symmetrised or not, by one draw of each mode.
 
     >>> svi = SVI(model, guide, optim, loss=Modes_ELBO())
@@ -69,14 +68,6 @@ class Modes_ELBO(Trace_ELBO):
             traces = self._get_trace(plate(model), plate(guide), args, kwargs)
         yield traces
 
-    def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """An estimate of the negative ELBO."""
-        total = 0.0
-        for model_trace, guide_trace in self._get_traces(model, guide, args, kwargs):
-            total += self._differentiable_loss_particle(model_trace, guide_trace)[0] / self.num_particles
-        warn_if_nan(total, "loss")  # type: ignore[call-overload]
-        return total
-
     def _differentiable_loss_particle(self, model_trace: Any, guide_trace: Any) -> tuple[float, Tensor]:
         mixture, count = _mixture(guide_trace)
         log_ratio: Any = 0.0
@@ -93,8 +84,7 @@ def _mixture(guide_trace: Any) -> tuple[Modes, int]:
     """The guide's distribution, and of how many draws the trace is made."""
     for site in guide_trace.nodes.values():
         if site["type"] == "sample" and site["infer"].get("is_auxiliary"):
-            found = site["fn"].base_distribution if isinstance(site["fn"], Symmetrized) else site["fn"]
-            return found, site["value"].shape[:-1].numel()
+            return base_of(site["fn"]), site["value"].shape[:-1].numel()
     raise TypeError("the guide draws no flat vector of all sites")
 
 

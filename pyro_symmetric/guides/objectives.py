@@ -34,7 +34,22 @@ from torch.distributions import (
 from pyro_symmetric.distributions import Modes, Symmetrized
 
 
-class SymmetrizedMeanField_ELBO(Trace_ELBO):
+class OwnParticle_ELBO(Trace_ELBO):
+    """An ELBO whose value and gradient are both what ``_differentiable_loss_particle`` makes of a pair of traces.
+
+    Pyro's own ``loss`` sums log-densities by itself, whatever a subclass makes of them.
+    """
+
+    def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """An estimate of the negative ELBO."""
+        total = 0.0
+        for model_trace, guide_trace in self._get_traces(model, guide, args, kwargs):
+            total += self._differentiable_loss_particle(model_trace, guide_trace)[0] / self.num_particles
+        warn_if_nan(total, "loss")  # type: ignore[call-overload]
+        return total
+
+
+class SymmetrizedMeanField_ELBO(OwnParticle_ELBO):
     """An ELBO with an analytic divergence from the prior, for guides with one flat Gaussian, symmetrised or not.
 
     >>> svi = SVI(model, guide, optim, loss=SymmetrizedMeanField_ELBO())
@@ -57,14 +72,6 @@ class SymmetrizedMeanField_ELBO(Trace_ELBO):
         guide that draws one flat reparametrised vector.
     """
 
-    def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """An estimate of the negative ELBO."""
-        total = 0.0
-        for model_trace, guide_trace in self._get_traces(model, guide, args, kwargs):
-            total += self._differentiable_loss_particle(model_trace, guide_trace)[0] / self.num_particles
-        warn_if_nan(total, "loss")  # type: ignore[call-overload]
-        return total
-
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         # Which prior depends on which site is told by gradients, also where the caller has switched them off.
         with torch.enable_grad():
@@ -72,7 +79,7 @@ class SymmetrizedMeanField_ELBO(Trace_ELBO):
 
     def _differentiable_loss_particle(self, model_trace: Any, guide_trace: Any) -> tuple[float, Tensor]:
         latent = _flat_latent_site(model_trace, guide_trace)
-        base = _base_of(latent["fn"])
+        base = base_of(latent["fn"])
         if isinstance(base, Modes):
             raise TypeError("SymmetrizedMeanField_ELBO has no formula for a guide with several modes; use Modes_ELBO")
         moments = _Moments.of(base)
@@ -95,7 +102,8 @@ class SymmetrizedMeanField_ELBO(Trace_ELBO):
         return -torch_item(elbo), -elbo
 
 
-def _base_of(distribution: Any) -> Any:
+def base_of(distribution: Any) -> Any:
+    """What is symmetrised, or the distribution itself."""
     return distribution.base_distribution if isinstance(distribution, Symmetrized) else distribution
 
 

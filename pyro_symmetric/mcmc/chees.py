@@ -45,7 +45,7 @@ from pyro_symmetric.mcmc.warmup import HamiltonianKernel, Tuning
 START = math.pi  # for which uniform times leave draws of a standard Gaussian uncorrelated
 RATE = 0.025  # of Adam: the largest change of log T in one iteration
 DECAY = 0.95  # of Adam's second moment; the first isn't averaged
-MIN_CHAINS = 2  # below, there is no spread to learn from
+MIN_CHAINS = 2  # below, each slope is a single trajectory's
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.compare import MMDResult, invariance_tests, marginal_wasserstein, mmd, scores
-from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods import Fit
-from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.study.tables import OWN_HALF
 from pyro_symmetric.symmetry.weights import Weights
 
@@ -143,12 +142,6 @@ def predictive_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
         return scores.classification(members, data.test_y, outside).to_dict()
     noise = noise_scale(problem.model, weights)
     return scores.regression(members, noise, problem.model.likelihood.targets(data.test_y)).to_dict()
-
-
-def noise_scale(model: BayesianModel, weights: Mapping[str, Tensor]) -> Tensor | float:
-    """Standard deviation of a regression's noise: fixed, or one for each draw."""
-    fixed = getattr(model.likelihood, "scale", None)
-    return weights["noise_scale"] if fixed is None else fixed
 
 
 def independent_draws(fit: Fit, sites: Mapping[str, Mapping[str, Any]]) -> int | None:

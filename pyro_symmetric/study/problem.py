@@ -9,7 +9,7 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +149,12 @@ def fingerprint(problem: Problem) -> dict[str, str]:
     shapes = {name: tuple(shape) for name, shape in problem.model.site_shapes.items()}
     network = hashlib.sha256(f"{problem.model.net}{shapes}".encode())
     return {"data": rows.hexdigest(), "network": network.hexdigest()}
+
+
+def noise_scale(model: BayesianModel, weights: Mapping[str, Tensor]) -> Tensor | float:
+    """Standard deviation of a regression's noise: fixed, or one for each draw."""
+    fixed = getattr(model.likelihood, "scale", None)
+    return weights["noise_scale"] if fixed is None else fixed
 
 
 def import_callable(spec: str) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from pyro_symmetric.models import BayesianModel, GaussianPrior
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods.base import Fit, register
 from pyro_symmetric.study.methods.networks import LOSS, _Networks, _on_cpu
-from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.symmetry.weights import Weights, unflatten
 
 ABOUT = "A Laplace approximation (Daxberger et al. 2021): a Gaussian at a trained network, with the curvature"
@@ -59,7 +59,7 @@ class _Laplace(_Networks):
         net.load_state_dict({name: mode[name] for name in shapes}, strict=False)
         last = _last_layer(net)
         moved = {name: shape for name, shape in shapes.items() if self.subset == "all" or name.startswith(f"{last}.")}
-        noise = {} if problem.is_classification else {"sigma_noise": _noise(model, mode)}
+        noise: dict[str, Any] = {} if problem.is_classification else {"sigma_noise": noise_scale(model, mode)}
         where = {"last_layer_name": last} if self.subset == "last_layer" else {}
         precision = prior_precision(model, moved, by_layer=self.structure == "kron")
         fitted = Laplace(
@@ -133,8 +133,3 @@ def _last_layer(net: nn.Module) -> str:
     if not linear:
         raise ValueError("the network has no nn.Linear, which a last-layer Laplace approximation needs")
     return linear[-1]
-
-
-def _noise(model: BayesianModel, mode: Weights) -> Any:
-    fixed = getattr(model.likelihood, "scale", None)
-    return mode["noise_scale"] if fixed is None else fixed
