@@ -79,6 +79,9 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     data.add_argument("--split", type=int, default=0, metavar="K", help="number of the train/test split (default: 0)")
     data.add_argument("--max-train", type=int, metavar="N", help="use at most N training rows")
     data.add_argument(
+        "--max-test", type=int, metavar="N", help="use at most N test rows, and as many out-of-distribution rows"
+    )
+    data.add_argument(
         "--ood", metavar="NAME", help="data set of out-of-distribution inputs (default: held-out classes)"
     )
     model = parser.add_argument_group("model")
@@ -169,6 +172,7 @@ def compare(options: argparse.Namespace) -> int:
         target=options.target,
         split=options.split,
         max_train=options.max_train,
+        max_test=options.max_test,
         ood=options.ood,
         hidden=options.hidden,
         activation=options.activation,

@@ -82,6 +82,7 @@ def build_problem(settings: StudySettings) -> Problem:
         hold_out=None if settings.ood else "auto",
         split=settings.split,
         max_train=settings.max_train,
+        max_test=settings.max_test,
         seed=settings.seed,
         dtype=dtype,
         device=device,

@@ -35,6 +35,7 @@ class StudySettings:
     :param target: target column of ``csv:FILE``.
     :param split: number of the split, where the data have several.
     :param max_train: use at most so many training rows.
+    :param max_test: use at most so many test rows, and as many out-of-distribution rows.
     :param ood: data set of out-of-distribution inputs; ``None`` holds classes out.
     :param hidden: widths of the hidden layers.
     :param activation: of the hidden layers, one of :data:`ACTIVATIONS`.
@@ -62,6 +63,7 @@ class StudySettings:
     target: str | None = None
     split: int = 0
     max_train: int | None = None
+    max_test: int | None = None
     ood: str | None = None
     hidden: tuple[int, ...] = (16,)
     activation: str = "relu"
@@ -99,6 +101,7 @@ class StudySettings:
         _require(self.device in ("cpu", "cuda", "auto"), "--device", self.device, "cpu, cuda or auto")
         _require(self.num_draws >= 8, "--draws", self.num_draws, "at least 8")
         _require(self.max_train is None or self.max_train >= 2, "--max-train", self.max_train, "at least 2")
+        _require(self.max_test is None or self.max_test >= 2, "--max-test", self.max_test, "at least 2")
         _require(0 <= self.seed < 2**31, "--seed", self.seed, "a whole number from 0 to 2147483647")
         for name, value in (
             ("--prior-scale", self.prior_scale),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from pyro.infer.autoguide import AutoGuide, AutoNormal
@@ -16,9 +17,9 @@ from pyro_symmetric.guides import (
     AutoMeanField,
     AutoSymmetrized,
     WeightsGuide,
+    barycentre,
     distinct,
     evidence,
-    interpolate,
     suggest_estimator,
 )
 from pyro_symmetric.guides.gaussian import flat_moments
@@ -127,35 +128,40 @@ class SymmetrizedMeanField(_Variational):
 @register
 @dataclass(frozen=True)
 class AlignedMeanField(_Variational):
-    """Two mean-field fits in one frame, and what lies half-way between them."""
+    """Mean-field fits in the frame of another, and what lies half-way between them."""
 
     path_points: int = 21
     path_draws: int = 32
     quick_budget: ClassVar[Mapping[str, Any]] = {**_Variational.quick_budget, "path_points": 11, "path_draws": 16}
 
-    many: ClassVar[int | None] = None
     name: ClassVar[str] = "aligned"
     labels: ClassVar[tuple[str, ...]] = ("aligned", "aligned midpoint", "unaligned midpoint")
     summary: ClassVar[str] = (
-        "Two independent mean-field fits; the second is pushed forward by the permutation of hidden units that "
-        "brings it "
-        "closest to the first in Wasserstein distance (Rossi et al. 2023). The midpoints lie half-way along the "
-        "Wasserstein "
-        "geodesic between the two, with and without that permutation."
+        "Two independent mean-field fits; the second is pushed forward by the permutation of hidden units that brings "
+        "it closest to the first in Wasserstein distance (Rossi et al. 2023). The midpoints lie half-way along the "
+        "Wasserstein geodesic between the two, with and without that permutation. Of several runs all are brought to "
+        "the first and drawn from alike; the midpoint is their barycentre."
     )
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        first, _ = self._mean_field(problem, "aligned 1/2", progress)
-        second, losses = self._mean_field(problem, "aligned 2/2", progress)
-        found = align(second, first, problem.symmetry.permutations, cost="wasserstein", progress=progress)
-        moved = AutoAligned(second, found.permutation)
-        curves = {
-            name: self._path(problem, first, end, progress) for name, end in (("aligned", moved), ("unaligned", second))
+        runs = max(2, self.modes)
+        fits = [self._mean_field(problem, f"{self.title} {k + 1}/{runs}", progress) for k in range(runs)]
+        first, *others = (guide for guide, _ in fits)
+        group = problem.symmetry.permutations
+        found = [align(other, first, group, cost="wasserstein", progress=progress) for other in others]
+        moved = [AutoAligned(other, alignment.permutation) for other, alignment in zip(others, found, strict=True)]
+        ends = {"aligned": moved[0], "unaligned": others[0]}
+        curves = {name: self._path(problem, first, end, progress) for name, end in ends.items()}
+        details = {
+            "squared_wasserstein_before": statistics.fmean(alignment.initial_cost for alignment in found),
+            "squared_wasserstein_after": statistics.fmean(alignment.cost for alignment in found),
         }
-        details = {"squared_wasserstein_before": found.initial_cost, "squared_wasserstein_after": found.cost}
-        yield self._fit(problem, moved, self.labels[0], losses, barrier=curves, details=details)
-        yield self._fit(problem, interpolate(first, moved, 0.5), self.labels[1], [])
-        yield self._fit(problem, interpolate(first, second, 0.5), self.labels[2], [])
+        drawn = moved if self.modes == 1 else [first, *moved]
+        losses = fits[1][1]
+        both = pooled([self._fit(problem, guide, self.labels[0], losses) for guide in drawn])
+        yield replace(both, barrier=curves, details=both.details | details)
+        yield self._fit(problem, barycentre([first, *moved]), self.labels[1], [])
+        yield self._fit(problem, barycentre([first, *others]), self.labels[2], [])
 
     def _path(self, problem: Problem, start: WeightsGuide, end: WeightsGuide, progress: bool) -> dict[str, Any]:
         model, data = problem.model, problem.dataset
