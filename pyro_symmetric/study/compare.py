@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import shutil
 import sys
 import time
 import zlib
@@ -73,8 +74,9 @@ def run_study(
 ) -> Study:
     """Do the study that ``settings`` describe, in the folder ``out``.
 
-    Every method is written to ``out/samples`` when it finishes. Run again with the same settings and folder, the study
-    goes on where it stopped; with other settings it is refused, unless ``overwrite``.
+    Every method is written to ``out/samples`` when it finishes; chains and ensembles are written to ``out/unfinished``
+    as they go. Run again with the same settings and folder, the study goes on where it stopped; with other settings it
+    is refused, unless ``overwrite``.
 
     :raises ValueError: if the settings can't be met, or differ from those of the study in ``out``.
     :raises OSError: if the folder can't be written.
@@ -170,6 +172,7 @@ def prepare_folder(out: Path, settings: StudySettings, mark: Mapping[str, str], 
     if overwrite:
         for old in (out / "samples").glob("*.safetensors"):
             old.unlink()
+        shutil.rmtree(out / "unfinished", ignore_errors=True)
     write_text(noted, json.dumps({"settings": settings.to_dict(), "fingerprint": mark}, indent=1), "settings")
     return out
 
@@ -177,6 +180,12 @@ def prepare_folder(out: Path, settings: StudySettings, mark: Mapping[str, str], 
 def store_path(out: Path, label: str) -> Path:
     """Where the draws of a fit lie."""
     return out / "samples" / f"{label.replace(' ', '-')}.safetensors"
+
+
+def scratch_path(out: Path, method: Method) -> Path:
+    """Where a method keeps what it has before it is finished, on this budget."""
+    mark = zlib.crc32(json.dumps(method.budget, sort_keys=True).encode())
+    return out / "unfinished" / f"{method.title}-{mark:08x}"
 
 
 def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:
@@ -207,15 +216,20 @@ def fit_and_store(method: Method, problem: Problem, out: Path, progress: bool, s
     pyro.set_rng_seed((problem.settings.seed + zlib.crc32(method.title.encode())) % 2**32)
     pyro.clear_param_store()
     start = time.perf_counter()
-    fits = [replace(fit, label=method.prefix + fit.label) for fit in method.fit(problem, progress)]
+    scratch = scratch_path(out, method)
+    found = method.fit(replace(problem, scratch=scratch), progress)
+    fits = [replace(fit, label=method.prefix + fit.label) for fit in found]
     if problem.x.is_cuda:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    found = {fit.label: Finished(fit, seconds) for fit in fits}
-    for label, finished in found.items():
-        to_store(finished, method).save(store_path(out, label))
+    for fit in fits:
+        to_store(Finished(fit, seconds), method).save(store_path(out, fit.label))
     say(f"  {method.title} took {seconds:.1f} s.")
-    return found
+    if not scratch.exists():
+        return {fit.label: Finished(fit, seconds) for fit in fits}
+    # Draws may be mapped from files in there: from here on, from those that were written last.
+    shutil.rmtree(scratch, ignore_errors=True)
+    return {fit.label: finished_from(Posterior.load(store_path(out, fit.label))) for fit in fits}
 
 
 def to_store(finished: Finished, method: Method) -> Posterior:

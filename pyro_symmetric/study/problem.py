@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -35,12 +36,15 @@ class Problem:
     :param dataset: training, test and out-of-distribution rows.
     :param model: the Bayesian network.
     :param symmetry: of the network.
+    :param scratch: where the method that is being fitted may keep what it has so far, to go on from after a stop; a
+        folder that needn't exist yet. ``None``: nowhere.
     """
 
     settings: StudySettings
     dataset: Dataset
     model: BayesianModel
     symmetry: WeightSymmetry
+    scratch: Path | None = None
 
     @property
     def x(self) -> Tensor:

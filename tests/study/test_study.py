@@ -1,6 +1,7 @@
 """The study end to end on tiny budgets: what it writes, what it reuses, what it refuses."""
 
 import json
+import pkgutil
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -198,6 +199,41 @@ def test_an_interrupt_keeps_the_methods_that_finished(tmp_path: Path, monkeypatc
             run(tmp_path, methods=("mean-field", "ensemble"))
     _, said = run(tmp_path, methods=("mean-field", "ensemble"))
     assert [line.split()[1] for line in said if line.startswith(("Reusing", "Fitting"))] == ["mean-field", "ensemble"]
+
+
+@pytest.mark.parametrize(
+    ("method", "patched", "calls"),
+    [
+        # 12 networks, four at a time; 10 + 10 iterations
+        ("ensemble", "pyro_symmetric.study.methods.networks.fit_networks", 3),
+        ("hmc", "pyro_symmetric.mcmc.HMC.step", 20),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:interrupted:RuntimeWarning")
+def test_a_method_that_was_stopped_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, patched: str, calls: int
+) -> None:
+    monkeypatch.setattr("pyro_symmetric.study.methods.networks.TOGETHER", 4)
+    whole, _ = run(tmp_path / "whole", methods=(method,), reference=method)
+    original = pkgutil.resolve_name(patched)
+    made = []
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        if len(made) == calls - 1:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(patched, stopping)
+    stopped = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, methods=(method,), reference=method)
+    assert any((stopped / "unfinished").iterdir())
+    again, _ = run(stopped, methods=(method,), reference=method)
+    assert len(made) == calls + 1  # nothing but the call that was stopped is made twice
+    assert not any((stopped / "unfinished").iterdir())
+    for site, value in whole.fits[method].fit.posterior.samples.items():
+        assert torch.equal(again.fits[method].fit.posterior.samples[site], value)
 
 
 def test_adding_a_method_is_one_small_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ class _Chains(Method):
             num_chains=self.modes,
             thinning=self.thinning,
             initial=fresh_starts(problem.model, self.modes),
+            store=problem.scratch,
             device=problem.x.device,
             dtype=problem.settings.torch_dtype,
             progress=progress,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pyro_symmetric.ensembles.parts import Parts, joined
 from pyro_symmetric.guides import swag
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, register
@@ -19,6 +21,7 @@ from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.weights import Weights
 
 LOSS = "negative log-posterior (nats)"
+TOGETHER = 100  # networks of an ensemble that are trained and written at once
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,23 @@ class Ensemble(_Networks):
     many: ClassVar[int | None] = None
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        weights, losses = self._train(problem, progress)
-        posterior = Posterior.from_samples({site: value.cpu() for site, value in weights.items()})
-        yield Fit(self.name, posterior, losses, LOSS)
+        parts = Parts(problem.scratch, self.budget, int(torch.randint(2**62, ())))
+        counts = [len(part) for part in torch.arange(self.modes).split(TOGETHER)]
+        found = [parts.get(k) or self._part(parts, k, count, problem, progress) for k, count in enumerate(counts)]
+        curves = torch.tensor([part.metadata["losses"] for part in found])
+        losses = (torch.tensor(counts, dtype=curves.dtype) @ curves / self.modes).tolist()
+        yield Fit(self.name, joined(found, self.budget), losses, LOSS)
+
+    def _part(self, parts: Parts, index: int, count: int, problem: Problem, progress: bool) -> Posterior:
+        """Train some of the networks, under a seed of their own, and keep them."""
+        began = time.perf_counter()
+        torch.manual_seed(parts.seed + index)
+        label = self.title if count == self.modes else f"{self.title}, {index * TOGETHER + count} of {self.modes}"
+        weights, losses = self._train(problem, progress, num_networks=count, label=label)
+        metadata = {"losses": losses, "stopped": [], "seconds": time.perf_counter() - began}
+        part = Posterior.from_samples(_on_cpu(weights), 1, metadata=metadata)
+        parts.put(index, part)
+        return part
 
 
 @register
