@@ -6,8 +6,8 @@ r"""The first block of Table 1 of Laurent, Aldea & Franchi 2024 (arXiv 2310.0828
 Every seed is a study of its own (``pyro-symmetric compare`` with the same settings), so that a broken run goes on where
 it stopped. The reference is an ensemble of independent networks, as in the paper; its own row compares one half of it
 with the other. The paper trains on all of MNIST; here rows, steps and members are reduced to what a CPU does (see
-``BUDGETS`` and the options), which is printed with the table. The squared MMD is unbiased, so that seeds after the first
-do with a smaller reference; it is noisier there.
+``BUDGETS`` and the options), which is printed with the table. The squared MMD is unbiased, so that seeds after the
+first do with a smaller reference; it is noisier there.
 
 Columns: squared MMD to the reference as weights are and with symmetries removed (medians over kernels), test accuracy,
 NLL, calibration error, mutual information in and out of distribution, AUPR and FPR95 of telling Fashion-MNIST apart.
