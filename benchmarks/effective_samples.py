@@ -39,6 +39,7 @@ from torch import Tensor
 
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.mcmc import HMC, NUTS, ChEES, Potential, State
+from pyro_symmetric.mcmc.adaptation import DualAveraging
 
 HELD_OUT = 10  # every tenth row
 Step = Callable[[], tuple[Tensor, int]]  # one iteration -> positions of the chains (C, D), gradients that it needed
@@ -76,7 +77,9 @@ class Setting:
 
 def ours(setting: Setting, kernel: HMC | NUTS | ChEES) -> Step:
     fresh = kernel.init(setting.potential, setting.warm.z, 0).tuning
-    tuning = replace(fresh, step_size=setting.warm.tuning.step_size, mass=setting.warm.tuning.mass)
+    step_size = setting.warm.tuning.step_size
+    averaging = DualAveraging.start(step_size)
+    tuning = replace(fresh, step_size=step_size, averaging=averaging, mass=setting.warm.tuning.mass)
     if isinstance(kernel, ChEES):
         tuning = replace(tuning, length=setting.warm.tuning.length)
     held = [replace(setting.warm, tuning=tuning)]

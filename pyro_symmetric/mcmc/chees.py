@@ -1,31 +1,31 @@
-r"""HMC whose chains learn together how long a trajectory should be: ChEES (Hoffman, Radul & Sountsov 2021, "An
+r"""HMC whose chains learn together how long a trajectory should be, after ChEES (Hoffman, Radul & Sountsov 2021, "An
 adaptive-MCMC scheme for setting trajectory lengths in Hamiltonian Monte Carlo", AISTATS).
 
-Trajectories last :math:`t = u T`, with :math:`u` from a Halton sequence on (0, 1) and one :math:`T` for all chains. In
-warm-up Adam climbs the change in the estimator of the expected square, for its cost,
+Trajectories last :math:`t = u T`, with :math:`u` from a Halton sequence on (0, 1) and one :math:`T` for all chains.
+ChEES judges them by the change in the estimator of the expected square,
 
-.. math:: \frac{1}{T}\, \mathbb E\left[\tfrac14\left(\|x' - m\|^2 - \|x - m\|^2\right)^2\right],
+.. math:: g(t) = \mathbb E\left[\tfrac14\left(\|x' - m\|^2 - \|x - m\|^2\right)^2\right],
 
 in coordinates :math:`x = W z` that the mass matrix has whitened (there the paper, whose mass is 1, applies as it
-stands). The derivative of :math:`\|x'\|^2` in :math:`t` is :math:`2 z'^\top p'`, so every iteration's trajectories give
-an estimate of the slope without a further gradient (its eq. 7).
+stands). In warm-up :math:`T` goes to where
 
-Where this differs from the paper: the centre :math:`m` is each chain's own average, not that of all chains, whose
-distance from a chain says where its mode lies and not how it moves (on a network whose chains sit in different modes,
-:math:`T` fell to a single step); the criterion is divided by :math:`T`, the cost (without it :math:`T` was 12 on eight
-schools, and a gradient worth a fifth); and the step size follows the chains' mean acceptance like that of the other
-kernels, not the harmonic mean, which a few bad chains pull down (half the step, on eight schools).
+.. math:: \frac{1}{T^2} \int_0^T g(t)\, dt
 
-Why this and not MEADS (Hoffman & Sountsov 2022, "Tuning-free generalized Hamiltonian Monte Carlo", AISTATS): from one
-warmed-up state, HMC with a mean time of 0.7 to 1.4, which is what :math:`T` of 1.4 to 2.8 amounts to, gave the worst
-prediction 2.1 to 2.7 effective draws for 1,000 gradients on UCI energy (8-50-1 tanh) and 12.6 to 15.2 on digits
-(64-32-10 ReLU); NUTS gave 1.2 and 11.7, MEADS as published 1.3 and 7.5, with steps twice as large 1.6 and 19. MEADS has
-no acceptance that its step could be adapted to. (16 chains, 2,000 and 1,000 gradients each: good to about a third.)
+the mean square for its cost, is greatest. Trajectories of all times up to :math:`T` are made anyway, so that the whole
+curve :math:`g` is known up to there, bin by bin; :math:`T` stays a bin ahead of the best, to see what comes next.
 
-Where it falls short: warmed up by itself, it gave the worst prediction 4.4 effective draws for 1,000 gradients on
-digits, NUTS 3.1 and HMC 2.9; but on energy, where a chain seldom leaves its mode, 0.2, HMC 0.2 and NUTS, whose
-trajectories are longer, 0.7; the median prediction there 3.5, 3.8 and 1.9. (``benchmarks/effective_samples.py``, 16
-chains, one seed.)
+Where this differs from the paper:
+
+* The paper climbs the slope in :math:`T` by Adam. Its estimate from single trajectories, :math:`t (x' - m)^\top v'`
+  times the change, is noisier the longer they are; on a Gaussian, whose best length is 1.57, :math:`T` was 4 to 5. By
+  the curve it is 1.4.
+* The centre :math:`m` is each chain's own average, not that of all chains, whose distance from a chain says where its
+  mode lies and not how it moves (on a network whose chains sit in different modes, :math:`T` fell to a single step).
+* The mean square is divided by the cost. Undivided it leaves open how far beyond half a turn to go.
+* The step size follows the chains' mean acceptance like that of the other kernels, not the harmonic mean, which a few
+  bad chains pull down (half the step, on eight schools).
+
+FIGURES
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.warmup import HamiltonianKernel, Tuning
 
 START = math.pi  # for which uniform times leave draws of a standard Gaussian uncorrelated
-RATE = 0.025  # of Adam: the largest change of log T in one iteration
-DECAY = 0.95  # of Adam's second moment; the first isn't averaged
+BINS, BINS_OF_TWO, SHORTEST = 64, 2, 2.0**-20  # of the curve: two for each doubling of the time, from 1e-6 to 4096
+FADING = 0.98  # of the curve, with every iteration
+RATE = 0.1  # the largest change of log T in one iteration
 MIN_CHAINS = 2  # below, each slope is a single trajectory's
 
 
 @dataclass(frozen=True, eq=False)
 class LengthTuning:
-    """Adam's ascent in the log of the longest trajectory, and the Halton sequence.
+    """The expected square as a function of time, the longest trajectory that it advises, and the Halton sequence.
 
     :param log_length: :math:`\\log T`, of the next iteration, ``()``; times are in units of the whitened coordinates.
-    :param log_average: its average over the iterations, weighted to the last ones, ``()``.
-    :param second_moment: running mean square of the slopes, ``()``.
-    :param slope: the criterion's, in :math:`\\log T`, at the last iteration, ``()``.
+    :param log_average: the average of what was advised, weighted to the last iterations, ``()``.
+    :param sums: of squares over the trajectories whose time lay in each bin, older ones fading, ``(BINS,)``.
+    :param counts: of these trajectories, fading likewise, ``(BINS,)``.
     :param centre: each chain's average, weighted to the last iterations, ``(C, D)``.
     :param updates: how often it was adapted.
     :param iteration: how many trajectories there have been.
@@ -63,8 +64,8 @@ class LengthTuning:
 
     log_length: Tensor
     log_average: Tensor
-    second_moment: Tensor
-    slope: Tensor
+    sums: Tensor
+    counts: Tensor
     centre: Tensor
     updates: int = 0
     iteration: int = 0
@@ -73,22 +74,48 @@ class LengthTuning:
     def start(cls, length: Tensor, z: Tensor) -> LengthTuning:
         """Start from this length, ``()``, with chains at ``z``."""
         log_length = length.double().log()
-        zero = torch.zeros_like(log_length)
-        return cls(log_length, log_length, zero, zero, z)
+        empty = log_length.new_zeros(BINS)
+        return cls(log_length, log_length, empty, empty, z)
 
     def recentred(self, z: Tensor) -> LengthTuning:
         """Take this draw of all chains into their averages, with weight in proportion to its number."""
         return replace(self, centre=torch.lerp(self.centre, z, 2 / (self.iteration + 1)))
 
+    def seen(self, time: float, square: Tensor) -> LengthTuning:
+        """Count an iteration: how long its trajectories lasted, and their estimate of the expected square, ``()``."""
+        place = min(max(math.floor(BINS_OF_TWO * math.log2(time / SHORTEST)), 0), BINS - 1)
+        here = torch.zeros_like(self.counts)
+        here[place] = 1.0
+        sums, counts = FADING * self.sums + here * square, FADING * self.counts + here
+        return replace(self, sums=sums, counts=counts, iteration=self.iteration + 1)
+
+    def restarted(self, length: float) -> LengthTuning:
+        """Start the curve anew in other units of time, from this length or the present one, whichever is shorter."""
+        log_length = self.log_length.clamp(max=math.log(length))
+        return replace(self, log_length=log_length, sums=0 * self.sums, counts=0 * self.counts, updates=0)
+
+    def advised(self) -> Tensor:
+        """The log of the best length among those that were tried, ``()``; NaN before any was."""
+        edges = SHORTEST * 2 ** (torch.arange(BINS + 1, device=self.sums.device) / BINS_OF_TWO).double()
+        tried = self.counts > 0
+        curve = torch.where(tried, self.sums / self.counts, 0.0)
+        area = (curve * edges.diff()).cumsum(0)
+        worth = torch.where(tried, area / edges[1:].square(), -torch.inf)
+        return torch.where(tried.any(), edges[1:][worth.argmax()].log(), torch.nan)
+
     def update(self, lowest: Tensor, highest: Tensor) -> LengthTuning:
-        """Climb by one step, within limits of the log length."""
-        updates = self.updates + 1
-        second_moment = DECAY * self.second_moment + (1 - DECAY) * self.slope.square()
-        size = (second_moment / (1 - DECAY**updates)).sqrt().clamp(min=1e-30)
-        log_length = (self.log_length + RATE * (self.slope / size).clamp(-1, 1)).clamp(lowest, highest)
+        """Go towards what is advised, and a bin beyond it, within limits of the log length."""
+        updates, advice = self.updates + 1, self.advised()
+        advice = torch.where(advice.isnan(), self.log_length, advice)
+        ahead = (advice + math.log(2) / BINS_OF_TWO - self.log_length).clamp(-RATE, RATE)
         share = updates**-0.5
-        average = share * log_length + (1 - share) * self.log_average
-        return replace(self, log_length=log_length, log_average=average, second_moment=second_moment, updates=updates)
+        average = share * advice.clamp(lowest, highest) + (1 - share) * self.log_average
+        return replace(
+            self,
+            log_length=(self.log_length + ahead).clamp(lowest, highest),
+            log_average=average,
+            updates=updates,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,51 +163,43 @@ class ChEES(HamiltonianKernel):
         num_steps = whole_steps(share * length / step_size, self.max_steps, tuning.blind)
         after, ends = transition(potential, state, num_steps)
         centre = tuning.length.centre
-        slope = criterion_slope(tuning.mass, centre, state.z, ends, num_steps * step_size, length).double()
-        counted = replace(tuning.length, slope=slope, iteration=tuning.length.iteration + 1)
-        return replace(after, tuning=replace(tuning, length=counted))
+        square = expected_square(tuning.mass, centre, state.z, ends)
+        return replace(after, tuning=replace(tuning, length=tuning.length.seen(num_steps * step_size, square)))
 
     def adapt(self, potential: Potential, state: State, iteration: int, num_warmup: int) -> State:
         tuning: ChEESTuning = state.tuning
         if self.adapt_length and len(state.z) >= MIN_CHAINS:
             length = tuning.length
             if not tuning.blind:
-                step = tuning.step_size.double().log()
+                # By the average: a single small step would cut off what took long to learn.
+                step = tuning.averaging.log_average
                 length = length.update(step, step + math.log(self.max_steps))
             if iteration + 1 == num_warmup:
                 length = replace(length, log_length=length.log_average)
             state = replace(state, tuning=replace(tuning, length=length.recentred(state.z)))
-        return super().adapt(potential, state, iteration, num_warmup)
+        after = super().adapt(potential, state, iteration, num_warmup)
+        if after.tuning.mass is tuning.mass:
+            return after
+        # Squares and times in other units say nothing of those to come.
+        restarted = after.tuning.length.restarted(self.trajectory_length)
+        return replace(after, tuning=replace(after.tuning, length=restarted))
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def criterion_slope(
-    mass: Mass, centre: Tensor, before: Tensor, ends: Trajectory, time: float, longest: float
-) -> Tensor:
-    r"""The slope ``()`` of the criterion in :math:`\log T`, as these trajectories estimate it.
-
-    With :math:`\Delta = \|x' - m\|^2 - \|x - m\|^2` it is the mean of
-
-    .. math:: \frac{1}{T} \left(t \Delta\, (z' - m)^\top p' - \tfrac14 \Delta^2\right),
-
-    in which trajectories count by their acceptance.
+def expected_square(mass: Mass, centre: Tensor, before: Tensor, ends: Trajectory) -> Tensor:
+    r"""The mean ``()`` of :math:`\tfrac14(\|x' - m\|^2 - \|x - m\|^2)^2`, each times the probability of going there.
 
     :param centre: :math:`m`, of each chain, ``(C, D)``, in the sampler's coordinates.
     :param before: where the trajectories began, ``(C, D)``.
-    :param time: how long they lasted, :math:`t`.
-    :param longest: :math:`T`, in proportion to which :math:`t` grows.
+    :return: in double precision; 0 where no trajectory arrived.
     """
-    weight = ends.acceptance / ends.acceptance.sum().clamp(min=1e-30)
-    arrived = (weight > 0)[:, None]
-    z = torch.where(arrived, ends.z, before)
-    momentum = torch.where(arrived, ends.momentum, 0.0)
-    first, last = before - centre, z - centre
+    arrived = (ends.acceptance > 0)[:, None]
+    first, last = before - centre, torch.where(arrived, ends.z, before) - centre
     change = mass.whiten(last).square().sum(-1) - mass.whiten(first).square().sum(-1)
-    drift = (last * momentum).sum(-1)
-    slope = weight @ (time * change * drift - 0.25 * change.square()) / longest
-    return torch.where(torch.isfinite(slope), slope, 0.0)
+    square = (ends.acceptance.double() * 0.25 * change.double().square()).mean()
+    return torch.where(torch.isfinite(square), square, 0.0)
 
 
 def radical_inverse(index: int) -> float:

@@ -1,14 +1,15 @@
-"""ChEES: its criterion's slope against numerical differentiation, the length it learns, its invariant distribution."""
+"""ChEES: its criterion against a naive sum, the length it learns against quadrature, its invariant distribution."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from scipy import stats
-from torch import Tensor
+from scipy import integrate, stats
 
-from pyro_symmetric.mcmc.chees import ChEES, LengthTuning, criterion_slope, radical_inverse
+from pyro_symmetric.mcmc.chees import ChEES, LengthTuning, expected_square, radical_inverse
 from pyro_symmetric.mcmc.hmc import Trajectory
 from pyro_symmetric.mcmc.mass import DiagonalMass
 
@@ -18,56 +19,89 @@ def test_the_halton_sequence_fills_the_unit_interval():
     assert sorted(radical_inverse(k) for k in range(1, 64)) == [k / 64 for k in range(1, 64)]
 
 
-def test_the_slope_is_the_derivative_of_the_criterion_per_cost():
-    # Harmonic motion is known in closed form: z' = z cos t + v sin t in units of the deviations. All are accepted.
+def test_the_expected_square_is_that_of_the_whitened_distances():
     torch.manual_seed(0)
     deviations = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
-    z = torch.randn(40, 3, dtype=torch.float64) * deviations
-    p = torch.randn(40, 3, dtype=torch.float64) / deviations
-    mass = DiagonalMass(deviations**2)  # exactly the target's, so that the motion in whitened units has frequency 1
-    ones = torch.ones(40, dtype=torch.float64)
-    centre = torch.randn(40, 3, dtype=torch.float64)
-
-    def arrive(time: float) -> tuple[Tensor, Tensor]:
-        at = z * math.cos(time) + deviations**2 * p * math.sin(time)
-        return at, p * math.cos(time) - z / deviations**2 * math.sin(time)
-
-    def criterion(longest: float, share: float) -> float:
-        x, x1, m = z / deviations, arrive(share * longest)[0] / deviations, centre / deviations
-        change = (x1 - m).square().sum(-1) - (x - m).square().sum(-1)
-        return 0.25 * change.square().mean().item() / longest
-
-    longest, share, h = 1.3, 0.7, 1e-5
-    slope = criterion_slope(mass, centre, z, Trajectory(*arrive(share * longest), ones), share * longest, longest)
-    numeric = (criterion(longest * math.exp(h), share) - criterion(longest * math.exp(-h), share)) / (2 * h)
-    assert slope.item() == pytest.approx(numeric, rel=1e-6)
+    before, after, centre, momentum = torch.randn(4, 40, 3, dtype=torch.float64)
+    acceptance = torch.rand(40, dtype=torch.float64)
+    found = expected_square(DiagonalMass(deviations**2), centre, before, Trajectory(after, momentum, acceptance))
+    total = 0.0
+    for chain in range(40):
+        squares = [(((z[chain] - centre[chain]) / deviations) ** 2).sum().item() for z in (before, after)]
+        total += acceptance[chain].item() * (squares[1] - squares[0]) ** 2 / 4
+    assert found.item() == pytest.approx(total / 40, rel=1e-12)
 
 
-def test_lost_trajectories_do_not_count():
+def test_lost_trajectories_count_as_no_move():
     torch.manual_seed(0)
-    z, p = torch.randn(5, 3), torch.randn(5, 3)
+    z, p, end, centre = torch.randn(4, 5, 3)
     acceptance = torch.tensor([1.0, 0.5, 0.0, 0.8, 0.0])
-    mass, centre = DiagonalMass(torch.ones(3)), torch.randn(5, 3)
-    end = torch.randn(5, 3)
-    spoilt_z, spoilt_p = end.clone(), p.clone()
-    spoilt_z[2], spoilt_p[4] = torch.nan, torch.inf
-    clean = criterion_slope(mass, centre, z, Trajectory(end, p, acceptance), 1.0, 2.0)
-    spoilt = criterion_slope(mass, centre, z, Trajectory(spoilt_z, spoilt_p, acceptance), 1.0, 2.0)
-    assert torch.isfinite(spoilt)
-    assert torch.equal(clean, spoilt)
-    assert criterion_slope(mass, centre, z, Trajectory(end * torch.nan, p, 0 * acceptance), 1.0, 2.0) == 0
+    spoilt = end.clone()
+    spoilt[2] = torch.nan
+    mass = DiagonalMass(torch.ones(3))
+    clean, lost = (expected_square(mass, centre, z, Trajectory(at, p, acceptance)) for at in (end, spoilt))
+    assert torch.equal(clean, lost)
+    assert clean > 0
+    assert expected_square(mass, centre, z, Trajectory(end * torch.nan, p, 0 * acceptance)) == 0
 
 
-def test_the_length_climbs_along_the_slope_within_its_limits():
-    start = LengthTuning.start(torch.tensor(1.0), torch.zeros(2, 3))
-    low, high = torch.tensor(-0.04).double(), torch.tensor(0.12).double()
-    for sign, limit in ((1.0, high), (-1.0, low)):
-        length = start
-        for _ in range(20):
-            slope = torch.tensor(sign * 3.0, dtype=torch.float64)
-            length = replace(length, slope=slope).update(low, high)
-            assert sign * length.log_length > 0
-        assert length.log_length == limit
+def curve(square: Callable[[float], float], longest: float) -> LengthTuning:
+    """A curve that is known at 2,000 times up to the longest."""
+    length = LengthTuning.start(torch.tensor(longest), torch.zeros(2, 3))
+    for k in torch.randperm(2000).tolist():
+        time = (k + 0.5) / 2000 * longest
+        length = length.seen(time, torch.tensor(square(time), dtype=torch.float64))
+    return length
+
+
+@pytest.mark.parametrize("period", [1.0, 8.0])
+def test_the_advice_is_the_length_of_the_greatest_mean_square_for_its_cost(period):
+    # A turn of a Gaussian: g(t) = sin^2, here with frequencies of which quadrature knows the best length.
+    def square(time: float) -> float:
+        return math.sin(time / period) ** 2
+
+    lengths = np.geomspace(0.2, 40, 400)
+    worth = [integrate.quad(square, 0, longest, limit=200)[0] / longest**2 for longest in lengths]
+    best = lengths[int(np.argmax(worth))]
+    assert best == pytest.approx(1.57 * period, rel=0.02)
+    torch.manual_seed(0)
+    # To the nearest bin, half a doubling wide, whose upper edge it is.
+    assert abs(math.log2(curve(square, 5 * period).advised().exp().item() / best)) < 0.5
+
+
+def test_what_gains_more_than_in_proportion_to_time_advises_the_longest_that_was_tried():
+    torch.manual_seed(0)
+    advice = curve(lambda time: time**1.5, 10.0).advised().exp()
+    assert 10 <= advice < 10 * math.sqrt(2)
+    assert LengthTuning.start(torch.tensor(1.0), torch.zeros(2, 3)).advised().isnan()
+
+
+def test_the_length_goes_towards_the_advice_within_its_limits():
+    torch.manual_seed(0)
+    low, high = torch.tensor(-3.0).double(), torch.tensor(1.0).double()
+    rising, falling = curve(lambda time: time**2, 1.0), curve(lambda time: 1.0, 1.0)
+    up, down = rising.update(low, high), falling.update(low, high)
+    assert up.log_length == pytest.approx(0.1)
+    assert down.log_length == pytest.approx(-0.1)
+    for _ in range(50):
+        up, down = up.update(low, high), down.update(low, high)
+    # Short of the limit: no further than a bin beyond what was tried.
+    assert up.log_length == pytest.approx(float(rising.advised()) + math.log(2) / 2)
+    assert up.update(low, torch.tensor(0.2).double()).log_length == pytest.approx(0.2)
+    assert low <= down.log_length <= -2
+    assert up.log_average == pytest.approx(float(rising.advised()))
+
+
+def test_a_new_mass_matrix_starts_the_curve_anew():
+    torch.manual_seed(0)
+    length = curve(lambda time: time, 5.0)
+    for start, expected in ((3.0, 3.0), (7.0, 5.0)):
+        again = length.restarted(start)
+        assert again.log_length.exp() == pytest.approx(expected)
+        assert again.advised().isnan()
+        # Without a curve the next is a bin longer at most.
+        after = again.update(torch.tensor(-9.0), torch.tensor(9.0)).log_length.exp()
+        assert expected <= after <= expected * math.sqrt(2)
 
 
 def test_the_centre_is_an_average_weighted_to_the_last_draws():
@@ -79,12 +113,11 @@ def test_the_centre_is_an_average_weighted_to_the_last_draws():
 
 
 def test_the_length_learnt_on_a_gaussian_is_about_half_a_turn(gaussian, drive):
-    # Scales that the mass matrix removes. The longest trajectory that is worth its cost lasts between a quarter and
-    # the whole of a turn; three seeds gave 3.8 to 4.8.
+    # Scales that the mass matrix removes. In theory 1.57, here by bins of half a doubling.
     potential = gaussian(torch.logspace(-2, 2, 50, dtype=torch.float64), rotated=False)
     z = torch.randn(32, 50, dtype=torch.float64)
     _, statistics, state = drive(ChEES(None), potential, z, 300, 5)
-    assert math.pi / 2 < state.tuning.length.log_length.exp() < 2 * math.pi
+    assert 1.57 / math.sqrt(2) < state.tuning.length.log_length.exp() < 1.57 * math.sqrt(2)
     assert 0.6 < statistics["acceptance_rate"].mean() < 0.95
 
 
