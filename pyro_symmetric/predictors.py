@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_symmetric.calls import described, described_call, explaining, input_problem
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, placed, promoted
 from pyro_symmetric.symmetry.weights import Shapes, Weights
@@ -45,7 +46,14 @@ class NetworkPredictor:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str):
         if not args or not isinstance(args[0], Tensor) or args[0].dim() < 1:
-            raise ValueError("predictions need the inputs: a tensor whose first axis are the rows")
+            raise ValueError(
+                "predictions need the inputs, right after the network: a tensor whose first axis are the rows; found "
+                f"{described_call(args, kwargs)}"
+            )
+        wanted = 2 if kind == "log_likelihood" else 1
+        if isinstance(model, BayesianModel) and len(args) + len(kwargs) != wanted:
+            wants = "the inputs and the targets" if wanted == 2 else "the inputs only, no targets"
+            raise TypeError(f"a BayesianModel takes {wants} here; found {described_call(args, kwargs)}")
         self.model, self.kind = model, kind
         if not isinstance(model, BayesianModel):
             if kind != "outputs":
@@ -76,6 +84,25 @@ class NetworkPredictor:
 
         args = tuple(cut(value) for value in self.args)
         kwargs = {name: cut(value) for name, value in self.kwargs.items()}
+        try:
+            values = self._predicted(weights, args, kwargs)
+        except Exception as error:  # the network's own words are about batches of weights that the caller never saw
+            if isinstance(self.model, BayesianModel):
+                problem = input_problem(self.model.net, args[:1])
+            else:
+                problem = input_problem(self.model, args, kwargs)
+            if not problem:
+                raise
+            raise ValueError(problem) from error
+        if any(leaf.shape[1:2] != args[0].shape[:1] for leaf in tree_leaves(values)):
+            shapes = [tuple(leaf.shape[1:]) for leaf in tree_leaves(values)]
+            raise ValueError(
+                f"the network makes {', '.join(map(str, shapes))} of {described(args[0])}: not one row for each row. "
+                "The first axis of the inputs are the rows; one row by itself is x[None]"
+            )
+        return values
+
+    def _predicted(self, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(self.model, BayesianModel):
             return torch.func.vmap(lambda own: torch.func.functional_call(self.model, own, args, kwargs))(weights)
         if self.kind == "log_likelihood":
@@ -109,18 +136,15 @@ class TracedPredictor:
         self.model, self.args, self.kwargs = placed(model, args, kwargs, device, self.dtype)
         self.kind = kind
         self.device: torch.device | None = _place_of(self.model, (self.args, self.kwargs), device)
-        with poutine.block(), Placement(self.device, self.dtype):
+        with explaining(self.model, args, kwargs), poutine.block(), Placement(self.device, self.dtype):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
-        drawn = [name for name, site in sites.items() if name not in given and not site_is_subsample(site)]
+        drawn = [name for name, site in sites.items() if name not in given and _is_random(site)]
         self._last = drawn[-1] if drawn else None
         self.site_shapes: Shapes = {name: site["value"].shape for name, site in sites.items() if name in given}
         if not self.site_shapes:
-            latent = sorted(name for name in drawn if not sites[name]["is_observed"])
-            raise ValueError(
-                f"the model has none of the sites {sorted(given)}; its latent sites are {latent}. (The sites of a "
-                "network are its parameters' names.)"
-            )
+            raise ValueError(f"the model has none of the sites {sorted(given)} that are given; {_has(model, sites)}")
+        _require_all_rows(trace, drawn, kind)
         self._one_by_one = False
 
     def __call__(self, weights: Weights, rows: slice) -> Any:
@@ -155,11 +179,7 @@ class TracedPredictor:
         if self.kind == "log_likelihood":
             trace = poutine.trace(conditioned).get_trace(*self.args, **self.kwargs)
             observed: dict[str, Any] = {n: trace.nodes[n] for n in trace.observation_nodes if n not in weights}
-            return {
-                name: site["fn"].log_prob(site["value"])
-                for name, site in observed.items()
-                if not site_is_subsample(site)
-            }
+            return {n: site["fn"].log_prob(site["value"]) for n, site in observed.items() if _is_random(site)}
         with _Targets(weights, self.kind, self._last) as targets:
             returned = conditioned(*self.args, **self.kwargs)
         if self.kind != "outputs":
@@ -184,7 +204,7 @@ class _Targets(Messenger):
         self.values: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] in self.given or site_is_subsample(msg) or msg["infer"].get("_deterministic"):
+        if msg["name"] in self.given or not _is_random(msg):
             return
         # Not rsample, whose in-place noise vmap refuses. Data stay where only what they don't change is asked for.
         if self.kind == "samples" or not msg["is_observed"]:
@@ -239,6 +259,41 @@ def predictor_of(
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _is_random(site: Any) -> bool:
+    """Whether a sample site is one, and not the rows of a plate or a ``pyro.deterministic``, which Pyro makes alike."""
+    return not site_is_subsample(site) and not site["infer"].get("_deterministic")
+
+
+def _require_all_rows(trace: poutine.Trace, drawn: list[str], kind: str) -> None:
+    """Every draw would be asked about rows of its own, so that neither their order nor their average meant anything.
+
+    :raises ValueError: if a plate with ``subsample_size`` holds what is to be predicted. (What a model returns may have
+        nothing to do with it, so that is warned of.)
+    """
+    for name in drawn:
+        for frame in trace.nodes[name]["cond_indep_stack"]:
+            rows = getattr(trace.nodes[frame.name]["fn"], "subsample_size", None)
+            if rows is None or frame.full_size is None or rows >= frame.full_size:
+                continue
+            found = (
+                f"the site {name!r} lies in the plate {frame.name!r}, which draws {rows} of {frame.full_size} rows "
+                "anew for each draw of the posterior. Pass the model without subsample_size; its sites stay the same"
+            )
+            if kind != "outputs":
+                raise ValueError(found)
+            warnings.warn(f"what the model returns may be of other rows each time: {found}", UserWarning, stacklevel=6)
+            return
+
+
+def _has(model: Any, sites: Mapping[str, Any]) -> str:
+    """What a model has instead of the sites that were expected."""
+    latent = sorted(name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site))
+    parameters = sorted(name for name, _ in model.named_parameters()) if isinstance(model, nn.Module) else []
+    if not latent and parameters:
+        return f"as a network it has the sites {parameters}, its parameters' names"
+    return f"its latent sites are {latent}"
 
 
 def _place_of(model: Any, arguments: Any, device: torch.device | str | None) -> torch.device | None:

@@ -323,6 +323,9 @@ class Posterior:
             lines[-1] += f"; {int(self.divergences.sum())} of {total} diverged"
         if "acceptance_rate" in self.statistics:
             lines[-1] += f"; mean acceptance {float(self.statistics['acceptance_rate'].double().mean()):.2f}"
+        parts = [diagnostics[site] for site in self.samples]
+        if any(np.isnan(part["ess_bulk"]) and not np.isnan(part["ess_bulk_median"]) for part in parts):
+            lines.append("nan: entries that never change, such as the zeros of a triangle, or aren't finite")
         return "\n".join(lines)
 
     def summary(self, prob: float = 0.9) -> None:
@@ -362,7 +365,9 @@ class Posterior:
         log_likelihood: bool | tuple[Any, ...] = False,
         posterior_predictive: bool | tuple[Any, ...] = False,
     ) -> Any:
-        """An ArviZ ``DataTree``: the groups ``posterior`` and, where there are any, ``sample_stats``, and on request
+        """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
+
+        Its groups are ``posterior`` and, where there are any, ``sample_stats``, and on request
 
         * ``log_likelihood`` of every row, as ``arviz_stats.loo`` needs it, with ``observed_data``, and
         * ``posterior_predictive``, draws of the targets.

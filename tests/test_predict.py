@@ -201,7 +201,17 @@ def test_a_posteriors_draws_are_what_predictive_takes(model, posterior, x):
         (lambda p, m, x: predict(p, m, x, kind="logits"), ValueError, "kind is 'logits'"),
         (lambda p, m, x: predict(p, m, x, average=True), ValueError, "average=True"),
         (lambda p, m, x: predict(p, m.net, x, kind="mean"), ValueError, "no likelihood"),
-        (lambda p, m, x: predict(p, m), ValueError, "need the inputs"),
+        (lambda p, m, x: predict(p, m), ValueError, "need the inputs.*found no arguments"),
+        (lambda p, m, x: predict(p, m, x.numpy()), ValueError, "need the inputs.*found a numpy.ndarray"),
+        (lambda p, m, x: predict(p, m, x, x), TypeError, "the inputs only"),
+        (lambda p, m, x: predict(p, m, x[0]), ValueError, r"not one row for each row.*x\[None\]"),
+        (
+            lambda p, m, x: predict(p, nn.Sequential(m.net), x),
+            ValueError,
+            "as a network it has the sites .*'0.0.weight'",
+        ),
+        (lambda p, m, x: predict({"slope": torch.zeros(3)}, regression), TypeError, "missing a required argument: 'x'"),
+        (lambda p, m, x: pointwise_log_likelihood(p, m, x), TypeError, "the inputs and the targets"),
         (lambda p, m, x: predict(p, m, x, draw_chunk=0), ValueError, "draw_chunk is 0"),
         (lambda p, m, x: predict(p, m, x, num_samples=13), ValueError, "num_samples is 13"),
         (lambda p, m, x: predict([1], m, x), TypeError, "posterior is a list"),
@@ -249,6 +259,42 @@ def test_the_mean_of_a_categorical_site_are_its_probabilities():
 def test_means_need_no_draws_that_vmap_refuses():  # warnings are errors
     w, x = torch.randn(5), torch.randn(4)
     assert torch.allclose(predict({"w": w}, heavy, x, 3.0, kind="mean")["y"], w[:, None] * x)
+
+
+def in_random_parts(x, y=None, rows=2):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(x), subsample_size=rows) as index:
+        pyro.sample("y", dist.Normal(x[index] @ w, 1.0), obs=None if y is None else y[index])
+    return x @ w
+
+
+def test_predictions_of_rows_that_a_plate_draws_anew_are_refused(draws, x):
+    for kind in ("mean", "samples"):
+        with pytest.raises(ValueError, match=r"'data', which draws 2 of 9 rows anew.*without subsample_size"):
+            predict(draws, in_random_parts, x, kind=kind)
+    with pytest.raises(ValueError, match="rows anew"):
+        pointwise_log_likelihood(draws, in_random_parts, x, torch.randn(9))
+    with pytest.warns(UserWarning, match="may be of other rows each time"):
+        outputs = predict(draws, in_random_parts, x)
+    assert torch.allclose(outputs, draws["w"] @ x.T, atol=1e-5)
+    assert predict(draws, in_random_parts, x, kind="mean", rows=9)["y"].shape == (40, 9)
+
+
+def test_deterministic_sites_are_neither_data_nor_predictions(draws, x):
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        mean = pyro.deterministic("mean", x @ w)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+        pyro.deterministic("error", mean - (0 if y is None else y))
+
+    y = torch.randn(9)
+    found = pointwise_log_likelihood(draws, model, x, y)
+    assert list(found) == ["y"]
+    assert torch.allclose(found["y"], dist.Normal(draws["w"] @ x.T, 1.0).log_prob(y), atol=1e-5)
+    means = predict(draws, model, x, kind="mean")
+    assert list(means) == ["y"]
+    assert torch.allclose(means["y"], draws["w"] @ x.T, atol=1e-5)
 
 
 def test_a_mean_that_is_undefined_is_an_error_that_names_the_site():

@@ -5,6 +5,7 @@ import os
 import resource
 import struct
 
+import arviz_stats
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -120,6 +121,7 @@ def test_a_stuck_or_broken_weight_makes_the_worst_nan_but_not_the_median():
     stuck = Posterior({"x": x}).diagnostics()["x"]
     assert np.isnan(stuck["ess_bulk"])
     assert stuck["ess_bulk_median"] > 100
+    assert "nan: entries that never change" in Posterior({"x": x}).summary_table()
     x[0, 0, 1] = torch.inf
     assert np.isnan(Posterior({"x": x}).diagnostics()["x"]["r_hat"])
 
@@ -171,6 +173,24 @@ def test_log_likelihood_and_predictions_reach_arviz_by_row():
         posterior.to_arviz(log_likelihood=True)
     with pytest.raises(TypeError, match="log_likelihood is 'y'"):
         posterior.to_arviz(log_likelihood="y")
+
+
+def test_arvizs_loo_of_exact_draws_is_the_exact_one():
+    """Mean ~ N(0, 3²), y ~ N(mean, 1): each row given the others is normal, with known mean and variance."""
+
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 3.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    y = torch.randn(20)
+    precision = 1 / 9 + 20
+    draws = y.sum() / precision + torch.randn(4, 2000) / precision**0.5
+    tree = Posterior({"mean": draws}).to_arviz(log_likelihood=(model, y))
+    others = precision - 1
+    exact = dist.Normal((y.sum() - y) / others, (1 + 1 / others) ** 0.5).log_prob(y).sum()
+    assert arviz_stats.loo(tree).elpd == pytest.approx(float(exact), abs=0.1)  # its standard error is 0.018
+    assert float(arviz_stats.ess(tree)["mean"]) > 5000
 
 
 def test_layers_axes_are_named_in_arviz():

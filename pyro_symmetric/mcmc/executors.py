@@ -185,19 +185,25 @@ def _gather(job: Job, jobs: Sequence[Job], outcome: Outcome) -> Draws:
     kept = f" What is done is kept in {job.store}; the same call goes on from there." if job.store is not None else ""
     if outcome.failed:
         first = min(outcome.failed)
-        told = [f"task {task} ({_chains(jobs, task)}): {error!r}" for task, error in sorted(outcome.failed.items())]
+        alike: dict[str, list[int]] = {}
+        for task, error in sorted(outcome.failed.items()):
+            alike.setdefault(f"{type(error).__name__}: {error}", []).append(task)
+        told = [
+            f"task {tasks[0]} ({_chains(jobs, tasks[0])}){f' and {len(tasks) - 1} more' * (len(tasks) > 1)}: {error}"
+            for error, tasks in alike.items()
+        ]
         if outcome.cause is not None and outcome.failed[first].__cause__ is None:
             outcome.failed[first].__cause__ = outcome.cause
         raise TaskError(
-            f"{len(told)} of {len(jobs)} tasks failed. {'; '.join(told[:5])}.{_advice(jobs[first])}{kept}",
-            Posterior(*join(parts)) if parts else None,
+            f"{len(outcome.failed)} of {len(jobs)} tasks failed. {'; '.join(told[:5])}.{_advice(jobs[first])}{kept}",
+            Posterior(*join(parts, folder=job.store)) if parts else None,
         ) from outcome.failed[first]
     if not parts:
         raise KeyboardInterrupt(f"interrupted before any of {len(jobs)} tasks had finished.{kept}")
     if job.store is None or len(parts) < len(jobs):
-        return join(parts)
+        return join(parts, folder=job.store)
     join_stores(job.store, [Path(str(task.store)) for task in jobs])
-    return join(parts, read_joined(job.store))
+    return join(parts, read_joined(job.store), job.store)
 
 
 def _advice(job: Job) -> str:

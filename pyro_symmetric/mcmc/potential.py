@@ -22,8 +22,10 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 
+from pyro_symmetric.calls import described_call
 from pyro_symmetric.largest import LargestTensor
 from pyro_symmetric.mcmc.compiled import Compiled, CompileFailed
 from pyro_symmetric.mcmc.layout import Layout
@@ -97,8 +99,7 @@ class Potential:
         subsampled: bool = False,
         **kwargs: Any,
     ):
-        if not callable(model):
-            raise TypeError(f"model is a {type(model).__name__}; it must be a Pyro model, that is, callable")
+        _require_model(model)
         if chain_chunk is not None and chain_chunk < 1:
             raise ValueError(f"chain_chunk is {chain_chunk}; it must be at least 1, or None for all chains at once")
         if dtype is not None and not dtype.is_floating_point:
@@ -306,10 +307,21 @@ def _target(
         data = {**dict(zip(("x", "y"), args, strict=False)), **kwargs}
         if set(data) != {"x", "y"} or data["y"] is None or len(args) > 2:
             raise ValueError(
-                f"a BayesianModel is sampled given x and y; found {sorted(data)} ({len(args)} by position)"
+                "a BayesianModel is sampled given x and y, as in sample(kernel, x, y); found "
+                f"{described_call(args, kwargs)}"
             )
         return NetworkTarget(model, data["x"], data["y"], batch_size)
     return TracedTarget(model, args, kwargs, batch_size, device, dtype)
+
+
+def _require_model(model: Any) -> None:
+    """:raises TypeError: if it can't be one."""
+    if isinstance(model, type):
+        raise TypeError(f"model is the class {model.__name__}; pass an instance of it")
+    if isinstance(model, AutoGuide):
+        raise TypeError(f"model is a guide ({type(model).__name__}); pass the model itself, and initial=guide")
+    if not callable(model):
+        raise TypeError(f"model is a {type(model).__name__}; it must be a Pyro model, that is, callable")
 
 
 def _refuse_training_batch_norm(model: Any) -> None:
@@ -318,8 +330,9 @@ def _refuse_training_batch_norm(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise ValueError(
-                f"the module {name!r} is batch normalisation in train mode: the likelihood of one row would depend on "
-                "the other rows. Call .eval() on the model, so that it uses its running statistics"
+                f"the module {name or type(module).__name__!r} is batch normalisation in train mode: the likelihood of "
+                "one row would depend on the other rows. Call .eval() on the model, so that it uses its running "
+                "statistics"
             )
 
 

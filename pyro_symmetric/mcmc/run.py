@@ -66,7 +66,11 @@ def sample(
     :param kernel: the sampler, which holds the model.
     :param args: what the model is called with, data included; ``kwargs`` likewise.
     :param num_samples: draws to keep of each chain.
-    :param num_warmup: iterations of each chain before them, to adapt and to be forgotten.
+    :param num_warmup: iterations of each chain before them, to adapt and to be forgotten. The Hamiltonian samplers
+        learn their mass matrix in windows of growing length. Under 150 iterations there is one window, three quarters
+        of them: in 100 or fewer it holds few draws, of chains that may not have arrived yet, and the step size has few
+        left to settle in. (Many chains make up for few draws, not for chains on their way.) Under 20 there is none and
+        only the step size is adapted; with 0 it stays what the starting points suggest.
     :param thinning: iterations for each draw that is kept.
     :param initial: where chains start: ``"prior"``; ``"uniform"`` in (-2, 2) on the unconstrained scale, as Pyro's
         ``MCMC``; weights of batch shape ``(num_chains,)``, or ``()`` for one start of all; a ``Posterior`` whose last

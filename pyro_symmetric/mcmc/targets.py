@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_symmetric.calls import WRAP, explaining, name_of
 from pyro_symmetric.mcmc.batch_scale import warn_of_batch_scale, warn_of_plate_scale
+from pyro_symmetric.mcmc.data_checks import require_data
 from pyro_symmetric.mcmc.layout import Layout
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood
 from pyro_symmetric.placement import Placement, promoted
@@ -65,8 +67,7 @@ class NetworkTarget:
     """A :class:`BayesianModel` with its data: batched ``functional_call`` and log-densities, no trace."""
 
     def __init__(self, model: BayesianModel, x: Tensor, y: Tensor, batch_size: int | None):
-        if len(x) != len(y):
-            raise ValueError(f"x has {len(x)} rows but y has {len(y)}; they must be equally many")
+        require_data(model, x, y)
         if batch_size is not None:
             _check_batch_size(batch_size, len(x))
         if model.num_data not in (None, len(x)):
@@ -74,7 +75,8 @@ class NetworkTarget:
                 f"x has {len(x)} rows, but the model was told num_data={model.num_data}; samplers draw their own "
                 "mini-batches (batch_size=), so pass the whole data"
             )
-        self.model, self.x, self.y = model, x, y
+        labels = type(model.likelihood) is CategoricalLikelihood
+        self.model, self.x, self.y = model, x, y.long() if labels else y
         self.num_rows = len(x)
         self.sites: Mapping[str, Distribution] = model.priors()
         self.row_counts = {ROWS: (len(x), batch_size)} if batch_size is not None and batch_size < len(x) else {}
@@ -127,10 +129,11 @@ class TracedTarget:
             self._data_rows = _rows_of(args, kwargs)
             _check_batch_size(batch_size, self._data_rows)
         rows = None if batch_size is None else {ROWS: torch.arange(batch_size)}
-        trace = self._prior_trace(rows)
+        with explaining(model, args, kwargs):
+            trace = self._prior_trace(rows)
         self.sites: Mapping[str, Distribution] = _latent_sites(trace)
         if not self.sites:
-            raise ValueError("the model has no latent continuous site; there is nothing to sample")
+            raise ValueError(_nothing_to_sample(model, trace))
         self.num_rows = max((round(_weight(site)) for site in _observed_sites(trace)), default=0)
         self.row_counts = _subsampled_plates(trace, given_is_right=batch_size is not None)
         if batch_size is None:
@@ -211,8 +214,23 @@ def _latent_sites(trace: poutine.Trace) -> dict[str, Any]:
 
 
 def _observed_sites(trace: poutine.Trace) -> list[Any]:
-    sites = trace.nodes.values()
-    return [site for site in sites if site["type"] == "sample" and site["is_observed"] and not site_is_subsample(site)]
+    """What holds data; ``pyro.deterministic`` calls itself observed, too."""
+    sites: list[Any] = [site for site in trace.nodes.values() if site["type"] == "sample" and site["is_observed"]]
+    return [site for site in sites if not site_is_subsample(site) and not site["infer"].get("_deterministic")]
+
+
+def _nothing_to_sample(model: Any, trace: poutine.Trace) -> str:
+    """Why a model that ran has no latent site, and what to do about it."""
+    found = f"{name_of(model)} has no latent site (a pyro.sample without obs=), so there is nothing to sample"
+    if isinstance(model, nn.Module):
+        return (
+            f"{found}. A network by itself has weights without priors; make a model of it: {WRAP}, or give a "
+            "PyroModule's parameters priors by PyroSample"
+        )
+    if parameters := [name for name, site in trace.nodes.items() if site["type"] == "param"]:
+        return f"{found}. It has pyro.param {', '.join(map(repr, parameters))}; what is to be sampled needs a prior"
+    observed = [site["name"] for site in _observed_sites(trace)]
+    return f"{found}. All its sites are observed: {', '.join(map(repr, observed))}" if observed else found
 
 
 def _weight(site: Any) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from pyro_symmetric.storage import PathLike
 from pyro_symmetric.store.layout import CHECKPOINT, KIND, TASKS, VERSION, Commit, Draws, find_damage
+from pyro_symmetric.store.spilled import concatenated
 
 JOINED = "joined"  # the folder in a store of tasks where all chains lie side by side, once all tasks are done
 OF_EACH_TASK = ("seed", "seconds", "chain_chunk", "interrupted", "trace")
@@ -19,9 +20,9 @@ OF_EACH_TASK = ("seed", "seconds", "chain_chunk", "interrupted", "trace")
 def read_store(path: PathLike, *, verify: bool = False, salvage: bool = False) -> Draws:
     """The committed draws of a store, mapped from its files and read when they are touched.
 
-    The chains of a store of tasks come side by side: mapped likewise once all tasks are done, before that copied to
-    memory; each of its ``task-...`` folders is a store that is mapped. Tasks that haven't finished are left out, unless
-    none has.
+    The chains of a store of tasks come side by side: mapped likewise once all tasks are done, before that copied, to
+    memory or, where they are large, to a file that vanishes with them. Each of its ``task-...`` folders is a store that
+    is mapped. Tasks that haven't finished are left out, unless none has.
 
     :param verify: read everything and compare it with the checksums.
     :param salvage: of a damaged store, return the draws before the damage.
@@ -73,13 +74,14 @@ def read_joined(folder: Path, *, verify: bool = False) -> Draws | None:
     return read_store(store, verify=verify)
 
 
-def join(parts: Sequence[Draws], whole: Draws | None = None) -> Draws:
+def join(parts: Sequence[Draws], whole: Draws | None = None, folder: Path | None = None) -> Draws:
     """The chains of several runs side by side, cut to the shortest.
 
     Metadata are the first one's, but seconds are added up and the trace is the chains' mean; ``metadata["tasks"]``
     keeps each part's own.
 
     :param whole: their draws side by side already, so that none is copied; ignored if it has too few.
+    :param folder: where large copies may be put rather than in memory.
     """
     chains = [len(next(iter(part.samples.values()))) for part in parts]
     lengths = [next(iter(part.samples.values())).shape[1] for part in parts]
@@ -88,7 +90,7 @@ def join(parts: Sequence[Draws], whole: Draws | None = None) -> Draws:
         samples, statistics = ({name: v[:, :count] for name, v in kept.items()} for kept in whole[:2])
     else:
         samples, statistics = (
-            {name: torch.cat([part[kind][name][:, :count] for part in parts]) for name in parts[0][kind]}
+            {name: concatenated([part[kind][name][:, :count] for part in parts], folder) for name in parts[0][kind]}
             for kind in (0, 1)
         )
     every = [part.metadata for part in parts]
@@ -116,7 +118,8 @@ def _side_by_side(folder: Path, verify: bool, salvage: bool) -> Draws:
     if not parts:
         raise ValueError(f"the draw store {folder} holds no draws yet")
     finished = [part for part in parts if not part.metadata.get("interrupted")]
-    joined = join(finished or parts, read_joined(folder, verify=verify) if len(finished) == len(stores) else None)
+    whole = read_joined(folder, verify=verify) if len(finished) == len(stores) else None
+    joined = join(finished or parts, whole, folder)
     left_out = len(stores) - len(finished or parts)
     metadata = {**joined.metadata, "seed": tasks["seed"], "chains_per_task": tasks["chains_per_task"]}
     metadata["interrupted"] = metadata["interrupted"] or left_out > 0

@@ -142,6 +142,13 @@ def test_an_error_of_one_task_names_it_and_spares_the_others(tmp_path):
     assert Posterior.load(tmp_path / "s").metadata["interrupted"]
 
 
+def test_the_same_error_of_all_tasks_is_told_once():
+    with pytest.raises(
+        TaskError, match=r"3 of 3 tasks failed. task 0 \(chains 0 to 1\) and 2 more: TypeError: the model"
+    ):
+        sample(HMC(model), X, Y, **QUICK)
+
+
 def test_threads_of_one_process_take_turns(expected):
     with ThreadPoolExecutor(3) as threads:
         assert_same_draws(sample(KERNEL, X, Y, executor=threads, **QUICK), expected)

@@ -267,7 +267,7 @@ def branching() -> None:
         (local_latent, (X,), {"subsampled": True}, "'z' lies in the subsampled plate 'data'"),
         (PyroNet().train(), (X, Y), {}, "'norm' is batch normalisation in train mode"),
         (branching, (), {}, "can't be evaluated for many chains at once"),
-        (lambda: None, (), {}, "no latent continuous site"),
+        (lambda: None, (), {}, "no latent site"),
         (bayesian_model(), (X,), {}, "given x and y"),
         (bayesian_model(num_data=100), (X, Y), {}, "num_data=100"),
         (bayesian_model(), (X, Y[:5]), {}, "x has 8 rows but y has 5"),
@@ -293,6 +293,13 @@ def test_a_likelihood_that_is_not_scaled_to_the_full_data_is_warned_of():
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
+    def scaled_by_its_plate(x: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        mean = pyro.deterministic("mean", x @ w)  # which Pyro calls observed, and which needs no scale
+        with pyro.plate("data", 8, subsample=x):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
     with pytest.warns(UserWarning, match="4 times too little"):
         Potential(unscaled, X, Y, batch_size=2, subsampled=True)
+    Potential(scaled_by_its_plate, X, Y, batch_size=2, subsampled=True)
     Potential(PlateModel(), X, Y, batch_size=2, subsampled=True)  # warnings are errors: none may come here

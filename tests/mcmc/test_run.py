@@ -7,10 +7,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule
 from torch import nn
 
-from pyro_symmetric.mcmc import HMC, SGHMC, sample
+from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, ChEES, CyclicalSG, pSGLD, sample
 from pyro_symmetric.mcmc.hmc import HMC as Hmc
 from pyro_symmetric.models import BayesianModel
 
@@ -215,6 +216,39 @@ class Normalised(PyroModule):
 def test_models_that_it_cannot_sample_are_told_with_advice(built, data, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         sample(HMC(built()), *data, **QUICK)
+
+
+@pytest.mark.parametrize("kind", [HMC, NUTS, ChEES, SGLD, pSGLD, SGHMC, CyclicalSG])
+def test_every_sampler_tells_how_a_bare_network_becomes_a_model(kind):
+    net, x, y = nn.Linear(2, 3), torch.randn(5, 2), torch.zeros(5, dtype=torch.long)
+    with pytest.raises(TypeError, match=r"forward\(input\) can't be called with .*BayesianModel\(net") as error:
+        sample(kind(net), x, y, **QUICK)
+    assert "takes 2 positional arguments" in str(error.value.__cause__)
+    for module in (net, PyroModule[nn.Linear](2, 3)):  # a call that goes through, and draws nothing
+        with pytest.raises(ValueError, match=r"no latent site.*BayesianModel\(net.*or give .* by PyroSample"):
+            sample(kind(module), x, **QUICK)
+
+
+def only_observed(y):
+    pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+
+def only_parameters(y):
+    pyro.sample("y", dist.Normal(pyro.param("mean", torch.zeros(())), 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (only_observed, r"only_observed\(y\) has no latent site .*observed: 'y'"),
+        (only_parameters, "pyro.param 'mean'; what is to be sampled needs a prior"),
+        (AutoNormal(only_observed), r"a guide \(AutoNormal\); pass the model itself"),
+        (nn.Linear, "the class Linear; pass an instance"),
+    ],
+)
+def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        sample(HMC(model), torch.tensor(0.3), **QUICK)
 
 
 @pytest.mark.cuda

@@ -1,0 +1,101 @@
+"""Calls that a model can't take, in words: what it was called with, why that fails, and what would be right.
+
+The model's own error always stays: it is chained, or passed on with a note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WRAP = "BayesianModel(net, prior=1.0, likelihood='categorical' or 'gaussian')"
+
+
+@contextlib.contextmanager
+def explaining(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Around a call of a Pyro model: say what it was called with if that fails.
+
+    :raises TypeError: if the model doesn't take such arguments. Any other error is passed on, with a note.
+    """
+    try:
+        yield
+    except Exception as error:
+        called = described_call(args, kwargs)
+        reason = _mismatch(model, args, kwargs) if isinstance(error, TypeError) else ""
+        if not reason:
+            error.add_note(f"This came from {name_of(model)}, called with {called}.")
+            raise
+        hint = ""
+        if isinstance(model, nn.Module):
+            hint = f". If it is a network, which draws no weights by pyro.sample, make a model of it: {WRAP}"
+        raise TypeError(f"{name_of(model)} can't be called with {called}: {reason}{hint}") from error
+
+
+def input_problem(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
+    """Why a network, with the weights that it has, can't take these inputs; empty if it can."""
+    kwargs = kwargs or {}
+    try:
+        with torch.no_grad():
+            net(*args, **kwargs)
+    except Exception as error:
+        said = (str(error).strip() or repr(error)).splitlines()[0]
+        problem = f"the network ({type(net).__name__}) can't take {described_call(args, kwargs)}: {said}"
+        if (first := next(iter(net.named_parameters()), None)) is not None:
+            dtypes = {value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point()}
+            cast = f"; pass inputs.to({first[1].dtype})" if dtypes - {first[1].dtype} else ""
+            problem += f". (Its first parameter, {first[0]!r}, is {described(first[1])}{cast}.)"
+        return problem
+    return ""
+
+
+def name_of(model: Any) -> str:
+    """A model in words: a function with its parameters, a module by its class."""
+    if isinstance(model, nn.Module):
+        return f"the module {type(model).__name__}.forward{_signature(model.forward)}"
+    return f"the model {getattr(model, '__name__', type(model).__name__)}{_signature(model)}"
+
+
+def described_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Arguments in words: tensors by their shape and dtype, other things by their type."""
+    parts = [described(value) for value in args] + [f"{name}={described(value)}" for name, value in kwargs.items()]
+    return ", ".join(parts) or "no arguments"
+
+
+def described(value: Any) -> str:
+    """One argument in words."""
+    if isinstance(value, Tensor):
+        place = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"a tensor {tuple(value.shape)} of {value.dtype}{place}"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    kind = type(value)
+    return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _signature(function: Any) -> str:
+    try:
+        names = [str(p).partition(":")[0] for p in inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return "(...)"
+    return f"({', '.join(names)})"
+
+
+def _mismatch(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why a signature can't take these arguments; empty if it can or that can't be told."""
+    try:
+        signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""

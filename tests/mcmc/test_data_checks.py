@@ -1,0 +1,75 @@
+"""Data that don't fit a network are named before the chains meet them."""
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric.mcmc.data_checks import require_data
+from pyro_symmetric.mcmc.potential import Potential
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+
+X, LABELS = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+def classifier(**options):
+    return BayesianModel(nn.Sequential(nn.Linear(4, 3)), **options)
+
+
+def regression(outputs):
+    return BayesianModel(nn.Linear(4, outputs), likelihood=GaussianLikelihood(0.5))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "y", "error", "message"),
+    [
+        (classifier(), X.tolist(), LABELS, TypeError, "x is a list"),
+        (classifier(), X, 3, TypeError, "y is 3"),
+        (classifier(), X, LABELS[:5], ValueError, "x has 6 rows but y has 5"),
+        (classifier(), X[:0], LABELS[:0], ValueError, "x has no rows"),
+        (classifier(), X[:, :2], LABELS, ValueError, r"x doesn't fit.*\(6, 2\).*'0.weight', is a tensor \(3, 4\)"),
+        (classifier(), X.double(), LABELS, ValueError, r"pass inputs.to\(torch.float32\)"),
+        (classifier(), X, LABELS.float(), ValueError, r"pass y.long\(\)"),
+        (classifier(), X, LABELS + 1, ValueError, "labels from 1 to 3, but the network has 3 outputs.*0 and 2"),
+        (classifier(), X, LABELS * -100, ValueError, "labels from -200 to 0"),
+        (classifier(), X, LABELS[:, None], ValueError, r"y has shape \(6, 1\).*must have shape \(6,\)"),
+        (regression(2), X, torch.randn(6), ValueError, r"outputs are \(6, 2\), so it must have shape \(6, 2\)"),
+        (regression(1), X, torch.randn(6, 2), ValueError, r"must have shape \(6,\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(model, x, y, error, message):
+    with pytest.raises(error, match=message):
+        require_data(model, x, y)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "y"),
+    [
+        (classifier(), X, LABELS.to(torch.uint8)),
+        (regression(1), X, torch.randn(6, 1)),
+        (regression(1), X, LABELS),
+        (regression(3), X, torch.randn(6, 3)),
+    ],
+)
+def test_what_fits_passes(model, x, y):
+    require_data(model, x, y)
+
+
+def test_labels_of_any_whole_kind_have_the_density_of_long_ones():
+    z = torch.randn(2, 15)
+    expected = Potential(classifier(), X, LABELS)(z)
+    for y in (LABELS.int(), LABELS.to(torch.uint8)):
+        assert torch.allclose(Potential(classifier(), X, y)(z), expected)
+    flags = LABELS > 0
+    assert torch.allclose(Potential(classifier(), X, flags)(z), Potential(classifier(), X, flags.long())(z))
+
+
+def test_a_network_made_for_one_number_of_rows_is_asked_for_all_of_them():
+    class AllAtOnce(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x.view(6, 4))
+
+    require_data(BayesianModel(AllAtOnce()), X, LABELS)
