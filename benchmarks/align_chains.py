@@ -204,7 +204,7 @@ def main() -> None:
     if options.quick:
         options.rows, options.draws, options.warmup, options.fits, options.steps = 300, 100, 100, 8, 300
     names = ("hidden", "rows", "chains", "draws", "warmup", "fits", "steps")
-    results = Results(options.json, {name: getattr(options, name) for name in names})
+    results = Results.of(options, *names)
     for seed in range(options.seeds):
         if not results.find(seed=seed):
             for row in one_run(seed, options):

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric._torchvision import import_torchvision
-from pyro_symmetric.alignment import GaussianWeights, align, align_many, nesting
-from pyro_symmetric.alignment.assignment import assign
+from pyro_symmetric.alignment import GaussianWeights, align, align_many
+from pyro_symmetric.alignment.descent import nesting
+from pyro_symmetric.alignment.descent.assignment import assign
 from pyro_symmetric.networks import resnet20
 from pyro_symmetric.symmetry import Permutation, PermutationGroup, WeightSymmetry, find_symmetry
 

@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.quick:
         options.data, options.width, options.steps = ["digits"], [16], 30
         options.train, options.test, options.points, options.draws = 300, 200, 5, 4
-    results = Results(options.json, {name: getattr(options, name) for name in KEPT})
+    results = Results.of(options, *KEPT)
     for name in options.data:
         folder = options.data_dir / FOLDERS.get(name, "")
         data = ps.datasets.load(

@@ -60,8 +60,6 @@ def run(width: int, seed: int, data: Any, options: Any) -> dict[str, Any]:
     if options.out is not None:
         figure(result, width, seed, options)
     return {
-        "width": width,
-        "seed": seed,
         **{k: v for k, v in result.to_dict().items() if k != "members"},
         "below": list(result.below(COLLAPSED)),
         "accuracy": scores.accuracy,
@@ -95,11 +93,8 @@ def main(argv: list[str] | None = None) -> None:
     if options.quick:
         options.members, options.epochs = 50, 2
     data = ps.datasets.load("digits", dtype=torch.float32)
-    results = Results(options.json, {k: getattr(options, k) for k in ("members", "epochs", "inputs")})
-    for seed in range(options.seeds):
-        for width in options.widths:
-            if not results.find(width=width, seed=seed):
-                results.add(run(width, seed, data, options))
+    results = Results.of(options, "members", "epochs", "inputs")
+    results.fill(functools.partial(run, data=data, options=options), seed=range(options.seeds), width=options.widths)
     rows = []
     for row in results.rows:
         means = (f"{row[kind]['mean']:.4f}" for kind in ("within", "outside"))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
+from torch import Tensor
+
+import pyro_symmetric as ps
 
 Row = dict[str, Any]
 
@@ -75,6 +79,11 @@ class Results:
             self.rows = found["rows"]
             print(f"{len(self.rows)} rows taken over from {path}")
 
+    @classmethod
+    def of(cls, options: argparse.Namespace, *names: str) -> Results:
+        """Results in the file that the options name; their numbers depend on the options of these names."""
+        return cls(options.json, {name: getattr(options, name) for name in names})
+
     def find(self, **key: Any) -> list[Row]:
         """The rows with these entries."""
         return [row for row in self.rows if all(row.get(name) == value for name, value in key.items())]
@@ -86,6 +95,16 @@ class Results:
             part = self.path.with_name(self.path.name + ".part")
             part.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1))
             os.replace(part, self.path)
+
+    def fill(self, run: Callable[..., Row], **grid: Iterable[Any]) -> None:
+        """Add the rows that are missing, one for each combination of these entries; those of the last change fastest.
+
+        :param run: takes the entries by name -> all else that the row holds.
+        """
+        for values in itertools.product(*grid.values()):
+            key = dict(zip(grid, values, strict=True))
+            if not self.find(**key):
+                self.add({**key, **run(**key)})
 
 
 def spread(values: Iterable[float], digits: int = 3) -> str:
@@ -113,6 +132,15 @@ def mean_over(rows: Iterable[Row], name: str) -> float:
     """Mean of one entry; NaN if there is none."""
     values = [row[name] for row in rows if row.get(name) is not None]
     return statistics.fmean(values) if values else math.nan
+
+
+def without_symmetries(weights: dict[str, Tensor], symmetry: ps.WeightSymmetry) -> dict[str, dict[str, Tensor]]:
+    """Weights as trained, and after each removal."""
+    return {
+        "as trained": weights,
+        "without scalings": ps.canonicalize(weights, symmetry, permutations=None),
+        "without scalings and permutations": ps.canonicalize(weights, symmetry),
+    }
 
 
 def save_figure(figure: Any, folder: Path | None, name: str) -> None:

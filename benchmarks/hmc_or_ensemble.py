@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.quick:
         options.draws, options.members, options.epochs, options.depth = 50, 100, 5, 4
     keys = ("data", "rows", "width", "draws", "depth", "members", "epochs")
-    results = Results(options.json, {key: getattr(options, key) for key in keys})
+    results = Results.of(options, *keys)
     runs = [(seed, noise) for seed in range(options.seeds) for noise in options.noises]
     for seed, noise in runs:
         if not results.find(noise=noise, seed=seed):

@@ -22,7 +22,7 @@ from pyro_symmetric.compare import excess_mass
 from pyro_symmetric.ensembles import ensemble
 
 
-def run(decay: float, seed: int, options: Any) -> dict[str, Any]:
+def run(seed: int, decay: float, options: Any) -> dict[str, Any]:
     torch.manual_seed(seed)
     x, y = moons(500)
     net = network(options.width)
@@ -39,8 +39,6 @@ def run(decay: float, seed: int, options: Any) -> dict[str, Any]:
     least = ps.minimal_mass(weights, symmetry, scale_free="hold").mass
     share = excess_mass(weights, symmetry)
     return {
-        "decay": decay,
-        "seed": seed,
         "mass": (least / (1 - share)).tolist(),
         "least": least.tolist(),
         "share": share.tolist(),
@@ -57,11 +55,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(arguments, argv)
     if options.quick:
         options.networks, options.epochs = 20, 10
-    results = Results(options.json, {k: getattr(options, k) for k in ("networks", "epochs", "width")})
-    for seed in range(options.seeds):
-        for decay in options.decays:
-            if not results.find(decay=decay, seed=seed):
-                results.add(run(decay, seed, options))
+    results = Results.of(options, "networks", "epochs", "width")
+    results.fill(functools.partial(run, options=options), seed=range(options.seeds), decay=options.decays)
     rows, points = [], {}
     for decay in options.decays:
         found = results.find(decay=decay)

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal, kl_divergence
 
 import pyro_symmetric as ps
-from pyro_symmetric.alignment.costs import COSTS
 
+COSTS = ("wasserstein", "l2", "kl")
 COLOURS = {"wasserstein": "#4269d0", "l2": "#efb118", "kl, means only": "#ff725c", "kl": "#9c6b4e"}
 GROUP = ps.PermutationGroup.declare({"w": ("k",)}, {"w": torch.Size([2])})
 
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         ["cost", "of the identity", "of the exchange", "takes"],
         costs_of(*pair(0.0, 0.0, options.elongation)),
     )
-    results = Results(options.json, {name: getattr(options, name) for name in ("pairs", "noise", "elongation")})
+    results = Results.of(options, "pairs", "noise", "elongation")
     for seed in range(options.seeds):
         for separation in options.separations:
             if results.find(seed=seed, separation=separation):

@@ -10,6 +10,7 @@ column is the share of the steps of the second half (over all networks) in which
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def moons(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(x, dtype=torch.float32), torch.tensor(y)
 
 
-def run(rate: float, seed: int, options: Any) -> dict[str, Any]:
+def run(seed: int, rate: float, options: Any) -> dict[str, Any]:
     torch.manual_seed(seed)
     x, y = moons(500)
     net = network(options.width)
@@ -54,8 +55,6 @@ def run(rate: float, seed: int, options: Any) -> dict[str, Any]:
         held = {site: value.detach() for site, value in members.items()}
         trackers["at unit norm"](ps.canonicalize(held, symmetry, permutations=None))
     return {
-        "rate": rate,
-        "seed": seed,
         "tau": {name: tracker.mean.mean(1).tolist() for name, tracker in trackers.items()},
         "swaps": {
             name: float((tracker.mean[options.steps // 2 :] < 1).double().mean()) for name, tracker in trackers.items()
@@ -72,11 +71,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(arguments, argv)
     if options.quick:
         options.networks, options.steps = 10, 100
-    results = Results(options.json, {k: getattr(options, k) for k in ("networks", "steps", "width")})
-    for seed in range(options.seeds):
-        for rate in options.rates:
-            if not results.find(rate=rate, seed=seed):
-                results.add(run(rate, seed, options))
+    results = Results.of(options, "networks", "steps", "width")
+    results.fill(functools.partial(run, options=options), seed=range(options.seeds), rate=options.rates)
     table, curves = [], {}
     for rate in options.rates:
         found = results.find(rate=rate)

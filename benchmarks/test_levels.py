@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.quick:
         options.repetitions = options.power_repetitions = 40
     keys = ("repetitions", "power_repetitions", "draws", "permutations")
-    results = Results(options.json, {key: getattr(options, key) for key in keys})
+    results = Results.of(options, *keys)
     for seed in range(options.seeds):
         for test, case, true, make in cases(options):
             if results.find(seed=seed, test=test, case=case):

@@ -95,11 +95,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(arguments, argv)
     if options.quick:
         options.networks, options.epochs = 1_000, 20
-    settings = {k: getattr(options, k) for k in ("networks", "epochs", "rows", "batch_size", "threads")}
-    results = Results(options.json, settings)
-    for seed in range(options.seeds):
-        if not results.find(seed=seed):
-            results.add(run(seed, options))
+    results = Results.of(options, "networks", "epochs", "rows", "batch_size", "threads")
+    results.fill(functools.partial(run, options=options), seed=range(options.seeds))
     for row in results.rows:
         report(row)
 
@@ -146,7 +143,6 @@ def run(seed: int, options: Any) -> dict[str, Any]:
         distances[name] = {"itself": mmd(sample, other).mean, "exchanged": mmd(sample, moved(other)).mean}
     figure(stages, options.out, seed)
     return {
-        "seed": seed,
         "seconds": seconds,
         "per_network": at_once * options.epochs,
         "loop_per_network": loop * options.epochs,

@@ -16,7 +16,7 @@ import functools
 from typing import Any
 
 import torch
-from harness import Results, new_figure, parse, parser, print_table, save_figure
+from harness import Results, new_figure, parse, parser, print_table, save_figure, without_symmetries
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
@@ -47,12 +47,8 @@ def stages(options: Any) -> tuple[dict[str, Tensor], float]:
     )
     weights = posterior.get_samples()
     outputs = ps.predict(weights, net, x, progress=False).squeeze(-1)
-    shapes = {
-        "as trained": weights,
-        "without scalings": ps.canonicalize(weights, symmetry, permutations=None),
-        "without scalings and permutations": ps.canonicalize(weights, symmetry),
-    }
-    flat = {name: torch.cat([value.flatten(1) for value in stage.values()], 1) for name, stage in shapes.items()}
+    removed = without_symmetries(weights, symmetry)
+    flat = {name: torch.cat([value.flatten(1) for value in stage.values()], 1) for name, stage in removed.items()}
     return flat, float(((outputs > 0) == y.bool()).double().mean())
 
 
@@ -74,7 +70,7 @@ def run(seed: int, options: Any) -> dict[str, Any]:
         planes[name] = centred @ directions[:2].T
     if options.out is not None:
         figure(planes, {name: tsne(points) for name, points in flat.items()}, options, seed)
-    return {"seed": seed, "accuracy": accuracy, "stages": numbers}
+    return {"accuracy": accuracy, "stages": numbers}
 
 
 def tsne(points: Tensor) -> Tensor:
@@ -101,10 +97,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(arguments, argv)
     if options.quick:
         options.networks, options.epochs = 100, 5
-    results = Results(options.json, {k: getattr(options, k) for k in ("networks", "epochs", "width")})
-    for seed in range(options.seeds):
-        if not results.find(seed=seed):
-            results.add(run(seed, options))
+    results = Results.of(options, "networks", "epochs", "width")
+    results.fill(functools.partial(run, options=options), seed=range(options.seeds))
     for row in results.rows:
         print_table(
             f"seed {row['seed']}: weights of {options.networks:,} networks of {options.width} hidden units, "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Results, new_figure, parse, parser, print_table, save_figure
+from harness import Results, new_figure, parse, parser, print_table, save_figure, without_symmetries
 from scipy.stats import ks_2samp
 from torch import Tensor, nn
 
@@ -48,17 +48,12 @@ def run(seed: int, options: Any) -> dict[str, Any]:
     )
     weights = posterior.get_samples()
     symmetry = ps.find_symmetry(net, x[:2])
-    stages = {
-        "as trained": weights,
-        "without scalings": ps.canonicalize(weights, symmetry, permutations=None),
-        "without scalings and permutations": ps.canonicalize(weights, symmetry),
-    }
+    stages = without_symmetries(weights, symmetry)
     p_values = {name: pair_p_values(stage["2.weight"][:, 0]) for name, stage in stages.items()}
     if options.out is not None:
         figure(stages, p_values, options, seed)
     means = ps.predict(posterior, net, data.test_x, progress=False).squeeze(-1)
     return {
-        "seed": seed,
         "rmse": float((means.mean(0) - data.test_y).square().mean().sqrt()),
         "single_rmse": float((means - data.test_y).square().mean(1).sqrt().mean()),
         "p_values": {name: value.tolist() for name, value in p_values.items()},
@@ -91,10 +86,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(arguments, argv)
     if options.quick:
         options.networks, options.epochs = 200, 2
-    results = Results(options.json, {k: getattr(options, k) for k in ("data", "networks", "epochs", "width")})
-    for seed in range(options.seeds):
-        if not results.find(seed=seed):
-            results.add(run(seed, options))
+    results = Results.of(options, "data", "networks", "epochs", "width")
+    results.fill(functools.partial(run, options=options), seed=range(options.seeds))
     for row in results.rows:
         rows = []
         for name, values in row["p_values"].items():

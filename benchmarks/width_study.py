@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
         options.data, options.widths, options.steps, options.train = ["digits"], [8, 16], 30, 300
         options.test, options.draws, options.methods = 200, 8, ["mean-field", "infonce-16", "sinkhorn-4"]
     kept = ("train", "test", "pool", "steps", "batch", "lr", "init_scale", "draws", "judge", "device")
-    results = Results(options.json, {name: getattr(options, name) for name in kept})
+    results = Results.of(options, *kept)
 
     runs = [
         (d, s, w, m)

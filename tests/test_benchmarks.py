@@ -2,8 +2,10 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,22 @@ def test_experiment_runs_and_resumes(name: str, tmp_path: Path) -> None:
     again = run(name, tmp_path)
     assert f"{len(rows)} rows taken over" in again
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
+
+
+def test_results_are_filled_with_the_rows_that_are_missing(tmp_path: Path) -> None:
+    results_of = runpy.run_path(str(BENCHMARKS / "harness.py"))["Results"].of
+    options = Namespace(json=tmp_path / "results.json", size=3, rates=[1, 2])
+    asked = []
+
+    def run(seed: int, rate: int) -> dict[str, int]:
+        asked.append((seed, rate))
+        return {"sum": seed + rate}
+
+    for seeds in (1, 2):
+        results = results_of(options, "size")
+        results.fill(run, seed=range(seeds), rate=options.rates)
+    assert asked == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert results.find(seed=1) == [{"seed": 1, "rate": rate, "sum": 1 + rate} for rate in options.rates]
+    options.size = 4
+    with pytest.raises(SystemExit, match="other settings"):
+        results_of(options, "size")

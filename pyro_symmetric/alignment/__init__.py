@@ -1,25 +1,22 @@
 """Bring posteriors together across a symmetry, and measure what lies between them.
 
-What a user calls: ``matching`` (:func:`align`), ``many`` (:func:`align_many`), ``barrier`` (:func:`loss_barrier`, with
-``marginalise`` and ``repair``), ``geodesic`` and ``bures`` (distances and paths between Gaussians).
+What a user calls: ``matching`` (:func:`align`), ``many`` (:func:`align_many`, with ``members``), and
+``paths.barrier`` (:func:`loss_barrier`). Each floor below knows only those beneath it:
 
-How a match is found, from the outside in:
+* ``moments``: what was given, site by site, in the group's view; ``gaussian``: what was given, as Gaussian moments;
+* ``descent``: who goes with whom: the search for the best element;
+* ``costs``: what a match costs, and how well pairs of units go together;
+* ``parts``: what a symmetry moves, where a search stands, and how that acts on sites.
 
-* ``gaussian``, ``inputs``, ``members``: whatever came, as moments site by site, checked;
-* ``search``: several descents, the best of which is kept; ``descent``: one, move by move;
-* ``units``, ``moves``: what can be moved, and what is decided together, read off the group's axes;
-* ``state``: where a batch of sources stands, and how that acts on sites;
-* ``scores``: how well pairs of units go together; ``choices`` and ``rescale``: with their best signs and scales;
-* ``nesting``: units inside units; ``assignment``: who goes with whom;
-* ``costs``: what all this lowers; ``given_scores``, ``activation``: scores that aren't read off weights.
+Beside them, ``paths``: distances and paths between Gaussians, and what is lost along the way.
 """
 
-from pyro_symmetric.alignment.activation import ActivationCost
-from pyro_symmetric.alignment.barrier import BarrierCurve, loss_barrier
+from pyro_symmetric.alignment.costs.activation import ActivationCost
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
-from pyro_symmetric.alignment.geodesic import interpolate_gaussians
 from pyro_symmetric.alignment.many import Cycles, Frame, align_many
 from pyro_symmetric.alignment.matching import Alignment, align
+from pyro_symmetric.alignment.paths.barrier import BarrierCurve, loss_barrier
+from pyro_symmetric.alignment.paths.geodesic import interpolate_gaussians
 
 __all__ = [
     "ActivationCost",

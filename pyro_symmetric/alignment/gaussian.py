@@ -1,9 +1,9 @@
-"""Read the mean-field Gaussian moments of a guide, whatever its class, keyed by site.
+"""Read the mean-field Gaussian moments of a guide, whatever its class, or of other weights, keyed by site.
 
 Alignment and interpolation of posteriors need, for every weight, a mean and a standard deviation. Guides keep them in
 different places (one parameter per site, one flat vector in the model's execution order, a Cholesky factor);
 :func:`to_gaussian` brings all of them, and plain weights, to one form. Correlations are dropped: the deviations are
-those of the marginals.
+those of the marginals. :func:`gaussian_of` takes networks and posteriors of draws, too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from pyro.distributions import constraints
-from torch import Tensor
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor, nn
 from torch.distributions import biject_to
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.weights import Weights, require_finite
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,39 @@ def to_gaussian(weights: Any) -> GaussianWeights:
         "tensor (for a network, dict(net.named_parameters())), AutoNormal, or a Gaussian AutoContinuous guide; of an "
         "AutoDelta guide pass guide.median()"
     )
+
+
+def gaussian_of(weights: Any, name: str) -> GaussianWeights:
+    """Moments of weights (a batch, too), of a network, of a Gaussian guide, or over all draws of a posterior."""
+    weights = plain(weights)
+    if isinstance(weights, Posterior):
+        require_draws(weights, name)
+        flat = {site: value.flatten(0, 1) for site, value in weights.samples.items()}
+        require_finite(flat, name)
+        return GaussianWeights(
+            {site: value.mean(0) for site, value in flat.items()},
+            {site: value.std(0, correction=0) for site, value in flat.items()},
+        )
+    if isinstance(weights, Mapping) and not weights:
+        raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
+    return to_gaussian(weights)
+
+
+def plain(weights: Any) -> Any:
+    """Of a network its parameters and running statistics; all else (a guide, say) as it is."""
+    if not isinstance(weights, nn.Module) or isinstance(weights, AutoGuide) or hasattr(weights, "prototype_trace"):
+        return weights
+    buffers = {name: value for name, value in weights.named_buffers() if value.is_floating_point()}
+    return {**dict(weights.named_parameters()), **buffers}
+
+
+def require_draws(posterior: Posterior, name: str) -> None:
+    """:raises ValueError: if the posterior is empty."""
+    if not posterior.num_chains * posterior.num_samples:
+        raise ValueError(f"{name} has {posterior.num_chains} chains of {posterior.num_samples} draws; it is empty")
+
+
+# small steps --------------------------------------------------------------------------------------------------------
 
 
 def _from_plain_weights(weights: Mapping[str, Tensor]) -> GaussianWeights:

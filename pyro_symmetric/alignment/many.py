@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_symmetric.alignment.costs import COSTS, Cost
-from pyro_symmetric.alignment.descent import Matcher
+from pyro_symmetric.alignment.costs.cost import COSTS, Cost, Moments
+from pyro_symmetric.alignment.descent.matcher import Matcher
+from pyro_symmetric.alignment.descent.search import BAR_DELAY, Search, chunks_of, move_sources, shifted
 from pyro_symmetric.alignment.gaussian import GaussianWeights
-from pyro_symmetric.alignment.inputs import AnyGroup, Element, Moments, Problem, moments_of, problem_of
 from pyro_symmetric.alignment.members import read_members
-from pyro_symmetric.alignment.search import BAR_DELAY, Search, chunks_of, move_sources, shifted
-from pyro_symmetric.alignment.state import State
+from pyro_symmetric.alignment.moments import moments_of
+from pyro_symmetric.alignment.parts.problem import AnyGroup, Element, Problem, problem_of
+from pyro_symmetric.alignment.parts.state import State, element_of
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.permutation import Permutation
 from pyro_symmetric.symmetry.rescaling import ScalingGroup
@@ -149,7 +150,7 @@ def align_many(
             bar.reset()
             common.restart()
             converged = common.iterate(max_rounds, bar.update)
-    element = problem.element(common.state, common.shifts, members.element_shape)
+    element = element_of(problem, common.state, common.shifts, members.element_shape)
     gaussian = members.moved_gaussian(element)
     return Frame(
         element,

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_symmetric.alignment.activation import ActivationCost
-from pyro_symmetric.alignment.costs import COSTS, EXPECTED, Cost
-from pyro_symmetric.alignment.gaussian import GaussianWeights
-from pyro_symmetric.alignment.given_scores import ScoreFunction, align_by_scores
-from pyro_symmetric.alignment.inputs import AnyGroup, Element, Problem, gaussian_of, moments_of, problem_of, varies
-from pyro_symmetric.alignment.search import BAR_DELAY, Outcome, Search, chunks_of
+from pyro_symmetric.alignment.costs.activation import ActivationCost
+from pyro_symmetric.alignment.costs.cost import COSTS, EXPECTED, Cost
+from pyro_symmetric.alignment.descent.given_scores import ScoreFunction, align_by_scores
+from pyro_symmetric.alignment.descent.search import BAR_DELAY, Outcome, Search, chunks_of
+from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of
+from pyro_symmetric.alignment.moments import moments_of, varies
+from pyro_symmetric.alignment.parts.problem import AnyGroup, Element, Problem, problem_of
+from pyro_symmetric.alignment.parts.state import element_of
 from pyro_symmetric.symmetry.permutation import Permutation
 from pyro_symmetric.symmetry.weights import Weights
 
@@ -117,7 +119,7 @@ def align(
     :param group: the symmetry, all of whose parts are decided over. Buffers (running statistics) and sites that it
         doesn't know are not looked at.
     :param cost: ``"wasserstein"`` (squared 2-Wasserstein distance of mean-field Gaussians), ``"l2"`` (squared distance
-        of the means), ``"kl"`` (``KL(g#source || reference)``; see :mod:`pyro_symmetric.alignment.costs`),
+        of the means), ``"kl"`` (``KL(g#source || reference)``; see :mod:`pyro_symmetric.alignment.costs.cost`),
         ``"activation"`` (correlation of hidden activations, see :class:`~pyro_symmetric.alignment.ActivationCost`; with
         ``net`` and ``inputs``), or a function ``(source, reference, permutations) -> {factor: (n, n) scores}`` of one
         set of weights each: how well each unit of the reference (rows) goes with each of the source, more is better.
@@ -204,7 +206,7 @@ def _result(problem: Problem, outcomes: list[Outcome], shape: torch.Size) -> Ali
     states = [outcome.descent.state for outcome in outcomes]
     joined = states[0].joined(states[1:])
     shifts = {site: torch.cat([o.shifts[site] for o in outcomes]) for site in outcomes[0].shifts}
-    element = problem.element(joined, shifts, shape)
+    element = element_of(problem, joined, shifts, shape)
     cost = torch.cat([o.descent.cost for o in outcomes])
     initial = torch.cat([o.initial for o in outcomes])
     converged = torch.cat([o.descent.converged for o in outcomes])

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.gaussian import GaussianWeights
-from pyro_symmetric.alignment.inputs import Element, Problem, batch_shape_of, gaussian_of, plain, require_draws
+from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of, plain, require_draws
+from pyro_symmetric.alignment.moments import batch_shape_of
+from pyro_symmetric.alignment.parts.problem import Element, Problem
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Weights, require_finite
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.compare.layers import PairedSamples
-from pyro_symmetric.symmetry.weights import require_finite
 
 _CACHE_ENTRIES = 2**19  # a chunk of all samples that stays in the cache, which pairwise distances need
 _BLOCK_ROWS = 256  # rows of distances taken at a time: small blocks leave most of the lower triangle out
@@ -50,8 +49,7 @@ class Pairs:
         if result is None:
             raise ValueError(f"layer {layer!r} holds no weights; leave it out")
         if not bool(result.isfinite().all()):
-            for name, weights in zip(("weights_p", "weights_q"), samples.weights, strict=True):
-                require_finite({site: weights[site] for site in samples.layers[layer]}, name)
+            samples.require_finite(layer)
             raise ValueError(f"the distances between samples of layer {layer!r} overflow; its weights are too large")
         return result
 
@@ -121,3 +119,8 @@ class Pairs:
 def kernel_values(distances: Tensor, bandwidth: Tensor, norm: int) -> Tensor:
     """Laplace (``norm=1``) or Gaussian (``norm=2``) kernel at these distances."""
     return (-((distances / bandwidth) ** norm)).exp_()
+
+
+def unbiased(within_p: Tensor, within_q: Tensor, across: Tensor, m: int, n: int) -> Tensor:
+    """The unbiased squared discrepancy, by the sums over all *ordered* pairs within a side, and across."""
+    return within_p / (m * (m - 1)) + within_q / (n * (n - 1)) - 2 * across / (m * n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,12 +20,19 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     return "\n".join(lines)
 
 
-def layer_table(result: Any) -> str:
-    """A distance by layer: median, mean and maximum of each of ``result.per_layer``, then of ``result`` itself."""
-    rows = [("layer", "weights", "median", "mean", "maximum")]
+def layer_table(result: Any, further: Mapping[str, Mapping[str, float]] | None = None) -> str:
+    """A distance by layer: median, mean and maximum of each of ``result.per_layer``, then of ``result`` itself.
+
+    :param further: title -> a number for each layer, in a column of its own.
+    """
+    columns = dict(further or {})
+    rows = [("layer", "weights", "median", "mean", "maximum", *columns)]
     total = sum(layer.num_weights for layer in result.per_layer.values())
     entries = [*((name, layer.num_weights, layer) for name, layer in result.per_layer.items()), ("all", total, result)]
-    rows += [(name, f"{n:,}", f"{e.median:.3g}", f"{e.mean:.3g}", f"{e.maximum:.3g}") for name, n, e in entries]
+    for name, count, entry in entries:
+        values = (f"{value:.3g}" for value in (entry.median, entry.mean, entry.maximum))
+        others = (f"{column[name]:.3g}" if name in column else "" for column in columns.values())
+        rows.append((name, f"{count:,}", *values, *others))
     return table(rows)
 
 

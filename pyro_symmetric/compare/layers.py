@@ -16,7 +16,7 @@ from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
-from pyro_symmetric.symmetry.weights import Shapes, batch_shape, require_sites
+from pyro_symmetric.symmetry.weights import Shapes, batch_shape, require_finite, require_sites
 
 Layers = Mapping[str, Sequence[str]]
 AnySymmetry = Symmetry | PermutationGroup | SignGroup | FiniteGroup
@@ -124,6 +124,11 @@ class PairedSamples:
             dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), torch.float32)
             for start in range(0, p.shape[1], chunk):
                 yield p[:, start : start + chunk].to(dtype), q[:, start : start + chunk].to(dtype)
+
+    def require_finite(self, layer: str) -> None:
+        """:raises ValueError: naming the side and the site, if a weight of the layer is NaN or infinite."""
+        for name, weights in zip(("weights_p", "weights_q"), self.weights, strict=True):
+            require_finite({site: weights[site] for site in self.layers[layer]}, name)
 
     def num_weights(self, layer: str) -> int:
         """The number of weights (of one sample) in a layer."""

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.compare._pairs import Pairs, kernel_values
-from pyro_symmetric.compare._results import table
+from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
+from pyro_symmetric.compare._results import layer_table
 from pyro_symmetric.compare.layers import Layers, PairedSamples
 from pyro_symmetric.compare.mmd import LayerMMD, MMDResult, bandwidth_grid, over_layers
 from pyro_symmetric.symmetry.canonical import canonicalize
@@ -69,17 +69,10 @@ class OrbitMMD(MMDResult):
 
     def __repr__(self) -> str:
         m, n = self.num_samples
-        rows: list[tuple[str, ...]] = [
-            ("layer", "weights", "median", "mean", "maximum", "largest error", "of elements")
-        ]
-        for name, layer in self.per_layer.items():
-            errors = (self.standard_errors[name].max(), self.element_errors[name].max())
-            values = (layer.median, layer.mean, layer.maximum, *map(float, errors))
-            rows.append((name, f"{layer.num_weights:,}", *(f"{value:.3g}" for value in values)))
-        total = sum(layer.num_weights for layer in self.per_layer.values())
-        rows.append(("all", f"{total:,}", *(f"{v:.3g}" for v in (self.median, self.mean, self.maximum)), "", ""))
+        errors = {"largest error": self.standard_errors, "of elements": self.element_errors}
+        largest = {title: {name: float(e.max()) for name, e in found.items()} for title, found in errors.items()}
         head = f"Squared MMD modulo symmetry, {m:,} samples against {n:,}, {self.num_elements} elements each"
-        return f"{head}\n{table(rows)}"
+        return f"{head}\n{layer_table(self, largest)}"
 
 
 @torch.no_grad()
@@ -136,7 +129,7 @@ def orbit_mmd(
         )
         # sums over pairs within p, within q and across, of every sample, for every draw of elements and kernel
         sums = torch.stack([_sums(samples, layer, group, grids, chunk) for _ in range(num_elements)])
-        estimates = _unbiased(*_totals(sums, samples.num_samples[0]), *samples.num_samples)
+        estimates = unbiased(*_totals(sums, samples.num_samples[0]), *samples.num_samples)
         value = estimates.mean(0)
         gaussian, laplace = value.split([len(grid) for grid in grids])
         per_layer[layer] = LayerMMD(
@@ -191,15 +184,11 @@ def _totals(sums: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor]:
     return own[..., :m].sum(-1), own[..., m:].sum(-1), other[..., :m].sum(-1)
 
 
-def _unbiased(within_p: Tensor, within_q: Tensor, across: Tensor, m: int, n: int) -> Tensor:
-    return within_p / (m * (m - 1)) + within_q / (n * (n - 1)) - 2 * across / (m * n)
-
-
 def _jackknife(sums: Tensor, m: int, n: int) -> Tensor:
     """Standard error ``(kernels,)`` of a statistic of two samples: each sample is left out once."""
     within_p, within_q, across = (total[:, None] for total in _totals(sums, m))
     own, other = sums.unbind(-2)
-    without_p = _unbiased(within_p - 2 * own[:, :m], within_q, across - other[:, :m], m - 1, n)
-    without_q = _unbiased(within_p, within_q - 2 * own[:, m:], across - other[:, m:], m, n - 1)
+    without_p = unbiased(within_p - 2 * own[:, :m], within_q, across - other[:, :m], m - 1, n)
+    without_q = unbiased(within_p, within_q - 2 * own[:, m:], across - other[:, m:], m, n - 1)
     parts = (values.var(-1, correction=0) * (values.shape[-1] - 1) for values in (without_p, without_q))
     return sum(parts, torch.zeros(())).sqrt()

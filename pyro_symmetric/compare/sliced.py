@@ -21,7 +21,7 @@ from torch import Tensor
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples
 from pyro_symmetric.compare.wasserstein import transport_cost
-from pyro_symmetric.symmetry.weights import Shapes, require_finite
+from pyro_symmetric.symmetry.weights import Shapes
 
 _CHUNK = 4096
 
@@ -121,9 +121,8 @@ def sliced_wasserstein(
             raise ValueError(f"{name} is {value}; it must be at least 1")
     samples = PairedSamples(weights_p, weights_q, layers, site_shapes, symmetry)
     projected, per_layer = {}, {}
-    for layer, sites in samples.layers.items():
-        for name, weights in zip(("weights_p", "weights_q"), samples.weights, strict=True):
-            require_finite({site: weights[site] for site in sites}, name)
+    for layer in samples.layers:
+        samples.require_finite(layer)
         if samples.num_weights(layer) == 0:
             raise ValueError(f"layer {layer!r} holds no weights; leave it out")
         projected[layer] = _projected(samples, layer, num_projections, chunk)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.compare._pairs import Pairs, kernel_values
+from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples
 from pyro_symmetric.compare.mmd import bandwidth_grid
@@ -180,8 +180,7 @@ def _statistics(pairs: Pairs, distances: Tensor, bandwidth: Tensor, norm: int, f
     within_p = (first * from_first).sum(0)
     across = from_first.sum(0) - within_p
     within_q = kernel.sum() - within_p - 2 * across
-    m, n = pairs.m, pairs.n
-    return within_p / (m * (m - 1)) + within_q / (n * (n - 1)) - 2 * across / (m * n)
+    return unbiased(within_p, within_q, across, pairs.m, pairs.n)
 
 
 def _upper_ranks(values: Tensor) -> Tensor:

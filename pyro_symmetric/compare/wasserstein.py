@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyro_symmetric.compare._results import layer_table
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples
-from pyro_symmetric.symmetry.weights import Shapes, require_finite
+from pyro_symmetric.symmetry.weights import Shapes
 
 _CHUNK_ENTRIES = 2**23
 
@@ -124,9 +124,7 @@ def marginal_wasserstein(
     step = chunk or max(1, _CHUNK_ENTRIES // sum(samples.num_samples))
     per_weight: dict[str, Tensor] = {}
     for layer, sites in samples.layers.items():
-        for site in sites:
-            for name, weights in zip(("weights_p", "weights_q"), samples.weights, strict=True):
-                require_finite({site: weights[site]}, name)
+        samples.require_finite(layer)
         flat = torch.cat([_distance(x, y, p) for x, y in samples.columns(layer, step)] or [torch.zeros(0)])
         pieces = flat.split([samples.shapes[site].numel() for site in sites])
         per_weight |= {site: v.reshape(samples.shapes[site]) for site, v in zip(sites, pieces, strict=True)}

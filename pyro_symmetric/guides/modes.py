@@ -24,8 +24,8 @@ from pyro.infer.autoguide.initialization import InitMessenger, init_to_sample, i
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
-from pyro_symmetric.alignment.inputs import AnyGroup
 from pyro_symmetric.alignment.matching import align
+from pyro_symmetric.alignment.parts.problem import AnyGroup
 from pyro_symmetric.distributions import Modes, OrbitEstimator
 from pyro_symmetric.guides.affine import AffineAction
 from pyro_symmetric.guides.base import WeightsGuide

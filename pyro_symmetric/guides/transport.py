@@ -6,7 +6,7 @@ Of mean-field guides with means :math:`m_i` and deviations :math:`s_i`,
           \bar m = \sum_i \lambda_i m_i, \quad \bar s = \sum_i \lambda_i s_i ,
 
 and the geodesic is the barycentre of two with weights :math:`(1 - t, t)`. With correlations (low-rank and full-rank
-guides) the covariances follow :mod:`pyro_symmetric.alignment.bures`. Everything is measured in the guides'
+guides) the covariances follow :mod:`pyro_symmetric.alignment.paths.bures`. Everything is measured in the guides'
 unconstrained coordinates. Align the guides first: between unaligned posteriors of a network the midpoint is a mixture
 of unrelated units.
 
@@ -22,10 +22,9 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
-from pyro_symmetric.alignment.bures import barycentre_root, between, squared_distance
-from pyro_symmetric.alignment.gaussian import GaussianWeights
-from pyro_symmetric.alignment.geodesic import interpolate_gaussians, require_ends, wasserstein_gaussians
-from pyro_symmetric.alignment.inputs import gaussian_of
+from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of
+from pyro_symmetric.alignment.paths.bures import barycentre_root, between, squared_distance
+from pyro_symmetric.alignment.paths.geodesic import interpolate_gaussians, require_ends, wasserstein_gaussians
 from pyro_symmetric.guides.affine import triangular
 from pyro_symmetric.guides.gaussian import (
     AutoFullRank,

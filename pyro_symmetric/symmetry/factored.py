@@ -241,3 +241,21 @@ def gather_last(value: Tensor, index: Tensor) -> Tensor:
     """``value.gather(-1, index)`` with broadcasting of the leading dimensions."""
     shape = torch.broadcast_shapes(value.shape[:-1], index.shape[:-1])
     return value.expand(*shape, value.shape[-1]).gather(-1, index.expand(*shape, index.shape[-1]))
+
+
+def permute_axis(value: Tensor, dim: int, site_dims: int, index: Tensor) -> Tensor:
+    """Permute axis ``dim`` of ``batch + site_shape`` (a site of ``site_dims`` axes) by ``batch_p + (length,)``."""
+    if index.dim() == 1:
+        return value.index_select(dim - site_dims, index)
+    batch = value.dim() - site_dims
+    if site_dims > 1 and index.shape[:-1] == value.shape[:batch]:
+        # One element for each set of weights: copying whole rows is several times faster than gathering entries.
+        rows = value.movedim(batch + dim, batch)
+        offsets = index.shape[-1] * torch.arange(index.shape[:-1].numel(), device=index.device).unsqueeze(-1)
+        source = (index.reshape(-1, index.shape[-1]) + offsets).reshape(-1)
+        moved = rows.flatten(0, batch).index_select(0, source).reshape(rows.shape)
+        return moved.movedim(batch, batch + dim).contiguous()
+    index = along_axis(index, dim, site_dims)
+    dims = max(value.dim(), index.dim())
+    value, index = (t.reshape(*([1] * (dims - t.dim())), *t.shape) for t in (value, index))
+    return torch.take_along_dim(value, index, dim=dim - site_dims)

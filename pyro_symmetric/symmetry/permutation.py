@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.symmetry.factor import Axis, Factor
-from pyro_symmetric.symmetry.factored import FactoredGroup, along_axis, declared_axes, gather_last, same_group, table
+from pyro_symmetric.symmetry.factored import (
+    FactoredGroup,
+    declared_axes,
+    gather_last,
+    permute_axis,
+    same_group,
+    table,
+)
 from pyro_symmetric.symmetry.flat import FlatAction
 from pyro_symmetric.symmetry.weights import Weights, shapes_of
 from pyro_symmetric.symmetry.wreath import compose, families, invert
@@ -42,6 +49,7 @@ class PermutationGroup(FactoredGroup[Factor, Axis]):
     :param factors: the symmetric groups of the product. The order is the order in which alignment, enumeration and
         canonical forms visit them.
     :param site_shapes: shape of every site of the model, moved or not (without batch dimensions).
+    :ivar families: the outermost factors, each with all that lies inside its units.
     """
 
     verb = "moves"
@@ -53,7 +61,7 @@ class PermutationGroup(FactoredGroup[Factor, Axis]):
         spans: Iterable[tuple[str, int, int]] = (),
     ):
         super().__init__(factors, site_shapes, spans)
-        self._trees = families(self._factors, self._axes)
+        self.families = families(self._factors, self._axes)
         # Deepest factors act first; the order of the others is that in which they were given.
         for by_dim in self._members.values():
             for members in by_dim.values():
@@ -146,7 +154,7 @@ class PermutationGroup(FactoredGroup[Factor, Axis]):
             axes = ", ".join(map(str, factor.axes))
             rows.append((f"{'  ' * depth}{factor.name}{times}", str(factor.size), axes))
 
-        for tree in self._trees:
+        for tree in self.families:
             pending = [(tree, 0)]
             while pending:
                 family, depth = pending.pop()
@@ -254,7 +262,7 @@ class Permutation:
     def inverse(self) -> Permutation:
         """The element with ``p.inverse() @ p`` the identity."""
         images: dict[str, Tensor] = {}
-        for tree in self.group._trees:
+        for tree in self.group.families:
             if tree.inner:
                 images |= invert(tree, self._expanded(self.batch_shape))
             else:
@@ -269,7 +277,7 @@ class Permutation:
         mine = self._expanded(shape)
         theirs = {name: value.to(mine[name].device) for name, value in other._expanded(shape).items()}
         images: dict[str, Tensor] = {}
-        for tree in self.group._trees:
+        for tree in self.group.families:
             if tree.inner:
                 images |= compose(tree, mine, theirs)
             else:
@@ -315,7 +323,7 @@ class Permutation:
         viewed = self.group.view(site, value)
         for dim in self.group.members(site):
             index = self.axis_index(site, dim).to(value.device)
-            viewed = _permute_axis(viewed, dim, len(self.group.view_shapes[site]), index)
+            viewed = permute_axis(viewed, dim, len(self.group.view_shapes[site]), index)
         return self.group.view_back(site, viewed)
 
 
@@ -348,21 +356,3 @@ def _axis_step(moves: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:
         moved = index[:, images].movedim(0, -2)  # batch + (blocks, n): where each position's new occupant comes from
         full[..., index.reshape(-1)] = moved.flatten(-2)
     return full
-
-
-def _permute_axis(value: Tensor, dim: int, site_dims: int, index: Tensor) -> Tensor:
-    """Permute axis ``dim`` of ``batch + site_shape`` (a site of ``site_dims`` axes) by ``batch_p + (length,)``."""
-    if index.dim() == 1:
-        return value.index_select(dim - site_dims, index)
-    batch = value.dim() - site_dims
-    if site_dims > 1 and index.shape[:-1] == value.shape[:batch]:
-        # One element for each set of weights: copying whole rows is several times faster than gathering entries.
-        rows = value.movedim(batch + dim, batch)
-        offsets = index.shape[-1] * torch.arange(index.shape[:-1].numel(), device=index.device).unsqueeze(-1)
-        source = (index.reshape(-1, index.shape[-1]) + offsets).reshape(-1)
-        moved = rows.flatten(0, batch).index_select(0, source).reshape(rows.shape)
-        return moved.movedim(batch, batch + dim).contiguous()
-    index = along_axis(index, dim, site_dims)
-    dims = max(value.dim(), index.dim())
-    value, index = (t.reshape(*([1] * (dims - t.dim())), *t.shape) for t in (value, index))
-    return torch.take_along_dim(value, index, dim=dim - site_dims)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoLowRankMultivariateNormal
 
-from pyro_symmetric.alignment import GaussianWeights, align, search
+from pyro_symmetric.alignment import GaussianWeights, align
+from pyro_symmetric.alignment.descent import search
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 

@@ -14,7 +14,8 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoNormal
 from torch import Tensor
 
-from pyro_symmetric.alignment import GaussianWeights, bures
+from pyro_symmetric.alignment import GaussianWeights
+from pyro_symmetric.alignment.paths import bures
 from pyro_symmetric.guides import (
     AutoFullRank,
     AutoLowRank,

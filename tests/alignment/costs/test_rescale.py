@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.optimize import minimize_scalar
 
-from pyro_symmetric.alignment.rescale import Side, best_scale, equal_norm_scale
+from pyro_symmetric.alignment.costs.rescale import Side, best_scale, equal_norm_scale
 
 
 def scanned(sides, gamma, k):

@@ -7,7 +7,8 @@ import torch
 from pyro.distributions import constraints
 from torch import Tensor, nn
 
-from pyro_symmetric.alignment import GaussianWeights, interpolate_gaussians, loss_barrier, marginalise
+from pyro_symmetric.alignment import GaussianWeights, interpolate_gaussians, loss_barrier
+from pyro_symmetric.alignment.paths import marginalise
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Weights

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from pyro_symmetric.alignment.units import Units, covered_blocks, units_of
+from pyro_symmetric.alignment.parts.units import Units, covered_blocks, units_of
 from pyro_symmetric.symmetry import trace as tracing
 from pyro_symmetric.symmetry.facts import Facts
 from pyro_symmetric.symmetry.forest import components

@@ -1,137 +1,14 @@
-"""What :func:`~pyro_symmetric.alignment.align` is given, brought to one form and checked: moments, site by site."""
+"""What alignment is given as moments site by site, in the group's view and checked against it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-from pyro.infer.autoguide import AutoGuide
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyro_symmetric.alignment.costs import Cost
-from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
-from pyro_symmetric.alignment.state import Groups, State
-from pyro_symmetric.alignment.units import units_of
-from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.finite import FiniteGroup, SignedPermutation
-from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
-from pyro_symmetric.symmetry.rescaling import RescalingGroup, Scaling, ScalingGroup, ShiftGroup, Sign, SignGroup
-from pyro_symmetric.symmetry.weight_symmetry import SymmetryElement, WeightSymmetry
+from pyro_symmetric.alignment.costs.cost import Cost, Moments
+from pyro_symmetric.alignment.gaussian import GaussianWeights
+from pyro_symmetric.alignment.parts.problem import Problem
 from pyro_symmetric.symmetry.weights import require_finite
-
-AnyGroup = PermutationGroup | SignGroup | ScalingGroup | FiniteGroup | WeightSymmetry
-Element = Permutation | Sign | Scaling | SignedPermutation | SymmetryElement
-Moments = dict[str, Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """A group taken apart for the descent.
-
-    :param group: as it was given.
-    :param parts: permutations, signs and scalings in one view.
-    :param shifts: constants in front of a softmax.
-    :param sites: the sites that may be compared: all that the group knows, without buffers.
-    :param required: those that must be there.
-    """
-
-    group: AnyGroup
-    parts: Groups
-    shifts: ShiftGroup
-    sites: tuple[str, ...]
-    required: frozenset[str]
-
-    @property
-    def site_shapes(self) -> dict[str, torch.Size]:
-        return self.parts.permutations.site_shapes
-
-    def element(self, state: State, shifts: Mapping[str, Tensor], batch_shape: Sequence[int]) -> Element:
-        """A state as an element of the group that was given."""
-        shape, group = tuple(batch_shape), self.group
-        images = {name: value.reshape(*shape, -1) for name, value in state.images.items()}
-
-        def cut(kind: str, whole: RescalingGroup[Any]) -> dict[str, Tensor]:
-            values = state.multipliers[kind] if kind == "sign" else state.multipliers[kind].exp()
-            found = {name: values[:, at].reshape(*shape, -1) for name, at in self.parts.offsets(kind).items()}
-            return {name: found.get(name, values.new_ones(*shape, n)) for name, n in whole.factors.items()}
-
-        if isinstance(group, PermutationGroup):
-            return Permutation(group, images)
-        if isinstance(group, SignGroup):
-            return Sign(group, cut("sign", group))
-        if isinstance(group, ScalingGroup):
-            return Scaling(group, cut("scale", group))
-        permutation, sign = Permutation(group.permutations, images), Sign(group.signs, cut("sign", group.signs))
-        if isinstance(group, FiniteGroup):
-            return SignedPermutation(group, permutation, sign)
-        shift = group.shifts.element({site: value.reshape(shape) for site, value in shifts.items()})
-        return SymmetryElement((shift, sign, Scaling(group.scalings, cut("scale", group.scalings)), permutation))
-
-
-def problem_of(group: AnyGroup) -> Problem:
-    """Take a group apart.
-
-    :raises TypeError: if it is none.
-    """
-    if not isinstance(group, AnyGroup):
-        raise TypeError(
-            f"group is a {type(group).__name__}; it must be a PermutationGroup, SignGroup, ScalingGroup, FiniteGroup "
-            "or WeightSymmetry, e.g. find_symmetry(net, x) or PermutationGroup.declare(...)"
-        )
-    given: list[Any] = [group]
-    if isinstance(group, FiniteGroup | WeightSymmetry):
-        given = [group.permutations, group.signs]
-    if isinstance(group, WeightSymmetry):
-        given.append(group.scalings)
-    spans = frozenset(span for part in given for span in part.spans)
-    shapes = dict(group.site_shapes)
-
-    def part(kind: Any) -> Any:
-        found = next((own for own in given if isinstance(own, kind)), None)
-        if found is None:
-            return kind((), shapes, spans)
-        alike = found.site_shapes == shapes and found.spans == spans
-        return found if alike else found.over(shapes, spans)
-
-    permutations = part(PermutationGroup)
-    parts = Groups(permutations, part(SignGroup), part(ScalingGroup), tuple(units_of(permutations)))
-    shifts = group.shifts if isinstance(group, WeightSymmetry) else ShiftGroup((), shapes)
-    every: list[Any] = [parts.permutations, parts.signs, parts.scalings, shifts]
-    required = frozenset(site for own in every for site in own.required_sites)
-    acted = {site for own in every for site in own.sites}
-    return Problem(group, parts, shifts, tuple(s for s in shapes if s in required or s not in acted), required)
-
-
-def plain(weights: Any) -> Any:
-    """Of a network its parameters and running statistics; all else (a guide, say) as it is."""
-    if not isinstance(weights, nn.Module) or isinstance(weights, AutoGuide) or hasattr(weights, "prototype_trace"):
-        return weights
-    buffers = {name: value for name, value in weights.named_buffers() if value.is_floating_point()}
-    return {**dict(weights.named_parameters()), **buffers}
-
-
-def gaussian_of(weights: Any, name: str) -> GaussianWeights:
-    """Moments of weights (a batch, too), of a network, of a Gaussian guide, or over all draws of a posterior."""
-    weights = plain(weights)
-    if isinstance(weights, Posterior):
-        require_draws(weights, name)
-        flat = {site: value.flatten(0, 1) for site, value in weights.samples.items()}
-        require_finite(flat, name)
-        return GaussianWeights(
-            {site: value.mean(0) for site, value in flat.items()},
-            {site: value.std(0, correction=0) for site, value in flat.items()},
-        )
-    if isinstance(weights, Mapping) and not weights:
-        raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
-    return to_gaussian(weights)
-
-
-def require_draws(posterior: Posterior, name: str) -> None:
-    """:raises ValueError: if the posterior is empty."""
-    if not posterior.num_chains * posterior.num_samples:
-        raise ValueError(f"{name} has {posterior.num_chains} chains of {posterior.num_samples} draws; it is empty")
 
 
 def batch_shape_of(weights: GaussianWeights, problem: Problem, name: str) -> torch.Size:

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_symmetric.alignment.gaussian import GaussianWeights
-from pyro_symmetric.alignment.geodesic import draw, interpolate_gaussians, require_ends, standard_normals
-from pyro_symmetric.alignment.inputs import gaussian_of
-from pyro_symmetric.alignment.marginalise import MarginalLikelihood, MarginalPrediction
-from pyro_symmetric.alignment.repair import Repair
+from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of
+from pyro_symmetric.alignment.paths.geodesic import draw, interpolate_gaussians, require_ends, standard_normals
+from pyro_symmetric.alignment.paths.marginalise import MarginalLikelihood, MarginalPrediction
+from pyro_symmetric.alignment.paths.repair import Repair
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry.weights import Weights, require_finite
 
@@ -154,15 +153,15 @@ def loss_barrier(
         many as have 2**24 weights together.
     :param repair: inputs, without labels, from which statistics of activations are put right at every point: the
         running statistics of batch normalisation are computed anew or, in a network without it, units are rescaled to
-        means and deviations between those of the ends; see :mod:`pyro_symmetric.alignment.repair`. Needs a model, the
-        latter plain networks.
+        means and deviations between those of the ends; see :mod:`pyro_symmetric.alignment.paths.repair`. Needs a
+        model, the latter plain networks.
     """
     if num_points < 3:
         raise ValueError(f"num_points is {num_points}; a path with an inside has at least 3")
     for name, number in (("num_samples", num_samples), ("chunk_size", chunk_size)):
         if number is not None and number < 1:
             raise ValueError(f"{name} is {number}; it must be at least 1")
-    first, second = _end(guide_0, "guide_0"), _end(guide_1, "guide_1")
+    first, second = gaussian_of(guide_0, "guide_0"), gaussian_of(guide_1, "guide_1")
     require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
     measures = _measures(log_likelihood, data)
@@ -198,14 +197,6 @@ def loss_barrier(
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-def _end(guide: Any, name: str) -> GaussianWeights:
-    """One end of the path; of a module, its parameters and running statistics."""
-    if isinstance(guide, nn.Module) and not hasattr(guide, "prototype_trace"):
-        buffers = {name: value for name, value in guide.named_buffers() if value.is_floating_point()}
-        guide = {**dict(guide.named_parameters()), **buffers}
-    return gaussian_of(guide, name)
 
 
 def _measures(log_likelihood: Any, data: Data | Mapping[str, Data] | None) -> Callable[[], list[MarginalLikelihood]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.units import Move, Place, Slot, Term, Units, actor, covered_blocks, lookup
+from pyro_symmetric.alignment.parts.units import Move, Place, Slot, Term, Units, actor, covered_blocks, lookup
 from pyro_symmetric.symmetry.rescaling import RescalingGroup
 
 

@@ -7,9 +7,9 @@ The objective falls with the inner product of the reference's features :math:`A`
     \langle A_i, \sigma_j \lambda_j (g_{\text{others}} \cdot B)_j \rangle - \dots
 
 summed over every axis on which the factor lies; signs and scales that belong to the units are chosen for every pair
-(:mod:`~pyro_symmetric.alignment.rescale`), and units inside units are matched for every pair of the outer ones. Where
-a factor lies on two axes of one site (a recurrent matrix, tied streams) the objective is quadratic in it and :math:`S`
-its linearisation at the current element; the step is shortened until the true objective falls.
+(:mod:`~pyro_symmetric.alignment.costs.rescale`), and units inside units are matched for every pair of the outer ones.
+Where a factor lies on two axes of one site (a recurrent matrix, tied streams) the objective is quadratic in it and
+:math:`S` its linearisation at the current element; the step is shortened until the true objective falls.
 
 Two habits make this fast and good (compare Ainsworth et al. 2023, arXiv 2209.04836, Algorithm 1, which starts at the
 identity and visits every factor in every sweep): the *forward start* solves each factor from those terms alone whose
@@ -23,16 +23,18 @@ All sources of a batch go through the same moves together; those for which there
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.costs import Cost
-from pyro_symmetric.alignment.moves import moves_of
-from pyro_symmetric.alignment.scores import Scorer
-from pyro_symmetric.alignment.state import Groups, State
-from pyro_symmetric.alignment.units import Move
+from pyro_symmetric.alignment.costs.cost import Cost
+from pyro_symmetric.alignment.costs.scores import Scorer
+from pyro_symmetric.alignment.descent.descent import Descent, Events
+from pyro_symmetric.alignment.descent.nesting import decide_units
+from pyro_symmetric.alignment.parts.moves import moves_of
+from pyro_symmetric.alignment.parts.problem import Parts
+from pyro_symmetric.alignment.parts.state import State
+from pyro_symmetric.alignment.parts.units import Move
 
 # How many units a kick shuffles. On random networks of widths 16 to 256, shares of 0.2 and 0.3 ended lowest among
 # 0.1 to 1; in tiny layers, six units (that is, all) reached the enumerated optimum more often than two to four.
@@ -44,66 +46,20 @@ SHORTER_STEPS = 3
 # slowly, by ever smaller steps that no one will notice.
 SCALE_STEPS = 100.0
 
-Events = list[tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, eq=False)
-class Descent:
-    """Where a descent ended.
-
-    :param state: the elements.
-    :param cost: float64 ``(B,)``.
-    :param events: the cost at the start and at each step that some sources accepted: (sources, their costs).
-    :param converged: bool ``(B,)``: whether nothing was left that could still improve.
-    """
-
-    state: State
-    cost: Tensor
-    events: Events
-    converged: Tensor
-
-    def histories(self) -> list[tuple[float, ...]]:
-        """The costs of each source; they never rise."""
-        rows, costs = (torch.cat(parts) for parts in zip(*self.events, strict=True))
-        order = rows.argsort(stable=True)
-        pieces = costs[order].split(rows.bincount(minlength=len(self.cost)).tolist())
-        return [tuple(piece.tolist()) for piece in pieces]
-
-    def better(self, other: Descent, margin: Tensor | float = 0.0) -> Descent:
-        """For each source the better of two descents; the other one has to be better by more than ``margin``."""
-        chosen = other.cost < self.cost - margin
-        if bool(chosen.all()):
-            return other
-        if not bool(chosen.any()):
-            return self
-        rows, number = chosen.nonzero().flatten(), chosen.long().cumsum(0) - 1
-        events = [(number[own[chosen[own]]], costs[chosen[own]]) for own, costs in other.events]
-        return self.replaced(Descent(other.state.rows(rows), other.cost[rows], events, other.converged[rows]), rows)
-
-    def replaced(self, other: Descent, rows: Tensor) -> Descent:
-        """The same, with another descent's outcome for some sources: ``other`` holds just these."""
-        state = self.state.copy()
-        state.put(rows, other.state)
-        cost, converged = self.cost.clone(), self.converged.clone()
-        cost[rows], converged[rows] = other.cost, other.converged
-        taken = torch.isin(torch.arange(len(cost)), rows)
-        events = [(own[~taken[own]], costs[~taken[own]]) for own, costs in self.events]
-        return Descent(state, cost, events + [(rows[own], costs) for own, costs in other.events], converged)
-
 
 class Matcher:
     """The matching of a batch of sources to a reference.
 
-    :param groups: what may be decided.
+    :param parts: what may be decided.
     :param reference: site -> moments of the reference, ``(1, *view_shape, channels)``, or of one for each source.
     :param source: site -> moments, ``(B, *view_shape, channels)``.
     :param cost: which cost to minimise.
-    :param moves: what to decide; all of ``groups``, if left out.
+    :param moves: what to decide; all of ``parts``, if left out.
     """
 
     def __init__(
         self,
-        groups: Groups,
+        parts: Parts,
         reference: Mapping[str, Tensor],
         source: Mapping[str, Tensor],
         cost: Cost,
@@ -113,14 +69,14 @@ class Matcher:
         self._reference, self._source = dict(reference), dict(source)
         example = next(iter(source.values()), torch.zeros(1))
         self.batch, self.device = len(example), example.device
-        self.moves = moves_of(groups.roots, groups.rescalings, set(source)) if moves is None else list(moves)
-        self._scorer = Scorer(groups, self._reference, self._source, cost)
+        self.moves = moves_of(parts.roots, parts.rescalings, set(source)) if moves is None else list(moves)
+        self._scorer = Scorer(parts, self._reference, self._source, cost)
         # Row m: the moves to look at again when move m has changed something.
         self._coupled = torch.tensor(
             [[any(term.depends & m.actors for term in other.terms) for other in self.moves] for m in self.moves],
             dtype=torch.bool,
         ).reshape(len(self.moves), len(self.moves))
-        self.groups = groups
+        self.parts = parts
         self._sites = list(source)
 
     @property
@@ -135,7 +91,7 @@ class Matcher:
 
     def identity(self) -> State:
         """Nothing is moved."""
-        return State.identity(self.groups, self.batch, self.device)
+        return State.identity(self.parts, self.batch, self.device)
 
     def costs(self, state: State, rows: Tensor, sites: Sequence[str] | None = None) -> Tensor:
         """Cost of each site for some of the sources, summed in float64: ``(rows, sites)``, on the CPU.
@@ -165,7 +121,7 @@ class Matcher:
             move = self.moves[m]
             usable = [k for k, term in enumerate(move.terms) if fixed.issuperset(term.depends)]
             if usable:
-                state.put(rows, self._scorer.decide(move, state, rows, usable), move.actors)
+                state.put(rows, self._decide(move, state, rows, usable), move.actors)
             unsettled[:, m] = len(usable) < len(move.terms)
             waiting.remove(m)
             fixed |= move.actors
@@ -196,8 +152,8 @@ class Matcher:
                 state.touch(hit, [move.root.name])
             elif move.multiplier is not None:
                 signs = state.multipliers["sign"]
-                own = signs[hit.to(signs.device), self.groups.offsets("sign")[move.multiplier[1]]]
-                signs[hit.to(signs.device), self.groups.offsets("sign")[move.multiplier[1]]] = _flipped(own)
+                own = signs[hit.to(signs.device), self.parts.offsets("sign")[move.multiplier[1]]]
+                signs[hit.to(signs.device), self.parts.offsets("sign")[move.multiplier[1]]] = _flipped(own)
                 state.touch(hit, move.actors)
             first[hit] = self._coupled[m]
             first[hit, m] = False
@@ -263,8 +219,8 @@ class Matcher:
         taken = []
         for shorter in range(1 + SHORTER_STEPS if move.moves_itself else 1):
             here = state.rows(looking)
-            proposal = self._scorer.decide(move, here, rows[looking], None, shorter)
-            changed, rearranged = self._scorer.differs(move, here, proposal)
+            proposal = self._decide(move, here, rows[looking], None, shorter)
+            changed, rearranged = here.differs(proposal, move)
             looking, proposal = looking[changed], proposal.rows(changed.nonzero().flatten())
             least = threshold[looking] * torch.where(rearranged[changed], 1.0, SCALE_STEPS)
             if not len(looking):
@@ -282,6 +238,24 @@ class Matcher:
             if not len(looking):
                 break
         return torch.cat(taken) if taken else torch.zeros(0, dtype=torch.long)
+
+    def _decide(
+        self, move: Move, state: State, rows: Tensor, usable: Sequence[int] | None = None, shorter: int = 0
+    ) -> State:
+        """The best element of one move given the others.
+
+        :param state: of the sources ``rows``; it isn't changed.
+        :param usable: numbers of the move's terms to look at; all, if left out.
+        :param shorter: how often the step was shortened, of a move that is coupled with itself.
+        """
+        new = state.copy()
+        terms = [term for k, term in enumerate(move.terms) if usable is None or k in usable]
+        if move.multiplier is not None:
+            self._scorer.decide_multiplier(move, terms, state, new, rows, shorter)
+            return new
+        choices = {units.name: self._scorer.choices(move, units, terms, state, rows) for units in move.active}
+        decide_units(move, choices, state, new, shorter)
+        return new
 
     def _known_share(self, move: Move, fixed: set[str]) -> float:
         """Which part of a move's weights lies in terms whose other factors are fixed."""

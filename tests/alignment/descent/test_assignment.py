@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from pyro_symmetric.alignment import assignment
-from pyro_symmetric.alignment.assignment import assign
+from pyro_symmetric.alignment.descent import assignment
+from pyro_symmetric.alignment.descent.assignment import assign
 
 
 def total(scores, found):

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Moments = dict[str, Tensor]
+
 
 @dataclass(frozen=True)
 class Cost:

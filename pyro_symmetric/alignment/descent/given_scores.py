@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.activation import ActivationCost
-from pyro_symmetric.alignment.costs import COSTS
-from pyro_symmetric.alignment.descent import Descent, Matcher
-from pyro_symmetric.alignment.inputs import Moments, Problem
-from pyro_symmetric.alignment.moves import moves_of
-from pyro_symmetric.alignment.nesting import decide_units, sources_of
-from pyro_symmetric.alignment.search import Outcome, shifted
-from pyro_symmetric.alignment.state import State
-from pyro_symmetric.alignment.units import Move, Slot, Units
+from pyro_symmetric.alignment.costs.activation import ActivationCost
+from pyro_symmetric.alignment.costs.cost import COSTS, Moments
+from pyro_symmetric.alignment.descent.descent import Descent
+from pyro_symmetric.alignment.descent.matcher import Matcher
+from pyro_symmetric.alignment.descent.nesting import decide_units, sources_of
+from pyro_symmetric.alignment.descent.search import Outcome, shifted
+from pyro_symmetric.alignment.parts.moves import moves_of
+from pyro_symmetric.alignment.parts.problem import Problem
+from pyro_symmetric.alignment.parts.state import State
+from pyro_symmetric.alignment.parts.units import Move, Slot, Units
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.weights import Weights
 

@@ -1,4 +1,4 @@
-"""Scores of pairs of units, and the best decision of one move given all others, for a batch of sources."""
+"""Scores of pairs of units, with all that isn't decided held, for a batch of sources."""
 
 from __future__ import annotations
 
@@ -7,69 +7,41 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.choices import Block, Choices
-from pyro_symmetric.alignment.costs import Cost
-from pyro_symmetric.alignment.nesting import FLIPS, POLISH, decide_units
-from pyro_symmetric.alignment.rescale import Side, best_scale, equal_norm_scale
-from pyro_symmetric.alignment.state import Action, Groups, State
-from pyro_symmetric.alignment.units import Move, Term, Units
-
-# Log-scales that are closer than this are the same.
-SAME_SCALE = 1e-9
+from pyro_symmetric.alignment.costs.choices import FLIPS, POLISH, Block, Choices
+from pyro_symmetric.alignment.costs.cost import Cost
+from pyro_symmetric.alignment.costs.rescale import Side, best_scale, equal_norm_scale
+from pyro_symmetric.alignment.parts.mover import Mover
+from pyro_symmetric.alignment.parts.problem import Parts
+from pyro_symmetric.alignment.parts.state import State
+from pyro_symmetric.alignment.parts.units import Move, Term, Units
 
 
 class Scorer:
-    """The scores of one batch of sources; see :class:`~pyro_symmetric.alignment.descent.Matcher`."""
+    """The scores of one batch of sources; see :class:`~pyro_symmetric.alignment.descent.matcher.Matcher`."""
 
-    def __init__(self, groups: Groups, reference: Mapping[str, Tensor], source: Mapping[str, Tensor], cost: Cost):
-        self._groups, self._cost = groups, cost
+    def __init__(self, parts: Parts, reference: Mapping[str, Tensor], source: Mapping[str, Tensor], cost: Cost):
+        self._parts, self._cost = parts, cost
         self._reference, self._source = reference, source
         example = next(iter(source.values()), torch.zeros(1))
         self._device, self._batch = example.device, len(example)
-        self._action = Action(groups, self._device)
+        self._mover = Mover(parts, self._device)
         self._units: dict[Term, Tensor] = {}
         self._kept: dict[Term, tuple[Tensor, Block]] = {}
 
     def moved(self, site: str, state: State, rows: Tensor) -> Tensor:
         """One site of some sources, moved by a state of theirs."""
-        return self._action.moved(self._rows(self._source[site], rows), site, state)
+        return self._mover.moved(self._rows(self._source[site], rows), site, state)
 
     def size(self, term: Term) -> int:
         """How many entries of the reference a term compares."""
         return self._reference_units(term)[0].numel()
 
-    def differs(self, move: Move, one: State, other: State) -> tuple[Tensor, Tensor]:
-        """For which sources two states differ in what a move decides, and in more than scales, bool ``(B,)`` each."""
-        rearranged = torch.zeros(len(next(iter(one.stamps.values()))), dtype=torch.bool)
-        for name in (name for units in move.active for name in units.names):
-            rearranged |= (one.images[name] != other.images[name]).any(-1).cpu()
-        if move.multiplier is None and not any(move.slots.values()):
-            return rearranged, rearranged
-        rearranged |= (one.multipliers["sign"] != other.multipliers["sign"]).any(-1).cpu()
-        scales = (one.multipliers["scale"] - other.multipliers["scale"]).abs() > SAME_SCALE
-        return rearranged | scales.any(-1).cpu(), rearranged
+    def choices(self, move: Move, units: Units, terms: Sequence[Term], state: State, rows: Tensor) -> Choices:
+        """What is to be chosen for the pairs of one set of a move's units.
 
-    def decide(
-        self, move: Move, state: State, rows: Tensor, usable: Sequence[int] | None = None, shorter: int = 0
-    ) -> State:
-        """The best element of one move given the others.
-
-        :param state: of the sources ``rows``; it isn't changed.
-        :param usable: numbers of the move's terms to look at; all, if left out.
-        :param shorter: how often the step was shortened, of a move that is coupled with itself.
+        :param terms: those of the move's terms to look at.
+        :param state: of the sources ``rows``.
         """
-        new = state.copy()
-        terms = [term for k, term in enumerate(move.terms) if usable is None or k in usable]
-        if move.multiplier is not None:
-            self._decide_multiplier(move, terms, state, new, rows, shorter)
-            return new
-        choices = {units.name: self._choices(move, units, terms, state, rows) for units in move.active}
-        decide_units(move, choices, state, new, shorter)
-        return new
-
-    # the choices of one set of units --------------------------------------------------------------------------------
-
-    def _choices(self, move: Move, units: Units, terms: Sequence[Term], state: State, rows: Tensor) -> Choices:
         slots = move.slots[units.name]
         own = [term for term in terms if term.units == units.name]
         blocks = [self._block(move, term, state, rows) for term in own]
@@ -86,6 +58,40 @@ class Scorer:
         entries = {term: self._reference_units(term).shape[2] for term in own}
         return Choices(slots, own, blocks, present, fixed, entries, self._cost, shape, self._device)
 
+    def decide_multiplier(
+        self, move: Move, terms: Sequence[Term], state: State, new: State, rows: Tensor, shorter: int
+    ) -> None:
+        """Put the best signs, or scales, of one factor into ``new``, each for itself with all else held."""
+        assert move.multiplier is not None
+        kind, name = move.multiplier
+        where = self._parts.offsets(kind)[name]
+        n = where.stop - where.start
+        zero = torch.zeros(len(rows), n + 1, dtype=torch.float64, device=self._device)
+        sums: dict[int, list[Tensor]] = {}
+        gamma = 0.0
+        for term in terms:
+            odd, even, quadratic = self._sums(move, term, state, rows)
+            totals = sums.setdefault(term.exponent, [zero.clone() for _ in range(3)])
+            unit = torch.full((odd.shape[-1],), n, device=self._device)
+            unit[term.index.to(self._device)] = torch.arange(n, device=self._device)
+            unit = unit[self._mover.order(*term.place, state)].expand(odd.shape)
+            for total, part in zip(totals, (odd, even, quadratic), strict=True):
+                total.scatter_add_(-1, unit, part)
+            entries = self._reference[term.place[0]][0, ..., 0].numel() // odd.shape[-1] * term.index.shape[0]
+            gamma += 0.0 if self._cost.squared else term.exponent * entries
+        before = state.multipliers[kind][:, where]
+        if kind == "sign":
+            pull = torch.stack([parts[0] for e, parts in sums.items() if e % 2] or [zero]).sum(0)[:, :-1]
+            gain = -2 * pull * before
+            flip = (gain > 0) & (gain >= FLIPS[shorter] * gain.amax(-1, keepdim=True))
+            new.multipliers[kind][:, where] = torch.where(flip, -before, before)
+        elif sums:
+            sides = [Side(e, (odd + even)[:, :-1], quadratic[:, :-1]) for e, (odd, even, quadratic) in sums.items()]
+            _, best = best_scale(sides, gamma, before, POLISH)
+            new.multipliers[kind][:, where] = before + (best - before) * 0.5**shorter
+
+    # blocks of scores -----------------------------------------------------------------------------------------------
+
     def _equal_norms(self, move: Move, terms: Sequence[Term], exponent: int, state: State, rows: Tensor) -> Tensor:
         norms = []
         for moments in (self._reference, None):
@@ -98,8 +104,6 @@ class Scorer:
                 total = total + _units(value, term).double().square().sum((-1, -2))
             norms.append(torch.as_tensor(total))
         return equal_norm_scale(exponent, *norms)
-
-    # blocks of scores ------------------------------------------------------------------------------------------------
 
     def _block(self, move: Move, term: Term, state: State, rows: Tensor) -> Block:
         """One term's share of the scores, kept until something that it depends on is another."""
@@ -139,16 +143,16 @@ class Scorer:
         names = [name for units in move.active for name in units.names]
         released: dict[str, Tensor] = {}
         slots = [slot for k, slot in enumerate(move.slots.get(term.units, ())) if k in (*term.signs, term.scale)]
-        for kind, group in self._groups.rescalings.items():
+        for kind, group in self._parts.rescalings.items():
             mask = torch.zeros(1 + sum(group.factors.values()), dtype=torch.bool, device=self._device)
             for slot in slots:
                 if slot.kind == kind:
                     mask[slot.units.to(self._device)] = True
             if move.multiplier is not None and move.multiplier[0] == kind:
-                mask[self._groups.offsets(kind)[move.multiplier[1]]] = True
+                mask[self._parts.offsets(kind)[move.multiplier[1]]] = True
             if bool(mask.any()):
                 released[kind] = mask
-        return self._action.moved(self._rows(self._source[site], rows), site, state, dim, names, released)
+        return self._mover.moved(self._rows(self._source[site], rows), site, state, dim, names, released)
 
     def _reference_units(self, term: Term) -> Tensor:
         if term not in self._units:
@@ -157,40 +161,6 @@ class Scorer:
 
     def _rows(self, value: Tensor, rows: Tensor) -> Tensor:
         return value if len(value) == 1 or len(rows) == self._batch else value[rows.to(value.device)]
-
-    # multipliers alone -----------------------------------------------------------------------------------------------
-
-    def _decide_multiplier(
-        self, move: Move, terms: Sequence[Term], state: State, new: State, rows: Tensor, shorter: int
-    ) -> None:
-        """The best signs, or scales, of one factor, each for itself with all else held."""
-        assert move.multiplier is not None
-        kind, name = move.multiplier
-        where = self._groups.offsets(kind)[name]
-        n = where.stop - where.start
-        zero = torch.zeros(len(rows), n + 1, dtype=torch.float64, device=self._device)
-        sums: dict[int, list[Tensor]] = {}
-        gamma = 0.0
-        for term in terms:
-            odd, even, quadratic = self._sums(move, term, state, rows)
-            totals = sums.setdefault(term.exponent, [zero.clone() for _ in range(3)])
-            unit = torch.full((odd.shape[-1],), n, device=self._device)
-            unit[term.index.to(self._device)] = torch.arange(n, device=self._device)
-            unit = unit[self._action.order(*term.place, state)].expand(odd.shape)
-            for total, part in zip(totals, (odd, even, quadratic), strict=True):
-                total.scatter_add_(-1, unit, part)
-            entries = self._reference[term.place[0]][0, ..., 0].numel() // odd.shape[-1] * term.index.shape[0]
-            gamma += 0.0 if self._cost.squared else term.exponent * entries
-        before = state.multipliers[kind][:, where]
-        if kind == "sign":
-            pull = torch.stack([parts[0] for e, parts in sums.items() if e % 2] or [zero]).sum(0)[:, :-1]
-            gain = -2 * pull * before
-            flip = (gain > 0) & (gain >= FLIPS[shorter] * gain.amax(-1, keepdim=True))
-            new.multipliers[kind][:, where] = torch.where(flip, -before, before)
-        elif sums:
-            sides = [Side(e, (odd + even)[:, :-1], quadratic[:, :-1]) for e, (odd, even, quadratic) in sums.items()]
-            _, best = best_scale(sides, gamma, before, POLISH)
-            new.multipliers[kind][:, where] = before + (best - before) * 0.5**shorter
 
     def _sums(self, move: Move, term: Term, state: State, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What a multiplier at each position of a term's axis enters: odd, even, quadratic, ``(B, length)`` each."""

@@ -143,7 +143,7 @@ def actor(kind: str, factor: str) -> str:
 
 def units_of(group: PermutationGroup) -> list[Units]:
     """The sets of units of the outermost factors."""
-    return [_units(tree, group, None) for tree in group._trees]
+    return [_units(tree, group, None) for tree in group.families]
 
 
 def lookup(index: Tensor, length: int) -> tuple[Tensor, Tensor]:

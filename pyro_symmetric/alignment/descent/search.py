@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.costs import Cost
-from pyro_symmetric.alignment.descent import Descent, Matcher
-from pyro_symmetric.alignment.inputs import Moments, Problem
-from pyro_symmetric.alignment.state import Action, State
+from pyro_symmetric.alignment.costs.cost import Cost, Moments
+from pyro_symmetric.alignment.descent.descent import Descent
+from pyro_symmetric.alignment.descent.matcher import Matcher
+from pyro_symmetric.alignment.parts.mover import Mover
+from pyro_symmetric.alignment.parts.problem import Problem
+from pyro_symmetric.alignment.parts.state import State
 
 # Searches that take fewer seconds show no progress bar.
 BAR_DELAY = 2.0
@@ -99,8 +101,8 @@ def shifted(problem: Problem, cost: Cost, reference: Moments, source: Moments) -
 def move_sources(problem: Problem, source: Moments, state: State) -> Moments:
     """All sites, moved."""
     example = next(iter(source.values()), torch.zeros(1))
-    action = Action(problem.parts, example.device)
-    return {site: action.moved(value, site, state) for site, value in source.items()}
+    mover = Mover(problem.parts, example.device)
+    return {site: mover.moved(value, site, state) for site, value in source.items()}
 
 
 def chunks_of(problem: Problem, source: Moments) -> list[Tensor]:

@@ -9,12 +9,14 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.costs import Cost
-from pyro_symmetric.alignment.rescale import Side, best_scale, value_at
-from pyro_symmetric.alignment.units import Slot, Term
+from pyro_symmetric.alignment.costs.cost import Cost
+from pyro_symmetric.alignment.costs.rescale import Side, best_scale, value_at
+from pyro_symmetric.alignment.parts.units import Slot, Term
 
-# Newton steps for the scores of all pairs; pairs that are chosen are polished.
-STEPS = 3
+# Newton steps for the scores of all pairs, and for the pairs that are chosen.
+STEPS, POLISH = 3, 40
+# Which part of the largest gain a flip must have, in shorter and shorter steps.
+FLIPS = (0.0, 0.5, 0.9, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
