@@ -389,7 +389,7 @@ def run(name: str, options: argparse.Namespace, results: Results) -> None:
     target = TARGETS[name](options.root)
     if options.sizes is not None:
         target = replace(target, sizes=tuple(options.sizes))
-    samplers = {k: partial(by_us, target, k) for k in KERNELS}
+    samplers = {k: partial(by_us, target, k) for k in options.kernels}
     if importlib.util.find_spec("numpyro") is not None:
         samplers["NumPyro"] = partial(by_numpyro, target)
     draws, entries, names = {}, {}, list[str]()
@@ -441,6 +441,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--root", type=Path, help="folder that holds uci/energy")
+    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS), help="of this library")
     parser.add_argument("--seed", type=int, default=0, help="of all samplers")
     parser.add_argument(
         "--sizes",
