@@ -111,12 +111,16 @@ def study(seed: int, options: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def measured(out: Path, settings: StudySettings) -> Mapping[str, Any] | None:
-    """The results of a study that has been through, if it was this one: measuring takes as long as some methods."""
+    """The results of a study that has been through, if it was this one, perhaps with more methods: measuring takes as
+    long as some methods."""
     path = out / "results.json"
     if not path.exists():
         return None
     stored = json.loads(path.read_text(encoding="utf-8"))
-    return stored["methods"] if stored["settings"] == json.loads(json.dumps(settings.to_dict())) else None
+    then = StudySettings.from_dict(stored["settings"])
+    same = not settings.differences(then) and set(settings.methods) <= set(then.methods)
+    same = same and all(then.budgets.get(method) == settings.budgets.get(method) for method in settings.methods)
+    return stored["methods"] if same else None
 
 
 def entry(row: Mapping[str, Any], path: tuple[str, ...]) -> float:
@@ -137,7 +141,8 @@ def findings(found: list[Mapping[str, Any]], labels: list[str]) -> list[str]:
     pairs = [(label, f"multi-{label.removeprefix('single-')}") for label in ones]
 
     def count(path: tuple[str, ...]) -> str:
-        wins = [entry(rows[many], path) < entry(rows[one], path) for rows in found for one, many in pairs]
+        both = [(rows[one], rows[many]) for rows in found for one, many in pairs if one in rows and many in rows]
+        wins = [entry(many, path) < entry(one, path) for one, many in both]
         return f"{sum(wins)} of {len(wins)}"
 
     best = [
@@ -186,9 +191,9 @@ def main() -> None:
         study(options.only_seed, options)
         return
     found = [study(seed, options) for seed in range(options.seeds)]
-    labels = list(found[0])
+    labels = list(max(found, key=len))  # a study that was measured before may hold more methods than the others
     rows = [
-        [label, *(spread([entry(rows[label], path) for rows in found]) for path in COLUMNS.values())]
+        [label, *(spread([entry(rows[label], path) for rows in found if label in rows]) for path in COLUMNS.values())]
         for label in labels
     ]
     print_table(f"{options.seeds} seeds, {options.max_train} training rows", ["method", *COLUMNS], rows)
