@@ -196,7 +196,9 @@ def main() -> None:
         [label, *(spread([entry(rows[label], path) for rows in found if label in rows]) for path in COLUMNS.values())]
         for label in labels
     ]
-    print_table(f"{options.seeds} seeds, {options.max_train} training rows", ["method", *COLUMNS], rows)
+    sizes = ", ".join(str(row[REFERENCE]["draws"]) for row in found)
+    title = f"{options.seeds} seeds, {options.max_train} training rows, references of {sizes} networks"
+    print_table(title, ["method", *COLUMNS], rows)
     budgets = budgets_of(methods_of(options), 0, options)
     print("\nbudgets: " + "; ".join(f"{name} {budget}" for name, budget in budgets.items()))
     for line in findings(found, labels):

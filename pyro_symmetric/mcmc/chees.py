@@ -9,7 +9,7 @@ ChEES judges them by the change in the estimator of the expected square,
 in coordinates :math:`x = W z` that the mass matrix has whitened (there the paper, whose mass is 1, applies as it
 stands). In warm-up :math:`T` goes to where
 
-.. math:: \frac{1}{T^2} \int_0^T g(t)\, dt
+.. math:: \frac{1}{T^2} \int_0^T g(t)\, dt,
 
 the mean square for its cost, is greatest. Trajectories of all times up to :math:`T` are made anyway, so that the whole
 curve :math:`g` is known up to there, bin by bin; :math:`T` stays a bin ahead of the best, to see what comes next.
@@ -55,7 +55,7 @@ START = math.pi  # for which uniform times leave draws of a standard Gaussian un
 BINS, BINS_OF_TWO, SHORTEST = 64, 2, 2.0**-20  # of the curve: two for each doubling of the time, from 1e-6 to 4096
 FADING = 0.98  # of the curve, with every iteration
 RATE = 0.1  # the largest change of log T in one iteration
-MIN_CHAINS = 2  # below, each slope is a single trajectory's
+MIN_CHAINS = 2  # below, each square is a single trajectory's
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +64,11 @@ class LengthTuning:
 
     :param log_length: :math:`\\log T`, of the next iteration, ``()``; times are in units of the whitened coordinates.
     :param log_average: the average of what was advised, weighted to the last iterations, ``()``.
-    :param sums: of squares over the trajectories whose time lay in each bin, older ones fading, ``(BINS,)``.
+    :param sums: of squares over the trajectories whose time lay in each bin, older ones fading as new ones come,
+        ``(BINS,)``.
     :param counts: of these trajectories, fading likewise, ``(BINS,)``.
     :param centre: each chain's average, weighted to the last iterations, ``(C, D)``.
-    :param updates: how often it was adapted.
+    :param updates: how often it was adapted since the curve was begun.
     :param iteration: how many trajectories there have been.
     """
 
@@ -92,7 +93,7 @@ class LengthTuning:
 
     def seen(self, time: float, square: Tensor) -> LengthTuning:
         """Count an iteration: how long its trajectories lasted, and their estimate of the expected square, ``()``."""
-        place = min(max(math.floor(BINS_OF_TWO * math.log2(time / SHORTEST)), 0), BINS - 1)
+        place = int(min(max(BINS_OF_TWO * math.log2(time / SHORTEST), 0), BINS - 1))
         here = torch.zeros_like(self.counts)
         here[place] = 1.0
         sums, counts = FADING * self.sums + here * square, FADING * self.counts + here
@@ -104,27 +105,29 @@ class LengthTuning:
         return replace(self, log_length=log_length, sums=0 * self.sums, counts=0 * self.counts, updates=0)
 
     def advised(self) -> Tensor:
-        """The log of the best length among those that were tried, ``()``; NaN before any was."""
+        """The log of the best length among those that were tried, ``()``; NaN before any was.
+
+        Bins that no time fell into count for nothing; but for the shortest they are few, as times fill (0, T) evenly.
+        """
         edges = SHORTEST * 2 ** (torch.arange(BINS + 1, device=self.sums.device) / BINS_OF_TWO).double()
         tried = self.counts > 0
         curve = torch.where(tried, self.sums / self.counts, 0.0)
         area = (curve * edges.diff()).cumsum(0)
         worth = torch.where(tried, area / edges[1:].square(), -torch.inf)
-        return torch.where(tried.any(), edges[1:][worth.argmax()].log(), torch.nan)
+        return torch.where(tried.any(), edges[1:].take(worth.argmax()).log(), torch.nan)
 
-    def update(self, lowest: Tensor, highest: Tensor) -> LengthTuning:
-        """Go towards what is advised, and a bin beyond it, within limits of the log length."""
+    def update(self, highest: Tensor) -> LengthTuning:
+        """Go towards what is advised, and a bin beyond it, below a limit of the log length.
+
+        There need be none from below: a trajectory has one step at least, and nothing shorter is tried or advised.
+        """
         updates, advice = self.updates + 1, self.advised()
         advice = torch.where(advice.isnan(), self.log_length, advice)
         ahead = (advice + math.log(2) / BINS_OF_TWO - self.log_length).clamp(-RATE, RATE)
         share = updates**-0.5
-        average = share * advice.clamp(lowest, highest) + (1 - share) * self.log_average
-        return replace(
-            self,
-            log_length=(self.log_length + ahead).clamp(lowest, highest),
-            log_average=average,
-            updates=updates,
-        )
+        average = share * advice.clamp(max=highest) + (1 - share) * self.log_average
+        log_length = (self.log_length + ahead).clamp(max=highest)
+        return replace(self, log_length=log_length, log_average=average, updates=updates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +141,9 @@ class ChEESTuning(Tuning):
 class ChEES(HamiltonianKernel):
     r"""HMC whose trajectory length is learnt from many chains, from about 8 on; nothing needs to be set.
 
-    :param trajectory_length: :math:`T`, the longest trajectory, where adaptation starts or, with
-        ``adapt_length=False``, stays; the mean is half of it. In units where the mass matrix has made each coordinate's
-        standard deviation 1.
+    :param trajectory_length: :math:`T`, the longest trajectory, where adaptation starts (again after each renewal of
+        the mass matrix, unless a shorter one was learnt) or, with ``adapt_length=False``, stays; the mean is half of
+        it. In units where the mass matrix has made each coordinate's standard deviation 1.
     :param adapt_length: whether to learn it; with a single chain there is nothing to learn from.
     :param max_steps: upper limit of the leapfrog steps of one iteration.
     """
@@ -179,7 +182,7 @@ class ChEES(HamiltonianKernel):
             if not tuning.blind:
                 # By the average: a single small step would cut off what took long to learn.
                 step = tuning.averaging.log_average
-                length = length.update(step, step + math.log(self.max_steps))
+                length = length.update(step + math.log(self.max_steps))
             if iteration + 1 == num_warmup:
                 length = replace(length, log_length=length.log_average)
             state = replace(state, tuning=replace(tuning, length=length.recentred(state.z)))

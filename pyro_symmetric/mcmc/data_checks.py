@@ -42,6 +42,8 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
 def _require_targets(likelihood: Likelihood, outputs: Tensor, num_rows: int, y: Tensor) -> None:
     """:param outputs: of a few rows, ``(N, ..., D)``."""
     categorical, size = isinstance(likelihood, CategoricalLikelihood), outputs.shape[-1]
+    if categorical and size < 2:
+        raise ValueError("the network has one output, but class labels need an output for each class, at least 2")
     own = outputs.shape[1:-1] if categorical or size == 1 else outputs.shape[1:]
     if likelihood.targets(y).shape != (num_rows, *own):
         raise ValueError(

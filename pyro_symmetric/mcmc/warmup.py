@@ -20,7 +20,7 @@ from pyro_symmetric.mcmc.mass import MASSES, MAX_DENSE, Mass, MassEstimate
 from pyro_symmetric.mcmc.potential import Potential
 
 STUCK = 0.1  # acceptance below which a chain hardly moves
-STUCK_SHARE = 0.05  # of the chains; if so many are stuck at the beginning, they lead the step size
+STUCK_SHARE = 0.05  # of the chains, up to 20 the worst; if these are stuck at the beginning, they lead the step size
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,13 +115,14 @@ class HamiltonianKernel(Kernel):
     def _pooled(self, acceptance: Tensor, recent: Tensor, blind: bool) -> Tensor:
         """The chains' mean acceptance ``()``.
 
-        At the beginning, while the mass matrix is unknown, chains that are stuck lead the step if they are many, since
-        a mean would hide them. Not for good, and a share of the chains, never the worst one: of more chains the worst
-        is worse, so that the step would depend on their number.
+        At the beginning, while the mass matrix is unknown, chains that are stuck lead the step, since a mean would
+        hide them: of a simple regression one in ten starts so far out that the others' step never moves it. Not for
+        good, and of many chains not the very worst: it is worse the more they are, so that the step would depend on
+        their number.
         """
         if not blind:
             return acceptance.mean()
-        low = recent.quantile(STUCK_SHARE)
+        low = recent.quantile(STUCK_SHARE, interpolation="lower")
         return torch.where(low < STUCK, low, acceptance.mean())
 
     def _renew_mass(self, potential: Potential, state: State, tuning: Tuning) -> Tuning:

@@ -204,6 +204,7 @@ def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:
         if posterior.metadata["budget"] != method.budget:
             say(f"{path} was made on another budget and will be made anew.")
             return {}
+    shutil.rmtree(scratch_path(out, method), ignore_errors=True)  # of a stop just before it was removed
     seconds = found[method.rows[0]].seconds
     say(f"Reusing {method.title} from {out / 'samples'} (it took {seconds:.1f} s).")
     return found
@@ -211,6 +212,17 @@ def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:
 
 def fit_and_store(method: Method, problem: Problem, out: Path, progress: bool, say: Say) -> dict[str, Finished]:
     """Fit a method under a seed of its own, and write each of its fits."""
+    scratch = scratch_path(out, method)
+    if scratch.exists():
+        try:
+            return _fit_and_store(method, problem, out, progress, say)
+        except ValueError as error:
+            say(f"{scratch} can't be gone on from and is made anew: {error}")
+            shutil.rmtree(scratch)
+    return _fit_and_store(method, problem, out, progress, say)
+
+
+def _fit_and_store(method: Method, problem: Problem, out: Path, progress: bool, say: Say) -> dict[str, Finished]:
     say(f"Fitting {method.title} ...")
     # Its own seed, so that a method gives the same draws whichever others run before it.
     pyro.set_rng_seed((problem.settings.seed + zlib.crc32(method.title.encode())) % 2**32)
@@ -221,7 +233,8 @@ def fit_and_store(method: Method, problem: Problem, out: Path, progress: bool, s
     fits = [replace(fit, label=method.prefix + fit.label) for fit in found]
     if problem.x.is_cuda:
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
+    # Of a method that was stopped, the earlier parts count as well.
+    seconds = max(time.perf_counter() - start, sum(spent(fit.posterior) for fit in fits))
     for fit in fits:
         to_store(Finished(fit, seconds), method).save(store_path(out, fit.label))
     say(f"  {method.title} took {seconds:.1f} s.")
@@ -230,6 +243,12 @@ def fit_and_store(method: Method, problem: Problem, out: Path, progress: bool, s
     # Draws may be mapped from files in there: from here on, from those that were written last.
     shutil.rmtree(scratch, ignore_errors=True)
     return {fit.label: finished_from(Posterior.load(store_path(out, fit.label))) for fit in fits}
+
+
+def spent(posterior: Posterior) -> float:
+    """Seconds that the draws took, where that was noted as they were made."""
+    noted = posterior.metadata.get("seconds", 0.0)
+    return float(sum(noted.values()) if isinstance(noted, Mapping) else noted)
 
 
 def to_store(finished: Finished, method: Method) -> Posterior:

@@ -76,19 +76,19 @@ def test_what_gains_more_than_in_proportion_to_time_advises_the_longest_that_was
     assert LengthTuning.start(torch.tensor(1.0), torch.zeros(2, 3)).advised().isnan()
 
 
-def test_the_length_goes_towards_the_advice_within_its_limits():
+def test_the_length_goes_towards_the_advice_below_its_limit():
     torch.manual_seed(0)
-    low, high = torch.tensor(-3.0).double(), torch.tensor(1.0).double()
+    high = torch.tensor(1.0).double()
     rising, falling = curve(lambda time: time**2, 1.0), curve(lambda time: 1.0, 1.0)
-    up, down = rising.update(low, high), falling.update(low, high)
+    up, down = rising.update(high), falling.update(high)
     assert up.log_length == pytest.approx(0.1)
     assert down.log_length == pytest.approx(-0.1)
     for _ in range(50):
-        up, down = up.update(low, high), down.update(low, high)
-    # Short of the limit: no further than a bin beyond what was tried.
+        up, down = up.update(high), down.update(high)
+    # No further than a bin beyond what was tried.
     assert up.log_length == pytest.approx(float(rising.advised()) + math.log(2) / 2)
-    assert up.update(low, torch.tensor(0.2).double()).log_length == pytest.approx(0.2)
-    assert low <= down.log_length <= -2
+    assert up.update(torch.tensor(0.2).double()).log_length == pytest.approx(0.2)
+    assert down.log_length == pytest.approx(-5.1)
     assert up.log_average == pytest.approx(float(rising.advised()))
 
 
@@ -100,7 +100,7 @@ def test_a_new_mass_matrix_starts_the_curve_anew():
         assert again.log_length.exp() == pytest.approx(expected)
         assert again.advised().isnan()
         # Without a curve the next is a bin longer at most.
-        after = again.update(torch.tensor(-9.0), torch.tensor(9.0)).log_length.exp()
+        after = again.update(torch.tensor(9.0)).log_length.exp()
         assert expected <= after <= expected * math.sqrt(2)
 
 
@@ -112,7 +112,7 @@ def test_the_centre_is_an_average_weighted_to_the_last_draws():
     assert length.centre.item() == pytest.approx((weights @ draws / weights.sum()).item(), rel=1e-5)
 
 
-def test_the_length_learnt_on_a_gaussian_is_about_half_a_turn(gaussian, drive):
+def test_the_length_learnt_on_a_gaussian_is_about_a_quarter_of_a_turn(gaussian, drive):
     # Scales that the mass matrix removes. In theory 1.57, here by bins of half a doubling.
     potential = gaussian(torch.logspace(-2, 2, 50, dtype=torch.float64), rotated=False)
     z = torch.randn(32, 50, dtype=torch.float64)
@@ -122,7 +122,7 @@ def test_the_length_learnt_on_a_gaussian_is_about_half_a_turn(gaussian, drive):
 
 
 def test_trajectories_that_are_too_short_grow(gaussian, drive):
-    # Rotated: correlations remain that the mass matrix can't hold. Three seeds went from 1 to 3.5 or more.
+    # Rotated: correlations remain that the mass matrix can't hold. From 1 it went to 2.8.
     potential = gaussian(torch.logspace(-1.5, 1.5, 20, dtype=torch.float64))
     z = torch.randn(32, 20, dtype=torch.float64)
     state = drive(ChEES(None, trajectory_length=1.0), potential, z, 300, 1)[2]

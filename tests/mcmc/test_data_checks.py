@@ -28,6 +28,7 @@ def regression(outputs):
         (classifier(), X[:0], LABELS[:0], ValueError, "x has no rows"),
         (classifier(), X[:, :2], LABELS, ValueError, r"x doesn't fit.*\(6, 2\).*'0.weight', is a tensor \(3, 4\)"),
         (classifier(), X.double(), LABELS, ValueError, r"pass inputs.to\(torch.float32\)"),
+        (BayesianModel(nn.Linear(4, 1)), X, LABELS % 2, ValueError, "one output.*at least 2"),
         (classifier(), X, LABELS.float(), ValueError, r"pass y.long\(\)"),
         (classifier(), X, LABELS + 1, ValueError, "labels from 1 to 3, but the network has 3 outputs.*0 and 2"),
         (classifier(), X, LABELS * -100, ValueError, "labels from -200 to 0"),

@@ -252,7 +252,7 @@ def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kind", [HMC, SGHMC])
+@pytest.mark.parametrize("kind", [HMC, ChEES, SGHMC])
 def test_chains_run_on_a_cuda_device_and_draws_come_back(kind):
     torch.manual_seed(0)
     net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), likelihood="gaussian")

@@ -23,6 +23,10 @@ ABOUT = "A Laplace approximation (Daxberger et al. 2021): a Gaussian at a traine
 # A full covariance of more weights than this would take longer to invert than all else to run.
 MOST_WEIGHTS = 10_000
 
+# Numbers in the inputs of one batch. Curvature is a sum over rows, but of convolutions it takes per-row, per-class
+# patches: 512 images of 28 x 28 filled 20 GB.
+MOST_INPUTS = 32_768
+
 
 @dataclass(frozen=True)
 class _Laplace(_Networks):
@@ -74,7 +78,7 @@ class _Laplace(_Networks):
         )
         targets = problem.y if problem.is_classification else model.likelihood.targets(problem.y)[:, None]
         rows = torch.utils.data.TensorDataset(problem.x, targets.to(problem.x.dtype) if noise else targets)
-        fitted.fit(torch.utils.data.DataLoader(rows, batch_size=512))
+        fitted.fit(torch.utils.data.DataLoader(rows, batch_size=max(1, min(512, MOST_INPUTS // problem.x[0].numel()))))
         flat = fitted.sample(draws).detach()
         drawn = unflatten(flat, moved, moved)
         return {**{site: value.expand(draws, *value.shape) for site, value in mode.items()}, **drawn}
