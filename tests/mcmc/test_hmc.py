@@ -182,9 +182,10 @@ def test_one_chain_that_starts_far_out_is_not_left_behind(kernel):
 
     def model() -> None:
         slopes = pyro.sample("slopes", dist.Normal(torch.zeros(3), 2.0).to_event(1))
+        intercept = pyro.sample("intercept", dist.Normal(0.0, 2.0))
         noise = pyro.sample("noise", dist.HalfNormal(1.0))
         with pyro.plate("rows", len(x)):
-            pyro.sample("y", dist.Normal(x @ slopes + 0.3, noise), obs=y)
+            pyro.sample("y", dist.Normal(x @ slopes + intercept, noise), obs=y)
 
     posterior = sample(kernel(model), num_chains=8, num_warmup=100, num_samples=20, seed=1, progress=False)
     assert posterior.statistics["acceptance_rate"].double().mean(1).min() > 0.5
