@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.compare._results import table
+from pyro_symmetric.compare.layers import Samples, samples_of
 from pyro_symmetric.symmetry.canonical import PermutationKey, sorting_permutation
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.minimal_mass import HasScalings, minimal_mass
@@ -171,7 +172,7 @@ def equivalent_modes(symmetry: WeightSymmetry | FiniteGroup | PermutationGroup) 
     return EquivalentModes(symmetry.log_order(), orders, flips)
 
 
-def excess_mass(weights: Mapping[str, Tensor], symmetry: HasScalings | ScalingGroup) -> Tensor:
+def excess_mass(weights: Samples, symmetry: HasScalings | ScalingGroup) -> Tensor:
     r"""The share of the weights' mass that scalings alone could take away,
     :math:`1 - \min_\lambda \|\lambda \cdot w\|^2 / \|w\|^2`, biases left out.
 
@@ -179,10 +180,11 @@ def excess_mass(weights: Mapping[str, Tensor], symmetry: HasScalings | ScalingGr
     figure 2 of Laurent et al. (2024). Units that have no best scale (dead ones, those before batch normalisation) are
     held at the scale they have, in both masses.
 
-    :param weights: site -> tensor ``batch_shape + site_shape``.
+    :param weights: site -> tensor ``batch_shape + site_shape``; or a ``Posterior``, chains end to end.
     :param symmetry: the scalings, or a network's symmetry.
     :returns: ``batch_shape``, float64, in [0, 1); NaN where all weights are 0.
     """
+    weights = samples_of(weights)
     group = symmetry if isinstance(symmetry, ScalingGroup) else symmetry.scalings
     minimum = minimal_mass(weights, group, scale_free="hold").mass
     dims = minimum.dim()

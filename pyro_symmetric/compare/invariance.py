@@ -31,7 +31,9 @@ from torch import Tensor
 
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare._tests import chi_square_uniform, holm, holm_rejections, kolmogorov_smirnov
+from pyro_symmetric.compare.layers import Samples, samples_of
 from pyro_symmetric.symmetry.permutation import Axis, PermutationGroup
+from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
 from pyro_symmetric.symmetry.weights import require_finite
 
 
@@ -167,8 +169,8 @@ class InvarianceResult:
 
 @torch.no_grad()
 def invariance_tests(
-    weights: Mapping[str, Tensor],
-    group: PermutationGroup,
+    weights: Samples,
+    group: PermutationGroup | WeightSymmetry,
     *,
     level: float = 0.05,
     effective_size: int | None = None,
@@ -185,8 +187,9 @@ def invariance_tests(
 
     Holm's method over both tests of all factors keeps the probability of any false rejection under ``level``.
 
-    :param weights: site -> samples ``batch_shape + site_shape``; batch dimensions are flattened.
-    :param group: the permutation group; factors of size 1 are passed over.
+    :param weights: site -> samples ``batch_shape + site_shape``, of which batch dimensions are flattened; or a
+        ``Posterior``.
+    :param group: the permutation group, or a network's symmetry, which has one; factors of size 1 are passed over.
     :param level: the family-wise level of the tests.
     :param effective_size: how many draws may be taken as independent. That many, evenly spaced over the flattened
         batch, are kept. For chains give at most the smallest effective sample size over the weights; half of it is on
@@ -196,6 +199,8 @@ def invariance_tests(
     :raises ValueError: if weights don't fit the group, aren't finite, or fewer than 2 draws are left.
     """
     _check_arguments(level, effective_size, max_tests)
+    weights = samples_of(weights)
+    group = group.permutations if isinstance(group, WeightSymmetry) else group
     shape = group.batch_shape(weights)
     require_finite({site: weights[site] for site in group.required_sites}, "weights")
     keep = _thinned(shape.numel(), effective_size)

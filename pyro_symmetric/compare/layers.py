@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import PermutationGroup
@@ -19,7 +20,13 @@ from pyro_symmetric.symmetry.rescaling import SignGroup
 from pyro_symmetric.symmetry.weights import Shapes, batch_shape, require_finite, require_sites
 
 Layers = Mapping[str, Sequence[str]]
+Samples = Mapping[str, Tensor] | Posterior
 AnySymmetry = Symmetry | PermutationGroup | SignGroup | FiniteGroup
+
+
+def samples_of(weights: Samples) -> Mapping[str, Tensor]:
+    """Weights as they come; of a posterior, its draws, chains end to end."""
+    return weights.get_samples() if isinstance(weights, Posterior) else weights
 
 
 def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str, tuple[str, ...]]:
@@ -58,14 +65,15 @@ class PairedSamples:
 
     def __init__(
         self,
-        weights_p: Mapping[str, Tensor],
-        weights_q: Mapping[str, Tensor],
+        weights_p: Samples,
+        weights_q: Samples,
         layers: Layers | None = None,
         site_shapes: Shapes | None = None,
         symmetry: AnySymmetry | None = None,
         *,
         minimum: int = 1,
     ):
+        weights_p, weights_q = samples_of(weights_p), samples_of(weights_q)
         if layers is None and set(weights_p) != set(weights_q):
             raise ValueError(
                 "weights_p and weights_q must have the same sites (or layers must name those to compare); only in "

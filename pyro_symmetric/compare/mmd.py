@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pyro_symmetric.compare._pairs import Pairs
 from pyro_symmetric.compare._results import layer_table
-from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples
+from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
 from pyro_symmetric.symmetry.weights import Shapes
 
 NUM_BANDWIDTHS = 10
@@ -145,8 +145,8 @@ class MMDResult:
 
 @torch.no_grad()
 def mmd(
-    weights_p: Mapping[str, Tensor],
-    weights_q: Mapping[str, Tensor],
+    weights_p: Samples,
+    weights_q: Samples,
     *,
     layers: Layers | None = None,
     site_shapes: Shapes | None = None,
@@ -166,7 +166,7 @@ def mmd(
     memory; a symmetry that is removed needs them there.
 
     :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given;
-        batch dimensions are flattened.
+        batch dimensions are flattened. Or a ``Posterior``, chains end to end.
     :param weights_q: the same sites, ``n`` samples. Samples are taken as independent; autocorrelated ones leave the
         estimate unbiased only up to their autocorrelation.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer.

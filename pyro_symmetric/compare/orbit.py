@@ -33,7 +33,7 @@ from torch import Tensor
 
 from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
 from pyro_symmetric.compare._results import layer_table
-from pyro_symmetric.compare.layers import Layers, PairedSamples
+from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples, samples_of
 from pyro_symmetric.compare.mmd import LayerMMD, MMDResult, bandwidth_grid, over_layers
 from pyro_symmetric.symmetry.canonical import canonicalize
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, FiniteGroup, finite_part
@@ -77,8 +77,8 @@ class OrbitMMD(MMDResult):
 
 @torch.no_grad()
 def orbit_mmd(
-    weights_p: Mapping[str, Tensor],
-    weights_q: Mapping[str, Tensor],
+    weights_p: Samples,
+    weights_q: Samples,
     symmetry: WeightSymmetry | PermutationGroup | SignGroup | FiniteGroup,
     *,
     num_elements: int = 8,
@@ -100,7 +100,8 @@ def orbit_mmd(
     first: unit norm, biases before a softmax of mean zero. Time and memory are those of
     :func:`~pyro_symmetric.compare.mmd`, the time ``num_elements`` times, and one moved layer of all samples besides.
 
-    :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given.
+    :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given;
+        or a ``Posterior``, chains end to end.
     :param weights_q: the same sites, ``n`` samples.
     :param symmetry: the group, or a network's symmetry.
     :param num_elements: random elements drawn for every sample, at least 2; more of them lower ``element_errors``.
@@ -116,7 +117,8 @@ def orbit_mmd(
         raise ValueError(f"num_elements is {num_elements}; at least 2 are needed to tell how much they matter")
     if isinstance(symmetry, WeightSymmetry):
         weights_p, weights_q = (
-            canonicalize(weights, symmetry, permutations=None, signs=False) for weights in (weights_p, weights_q)
+            canonicalize(samples_of(weights), symmetry, permutations=None, signs=False)
+            for weights in (weights_p, weights_q)
         )
     group = finite_part(symmetry)
     samples = PairedSamples(weights_p, weights_q, layers, site_shapes, minimum=3)

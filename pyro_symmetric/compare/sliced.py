@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.compare._results import table
-from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples
+from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
 from pyro_symmetric.compare.wasserstein import transport_cost
 from pyro_symmetric.symmetry.weights import Shapes
 
@@ -83,8 +83,8 @@ class SlicedResult:
 
 @torch.no_grad()
 def sliced_wasserstein(
-    weights_p: Mapping[str, Tensor],
-    weights_q: Mapping[str, Tensor],
+    weights_p: Samples,
+    weights_q: Samples,
     p: float = 2,
     *,
     num_projections: int = 256,
@@ -104,7 +104,8 @@ def sliced_wasserstein(
     (unlike :func:`~pyro_symmetric.compare.mmd`). Directions are drawn from PyTorch's generator; the same seed gives two
     comparisons the same directions.
 
-    :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given.
+    :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given;
+        or a ``Posterior``, chains end to end.
     :param weights_q: the same sites; the number of samples may differ.
     :param p: order of the distance, at least 1 and finite.
     :param num_projections: number of random directions.

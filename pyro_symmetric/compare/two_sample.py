@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
 from pyro_symmetric.compare._results import table
-from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples
+from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
 from pyro_symmetric.compare.mmd import bandwidth_grid
 from pyro_symmetric.symmetry.weights import Shapes
 
@@ -100,8 +100,8 @@ class MMDTest:
 
 @torch.no_grad()
 def mmd_test(
-    weights_p: Mapping[str, Tensor],
-    weights_q: Mapping[str, Tensor],
+    weights_p: Samples,
+    weights_q: Samples,
     *,
     level: float = 0.05,
     num_permutations: int = 500,
@@ -120,7 +120,8 @@ def mmd_test(
 
     Time beyond the distances: 20 kernels × layers × (m + n)² × permutations multiplications.
 
-    :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given.
+    :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given;
+        or a ``Posterior``, chains end to end.
     :param weights_q: the same sites, ``n`` samples.
     :param level: probability of rejecting where there is no difference.
     :param num_permutations: ``B``; the smallest possible p-value is ``1 / (B + 1)``.

@@ -12,7 +12,6 @@ distance 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.compare._results import layer_table
-from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples
+from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
 from pyro_symmetric.symmetry.weights import Shapes
 
 _CHUNK_ENTRIES = 2**23
@@ -93,8 +92,8 @@ class WassersteinResult:
 
 @torch.no_grad()
 def marginal_wasserstein(
-    weights_p: Mapping[str, Tensor],
-    weights_q: Mapping[str, Tensor],
+    weights_p: Samples,
+    weights_q: Samples,
     p: float = 1,
     *,
     layers: Layers | None = None,
@@ -106,7 +105,8 @@ def marginal_wasserstein(
 
     The plain estimate from samples: of order ``samples ** -0.5`` and positive, not 0, where the marginals are equal.
 
-    :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given.
+    :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given;
+        or a ``Posterior``, chains end to end.
     :param weights_q: the same sites; the number of samples may differ.
     :param p: order of the distance, at least 1; ``math.inf`` gives the largest difference of quantiles.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer.

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from torch import nn
 
+import pyro_symmetric as ps
 from pyro_symmetric.compare.layers import PairedSamples, group_sites
 
 
@@ -63,3 +65,18 @@ def test_integer_weights_are_refused():
     weights = {"a": torch.zeros(3, 2, dtype=torch.long)}
     with pytest.raises(ValueError, match=r"weights_p\['a'\] has dtype torch.int64"):
         PairedSamples(weights, weights).matrices("a")
+
+
+def test_a_posterior_is_compared_as_its_draws():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    symmetry = ps.find_symmetry(net, torch.randn(2, 2))
+    chains = [{name: torch.randn(2, 6, *p.shape) for name, p in net.named_parameters()} for _ in range(2)]
+    first, second = (ps.Posterior(samples) for samples in chains)
+    flat = [{name: value.flatten(0, 1) for name, value in samples.items()} for samples in chains]
+    assert ps.mmd(first, second).median == ps.mmd(*flat).median
+    assert ps.marginal_wasserstein(first, flat[1]).to_dict() == ps.marginal_wasserstein(*flat).to_dict()
+    assert ps.orbit_mmd(first, second, symmetry).median == pytest.approx(ps.orbit_mmd(*flat, symmetry).median)
+    assert torch.equal(ps.excess_mass(first, symmetry), ps.excess_mass(flat[0], symmetry))
+    ours, plain = ps.invariance_tests(first, symmetry), ps.invariance_tests(flat[0], symmetry.permutations)
+    assert ours.to_dict() == plain.to_dict()

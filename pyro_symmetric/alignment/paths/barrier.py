@@ -10,6 +10,7 @@ Reference: Rossi et al. 2023 (arXiv 2310.10171), Definition 2.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -155,6 +156,9 @@ def loss_barrier(
         running statistics of batch normalisation are computed anew or, in a network without it, units are rescaled to
         means and deviations between those of the ends; see :mod:`pyro_symmetric.alignment.paths.repair`. Needs a
         model, the latter plain networks.
+
+    Warns if the model has batch normalisation for which an end brings no running statistics, as no guide does, and
+    nothing repairs them: the model's belong to one network.
     """
     if num_points < 3:
         raise ValueError(f"num_points is {num_points}; a path with an inside has at least 3")
@@ -169,6 +173,8 @@ def loss_barrier(
     if plain:
         num_samples = 1
     repairing = _repair(model, repair, first, second, plain)
+    if model is not None and repairing is None:
+        _warn_of_borrowed_statistics(model, first, second)
     chunk_size = min(num_samples, chunk_size or _chunk_of(model, first, num_samples))
     if metrics and chunk_size < num_samples:
         raise ValueError(
@@ -240,6 +246,22 @@ def _repair(
             "the network has no batch normalisation, and rescaling is for plain networks: these ends have deviations"
         )
     return repairing.between(first.loc, second.loc)
+
+
+def _warn_of_borrowed_statistics(model: BayesianModel, first: GaussianWeights, second: GaussianWeights) -> None:
+    held = [
+        f"{name}.running_mean".lstrip(".")
+        for name, module in model.net.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+    ]
+    if borrowed := [name for name in held if name not in first.loc or name not in second.loc]:
+        warnings.warn(
+            f"the ends bring no running statistics for batch normalisation ({borrowed[0]!r} ...), so both are measured "
+            "with the model's: what was fitted to another network's, or moved by an element of the symmetry, isn't "
+            "measured as itself. Pass repair=x, or networks, whose own statistics come along",
+            UserWarning,
+            stacklevel=4,  # past loss_barrier and the no_grad around it
+        )
 
 
 def _chunk_of(model: BayesianModel | None, gaussian: GaussianWeights, num_samples: int) -> int:

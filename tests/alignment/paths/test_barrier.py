@@ -1,5 +1,6 @@
 """Barriers and geodesics against closed forms."""
 
+import copy
 import math
 
 import pytest
@@ -260,3 +261,16 @@ def test_what_a_model_lacks_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             loss_barrier(first, second, *arguments, **options)  # type: ignore[arg-type]
+
+
+def test_ends_without_running_statistics_are_warned_about():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2)).eval()
+    model, x, y = BayesianModel(net), torch.randn(8, 2), torch.randint(2, (8,))
+    weights = {name: value.detach() for name, value in net.named_parameters()}
+    with pytest.warns(UserWarning, match=r"no running statistics .*'1.running_mean'.* repair=x") as told:
+        loss_barrier(weights, weights, model, (x, y), num_points=3)
+    assert told[0].filename == __file__
+    # Networks bring theirs; warnings are errors here.
+    loss_barrier(net, copy.deepcopy(net), model, (x, y), num_points=3)
+    loss_barrier(weights, weights, model, (x, y), num_points=3, repair=x)
