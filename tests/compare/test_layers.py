@@ -82,5 +82,8 @@ def test_a_posterior_is_compared_as_its_draws():
         medians.append(ps.orbit_mmd(*pair, symmetry).median)
     assert medians[0] == pytest.approx(medians[1])
     assert torch.equal(ps.excess_mass(first, symmetry), ps.excess_mass(flat[0], symmetry))
-    ours, plain = ps.invariance_tests(first, symmetry), ps.invariance_tests(flat[0], symmetry.permutations)
-    assert ours.to_dict() == plain.to_dict()
+    found = []
+    for weights, group in ((first, symmetry), (flat[0], symmetry.permutations)):
+        torch.manual_seed(1)  # of the null distribution that it simulates
+        found.append(ps.invariance_tests(weights, group).to_dict())
+    assert found[0] == found[1]
