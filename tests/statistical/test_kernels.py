@@ -121,7 +121,7 @@ def check_gaussian(check: Check, kernel: Kernel, dim: int, chains: int, num_warm
 
 @pytest.mark.parametrize("form", [HMC, ChEES])
 def test_gaussian_of_100_dimensions_and_condition_number_1e4(form, assert_expectations):
-    check_gaussian(assert_expectations, form(None, mass="dense"), 100, 32, 300, 60)
+    check_gaussian(assert_expectations, form(None, mass="dense"), 100, 32, 300, 90)
 
 
 @pytest.mark.slow
