@@ -24,7 +24,7 @@ from pyro.infer.mcmc.util import select_samples
 from torch import Tensor
 
 from pyro_symmetric.chain_statistics import chain_statistics
-from pyro_symmetric.storage import PathLike, load_tensors, save_tensors
+from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
 from pyro_symmetric.store import read_store
 from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
 from pyro_symmetric.symmetry.finite import FiniteGroup
@@ -409,7 +409,7 @@ class Posterior:
         On the CPU; draws are mapped from the files and read when they are touched.
 
         :raises OSError: if there is no such file or folder or it can't be read.
-        :raises ValueError: if it is truncated, of another kind, or of a newer version of the format.
+        :raises StoreError: if it is truncated, of another kind, or of a newer version of the format.
         """
         if Path(path).is_dir():
             return cls(*read_store(path))
@@ -419,7 +419,7 @@ class Posterior:
             statistics = {name: tensors[f"statistics/{name}"] for name in header["statistics"]}
             return cls(samples, statistics, header["metadata"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} has a damaged header: {error!r}") from error
+            raise StoreError(f"{path} has a damaged header: {error!r}") from error
 
 
 # small steps --------------------------------------------------------------------------------------------------------

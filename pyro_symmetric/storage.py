@@ -23,6 +23,10 @@ from torch import Tensor
 PathLike = str | os.PathLike[str]
 
 
+class StoreError(ValueError):
+    """What lies on the disk is damaged, or isn't what it should be: another run's, another version's."""
+
+
 def save_tensors(
     path: PathLike, kind: str, version: int, tensors: Mapping[str, Tensor], header: Mapping[str, Any]
 ) -> None:
@@ -49,7 +53,7 @@ def load_tensors(path: PathLike, kind: str, version: int) -> tuple[dict[str, Ten
 
     :param version: the newest version that the caller understands.
     :raises OSError: if there is no such file or it can't be read.
-    :raises ValueError: if it is truncated, of another kind, or of a newer version.
+    :raises StoreError: if it is truncated, of another kind, or of a newer version.
     """
     path = Path(path)
     if not path.is_file():
@@ -59,7 +63,7 @@ def load_tensors(path: PathLike, kind: str, version: int) -> tuple[dict[str, Ten
             header = _checked_header(path, kind, version, store.metadata() or {})
             return {name: store.get_tensor(name) for name in store.keys()}, header  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
-        raise ValueError(f"{path} is no {kind} or is damaged (was it cut short?): {error}") from error
+        raise StoreError(f"{path} is no {kind} or is damaged (was it cut short?): {error}") from error
 
 
 def write_whole(path: PathLike, write: Callable[[str], None], kind: str = "file") -> None:
@@ -242,16 +246,16 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _checked_header(path: Path, kind: str, version: int, metadata: Mapping[str, str]) -> dict[str, Any]:
     if metadata.get("format") != _format(kind):
-        raise ValueError(
+        raise StoreError(
             f"{path} is a safetensors file, but no {kind} of this library (format {metadata.get('format')!r})"
         )
     found = int(metadata["version"]) if metadata.get("version", "").isdigit() else None
     if found is None or found > version:
-        raise ValueError(
+        raise StoreError(
             f"{path} is of version {metadata.get('version')!r} of the {kind} format; this library reads versions up to "
             f"{version}, so a newer pyro_symmetric is needed"
         )
     try:
         return json.loads(metadata["json"])
     except (KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} has a damaged header: {error!r}") from error
+        raise StoreError(f"{path} has a damaged header: {error!r}") from error

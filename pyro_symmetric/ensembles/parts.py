@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.storage import PathLike, write_text
+from pyro_symmetric.storage import PathLike, StoreError, write_text
 
 _HEAD = "ensemble.json"
 
@@ -25,7 +25,7 @@ class Parts:
 
     :param folder: where to write; ``None`` keeps the parts in memory.
     :param settings: what the members depend on; a folder that was begun with others is refused.
-    :raises ValueError: if the folder holds another ensemble, or something else.
+    :raises StoreError: if the folder holds another ensemble, or something else.
     """
 
     def __init__(self, folder: PathLike | None, settings: Mapping[str, Any], seed: int):
@@ -37,7 +37,7 @@ class Parts:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / _HEAD).exists():
             if any(self.folder.iterdir()):
-                raise ValueError(f"folder {self.folder} isn't empty and holds no ensemble; name a new or an empty one")
+                raise StoreError(f"folder {self.folder} isn't empty and holds no ensemble; name a new or an empty one")
             write_text(self.folder / _HEAD, json.dumps(self.head, indent=1), "ensemble")
         found = _head(self.folder)
         if found["settings"] != self.head["settings"]:
@@ -46,7 +46,7 @@ class Parts:
                 for name in {**found["settings"], **self.head["settings"]}
                 if found["settings"].get(name) != self.head["settings"].get(name)
             )
-            raise ValueError(
+            raise StoreError(
                 f"folder {self.folder} holds an ensemble of other settings ({', '.join(changed)} differ); name another "
                 "folder, or give the settings that it was begun with"
             )
@@ -76,7 +76,7 @@ def load_ensemble(folder: PathLike) -> Posterior:
     """The members of an ensemble that have been written to a folder so far.
 
     :raises OSError: if there is no such folder, or no finished part in it.
-    :raises ValueError: naming the file that is damaged.
+    :raises StoreError: naming the file that is damaged.
     """
     folder = Path(folder)
     head = _head(folder)
@@ -115,4 +115,4 @@ def _head(folder: Path) -> dict[str, Any]:
         head = json.loads(path.read_text(encoding="utf-8"))
         return {"settings": dict(head["settings"]), "seed": int(head["seed"])}
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}") from error
+        raise StoreError(f"{path} is damaged: {error!r}") from error

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric.storage import StoreError
+
 ROOM = __name__.rpartition(".")[0]
 
 
@@ -57,7 +59,7 @@ def decode(tree: Any, tensors: Mapping[str, Tensor], device: torch.device, modul
     """What :func:`encode` was given.
 
     :param device: of the run; tensors that were on the CPU stay there.
-    :raises ValueError: if the tree isn't one that :func:`encode` made, or of another version of the dataclasses.
+    :raises StoreError: if the tree isn't one that :func:`encode` made, or of another version of the dataclasses.
     """
     if not isinstance(tree, dict):
         return tree
@@ -81,9 +83,9 @@ def decode(tree: Any, tensors: Mapping[str, Tensor], device: torch.device, modul
         case {"class": [module, name], "fields": parts}:
             kind = _trusted_class(module, name, modules)
             if set(parts) != {f.name for f in fields(kind) if f.init}:
-                raise ValueError(f"the stored {name} has the fields {sorted(parts)}; this version has others")
+                raise StoreError(f"the stored {name} has the fields {sorted(parts)}; this version has others")
             return kind(**{key: decode(part, tensors, device, modules) for key, part in parts.items()})
-    raise ValueError(f"a stored state is damaged: it holds {sorted(tree)}")
+    raise StoreError(f"a stored state is damaged: it holds {sorted(tree)}")
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ def _trusted_class(module: str, name: str, modules: Collection[str]) -> Any:
     for part in name.split("."):
         kind = getattr(kind, part, None)
     if not (isinstance(kind, type) and is_dataclass(kind)):
-        raise ValueError(f"the stored state needs the dataclass {module}.{name}, which this version doesn't have")
+        raise StoreError(f"the stored state needs the dataclass {module}.{name}, which this version doesn't have")
     return kind
 
 

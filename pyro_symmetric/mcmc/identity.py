@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.potential import Potential
-from pyro_symmetric.storage import raw_bytes
+from pyro_symmetric.storage import StoreError, raw_bytes
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # of the density, relative: other threads may round otherwise
 COARSE = 1e-2
 DECIDING = ("kernel", "sites")  # where they differ, what else does follows from it
 
 
-class OtherRun(ValueError):
+class OtherRun(StoreError):
     """A store holds another run than the one that a call asks for."""
 
     @classmethod

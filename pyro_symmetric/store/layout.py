@@ -13,7 +13,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from pyro_symmetric.storage import load_tensors
+from pyro_symmetric.storage import StoreError, load_tensors
 
 KIND = "draw store"
 VERSION = 1
@@ -65,7 +65,7 @@ class Column:
         """The dtype itself."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{self.file} is of an unknown dtype, {self.dtype!r}")
+            raise StoreError(f"{self.file} is of an unknown dtype, {self.dtype!r}")
         return dtype
 
     @property
@@ -101,13 +101,13 @@ class Commit:
 
     @classmethod
     def read(cls, folder: Path) -> Commit:
-        """:raises ValueError: if it is damaged or of a newer version."""
+        """:raises StoreError: if it is damaged or of a newer version."""
         tensors, header = load_tensors(folder / CHECKPOINT, KIND, VERSION)
         try:
             columns = tuple(Column(**{**entry, "shape": tuple(entry["shape"])}) for entry in header["columns"])
             own = {field.name: header[field.name] for field in fields(cls) if field.name not in ("columns", "tensors")}
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{folder / CHECKPOINT} has a damaged header: {error!r}") from error
+            raise StoreError(f"{folder / CHECKPOINT} has a damaged header: {error!r}") from error
         return cls(columns=columns, tensors=tensors, **own)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pyro_symmetric.storage import PathLike
+from pyro_symmetric.storage import PathLike, StoreError
 from pyro_symmetric.store.layout import CHECKPOINT, KIND, TASKS, VERSION, Commit, Draws, find_damage
 from pyro_symmetric.store.spilled import concatenated
 
@@ -27,7 +27,7 @@ def read_store(path: PathLike, *, verify: bool = False, salvage: bool = False) -
     :param verify: read everything and compare it with the checksums.
     :param salvage: of a damaged store, return the draws before the damage.
     :raises OSError: if there is no store or it can't be read.
-    :raises ValueError: if it holds no draws yet, is damaged, or is of a newer version.
+    :raises StoreError: if it holds no draws yet, is damaged, or is of a newer version.
     """
     folder = Path(path)
     if (folder / TASKS).exists():
@@ -38,10 +38,10 @@ def read_store(path: PathLike, *, verify: bool = False, salvage: bool = False) -
     draws = commit.draws
     if damage := find_damage(folder, commit, thorough=verify or salvage):
         if not salvage:
-            raise ValueError(damage.message)
+            raise StoreError(damage.message)
         draws = damage.whole
     if draws == 0:
-        raise ValueError(f"the draw store {path} holds no draws{' before the damage' if damage else ' yet'}")
+        raise StoreError(f"the draw store {path} holds no draws{' before the damage' if damage else ' yet'}")
     arrays: dict[str, dict[str, torch.Tensor]] = {"samples": {}, "statistics": {}}
     for column in commit.columns:
         arrays[column.kind][column.name] = column.map(folder, draws)
@@ -51,15 +51,15 @@ def read_store(path: PathLike, *, verify: bool = False, salvage: bool = False) -
 def read_tasks(folder: Path) -> dict[str, Any]:
     """What ``tasks.json`` says: how the chains were shared out.
 
-    :raises ValueError: if it is damaged or of a newer version.
+    :raises StoreError: if it is damaged or of a newer version.
     """
     try:
         tasks = json.loads((folder / TASKS).read_text(encoding="utf-8"))
         version, names = tasks["version"], tasks["folders"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / TASKS} is damaged: {error!r}") from error
+        raise StoreError(f"{folder / TASKS} is damaged: {error!r}") from error
     if version > VERSION:
-        raise ValueError(
+        raise StoreError(
             f"{folder} is of version {version} of the {KIND} format; this library reads versions up to {VERSION}, so a "
             "newer pyro_symmetric is needed"
         )
@@ -116,7 +116,7 @@ def _side_by_side(folder: Path, verify: bool, salvage: bool) -> Draws:
     begun = [store for store in stores if (store / CHECKPOINT).exists() and Commit.read(store).draws]
     parts = [read_store(store, verify=verify, salvage=salvage) for store in begun]
     if not parts:
-        raise ValueError(f"the draw store {folder} holds no draws yet")
+        raise StoreError(f"the draw store {folder} holds no draws yet")
     finished = [part for part in parts if not part.metadata.get("interrupted")]
     whole = read_joined(folder, verify=verify) if len(finished) == len(stores) else None
     joined = join(finished or parts, whole, folder)

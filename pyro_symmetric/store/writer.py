@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pyro_symmetric.storage import Lock, PathLike, flush, make_folder, raw_bytes, save_tensors, sync
+from pyro_symmetric.storage import Lock, PathLike, StoreError, flush, make_folder, raw_bytes, save_tensors, sync
 from pyro_symmetric.store.layout import (
     CHECKPOINT,
     CHUNKS,
@@ -50,7 +50,7 @@ class DrawStore:
     :raises NotADirectoryError: if it is a file.
     :raises FileExistsError: if it holds other things than a store.
     :raises BlockingIOError: if another process writes it.
-    :raises ValueError: if it is damaged, or of a newer version. Nothing is changed then.
+    :raises StoreError: if it is damaged, or of a newer version. Nothing is changed then.
     :raises OSError: if it can't be written.
     """
 
@@ -146,7 +146,7 @@ class DrawStore:
             return
         self.last = Commit.read(self.path)
         if damage := find_damage(self.path, self.last, thorough=True):
-            raise ValueError(f"{damage.message}. Nothing was changed")
+            raise StoreError(f"{damage.message}. Nothing was changed")
         self._columns, self._done = self.last.columns, (self.last.draws, self.last.chunks)
         self.mark = Mark(self.committed, (0,) * len(self._columns))
 
@@ -154,7 +154,7 @@ class DrawStore:
         """Open the files, and cut off what no commit has named."""
         if self._columns and tuple(columns) != self._columns:
             changed = sorted({column.name for column in set(columns) ^ set(self._columns)})
-            raise ValueError(f"the draw store {self.path} holds other sites or statistics; what differs: {changed}")
+            raise StoreError(f"the draw store {self.path} holds other sites or statistics; what differs: {changed}")
         self._columns = tuple(columns)
         self.mark = Mark(self.committed, (0,) * len(columns))
         with self._reporting():

@@ -20,7 +20,7 @@ import pyro
 import torch
 
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.storage import write_text
+from pyro_symmetric.storage import StoreError, write_text
 from pyro_symmetric.study.measure import Draws, concerns, draws_of, measure, reference_of
 from pyro_symmetric.study.methods import Fit, Method, make_method
 from pyro_symmetric.study.problem import Problem, build_problem, fingerprint
@@ -198,7 +198,7 @@ def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:
         try:
             posterior = Posterior.load(path)
             found[label] = finished_from(posterior)
-        except (ValueError, KeyError) as error:
+        except (StoreError, KeyError) as error:
             say(f"{path} is damaged and will be made anew: {error}")
             return {}
         if posterior.metadata["budget"] != method.budget:
@@ -216,7 +216,7 @@ def fit_and_store(method: Method, problem: Problem, out: Path, progress: bool, s
     if scratch.exists():
         try:
             return _fit_and_store(method, problem, out, progress, say)
-        except ValueError as error:
+        except StoreError as error:
             say(f"{scratch} can't be gone on from and is made anew: {error}")
             shutil.rmtree(scratch)
     return _fit_and_store(method, problem, out, progress, say)

@@ -3,6 +3,7 @@
 import json
 import pkgutil
 import re
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -216,24 +217,59 @@ def test_a_method_that_was_stopped_goes_on_where_it_was(
     monkeypatch.setattr("pyro_symmetric.study.methods.networks.TOGETHER", 4)
     whole, _ = run(tmp_path / "whole", methods=(method,), reference=method)
     original = pkgutil.resolve_name(patched)
-    made = []
+    made, delay = [], [0.05]
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
+        time.sleep(delay[0])
         if len(made) == calls - 1:
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
     monkeypatch.setattr(patched, stopping)
     stopped = tmp_path / "stopped"
+    began = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         run(stopped, methods=(method,), reference=method)
     assert any((stopped / "unfinished").iterdir())
+    delay[0] = 0.0
     again, _ = run(stopped, methods=(method,), reference=method)
+    # what it took before the stop counts, the pause after it doesn't
+    assert 0.05 * (calls - 2) < again.fits[method].seconds < time.perf_counter() - began
     assert len(made) == calls + 1  # nothing but the call that was stopped is made twice
     assert not any((stopped / "unfinished").iterdir())
     for site, value in whole.fits[method].fit.posterior.samples.items():
         assert torch.equal(again.fits[method].fit.posterior.samples[site], value)
+
+
+@pytest.mark.filterwarnings("ignore:interrupted:RuntimeWarning")
+@pytest.mark.parametrize("method", ["ensemble", "hmc"])
+def test_what_a_stopped_method_left_is_made_anew_only_if_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr("pyro_symmetric.study.methods.networks.TOGETHER", 4)
+    patched = {"ensemble": "pyro_symmetric.study.methods.networks.fit_networks", "hmc": "pyro_symmetric.mcmc.HMC.step"}
+    original, made = pkgutil.resolve_name(patched[method]), []
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        if len(made) == 4:
+            raise ValueError("the method's own")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(patched[method], stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, methods=(method,), reference=method)
+    with pytest.raises(ValueError, match="the method's own"):
+        run(tmp_path, methods=(method,), reference=method)
+    (left,) = (tmp_path / "unfinished").iterdir()  # a mistake in the method costs nothing that was computed
+    for file in left.rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:100])
+    again, said = run(tmp_path, methods=(method,), reference=method)
+    assert any("made anew" in line for line in said)
+    assert again.fits[method].fit.posterior.num_samples > 0
 
 
 def test_adding_a_method_is_one_small_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
