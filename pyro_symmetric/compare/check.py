@@ -23,7 +23,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from pyro_symmetric.mcmc.targets import ROWS
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import require_finite
 
-Status = Literal["pass", "warn", "fail", "unknown"]
+Status = Literal["fail", "warn", "pass", "unknown"]
 
 TEMPERATURE_BOUNDS = (0.1, 0.3)  # distance from 1 to warn of, and to fail at
 SURE = 3.0  # standard errors
@@ -86,9 +86,10 @@ class CheckResult:
         return {f.name: {"status": f.status, "words": f.words, "value": _plain(f.value)} for f in self.findings}
 
     def __repr__(self) -> str:
-        counts = {status: sum(f.status == status for f in self.findings) for status in ("fail", "warn", "pass")}
+        counts = {status: sum(f.status == status for f in self.findings) for status in get_args(Status)}
+        counted = ", ".join(f"{n} {status}" for status, n in counts.items() if n or status != "unknown")
         rows = [(finding.status, finding.name, finding.words) for finding in self.findings]
-        return f"Checks: {', '.join(f'{n} {status}' for status, n in counts.items())}\n{table(rows, left=(0, 1, 2))}"
+        return f"Checks: {counted}\n{table(rows, left=(0, 1, 2))}"
 
 
 def check(posterior: Posterior, *, num_draws: int = 256) -> CheckResult:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric.calls import described
 from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, missing_energy
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare.verdict import verdict
@@ -185,6 +186,8 @@ def convergence(
         draws, ...)``, such as ``predict(posterior.samples, any_model, x, kind="mean")``.
     :param threshold: R-hat above which chains disagree.
     :param canonical: options of :func:`~pyro_symmetric.symmetry.canonicalize`.
+    :raises TypeError: if ``model`` is no ``BayesianModel``.
+    :raises ValueError: if arguments don't fit.
     """
     if not threshold > 1:
         raise ValueError(f"threshold is {threshold}; R-hat is about 1 where chains agree, so it must be larger")
@@ -237,6 +240,11 @@ def _from_origin(
     posterior: Posterior, model: BayesianModel | None, x: Tensor | None, y: Tensor | None
 ) -> tuple[BayesianModel | None, Tensor | None, Tensor | None]:
     """The model and data; those that the posterior was drawn from, if none are given."""
+    if not isinstance(model, BayesianModel | None):
+        raise TypeError(
+            f"model is {described(model)}; it must be a BayesianModel. Of another Pyro model, pass "
+            "predictions=predict(posterior.samples, model, x, kind='mean')"
+        )
     if model is None and x is not None and not posterior.is_attached:
         raise ValueError("x is given, but no model; pass model=, or predictions=")
     if model is not None or not posterior.is_attached or not isinstance(posterior.model, BayesianModel):

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from tqdm import tqdm
 
+from pyro_symmetric.calls import described
+from pyro_symmetric.ensembles.data_checks import require_data
 from pyro_symmetric.ensembles.members import (
     LOSSES,
     Loss,
@@ -26,6 +28,7 @@ from pyro_symmetric.ensembles.members import (
     stacked_buffers,
 )
 from pyro_symmetric.mcmc.batches import Batches
+from pyro_symmetric.mcmc.data_checks import require_data as require_model_data
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Weights
@@ -56,6 +59,8 @@ class Trainer:
             raise ValueError(f"epochs is {epochs}; it must be at least 1")
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1, or None for all data")
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"net is {described(net)}; it must be an nn.Module or a BayesianModel")
         model = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)
         self.net = model.net if isinstance(model, BayesianModel) else model
         self.net.train(not isinstance(model, BayesianModel)).requires_grad_(False)
@@ -67,9 +72,11 @@ class Trainer:
         self.batch_size = min(batch_size or len(self.x), len(self.x))
         self.loss: MemberLoss
         if isinstance(model, BayesianModel):
+            require_model_data(model, self.x, self.y)
             self.loss, self.loss_name = map_loss(model, len(self.x)), repr(model)
         else:
             self.loss, self.loss_name = member_loss(self.net, _named_loss(loss)), _name(loss)
+            require_data(self.net, loss, self.x, self.y)
         self.epochs, self.optimizer, self.cosine, self.init, self.outliers = epochs, optimizer, cosine, init, outliers
 
     def settings(self) -> dict[str, Any]:

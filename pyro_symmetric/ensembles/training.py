@@ -100,7 +100,7 @@ def ensemble(
     :param device: where to train; by default where the network is.
     :return: samples of shape ``(1, num_members, ...)``; the statistic ``loss`` is each member's on all data, in eval
         mode.
-    :raises ValueError: if arguments don't fit, or every member of a part stops.
+    :raises ValueError: if arguments or data don't fit, or every member of a part stops.
     """
     trainer = Trainer(net, data, loss, epochs, batch_size, optimizer, cosine, init, outliers, device)
     if num_members < 1:

@@ -143,7 +143,10 @@ def test_a_temperature_of_chains_that_have_not_arrived_asks_for_warm_up_not_for_
 def test_few_draws_are_a_warning():
     result = check(Posterior({"w": torch.randn(4, 50, 3)}))  # 200 independent draws
     assert result["effective draws"].status == "warn"
-    assert check(Posterior({"w": torch.randn(4, 5)}))["convergence"].status == "unknown"
+    few = check(Posterior({"w": torch.randn(4, 5)}))
+    assert few["convergence"].status == "unknown"
+    counts = [int(part.split()[0]) for part in repr(few).splitlines()[0].removeprefix("Checks: ").split(", ")]
+    assert sum(counts) == len(few.findings)  # those that can't be told are counted as well
 
 
 def test_draws_that_are_not_finite_end_the_battery():

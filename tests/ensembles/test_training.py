@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from pyro_symmetric.ensembles import ensemble, far_off, fresh_members, load_ensemble
+from pyro_symmetric.ensembles.data_checks import require_data
 from pyro_symmetric.ensembles.members import LOSSES
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 from pyro_symmetric.samples import Posterior
@@ -231,3 +232,63 @@ def test_data_that_do_not_fit_are_refused():
         ensemble(perceptron(), torch.randn(3, 2), 2, progress=False)
     with pytest.raises(ValueError, match="no parameters"):
         ensemble(nn.ReLU(), blobs(), 2, progress=False)
+
+
+X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(20) % 2
+
+
+@pytest.mark.parametrize(
+    ("outputs", "loss", "x", "y", "message"),
+    [
+        (2, "cross_entropy", X[:, :1], LABELS, r"can't take a tensor \(2, 1\)"),
+        (2, "cross_entropy", X.double(), LABELS, r"pass inputs\.to\(torch\.float32\)"),
+        (2, "cross_entropy", X.log(), LABELS, r"inputs hold \d+ numbers that aren't finite"),
+        (2, "cross_entropy", X, LABELS + 1, "labels from 1 to 2, but the network has 2 outputs"),
+        (2, "cross_entropy", X, LABELS - 100, "labels from -100 to -99"),
+        (2, "cross_entropy", X, LABELS.float(), r"whole numbers: pass y\.long"),
+        (2, "cross_entropy", X, LABELS[:, None], r"class labels must have shape \(20,\)"),
+        (1, "cross_entropy", X, LABELS, "loss='binary_cross_entropy'"),
+        (1, "mse", X, X, r"shape \(20, 2\), but the network's outputs are \(20, 1\)"),
+        (2, "mse", X, X[:, 0], r"shape \(20,\), but the network's outputs are \(20, 2\)"),
+        (1, "binary_cross_entropy", X, 2 * LABELS, "must lie in 0 to 1"),
+    ],
+)
+def test_data_that_do_not_fit_the_network_or_the_loss_are_refused(outputs, loss, x, y, message):
+    with pytest.raises(ValueError, match=message):
+        ensemble(perceptron(outputs), (x, y), 2, loss=loss, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "loss", "y"),
+    [
+        (2, "cross_entropy", LABELS.int()),
+        (2, "cross_entropy", X.softmax(-1)),
+        (2, "mse", X),
+        (1, "mse", X[:, 0]),
+        (1, "binary_cross_entropy", LABELS[:, None]),
+        (1, "binary_cross_entropy", X[:, 0].sigmoid()),
+        (3, lambda outputs, targets: (outputs[:, :2] - targets).abs().mean(), X),
+    ],
+)
+def test_data_that_fit_are_taken(outputs, loss, y):
+    posterior = ensemble(perceptron(outputs), (X, y), 2, loss=loss, epochs=1, progress=False)
+    assert bool(torch.isfinite(posterior.statistics["loss"]).all())
+
+
+def test_the_check_of_the_data_leaves_running_statistics_alone():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    require_data(net, "cross_entropy", X, LABELS)
+    assert net.training
+    assert torch.equal(net[1].running_mean, torch.zeros(3))
+
+
+def test_labels_of_a_bayesian_model_are_checked_too():
+    model = BayesianModel(perceptron(), prior=1.0, likelihood="categorical")
+    with pytest.raises(ValueError, match="labels from 1 to 2"):
+        ensemble(model, (X, LABELS + 1), 2, progress=False)
+
+
+def test_something_that_is_no_network_is_named():
+    with pytest.raises(TypeError, match=r"net is a function; it must be an nn\.Module"):
+        ensemble(lambda x: x, (X, LABELS), 2, progress=False)

@@ -1,0 +1,83 @@
+"""Do the data fit the network and its loss? Asked once, before thousands of members meet the answer.
+
+By itself a loss broadcasts targets of another shape and scores labels that can't be; training would go on to the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_symmetric.calls import described, input_problem
+
+FEW_ROWS = 2
+
+
+def require_data(net: nn.Module, loss: Any, x: Tensor, y: Tensor) -> None:
+    """Ask of a few rows, in eval mode, whether ``net`` takes ``x`` and ``loss`` can score ``y``.
+
+    :param loss: the name of a loss; of a function of the user's own, nothing is asked.
+    :raises ValueError: if they don't fit: what was found, and what would be right.
+    """
+    for name, value in {"inputs": x, "targets": y}.items():
+        bad = int((~torch.isfinite(value)).sum()) if value.is_floating_point() else 0
+        if bad:
+            raise ValueError(f"data: the {name} hold {bad} numbers that aren't finite; fill or remove their rows")
+    training = net.training
+    net.eval()
+    try:
+        if problem := input_problem(net, (x[:FEW_ROWS],)):
+            raise ValueError(f"data: the inputs don't fit: {problem}")
+        with torch.no_grad():
+            outputs = net(x[:FEW_ROWS])
+    finally:
+        net.train(training)
+    if not isinstance(loss, str) or not isinstance(outputs, Tensor):
+        return
+    if loss == "cross_entropy":
+        _require_labels(outputs, y)
+    else:
+        _require_values(outputs, y)
+    if loss == "binary_cross_entropy" and not bool(((y >= 0) & (y <= 1)).all()):
+        raise ValueError(f"data: the targets lie from {_extent(y)}; for binary_cross_entropy they must lie in 0 to 1")
+
+
+def _require_labels(outputs: Tensor, y: Tensor) -> None:
+    """Class labels for outputs ``(N, classes, ...)``, or their probabilities."""
+    classes, wanted = outputs.shape[1] if outputs.dim() > 1 else 1, (len(y), *outputs.shape[2:])
+    if classes < 2:
+        raise ValueError(
+            f"the network's outputs are {_shape(outputs, y)}, but cross_entropy needs an output for each class, at "
+            "least 2; for a single logit there is loss='binary_cross_entropy'"
+        )
+    if y.is_floating_point():
+        if y.shape[1:] == outputs.shape[1:]:
+            return
+        raise ValueError(f"data: the targets are {described(y)}; class labels are whole numbers: pass y.long()")
+    if tuple(y.shape) != wanted:
+        raise ValueError(f"data: the targets have shape {tuple(y.shape)}; class labels must have shape {wanted}")
+    if int(y.min()) < 0 or int(y.max()) >= classes:
+        raise ValueError(
+            f"data: the targets hold labels from {_extent(y)}, but the network has {classes} outputs, so they must lie "
+            f"between 0 and {classes - 1}"
+        )
+
+
+def _require_values(outputs: Tensor, y: Tensor) -> None:
+    """Targets like the outputs, whose last axis of one may be left out."""
+    wanted = {outputs.shape[1:], outputs.shape[1:-1] if outputs.shape[-1:] == (1,) else outputs.shape[1:]}
+    if y.shape[1:] not in wanted:
+        raise ValueError(
+            f"data: the targets have shape {tuple(y.shape)}, but the network's outputs are {_shape(outputs, y)}; they "
+            "must be alike"
+        )
+
+
+def _shape(outputs: Tensor, y: Tensor) -> tuple[int, ...]:
+    return (len(y), *outputs.shape[1:])
+
+
+def _extent(y: Tensor) -> str:
+    return f"{y.min().item():g} to {y.max().item():g}"
