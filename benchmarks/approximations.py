@@ -36,7 +36,8 @@ REFERENCE = "ensemble"
 BUDGETS: dict[str, dict[str, float]] = {
     "networks": {"steps": 300, "batch_size": 64, "learning_rate": 0.05},
     "variational": {"steps": 400, "batch_size": 64, "learning_rate": 0.02},
-    "stochastic": {"warmup": 60, "draws": 60, "num_steps": 10, "batch_size": 64},
+    "momentum": {"warmup": 60, "draws": 60, "num_steps": 10, "batch_size": 64},
+    "langevin": {"warmup": 60, "draws": 60, "num_steps": 40, "batch_size": 64},  # without momentum chains move slowly
     "hmc": {"warmup": 30, "draws": 30, "num_steps": 8},
     "nuts": {"warmup": 20, "draws": 20, "max_treedepth": 4},
 }
@@ -50,9 +51,9 @@ KIND = {
     "mean-field": "variational",
     "symmetrized": "variational",
     "aligned": "variational",
-    "sghmc": "stochastic",
-    "sgld": "stochastic",
-    "psgld": "stochastic",
+    "sghmc": "momentum",
+    "sgld": "langevin",
+    "psgld": "langevin",
     "hmc": "hmc",
     "nuts": "nuts",
 }
