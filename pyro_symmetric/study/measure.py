@@ -17,6 +17,9 @@ from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.study.tables import OWN_HALF
 from pyro_symmetric.symmetry.weights import Weights
 
+# Training rows and draws that are enough to tell an underfit from an overfit.
+TRAINING_ROWS, TRAINING_DRAWS = 1_000, 100
+MIN_REFERENCE = 4
 # Test rows whose predictions are followed along chains: enough for a worst case, few enough to be instant.
 FOLLOWED_ROWS = 32
 CHUNK = 32
@@ -58,13 +61,21 @@ def draws_of(posterior: Posterior, problem: Problem) -> Draws:
     """The draws that are compared, thinned evenly over all chains, on the study's device."""
     flat = posterior.get_samples()
     total = posterior.num_chains * posterior.num_samples
-    keep = torch.arange(min(total, problem.settings.num_draws)) * total // min(total, problem.settings.num_draws)
+    keep = _spaced(total, problem.settings.num_draws)
     raw = {site: value[keep].to(problem.x.device) for site, value in flat.items()}
     return Draws(raw, problem.canonical(raw))
 
 
 def reference_of(fit: Fit, draws: Draws, problem: Problem) -> Reference:
-    """Make a fit the reference."""
+    """Make a fit the reference.
+
+    :raises ValueError: if it has too few draws to be split.
+    """
+    if draws.count < MIN_REFERENCE:
+        raise ValueError(
+            f"the reference {fit.label!r} has {draws.count} draws; at least {MIN_REFERENCE} are needed, so that one "
+            "half can be compared with the other"
+        )
     samples, chains = fit.posterior.samples, fit.posterior.num_chains
     if chains > 1:
         cut = [{site: value[part] for site, value in samples.items()} for part in _halves(chains)]
@@ -82,14 +93,15 @@ def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Proble
         "draws": draws.count,
         "seconds": seconds,
         "prediction": predictive_scores(draws.raw, problem),
-        "invariance": invariance(draws, problem, independent_draws(fit, sites)),
+        "training": training_scores(draws.raw, problem),
+        "invariance": invariance(draws, problem, independent_draws(fit, sites)) if draws.count > 1 else None,
         "evidence": fit.evidence,
         "barrier": fit.barrier,
         "details": fit.details,
         "chains": chain_diagnostics(fit.posterior, sites, problem) if fit.is_chain else None,
         "distance": None,
     }
-    if reference is not None:
+    if reference is not None and draws.count > 1:  # a single network is no sample
         itself = fit.label == reference.label
         pair = reference.halves if itself else (draws, reference.draws)
         row["distance"] = {"to": OWN_HALF if itself else reference.label, **distances(*pair, reference.kernels)}
@@ -136,12 +148,22 @@ def predictions(weights: Weights, problem: Problem, x: Tensor) -> Tensor:
 def predictive_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
     """Accuracy, likelihood, calibration and out-of-distribution scores on the test rows."""
     data = problem.dataset
-    members = predictions(weights, problem, data.test_x)
+    outside = None if data.ood_x is None else predictions(weights, problem, data.ood_x)
+    return _scores(weights, problem, data.test_x, data.test_y, outside)
+
+
+def training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
+    """The same of (at most a thousand) training rows, by some of the draws."""
+    rows, kept = _spaced(len(problem.x), TRAINING_ROWS), _spaced(len(next(iter(weights.values()))), TRAINING_DRAWS)
+    return _scores({site: value[kept] for site, value in weights.items()}, problem, problem.x[rows], problem.y[rows])
+
+
+def _scores(weights: Weights, problem: Problem, x: Tensor, y: Tensor, outside: Tensor | None = None) -> dict[str, Any]:
+    members = predictions(weights, problem, x)
     if problem.is_classification:
-        outside = None if data.ood_x is None else predictions(weights, problem, data.ood_x)
-        return scores.classification(members, data.test_y, outside).to_dict()
+        return scores.classification(members, y, outside).to_dict()
     noise = noise_scale(problem.model, weights)
-    return scores.regression(members, noise, problem.model.likelihood.targets(data.test_y)).to_dict()
+    return scores.regression(members, noise, problem.model.likelihood.targets(y)).to_dict()
 
 
 def independent_draws(fit: Fit, sites: Mapping[str, Mapping[str, Any]]) -> int | None:
@@ -186,6 +208,11 @@ def weight_diagnostics(posterior: Posterior) -> dict[str, dict[str, Any]]:
     """R-hat and ESS of every site's weights: worst and median."""
     table = posterior.diagnostics()
     return {site: table[site] for site in posterior.site_shapes}
+
+
+def _spaced(count: int, most: int) -> Tensor:
+    """At most so many of ``count`` places, evenly spaced."""
+    return torch.arange(min(count, most)) * count // min(count, most)
 
 
 def _halves(count: int) -> tuple[slice, slice]:

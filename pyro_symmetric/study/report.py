@@ -50,7 +50,7 @@ def render(study: Study) -> str:
         quick=study.problem.settings.quick,
         methods=[(name, make_method(name).description) for name in study.problem.settings.methods],
         tables=[(t, t.rows(rows)) for t in tables(study.problem.is_classification) if t.rows(rows)],
-        verdicts={name: row["invariance"]["verdict"] for name, row in rows.items()},
+        verdicts={name: row["invariance"]["verdict"] for name, row in rows.items() if row["invariance"]},
         figures=[(heading, caption, _as_image(figure)) for heading, caption, figure in figures(study)],
         settings=study.results["settings"],
         environment=study.results["environment"],

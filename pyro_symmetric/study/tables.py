@@ -105,6 +105,12 @@ CLASSIFICATION = Table(
             min,
         ),
         Column(
+            "NLL train",
+            ("training", "nll"),
+            ".4f",
+            "The same on training rows: high where a method underfits, far under “NLL” where it overfits.",
+        ),
+        Column(
             "Brier",
             ("prediction", "brier"),
             ".4f",
@@ -165,6 +171,12 @@ REGRESSION = Table(
             ".4f",
             "Mean log predictive density of the test targets, in nats.",
             max,
+        ),
+        Column(
+            "log density train",
+            ("training", "log_predictive_density"),
+            ".4f",
+            "The same of the training targets: low where a method underfits, far over “log density” where it overfits.",
         ),
         Column(
             "90 % covered",

@@ -141,8 +141,7 @@ def test_single_and_multi_forms_differ_in_their_modes_only(monkeypatch: pytest.M
     assert (make_method("single-hmc").modes, make_method("hmc").modes) == (1, 16)
     assert "10 independent runs" in multi.description
     assert "independent runs" not in plain.description
-    with pytest.raises(ValueError, match="no method 'multi-ensemble'"):
-        make_method("multi-ensemble")
+    assert (make_method("single-ensemble").modes, make_method("ensemble").modes) == (1, 100)
 
     @dataclass(frozen=True)
     class Own(Method):

@@ -306,6 +306,28 @@ def test_regression_with_learnt_noise_runs_through_all_methods(tmp_path: Path) -
     assert "RMSE" in study.report.read_text()
 
 
+def test_a_single_network_has_predictions_but_no_distance_and_can_be_no_reference(tmp_path: Path) -> None:
+    study, _ = run(tmp_path, methods=("ensemble", "single-ensemble", "multi-ensemble"), reference="ensemble")
+    rows = study.results["methods"]
+    assert (rows["single-ensemble"]["draws"], rows["multi-ensemble"]["draws"]) == (1, 2)
+    assert rows["single-ensemble"]["distance"] is None
+    assert rows["single-ensemble"]["invariance"] is None
+    assert rows["multi-ensemble"]["distance"]["to"] == "ensemble"
+    samples = {name: study.fits[name].fit.posterior.samples["0.weight"][0] for name in rows}
+    assert not torch.equal(samples["ensemble"][0], samples["multi-ensemble"][0])  # networks of their own
+    with pytest.raises(ValueError, match="reference 'single-ensemble' has 1 draws"):
+        run(tmp_path, methods=("ensemble", "single-ensemble"), reference="single-ensemble")
+
+
+def test_training_scores_are_those_of_the_training_rows(finished: Any) -> None:
+    problem, draws = finished.problem, finished.draws["ensemble"].raw
+    logits = problem.model.outputs(draws, problem.x)
+    expected = -logits.softmax(-1).mean(0)[torch.arange(len(problem.y)), problem.y].log().mean()
+    found = finished.results["methods"]["ensemble"]["training"]
+    assert found["nll"] == pytest.approx(float(expected), rel=1e-4)
+    assert found["nll"] < finished.results["methods"]["ensemble"]["prediction"]["nll"]  # fitted to these rows
+
+
 def test_without_the_reference_distances_are_left_out_and_that_is_said(tmp_path: Path) -> None:
     study, said = run(tmp_path, methods=("mean-field",))
     assert study.results["methods"]["mean-field"]["distance"] is None

@@ -54,7 +54,8 @@ class _Networks(Method):
 @register
 @dataclass(frozen=True)
 class Ensemble(_Networks):
-    """Independently trained networks."""
+    """Independently trained networks. ``single-ensemble`` is one network, ``multi-ensemble`` a few that are trained
+    apart from those of ``ensemble``, to be held against it as the reference."""
 
     modes: int = 100
 
@@ -62,7 +63,6 @@ class Ensemble(_Networks):
     labels: ClassVar[tuple[str, ...]] = ("ensemble",)
     summary: ClassVar[str] = "A deep ensemble: networks trained independently, each to a mode of the posterior (MAP)."
     quick_budget: ClassVar[Mapping[str, Any]] = {**_Networks.quick_budget, "modes": 40}
-    many: ClassVar[int | None] = None
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         parts = Parts(problem.scratch, self.budget, int(torch.randint(2**62, ())))
