@@ -134,12 +134,14 @@ def mean_over(rows: Iterable[Row], name: str) -> float:
     return statistics.fmean(values) if values else math.nan
 
 
-def without_symmetries(weights: dict[str, Tensor], symmetry: ps.WeightSymmetry) -> dict[str, dict[str, Tensor]]:
+def without_symmetries(
+    weights: dict[str, Tensor], symmetry: ps.WeightSymmetry, scalings: Any = "unit_norm"
+) -> dict[str, dict[str, Tensor]]:
     """Weights as trained, and after each removal."""
     return {
         "as trained": weights,
-        "without scalings": ps.canonicalize(weights, symmetry, permutations=None),
-        "without scalings and permutations": ps.canonicalize(weights, symmetry),
+        "without scalings": ps.canonicalize(weights, symmetry, permutations=None, scalings=scalings),
+        "without scalings and permutations": ps.canonicalize(weights, symmetry, scalings=scalings),
     }
 
 

@@ -7,7 +7,8 @@ Perceptrons with one hidden layer on two circles, all trained at once. Their wei
 and by t-SNE, as trained, without scalings, and without scalings and permutations. Printed are the total variance of
 the weights, how much of it the first two components hold, and the mean distance to the nearest other network as a share
 of the mean distance: copies of a mode are far apart and alike, so that removing them leaves less variance in fewer
-directions.
+directions. Scales are taken away by going to the least mass: units at norm one, of which some are nearly dead, would
+have biases and outgoing weights so large that they decide all of it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def stages(options: Any) -> tuple[dict[str, Tensor], float]:
     )
     weights = posterior.get_samples()
     outputs = ps.predict(weights, net, x, progress=False).squeeze(-1)
-    removed = without_symmetries(weights, symmetry)
+    removed = without_symmetries(weights, symmetry, scalings="minimal_mass")
     flat = {name: torch.cat([value.flatten(1) for value in stage.values()], 1) for name, stage in removed.items()}
     return flat, float(((outputs > 0) == y.bool()).double().mean())
 
