@@ -41,16 +41,19 @@ def fresh_members(net: nn.Module, count: int) -> Weights:
     them.
 
     Linear and convolutional layers that PyTorch initialises by default (uniform within ``1 / sqrt(fan_in)``) are drawn
-    at once. Any other module that has ``reset_parameters`` is asked for it ``count`` times; parameters that no module
-    resets keep the values that they have, in every member.
+    at once. Any other module that has ``reset_parameters`` is asked for it ``count`` times. Parameters that no module
+    resets (an embedding of positions, say) have their own values in another random order in each member. What a network
+    does to its weights after their modules made them is not repeated; for that there is :func:`initialised_by`.
     """
     net = copy.deepcopy(net)
     members = {name: p.detach().expand(count, *p.shape).clone() for name, p in net.named_parameters()}
+    left = dict(members)
     for prefix, module in net.named_modules():
         own = {f"{prefix}.{name}".lstrip("."): p for name, p in module.named_parameters(recurse=False)}
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if not own or not callable(reset):
             continue
+        left = {name: value for name, value in left.items() if name not in own}
         bound = _default_bound(module)
         if bound is not None:
             for name in own:
@@ -60,7 +63,26 @@ def fresh_members(net: nn.Module, count: int) -> Weights:
             reset()
             for name, parameter in own.items():
                 members[name][member] = parameter.detach()
+    for name, values in left.items():
+        orders = torch.rand(count, values[0].numel(), device=values.device).argsort(-1)
+        members[name] = values.flatten(1).gather(1, orders).reshape(values.shape)
     return members
+
+
+def initialised_by(make: Callable[[], nn.Module]) -> Callable[[int], Weights]:
+    """Initial values of members as a function makes networks, for ``ensemble(..., init=)``: all that its construction
+    does to the weights is done to every member's.
+
+    >>> members = initialised_by(lambda: torchvision.models.resnet18(num_classes=10))(5)
+
+    :param make: a new network, of the same architecture each time; called once for each member.
+    """
+
+    def init(count: int) -> Weights:
+        made = [dict(make().named_parameters()) for _ in range(count)]
+        return {name: torch.stack([own[name].detach() for own in made]) for name in made[0]}
+
+    return init
 
 
 def _default_bound(module: nn.Module) -> float | None:

@@ -36,6 +36,7 @@ from pyro_symmetric.symmetry.weights import Weights
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 OutlierRule = Callable[[Tensor], Tensor]
 _ENTRIES = 2**22  # inputs of all members of a part in one step, about
+_PROBED = 32  # rows
 
 
 class Trainer:
@@ -63,10 +64,15 @@ class Trainer:
             raise TypeError(f"net is {described(net)}; it must be an nn.Module or a BayesianModel")
         model = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)
         self.net = model.net if isinstance(model, BayesianModel) else model
-        self.net.train(not isinstance(model, BayesianModel)).requires_grad_(False)
         parameters = list(self.net.parameters())
         if not parameters:
             raise ValueError("net has no parameters; there is nothing to train")
+        self.frozen = set()
+        if not isinstance(model, BayesianModel):
+            self.frozen = {name for name, parameter in self.net.named_parameters() if not parameter.requires_grad}
+        if len(self.frozen) == len(parameters):
+            raise ValueError("no parameter of net requires a gradient; there is nothing to train")
+        self.net.train(not isinstance(model, BayesianModel)).requires_grad_(False)
         self.device = parameters[0].device
         self.x, self.y = self.x.to(self.device), self.y.to(self.device)
         self.batch_size = min(batch_size or len(self.x), len(self.x))
@@ -77,17 +83,20 @@ class Trainer:
         else:
             self.loss, self.loss_name = member_loss(self.net, _named_loss(loss)), _name(loss)
             require_data(self.net, loss, self.x, self.y)
-        self.epochs, self.optimizer, self.cosine, self.init, self.outliers = epochs, optimizer, cosine, init, outliers
+        self.epochs, self.cosine, self.init, self.outliers = epochs, cosine, init, outliers
+        self.optimizer, self.optimizer_name = optimizer, _checked_optimizer(optimizer)
 
     def settings(self) -> dict[str, Any]:
         """What the members depend on, as far as it can be written down."""
         return {
             "network": str(self.net),
+            "frozen": sorted(self.frozen),
             "data": f"{len(self.x)} rows, sha256 {_digest(self.x, self.y)}",
             "loss": self.loss_name,
+            "loss at fixed weights": self._probe(),
             "epochs": self.epochs,
             "batch_size": self.batch_size,
-            "optimizer": _name(self.optimizer),
+            "optimizer": self.optimizer_name,
             "cosine": self.cosine,
             "init": None if self.init is None else _name(self.init),
             "outliers": None if self.outliers is None else _name(self.outliers),
@@ -125,9 +134,9 @@ class Trainer:
 
     def _round(self, count: int, bar: tqdm) -> tuple[Weights, Tensor, list[dict[str, float]]]:
         """Train ``count`` members: those that came through, their losses, and who stopped when."""
-        parameters = {name: value.requires_grad_(True) for name, value in self._start(count).items()}
+        parameters = {name: value.requires_grad_(name not in self.frozen) for name, value in self._start(count).items()}
         buffers = stacked_buffers(self.net, count)
-        optimizer = self.optimizer(list(parameters.values()))
+        optimizer = self.optimizer([value for value in parameters.values() if value.requires_grad])
         steps = len(self.x) // self.batch_size
         schedule: LRScheduler | None = CosineAnnealingLR(optimizer, steps * self.epochs) if self.cosine else None
         stopped: list[dict[str, float]] = []
@@ -150,7 +159,8 @@ class Trainer:
     def _start(self, count: int) -> Weights:
         shapes = {name: p.shape for name, p in self.net.named_parameters()}
         if self.init is None:
-            return fresh_members(self.net, count)
+            held = {name: self.net.get_parameter(name).expand(count, *shapes[name]).clone() for name in self.frozen}
+            return {**fresh_members(self.net, count), **held}
         start = self.init(count)
         for name, shape in shapes.items():
             if name not in start or start[name].shape != (count, *shape):
@@ -183,6 +193,21 @@ class Trainer:
                 schedule.step()
             total += losses.detach() / steps
         return total
+
+    @torch.no_grad()
+    def _probe(self) -> str:
+        """The loss of a few rows at weights that are the same in every run: another function has the same name only by
+        chance the same loss."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            weights = {name: 0.3 * torch.randn(p.shape, dtype=p.dtype) for name, p in self.net.named_parameters()}
+        weights = {name: value.to(self.device)[None] for name, value in weights.items()}
+        training = self.net.training
+        self.net.eval()
+        mapped = torch.func.vmap(self.loss, in_dims=(0, 0, None, None), randomness="different")
+        loss = mapped(weights, stacked_buffers(self.net, 1), self.x[:_PROBED], self.y[:_PROBED])
+        self.net.train(training)
+        return f"{float(loss):.4g}"
 
     @torch.no_grad()
     def _final(self, parameters: Weights, buffers: Weights) -> Tensor:
@@ -225,6 +250,21 @@ def _named_loss(loss: str | Loss) -> Loss:
     if loss not in LOSSES:
         raise ValueError(f"loss is {loss!r}; it must be one of {sorted(LOSSES)} or a function of outputs and targets")
     return LOSSES[loss]
+
+
+def _checked_optimizer(make: MakeOptimizer) -> str:
+    """What a function makes, with its settings, the same in every run."""
+    if isinstance(make, Optimizer):
+        kind = type(make).__name__
+        raise TypeError(
+            f"optimizer is one of {kind}; it must be a function that makes one of given parameters: "
+            f"functools.partial(torch.optim.{kind}, lr=...)"
+        )
+    made = make([torch.zeros(1, requires_grad=True)])
+    if isinstance(made, torch.optim.LBFGS):
+        raise ValueError("optimizer makes LBFGS, whose steps need all members' losses at once; take SGD, Adam, ...")
+    settings = ", ".join(f"{k}={v!r}" for k, v in made.defaults.items() if not isinstance(v, Tensor))
+    return f"{type(made).__name__}({settings})"
 
 
 def _name(thing: Any) -> str:

@@ -78,8 +78,9 @@ def ensemble(
 
     *Running statistics* (batch normalisation) are kept as sites, since removing symmetries moves them.
 
-    :param net: the network, trained in train mode; or a ``BayesianModel``, of which every member becomes a mode of the
-        posterior (``loss`` is then minus its log-joint density, per row).
+    :param net: the network, trained in train mode; parameters that require no gradient keep its values in all members.
+        Or a ``BayesianModel``, of which every member becomes a mode of the posterior (``loss`` is then minus its
+        log-joint density, per row).
     :param data: inputs ``(N, ...)`` and targets ``(N, ...)``.
     :param num_members: how many networks.
     :param loss: ``"cross_entropy"``, ``"binary_cross_entropy"`` (of logits), ``"mse"``, or a function of one network's
@@ -90,12 +91,14 @@ def ensemble(
     :param optimizer: makes an element-wise PyTorch optimiser (SGD, Adam, AdamW, RMSprop ...) of stacked parameters:
         ``functools.partial(torch.optim.Adam, lr=1e-2, weight_decay=1e-4)``.
     :param cosine: whether the learning rate falls to zero along a cosine.
-    :param init: number of members -> their initial parameters ``(members, *shape)``. Default: the modules' own
+    :param init: number of members -> their initial parameters ``(members, *shape)``, or
+        :func:`~pyro_symmetric.ensembles.initialised_by` of a function that builds a network. Default: the modules' own
         initialisation, see :func:`~pyro_symmetric.ensembles.fresh_members`.
     :param outliers: losses ``(members,)`` -> which of them to stop; see :func:`far_off`.
     :param redraw: whether to train others in place of those that stopped.
     :param members_at_once: size of a part, trained together and written together. Default: by the size of a step's
-        inputs, about 4 million numbers.
+        inputs, about 4 million numbers; with ``folder`` a tenth of the members at most (and 25 at least), so that
+        little is lost.
     :param folder: where to write the parts as they are finished; a folder that holds some of them is completed.
     :param device: where to train; by default where the network is.
     :return: samples of shape ``(1, num_members, ...)``; the statistic ``loss`` is each member's on all data, in eval
@@ -107,7 +110,10 @@ def ensemble(
         raise ValueError(f"num_members is {num_members}; at least one is needed")
     if members_at_once is not None and members_at_once < 1:
         raise ValueError(f"members_at_once is {members_at_once}; it must be at least 1, or None")
-    size = min(num_members, members_at_once or trainer.comfortable_size())
+    comfortable = trainer.comfortable_size()
+    if folder is not None:
+        comfortable = min(comfortable, max(25, num_members // 10))
+    size = min(num_members, members_at_once or comfortable)
     settings = trainer.settings() | {"num_members": num_members, "members_at_once": size, "redraw": redraw}
     parts = Parts(folder, settings, int(torch.randint(2**62, ())))
     found = []

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_symmetric.ensembles import ensemble, far_off, fresh_members, load_ensemble
+from pyro_symmetric.ensembles import ensemble, far_off, fresh_members, initialised_by, load_ensemble
 from pyro_symmetric.ensembles.data_checks import require_data
 from pyro_symmetric.ensembles.members import LOSSES
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
@@ -145,7 +145,7 @@ def test_a_stopped_run_is_taken_up_and_gives_the_same_members(tmp_path):
         assert torch.equal(again[name], value)
     with pytest.raises(ValueError, match=r"other settings \(epochs differ\)"):
         ensemble(net, (x, y), 8, folder=folder, **{**options, "epochs": 3})
-    with pytest.raises(ValueError, match=r"other settings \(data differ\)"):
+    with pytest.raises(ValueError, match=r"other settings \(data, loss at fixed weights differ\)"):
         ensemble(net, (x + 1, y), 8, folder=folder, **options)
 
 
@@ -292,3 +292,87 @@ def test_labels_of_a_bayesian_model_are_checked_too():
 def test_something_that_is_no_network_is_named():
     with pytest.raises(TypeError, match=r"net is a function; it must be an nn\.Module"):
         ensemble(lambda x: x, (X, LABELS), 2, progress=False)
+
+
+class Positions(nn.Module):
+    """A network with a parameter that no module resets, and its activation in ``forward``."""
+
+    def __init__(self, act=torch.tanh):
+        super().__init__()
+        self.places, self.scale = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.ones(3))
+        self.out = nn.Linear(3, 2)
+        self.act = act
+
+    def forward(self, x):
+        return self.out(self.act(x @ self.places.T) * self.scale)
+
+
+def test_parameters_that_no_module_resets_differ_between_members_and_keep_their_law():
+    net = Positions()
+    members = fresh_members(net, 50)
+    assert not torch.equal(members["places"][0], members["places"][1])
+    torch.testing.assert_close(
+        members["places"].flatten(1).sort(-1).values, net.places.detach().flatten().sort().values.expand(50, -1)
+    )
+    assert bool((members["scale"] == 1).all())
+
+
+def test_members_can_be_initialised_as_a_network_is_built():
+    def make():
+        net = perceptron()
+        nn.init.constant_(net[0].bias, 0.25)  # what reset_parameters wouldn't do
+        return net
+
+    torch.manual_seed(3)
+    expected = [make() for _ in range(4)]
+    torch.manual_seed(3)
+    members = initialised_by(make)(4)
+    for name in members:
+        assert torch.equal(members[name], torch.stack([net.get_parameter(name).detach() for net in expected]))
+    ensemble(perceptron(), blobs(), 2, init=initialised_by(make), epochs=1, progress=False)
+
+
+def test_frozen_parameters_stay_as_they_are_in_all_members():
+    net = perceptron()
+    net[0].requires_grad_(False)
+    x, y = blobs()
+    draws = ensemble(net, (x, y), 3, epochs=2, progress=False).get_samples()
+    for name in ("0.weight", "0.bias"):
+        assert torch.equal(draws[name], net.get_parameter(name).detach().expand_as(draws[name]))
+    assert not torch.equal(draws["2.weight"][0], draws["2.weight"][1])
+    with pytest.raises(ValueError, match="no parameter of net requires a gradient"):
+        ensemble(net.requires_grad_(False), (x, y), 3, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"optimizer": lambda p: torch.optim.Adam(p, lr=0.5)}, "optimizer"),
+        ({"loss": lambda o, y: 2 * nn.functional.cross_entropy(o, y)}, "loss at fixed weights"),
+        ({"net": Positions(torch.relu)}, "loss at fixed weights"),
+    ],
+)
+def test_a_folder_is_not_taken_up_by_functions_that_only_look_alike(tmp_path, change, what):
+    options = {
+        "net": Positions(),
+        "optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
+        "loss": lambda o, y: nn.functional.cross_entropy(o, y),
+    }
+    options |= {"data": blobs(), "num_members": 2, "epochs": 1, "folder": tmp_path, "progress": False}
+    first, again = ensemble(**options), ensemble(**options)
+    assert torch.equal(first.samples["places"], again.samples["places"])
+    with pytest.raises(ValueError, match=what):
+        ensemble(**{**options, **change})
+
+
+def test_something_that_makes_no_optimiser_of_members_is_refused():
+    net = perceptron()
+    with pytest.raises(TypeError, match=r"functools\.partial\(torch\.optim\.Adam, lr="):
+        ensemble(net, blobs(), 2, optimizer=torch.optim.Adam(net.parameters()), progress=False)
+    with pytest.raises(ValueError, match="LBFGS"):
+        ensemble(net, blobs(), 2, optimizer=torch.optim.LBFGS, progress=False)
+
+
+def test_with_a_folder_a_part_is_a_tenth_of_the_members(tmp_path):
+    ensemble(perceptron(), blobs(), 60, epochs=1, folder=tmp_path, progress=False)
+    assert len(list(tmp_path.glob("part-*"))) == 3  # of 25 at least
