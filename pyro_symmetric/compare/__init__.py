@@ -18,6 +18,7 @@ from pyro_symmetric.compare.dynamics import (
     excess_mass,
     kendall_tau,
 )
+from pyro_symmetric.compare.independence import independent_draws
 from pyro_symmetric.compare.invariance import FactorInvariance, InvarianceResult, invariance_tests
 from pyro_symmetric.compare.mmd import LayerMMD, MMDResult, mmd
 from pyro_symmetric.compare.orbit import OrbitMMD, orbit_mmd
@@ -48,6 +49,7 @@ __all__ = [
     "equivalent_modes",
     "excess_mass",
     "functional_collapse",
+    "independent_draws",
     "invariance_tests",
     "kendall_tau",
     "marginal_wasserstein",

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare._tests import chi_square_uniform, holm, holm_rejections, kolmogorov_smirnov
+from pyro_symmetric.compare.independence import evenly_spaced, independent_draws, is_chain
 from pyro_symmetric.compare.layers import Samples, samples_of
 from pyro_symmetric.symmetry.permutation import Axis, PermutationGroup
 from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
@@ -173,7 +174,7 @@ def invariance_tests(
     group: PermutationGroup | WeightSymmetry,
     *,
     level: float = 0.05,
-    effective_size: int | None = None,
+    effective_size: float | None = None,
     max_tests: int = 50_000,
 ) -> InvarianceResult:
     """Test whether samples of weights are invariant under ``group``.
@@ -192,12 +193,16 @@ def invariance_tests(
     :param group: the permutation group, or a network's symmetry, which has one; factors of size 1 are passed over.
     :param level: the family-wise level of the tests.
     :param effective_size: how many draws may be taken as independent. That many, evenly spaced over the flattened
-        batch, are kept. For chains give at most the smallest effective sample size over the weights; half of it is on
-        the safe side, as draws thinned to the effective size keep a correlation of about 0.1.
+        batch, are kept, rounded down. Default: of a ``Posterior`` that a sampler drew,
+        :func:`~pyro_symmetric.compare.independent_draws`; else all. Of chains in a dictionary give half of the smallest
+        effective sample size over the weights, as draws thinned to all of it keep a correlation of about 0.1.
     :param max_tests: Kolmogorov-Smirnov tests of one factor. Where pairs of units times positions are more, a fixed
         pseudo-random part of the positions (and of the pairs, if needed) is tested.
     :raises ValueError: if weights don't fit the group, aren't finite, or fewer than 2 draws are left.
     """
+    if effective_size is None and is_chain(weights):
+        effective_size = max(2, independent_draws(weights))
+    effective_size = None if effective_size is None else int(effective_size)
     _check_arguments(level, effective_size, max_tests)
     weights = samples_of(weights)
     group = group.permutations if isinstance(group, WeightSymmetry) else group
@@ -243,7 +248,7 @@ def _thinned(draws: int, effective_size: int | None) -> slice | Tensor:
         raise ValueError(f"weights holds {draws} draws; the tests need at least 2")
     if effective_size is None or effective_size >= draws:
         return slice(None)  # a view, where an index would copy all weights
-    return torch.arange(effective_size) * draws // effective_size
+    return evenly_spaced(draws, effective_size)
 
 
 def _unit_axes(group: PermutationGroup, name: str) -> list[Axis]:

@@ -7,11 +7,15 @@ are the layer ``0``; a site without a dot (``noise_scale``) is a layer of its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pyro_symmetric.calls import described
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
 from pyro_symmetric.symmetry.finite import FiniteGroup
@@ -21,22 +25,41 @@ from pyro_symmetric.symmetry.weights import Shapes, batch_shape, require_finite,
 
 Layers = Mapping[str, Sequence[str]]
 Samples = Mapping[str, Tensor] | Posterior
-AnySymmetry = Symmetry | PermutationGroup | SignGroup | FiniteGroup
+AnySymmetry = (
+    Symmetry | PermutationGroup | SignGroup | FiniteGroup | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+)
 
 
 def samples_of(weights: Samples) -> Mapping[str, Tensor]:
-    """Weights as they come; of a posterior, its draws, chains end to end."""
-    return weights.get_samples() if isinstance(weights, Posterior) else weights
+    """Weights as they come; of a posterior, its draws, chains end to end.
+
+    :raises TypeError: if they are neither.
+    """
+    if isinstance(weights, Posterior):
+        return weights.get_samples()
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            f"weights are {described(weights)}; they must be a Posterior, or map each site to its samples (of a guide, "
+            "take draws: Predictive(model, guide=guide, num_samples=1000))"
+        )
+    return weights
+
+
+def is_statistic(site: str) -> bool:
+    """Whether a site is a running statistic of a normalisation layer, which follows from the weights and the data."""
+    return site.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str, tuple[str, ...]]:
     """Layer -> its sites: the given ``layers``, checked, or the default grouping by the names up to the last dot.
 
+    By default running statistics are left out: they are no weights, and would outweigh them.
+
     :raises ValueError: if ``layers`` is empty, names an unknown site, or names a site twice.
     """
     if layers is None:
         grouped: dict[str, list[str]] = {}
-        for site in sites:
+        for site in itertools.filterfalse(is_statistic, sites):
             grouped.setdefault(site.rpartition(".")[0] or site, []).append(site)
         return {name: tuple(members) for name, members in grouped.items()}
     named = [site for members in layers.values() for site in members]
@@ -58,7 +81,8 @@ class PairedSamples:
     :param weights_q: the same sites; the number of samples may differ.
     :param layers: layer -> its sites; sites that are not named are left out. Default: all, see :func:`group_sites`.
     :param site_shapes: the sites' shapes without batch dimensions. Default: everything after the first dimension.
-    :param symmetry: both sides are brought to their canonical forms under it; ``None`` takes them as they come.
+    :param symmetry: both sides are brought to their canonical forms under it, or by it, if it is a function of weights;
+        ``None`` takes them as they come.
     :param minimum: the smallest number of samples allowed on each side.
     :raises ValueError: if sites, shapes, dtypes or devices don't fit, or samples are missing.
     """
@@ -74,11 +98,11 @@ class PairedSamples:
         minimum: int = 1,
     ):
         weights_p, weights_q = samples_of(weights_p), samples_of(weights_q)
-        if layers is None and set(weights_p) != set(weights_q):
+        here, there = ({site for site in weights if not is_statistic(site)} for weights in (weights_p, weights_q))
+        if layers is None and here != there:
             raise ValueError(
                 "weights_p and weights_q must have the same sites (or layers must name those to compare); only in "
-                f"weights_p: {sorted(set(weights_p) - set(weights_q))}, "
-                f"only in weights_q: {sorted(set(weights_q) - set(weights_p))}"
+                f"weights_p: {sorted(here - there)}, only in weights_q: {sorted(there - here)}"
             )
         self.layers = group_sites(list(weights_p), layers)
         self.sites = tuple(site for members in self.layers.values() for site in members)
@@ -87,7 +111,8 @@ class PairedSamples:
         require_sites(weights_q, self.sites, "weights_q")
         self.shapes = self._shapes(weights_p, weights_q, site_shapes)
         if symmetry is not None:
-            weights_p, weights_q = canonicalize(weights_p, symmetry), canonicalize(weights_q, symmetry)
+            remove = _removal(symmetry)
+            weights_p, weights_q = remove(weights_p), remove(weights_q)
         self.weights = (weights_p, weights_q)
         self.num_samples = (
             _num_samples(weights_p, self.shapes, "weights_p", minimum),
@@ -108,6 +133,7 @@ class PairedSamples:
                     f"{tuple(weights_q[site].shape)} in weights_q; both must be (samples,) + the same site shape. "
                     "Pass site_shapes= where there are more batch dimensions, such as (chains, draws)"
                 )
+        _warn_of_chains(weights_p, self.sites)
         return shapes
 
     def matrices(self, site: str) -> tuple[Tensor, Tensor]:
@@ -141,6 +167,32 @@ class PairedSamples:
     def num_weights(self, layer: str) -> int:
         """The number of weights (of one sample) in a layer."""
         return sum(self.shapes[site].numel() for site in self.layers[layer])
+
+
+def _warn_of_chains(weights: Mapping[str, Tensor], sites: Sequence[str]) -> None:
+    """Draws ``(chains, draws, ...)`` look like few samples of large sites, all of which have an axis in common."""
+    leading = {tuple(weights[site].shape[:2]) for site in sites}
+    if len(sites) < 2 or len(leading) > 1:
+        return
+    shape = leading.pop()
+    if len(shape) == 2 and shape[0] < shape[1] and len({weights[site].dim() for site in sites}) > 1:
+        warnings.warn(
+            f"weights have {shape[0]} samples, and all sites an axis of size {shape[1]} next; if these are chains and "
+            "draws, pass the Posterior itself, or site_shapes=",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def _removal(symmetry: Any) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
+    if isinstance(symmetry, PermutationGroup | SignGroup | FiniteGroup) or hasattr(symmetry, "permutations"):
+        return lambda weights: canonicalize(weights, symmetry)
+    if callable(symmetry) and not isinstance(symmetry, nn.Module):
+        return symmetry
+    raise TypeError(
+        f"symmetry is {described(symmetry)}; it must be a symmetry, such as find_symmetry(net, x), a group of it, or a "
+        "function of weights that removes it"
+    )
 
 
 def _num_samples(weights: Mapping[str, Tensor], shapes: Shapes, name: str, minimum: int) -> int:

@@ -172,14 +172,15 @@ def mmd(
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer.
     :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
     :param symmetry: remove it first: both sides are brought to their canonical forms, by the default rules of
-        :func:`~pyro_symmetric.symmetry.canonicalize`. For other rules canonicalize the weights yourself.
+        :func:`~pyro_symmetric.symmetry.canonicalize`; or by a function of weights, such as ``lambda w: canonicalize(w,
+        symmetry, scalings="minimal_mass")``, which ``pyro-symmetric compare`` uses: at unit norm nearly dead units have
+        biases so large that they decide the distance. Where a prior sees the scales (a Gaussian one), they are no
+        symmetry of the posterior: ``symmetry.finite`` removes permutations and signs only.
     :param bandwidths: an earlier result whose bandwidths are used again, so that several comparisons use the same
         kernels. Default: a grid chosen for these samples by :func:`bandwidth_grid`.
     :param chunk: how many weights are taken at a time; by default as many as stay in the cache.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, or a weight isn't finite.
     """
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it counts weights and must be at least 1")
     samples = PairedSamples(weights_p, weights_q, layers, site_shapes, symmetry, minimum=2)
     grids = {} if bandwidths is None else bandwidths.kernels(samples.layers)
     per_layer = {layer: _layer_mmd(samples, layer, grids.get(layer), chunk) for layer in samples.layers}

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
 from pyro_symmetric.compare._results import table
+from pyro_symmetric.compare.independence import is_chain, thinned
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
 from pyro_symmetric.compare.mmd import bandwidth_grid
 from pyro_symmetric.symmetry.weights import Shapes
@@ -116,7 +117,8 @@ def mmd_test(
     True
 
     Samples must be independent: autocorrelated draws of a chain are not exchangeable, and make the p-value too small.
-    Thin them to their effective sample size first.
+    Of a ``Posterior`` that a sampler drew only as many, evenly spaced, are taken as count as independent (see
+    :func:`~pyro_symmetric.compare.independent_draws`); chains in a dictionary are taken as they come, so thin them.
 
     Time beyond the distances: 20 kernels × layers × (m + n)² × permutations multiplications.
 
@@ -140,6 +142,7 @@ def mmd_test(
             f"num_permutations is {num_permutations}; at level {level} at least "
             f"{max(_LEAST_PERMUTATIONS, round(1 / level))} are needed"
         )
+    weights_p, weights_q = (thinned(side) if is_chain(side) else side for side in (weights_p, weights_q))
     samples = PairedSamples(weights_p, weights_q, layers, site_shapes, symmetry, minimum=2)
     pairs = Pairs(*samples.num_samples)
     # orders of the pooled sample, the observed one first, the same for every layer

@@ -111,8 +111,7 @@ def marginal_wasserstein(
     :param p: order of the distance, at least 1; ``math.inf`` gives the largest difference of quantiles.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer.
     :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
-    :param symmetry: remove it first: both sides are brought to their canonical forms, by the default rules of
-        :func:`~pyro_symmetric.symmetry.canonicalize`.
+    :param symmetry: remove it first, as :func:`~pyro_symmetric.compare.mmd` does.
     :param chunk: how many weights are sorted at a time. Default: so many that a temporary holds about 2²³ values.
     :raises ValueError: if the sites or shapes don't fit, ``p`` is under 1, or a weight isn't finite.
     """

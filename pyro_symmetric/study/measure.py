@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.compare import MMDResult, invariance_tests, marginal_wasserstein, mmd, scores
+from pyro_symmetric.compare import MMDResult, independent_draws, invariance_tests, marginal_wasserstein, mmd, scores
+from pyro_symmetric.compare.independence import evenly_spaced
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
@@ -61,7 +62,7 @@ def draws_of(posterior: Posterior, problem: Problem) -> Draws:
     """The draws that are compared, thinned evenly over all chains, on the study's device."""
     flat = posterior.get_samples()
     total = posterior.num_chains * posterior.num_samples
-    keep = _spaced(total, problem.settings.num_draws)
+    keep = evenly_spaced(total, problem.settings.num_draws)
     raw = {site: value[keep].to(problem.x.device) for site, value in flat.items()}
     return Draws(raw, problem.canonical(raw))
 
@@ -89,12 +90,13 @@ def reference_of(fit: Fit, draws: Draws, problem: Problem) -> Reference:
 def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Problem, seconds: float) -> dict[str, Any]:
     """One row of the report, as JSON."""
     sites = weight_diagnostics(fit.posterior) if fit.is_chain else {}
+    independent = max(2, independent_draws(fit.posterior, sites)) if fit.is_chain else None
     row: dict[str, Any] = {
         "draws": draws.count,
         "seconds": seconds,
         "prediction": predictive_scores(draws.raw, problem),
         "training": training_scores(draws.raw, problem),
-        "invariance": invariance(draws, problem, independent_draws(fit, sites)) if draws.count > 1 else None,
+        "invariance": invariance(draws, problem, independent) if draws.count > 1 else None,
         "evidence": fit.evidence,
         "barrier": fit.barrier,
         "details": fit.details,
@@ -154,7 +156,10 @@ def predictive_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
 
 def training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
     """The same of (at most a thousand) training rows, by some of the draws."""
-    rows, kept = _spaced(len(problem.x), TRAINING_ROWS), _spaced(len(next(iter(weights.values()))), TRAINING_DRAWS)
+    rows, kept = (
+        evenly_spaced(len(problem.x), TRAINING_ROWS),
+        evenly_spaced(len(next(iter(weights.values()))), TRAINING_DRAWS),
+    )
     return _scores({site: value[kept] for site, value in weights.items()}, problem, problem.x[rows], problem.y[rows])
 
 
@@ -164,15 +169,6 @@ def _scores(weights: Weights, problem: Problem, x: Tensor, y: Tensor, outside: T
         return scores.classification(members, y, outside).to_dict()
     noise = noise_scale(problem.model, weights)
     return scores.regression(members, noise, problem.model.likelihood.targets(y)).to_dict()
-
-
-def independent_draws(fit: Fit, sites: Mapping[str, Mapping[str, Any]]) -> int | None:
-    """How many of a chain's draws count as independent: by the worst weight, but at least one for each chain."""
-    if not fit.is_chain:
-        return None
-    worst = [entry["ess_bulk"] for entry in sites.values() if not math.isnan(entry["ess_bulk"])]
-    # Half of the effective size: draws that are thinned to all of it are still a little correlated.
-    return max(fit.posterior.num_chains, int(min(worst, default=2)) // 2, 2)
 
 
 def invariance(draws: Draws, problem: Problem, independent: int | None) -> dict[str, Any]:
@@ -208,11 +204,6 @@ def weight_diagnostics(posterior: Posterior) -> dict[str, dict[str, Any]]:
     """R-hat and ESS of every site's weights: worst and median."""
     table = posterior.diagnostics()
     return {site: table[site] for site in posterior.site_shapes}
-
-
-def _spaced(count: int, most: int) -> Tensor:
-    """At most so many of ``count`` places, evenly spaced."""
-    return torch.arange(min(count, most)) * count // min(count, most)
 
 
 def _halves(count: int) -> tuple[slice, slice]:

@@ -87,3 +87,56 @@ def test_a_posterior_is_compared_as_its_draws():
         torch.manual_seed(1)  # of the null distribution that it simulates
         found.append(ps.invariance_tests(weights, group).to_dict())
     assert found[0] == found[1]
+
+
+def test_running_statistics_are_no_weights_unless_they_are_named():
+    weights = {"1.weight": torch.randn(5, 3), "1.running_mean": torch.randn(5, 3), "1.running_var": torch.rand(5, 3)}
+    assert PairedSamples(weights, weights).sites == ("1.weight",)
+    assert PairedSamples(weights, {"1.weight": weights["1.weight"]}).num_weights("1") == 3  # an ensemble and a guide
+    named = PairedSamples(weights, weights, {"1": ("1.weight", "1.running_mean")})
+    assert named.num_weights("1") == 6
+
+
+def test_a_distance_of_batch_normalised_networks_ignores_the_scale_of_their_inputs():
+    weights = {"1.weight": torch.randn(20, 3), "1.running_var": torch.rand(20, 3)}
+    other = {**weights, "1.running_var": 100 * weights["1.running_var"]}
+    assert ps.mmd(weights, other).maximum == ps.mmd(weights, weights).maximum
+
+
+def test_a_function_may_remove_the_symmetry():
+    net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    symmetry = ps.find_symmetry(net, torch.randn(3, 2))
+    p, q = ({name: torch.randn(6, *v.shape) for name, v in net.named_parameters()} for _ in range(2))
+
+    def least(weights):
+        return ps.canonicalize(weights, symmetry, scalings="minimal_mass")
+
+    assert ps.mmd(p, q, symmetry=least).mean == ps.mmd(least(p), least(q)).mean
+    assert ps.mmd(p, q, symmetry=least).mean != ps.mmd(p, q, symmetry=symmetry).mean
+
+
+def test_what_is_no_weights_or_no_symmetry_is_named():
+    weights = {"w": torch.randn(5, 3)}
+    with pytest.raises(TypeError, match="weights are a list; they must be a Posterior"):
+        ps.mmd([weights], weights)
+    with pytest.raises(TypeError, match="symmetry is True; it must be a symmetry"):
+        ps.mmd(weights, weights, symmetry=True)
+    with pytest.raises(TypeError, match=r"symmetry is a torch\.nn\.modules\.linear\.Linear"):
+        ps.mmd(weights, weights, symmetry=nn.Linear(2, 2))
+
+
+def test_chains_and_draws_that_are_not_flattened_are_warned_of():
+    draws = {"0.weight": torch.randn(4, 50, 3, 2), "0.bias": torch.randn(4, 50, 3)}
+    with pytest.warns(UserWarning, match="4 samples, and all sites an axis of size 50 next; if these are chains"):
+        ps.mmd(draws, draws)
+    shapes = {"0.weight": (3, 2), "0.bias": (3,)}
+    assert ps.mmd(draws, draws, site_shapes=shapes).num_samples == (200, 200)
+
+
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_a_chunk_of_nothing_is_refused(chunk):
+    weights = {"w": torch.randn(5, 3, 1)}
+    group = ps.PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([3, 1])})
+    for distance in (ps.mmd, ps.mmd_test, lambda p, q, chunk: ps.orbit_mmd(p, q, group, chunk=chunk)):
+        with pytest.raises(ValueError, match=f"chunk is {chunk}"):
+            distance(weights, weights, chunk=chunk)

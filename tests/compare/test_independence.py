@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from pyro_symmetric.compare import independent_draws, invariance_tests, mmd_test
+from pyro_symmetric.compare.independence import is_chain, thinned
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.permutation import PermutationGroup
+
+RHO = 0.95
+GROUP = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([4, 2])})
+
+
+def autoregression(chains=4, draws=400, kernel="HMC"):
+    """Stationary standard normal chains that forget a share 1 - RHO with every draw; invariant under GROUP."""
+    states = [torch.randn(chains, 4, 2)]
+    for _ in range(draws - 1):
+        states.append(RHO * states[-1] + (1 - RHO**2) ** 0.5 * torch.randn(chains, 4, 2))
+    return Posterior({"w": torch.stack(states, 1)}, metadata={"kernel": kernel})
+
+
+def test_autoregressive_draws_count_by_their_effective_size():
+    found = independent_draws(autoregression(draws=5_000))
+    expected = 20_000 * (1 - RHO) / (1 + RHO) / 2  # 256, of one weight; the smallest of eight estimates is lower
+    assert 0.5 * expected < found < 1.1 * expected
+
+
+def test_every_chain_counts_once_at_least():
+    stuck = torch.randn(6, 1, 4, 2) + 1e-3 * torch.randn(6, 50, 4, 2)
+    assert independent_draws(Posterior({"w": stuck})) == 6
+
+
+def test_only_a_samplers_draws_are_chains():
+    assert is_chain(autoregression())
+    assert not is_chain(autoregression(kernel="ensemble"))
+    assert not is_chain(Posterior({"w": torch.randn(4, 5, 2)}))
+    assert not is_chain({"w": torch.randn(4, 5, 2)})
+
+
+def test_tests_of_a_samplers_draws_keep_their_level():
+    # 20 repetitions at level 0.05: more than 4 rejections have probability 0.003 for each test. Taken as independent,
+    # such draws are rejected nearly always.
+    invariance, same = 0, 0
+    for _ in range(20):
+        first, second = autoregression(), autoregression()
+        invariance += invariance_tests(first, GROUP).rejected
+        same += mmd_test(first, second, num_permutations=99).rejected
+    assert invariance <= 4
+    assert same <= 4
+    as_they_come = invariance_tests(first.get_samples(), GROUP)
+    assert as_they_come.num_draws == 1600
+    assert as_they_come.rejected
+
+
+def test_a_difference_is_seen_in_a_samplers_draws():
+    moved = autoregression(draws=2_000)
+    moved.samples["w"][..., 0, :] += 1.5  # one unit unlike the others
+    assert invariance_tests(moved, GROUP).rejected
+    assert mmd_test(autoregression(draws=2_000), moved, num_permutations=99).rejected
+
+
+def test_thinned_draws_are_some_of_the_draws():
+    posterior = autoregression()
+    few = thinned(posterior)["w"]
+    assert len(few) == independent_draws(posterior)
+    assert bool((few[:, None] == posterior.get_samples()["w"]).flatten(2).all(-1).any(1).all())
+
+
+@pytest.mark.parametrize("size", [8, 8.9])
+def test_an_effective_size_may_be_a_fraction(size):
+    assert invariance_tests(autoregression(), GROUP, effective_size=size).num_draws == 8
