@@ -14,6 +14,7 @@ import functools
 import json
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,7 +32,7 @@ from pyro_symmetric.symmetry.weights import Weights
 Buffers = Literal["sites", "drop"]
 Format = Literal["safetensors", "pt"]
 
-SUFFIXES = (".safetensors", ".pt", ".pth")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 _NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the state dict
 _METADATA = "checkpoints.json"
 
@@ -53,8 +54,9 @@ def read_checkpoints(
     Files are read one after the other into one tensor for each site, so that memory holds the result and one network.
 
     :param source: a folder, or the files themselves in the order that the draws shall have.
-    :param pattern: which files of the folder, as :meth:`pathlib.Path.glob` takes it; those that end in ``.pt``,
-        ``.pth`` or ``.safetensors`` are read, in natural order (``net-2`` before ``net-10``).
+    :param pattern: which files of the folder, as :meth:`pathlib.Path.glob` takes it; those that end in
+        ``.safetensors``, ``.pt``, ``.pth``, ``.ckpt`` or ``.bin`` are read, in natural order (``net-2`` before
+        ``net-10``).
     :param buffers: what becomes of the running statistics of batch normalisation (``running_mean``, ``running_var``):
         ``"sites"`` keeps them as sites of the posterior, which moving and removing symmetries needs; ``"drop"`` leaves
         them out. Tensors that aren't floating-point (``num_batches_tracked``) are always left out; ``metadata`` lists
@@ -64,8 +66,9 @@ def read_checkpoints(
     :param key: where in a ``.pt`` file the state dict lies. Default: the file itself, or its entry ``state_dict``,
         ``model_state_dict`` or ``model``.
     :param dtype: to convert to; by default that of the first file.
-    :return: samples ``(1, files, *shape)``; ``metadata`` with ``files``, ``buffers`` (the sites that are), ``left_out``
-        and what :func:`write_checkpoints` kept of a posterior's own.
+    :return: samples ``(1, files, *shape)``; ``metadata`` with ``files``, ``buffers`` (the sites that are),
+        ``left_out``, ``not_finite`` (the files with a NaN or an infinity in them, of which it warns) and what
+        :func:`write_checkpoints` kept of a posterior's own.
     :raises OSError: if there is no such folder or file, or no checkpoint in it.
     :raises ValueError: naming the file that can't be read, lacks a site, or has one of another shape or more than the
         first file has.
@@ -75,6 +78,7 @@ def read_checkpoints(
     files, folder = _files(source, pattern)
     samples: Weights = {}
     left_out: list[str] = []
+    not_finite: list[Path] = []
     for i, file in enumerate(tqdm(files, desc="checkpoints", unit="file", disable=not progress)):
         sites, others = _sites(_state(file, key), buffers, rename, file)
         if i == 0:
@@ -85,6 +89,11 @@ def read_checkpoints(
         _check_sites(sites, samples, file, files[0])
         for site, value in sites.items():
             samples[site][i] = value
+        if not all(bool(torch.isfinite(value).all()) for value in sites.values()):
+            not_finite.append(file)
+    if not_finite:
+        shown = ", ".join(map(str, not_finite[:3])) + (", ..." if len(not_finite) > 3 else "")
+        warnings.warn(f"{len(not_finite)} checkpoints hold a NaN or an infinity: {shown}", RuntimeWarning, stacklevel=2)
     names = [str(file.relative_to(folder)) if folder is not None else str(file) for file in files]
     kept = _kept(folder)
     metadata = {
@@ -92,8 +101,12 @@ def read_checkpoints(
         "files": names,
         "buffers": [site for site in samples if _is_buffer(site)],
         "left_out": left_out,
+        "not_finite": [str(file) for file in not_finite],
     }
-    statistics = {name: torch.tensor(values)[None] for name, values in _statistics(kept, names).items()}
+    dtypes = {name: getattr(torch, dtype) for name, dtype in kept.get("dtypes", {}).items()}
+    statistics = {
+        name: torch.tensor(values, dtype=dtypes.get(name))[None] for name, values in _statistics(kept, names).items()
+    }
     return Posterior({site: value[None] for site, value in samples.items()}, statistics, metadata)
 
 
@@ -131,6 +144,7 @@ def write_checkpoints(
         "metadata": posterior.metadata,
         "files": [file.name for file in files],
         "statistics": {name: value.reshape(-1).tolist() for name, value in posterior.statistics.items()},
+        "dtypes": {name: str(value.dtype).removeprefix("torch.") for name, value in posterior.statistics.items()},
     }
     try:
         text = json.dumps(head)
@@ -181,11 +195,16 @@ def _state(file: Path, key: str | None) -> dict[str, Tensor]:
         raise ValueError(f"{file} is no safetensors file or is damaged (was it cut short?): {error}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{file} holds more than tensors, or is damaged; it isn't read, as unpickling can run any code. Save "
-            "net.state_dict() instead of the module"
+            f"{file} holds more than tensors, or is damaged or another kind of file; it isn't read, as unpickling can "
+            "run any code. Save net.state_dict() instead of the module; pattern= says which files are read"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"{file} can't be read as a checkpoint (was it cut short?): {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle can end in any of them
+        raise ValueError(
+            f"{file} can't be read as a checkpoint ({type(error).__name__}: {error}); was it cut short, or is it "
+            "another kind of file? pattern= says which are read"
+        ) from error
     return _state_dict(content, key, file)
 
 
@@ -198,7 +217,11 @@ def _state_dict(content: Any, key: str | None, file: Path) -> dict[str, Tensor]:
     elif isinstance(content, Mapping):
         content = next((content[name] for name in _NESTED if isinstance(content.get(name), Mapping)), content)
     if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{file} holds no state dict: found {type(content).__name__}; name its entry by key=")
+        entries = f" with the entries {sorted(map(str, content))[:10]}" if isinstance(content, Mapping) else ""
+        raise ValueError(
+            f"{file} holds no state dict: found {type(content).__name__}{entries}; name the entry by key=, or the "
+            "files to read by pattern="
+        )
     return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
@@ -231,8 +254,9 @@ def _check_sites(sites: Weights, samples: Weights, file: Path, first: Path) -> N
         ("has, beyond those of", sites.keys() - samples.keys()),
     ):
         if names:
+            hint = " (rename= can take a prefix such as 'module.' away)" if _are_prefixed(sites, samples) else ""
             raise ValueError(
-                f"{file} {what} {first}, the sites {sorted(names)}; all checkpoints must be of one network"
+                f"{file} {what} {first}, the sites {sorted(names)}; all checkpoints must be of one network{hint}"
             )
     for site, value in sites.items():
         if value.shape != samples[site].shape[1:]:
@@ -240,6 +264,12 @@ def _check_sites(sites: Weights, samples: Weights, file: Path, first: Path) -> N
                 f"{file}: {site!r} has shape {tuple(value.shape)}, but {tuple(samples[site].shape[1:])} in "
                 f"{first}; all checkpoints must be of one network"
             )
+
+
+def _are_prefixed(sites: Weights, samples: Weights) -> bool:
+    """Whether the names are the same but for a prefix on one side."""
+    short, long = sorted((sorted(sites), sorted(samples)), key=lambda names: len("".join(names)))
+    return len(short) == len(long) and all(b.endswith(f".{a}") for a, b in zip(short, long, strict=True))
 
 
 def _kept(folder: Path | None) -> dict[str, Any]:

@@ -156,7 +156,9 @@ class BayesianModel(nn.Module):
     torch.Size([5, 7, 3])
 
     :param net: any module. It is copied, put in eval mode and never trained: dropout is off, normalisation layers use
-        their running statistics as data. Its own parameter values stay available as :meth:`initial_weights`.
+        their running statistics as data (of a fresh network mean 0 and variance 1, which normalise nothing:
+        ``torch.optim.swa_utils.update_bn`` fills them). Its own parameter values stay available as
+        :meth:`initial_weights`.
     :param prior: a standard deviation; a :class:`GaussianPrior`; or a function ``(name, parameter) -> distribution``
         whose event shape is the parameter's shape.
     :param likelihood: ``"categorical"``, ``"gaussian"`` (noise learnt), or an object as :class:`Likelihood` describes

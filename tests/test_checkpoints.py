@@ -133,3 +133,45 @@ def test_missing_and_full_folders_are_told_apart(tmp_path):
         write_checkpoints(Posterior({"w": torch.randn(1, 2)}), tmp_path)
     with pytest.raises(ValueError, match="buffers is 'metadata'"):
         read_checkpoints(tmp_path, buffers="metadata")
+
+
+def test_a_network_that_is_not_finite_is_warned_of_and_named(tmp_path):
+    for k in range(3):
+        state = {"w": torch.ones(2) if k != 1 else torch.tensor([1.0, torch.nan])}
+        torch.save(state, tmp_path / f"net-{k}.pt")
+    with pytest.warns(RuntimeWarning, match=r"1 checkpoints hold a NaN or an infinity: .*net-1\.pt"):
+        posterior = read_checkpoints(tmp_path, progress=False)
+    assert posterior.metadata["not_finite"] == [str(tmp_path / "net-1.pt")]
+
+
+@pytest.mark.parametrize("suffix", ["ckpt", "bin"])
+def test_files_of_lightning_and_transformers_are_read(tmp_path, suffix):
+    torch.save({"state_dict": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / f"net.{suffix}")
+    assert read_checkpoints(tmp_path, progress=False).samples["w"].shape == (1, 1, 2)
+
+
+@pytest.mark.parametrize("content", [b"abc", b"", b"version https://git-lfs.github.com/spec/v1\n", b"hello world"])
+def test_another_kind_of_file_is_named(tmp_path, content):
+    (tmp_path / "net.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"net\.pt .*pattern="):
+        read_checkpoints(tmp_path, progress=False)
+
+
+def test_entries_and_prefixes_are_pointed_to(tmp_path):
+    torch.save({"net": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"entries \['epoch', 'net'\]; name the entry by key="):
+        read_checkpoints(tmp_path, progress=False)
+    torch.save({"w": torch.ones(2), "b": torch.ones(1)}, tmp_path / "a.pt")
+    torch.save({"module.w": torch.ones(2), "module.b": torch.ones(1)}, tmp_path / "b.pt")
+    with pytest.raises(ValueError, match="rename= can take a prefix"):
+        read_checkpoints(tmp_path, progress=False)
+
+
+def test_statistics_keep_their_dtypes(tmp_path):
+    statistics = {"lp": torch.tensor([[1 / 3, 2 / 3]], dtype=torch.float64), "n": torch.tensor([[1, 2]])}
+    posterior = Posterior({"w": torch.randn(1, 2, 3)}, statistics)
+    write_checkpoints(posterior, tmp_path / "all", progress=False)
+    found = read_checkpoints(tmp_path / "all", progress=False).statistics
+    assert all(
+        torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in statistics.items()
+    )

@@ -27,6 +27,8 @@ from pyro_symmetric.study.settings import ACTIVATIONS, StudySettings
 from pyro_symmetric.symmetry import WeightSymmetry, canonicalize, find_symmetry
 from pyro_symmetric.symmetry.weights import Weights
 
+STATISTICS_ROWS = 256  # at a time
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -103,10 +105,21 @@ def build_problem(settings: StudySettings) -> Problem:
     net = build_net(settings, dataset).to(device=device, dtype=dtype)
     check_net(net, dataset)
     check_settings(settings, net, dataset)
+    settle_statistics(net, dataset.train_x)
     symmetry = find_symmetry(net.eval(), dataset.train_x[:2], logits=dataset.task == "classification")
     prior = GaussianPrior(settings.prior_scale, settings.prior_fan_in, settings.prior_scales)
     model = BayesianModel(net, prior, _likelihood(settings, dataset), num_data=len(dataset.train_x))
     return Problem(settings, dataset, model, symmetry)
+
+
+def settle_statistics(net: nn.Module, x: Tensor) -> None:
+    """Give batch normalisation that has seen no data the statistics of these, at the weights that ``net`` has.
+
+    A Bayesian network holds them fixed; at mean 0 and variance 1, where they start, such layers normalise nothing.
+    """
+    layers = [module for module in net.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if any(layer.num_batches_tracked == 0 for layer in layers if layer.num_batches_tracked is not None):
+        torch.optim.swa_utils.update_bn(x.split(STATISTICS_ROWS), net)
 
 
 def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:

@@ -17,7 +17,7 @@ from pyro_symmetric.study import METHODS, Fit, Method, StudySettings, register, 
 from pyro_symmetric.study.measure import concerns, distances, draws_of, reference_of
 from pyro_symmetric.study.methods.chains import _Chains
 from pyro_symmetric.study.methods.variational import _Variational
-from pyro_symmetric.study.problem import build_net, build_problem
+from pyro_symmetric.study.problem import build_net, build_problem, settle_statistics
 from pyro_symmetric.study.tables import DISTANCE, MISSING, OWN_HALF
 from pyro_symmetric.study.training import fit_networks, mini_batches
 
@@ -369,6 +369,19 @@ def test_the_network_is_an_mlp_of_the_given_widths() -> None:
     problem = build_problem(settings(hidden=(5, 6), activation="tanh"))
     assert problem.symmetry.permutations.factors == {"0": 5, "2": 6}
     assert [type(layer).__name__ for layer in problem.model.net] == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
+
+
+def test_batch_normalisation_holds_the_statistics_of_the_training_rows() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    x = 50 + 30 * torch.randn(600, 3)
+    settle_statistics(net, x)
+    hidden = net[0](x).detach()
+    torch.testing.assert_close(net[1].running_mean, hidden.mean(0), rtol=0.05, atol=1.0)
+    torch.testing.assert_close(net[1].running_var, hidden.var(0), rtol=0.1, atol=0.0)  # the mean of three parts'
+    known = {name: value.clone() for name, value in net.named_buffers()}
+    settle_statistics(net, x - 100)  # a network that was trained keeps its own
+    assert all(torch.equal(value, known[name]) for name, value in net.named_buffers())
 
 
 def test_a_users_network_is_built_by_its_callable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
