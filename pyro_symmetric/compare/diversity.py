@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric.calls import require_tensors
 from pyro_symmetric.compare._results import table
 
 _CHUNK_ENTRIES = 2**22
@@ -184,6 +185,7 @@ def _entropy(p: Tensor) -> Tensor:
 
 
 def _checked(probabilities: Tensor) -> Tensor:
+    require_tensors(probabilities=probabilities)
     if probabilities.dim() < 2 or 0 in (probabilities.shape[0], probabilities.shape[-1]):
         raise ValueError(f"probabilities has shape {tuple(probabilities.shape)}; it must be (members, ..., classes)")
     return check_probabilities(probabilities, "probabilities")

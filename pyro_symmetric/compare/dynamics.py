@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_symmetric.calls import described
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare.layers import Samples, samples_of
 from pyro_symmetric.symmetry.canonical import PermutationKey, sorting_permutation
@@ -81,7 +82,7 @@ class SortingTracker:
     """
 
     def __init__(self, symmetry: WeightSymmetry | FiniteGroup | PermutationGroup, key: PermutationKey = "max"):
-        group = symmetry if isinstance(symmetry, PermutationGroup) else symmetry.permutations
+        group = _permutations(symmetry)
         self.group: PermutationGroup = group
         self.key: PermutationKey = key
         self._last: Permutation | None = None
@@ -165,7 +166,7 @@ def equivalent_modes(symmetry: WeightSymmetry | FiniteGroup | PermutationGroup) 
 
     :param symmetry: the group, or a network's symmetry.
     """
-    permutations = symmetry if isinstance(symmetry, PermutationGroup) else symmetry.permutations
+    permutations = _permutations(symmetry)
     signs = {} if isinstance(symmetry, PermutationGroup) else symmetry.signs.factors
     orders = {name: (size, math.lgamma(size + 1)) for name, size in permutations.factors.items()}
     flips = {name: (size, size * math.log(2)) for name, size in signs.items()}
@@ -185,6 +186,11 @@ def excess_mass(weights: Samples, symmetry: HasScalings | ScalingGroup) -> Tenso
     :returns: ``batch_shape``, float64, in [0, 1); NaN where all weights are 0.
     """
     weights = samples_of(weights)
+    if not isinstance(symmetry, ScalingGroup) and not hasattr(symmetry, "scalings"):
+        raise TypeError(
+            f"symmetry is {described(symmetry)}; it must be a network's symmetry, such as find_symmetry(net, x), or "
+            "its scalings"
+        )
     group = symmetry if isinstance(symmetry, ScalingGroup) else symmetry.scalings
     minimum = minimal_mass(weights, group, scale_free="hold").mass
     dims = minimum.dim()
@@ -197,6 +203,15 @@ def excess_mass(weights: Samples, symmetry: HasScalings | ScalingGroup) -> Tenso
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _permutations(symmetry: Any) -> PermutationGroup:
+    if not isinstance(symmetry, PermutationGroup) and not hasattr(symmetry, "permutations"):
+        raise TypeError(
+            f"symmetry is {described(symmetry)}; it must be a network's symmetry, such as find_symmetry(net, x), or a "
+            "permutation group"
+        )
+    return symmetry if isinstance(symmetry, PermutationGroup) else symmetry.permutations
 
 
 def _inversions(places: Tensor) -> Tensor:

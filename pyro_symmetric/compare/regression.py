@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_symmetric.calls import require_tensors
 from pyro_symmetric.compare._results import Scores, describe
 
 
@@ -65,6 +66,7 @@ def regression(
     :param levels: levels of the central intervals to report, each between 0 and 1.
     :raises ValueError: if shapes don't fit or values are not finite or not positive.
     """
+    require_tensors(means=means, targets=targets)
     means, scale, targets = _gaussians(means, noise_scale, targets)
     wrong = [level for level in levels if not 0 < level < 1]
     if wrong:
@@ -90,6 +92,12 @@ def regression(
 # small steps ----------------------------------------------------------------------------------------------------------
 
 
+def _axis_of_one(means: Tensor, targets: Tensor) -> str:
+    """What to do where targets lack the axis of a single output."""
+    one = targets.dim() == 1 and means.shape[-2:] == (len(targets), 1)
+    return "; pass targets[:, None]" if one else ""
+
+
 def _gaussians(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Means ``(S, N, ...)``, scales that broadcast with them, targets; checked, in float64."""
     if targets.dim() not in (1, 2) or targets.numel() == 0:
@@ -99,7 +107,7 @@ def _gaussians(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> t
     if means.dim() != targets.dim() + 1 or means.shape[1:] != targets.shape or len(means) == 0:
         raise ValueError(
             f"means has shape {tuple(means.shape)}, but targets has {tuple(targets.shape)}; "
-            "means must have that shape, or (members,) in front of it"
+            "means must have that shape, or (members,) in front of it" + _axis_of_one(means, targets)
         )
     scale = torch.as_tensor(noise_scale, dtype=torch.float64, device=means.device)
     for name, value in (("means", means), ("noise_scale", scale), ("targets", targets)):

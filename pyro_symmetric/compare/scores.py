@@ -19,6 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from pyro_symmetric.calls import require_tensors
 from pyro_symmetric.compare._results import Scores, describe
 from pyro_symmetric.compare.diversity import check_probabilities, mean_entropy, predictive_entropy
 from pyro_symmetric.compare.regression import RegressionScores, regression
@@ -129,6 +130,9 @@ def classification(
     :raises ValueError: if shapes don't fit, values aren't probabilities or labels aren't classes.
     :raises ImportError: if detection scores are asked for and scikit-learn is missing.
     """
+    require_tensors(probabilities=probabilities, labels=labels)
+    if ood_probabilities is not None:
+        require_tensors(ood_probabilities=ood_probabilities)
     members = _members(probabilities, "probabilities")
     inputs, classes = members.shape[1:]
     _check_labels(labels, inputs, classes)

@@ -114,3 +114,16 @@ def test_the_minimum_has_no_excess_and_a_rescaled_copy_has():
     least = ps.minimal_mass(weights, symmetry).weights
     assert float(excess_mass(least, symmetry).max()) < 1e-6
     assert float(excess_mass(symmetry.scalings.sample((4,))(least), symmetry).min()) > 1e-3
+
+
+def test_what_is_no_symmetry_or_no_weights_is_named():
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    symmetry = ps.find_symmetry(net, torch.randn(3, 2))
+    weights = {name: value.detach()[None] for name, value in net.named_parameters()}
+    for call in (SortingTracker, equivalent_modes):
+        with pytest.raises(TypeError, match=r"symmetry is a .*Sequential; it must be a network's symmetry"):
+            call(net)
+    with pytest.raises(TypeError, match="or its scalings"):
+        excess_mass(weights, symmetry.permutations)
+    with pytest.raises(TypeError, match=r"weights are a .*Sequential"):
+        excess_mass(net, symmetry)

@@ -163,3 +163,12 @@ def test_missing_scikit_learn_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
     with pytest.raises(ImportError, match=r"scikit-learn.*pip install 'pyro-symmetric\[study\]'"):
         scores.detect(torch.rand(3), torch.rand(3))
+
+
+def test_arrays_are_asked_to_become_tensors():
+    with pytest.raises(TypeError, match=r"labels is a numpy\.ndarray; it must be a tensor: torch\.as_tensor\(labels\)"):
+        scores.classification(torch.tensor([[0.5, 0.5]]), np.array([0]))
+    with pytest.raises(TypeError, match="means is a list"):
+        scores.regression([1.0], 1.0, torch.tensor([1.0]))
+    with pytest.raises(ValueError, match=r"pass targets\[:, None\]"):
+        scores.regression(torch.randn(4, 3, 1), 1.0, torch.randn(3))
