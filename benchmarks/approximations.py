@@ -152,18 +152,15 @@ def findings(found: list[Mapping[str, Any]], labels: list[str]) -> list[str]:
         wins = [entry(many, path) < entry(one, path) for one, many in both if not math.isnan(entry(one, path))]
         return f"{sum(wins)} of {len(wins)}"
 
-    best = [
-        min((row for row in rows if row != REFERENCE), key=lambda r: entry(rows[r], ("prediction", "nll")))
-        for rows in found
-    ]
-    ahead = [
-        all(entry(rows[REFERENCE], ("prediction", "nll")) <= entry(rows[row], ("prediction", "nll")) for row in rows)
-        for rows in found
-    ]
+    ensembles = (REFERENCE, f"multi-{REFERENCE}")
+    order = [sorted(rows, key=lambda row: entry(rows[row], COLUMNS["NLL"])) for rows in found]
+    next_best = [next((row for row in rows if row not in ensembles), "none") for rows in order]
+    ahead = [rows[0] in ensembles for rows in order]
     lines = [
         f"several modes nearer to the reference than one, as weights are: {count(COLUMNS['MMD2'])}; "
         f"symmetries removed: {count(COLUMNS['MMD2 removed'])}; by NLL: {count(COLUMNS['NLL'])}",
-        f"the ensemble predicts best (NLL): {sum(ahead)} of {len(ahead)} seeds; best of the others: {', '.join(best)}",
+        f"a deep ensemble predicts best (NLL): {sum(ahead)} of {len(ahead)} seeds (first: "
+        f"{', '.join(rows[0] for rows in order)}); best of the other methods: {', '.join(next_best)}",
     ]
     if {"single-mean-field", "single-ensemble"} <= set(labels):
         behind = [
