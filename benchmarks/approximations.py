@@ -125,7 +125,8 @@ def measured(out: Path, settings: StudySettings) -> Mapping[str, Any] | None:
     then = StudySettings.from_dict(stored["settings"])
     same = not settings.differences(then) and set(settings.methods) <= set(then.methods)
     same = same and all(then.budgets.get(method) == settings.budgets.get(method) for method in settings.methods)
-    return stored["methods"] if same else None
+    complete = all("training" in row for row in stored["methods"].values())  # since then more may be measured
+    return stored["methods"] if same and complete else None
 
 
 def entry(row: Mapping[str, Any], path: tuple[str, ...]) -> float:

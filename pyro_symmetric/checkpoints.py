@@ -32,7 +32,7 @@ from pyro_symmetric.symmetry.weights import Weights
 Buffers = Literal["sites", "drop"]
 Format = Literal["safetensors", "pt"]
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
+SUFFIXES, MORE_SUFFIXES = (".safetensors", ".pt", ".pth"), (".ckpt", ".bin")
 _NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the state dict
 _METADATA = "checkpoints.json"
 
@@ -55,8 +55,8 @@ def read_checkpoints(
 
     :param source: a folder, or the files themselves in the order that the draws shall have.
     :param pattern: which files of the folder, as :meth:`pathlib.Path.glob` takes it; those that end in
-        ``.safetensors``, ``.pt``, ``.pth``, ``.ckpt`` or ``.bin`` are read, in natural order (``net-2`` before
-        ``net-10``).
+        ``.safetensors``, ``.pt`` or ``.pth`` are read (where there are none, ``.ckpt`` and ``.bin``), in natural order
+        (``net-2`` before ``net-10``).
     :param buffers: what becomes of the running statistics of batch normalisation (``running_mean``, ``running_var``):
         ``"sites"`` keeps them as sites of the posterior, which moving and removing symmetries needs; ``"drop"`` leaves
         them out. Tensors that aren't floating-point (``num_batches_tracked``) are always left out; ``metadata`` lists
@@ -78,7 +78,7 @@ def read_checkpoints(
     files, folder = _files(source, pattern)
     samples: Weights = {}
     left_out: list[str] = []
-    not_finite: list[Path] = []
+    not_finite: list[int] = []
     for i, file in enumerate(tqdm(files, desc="checkpoints", unit="file", disable=not progress)):
         sites, others = _sites(_state(file, key), buffers, rename, file)
         if i == 0:
@@ -89,10 +89,10 @@ def read_checkpoints(
         _check_sites(sites, samples, file, files[0])
         for site, value in sites.items():
             samples[site][i] = value
-        if not all(bool(torch.isfinite(value).all()) for value in sites.values()):
-            not_finite.append(file)
+        if not all(bool(torch.isfinite(value[i]).all()) for value in samples.values()):
+            not_finite.append(i)
     if not_finite:
-        shown = ", ".join(map(str, not_finite[:3])) + (", ..." if len(not_finite) > 3 else "")
+        shown = ", ".join(str(files[i]) for i in not_finite[:3]) + (", ..." if len(not_finite) > 3 else "")
         warnings.warn(f"{len(not_finite)} checkpoints hold a NaN or an infinity: {shown}", RuntimeWarning, stacklevel=2)
     names = [str(file.relative_to(folder)) if folder is not None else str(file) for file in files]
     kept = _kept(folder)
@@ -101,7 +101,7 @@ def read_checkpoints(
         "files": names,
         "buffers": [site for site in samples if _is_buffer(site)],
         "left_out": left_out,
-        "not_finite": [str(file) for file in not_finite],
+        "not_finite": [names[i] for i in not_finite],
     }
     dtypes = {name: getattr(torch, dtype) for name, dtype in kept.get("dtypes", {}).items()}
     statistics = {
@@ -173,9 +173,12 @@ def _files(source: PathLike | Sequence[PathLike], pattern: str) -> tuple[list[Pa
     folder = Path(source)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; source is a folder of checkpoints, or a list of files")
-    found = [file for file in folder.glob(pattern) if file.suffix in SUFFIXES and file.is_file()]
+    matching = [file for file in folder.glob(pattern) if file.is_file()]
+    found = [file for file in matching if file.suffix in SUFFIXES]
+    found = found or [file for file in matching if file.suffix in MORE_SUFFIXES]
     if not found:
-        raise FileNotFoundError(f"{folder} holds no file {pattern} that ends in {', '.join(SUFFIXES)}")
+        suffixes = ", ".join(SUFFIXES + MORE_SUFFIXES)
+        raise FileNotFoundError(f"{folder} holds no file {pattern} that ends in {suffixes}")
     return sorted(found, key=lambda file: _natural(str(file.relative_to(folder)))), folder
 
 

@@ -418,7 +418,7 @@ class Posterior:
             samples = {site: tensors[f"samples/{site}"] for site in header["sites"]}
             statistics = {name: tensors[f"statistics/{name}"] for name in header["statistics"]}
             return cls(samples, statistics, header["metadata"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{path} has a damaged header: {error!r}") from error
 
 

@@ -42,5 +42,5 @@ def test_experiment_runs_and_resumes(name: str, tmp_path: Path) -> None:
     assert bool(list(tmp_path.glob("*.png"))) == (name not in ("mmd", "test_levels"))
     again = run()
     assert f"{len(rows)} rows taken over" in again
-    # the same tables, from the file
-    assert [line for line in first.splitlines() if "wrote" not in line][-3:] == again.splitlines()[-3:]
+    last, same = ([line for line in text.splitlines() if "wrote" not in line][-3:] for text in (first, again))
+    assert last == same  # the same tables, from the file

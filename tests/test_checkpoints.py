@@ -141,13 +141,24 @@ def test_a_network_that_is_not_finite_is_warned_of_and_named(tmp_path):
         torch.save(state, tmp_path / f"net-{k}.pt")
     with pytest.warns(RuntimeWarning, match=r"1 checkpoints hold a NaN or an infinity: .*net-1\.pt"):
         posterior = read_checkpoints(tmp_path, progress=False)
-    assert posterior.metadata["not_finite"] == [str(tmp_path / "net-1.pt")]
+    assert posterior.metadata["not_finite"] == ["net-1.pt"]
+    with pytest.warns(RuntimeWarning, match="3 checkpoints"):
+        read_checkpoints(_large(tmp_path / "large"), dtype=torch.float16, progress=False)
+
+
+def _large(folder):
+    folder.mkdir()
+    for k in range(3):
+        torch.save({"w": torch.tensor([1e30])}, folder / f"{k}.pt")  # more than half precision holds
+    return folder
 
 
 @pytest.mark.parametrize("suffix", ["ckpt", "bin"])
 def test_files_of_lightning_and_transformers_are_read(tmp_path, suffix):
     torch.save({"state_dict": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / f"net.{suffix}")
     assert read_checkpoints(tmp_path, progress=False).samples["w"].shape == (1, 1, 2)
+    torch.save({"w": torch.zeros(2)}, tmp_path / "net.pt")  # beside which such a file is something else
+    assert read_checkpoints(tmp_path, progress=False).metadata["files"] == ["net.pt"]
 
 
 @pytest.mark.parametrize("content", [b"abc", b"", b"version https://git-lfs.github.com/spec/v1\n", b"hello world"])

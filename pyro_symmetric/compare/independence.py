@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Weights
 
@@ -18,16 +17,14 @@ def is_chain(posterior: Any) -> TypeGuard[Posterior]:
     return isinstance(posterior, Posterior) and posterior.metadata.get("kernel") not in (None, "ensemble")
 
 
-def independent_draws(posterior: Posterior, diagnostics: Mapping[str, Mapping[str, Any]] | None = None) -> int:
+def independent_draws(posterior: Posterior) -> int:
     """How many evenly spaced draws of chains may be taken as independent: half of the smallest bulk effective sample
     size over the weights, since draws that are thinned to all of it keep a correlation of about 0.1; but one of each
-    chain, as chains know nothing of each other.
-
-    :param diagnostics: ``posterior.diagnostics()``, if it is at hand.
+    chain, as chains know nothing of each other. Weights that never move are left out.
     """
-    table = posterior.diagnostics() if diagnostics is None else diagnostics
-    sizes = [entry["ess_bulk"] for site, entry in table.items() if site in posterior.site_shapes]
-    worst = min((size for size in sizes if not math.isnan(size)), default=0.0)
+    sizes = torch.cat([chain_statistics(value).ess_bulk.reshape(-1) for value in posterior.samples.values()])
+    known = sizes[~sizes.isnan()]
+    worst = float(known.min()) if len(known) else 0.0
     return min(max(posterior.num_chains, int(worst) // 2), posterior.num_chains * posterior.num_samples)
 
 
@@ -37,7 +34,16 @@ def evenly_spaced(count: int, most: int) -> Tensor:
 
 
 def thinned(posterior: Posterior) -> Weights:
-    """Those of the draws, chains end to end, that may be taken as independent."""
-    draws = posterior.get_samples()
-    keep = evenly_spaced(posterior.num_chains * posterior.num_samples, independent_draws(posterior))
+    """Those of the draws, chains end to end, that may be taken as independent.
+
+    :raises ValueError: if they are fewer than 2.
+    """
+    draws, total, count = (
+        posterior.get_samples(),
+        posterior.num_chains * posterior.num_samples,
+        independent_draws(posterior),
+    )
+    if count < 2:
+        raise ValueError(f"of {total} draws of one chain only {count} counts as independent; take more, or more chains")
+    keep = evenly_spaced(total, count)
     return {site: value[keep] for site, value in draws.items()}

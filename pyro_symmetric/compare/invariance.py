@@ -202,8 +202,8 @@ def invariance_tests(
     """
     if effective_size is None and is_chain(weights):
         effective_size = max(2, independent_draws(weights))
-    effective_size = None if effective_size is None else int(effective_size)
     _check_arguments(level, effective_size, max_tests)
+    effective_size = None if effective_size in (None, math.inf) else int(effective_size)
     weights = samples_of(weights)
     group = group.permutations if isinstance(group, WeightSymmetry) else group
     shape = group.batch_shape(weights)
@@ -234,10 +234,10 @@ def invariance_tests(
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(level: float, effective_size: int | None, max_tests: int) -> None:
+def _check_arguments(level: float, effective_size: float | None, max_tests: int) -> None:
     if not 0 < level < 1:
         raise ValueError(f"level is {level}; it must lie between 0 and 1")
-    if effective_size is not None and effective_size < 2:
+    if effective_size is not None and not effective_size >= 2:
         raise ValueError(f"effective_size is {effective_size}; the tests need at least 2 independent draws")
     if max_tests < 1:
         raise ValueError(f"max_tests is {max_tests}; it must be at least 1")

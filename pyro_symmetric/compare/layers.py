@@ -79,7 +79,8 @@ class PairedSamples:
 
     :param weights_p: site -> tensor ``batch_shape + site_shape``; the batch dimensions are flattened into samples.
     :param weights_q: the same sites; the number of samples may differ.
-    :param layers: layer -> its sites; sites that are not named are left out. Default: all, see :func:`group_sites`.
+    :param layers: layer -> its sites; sites that are not named are left out. Default: all but running statistics, see
+        :func:`group_sites`.
     :param site_shapes: the sites' shapes without batch dimensions. Default: everything after the first dimension.
     :param symmetry: both sides are brought to their canonical forms under it, or by it, if it is a function of weights;
         ``None`` takes them as they come.
@@ -107,12 +108,19 @@ class PairedSamples:
         self.layers = group_sites(list(weights_p), layers)
         self.sites = tuple(site for members in self.layers.values() for site in members)
         if not self.sites:
-            raise ValueError("weights_p and weights_q are empty; there is nothing to compare")
+            found = "hold running statistics only" if weights_p else "are empty"
+            raise ValueError(f"weights_p and weights_q {found}; there is nothing to compare")
         require_sites(weights_q, self.sites, "weights_q")
         self.shapes = self._shapes(weights_p, weights_q, site_shapes)
         if symmetry is not None:
             remove = _removal(symmetry)
             weights_p, weights_q = remove(weights_p), remove(weights_q)
+            for weights in (weights_p, weights_q):
+                if not isinstance(weights, Mapping):
+                    raise TypeError(
+                        f"symmetry returned {described(weights)}; it must return the weights that it is given"
+                    )
+                require_sites(weights, self.sites, "the weights that symmetry returned")
         self.weights = (weights_p, weights_q)
         self.num_samples = (
             _num_samples(weights_p, self.shapes, "weights_p", minimum),
@@ -133,7 +141,7 @@ class PairedSamples:
                     f"{tuple(weights_q[site].shape)} in weights_q; both must be (samples,) + the same site shape. "
                     "Pass site_shapes= where there are more batch dimensions, such as (chains, draws)"
                 )
-        _warn_of_chains(weights_p, self.sites)
+        _warn_of_chains(weights_p)
         return shapes
 
     def matrices(self, site: str) -> tuple[Tensor, Tensor]:
@@ -169,13 +177,16 @@ class PairedSamples:
         return sum(self.shapes[site].numel() for site in self.layers[layer])
 
 
-def _warn_of_chains(weights: Mapping[str, Tensor], sites: Sequence[str]) -> None:
-    """Draws ``(chains, draws, ...)`` look like few samples of large sites, all of which have an axis in common."""
-    leading = {tuple(weights[site].shape[:2]) for site in sites}
-    if len(sites) < 2 or len(leading) > 1:
+def _warn_of_chains(weights: Mapping[str, Tensor]) -> None:
+    """Draws ``(chains, draws, ...)`` look like few samples of large sites, all of which have an axis in common.
+
+    A linear layer's weight and bias have one, too, so that a network of one layer can't be told from draws.
+    """
+    leading = {tuple(value.shape[:2]) for value in weights.values()}
+    if len(weights) < 3 or len(leading) > 1:
         return
     shape = leading.pop()
-    if len(shape) == 2 and shape[0] < shape[1] and len({weights[site].dim() for site in sites}) > 1:
+    if len(shape) == 2 and shape[0] < shape[1] and len({value.dim() for value in weights.values()}) > 1:
         warnings.warn(
             f"weights have {shape[0]} samples, and all sites an axis of size {shape[1]} next; if these are chains and "
             "draws, pass the Posterior itself, or site_shapes=",

@@ -169,7 +169,8 @@ def mmd(
         batch dimensions are flattened. Or a ``Posterior``, chains end to end.
     :param weights_q: the same sites, ``n`` samples. Samples are taken as independent; autocorrelated ones leave the
         estimate unbiased only up to their autocorrelation.
-    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer.
+    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
+        running statistics left out.
     :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
     :param symmetry: remove it first: both sides are brought to their canonical forms, by the default rules of
         :func:`~pyro_symmetric.symmetry.canonicalize`; or by a function of weights, such as ``lambda w: canonicalize(w,

@@ -105,7 +105,8 @@ def orbit_mmd(
     :param weights_q: the same sites, ``n`` samples.
     :param symmetry: the group, or a network's symmetry.
     :param num_elements: random elements drawn for every sample, at least 2; more of them lower ``element_errors``.
-    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer.
+    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
+        running statistics left out.
     :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
     :param bandwidths: an earlier result whose kernels are used again; exactly unbiased then. Default: a grid chosen by
         the distances between p and q under a draw of elements of its own.

@@ -109,7 +109,8 @@ def sliced_wasserstein(
     :param weights_q: the same sites; the number of samples may differ.
     :param p: order of the distance, at least 1 and finite.
     :param num_projections: number of random directions.
-    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer.
+    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
+        running statistics left out.
     :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
     :param symmetry: remove it first, as :func:`~pyro_symmetric.compare.mmd` does.
     :param chunk: how many weights are projected at a time.

@@ -127,7 +127,8 @@ def mmd_test(
     :param weights_q: the same sites, ``n`` samples.
     :param level: probability of rejecting where there is no difference.
     :param num_permutations: ``B``; the smallest possible p-value is ``1 / (B + 1)``.
-    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer.
+    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
+        running statistics left out.
     :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
     :param symmetry: remove it first, as :func:`~pyro_symmetric.compare.mmd` does: the test is then one of equality
         modulo symmetry.

@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from pyro_symmetric.calls import described, input_problem
 
 FEW_ROWS = 2
+IGNORED = -100  # the label of rows that cross_entropy leaves out
 
 
 def require_data(net: nn.Module, loss: Any, x: Tensor, y: Tensor) -> None:
     """Ask of a few rows, in eval mode, whether ``net`` takes ``x`` and ``loss`` can score ``y``.
 
-    :param loss: the name of a loss; of a function of the user's own, nothing is asked.
+    :param loss: the name of a loss; of a function of the user's own nothing is asked, targets may hold NaN then.
     :raises ValueError: if they don't fit: what was found, and what would be right.
     """
-    for name, value in {"inputs": x, "targets": y}.items():
-        bad = int((~torch.isfinite(value)).sum()) if value.is_floating_point() else 0
-        if bad:
-            raise ValueError(f"data: the {name} hold {bad} numbers that aren't finite; fill or remove their rows")
+    if isinstance(loss, str) and (bad := _not_finite(y)):
+        raise ValueError(f"data: {bad} rows of the targets aren't finite; fill or remove them")
     training = net.training
     net.eval()
     try:
@@ -32,6 +31,9 @@ def require_data(net: nn.Module, loss: Any, x: Tensor, y: Tensor) -> None:
             raise ValueError(f"data: the inputs don't fit: {problem}")
         with torch.no_grad():
             outputs = net(x[:FEW_ROWS])
+            missing = _not_finite(x)
+            if missing and _not_finite(net(x[~torch.isfinite(x.reshape(len(x), -1)).all(-1)][:FEW_ROWS])):
+                raise ValueError(f"data: {missing} rows of the inputs aren't finite; fill or remove them")
     finally:
         net.train(training)
     if not isinstance(loss, str) or not isinstance(outputs, Tensor):
@@ -58,10 +60,11 @@ def _require_labels(outputs: Tensor, y: Tensor) -> None:
         raise ValueError(f"data: the targets are {described(y)}; class labels are whole numbers: pass y.long()")
     if tuple(y.shape) != wanted:
         raise ValueError(f"data: the targets have shape {tuple(y.shape)}; class labels must have shape {wanted}")
-    if int(y.min()) < 0 or int(y.max()) >= classes:
+    scored = y[y != IGNORED]
+    if len(scored) and (int(scored.min()) < 0 or int(scored.max()) >= classes):
         raise ValueError(
-            f"data: the targets hold labels from {_extent(y)}, but the network has {classes} outputs, so they must lie "
-            f"between 0 and {classes - 1}"
+            f"data: the targets hold labels from {_extent(scored)}, but the network has {classes} outputs, so they "
+            f"must lie between 0 and {classes - 1}"
         )
 
 
@@ -71,8 +74,13 @@ def _require_values(outputs: Tensor, y: Tensor) -> None:
     if y.shape[1:] not in wanted:
         raise ValueError(
             f"data: the targets have shape {tuple(y.shape)}, but the network's outputs are {_shape(outputs, y)}; they "
-            "must be alike"
+            "must be alike" + ("; pass y.squeeze(-1)" if y.shape[1:] == (*outputs.shape[1:], 1) else "")
         )
+
+
+def _not_finite(value: Tensor) -> int:
+    """How many rows have an entry that isn't."""
+    return int((~torch.isfinite(value.reshape(len(value), -1)).all(-1)).sum()) if value.is_floating_point() else 0
 
 
 def _shape(outputs: Tensor, y: Tensor) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -42,8 +43,9 @@ def fresh_members(net: nn.Module, count: int) -> Weights:
 
     Linear and convolutional layers that PyTorch initialises by default (uniform within ``1 / sqrt(fan_in)``) are drawn
     at once. Any other module that has ``reset_parameters`` is asked for it ``count`` times. Parameters that no module
-    resets (an embedding of positions, say) have their own values in another random order in each member. What a network
-    does to its weights after their modules made them is not repeated; for that there is :func:`initialised_by`.
+    resets keep the values that they have, in every member, which is warned of unless these are all alike (ones, zeros).
+    What a network does to its weights after their modules made them isn't repeated. For both there is
+    :func:`initialised_by`.
     """
     net = copy.deepcopy(net)
     members = {name: p.detach().expand(count, *p.shape).clone() for name, p in net.named_parameters()}
@@ -63,9 +65,14 @@ def fresh_members(net: nn.Module, count: int) -> Weights:
             reset()
             for name, parameter in own.items():
                 members[name][member] = parameter.detach()
-    for name, values in left.items():
-        orders = torch.rand(count, values[0].numel(), device=values.device).argsort(-1)
-        members[name] = values.flatten(1).gather(1, orders).reshape(values.shape)
+    alike = [name for name, values in left.items() if count > 1 and not bool((values[0] == values.flatten()[0]).all())]
+    if alike:
+        warnings.warn(
+            f"no module resets the parameters {alike}, so that they begin alike in all members; pass "
+            "init=initialised_by(...) with a function that builds the network",
+            UserWarning,
+            stacklevel=2,
+        )
     return members
 
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,8 @@ class Trainer:
             self.loss, self.loss_name = member_loss(self.net, _named_loss(loss)), _name(loss)
             require_data(self.net, loss, self.x, self.y)
         self.epochs, self.cosine, self.init, self.outliers = epochs, cosine, init, outliers
-        self.optimizer, self.optimizer_name = optimizer, _checked_optimizer(optimizer)
+        trained = [p for name, p in self.net.named_parameters() if name not in self.frozen]
+        self.optimizer, self.optimizer_name = optimizer, _checked_optimizer(optimizer, trained)
 
     def settings(self) -> dict[str, Any]:
         """What the members depend on, as far as it can be written down."""
@@ -158,10 +159,10 @@ class Trainer:
 
     def _start(self, count: int) -> Weights:
         shapes = {name: p.shape for name, p in self.net.named_parameters()}
+        held = {name: self.net.get_parameter(name).expand(count, *shapes[name]).clone() for name in self.frozen}
         if self.init is None:
-            held = {name: self.net.get_parameter(name).expand(count, *shapes[name]).clone() for name in self.frozen}
             return {**fresh_members(self.net, count), **held}
-        start = self.init(count)
+        start = {**self.init(count), **held}
         for name, shape in shapes.items():
             if name not in start or start[name].shape != (count, *shape):
                 found = "is missing" if name not in start else f"has shape {tuple(start[name].shape)}"
@@ -198,14 +199,18 @@ class Trainer:
     def _probe(self) -> str:
         """The loss of a few rows at weights that are the same in every run: another function has the same name only by
         chance the same loss."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            weights = {name: 0.3 * torch.randn(p.shape, dtype=p.dtype) for name, p in self.net.named_parameters()}
-        weights = {name: value.to(self.device)[None] for name, value in weights.items()}
         training = self.net.training
         self.net.eval()
         mapped = torch.func.vmap(self.loss, in_dims=(0, 0, None, None), randomness="different")
-        loss = mapped(weights, stacked_buffers(self.net, 1), self.x[:_PROBED], self.y[:_PROBED])
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.random.default_generator.manual_seed(0)
+            if self.device.type == "cuda":
+                torch.cuda.manual_seed(0)
+            weights = {
+                name: 0.3 * torch.randn(1, *p.shape, dtype=p.dtype).to(self.device)
+                for name, p in self.net.named_parameters()
+            }
+            loss = mapped(weights, stacked_buffers(self.net, 1), self.x[:_PROBED], self.y[:_PROBED])
         self.net.train(training)
         return f"{float(loss):.4g}"
 
@@ -252,19 +257,26 @@ def _named_loss(loss: str | Loss) -> Loss:
     return LOSSES[loss]
 
 
-def _checked_optimizer(make: MakeOptimizer) -> str:
-    """What a function makes, with its settings, the same in every run."""
+def _checked_optimizer(make: MakeOptimizer, parameters: Sequence[Tensor]) -> str:
+    """What a function makes of stacks of such parameters, with its settings, the same in every run."""
     if isinstance(make, Optimizer):
         kind = type(make).__name__
         raise TypeError(
             f"optimizer is one of {kind}; it must be a function that makes one of given parameters: "
             f"functools.partial(torch.optim.{kind}, lr=...)"
         )
-    made = make([torch.zeros(1, requires_grad=True)])
+    made = make([torch.zeros(1, *parameter.shape, requires_grad=True) for parameter in parameters])
     if isinstance(made, torch.optim.LBFGS):
         raise ValueError("optimizer makes LBFGS, whose steps need all members' losses at once; take SGD, Adam, ...")
-    settings = ", ".join(f"{k}={v!r}" for k, v in made.defaults.items() if not isinstance(v, Tensor))
-    return f"{type(made).__name__}({settings})"
+    groups = [
+        {k: v for k, v in group.items() if k != "params" and v not in (None, False)} for group in made.param_groups
+    ]
+    settings = [", ".join(f"{k}={_plain(v)}" for k, v in group.items()) for group in groups]
+    return f"{type(made).__name__}({'; '.join(dict.fromkeys(settings))})"
+
+
+def _plain(value: Any) -> str:
+    return repr(value.tolist() if isinstance(value, Tensor) else value)
 
 
 def _name(thing: Any) -> str:

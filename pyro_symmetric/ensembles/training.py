@@ -98,7 +98,7 @@ def ensemble(
     :param redraw: whether to train others in place of those that stopped.
     :param members_at_once: size of a part, trained together and written together. Default: by the size of a step's
         inputs, about 4 million numbers; with ``folder`` a tenth of the members at most (and 25 at least), so that
-        little is lost.
+        little is lost. Each part has a seed of its own: another size gives other members.
     :param folder: where to write the parts as they are finished; a folder that holds some of them is completed.
     :param device: where to train; by default where the network is.
     :return: samples of shape ``(1, num_members, ...)``; the statistic ``loss`` is each member's on all data, in eval

@@ -90,7 +90,7 @@ def reference_of(fit: Fit, draws: Draws, problem: Problem) -> Reference:
 def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Problem, seconds: float) -> dict[str, Any]:
     """One row of the report, as JSON."""
     sites = weight_diagnostics(fit.posterior) if fit.is_chain else {}
-    independent = max(2, independent_draws(fit.posterior, sites)) if fit.is_chain else None
+    independent = max(2, independent_draws(fit.posterior)) if fit.is_chain else None
     row: dict[str, Any] = {
         "draws": draws.count,
         "seconds": seconds,

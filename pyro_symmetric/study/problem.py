@@ -118,8 +118,18 @@ def settle_statistics(net: nn.Module, x: Tensor) -> None:
     A Bayesian network holds them fixed; at mean 0 and variance 1, where they start, such layers normalise nothing.
     """
     layers = [module for module in net.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if any(layer.num_batches_tracked == 0 for layer in layers if layer.num_batches_tracked is not None):
-        torch.optim.swa_utils.update_bn(x.split(STATISTICS_ROWS), net)
+    fresh = [layer for layer in layers if layer.num_batches_tracked is not None and layer.num_batches_tracked == 0]
+    if not fresh:
+        return
+    momenta = [layer.momentum for layer in fresh]
+    net.eval()
+    for layer in fresh:
+        layer.train().momentum = None  # the average over all parts
+    with torch.no_grad():
+        for rows in x.tensor_split(-(-len(x) // STATISTICS_ROWS)):
+            net(rows)
+    for layer, momentum in zip(fresh, momenta, strict=True):
+        layer.eval().momentum = momentum
 
 
 def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:

@@ -68,3 +68,22 @@ def test_thinned_draws_are_some_of_the_draws():
 @pytest.mark.parametrize("size", [8, 8.9])
 def test_an_effective_size_may_be_a_fraction(size):
     assert invariance_tests(autoregression(), GROUP, effective_size=size).num_draws == 8
+
+
+def test_one_weight_that_never_moves_hides_no_slow_one():
+    slow = torch.linspace(0, 1, 200).expand(1, 200)[..., None] + 1e-3 * torch.randn(1, 200, 2)
+    slow[..., 0] = 1.0
+    assert independent_draws(Posterior({"w": slow, "v": torch.randn(1, 200, 3)})) < 5
+
+
+def test_a_chain_without_two_independent_draws_says_so():
+    drift = torch.linspace(0, 1, 50)[None, :, None].expand(1, 50, 2) + 1e-4 * torch.randn(1, 50, 2)
+    posterior = Posterior({"w": drift}, metadata={"kernel": "NUTS"})
+    with pytest.raises(ValueError, match="of 50 draws of one chain only 1 counts as independent"):
+        mmd_test(posterior, {"w": torch.randn(20, 2)})
+
+
+@pytest.mark.parametrize("size", [float("nan"), 1.9])
+def test_an_effective_size_that_is_no_number_of_draws_is_refused(size):
+    with pytest.raises(ValueError, match=f"effective_size is {size}"):
+        invariance_tests(autoregression(), GROUP, effective_size=size)

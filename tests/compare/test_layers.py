@@ -121,15 +121,19 @@ def test_what_is_no_weights_or_no_symmetry_is_named():
         ps.mmd([weights], weights)
     with pytest.raises(TypeError, match="symmetry is True; it must be a symmetry"):
         ps.mmd(weights, weights, symmetry=True)
+    with pytest.raises(TypeError, match="symmetry returned None"):
+        ps.mmd(weights, weights, symmetry=lambda w: None)
+    with pytest.raises(ValueError, match="hold running statistics only"):
+        ps.mmd({"1.running_var": torch.ones(5, 2)}, {"1.running_var": torch.ones(5, 2)})
     with pytest.raises(TypeError, match=r"symmetry is a torch\.nn\.modules\.linear\.Linear"):
         ps.mmd(weights, weights, symmetry=nn.Linear(2, 2))
 
 
 def test_chains_and_draws_that_are_not_flattened_are_warned_of():
-    draws = {"0.weight": torch.randn(4, 50, 3, 2), "0.bias": torch.randn(4, 50, 3)}
+    draws = {"0.weight": torch.randn(4, 50, 3, 2), "0.bias": torch.randn(4, 50, 3), "2.bias": torch.randn(4, 50, 2)}
     with pytest.warns(UserWarning, match="4 samples, and all sites an axis of size 50 next; if these are chains"):
         ps.mmd(draws, draws)
-    shapes = {"0.weight": (3, 2), "0.bias": (3,)}
+    shapes = {"0.weight": (3, 2), "0.bias": (3,), "2.bias": (2,)}
     assert ps.mmd(draws, draws, site_shapes=shapes).num_samples == (200, 200)
 
 
