@@ -38,12 +38,8 @@ def thinned(posterior: Posterior) -> Weights:
 
     :raises ValueError: if they are fewer than 2.
     """
-    draws, total, count = (
-        posterior.get_samples(),
-        posterior.num_chains * posterior.num_samples,
-        independent_draws(posterior),
-    )
+    total, count = posterior.num_chains * posterior.num_samples, independent_draws(posterior)
     if count < 2:
         raise ValueError(f"of {total} draws of one chain only {count} counts as independent; take more, or more chains")
     keep = evenly_spaced(total, count)
-    return {site: value[keep] for site, value in draws.items()}
+    return {site: value[keep] for site, value in posterior.get_samples().items()}

@@ -197,15 +197,15 @@ class Trainer:
 
     @torch.no_grad()
     def _probe(self) -> str:
-        """The loss of a few rows at weights that are the same in every run: another function has the same name only by
-        chance the same loss."""
+        """The loss of a few rows at weights that are the same in every run, by which functions of one name differ."""
         training = self.net.training
         self.net.eval()
         mapped = torch.func.vmap(self.loss, in_dims=(0, 0, None, None), randomness="different")
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.random.default_generator.manual_seed(0)
             if self.device.type == "cuda":
-                torch.cuda.manual_seed(0)
+                with torch.cuda.device(self.device):
+                    torch.cuda.manual_seed(0)
             weights = {
                 name: 0.3 * torch.randn(1, *p.shape, dtype=p.dtype).to(self.device)
                 for name, p in self.net.named_parameters()

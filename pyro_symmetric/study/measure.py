@@ -156,10 +156,8 @@ def predictive_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
 
 def training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
     """The same of (at most a thousand) training rows, by some of the draws."""
-    rows, kept = (
-        evenly_spaced(len(problem.x), TRAINING_ROWS),
-        evenly_spaced(len(next(iter(weights.values()))), TRAINING_DRAWS),
-    )
+    rows = evenly_spaced(len(problem.x), TRAINING_ROWS)
+    kept = evenly_spaced(len(next(iter(weights.values()))), TRAINING_DRAWS)
     return _scores({site: value[kept] for site, value in weights.items()}, problem, problem.x[rows], problem.y[rows])
 
 
