@@ -89,6 +89,11 @@ def missing_energy(energy: Tensor) -> Tensor:
     return energy.diff(dim=1).square().mean(1) / energy.var(1)
 
 
+def evenly_spaced(count: int, most: int) -> Tensor:
+    """The places of at most so many of ``count``."""
+    return torch.arange(min(count, most)) * count // max(min(count, most), 1)
+
+
 # small steps --------------------------------------------------------------------------------------------------------
 
 

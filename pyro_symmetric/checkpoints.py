@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.storage import PathLike, write_text, write_whole
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.symmetry.weights import Weights, is_running_statistic
 
 Buffers = Literal["sites", "drop"]
 Format = Literal["safetensors", "pt"]
@@ -99,7 +99,7 @@ def read_checkpoints(
     metadata = {
         **kept.get("metadata", {}),
         "files": names,
-        "buffers": [site for site in samples if _is_buffer(site)],
+        "buffers": [site for site in samples if is_running_statistic(site)],
         "left_out": left_out,
         "not_finite": [names[i] for i in not_finite],
     }
@@ -236,7 +236,7 @@ def _sites(
     left_out = []
     for name, value in state.items():
         site = name if rename is None else rename(name)
-        if site is None or not value.is_floating_point() or (buffers == "drop" and _is_buffer(name)):
+        if site is None or not value.is_floating_point() or (buffers == "drop" and is_running_statistic(name)):
             left_out.append(name)
         elif site in sites:
             raise ValueError(f"{file}: rename gives {site!r} to two tensors, the second is {name!r}")
@@ -245,10 +245,6 @@ def _sites(
     if not sites:
         raise ValueError(f"{file} holds no floating-point tensor to keep; found {sorted(state)}")
     return sites, left_out
-
-
-def _is_buffer(name: str) -> bool:
-    return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 def _check_sites(sites: Weights, samples: Weights, file: Path, first: Path) -> None:

@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from pyro_symmetric.chain_statistics import chain_statistics, missing_energy
+from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced, missing_energy
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.mcmc.batches import Batches
 from pyro_symmetric.mcmc.potential import Potential
@@ -227,8 +227,7 @@ def _effective(found: dict[str, tuple[float, float]]) -> Finding:
 def _compared(value: Tensor) -> Tensor:
     """Evenly spaced entries of a site, ``(chains, draws, entries)``."""
     flat = value.flatten(2) if value.dim() > 2 else value[..., None]
-    count = min(flat.shape[-1], COMPARED_ENTRIES)
-    return flat[..., torch.arange(count) * flat.shape[-1] // max(count, 1)]
+    return flat[..., evenly_spaced(flat.shape[-1], COMPARED_ENTRIES)]
 
 
 def _worst(draws: Tensor) -> tuple[float, float]:

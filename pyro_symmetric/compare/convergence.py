@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.calls import described
-from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, missing_energy
+from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, evenly_spaced, missing_energy
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare.verdict import verdict
 from pyro_symmetric.models import BayesianModel
@@ -255,7 +255,7 @@ def _from_origin(
 
 def _predictions(posterior: Posterior, model: BayesianModel, x: Tensor) -> Tensor:
     """Expected targets ``(chains, draws, rows, ...)``."""
-    rows = x if len(x) <= MOST_ROWS else x[torch.arange(MOST_ROWS) * len(x) // MOST_ROWS]
+    rows = x if len(x) <= MOST_ROWS else x[evenly_spaced(len(x), MOST_ROWS)]
     from pyro_symmetric.predict import predict  # a floor above this one
 
     return predict(posterior.samples, model, rows, kind="mean", progress=False)

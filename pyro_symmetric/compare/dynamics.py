@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric.calls import described
 from pyro_symmetric.compare._results import table
-from pyro_symmetric.compare.layers import Samples, samples_of
+from pyro_symmetric.compare.layers import Samples, permutations_of, samples_of
 from pyro_symmetric.symmetry.canonical import PermutationKey, sorting_permutation
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.minimal_mass import HasScalings, minimal_mass
@@ -82,7 +82,7 @@ class SortingTracker:
     """
 
     def __init__(self, symmetry: WeightSymmetry | FiniteGroup | PermutationGroup, key: PermutationKey = "max"):
-        group = _permutations(symmetry)
+        group = permutations_of(symmetry)
         self.group: PermutationGroup = group
         self.key: PermutationKey = key
         self._last: Permutation | None = None
@@ -166,7 +166,7 @@ def equivalent_modes(symmetry: WeightSymmetry | FiniteGroup | PermutationGroup) 
 
     :param symmetry: the group, or a network's symmetry.
     """
-    permutations = _permutations(symmetry)
+    permutations = permutations_of(symmetry)
     signs = {} if isinstance(symmetry, PermutationGroup) else symmetry.signs.factors
     orders = {name: (size, math.lgamma(size + 1)) for name, size in permutations.factors.items()}
     flips = {name: (size, size * math.log(2)) for name, size in signs.items()}
@@ -203,15 +203,6 @@ def excess_mass(weights: Samples, symmetry: HasScalings | ScalingGroup) -> Tenso
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-def _permutations(symmetry: Any) -> PermutationGroup:
-    if not isinstance(symmetry, PermutationGroup) and not hasattr(symmetry, "permutations"):
-        raise TypeError(
-            f"symmetry is {described(symmetry)}; it must be a network's symmetry, such as find_symmetry(net, x), or a "
-            "permutation group"
-        )
-    return symmetry if isinstance(symmetry, PermutationGroup) else symmetry.permutations
 
 
 def _inversions(places: Tensor) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
 
-from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, evenly_spaced
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Weights
 
@@ -17,20 +17,19 @@ def is_chain(posterior: Any) -> TypeGuard[Posterior]:
     return isinstance(posterior, Posterior) and posterior.metadata.get("kernel") not in (None, "ensemble")
 
 
-def independent_draws(posterior: Posterior) -> int:
+def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatistics] | None = None) -> int:
     """How many evenly spaced draws of chains may be taken as independent: half of the smallest bulk effective sample
     size over the weights, since draws that are thinned to all of it keep a correlation of about 0.1; but one of each
     chain, as chains know nothing of each other. Weights that never move are left out.
+
+    :param statistics: site -> its :func:`~pyro_symmetric.chain_statistics.chain_statistics`, where they are at hand.
     """
-    sizes = torch.cat([chain_statistics(value).ess_bulk.reshape(-1) for value in posterior.samples.values()])
+    if statistics is None:
+        statistics = {site: chain_statistics(value) for site, value in posterior.samples.items()}
+    sizes = torch.cat([found.ess_bulk.reshape(-1) for found in statistics.values()])
     known = sizes[~sizes.isnan()]
     worst = float(known.min()) if len(known) else 0.0
     return min(max(posterior.num_chains, int(worst) // 2), posterior.num_chains * posterior.num_samples)
-
-
-def evenly_spaced(count: int, most: int) -> Tensor:
-    """The places of at most so many of ``count``."""
-    return torch.arange(min(count, most)) * count // min(count, most)
 
 
 def thinned(posterior: Posterior) -> Weights:

@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare._tests import chi_square_uniform, holm, holm_rejections, kolmogorov_smirnov
-from pyro_symmetric.compare.independence import evenly_spaced, independent_draws, is_chain
-from pyro_symmetric.compare.layers import Samples, samples_of
+from pyro_symmetric.compare.independence import independent_draws, is_chain
+from pyro_symmetric.compare.layers import Samples, permutations_of, samples_of
 from pyro_symmetric.symmetry.permutation import Axis, PermutationGroup
 from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
 from pyro_symmetric.symmetry.weights import require_finite
@@ -205,7 +206,7 @@ def invariance_tests(
     _check_arguments(level, effective_size, max_tests)
     effective_size = None if effective_size in (None, math.inf) else int(effective_size)
     weights = samples_of(weights)
-    group = group.permutations if isinstance(group, WeightSymmetry) else group
+    group = permutations_of(group)
     shape = group.batch_shape(weights)
     require_finite({site: weights[site] for site in group.required_sites}, "weights")
     keep = _thinned(shape.numel(), effective_size)

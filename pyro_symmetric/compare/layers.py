@@ -21,7 +21,7 @@ from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
-from pyro_symmetric.symmetry.weights import Shapes, batch_shape, require_finite, require_sites
+from pyro_symmetric.symmetry.weights import Shapes, batch_shape, is_running_statistic, require_finite, require_sites
 
 Layers = Mapping[str, Sequence[str]]
 Samples = Mapping[str, Tensor] | Posterior
@@ -45,9 +45,17 @@ def samples_of(weights: Samples) -> Mapping[str, Tensor]:
     return weights
 
 
-def is_statistic(site: str) -> bool:
-    """Whether a site is a running statistic of a normalisation layer, which follows from the weights and the data."""
-    return site.rpartition(".")[2] in ("running_mean", "running_var")
+def permutations_of(symmetry: Any) -> PermutationGroup:
+    """The permutations of a symmetry, or the group itself.
+
+    :raises TypeError: if it is neither.
+    """
+    if not isinstance(symmetry, PermutationGroup) and not hasattr(symmetry, "permutations"):
+        raise TypeError(
+            f"symmetry is {described(symmetry)}; it must be a network's symmetry, such as find_symmetry(net, x), or a "
+            "permutation group"
+        )
+    return symmetry if isinstance(symmetry, PermutationGroup) else symmetry.permutations
 
 
 def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str, tuple[str, ...]]:
@@ -59,7 +67,7 @@ def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str,
     """
     if layers is None:
         grouped: dict[str, list[str]] = {}
-        for site in itertools.filterfalse(is_statistic, sites):
+        for site in itertools.filterfalse(is_running_statistic, sites):
             grouped.setdefault(site.rpartition(".")[0] or site, []).append(site)
         return {name: tuple(members) for name, members in grouped.items()}
     named = [site for members in layers.values() for site in members]
@@ -99,7 +107,9 @@ class PairedSamples:
         minimum: int = 1,
     ):
         weights_p, weights_q = samples_of(weights_p), samples_of(weights_q)
-        here, there = ({site for site in weights if not is_statistic(site)} for weights in (weights_p, weights_q))
+        here, there = (
+            {site for site in weights if not is_running_statistic(site)} for weights in (weights_p, weights_q)
+        )
         if layers is None and here != there:
             raise ValueError(
                 "weights_p and weights_q must have the same sites (or layers must name those to compare); only in "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.calls import described, input_problem
+from pyro_symmetric.ensembles.members import evaluating
 
 FEW_ROWS = 2
 IGNORED = -100  # the label of rows that cross_entropy leaves out
@@ -22,20 +23,14 @@ def require_data(net: nn.Module, loss: Any, x: Tensor, y: Tensor) -> None:
     :param loss: the name of a loss; of a function of the user's own nothing is asked, targets may hold NaN then.
     :raises ValueError: if they don't fit: what was found, and what would be right.
     """
-    if isinstance(loss, str) and (bad := _not_finite(y)):
+    if isinstance(loss, str) and (bad := int((~_finite_rows(y)).sum())):
         raise ValueError(f"data: {bad} rows of the targets aren't finite; fill or remove them")
-    training = net.training
-    net.eval()
-    try:
+    with evaluating(net), torch.no_grad():
         if problem := input_problem(net, (x[:FEW_ROWS],)):
             raise ValueError(f"data: the inputs don't fit: {problem}")
-        with torch.no_grad():
-            outputs = net(x[:FEW_ROWS])
-            missing = _not_finite(x)
-            if missing and _not_finite(net(x[~torch.isfinite(x.reshape(len(x), -1)).all(-1)][:FEW_ROWS])):
-                raise ValueError(f"data: {missing} rows of the inputs aren't finite; fill or remove them")
-    finally:
-        net.train(training)
+        outputs, missing = net(x[:FEW_ROWS]), ~_finite_rows(x)
+        if bool(missing.any()) and not bool(_finite_rows(net(x[missing][:FEW_ROWS])).all()):
+            raise ValueError(f"data: {int(missing.sum())} rows of the inputs aren't finite; fill or remove them")
     if not isinstance(loss, str) or not isinstance(outputs, Tensor):
         return
     if loss == "cross_entropy":
@@ -78,9 +73,9 @@ def _require_values(outputs: Tensor, y: Tensor) -> None:
         )
 
 
-def _not_finite(value: Tensor) -> int:
-    """How many rows have an entry that isn't."""
-    return int((~torch.isfinite(value.reshape(len(value), -1)).all(-1)).sum()) if value.is_floating_point() else 0
+def _finite_rows(value: Tensor) -> Tensor:
+    """Which rows have finite entries only."""
+    return torch.isfinite(value.reshape(len(value), -1)).all(-1)
 
 
 def _shape(outputs: Tensor, y: Tensor) -> tuple[int, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +133,17 @@ def map_loss(model: BayesianModel, num_data: int) -> MemberLoss:
         return -rows.sum() / (len(x) * model.likelihood.temperature) - log_prior / num_data
 
     return evaluate
+
+
+@contextlib.contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """In eval mode for a while."""
+    training = net.training
+    net.eval()
+    try:
+        yield
+    finally:
+        net.train(training)
 
 
 def stacked_buffers(net: nn.Module, count: int) -> Weights:

@@ -21,6 +21,7 @@ from pyro_symmetric.ensembles.members import (
     LOSSES,
     Loss,
     MemberLoss,
+    evaluating,
     fresh_members,
     kept_sites,
     map_loss,
@@ -198,35 +199,30 @@ class Trainer:
     @torch.no_grad()
     def _probe(self) -> str:
         """The loss of a few rows at weights that are the same in every run, by which functions of one name differ."""
-        training = self.net.training
-        self.net.eval()
         mapped = torch.func.vmap(self.loss, in_dims=(0, 0, None, None), randomness="different")
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with evaluating(self.net), torch.random.fork_rng(devices=cuda):
             torch.random.default_generator.manual_seed(0)
-            if self.device.type == "cuda":
-                with torch.cuda.device(self.device):
+            for device in cuda:
+                with torch.cuda.device(device):
                     torch.cuda.manual_seed(0)
             weights = {
                 name: 0.3 * torch.randn(1, *p.shape, dtype=p.dtype).to(self.device)
                 for name, p in self.net.named_parameters()
             }
             loss = mapped(weights, stacked_buffers(self.net, 1), self.x[:_PROBED], self.y[:_PROBED])
-        self.net.train(training)
         return f"{float(loss):.4g}"
 
     @torch.no_grad()
     def _final(self, parameters: Weights, buffers: Weights) -> Tensor:
         """The loss on all data, in eval mode."""
         count = len(next(iter(parameters.values())))
-        training = self.net.training
-        self.net.eval()
         mapped = torch.func.vmap(self.loss, in_dims=(0, 0, None, None), randomness="different")
         total = torch.zeros(count, device=self.device)
-        if count:
-            for start in range(0, len(self.x), self.batch_size):
+        with evaluating(self.net):
+            for start in range(0, len(self.x) if count else 0, self.batch_size):
                 x, y = self.x[start : start + self.batch_size], self.y[start : start + self.batch_size]
                 total += mapped(parameters, buffers, x, y) * len(x) / len(self.x)
-        self.net.train(training)
         return total
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.compare import MMDResult, independent_draws, invariance_tests, marginal_wasserstein, mmd, scores
-from pyro_symmetric.compare.independence import evenly_spaced
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
@@ -89,8 +89,11 @@ def reference_of(fit: Fit, draws: Draws, problem: Problem) -> Reference:
 
 def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Problem, seconds: float) -> dict[str, Any]:
     """One row of the report, as JSON."""
-    sites = weight_diagnostics(fit.posterior) if fit.is_chain else {}
-    independent = max(2, independent_draws(fit.posterior)) if fit.is_chain else None
+    statistics = (
+        {site: chain_statistics(value) for site, value in fit.posterior.samples.items()} if fit.is_chain else {}
+    )
+    sites = {site: found.summary() for site, found in statistics.items()}
+    independent = max(2, independent_draws(fit.posterior, statistics)) if fit.is_chain else None
     row: dict[str, Any] = {
         "draws": draws.count,
         "seconds": seconds,
@@ -196,12 +199,6 @@ def chain_diagnostics(posterior: Posterior, sites: Mapping[str, Mapping[str, Any
         "acceptance": None if acceptance is None else float(acceptance.double().mean()),
         "kinetic_temperature": None if temperature is None else float(temperature.double().mean()),
     }
-
-
-def weight_diagnostics(posterior: Posterior) -> dict[str, dict[str, Any]]:
-    """R-hat and ESS of every site's weights: worst and median."""
-    table = posterior.diagnostics()
-    return {site: table[site] for site in posterior.site_shapes}
 
 
 def _halves(count: int) -> tuple[slice, slice]:

@@ -52,6 +52,11 @@ def batch_shape(weights: Mapping[str, Tensor], site_shapes: Shapes) -> torch.Siz
     return found
 
 
+def is_running_statistic(site: str) -> bool:
+    """Whether a site is one of a normalisation layer, which follows from the weights and the data."""
+    return site.rpartition(".")[2] in ("running_mean", "running_var")
+
+
 def require_sites(weights: Mapping[str, Tensor], sites: Iterable[str], name: str = "weights") -> None:
     """:raises ValueError: if ``weights`` lacks one of ``sites``."""
     missing = [site for site in sites if site not in weights]
