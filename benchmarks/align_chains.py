@@ -81,8 +81,7 @@ def one_run(seed: int, options: Namespace) -> list[Row]:
     starts = symmetry.sample((options.chains,))(solution(model, x, y, options))
     posterior = ps.sample(
         ps.HMC(model),
-        x,
-        y,
+        args=(x, y),
         num_samples=options.draws,
         num_warmup=options.warmup,
         num_chains=options.chains,
@@ -92,7 +91,7 @@ def one_run(seed: int, options: Namespace) -> list[Row]:
     )
     hundred = ps.Posterior(
         {site: value[:4, :: max(1, options.draws // 25)][:, :25] for site, value in posterior.samples.items()}
-    )
+    , rows="chains")
     return [
         row
         for name, draws in (("all draws", posterior), ("100 networks", hundred))

@@ -228,7 +228,7 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     target = replace(whole, x=whole.x[~held_out].contiguous(), y=whole.y[~held_out].contiguous())
     torch.manual_seed(options.seed)
     model = target.model()
-    potential = Potential(model, target.x, target.y)
+    potential = Potential(model, args=(target.x, target.y))
     start = clock()
     warm = warmed_up(potential, options.chains, options.warmup, options.burn_in, clock)
     setting = Setting(target, potential, warm, options.settle)

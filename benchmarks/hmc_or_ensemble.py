@@ -55,8 +55,7 @@ def run(noise: float, seed: int, options: Any) -> list[dict[str, Any]]:
     group = ps.find_symmetry(net, x[:2]).permutations
     chains = ps.sample(
         ps.NUTS(model, max_treedepth=options.depth),
-        x,
-        y,
+        args=(x, y),
         num_samples=options.draws,
         num_warmup=options.draws // 2,
         num_chains=4,

@@ -41,7 +41,7 @@ class Target:
 
 def network(net: nn.Module, likelihood: object, x: Tensor, y: Tensor, test: Tensor) -> Target:
     model = ps.BayesianModel(net, likelihood=likelihood)
-    potential = Potential(model, x, y)
+    potential = Potential(model, args=(x, y))
     return Target(potential, lambda z: model.outputs(potential.constrain(z), test).flatten(1))
 
 

@@ -126,7 +126,7 @@ class PyroNet(PyroModule):
 def torch_contestants(problem: Problem, options: argparse.Namespace) -> tuple[Potential, dict[str, Gradient]]:
     """Functions of chains ``(C, D)`` that return gradients ``(C, D)``; Pyro's of one chain."""
     x, y = problem.x, problem.y
-    potential = Potential(problem.model(), x, y)
+    potential = Potential(problem.model(), args=(x, y))
     net, shapes = problem.net(), potential.layout.unconstrained_shapes
     sizes = [shape.numel() for shape in shapes.values()]
     precision = torch.cat(
@@ -162,12 +162,12 @@ def torch_contestants(problem: Problem, options: argparse.Namespace) -> tuple[Po
         "Pyro HMC, one chain": stock(jit=False),
         "Pyro HMC, one chain, jit": stock(jit=True),
         "vmap(grad(functional_call))": vmap(grad(energy)),
-        "unmodified Pyro model": ours(Potential(PyroNet(problem), x, y)),
-        "BayesianModel, compile=False": ours(Potential(problem.model(), x, y, compile=False)),
+        "unmodified Pyro model": ours(Potential(PyroNet(problem), args=(x, y))),
+        "BayesianModel, compile=False": ours(Potential(problem.model(), args=(x, y), compile=False)),
         f"BayesianModel ({potential.route})": ours(potential),
     }
     if options.compile:
-        contestants["unmodified Pyro model, compiled"] = ours(Potential(PyroNet(problem), x, y, compile=True))
+        contestants["unmodified Pyro model, compiled"] = ours(Potential(PyroNet(problem), args=(x, y), compile=True))
         contestants["hand-batched, torch.compile"] = torch.compile(by_hand(problem, precision), dynamic=False)
     return potential, contestants
 

@@ -102,7 +102,7 @@ def ours(kernel: Kernel, chains: int) -> Callable[[], None]:
         kernel = replace(kernel, step_size=1e-6, cycle_length=STEPS, samples_per_cycle=1)
     else:
         kernel = replace(kernel, step_size=1e-6, num_steps=STEPS)  # type: ignore[call-arg]
-    potential = Potential(kernel.model, x, y, batch_size=BATCH, subsampled=True)
+    potential = Potential(kernel.model, args=(x, y), batch_size=BATCH, subsampled=True)
     state = kernel.init(potential, potential.initial(chains), 0)
 
     def run() -> None:
@@ -133,7 +133,9 @@ def quality(name: str, kernel: Kernel, chains: int, steps: int) -> str:
         warmup = draws = max(steps // (2 * kernel.cycle_length), 1) * kernel.samples_per_cycle
     if isinstance(kernel, HMC):
         warmup = draws = max(steps // (2 * 32), 1)
-    posterior = sample(kernel, x, y, num_chains=chains, num_warmup=warmup, num_samples=draws, seed=0, progress=False)
+    posterior = sample(
+        kernel, args=(x, y), num_chains=chains, num_warmup=warmup, num_samples=draws, seed=0, progress=False
+    )
     likelihood = kernel.model.log_likelihood(posterior.get_samples(), x_test, y_test)  # type: ignore[attr-defined]
     nll = -(likelihood.logsumexp(0) - math.log(len(likelihood))).mean()
     virial = posterior.statistics.get("virial")

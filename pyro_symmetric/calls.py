@@ -53,6 +53,23 @@ def input_problem(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     return ""
 
 
+def model_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a model's call, as a tuple and a dictionary.
+
+    :raises TypeError: if ``args`` is no tuple or list, or ``kwargs`` no mapping with names as keys.
+    """
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"args is {described(args)}; it must be a tuple of the model's arguments, as in args=(x, y) or args=(x,)"
+        )
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise TypeError(
+            f"kwargs is {described(kwargs)}; it must be a dictionary of the model's keyword arguments, as in "
+            'kwargs={"scale": 2.0}'
+        )
+    return tuple(args), dict(kwargs or {})
+
+
 def name_of(model: Any) -> str:
     """A model in words: a function with its parameters, a module by its class."""
     if isinstance(model, nn.Module):

@@ -52,7 +52,7 @@ def test_running_statistics_are_kept_so_that_symmetries_can_be_removed(tmp_path)
 @pytest.mark.parametrize("format", ["safetensors", "pt"])
 def test_a_posterior_survives_the_round_trip(tmp_path, format):
     samples = {"w": torch.randn(2, 3, 4), "b": torch.randn(2, 3)}
-    posterior = Posterior(samples, {"loss": torch.rand(2, 3)}, {"kernel": "ensemble"})
+    posterior = Posterior(samples, {"loss": torch.rand(2, 3)}, {"kernel": "ensemble"}, rows="chains")
     files = write_checkpoints(posterior, tmp_path / "nets", format=format, progress=False)
     assert len(files) == 6
     assert max(os.path.getsize(file) for file in files) < 4096  # one draw each, not the storage of all
@@ -104,7 +104,7 @@ def test_code_in_a_file_is_never_run(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_a_file_cut_short_is_named(tmp_path, suffix):
-    write_checkpoints(Posterior({"w": torch.randn(1, 2, 50)}), tmp_path / "nets", format=suffix, progress=False)
+    write_checkpoints(Posterior({"w": torch.randn(1, 2, 50)}, rows="chains"), tmp_path / "nets", format=suffix, progress=False)
     file = tmp_path / "nets" / f"net-00001.{suffix}"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(ValueError, match=f"net-00001.{suffix}"):
@@ -130,7 +130,7 @@ def test_missing_and_full_folders_are_told_apart(tmp_path):
         read_checkpoints([tmp_path / "x.pt"])
     saved(tmp_path, 1)
     with pytest.raises(ValueError, match="isn't empty"):
-        write_checkpoints(Posterior({"w": torch.randn(1, 2)}), tmp_path)
+        write_checkpoints(Posterior({"w": torch.randn(1, 2)}, rows="chains"), tmp_path)
     with pytest.raises(ValueError, match="buffers is 'metadata'"):
         read_checkpoints(tmp_path, buffers="metadata")
 
@@ -180,7 +180,7 @@ def test_entries_and_prefixes_are_pointed_to(tmp_path):
 
 def test_statistics_keep_their_dtypes(tmp_path):
     statistics = {"lp": torch.tensor([[1 / 3, 2 / 3]], dtype=torch.float64), "n": torch.tensor([[1, 2]])}
-    posterior = Posterior({"w": torch.randn(1, 2, 3)}, statistics)
+    posterior = Posterior({"w": torch.randn(1, 2, 3)}, statistics, rows="chains")
     write_checkpoints(posterior, tmp_path / "all", progress=False)
     found = read_checkpoints(tmp_path / "all", progress=False).statistics
     assert all(

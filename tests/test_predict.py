@@ -20,7 +20,7 @@ def model() -> BayesianModel:
 
 @pytest.fixture
 def posterior(model) -> Posterior:
-    return Posterior({name: prior.sample((2, 6)) for name, prior in model.priors().items()})
+    return Posterior({name: prior.sample((2, 6)) for name, prior in model.priors().items()}, rows="chains")
 
 
 @pytest.fixture

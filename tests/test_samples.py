@@ -26,7 +26,7 @@ def posterior() -> Posterior:
         {"b": torch.randn(3, 50, 2, 4), "a": torch.randn(3, 50, dtype=torch.float64)},
         {"diverging": torch.rand(3, 50) < 0.1, "acceptance_rate": torch.rand(3, 50)},
         {"kernel": "HMC", "note": "é", "list": [1, 2.5, None]},
-    )
+     rows="chains")
 
 
 def assert_same(found: Posterior, expected: Posterior) -> None:
@@ -60,7 +60,7 @@ def test_sizes_and_shapes(posterior):
 
 def test_from_samples_cuts_consecutive_draws_into_chains():
     w = torch.arange(24.0).reshape(12, 2)
-    posterior = Posterior.from_samples({"w": w}, num_chains=3, statistics={"lp": torch.arange(12.0)})
+    posterior = Posterior.from_samples({"w": w}, num_chains=3, statistics={"lp": torch.arange(12.0)}, rows="chains")
     assert torch.equal(posterior.samples["w"][1], w[4:8])
     assert torch.equal(posterior.get_samples()["w"], w)
     assert posterior.statistics["lp"].shape == (3, 4)
@@ -69,11 +69,11 @@ def test_from_samples_cuts_consecutive_draws_into_chains():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Posterior({}), "samples is empty"),
-        (lambda: Posterior({"w": torch.zeros(3)}), r"samples\['w'\] is of shape \(3,\)"),
-        (lambda: Posterior({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}), r"samples\['b'\] has shape \(2, 4\)"),
-        (lambda: Posterior({"a": torch.zeros(2, 3)}, {"lp": torch.zeros(2, 3, 1)}), r"statistics\['lp'\]"),
-        (lambda: Posterior.from_samples({"a": torch.zeros(7)}, num_chains=2), "num_chains=2"),
+        (lambda: Posterior({}, rows="chains"), "samples is empty"),
+        (lambda: Posterior({"w": torch.zeros(3)}, rows="chains"), r"samples\['w'\] is of shape \(3,\)"),
+        (lambda: Posterior({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, rows="chains"), r"samples\['b'\] has shape \(2, 4\)"),
+        (lambda: Posterior({"a": torch.zeros(2, 3)}, {"lp": torch.zeros(2, 3, 1)}, rows="chains"), r"statistics\['lp'\]"),
+        (lambda: Posterior.from_samples({"a": torch.zeros(7)}, num_chains=2, rows="chains"), "num_chains=2"),
     ],
 )
 def test_bad_input_is_named(build, message):
@@ -93,7 +93,7 @@ def test_diagnostics_of_an_autoregression_match_its_known_effective_sample_size(
     x[:, 0] = noise[:, 0]
     for t in range(1, draws):
         x[:, t] = r * x[:, t - 1] + (1 - r**2) ** 0.5 * noise[:, t]
-    found = Posterior({"x": x}).diagnostics()["x"]
+    found = Posterior({"x": x}, rows="chains").diagnostics()["x"]
     expected = chains * draws * (1 - r) / (1 + r)
     assert found["ess_bulk_median"] == pytest.approx(expected, rel=0.15)
     assert found["ess_bulk"] <= found["ess_bulk_median"]
@@ -103,14 +103,14 @@ def test_diagnostics_of_an_autoregression_match_its_known_effective_sample_size(
 def test_r_hat_names_the_worst_weight_of_a_site():
     x = torch.randn(4, 200, 10)
     x[2, :, 7] += 5
-    found = Posterior({"x": x}).diagnostics()["x"]
+    found = Posterior({"x": x}, rows="chains").diagnostics()["x"]
     assert found["r_hat"] > 1.3
     assert found["r_hat_median"] < 1.05
 
 
 @pytest.mark.parametrize("shape", [(1, 100), (4, 3), (1, 1), (2, 0)])
 def test_too_few_draws_or_chains_give_nan(shape):
-    posterior = Posterior({"x": torch.randn(*shape, 2)})
+    posterior = Posterior({"x": torch.randn(*shape, 2)}, rows="chains")
     assert np.isnan(posterior.diagnostics()["x"]["r_hat"])
     assert "nan" in posterior.summary_table()
 
@@ -118,12 +118,12 @@ def test_too_few_draws_or_chains_give_nan(shape):
 def test_a_stuck_or_broken_weight_makes_the_worst_nan_but_not_the_median():
     x = torch.randn(4, 100, 5)
     x[..., 0] = 3.0
-    stuck = Posterior({"x": x}).diagnostics()["x"]
+    stuck = Posterior({"x": x}, rows="chains").diagnostics()["x"]
     assert np.isnan(stuck["ess_bulk"])
     assert stuck["ess_bulk_median"] > 100
-    assert "nan: entries that never change" in Posterior({"x": x}).summary_table()
+    assert "nan: entries that never change" in Posterior({"x": x}, rows="chains").summary_table()
     x[0, 0, 1] = torch.inf
-    assert np.isnan(Posterior({"x": x}).diagnostics()["x"]["r_hat"])
+    assert np.isnan(Posterior({"x": x}, rows="chains").diagnostics()["x"]["r_hat"])
 
 
 def test_summary_has_one_line_for_each_entry_and_one_for_each_site(posterior, capsys):
@@ -154,13 +154,13 @@ def test_to_arviz_keeps_values_and_names(posterior):
 
 
 def test_many_short_chains_reach_arviz_without_a_warning():
-    assert Posterior({"w": torch.randn(64, 5, 2)}).to_arviz()["posterior"]["w"].shape == (64, 5, 2)
+    assert Posterior({"w": torch.randn(64, 5, 2)}, rows="chains").to_arviz()["posterior"]["w"].shape == (64, 5, 2)
 
 
 def test_log_likelihood_and_predictions_reach_arviz_by_row():
     model = BayesianModel(nn.Linear(2, 3))
     x, y = torch.randn(7, 2), torch.randint(3, (7,))
-    posterior = Posterior({name: prior.sample((2, 5)) for name, prior in model.priors().items()})
+    posterior = Posterior({name: prior.sample((2, 5)) for name, prior in model.priors().items()}, rows="chains")
     tree = posterior.to_arviz(log_likelihood=(model, x, y), posterior_predictive=(model, x))
     attached = posterior.attach(model, x, y).to_arviz(log_likelihood=True, posterior_predictive=True)
     for found in (tree, attached):
@@ -186,7 +186,7 @@ def test_arvizs_loo_of_exact_draws_is_the_exact_one():
     y = torch.randn(20)
     precision = 1 / 9 + 20
     draws = y.sum() / precision + torch.randn(4, 2000) / precision**0.5
-    tree = Posterior({"mean": draws}).to_arviz(log_likelihood=(model, y))
+    tree = Posterior({"mean": draws}, rows="chains").to_arviz(log_likelihood=(model, y))
     others = precision - 1
     exact = dist.Normal((y.sum() - y) / others, (1 + 1 / others) ** 0.5).log_prob(y).sum()
     assert arviz_stats.loo(tree).elpd == pytest.approx(float(exact), abs=0.1)  # its standard error is 0.018
@@ -195,7 +195,7 @@ def test_arvizs_loo_of_exact_draws_is_the_exact_one():
 
 def test_layers_axes_are_named_in_arviz():
     shapes = {"0.weight": (5, 2), "0.bias": (5,), "1.weight": (4, 5, 3, 3), "1.bias": (4,), "norm.weight": (4,)}
-    tree = Posterior({site: torch.zeros(2, 4, *shape) for site, shape in shapes.items()}).to_arviz()["posterior"]
+    tree = Posterior({site: torch.zeros(2, 4, *shape) for site, shape in shapes.items()}, rows="chains").to_arviz()["posterior"]
     assert tree["0.weight"].dims[2:] == ("0.out", "0.in")
     assert tree["0.bias"].dims[2:] == ("0.out",)
     assert tree["1.weight"].dims[2:] == ("1.out", "1.in", "1.kernel_0", "1.kernel_1")
@@ -230,7 +230,7 @@ def test_arvizs_from_pyro_takes_it(posterior):
     arviz = pytest.importorskip("arviz", exc_type=(ImportError, AttributeError))
     if not hasattr(arviz, "from_pyro"):
         pytest.skip("this ArviZ has no from_pyro")
-    samples = Posterior({"a": posterior.samples["a"]}, posterior.statistics)
+    samples = Posterior({"a": posterior.samples["a"]}, posterior.statistics, rows="chains")
 
     def model():
         pyro.sample("a", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
@@ -241,7 +241,7 @@ def test_arvizs_from_pyro_takes_it(posterior):
 
 
 def test_divergences_are_listed_even_where_none_are_known():
-    assert Posterior({"w": torch.randn(2, 5)}).diagnostics()["divergences"] == {"chain 0": [], "chain 1": []}
+    assert Posterior({"w": torch.randn(2, 5)}, rows="chains").diagnostics()["divergences"] == {"chain 0": [], "chain 1": []}
 
 
 def test_a_posterior_remembers_a_sampler_or_a_model_through_its_parts(posterior):
@@ -289,7 +289,7 @@ def test_save_and_load_round_trip(posterior, tmp_path):
 
 def test_views_of_one_tensor_and_non_contiguous_draws_are_stored_whole(tmp_path):
     base = torch.randn(5, 3, 4)
-    posterior = Posterior({"x": base.transpose(0, 1), "y": base.transpose(0, 1)[..., :2]})
+    posterior = Posterior({"x": base.transpose(0, 1), "y": base.transpose(0, 1)[..., :2]}, rows="chains")
     posterior.save(tmp_path / "p")
     assert_same(Posterior.load(tmp_path / "p"), posterior)
 
@@ -298,7 +298,7 @@ def test_saving_over_a_loaded_file_leaves_the_loaded_draws_alone(posterior, tmp_
     path = tmp_path / "p"
     posterior.save(path)
     loaded = Posterior.load(path)
-    Posterior({"a": torch.zeros(3, 50)}).save(path)
+    Posterior({"a": torch.zeros(3, 50)}, rows="chains").save(path)
     assert_same(loaded, posterior)
 
 
@@ -334,7 +334,7 @@ def test_a_header_whose_json_lacks_entries_is_named(tmp_path):
 def test_a_full_disk_gives_one_error_and_leaves_the_old_file(posterior, tmp_path):
     path = tmp_path / "p"
     posterior.save(path)
-    large = Posterior({"w": torch.zeros(4, 1000, 100)})
+    large = Posterior({"w": torch.zeros(4, 1000, 100)}, rows="chains")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # stands for a disk with no room left
     try:
@@ -363,7 +363,7 @@ def test_a_read_only_folder_gives_one_error(posterior, tmp_path):
 
 def test_metadata_that_json_cannot_hold_is_named(tmp_path):
     with pytest.raises(ValueError, match="metadata"):
-        Posterior({"w": torch.zeros(1, 2)}, metadata={"x": torch.zeros(1)}).save(tmp_path / "p")
+        Posterior({"w": torch.zeros(1, 2)}, metadata={"x": torch.zeros(1)}, rows="chains").save(tmp_path / "p")
     assert not list(tmp_path.iterdir())
 
 
@@ -381,7 +381,7 @@ def test_chains_in_two_copies_of_a_mode_agree_in_canonical_form():
 
     unit = torch.tensor([-3.0, 3.0]) + 0.1 * torch.randn(4, 50, 2)
     unit[2:] = unit[2:].flip(-1)
-    posterior = Posterior({"w": unit}, {"lp": torch.zeros(4, 50)})
+    posterior = Posterior({"w": unit}, {"lp": torch.zeros(4, 50)}, rows="chains")
     group = PermutationGroup.declare({"w": ("unit",)}, {"w": torch.Size([2])})
     canonical = posterior.canonicalize(group)
     assert posterior.diagnostics()["w"]["r_hat"] > 1.5
@@ -393,7 +393,7 @@ def test_summary_and_diagnostics_say_what_those_of_pyros_mcmc_say(capsys):
     generator = torch.Generator().manual_seed(0)
     draws = {"a": torch.randn(2, 50, generator=generator), "b": torch.randn(2, 50, 1, 2, generator=generator)}
     rates = torch.rand(2, 50, generator=generator)
-    posterior = Posterior({**draws, "large": torch.randn(2, 50, 40, generator=generator)}, {"acceptance_rate": rates})
+    posterior = Posterior({**draws, "large": torch.randn(2, 50, 40, generator=generator)}, {"acceptance_rate": rates}, rows="chains")
     found = posterior.diagnostics()
     assert found["acceptance rate"] == pytest.approx({f"chain {c}": float(rates[c].mean()) for c in (0, 1)})
     assert found["a"]["n_eff"] == found["a"]["ess_bulk"]

@@ -95,7 +95,7 @@ class CheckResult:
 def check(posterior: Posterior, *, num_draws: int = 256) -> CheckResult:
     """Check what a sampler returned; also as ``posterior.check()``.
 
-    >>> print(sample(SGHMC(model, batch_size=64), x, y).check())
+    >>> print(sample(SGHMC(model, batch_size=64), args=(x, y)).check())
 
     The checks, of which a posterior gets those that it has the numbers for:
 
@@ -362,7 +362,7 @@ def _energy(posterior: Posterior, num_draws: int, arrived: bool) -> Iterator[Fin
     options["subsampled"] = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a mini-batch's scale: that is looked at here
-        full = Potential(posterior.model, *args, **options, **kwargs)
+        full = Potential(posterior.model, args, kwargs, **options)
     if full.row_counts:
         return  # the model draws its own mini-batches, which Pyro's plates scale themselves
     per_chain = max(1, min(posterior.num_samples, num_draws // posterior.num_chains))
@@ -374,7 +374,7 @@ def _energy(posterior: Posterior, num_draws: int, arrived: bool) -> Iterator[Fin
     if batch_size is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            parts = Potential(posterior.model, *args, batch_size=batch_size, **options, **kwargs)
+            parts = Potential(posterior.model, args, kwargs, batch_size=batch_size, **options)
         if ROWS in parts.row_counts:
             yield _batch_scale(full, parts, z[:, -1][:8])
 

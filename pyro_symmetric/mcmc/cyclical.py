@@ -38,7 +38,7 @@ class CyclicalSG(StochasticGradientKernel):
     leave the sampler's ``thinning`` at 1. The first cycle after warm-up starts with the first draw.
 
     >>> kernel = CyclicalSG(model, batch_size=128, cycle_length=1000, samples_per_cycle=3)
-    >>> posterior = sample(kernel, x, y, num_chains=4, num_samples=30, num_warmup=3)
+    >>> posterior = sample(kernel, args=(x, y), num_chains=4, num_samples=30, num_warmup=3)
 
     ``step_size`` is the cycle's largest, ``ε₀`` (Hamiltonian: ``h₀``). If not given, the sampling stage starts with
     what keeps to ``tolerance``, and the cycle with what that asks for, within stability. The statistic ``cycle`` counts

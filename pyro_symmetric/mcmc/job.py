@@ -77,14 +77,14 @@ class Job:
         try:
             return Potential(
                 self.kernel.model,
-                *self.args,
+                self.args,
+                self.kwargs,
                 device=self.device,
                 dtype=self.dtype,
                 chain_chunk=chain_chunk if self.chain_chunk is None else self.chain_chunk,
                 compile=self.compile,
                 batch_size=self.kernel.batch_size,
                 subsampled=self.kernel.subsampled,
-                **self.kwargs,
             )
         except Exception as error:  # a model may take arrays; where it fails they are the likeliest cause
             if arrays := [name for name, value in self._named_arguments() if isinstance(value, np.ndarray)]:

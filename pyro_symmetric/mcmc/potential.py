@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -25,7 +25,7 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 
-from pyro_symmetric.calls import described_call
+from pyro_symmetric.calls import described_call, model_arguments
 from pyro_symmetric.largest import LargestTensor
 from pyro_symmetric.mcmc.compiled import Compiled, CompileFailed
 from pyro_symmetric.mcmc.layout import Layout
@@ -51,7 +51,7 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
         is called with.
     :return: constrained weights of batch shape ``(S,)`` -> ``(S,)``.
     """
-    target = Potential(model, *args, **kwargs).target
+    target = Potential(model, args, kwargs).target
 
     def density(weights: Weights) -> Tensor:
         with pyro.validation_enabled(False):  # whose checks branch on values, which vmap forbids
@@ -64,14 +64,15 @@ class Potential:
     """Potential energy and its gradient, chains first.
 
     >>> model = BayesianModel(nn.Linear(3, 2))
-    >>> potential = Potential(model, torch.randn(10, 3), torch.randint(2, (10,)))
+    >>> potential = Potential(model, (torch.randn(10, 3), torch.randint(2, (10,))))
     >>> z = potential.initial(16)
     >>> energy, gradient = potential.value_and_grad(z)
     >>> energy.shape, gradient.shape
     (torch.Size([16]), torch.Size([16, 8]))
 
     :param model: a Pyro model. Latent sites must be continuous; a module with batch normalisation must be in eval mode.
-    :param args: what the model is called with, data included.
+    :param args: the model's positional arguments, data included.
+    :param kwargs: the model's keyword arguments.
     :param device: where to compute; by default where the model's sites are. A module is copied there, never moved.
     :param dtype: of the chains; by default that of the model's sites. Floating-point arguments are converted.
     :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep the largest intermediate
@@ -90,16 +91,18 @@ class Potential:
     def __init__(
         self,
         model: Callable[..., Any],
-        *args: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         chain_chunk: int | None = None,
         compile: bool | None = None,
         batch_size: int | None = None,
         subsampled: bool = False,
-        **kwargs: Any,
     ):
         _require_model(model)
+        args, kwargs = model_arguments(args, kwargs)
         if chain_chunk is not None and chain_chunk < 1:
             raise ValueError(f"chain_chunk is {chain_chunk}; it must be at least 1, or None for all chains at once")
         if dtype is not None and not dtype.is_floating_point:
@@ -307,7 +310,7 @@ def _target(
         data = {**dict(zip(("x", "y"), args, strict=False)), **kwargs}
         if set(data) != {"x", "y"} or data["y"] is None or len(args) > 2:
             raise ValueError(
-                "a BayesianModel is sampled given x and y, as in sample(kernel, x, y); found "
+                "a BayesianModel is sampled given x and y, as in sample(kernel, args=(x, y)); found "
                 f"{described_call(args, kwargs)}"
             )
         return NetworkTarget(model, data["x"], data["y"], batch_size)

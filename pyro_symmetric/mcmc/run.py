@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from pyro_symmetric.calls import model_arguments
 from pyro_symmetric.mcmc.executors import run_tasks
 from pyro_symmetric.mcmc.job import Job, run_job
 from pyro_symmetric.mcmc.kernel import Kernel
@@ -23,7 +25,9 @@ ENOUGH_DRAWS = 20  # of a chain, to say that it hardly moves
 
 def sample(
     kernel: Kernel,
-    *args: Any,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
     num_samples: int = 1000,
     num_warmup: int = 500,
     num_chains: int = 4,
@@ -40,7 +44,6 @@ def sample(
     chains_per_task: int | None = None,
     threads_per_task: int = 1,
     progress: bool = True,
-    **kwargs: Any,
 ) -> Posterior:
     """Draw from a model's posterior with many chains at once.
 
@@ -48,7 +51,7 @@ def sample(
     ...     mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
     ...     with pyro.plate("data", len(y)):
     ...         pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-    >>> posterior = sample(HMC(model), torch.randn(100), num_chains=8)
+    >>> posterior = sample(HMC(model), args=(torch.randn(100),), num_chains=8)
 
     With ``store`` the draws go to disk as they are made. After Ctrl-C, ``kill -9`` or a power cut the same call goes
     on, in warm-up too, and gives draw for draw what an unbroken run gives; with a larger ``num_samples`` it adds
@@ -64,7 +67,9 @@ def sample(
     done, their chains are laid side by side there, to be mapped from one file.
 
     :param kernel: the sampler, which holds the model.
-    :param args: what the model is called with, data included; ``kwargs`` likewise.
+    :param args: the model's positional arguments, data included: ``model(*args, **kwargs)``.
+    :param kwargs: the model's keyword arguments. They have a mapping of their own, so a model may have arguments named
+        like the sampler's (``seed``, ``device``), and a misspelt option of the sampler never reaches the model.
     :param num_samples: draws to keep of each chain.
     :param num_warmup: iterations of each chain before them, to adapt and to be forgotten. The Hamiltonian samplers
         learn their mass matrix in windows of growing length. Under 150 iterations there is one window, three quarters
@@ -99,6 +104,7 @@ def sample(
     :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
     :raises TaskError: if tasks failed, with the posterior of the others.
     """
+    args, kwargs = model_arguments(args, kwargs)
     job = Job(
         kernel,
         args,

@@ -26,7 +26,7 @@ from pyro_symmetric.mcmc.stochastic import SteadyKernel, Tuning, Walk
 class SGLD(SteadyKernel):
     """Stochastic-gradient Langevin dynamics, with constant or polynomially decaying steps.
 
-    >>> posterior = sample(SGLD(model, batch_size=128), x, y, num_chains=16)
+    >>> posterior = sample(SGLD(model, batch_size=128), args=(x, y), num_chains=16)
 
     ``step_size``, Welling & Teh's ``ε``, is ``4 tolerance / (λ + mean V)`` if not given. ``λ`` is the largest curvature
     of the potential energy (eigenvalue of its Hessian), ``V`` the variance of the mini-batches' gradients, coordinate

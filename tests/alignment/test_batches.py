@@ -83,7 +83,7 @@ def test_restarts_of_a_batch_reach_the_enumerated_optima():
 
 def posterior_of(group, centre, spread=0.1):
     noise = random_weights(group, 3, 40)
-    return Posterior({site: centre[site] + spread * noise[site] for site in centre})
+    return Posterior({site: centre[site] + spread * noise[site] for site in centre}, rows="chains")
 
 
 def test_moments_of_a_posterior_are_those_of_its_draws():
@@ -166,10 +166,10 @@ def test_bad_draws_and_costs_are_named():
     with pytest.raises(ValueError, match=r"draws is 'mean'.*'l2'"):
         align(posterior, posterior, group, "kl", draws="mean")
     with pytest.raises(ValueError, match=r"source has 3 chains of 0 draws"):
-        align(Posterior({site: value[:, :0] for site, value in posterior.samples.items()}), posterior, group)
+        align(Posterior({site: value[:, :0] for site, value in posterior.samples.items()}, rows="chains"), posterior, group)
     with pytest.raises(ValueError, match=r"source has batch shape \(0,\)"):
         align(random_weights(group, 0), random_weights(group), group)
-    bad = Posterior(posterior.samples | {"0.bias": torch.full((3, 40, 4), torch.nan)})
+    bad = Posterior(posterior.samples | {"0.bias": torch.full((3, 40, 4), torch.nan)}, rows="chains")
     with pytest.raises(ValueError, match=r"source\['0.bias'\] holds 480 NaN"):
         align(bad, posterior, group)
     with pytest.raises(ValueError, match=r"draws is 'mean'.*cost must be 'l2'"):
@@ -178,7 +178,7 @@ def test_bad_draws_and_costs_are_named():
 
 def test_draws_that_vary_outside_the_group_alone_are_compared_by_their_means():
     group = PermutationGroup.declare({"w": ("h",)}, {"w": torch.zeros(3)})
-    first = Posterior({"w": torch.arange(3.0).expand(1, 4, 3), "noise": torch.randn(1, 4)})
-    second = Posterior({"w": torch.arange(3.0).flip(0).expand(1, 4, 3), "noise": torch.randn(1, 4)})
+    first = Posterior({"w": torch.arange(3.0).expand(1, 4, 3), "noise": torch.randn(1, 4)}, rows="chains")
+    second = Posterior({"w": torch.arange(3.0).flip(0).expand(1, 4, 3), "noise": torch.randn(1, 4)}, rows="chains")
     result = align(second, first, group, draws="mean")
     assert (result.cost, result.initial_cost, result.permutation["h"].tolist()) == (0.0, 8.0, [2, 1, 0])

@@ -93,7 +93,7 @@ def test_independent_members_end_where_no_member_can_improve_and_below_the_best_
 
 def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
     members, _, _ = scattered(GROUP, 3, 20)
-    posterior = Posterior(members, {"lp": torch.zeros(3, 20)}, {"kernel": "HMC"})
+    posterior = Posterior(members, {"lp": torch.zeros(3, 20)}, {"kernel": "HMC"}, rows="chains")
     frame = align_many(posterior, GROUP, progress=False)
     assert frame.element.batch_shape == (3, 20)
     aligned = posterior.align(GROUP, progress=False)
@@ -106,7 +106,7 @@ def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
 def test_chains_are_moved_as_wholes():
     centre, planted = random_weights(), GROUP.sample((4, 1))
     noisy = {site: centre[site] + 0.3 * value for site, value in random_weights(4, 50).items()}
-    posterior = Posterior(planted.inverse()(noisy))
+    posterior = Posterior(planted.inverse()(noisy), rows="chains")
     frame = align_many(posterior, GROUP, each="chain", progress=False)
     assert frame.element.batch_shape == (4, 1)
     assert one_frame(Frame(frame.element.select((slice(None), 0)), *[None] * 6), planted.select((slice(None), 0)))
@@ -138,7 +138,7 @@ def test_bad_members_are_named():
         align_many([], GROUP)
     with pytest.raises(ValueError, match=r"sources has batch shape \(0,\)"):
         align_many({site: value[:0] for site, value in members.items()}, GROUP)
-    empty = Posterior({site: value[:, None][:, :0] for site, value in members.items()})
+    empty = Posterior({site: value[:, None][:, :0] for site, value in members.items()}, rows="chains")
     with pytest.raises(ValueError, match="posterior has 3 chains of 0 draws"):
         align_many(empty, GROUP)
     with pytest.raises(ValueError, match=r"sources\[1\] lacks the site 'mid'"):

@@ -51,11 +51,11 @@ def exact_draws(x, y, spread: float = 1.0) -> torch.Tensor:
 
 
 def sound(**statistics) -> Posterior:
-    return Posterior({"w": torch.randn(CHAINS, DRAWS, 3)}, statistics)
+    return Posterior({"w": torch.randn(CHAINS, DRAWS, 3)}, statistics, rows="chains")
 
 
 def test_exact_draws_of_a_conjugate_model_pass(data):
-    posterior = Posterior({"w": exact_draws(*data)}).attach(Sampler(conjugate, batch_size=10), *data)
+    posterior = Posterior({"w": exact_draws(*data)}, rows="chains").attach(Sampler(conjugate, batch_size=10), *data)
     result = check(posterior)
     assert [f.name for f in result.findings] == [
         *("finite", "moving", "convergence", "effective draws", "temperature", "mini-batch scale")
@@ -70,7 +70,7 @@ def test_the_temperature_is_that_of_the_draws(data, spread, expected):
     # z.grad U / D of Gaussian draws with variances c times too large averages to c + (the mean's part, 1 - 1 = 0):
     # E z.(z - m) P = c D, whatever the mean, since E (z - m) = 0.
     x, y = data
-    posterior = Posterior({"w": exact_draws(x, y, spread)}).attach(conjugate, x, y)
+    posterior = Posterior({"w": exact_draws(x, y, spread)}, rows="chains").attach(conjugate, x, y)
     finding = check(posterior, num_draws=2000)["temperature"]
     assert finding.value == pytest.approx(expected, abs=0.5)  # 2,000 draws: a standard error of about 0.1
     assert finding.status == "fail"
@@ -78,7 +78,7 @@ def test_the_temperature_is_that_of_the_draws(data, spread, expected):
 
 
 def test_a_likelihood_that_forgets_the_mini_batchs_scale_fails(data):
-    posterior = Posterior({"w": exact_draws(*data)}).attach(Sampler(unscaled, batch_size=10), *data)
+    posterior = Posterior({"w": exact_draws(*data)}, rows="chains").attach(Sampler(unscaled, batch_size=10), *data)
     finding = check(posterior)["mini-batch scale"]
     assert finding.status == "fail"
     assert "N / B times" in finding.words
@@ -93,7 +93,7 @@ def test_a_bayesian_model_counts_its_mini_batches_rightly():
     model = BayesianModel(nn.Linear(2, 1), likelihood=GaussianLikelihood(1.0))
     x, y = torch.randn(ROWS, 2), torch.randn(ROWS, 1)
     weights = {name: 0.1 * torch.randn(CHAINS, 20, *shape) for name, shape in model.site_shapes.items()}
-    result = check(Posterior(weights).attach(Sampler(model, batch_size=20), x, y))
+    result = check(Posterior(weights, rows="chains").attach(Sampler(model, batch_size=20), x, y))
     assert result["mini-batch scale"].status == "pass"
 
 
@@ -109,41 +109,41 @@ def test_stuck_and_slow_chains_are_named():
 
 
 def test_chains_far_apart_fail_and_the_site_is_named():
-    posterior = Posterior({"a": torch.randn(CHAINS, DRAWS), "b": torch.randn(CHAINS, DRAWS, 2)})
+    posterior = Posterior({"a": torch.randn(CHAINS, DRAWS), "b": torch.randn(CHAINS, DRAWS, 2)}, rows="chains")
     posterior.samples["b"][..., 1] += 10 * torch.arange(CHAINS)[:, None]
     finding = check(posterior)["convergence"]
     assert finding.status == "fail"
     assert "site 'b'" in finding.words
     assert "longer warm-up" in finding.words
     assert check(posterior)["effective draws"].status == "fail"
-    drifting = Posterior({"a": torch.randn(1, DRAWS) + torch.linspace(0, 20, DRAWS)})
+    drifting = Posterior({"a": torch.randn(1, DRAWS) + torch.linspace(0, 20, DRAWS)}, rows="chains")
     assert check(drifting)["convergence"].status == "fail"  # one chain, by its halves
 
 
 def test_a_networks_weights_in_copies_are_a_warning_and_its_log_density_decides():
     weights = {"0.weight": torch.randn(CHAINS, DRAWS, 3) + 10 * torch.arange(CHAINS)[:, None, None]}
-    result = check(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}))
+    result = check(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"))
     assert (result["convergence"].status, result["weights"].status) == ("pass", "warn")
     assert "convergence(posterior, symmetry)" in result["weights"].words
     assert result["effective draws"].status == "pass"
     apart = torch.randn(CHAINS, DRAWS) + 3 * torch.arange(CHAINS)[:, None]
-    assert check(Posterior(weights, {"lp": apart}))["convergence"].status == "fail"
+    assert check(Posterior(weights, {"lp": apart}, rows="chains"))["convergence"].status == "fail"
 
 
 def test_a_temperature_of_chains_that_have_not_arrived_asks_for_warm_up_not_for_smaller_steps():
     where = torch.randn(CHAINS, DRAWS, 1) + 10 * torch.arange(CHAINS)[:, None, None]
     for spread in (0.1, 60.0):
         values = 70 + spread * torch.randn(CHAINS, DRAWS) + spread * torch.randn(CHAINS, 1)
-        words = check(Posterior({"w": where}, {"virial": values}))["virial"].words
+        words = check(Posterior({"w": where}, {"virial": values}, rows="chains"))["virial"].words
         assert "longer warm-up" in words
         assert "smaller steps" not in words
         assert "too few draws" not in words
 
 
 def test_few_draws_are_a_warning():
-    result = check(Posterior({"w": torch.randn(4, 50, 3)}))  # 200 independent draws
+    result = check(Posterior({"w": torch.randn(4, 50, 3)}, rows="chains"))  # 200 independent draws
     assert result["effective draws"].status == "warn"
-    few = check(Posterior({"w": torch.randn(4, 5)}))
+    few = check(Posterior({"w": torch.randn(4, 5)}, rows="chains"))
     assert few["convergence"].status == "unknown"
     counts = [int(part.split()[0]) for part in repr(few).splitlines()[0].removeprefix("Checks: ").split(", ")]
     assert sum(counts) == len(few.findings)  # those that can't be told are counted as well

@@ -55,7 +55,7 @@ def in_copies(weights, symmetry):
 
 
 def test_chains_of_one_mode_agree_everywhere(model, x, symmetry):
-    result = convergence(Posterior(one_mode()), symmetry, model=model, x=x)
+    result = convergence(Posterior(one_mode(), rows="chains"), symmetry, model=model, x=x)
     assert list(result.spaces) == ["weights", "canonical", "function"]
     assert all(space.agrees for space in result.spaces.values())
     assert result.verdict == "The chains agree on the function and on the weights."
@@ -64,16 +64,16 @@ def test_chains_of_one_mode_agree_everywhere(model, x, symmetry):
 
 def test_chains_in_copies_of_a_mode_agree_on_the_function_and_in_one_frame_only(model, x, symmetry):
     weights = in_copies(one_mode(), symmetry)
-    result = convergence(Posterior(weights), symmetry, model=model, x=x)
+    result = convergence(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
     agrees = {name: space.agrees for name, space in result.spaces.items()}
     assert agrees == {"weights": False, "canonical": True, "function": True}
     assert "different copies of a mode" in result.verdict
     assert result.spaces["weights"].worst["r_hat"] > 1.5
-    assert "give symmetry=" in convergence(Posterior(weights), model=model, x=x).verdict
+    assert "give symmetry=" in convergence(Posterior(weights, rows="chains"), model=model, x=x).verdict
 
 
 def test_an_aligned_posterior_is_a_frame_too(model, x, symmetry):
-    posterior = Posterior(in_copies(one_mode(), symmetry))
+    posterior = Posterior(in_copies(one_mode(), symmetry), rows="chains")
     result = convergence(posterior, aligned=posterior.canonicalize(symmetry), model=model, x=x)
     assert result.spaces["aligned"].agrees
     assert "different copies" in result.verdict
@@ -82,7 +82,7 @@ def test_an_aligned_posterior_is_a_frame_too(model, x, symmetry):
 def test_chains_in_modes_that_predict_differently_are_told_apart_from_copies(model, x, symmetry):
     weights = one_mode()
     weights["2.bias"] = weights["2.bias"] + torch.tensor([0.0, 0.0, 5.0, 0.0])[:, None, None]
-    result = convergence(Posterior(weights), symmetry, model=model, x=x)
+    result = convergence(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
     assert not result.spaces["function"].agrees
     assert result.settled
     assert "modes that predict differently" in result.verdict
@@ -91,11 +91,11 @@ def test_chains_in_modes_that_predict_differently_are_told_apart_from_copies(mod
 def test_drifting_and_stuck_chains_are_told_to_run_longer(model, x):
     weights = one_mode()
     weights["2.bias"] = weights["2.bias"] + torch.linspace(0, 3, DRAWS)[:, None] * torch.arange(1.0, 5)[:, None, None]
-    assert "still drift or stand still" in convergence(Posterior(weights), model=model, x=x).verdict
+    assert "still drift or stand still" in convergence(Posterior(weights, rows="chains"), model=model, x=x).verdict
     stuck = {site: value.clone() for site, value in one_mode().items()}
     for value in stuck.values():
         value[1] = value[1, :1]
-    assert "stand still" in convergence(Posterior(stuck), model=model, x=x).verdict
+    assert "stand still" in convergence(Posterior(stuck, rows="chains"), model=model, x=x).verdict
 
 
 def test_modes_that_predict_alike_are_not_called_copies(model, x, symmetry):
@@ -105,14 +105,14 @@ def test_modes_that_predict_alike_are_not_called_copies(model, x, symmetry):
     weights["2.weight"][..., 2] = 1e-9 * torch.randn(CHAINS, DRAWS, 1)
     weights["0.bias"] = weights["0.bias"].clone()
     weights["0.bias"][..., 2] += 4 * torch.arange(CHAINS)[:, None]
-    result = convergence(Posterior(weights), symmetry, model=model, x=x)
+    result = convergence(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
     assert result.spaces["function"].agrees
     assert not result.spaces["canonical"].agrees
     assert "different modes that predict alike" in result.verdict
 
 
 def test_numbers_are_those_of_predictions_and_log_joint(model, x):
-    posterior, y = Posterior(one_mode()).thin(10), torch.randn(7, 1)
+    posterior, y = Posterior(one_mode(), rows="chains").thin(10), torch.randn(7, 1)
     result = convergence(posterior, model=model, x=x, y=y)
     outputs = chain_statistics(model.outputs(posterior.samples, x))
     assert torch.allclose(result.spaces["function"].by_site["predictions"].r_hat, outputs.r_hat)
@@ -124,22 +124,22 @@ def test_numbers_are_those_of_predictions_and_log_joint(model, x):
 
 def test_the_model_that_it_was_drawn_from_is_the_default(model, x):
     y = torch.randn(7, 1)
-    posterior = Posterior(one_mode()).thin(50)
+    posterior = Posterior(one_mode(), rows="chains").thin(50)
     attached = convergence(posterior.attach(model, x, y))
     assert attached.to_dict() == convergence(posterior, model=model, x=x, y=y).to_dict()
 
 
 def test_without_a_model_the_samplers_log_density_stands_for_the_function():
     weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
-    result = convergence(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}))
+    result = convergence(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"))
     assert list(result.spaces["function"].by_site) == ["log density"]
-    assert "function" not in convergence(Posterior(weights)).spaces
-    assert "and so on the function" in convergence(Posterior(weights)).verdict
+    assert "function" not in convergence(Posterior(weights, rows="chains")).spaces
+    assert "and so on the function" in convergence(Posterior(weights, rows="chains")).verdict
 
 
 def test_one_chain_and_few_draws_are_named():
-    assert "Too few chains" in convergence(Posterior({"w": torch.randn(1, 100, 2)})).verdict
-    assert "too few (< 400)" in convergence(Posterior({"w": torch.randn(2, 40, 2)})).verdict
+    assert "Too few chains" in convergence(Posterior({"w": torch.randn(1, 100, 2)}, rows="chains")).verdict
+    assert "too few (< 400)" in convergence(Posterior({"w": torch.randn(2, 40, 2)}, rows="chains")).verdict
 
 
 def test_troubles_of_the_sampler_enter_the_verdict():
@@ -147,7 +147,7 @@ def test_troubles_of_the_sampler_enter_the_verdict():
     diverging[0, :20] = True
     energy = torch.randn(CHAINS, DRAWS).cumsum(1)  # a random walk: E-BFMI near 0
     statistics = {"diverging": diverging, "energy": energy, "acceptance_rate": torch.full((CHAINS, DRAWS), 0.8)}
-    result = convergence(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, statistics))
+    result = convergence(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, statistics, rows="chains"))
     assert result.divergent == pytest.approx(20 / (CHAINS * DRAWS))
     assert result.acceptance.tolist() == pytest.approx([0.8] * CHAINS)
     assert "0.01 of the draws diverged" in result.verdict
@@ -155,7 +155,7 @@ def test_troubles_of_the_sampler_enter_the_verdict():
 
 
 def test_it_prints_plots_and_goes_to_json(model, x, symmetry, tmp_path):
-    result = convergence(Posterior(one_mode()).thin(20), symmetry, model=model, x=x)
+    result = convergence(Posterior(one_mode(), rows="chains").thin(20), symmetry, model=model, x=x)
     assert "canonical" in repr(result)
     assert "predictions" in repr(result)
     json.dumps(result.to_dict())
@@ -167,21 +167,21 @@ def test_it_prints_plots_and_goes_to_json(model, x, symmetry, tmp_path):
     [
         ({"threshold": 1.0}, "threshold is 1.0"),
         ({"predictions": torch.zeros(4, 3)}, r"predictions has shape \(4, 3\)"),
-        ({"aligned": Posterior({"w": torch.zeros(2, 500, 2)})}, "aligned has shape"),
+        ({"aligned": Posterior({"w": torch.zeros(2, 500, 2)}, rows="chains")}, "aligned has shape"),
         ({"x": torch.zeros(3, 1)}, "no model"),
     ],
 )
 def test_bad_input_is_named(options, message):
     with pytest.raises(ValueError, match=message):
-        convergence(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}), **options)
+        convergence(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, rows="chains"), **options)
 
 
 def test_a_model_that_is_no_network_is_sent_to_predict():
     with pytest.raises(TypeError, match=r"model is a function; it must be a BayesianModel.*predictions=predict"):
-        convergence(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}), model=lambda x: x, x=torch.zeros(3, 1))
+        convergence(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, rows="chains"), model=lambda x: x, x=torch.zeros(3, 1))
 
 
 def test_one_chain_has_no_share_above_the_threshold():
-    words = repr(convergence(Posterior({"a": torch.randn(1, 20)})))
+    words = repr(convergence(Posterior({"a": torch.randn(1, 20)}, rows="chains")))
     assert words.startswith("Convergence of 1 chain of 20 draws")
     assert "0.0%" not in words

@@ -15,7 +15,7 @@ def autoregression(chains=4, draws=400, kernel="HMC"):
     states = [torch.randn(chains, 4, 2)]
     for _ in range(draws - 1):
         states.append(RHO * states[-1] + (1 - RHO**2) ** 0.5 * torch.randn(chains, 4, 2))
-    return Posterior({"w": torch.stack(states, 1)}, metadata={"kernel": kernel})
+    return Posterior({"w": torch.stack(states, 1)}, metadata={"kernel": kernel}, rows="chains")
 
 
 def test_autoregressive_draws_count_by_their_effective_size():
@@ -26,13 +26,13 @@ def test_autoregressive_draws_count_by_their_effective_size():
 
 def test_every_chain_counts_once_at_least():
     stuck = torch.randn(6, 1, 4, 2) + 1e-3 * torch.randn(6, 50, 4, 2)
-    assert independent_draws(Posterior({"w": stuck})) == 6
+    assert independent_draws(Posterior({"w": stuck}, rows="chains")) == 6
 
 
 def test_only_a_samplers_draws_are_chains():
     assert is_chain(autoregression())
     assert not is_chain(autoregression(kernel="ensemble"))
-    assert not is_chain(Posterior({"w": torch.randn(4, 5, 2)}))
+    assert not is_chain(Posterior({"w": torch.randn(4, 5, 2)}, rows="chains"))
     assert not is_chain({"w": torch.randn(4, 5, 2)})
 
 
@@ -73,12 +73,12 @@ def test_an_effective_size_may_be_a_fraction(size):
 def test_one_weight_that_never_moves_hides_no_slow_one():
     slow = torch.linspace(0, 1, 200).expand(1, 200)[..., None] + 1e-3 * torch.randn(1, 200, 2)
     slow[..., 0] = 1.0
-    assert independent_draws(Posterior({"w": slow, "v": torch.randn(1, 200, 3)})) < 5
+    assert independent_draws(Posterior({"w": slow, "v": torch.randn(1, 200, 3)}, rows="chains")) < 5
 
 
 def test_a_chain_without_two_independent_draws_says_so():
     drift = torch.linspace(0, 1, 50)[None, :, None].expand(1, 50, 2) + 1e-4 * torch.randn(1, 50, 2)
-    posterior = Posterior({"w": drift}, metadata={"kernel": "NUTS"})
+    posterior = Posterior({"w": drift}, metadata={"kernel": "NUTS"}, rows="chains")
     with pytest.raises(ValueError, match="of 50 draws of one chain only 1 counts as independent"):
         mmd_test(posterior, {"w": torch.randn(20, 2)})
 

@@ -192,7 +192,7 @@ def test_what_comes_out_is_a_guide_that_trains_and_is_saved(tmp_path: Any) -> No
 
 def test_weights_moments_and_posteriors_are_taken_as_align_takes_them() -> None:
     draws = torch.randn(2, 6, 3).double()
-    posterior = Posterior({"w": draws}, {}, {})
+    posterior = Posterior({"w": draws}, {}, {}, rows="chains")
     mean, scale = draws.flatten(0, 1).mean(0), draws.flatten(0, 1).std(0, correction=0)
     plain = {"w": torch.ones(3).double()}
     apart = float(((mean - 1).square().sum() + scale.square().sum()).sqrt())

@@ -60,8 +60,8 @@ MODELS = {
 def test_compiled_energies_and_gradients_equal_uncompiled_ones(name):
     make, args = MODELS[name]
     model = make()
-    potential = Potential(model, *args, compile=True, chain_chunk=8)
-    plain = Potential(model, *args, compile=False)
+    potential = Potential(model, args=args, compile=True, chain_chunk=8)
+    plain = Potential(model, args=args, compile=False)
     assert potential.route == "compiled"
     z = plain.initial(11, "uniform", radius=1.0)
     for count in (1, 2, 3, 8, 11):  # a small program, a whole one, padded ones, more than one
@@ -75,8 +75,8 @@ def test_compiled_energies_and_gradients_equal_uncompiled_ones(name):
 @pytest.mark.slow
 def test_compiled_mini_batches_are_each_chains_own():
     model = PyroNet()
-    potential = Potential(model, X, Y, compile=True, chain_chunk=4, batch_size=2, subsampled=True)
-    plain = Potential(model, X, Y, compile=False, batch_size=2, subsampled=True)
+    potential = Potential(model, args=(X, Y), compile=True, chain_chunk=4, batch_size=2, subsampled=True)
+    plain = Potential(model, args=(X, Y), compile=False, batch_size=2, subsampled=True)
     z = plain.initial(3, "uniform", radius=1.0)
     for _ in range(2):
         rows = {"rows": torch.stack([torch.randperm(8)[:2] for _ in z])}
@@ -105,7 +105,7 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(mon
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(compiled_module.torch, "compile", broken)
-    potential = Potential(PyroNet(), X, Y, compile=True)
+    potential = Potential(PyroNet(), args=(X, Y), compile=True)
     z = torch.rand(5, potential.dim) - 0.5
     with pytest.warns(RuntimeWarning, match=r"torch.compile failed; the potential runs uncompiled.*no compiler here"):
         found = potential.value_and_grad(z)
@@ -114,5 +114,5 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(mon
 
 
 def test_nothing_but_networks_is_compiled_unless_asked_for():
-    assert Potential(hierarchical, X, Y).route == "vmap"
-    assert Potential(PyroNet(), X, Y, compile=False).route == "vmap"
+    assert Potential(hierarchical, args=(X, Y)).route == "vmap"
+    assert Potential(PyroNet(), args=(X, Y), compile=False).route == "vmap"

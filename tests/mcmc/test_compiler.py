@@ -143,7 +143,7 @@ def test_a_compiler_that_fails_is_reported_and_pytorch_serves(cache, monkeypatch
     with pytest.raises(Unavailable, match=reason):
         library()
     assert list(cache.iterdir()) == [] if cache.exists() else True
-    potential = Potential(BayesianModel(nn.Linear(3, 2)), torch.randn(5, 3), torch.arange(5) % 2)
+    potential = Potential(BayesianModel(nn.Linear(3, 2)), args=(torch.randn(5, 3), torch.arange(5) % 2))
     assert potential.route == "batched"
     assert "broken failed" in repr(potential)
 
@@ -151,7 +151,7 @@ def test_a_compiler_that_fails_is_reported_and_pytorch_serves(cache, monkeypatch
 def test_without_any_compiler_pytorch_serves(cache, monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    potential = Potential(BayesianModel(nn.Linear(3, 2)), torch.randn(5, 3), torch.arange(5) % 2)
+    potential = Potential(BayesianModel(nn.Linear(3, 2)), args=(torch.randn(5, 3), torch.arange(5) % 2))
     assert potential.route == "batched"
     assert "no C++ compiler was found" in repr(potential)
 

@@ -57,11 +57,13 @@ def test_what_fits_passes(model, x, y):
 
 def test_labels_of_any_whole_kind_have_the_density_of_long_ones():
     z = torch.randn(2, 15)
-    expected = Potential(classifier(), X, LABELS)(z)
+    expected = Potential(classifier(), args=(X, LABELS))(z)
     for y in (LABELS.int(), LABELS.to(torch.uint8)):
-        assert torch.allclose(Potential(classifier(), X, y)(z), expected)
+        assert torch.allclose(Potential(classifier(), args=(X, y))(z), expected)
     flags = LABELS > 0
-    assert torch.allclose(Potential(classifier(), X, flags)(z), Potential(classifier(), X, flags.long())(z))
+    assert torch.allclose(
+        Potential(classifier(), args=(X, flags))(z), Potential(classifier(), args=(X, flags.long()))(z)
+    )
 
 
 def test_a_network_made_for_one_number_of_rows_is_asked_for_all_of_them():

@@ -149,7 +149,7 @@ def test_posterior_on_a_positive_site_matches_quadrature():
     evidence = integrate.quad(density, 0, 50)[0]
     mean = integrate.quad(lambda s: s * density(s), 0, 50)[0] / evidence
     square = integrate.quad(lambda s: s * s * density(s), 0, 50)[0] / evidence
-    draws = sample(HMC(model), y, num_chains=250, num_warmup=60, num_samples=40, seed=0, progress=False)
+    draws = sample(HMC(model), args=(y,), num_chains=250, num_warmup=60, num_samples=40, seed=0, progress=False)
     s = draws.get_samples()["scale"].double()
     # 10,000 draws, nearly independent; deviations about 0.5 and 2: five standard errors are 0.03 and 0.12:
     # false alarms 6e-7 each.
@@ -221,9 +221,9 @@ def test_the_fast_path_and_the_trace_take_the_same_step():
     model = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood="gaussian").double()
     x, y = torch.randn(10, 2).double(), torch.randn(10).double()
     kernel, after = HMC(model, step_size=0.01, num_steps=5), []
-    start = Potential(model, x, y).initial(3)
+    start = Potential(model, args=(x, y)).initial(3)
     for form in (model, lambda x, y: model(x, y)):  # a function hides that it is a network
-        potential = Potential(form, x, y, dtype=torch.float64)
+        potential = Potential(form, args=(x, y), dtype=torch.float64)
         torch.manual_seed(1)
         after.append(kernel.step(potential, kernel.init(potential, start, 0)).z)
     assert not torch.allclose(after[0], start)

@@ -61,7 +61,7 @@ def loop(model: BayesianModel, x: Tensor, y: Tensor, z: Tensor, potential: Poten
 
 
 def check(model: BayesianModel, x: Tensor, y: Tensor, compile: bool | None, route: str | None = None, **options):
-    potential = Potential(model, x, y, compile=compile, dtype=x.dtype, **options)
+    potential = Potential(model, args=(x, y), compile=compile, dtype=x.dtype, **options)
     assert potential.route == (route or ("native" if compile is None else "batched")), repr(potential)
     rows = None
     z = potential.initial(7, "prior")
@@ -169,7 +169,7 @@ def test_any_route_equals_the_mapped_gradient_of_pyros_own_log_joint(likelihood,
     classes = 4 if isinstance(likelihood, CategoricalLikelihood) else 0
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, classes or 1)).double()
     model, (x, y) = BayesianModel(net, GaussianPrior(fan_in=True), likelihood), data(classes=classes)
-    potential = Potential(model, x, y, compile=compile)
+    potential = Potential(model, args=(x, y), compile=compile)
 
     def stock(z: Tensor) -> Tensor:
         weights, log_det = potential.layout.constrain_with_log_det(z)
@@ -273,16 +273,16 @@ def test_custom_likelihoods_and_odd_data_keep_the_models_own_density():
 
     net = nn.Sequential(nn.Linear(5, 3)).double()
     x, y = data(classes=3)
-    assert Potential(BayesianModel(net, likelihood=Colder()), x, y).route == "vmap"
+    assert Potential(BayesianModel(net, likelihood=Colder()), args=(x, y)).route == "vmap"
     with pytest.raises(ValueError, match="labels from"):
-        Potential(BayesianModel(net), x, y + 1)
+        Potential(BayesianModel(net), args=(x, y + 1))
 
 
 @pytest.mark.parametrize("compile", COMPILE)
 def test_ragged_numbers_of_chains_and_chunks_agree(compile):
     net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).double()
     x, y = data(classes=3)
-    potential = Potential(BayesianModel(net), x, y, compile=compile, chain_chunk=4)
+    potential = Potential(BayesianModel(net), args=(x, y), compile=compile, chain_chunk=4)
     z = potential.initial(11)
     energy, gradient = potential.value_and_grad(z)
     for count in (1, 3, 4, 5, 8):
@@ -298,7 +298,7 @@ def test_ragged_numbers_of_chains_and_chunks_agree(compile):
 def test_a_chains_native_gradient_is_the_same_to_the_last_bit_whatever_runs_beside_it():
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     x, y = data(rows=400, classes=3, dtype=torch.float32)
-    potential = Potential(BayesianModel(net), x, y)
+    potential = Potential(BayesianModel(net), args=(x, y))
     z = potential.initial(64)
     threads = torch.get_num_threads()
     try:
@@ -335,7 +335,7 @@ def test_infinite_and_absurd_weights_spoil_their_own_chain_only(classes, compile
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, classes or 1)).to(dtype)
     x, y = data(classes=classes, dtype=dtype)
     likelihood = "categorical" if classes else "gaussian"
-    potential = Potential(BayesianModel(net, likelihood=likelihood), x, y, compile=compile)
+    potential = Potential(BayesianModel(net, likelihood=likelihood), args=(x, y), compile=compile)
     z = potential.initial(6)
     expected = potential.value_and_grad(z)
     spoilt = z.clone()
@@ -350,7 +350,7 @@ def test_infinite_and_absurd_weights_spoil_their_own_chain_only(classes, compile
 def test_mini_batches_outside_of_the_data_are_refused():
     net = nn.Sequential(nn.Linear(5, 3)).double()
     x, y = data(classes=3)
-    potential = Potential(BayesianModel(net), x, y, batch_size=4, subsampled=True)
+    potential = Potential(BayesianModel(net), args=(x, y), batch_size=4, subsampled=True)
     z = potential.initial(2)
     for bad in (-1, len(x)):
         with pytest.raises(IndexError, match=f"between 0 and {len(x) - 1}"):
@@ -362,7 +362,7 @@ def test_mini_batches_outside_of_the_data_are_refused():
 @pytest.mark.parametrize("compile", COMPILE)
 def test_potentials_can_be_copied_and_sent(compile):
     net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-    potential = Potential(BayesianModel(net), *data(classes=3, dtype=torch.float32), compile=compile)
+    potential = Potential(BayesianModel(net), args=data(classes=3, dtype=torch.float32), compile=compile)
     z = potential.initial(3)
     expected = potential.value_and_grad(z)
     for other in (copy.deepcopy(potential), pickle.loads(pickle.dumps(potential))):
@@ -370,9 +370,9 @@ def test_potentials_can_be_copied_and_sent(compile):
 
 
 def test_the_default_chunk_depends_on_the_size_of_the_model_alone():
-    small = Potential(BayesianModel(nn.Sequential(nn.Linear(5, 3))), *data(classes=3, dtype=torch.float32))
+    small = Potential(BayesianModel(nn.Sequential(nn.Linear(5, 3))), args=data(classes=3, dtype=torch.float32))
     wide = nn.Sequential(nn.Linear(5, 500), nn.ReLU(), nn.Linear(500, 3))
-    large = Potential(BayesianModel(wide), *data(rows=2000, classes=3, dtype=torch.float32), compile=False)
+    large = Potential(BayesianModel(wide), args=data(rows=2000, classes=3, dtype=torch.float32), compile=False)
     assert small.chain_chunk >= 1024
     assert large.chain_chunk == 1  # 500 x 2,000 numbers of four bytes fill the cache by themselves
 
@@ -381,12 +381,12 @@ def test_the_default_chunk_depends_on_the_size_of_the_model_alone():
 def test_a_posterior_tells_which_route_served_it_and_why_no_faster_one(compile):
     model, (x, y) = BayesianModel(nn.Linear(5, 3)), data(classes=3, dtype=torch.float32)
     options = {"num_chains": 2, "num_warmup": 1, "num_samples": 2, "compile": compile, "progress": False}
-    metadata = sample(HMC(model, step_size=1e-3, num_steps=1), x, y, **options).metadata
+    metadata = sample(HMC(model, step_size=1e-3, num_steps=1), args=(x, y), **options).metadata
     assert metadata["route"] == ("native" if compile is None else "batched")
     assert metadata["route_reason"] == ("" if compile is None else "compile=False")
 
 
 def test_the_network_target_is_what_networks_use():
     assert isinstance(
-        Potential(BayesianModel(nn.Linear(5, 3)), *data(classes=3, dtype=torch.float32)).target, NetworkTarget
+        Potential(BayesianModel(nn.Linear(5, 3)), args=data(classes=3, dtype=torch.float32)).target, NetworkTarget
     )

@@ -85,7 +85,7 @@ def test_batched_energy_and_gradient_equal_a_loop_over_pyros_potential(name):
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
     torch.set_default_dtype(torch.float64)
     double = model.double() if isinstance(model, nn.Module) else model
-    potential = Potential(double, *args, dtype=torch.float64)
+    potential = Potential(double, args=args, dtype=torch.float64)
     z = potential.initial(5, "uniform")
     energy, gradient = potential.value_and_grad(z)
     _, pyro_potential, _, _ = initialize_model(double, args)
@@ -103,14 +103,14 @@ def test_batched_energy_and_gradient_equal_a_loop_over_pyros_potential(name):
 
 
 def test_chunks_of_chains_change_nothing():
-    whole, chunked = Potential(hierarchical, X, Y), Potential(hierarchical, X, Y, chain_chunk=3)
+    whole, chunked = Potential(hierarchical, args=(X, Y)), Potential(hierarchical, args=(X, Y), chain_chunk=3)
     z = whole.initial(7)
     for a, b in zip(whole.value_and_grad(z), chunked.value_and_grad(z), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_constrain_and_unconstrain_are_inverse_and_respect_supports():
-    potential = Potential(hierarchical, X, Y, dtype=torch.float64)
+    potential = Potential(hierarchical, args=(X, Y), dtype=torch.float64)
     z = potential.initial(6)
     weights = potential.constrain(z)
     assert {site: w.shape[1:] for site, w in weights.items()} == potential.layout.site_shapes
@@ -133,8 +133,8 @@ def test_log_determinants_make_the_prior_integrate_to_one():
 def test_mini_batches_that_cover_the_data_average_to_the_full_energy():
     labels = torch.arange(8) % 3
     for model, y in ((bayesian_model(num_data=8), Y), (bayesian_model("categorical"), labels), (PlateModel(), Y)):
-        full = Potential(model, X, y)
-        cut = Potential(model, X, y, batch_size=2, subsampled=True)
+        full = Potential(model, args=(X, y))
+        cut = Potential(model, args=(X, y), batch_size=2, subsampled=True)
         assert cut.row_counts == {"rows": (8, 2)}
         z = full.initial(4)
         order = torch.stack([torch.randperm(8) for _ in range(4)])  # each chain its own partition
@@ -158,8 +158,8 @@ def subsampling(x: Tensor, y: Tensor) -> None:
 
 
 def test_a_plate_that_subsamples_gets_each_chains_own_rows():
-    potential = Potential(subsampling, X, Y, subsampled=True)
-    full = Potential(PlateModel(), X, Y)
+    potential = Potential(subsampling, args=(X, Y), subsampled=True)
+    full = Potential(PlateModel(), args=(X, Y))
     assert potential.row_counts == {"data": (8, 2)}
     z = potential.initial(3)
     order = torch.stack([torch.randperm(8) for _ in range(3)])
@@ -169,7 +169,7 @@ def test_a_plate_that_subsamples_gets_each_chains_own_rows():
 
 
 def test_given_prior_and_uniform_starts():
-    potential = Potential(bayesian_model(), X, Y)
+    potential = Potential(bayesian_model(), args=(X, Y))
     assert potential.initial(400, "uniform").abs().max() <= 2
     prior = potential.constrain(potential.initial(400))  # a network's default
     # The standard deviation of 400 x 12 normal draws is off by more than 5 % with probability below 1e-5.
@@ -206,16 +206,16 @@ def test_singular_matrices_cost_one_chain_only():
 
 def test_a_module_with_single_precision_priors_runs_in_double():
     single, double = PyroNet().eval(), PyroNet(torch.float64).eval()
-    potential = Potential(single, X, Y, dtype=torch.float64)
+    potential = Potential(single, args=(X, Y), dtype=torch.float64)
     z = potential.initial(3, "prior")
-    reference = Potential(double.double(), X.double(), Y.double(), dtype=torch.float64)
+    reference = Potential(double.double(), args=(X.double(), Y.double()), dtype=torch.float64)
     assert z.dtype == torch.float64
     assert torch.allclose(potential(z), reference(z), rtol=1e-6)
 
 
 def test_device_and_dtype_leave_the_callers_module_alone():
     model = bayesian_model()
-    potential = Potential(model, X, Y, device="cpu", dtype=torch.float64)
+    potential = Potential(model, args=(X, Y), device="cpu", dtype=torch.float64)
     assert potential.initial(2).dtype == torch.float64
     assert next(model.net.parameters()).dtype == torch.float32
 
@@ -284,7 +284,7 @@ def test_what_cannot_be_sampled_is_named(model, args, options, message):
     options = dict(options)
     start = options.pop("_initial", "prior")
     with pytest.raises(ValueError, match=message):
-        Potential(model, *args, **options).initial(4, start)
+        Potential(model, args=args, **options).initial(4, start)
 
 
 def test_a_likelihood_that_is_not_scaled_to_the_full_data_is_warned_of():
@@ -300,6 +300,6 @@ def test_a_likelihood_that_is_not_scaled_to_the_full_data_is_warned_of():
             pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
 
     with pytest.warns(UserWarning, match="4 times too little"):
-        Potential(unscaled, X, Y, batch_size=2, subsampled=True)
-    Potential(scaled_by_its_plate, X, Y, batch_size=2, subsampled=True)
-    Potential(PlateModel(), X, Y, batch_size=2, subsampled=True)  # warnings are errors: none may come here
+        Potential(unscaled, args=(X, Y), batch_size=2, subsampled=True)
+    Potential(scaled_by_its_plate, args=(X, Y), batch_size=2, subsampled=True)
+    Potential(PlateModel(), args=(X, Y), batch_size=2, subsampled=True)  # warnings are errors: none may come here

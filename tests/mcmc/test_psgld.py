@@ -27,7 +27,7 @@ def mean_square(smoothing: float, running: bool, iterations: int) -> float:
     kernel = pSGLD(
         conjugate, step_size=0.1 * damping / CURVATURE, smoothing=smoothing, damping=damping, running=running
     )
-    potential = Potential(conjugate, y, dtype=torch.float64, subsampled=True)
+    potential = Potential(conjugate, args=(y,), dtype=torch.float64, subsampled=True)
     z = torch.randn(CHAINS, 1, dtype=torch.float64) / CURVATURE**0.5
     state = kernel.init(potential, z, 0)
     for _ in range(iterations):

@@ -26,7 +26,7 @@ def resnet20() -> nn.Module:
 def test_sixteen_chains_of_a_resnet20_take_steps_along_the_gradient_of_their_own_batches():
     x, y = torch.randn(ROWS, 3, 8, 8), torch.arange(ROWS) % 10
     model = BayesianModel(resnet20(), GaussianPrior(1.0, fan_in=True))
-    potential = Potential(model, x, y, batch_size=BATCH, subsampled=True)
+    potential = Potential(model, args=(x, y), batch_size=BATCH, subsampled=True)
     z = potential.initial(2, model.initial_weights())
     rows = torch.stack([torch.arange(4), torch.arange(10, 14)])
     _, gradient = potential.value_and_grad(z, {"rows": rows})
@@ -41,7 +41,7 @@ def test_sixteen_chains_of_a_resnet20_take_steps_along_the_gradient_of_their_own
 
     kernel = SGHMC(model, batch_size=BATCH, step_size=0.003, friction=10.0, num_steps=2)
     posterior = sample(
-        kernel, x, y, num_chains=16, num_samples=2, num_warmup=1, initial=model.initial_weights(), progress=False
+        kernel, args=(x, y), num_chains=16, num_samples=2, num_warmup=1, initial=model.initial_weights(), progress=False
     )
     weights = posterior.samples["0.weight"]
     assert weights.shape == (16, 2, 16, 3, 3, 3)
@@ -56,7 +56,7 @@ def test_batch_normalisation_in_train_mode_is_refused_and_in_eval_mode_sampled()
     model = BayesianModel(net)
     model.train()
     with pytest.raises(ValueError, match=r"'net\.1' is batch normalisation in train mode.*\.eval\(\)"):
-        sample(SGHMC(model, batch_size=4), x, y, progress=False)
+        sample(SGHMC(model, batch_size=4), args=(x, y), progress=False)
     kernel = SGHMC(model.eval(), batch_size=4, step_size=1e-3, num_steps=1)
-    posterior = sample(kernel, x, y, num_chains=2, num_samples=1, num_warmup=0, progress=False)
+    posterior = sample(kernel, args=(x, y), num_chains=2, num_samples=1, num_warmup=0, progress=False)
     assert torch.isfinite(posterior.samples["1.weight"]).all()

@@ -60,12 +60,12 @@ def run(name: str, **options) -> Posterior:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of divergences and interruptions
         if name == "HMC":
-            return sample(kind(model, **SETTINGS[name]), Y, **options)
+            return sample(kind(model, **SETTINGS[name]), args=(Y,), **options)
         torch.manual_seed(0)
         net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood="gaussian")
         settings = {"batch_size": 5, "step_size": 1e-3} if kind.subsampled else {}
         settings |= SETTINGS.get(name, {"num_steps": 2})
-        return sample(kind(net, **settings), torch.randn(12, 2), torch.randn(12), compile=False, **options)
+        return sample(kind(net, **settings), args=(torch.randn(12, 2), torch.randn(12)), compile=False, **options)
 
 
 @functools.cache
@@ -229,12 +229,12 @@ def test_ctrl_c_while_sampling_returns_the_stored_draws_and_says_how_to_go_on(tm
     break_after(24 + 7, KeyboardInterrupt)
     kernel = hmc()
     with pytest.warns(RuntimeWarning, match=r"3 of 8 draws of each chain; the same call goes on"):
-        posterior = sample(kernel, Y, seed=1, store=tmp_path / "s", **QUICK)
+        posterior = sample(kernel, args=(Y,), seed=1, store=tmp_path / "s", **QUICK)
     assert posterior.num_samples == 3
     assert posterior.metadata["interrupted"]
-    whole = sample(kernel, Y, seed=1, **QUICK)
+    whole = sample(kernel, args=(Y,), seed=1, **QUICK)
     assert torch.equal(posterior.samples["c"], whole.samples["c"][:, :3])
-    assert_same_draws(sample(kernel, Y, seed=1, store=tmp_path / "s", **QUICK), whole)
+    assert_same_draws(sample(kernel, args=(Y,), seed=1, store=tmp_path / "s", **QUICK), whole)
 
 
 def test_seconds_add_up_over_the_breaks(tmp_path, break_after):
@@ -299,14 +299,14 @@ def test_a_store_of_another_run_is_refused_and_left_as_it_is(difference, resume,
     kernel, data, options = CHANGES[difference]()
     before = bytes_of(stored)
     with pytest.raises(ValueError, match=f"(?s)holds another run; it was left as it is.*{difference}"):
-        sample(kernel, *data, store=stored, resume=resume, **{"seed": 1, **QUICK, **options})
+        sample(kernel, args=data, store=stored, resume=resume, **{"seed": 1, **QUICK, **options})
     assert bytes_of(stored) == before
 
 
 def test_only_what_decides_is_named(stored):
     for kernel, data in ((SGHMC(model, step_size=0.1), (Y,)), (HMC(other_sites, num_steps=2), ()), (hmc(), (Y + 1,))):
         with pytest.raises(ValueError, match="What differs") as caught:
-            sample(kernel, *data, store=stored, **{"seed": 1, **QUICK})
+            sample(kernel, args=data, store=stored, **{"seed": 1, **QUICK})
         assert ";" not in str(caught.value).split("What differs")[1]
 
 
@@ -319,14 +319,14 @@ def test_another_version_is_refused_unless_it_is_insisted_on(stored, tmp_path, m
     with pytest.raises(ValueError, match=r"torch: .* there, '99.0' here.*pass resume=True"):
         run("HMC", seed=1, store=tmp_path / "s")
     with pytest.warns(RuntimeWarning, match=r"may differ from an unbroken run's.*99\.0"):
-        posterior = sample(hmc(), Y, seed=1, store=tmp_path / "s", resume=True, **QUICK)
+        posterior = sample(hmc(), args=(Y,), seed=1, store=tmp_path / "s", resume=True, **QUICK)
     assert_same_draws(posterior, Posterior.load(stored))
 
 
 def test_another_number_of_threads_is_warned_of(stored, monkeypatch):
     monkeypatch.setattr(mcmc.job, "surroundings", lambda: {**mcmc.identity.surroundings(), "threads": 77})
     with pytest.warns(RuntimeWarning, match=r"threads: \d+ there, 77 here"):
-        sample(hmc(), Y, seed=1, store=stored, **QUICK)
+        sample(hmc(), args=(Y,), seed=1, store=stored, **QUICK)
 
 
 def test_networks_that_differ_only_in_values_that_are_sampled_are_the_same_model(tmp_path):
@@ -335,8 +335,8 @@ def test_networks_that_differ_only_in_values_that_are_sampled_are_the_same_model
     def fresh() -> HMC:
         return HMC(BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), num_steps=2)
 
-    first = sample(fresh(), x, y, seed=1, store=tmp_path / "s", **QUICK)
-    again = sample(fresh(), x, y, seed=1, store=tmp_path / "s", **QUICK)
+    first = sample(fresh(), args=(x, y), seed=1, store=tmp_path / "s", **QUICK)
+    again = sample(fresh(), args=(x, y), seed=1, store=tmp_path / "s", **QUICK)
     assert_same_draws(again, first)
 
 
@@ -363,7 +363,7 @@ def test_a_kernels_state_that_cannot_be_stored_is_told(tmp_path):
             return replace(state, tuning=replace(state.tuning, step_size=print))
 
     with pytest.raises(TypeError, match="which a store can't keep"):
-        sample(Odd(model), Y, store=tmp_path / "s", **QUICK)
+        sample(Odd(model), args=(Y,), store=tmp_path / "s", **QUICK)
 
 
 def test_arguments_by_name_may_come_in_another_order(tmp_path):
@@ -381,8 +381,8 @@ def test_arguments_by_name_may_come_in_another_order(tmp_path):
         "progress": False,
     }
     x, y = torch.linspace(-1, 1, 5), torch.ones(5)
-    first = sample(HMC(model), x=x, y=y, **options)
-    again = sample(HMC(model), y=y, x=x, **options)
+    first = sample(HMC(model), kwargs={"x": x, "y": y}, **options)
+    again = sample(HMC(model), kwargs={"y": y, "x": x}, **options)
     assert torch.equal(first.samples["slope"], again.samples["slope"])
 
 

@@ -120,8 +120,8 @@ def test_a_network_runs_in_double_precision_and_chunks(tmp_path):
     net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), likelihood="gaussian")
     data = torch.randn(12, 2), torch.randn(12)
     kernel = HMC(net, num_steps=3)
-    whole = sample(kernel, *data, seed=2, dtype=torch.float64, **QUICK)
-    chunked = sample(kernel, *data, seed=2, dtype=torch.float64, chain_chunk=2, **QUICK)
+    whole = sample(kernel, args=data, seed=2, dtype=torch.float64, **QUICK)
+    chunked = sample(kernel, args=data, seed=2, dtype=torch.float64, chain_chunk=2, **QUICK)
     assert whole.samples["0.weight"].dtype == torch.float64
     for site, value in whole.samples.items():
         assert torch.allclose(value, chunked.samples[site], atol=1e-6)
@@ -215,18 +215,18 @@ class Normalised(PyroModule):
 )
 def test_models_that_it_cannot_sample_are_told_with_advice(built, data, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        sample(HMC(built()), *data, **QUICK)
+        sample(HMC(built()), args=data, **QUICK)
 
 
 @pytest.mark.parametrize("kind", [HMC, NUTS, ChEES, SGLD, pSGLD, SGHMC, CyclicalSG])
 def test_every_sampler_tells_how_a_bare_network_becomes_a_model(kind):
     net, x, y = nn.Linear(2, 3), torch.randn(5, 2), torch.zeros(5, dtype=torch.long)
     with pytest.raises(TypeError, match=r"forward\(input\) can't be called with .*BayesianModel\(net") as error:
-        sample(kind(net), x, y, **QUICK)
+        sample(kind(net), args=(x, y), **QUICK)
     assert "takes 2 positional arguments" in str(error.value.__cause__)
     for module in (net, PyroModule[nn.Linear](2, 3)):  # a call that goes through, and draws nothing
         with pytest.raises(ValueError, match=r"no latent site.*BayesianModel\(net.*or give .* by PyroSample"):
-            sample(kind(module), x, **QUICK)
+            sample(kind(module), args=(x,), **QUICK)
 
 
 def only_observed(y):
@@ -248,7 +248,7 @@ def only_parameters(y):
 )
 def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        sample(HMC(model), torch.tensor(0.3), **QUICK)
+        sample(HMC(model), args=(torch.tensor(0.3),), **QUICK)
 
 
 @pytest.mark.cuda
@@ -256,7 +256,7 @@ def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
 def test_chains_run_on_a_cuda_device_and_draws_come_back(kind):
     torch.manual_seed(0)
     net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), likelihood="gaussian")
-    posterior = sample(kind(net), torch.randn(12, 2), torch.randn(12), device="cuda", seed=2, **QUICK)
+    posterior = sample(kind(net), args=(torch.randn(12, 2), torch.randn(12)), device="cuda", seed=2, **QUICK)
     assert posterior.metadata["device"].startswith("cuda")
     assert posterior.samples["0.weight"].device.type == "cpu"
     assert torch.isfinite(posterior.samples["0.weight"]).all()
@@ -269,7 +269,7 @@ def test_arrays_that_a_model_cannot_take_are_named():
             pyro.sample("y", dist.Normal(b * torch.add(x, 0.0), 1.0), obs=y)
 
     with pytest.raises(TypeError, match="argument 0 is a numpy array; pass torch tensors"):
-        sample(HMC(regression), np.zeros(3), y=torch.zeros(3), **QUICK)
+        sample(HMC(regression), args=(np.zeros(3),), kwargs={"y": torch.zeros(3)}, **QUICK)
 
 
 def test_the_advice_on_divergences_names_settings_that_the_sampler_has():
@@ -282,3 +282,38 @@ def test_the_advice_on_divergences_names_settings_that_the_sampler_has():
         named = [name for name in ("target_accept", "tolerance") if name in str(caught[0].message)]
         assert all(hasattr(kernel, name) for name in named)
         assert named
+
+
+def test_a_models_arguments_never_reach_the_sampler():
+    seen = {}
+
+    def model(seed, device=None, *, dtype=None, store=None, initial=0.0):
+        seen.update(seed=seed, device=device, dtype=dtype, store=store, initial=initial)
+        pyro.sample("a", dist.Normal(initial, 1.0))
+
+    kwargs = {"device": "left", "dtype": "right", "store": "up", "initial": 2.0}
+    metadata = sample(HMC(model, num_steps=1), args=(7,), kwargs=kwargs, seed=1, **QUICK).metadata
+    assert seen == {"seed": 7, **kwargs}
+    assert metadata["seed"] == 1
+
+
+def test_a_misspelt_option_of_the_sampler_never_reaches_the_model():
+    def takes_anything(**anything):
+        pyro.sample("a", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(TypeError, match="num_sample"):
+        sample(HMC(takes_anything), num_sample=5, **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"args": torch.zeros(3)}, r"args is a tensor \(3,\).*args=\(x, y\)"),
+        ({"args": "data"}, "args is a str; it must be a tuple"),
+        ({"kwargs": [("x", 1)]}, "kwargs is a list; it must be a dictionary"),
+        ({"kwargs": {1: 2}}, "kwargs is a dict; it must be a dictionary"),
+    ],
+)
+def test_arguments_of_the_model_in_the_wrong_container_are_named(options, message):
+    with pytest.raises(TypeError, match=message):
+        sample(HMC(model), **options, **QUICK)

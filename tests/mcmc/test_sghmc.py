@@ -38,7 +38,7 @@ def stationary(noise: float, estimate: float = 0.0) -> float:
 def run(num_warmup: int = 15, **options) -> tuple[Tensor, Tensor]:
     """Final positions and momenta of independent chains after warm-up."""
     kernel = SGHMC(conjugate, step_size=STEP, friction=FRICTION, warmup_factor=1.0, **options)
-    potential = Potential(conjugate, DATA, dtype=torch.float64, batch_size=kernel.batch_size, subsampled=True)
+    potential = Potential(conjugate, args=(DATA,), dtype=torch.float64, batch_size=kernel.batch_size, subsampled=True)
     state = kernel.init(potential, potential.initial(CHAINS), num_warmup)
     for _ in range(num_warmup):
         state = kernel.step(potential, state)
@@ -105,7 +105,9 @@ def test_defaults_follow_curvature_and_noise():
     def chosen(**options) -> tuple[float, float]:
         """The step size, and the share of the momentum that it keeps."""
         kernel = SGHMC(conjugate, **options)
-        potential = Potential(conjugate, DATA, dtype=torch.float64, batch_size=kernel.batch_size, subsampled=True)
+        potential = Potential(
+            conjugate, args=(DATA,), dtype=torch.float64, batch_size=kernel.batch_size, subsampled=True
+        )
         tuning = kernel.init(potential, potential.initial(500), 0).tuning
         return tuning.step_size.item(), kernel._momentum_shares(tuning, tuning.step_size)[0].mean().item()
 
@@ -132,7 +134,7 @@ def test_the_excess_at_any_friction_is_the_one_that_the_docstring_gives():
 
 def test_more_noise_than_friction_can_make_up_for_is_refused():
     with pytest.raises(ValueError, match="more than a friction of 1 can make up"):
-        sample(SGHMC(conjugate, friction=1.0, noise_estimate=2.0), DATA, progress=False)
+        sample(SGHMC(conjugate, friction=1.0, noise_estimate=2.0), args=(DATA,), progress=False)
 
 
 def test_a_network_is_sampled_from_mini_batches_that_differ_between_chains():
@@ -140,9 +142,9 @@ def test_a_network_is_sampled_from_mini_batches_that_differ_between_chains():
     model = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), num_data=40)
     x, y = torch.randn(40, 2), torch.arange(40) % 2
     kernel = SGHMC(model, batch_size=8, step_size=0.02)
-    posterior = sample(kernel, x, y, num_chains=3, num_warmup=5, num_samples=4, progress=False)
+    posterior = sample(kernel, args=(x, y), num_chains=3, num_warmup=5, num_samples=4, progress=False)
     assert posterior.samples["0.weight"].shape == (3, 4, 3, 2)
-    potential = Potential(model, x, y, batch_size=8, subsampled=True)
+    potential = Potential(model, args=(x, y), batch_size=8, subsampled=True)
     state = kernel.init(potential, potential.initial(1).expand(3, -1).clone(), 0)
     assert state.potential.unique().numel() == 3  # one place, three mini-batches
 

@@ -30,7 +30,7 @@ def start(initial, num_chains: int = 3):
 def test_a_posteriors_last_draws_are_where_its_chains_go_on():
     a = torch.arange(3 * 4 * 2.0).reshape(3, 4, 2)
     b = torch.arange(1, 13.0).reshape(3, 4)
-    posterior = Posterior({"a": a, "b": b})
+    posterior = Posterior({"a": a, "b": b}, rows="chains")
     assert torch.allclose(start(posterior)["a"], a[:, -1])
     assert torch.allclose(start(posterior, 2)["b"], b[:2, -1])
     more = start(posterior, 8)["b"].round().int().tolist()  # then the draws before, the oldest of one chain left out

@@ -41,7 +41,7 @@ def regression() -> BayesianModel:
 
 def potential_of(kernel: Kernel) -> Potential:
     x, y = torch.tensor(X), torch.tensor(Y)
-    return Potential(kernel.model, x, y, batch_size=kernel.batch_size, subsampled=True)
+    return Potential(kernel.model, args=(x, y), batch_size=kernel.batch_size, subsampled=True)
 
 
 def run(

@@ -180,7 +180,7 @@ def test_the_reference_is_split_by_chains_and_gives_its_kernels_to_all() -> None
     problem = build_problem(settings())
     weights = {site: torch.randn(4, 30, *shape) for site, shape in problem.model.site_shapes.items()}
     weights["0.bias"][:2] += 50
-    fit = Fit("hmc", ps.Posterior(weights), [], "", is_chain=True)
+    fit = Fit("hmc", ps.Posterior(weights, rows="chains"), [], "", is_chain=True)
     reference = reference_of(fit, draws_of(fit.posterior, problem), problem)
     first, second = reference.halves
     assert first.count == second.count == reference.draws.count == 24
@@ -286,7 +286,7 @@ def test_adding_a_method_is_one_small_class(tmp_path: Path, monkeypatch: pytest.
 
             def fit(self, problem: Any, progress: bool) -> Any:
                 draws = {site: prior.sample((24,)) for site, prior in problem.model.priors().items()}
-                yield Fit("prior", ps.Posterior.from_samples(draws), [], "")
+                yield Fit("prior", ps.Posterior.from_samples(draws, rows="chains"), [], "")
 
         study, _ = run(tmp_path, methods=("prior", "hmc"))
         assert study.results["methods"]["prior"]["distance"]["to"] == "hmc"

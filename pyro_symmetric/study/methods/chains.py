@@ -32,8 +32,7 @@ class _Chains(Method):
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         posterior = sample(
             self.kernel(problem),
-            problem.x,
-            problem.y,
+            args=(problem.x, problem.y),
             num_samples=self.draws,
             num_warmup=self.warmup,
             num_chains=self.modes,

@@ -233,7 +233,7 @@ def test_curves_on_shared_axes_keep_the_names_of_all_and_explain_the_chords() ->
 def test_a_posterior_is_an_end_by_its_moments() -> None:
     model, first, second, x, y = classifier()
     draws = {site: second.loc[site] + torch.randn(2, 5, *shape) for site, shape in model.site_shapes.items()}
-    posterior = Posterior(draws, {}, {})
+    posterior = Posterior(draws, {}, {}, rows="chains")
     flat = {site: value.flatten(0, 1) for site, value in draws.items()}
     by_hand = GaussianWeights({s: v.mean(0) for s, v in flat.items()}, {s: v.std(0, False) for s, v in flat.items()})
     curves = []
