@@ -90,8 +90,9 @@ def one_run(seed: int, options: Namespace) -> list[Row]:
         progress=options.progress,
     )
     hundred = ps.Posterior(
-        {site: value[:4, :: max(1, options.draws // 25)][:, :25] for site, value in posterior.samples.items()}
-    , rows="chains")
+        {site: value[:4, :: max(1, options.draws // 25)][:, :25] for site, value in posterior.samples.items()},
+        rows="chains",
+    )
     return [
         row
         for name, draws in (("all draws", posterior), ("100 networks", hundred))

@@ -63,7 +63,10 @@ def read(store: Path) -> dict[str, Any]:
     posterior = Posterior.load(store)
     opened = time.perf_counter() - began
     after_opening = resident()
-    some = Posterior({"2.bias": posterior.samples["2.bias"], "0.weight[0]": posterior.samples["0.weight"][:, :, 0, :4]}, rows="chains")
+    some = Posterior(
+        {"2.bias": posterior.samples["2.bias"], "0.weight[0]": posterior.samples["0.weight"][:, :, 0, :4]},
+        rows="chains",
+    )
     table = some.diagnostics()
     means = {site: float(value[:, ::100].mean()) for site, value in posterior.samples.items()}
     return {

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.samples import Posterior, Rows
 from pyro_symmetric.storage import PathLike, write_text, write_whole
 from pyro_symmetric.symmetry.weights import Weights, is_running_statistic
 
@@ -107,7 +107,9 @@ def read_checkpoints(
     statistics = {
         name: torch.tensor(values, dtype=dtypes.get(name))[None] for name, values in _statistics(kept, names).items()
     }
-    return Posterior({site: value[None] for site, value in samples.items()}, statistics, metadata)
+    # One row whatever it was: files are sorted, and may be some of those that were written.
+    rows: Rows = "chains" if kept.get("rows") == "chains" else "independent"
+    return Posterior({site: value[None] for site, value in samples.items()}, statistics, metadata, rows=rows)
 
 
 def write_checkpoints(
@@ -142,6 +144,7 @@ def write_checkpoints(
     files = [folder / f"{prefix}-{i:05d}.{format}" for i in range(draws)]
     head = {
         "metadata": posterior.metadata,
+        "rows": posterior.rows,
         "files": [file.name for file in files],
         "statistics": {name: value.reshape(-1).tolist() for name, value in posterior.statistics.items()},
         "dtypes": {name: str(value.dtype).removeprefix("torch.") for name, value in posterior.statistics.items()},

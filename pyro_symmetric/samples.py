@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -32,8 +32,11 @@ from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
 from pyro_symmetric.symmetry.weights import Weights
 
+Rows = Literal["chains", "independent"]
+
 KIND = "posterior"
 VERSION = 1
+ROWS: tuple[Rows, ...] = get_args(Rows)
 MOST_ENTRIES_SHOWN = 32  # of a site, one by one
 
 
@@ -51,7 +54,7 @@ class _Origin:
 class Posterior:
     """Draws from a posterior, or from what stands for it.
 
-    >>> posterior = Posterior({"w": torch.randn(4, 100, 3)}, {"diverging": torch.zeros(4, 100, dtype=torch.bool)})
+    >>> posterior = Posterior({"w": torch.randn(4, 100, 3)}, {"lp": torch.zeros(4, 100)}, rows="chains")
     >>> posterior.get_samples()["w"].shape
     torch.Size([400, 3])
 
@@ -59,17 +62,25 @@ class Posterior:
     :param statistics: name -> ``(chains, draws)``; named as ArviZ names sample statistics (``diverging``,
         ``acceptance_rate``, ``energy``, ``lp``, ``n_steps``, ``step_size`` ...).
     :param metadata: anything that JSON can hold: the sampler and its settings, seed, time, trace of the warm-up.
+    :param rows: ``"chains"``: each row holds successive states of a Markov chain, of which one depends on the last.
+        ``"independent"``: every draw is independent of every other (members of an ensemble, draws of a guide). Tests
+        count chains by their effective sample size and independent draws one by one, so this has no default.
     """
 
     samples: Weights
     statistics: dict[str, Tensor] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+    rows: Rows = field(kw_only=True)
     _origin: _Origin | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples", dict(self.samples))
         object.__setattr__(self, "statistics", dict(self.statistics))
         object.__setattr__(self, "metadata", dict(self.metadata))
+        if self.rows not in ROWS:
+            raise ValueError(
+                f"rows is {self.rows!r}; it must be 'chains' (successive states of Markov chains) or 'independent'"
+            )
         if not self.samples:
             raise ValueError("samples is empty; a posterior needs the draws of at least one site")
         for site, value in self.samples.items():
@@ -90,13 +101,18 @@ class Posterior:
     def from_samples(
         cls,
         weights: Mapping[str, Tensor],
+        *,
+        rows: Rows,
         num_chains: int = 1,
         statistics: Mapping[str, Tensor] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Posterior:
         """A posterior of flat draws: independent ones (an ensemble, draws of a guide), or chains laid end to end.
 
+        >>> posterior = Posterior.from_samples(guide.sample_posterior((400,)), rows="independent")
+
         :param weights: site -> ``(S, *site_shape)``.
+        :param rows: ``"independent"`` or ``"chains"``, as of a :class:`Posterior`.
         :param num_chains: into how many chains of ``S / num_chains`` consecutive draws to cut them.
         :param statistics: name -> ``(S,)``.
         """
@@ -112,7 +128,7 @@ class Posterior:
         def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {k: v.reshape(num_chains, len(v) // num_chains, *v.shape[1:]) for k, v in entries.items()}
 
-        return cls(cut(weights), cut(statistics or {}), dict(metadata or {}))
+        return cls(cut(weights), cut(statistics or {}), dict(metadata or {}), rows=rows)
 
     # where it comes from --------------------------------------------------------------------------------------------
 
@@ -181,7 +197,7 @@ class Posterior:
         self, samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor], origin: _Origin | None = None
     ) -> Posterior:
         """Other draws of the same posterior."""
-        result = Posterior(dict(samples), dict(statistics), self.metadata)
+        result = Posterior(dict(samples), dict(statistics), self.metadata, rows=self.rows)
         object.__setattr__(result, "_origin", origin or self._origin)
         return result
 
@@ -241,11 +257,19 @@ class Posterior:
         weights = sum(shape.numel() for shape in self.site_shapes.values())
         maker = f", by {self.metadata['kernel']}" if "kernel" in self.metadata else ""
         width = max(len(site) for site in self.samples)
-        lines = [f"Posterior({self.num_chains} chains of {self.num_samples} draws, {weights} weights{maker})"]
+        independent = self.rows == "independent" and self.num_chains == 1
+        held = f"{self.num_samples} independent draws" if independent else self._counts()
+        lines = [f"Posterior({held}, {weights} weights{maker})"]
         lines += [f"  {site:<{width}}  {tuple(shape)}" for site, shape in self.site_shapes.items()]
         if self.statistics:
             lines.append(f"  statistics: {', '.join(self.statistics)}")
         return "\n".join(lines)
+
+    def _counts(self) -> str:
+        chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
+        if self.rows == "independent":
+            chains = "1 row" if self.num_chains == 1 else f"{self.num_chains} rows"
+        return f"{chains} of {self.num_samples} {'independent ' if self.rows == 'independent' else ''}draws"
 
     def canonicalize(
         self, symmetry: Symmetry | PermutationGroup | SignGroup | FiniteGroup, **options: Any
@@ -317,8 +341,7 @@ class Posterior:
                 f"  {tail:>14.0f}  {tail_median:>8.0f}"
             )
         total = self.num_chains * self.num_samples
-        chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
-        lines.append(f"{chains} of {self.num_samples} draws")
+        lines.append(self._counts())
         if "diverging" in self.statistics:
             lines[-1] += f"; {int(self.divergences.sum())} of {total} diverged"
         if "acceptance_rate" in self.statistics:
@@ -399,7 +422,12 @@ class Posterior:
         """
         tensors = {f"samples/{site}": value for site, value in self.samples.items()}
         tensors |= {f"statistics/{name}": value for name, value in self.statistics.items()}
-        header = {"sites": list(self.samples), "statistics": list(self.statistics), "metadata": self.metadata}
+        header = {
+            "sites": list(self.samples),
+            "statistics": list(self.statistics),
+            "metadata": self.metadata,
+            "rows": self.rows,
+        }
         save_tensors(path, KIND, VERSION, tensors, header)
 
     @classmethod
@@ -412,12 +440,12 @@ class Posterior:
         :raises StoreError: if it is truncated, of another kind, or of a newer version of the format.
         """
         if Path(path).is_dir():
-            return cls(*read_store(path))
+            return cls(*read_store(path), rows="chains")
         tensors, header = load_tensors(path, KIND, VERSION)
         try:
             samples = {site: tensors[f"samples/{site}"] for site in header["sites"]}
             statistics = {name: tensors[f"statistics/{name}"] for name in header["statistics"]}
-            return cls(samples, statistics, header["metadata"])
+            return cls(samples, statistics, header["metadata"], rows=header["rows"])
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{path} has a damaged header: {error!r}") from error
 

@@ -104,7 +104,9 @@ def test_code_in_a_file_is_never_run(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_a_file_cut_short_is_named(tmp_path, suffix):
-    write_checkpoints(Posterior({"w": torch.randn(1, 2, 50)}, rows="chains"), tmp_path / "nets", format=suffix, progress=False)
+    write_checkpoints(
+        Posterior({"w": torch.randn(1, 2, 50)}, rows="chains"), tmp_path / "nets", format=suffix, progress=False
+    )
     file = tmp_path / "nets" / f"net-00001.{suffix}"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(ValueError, match=f"net-00001.{suffix}"):

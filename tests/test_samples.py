@@ -26,7 +26,8 @@ def posterior() -> Posterior:
         {"b": torch.randn(3, 50, 2, 4), "a": torch.randn(3, 50, dtype=torch.float64)},
         {"diverging": torch.rand(3, 50) < 0.1, "acceptance_rate": torch.rand(3, 50)},
         {"kernel": "HMC", "note": "é", "list": [1, 2.5, None]},
-     rows="chains")
+        rows="chains",
+    )
 
 
 def assert_same(found: Posterior, expected: Posterior) -> None:
@@ -71,8 +72,14 @@ def test_from_samples_cuts_consecutive_draws_into_chains():
     [
         (lambda: Posterior({}, rows="chains"), "samples is empty"),
         (lambda: Posterior({"w": torch.zeros(3)}, rows="chains"), r"samples\['w'\] is of shape \(3,\)"),
-        (lambda: Posterior({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, rows="chains"), r"samples\['b'\] has shape \(2, 4\)"),
-        (lambda: Posterior({"a": torch.zeros(2, 3)}, {"lp": torch.zeros(2, 3, 1)}, rows="chains"), r"statistics\['lp'\]"),
+        (
+            lambda: Posterior({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, rows="chains"),
+            r"samples\['b'\] has shape \(2, 4\)",
+        ),
+        (
+            lambda: Posterior({"a": torch.zeros(2, 3)}, {"lp": torch.zeros(2, 3, 1)}, rows="chains"),
+            r"statistics\['lp'\]",
+        ),
         (lambda: Posterior.from_samples({"a": torch.zeros(7)}, num_chains=2, rows="chains"), "num_chains=2"),
     ],
 )
@@ -195,7 +202,9 @@ def test_arvizs_loo_of_exact_draws_is_the_exact_one():
 
 def test_layers_axes_are_named_in_arviz():
     shapes = {"0.weight": (5, 2), "0.bias": (5,), "1.weight": (4, 5, 3, 3), "1.bias": (4,), "norm.weight": (4,)}
-    tree = Posterior({site: torch.zeros(2, 4, *shape) for site, shape in shapes.items()}, rows="chains").to_arviz()["posterior"]
+    tree = Posterior({site: torch.zeros(2, 4, *shape) for site, shape in shapes.items()}, rows="chains").to_arviz()[
+        "posterior"
+    ]
     assert tree["0.weight"].dims[2:] == ("0.out", "0.in")
     assert tree["0.bias"].dims[2:] == ("0.out",)
     assert tree["1.weight"].dims[2:] == ("1.out", "1.in", "1.kernel_0", "1.kernel_1")
@@ -241,7 +250,10 @@ def test_arvizs_from_pyro_takes_it(posterior):
 
 
 def test_divergences_are_listed_even_where_none_are_known():
-    assert Posterior({"w": torch.randn(2, 5)}, rows="chains").diagnostics()["divergences"] == {"chain 0": [], "chain 1": []}
+    assert Posterior({"w": torch.randn(2, 5)}, rows="chains").diagnostics()["divergences"] == {
+        "chain 0": [],
+        "chain 1": [],
+    }
 
 
 def test_a_posterior_remembers_a_sampler_or_a_model_through_its_parts(posterior):
@@ -393,7 +405,9 @@ def test_summary_and_diagnostics_say_what_those_of_pyros_mcmc_say(capsys):
     generator = torch.Generator().manual_seed(0)
     draws = {"a": torch.randn(2, 50, generator=generator), "b": torch.randn(2, 50, 1, 2, generator=generator)}
     rates = torch.rand(2, 50, generator=generator)
-    posterior = Posterior({**draws, "large": torch.randn(2, 50, 40, generator=generator)}, {"acceptance_rate": rates}, rows="chains")
+    posterior = Posterior(
+        {**draws, "large": torch.randn(2, 50, 40, generator=generator)}, {"acceptance_rate": rates}, rows="chains"
+    )
     found = posterior.diagnostics()
     assert found["acceptance rate"] == pytest.approx({f"chain {c}": float(rates[c].mean()) for c in (0, 1)})
     assert found["a"]["n_eff"] == found["a"]["ess_bulk"]
@@ -412,3 +426,15 @@ def test_summary_and_diagnostics_say_what_those_of_pyros_mcmc_say(capsys):
     assert "large[" not in "".join(lines)
     with pytest.raises(ValueError, match="prob is 90"):
         posterior.summary(prob=90)
+
+
+def test_whether_rows_are_chains_must_be_said_and_is_kept(tmp_path):
+    with pytest.raises(TypeError, match="rows"):
+        Posterior({"w": torch.randn(2, 5)})
+    with pytest.raises(ValueError, match="rows is 'chain'; it must be 'chains'"):
+        Posterior({"w": torch.randn(2, 5)}, rows="chain")
+    for rows in ("chains", "independent"):
+        posterior = Posterior({"w": torch.randn(2, 5)}, rows=rows)
+        posterior.save(tmp_path / rows)
+        assert Posterior.load(tmp_path / rows).rows == posterior.thin(2).rows == rows
+    assert "5 independent draws" in repr(Posterior.from_samples({"w": torch.randn(5)}, rows="independent"))

@@ -14,7 +14,7 @@ from pyro_symmetric.symmetry.weights import Weights
 
 def is_chain(posterior: Any) -> TypeGuard[Posterior]:
     """Whether these are a sampler's draws, of which one depends on the last; an ensemble's or a guide's don't."""
-    return isinstance(posterior, Posterior) and posterior.metadata.get("kernel") not in (None, "ensemble")
+    return isinstance(posterior, Posterior) and posterior.rows == "chains"
 
 
 def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatistics] | None = None) -> int:

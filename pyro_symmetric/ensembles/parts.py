@@ -97,7 +97,7 @@ def joined(parts: Sequence[Posterior], settings: Mapping[str, Any]) -> Posterior
         "stopped": stopped,
         "seconds": sum(part.metadata["seconds"] for part in parts),
     }
-    return Posterior(samples, statistics, metadata)
+    return Posterior(samples, statistics, metadata, rows="independent")
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ class Trainer:
         samples = {site: torch.cat([weights[site] for weights, _ in done]).cpu() for site in done[0][0]}
         statistics = {"loss": torch.cat([losses for _, losses in done]).cpu()}
         metadata = {"stopped": stopped, "seconds": time.perf_counter() - began}
-        return Posterior.from_samples(samples, 1, statistics, metadata)
+        return Posterior.from_samples(samples, rows="independent", statistics=statistics, metadata=metadata)
 
     def _round(self, count: int, bar: tqdm) -> tuple[Weights, Tensor, list[dict[str, float]]]:
         """Train ``count`` members: those that came through, their losses, and who stopped when."""

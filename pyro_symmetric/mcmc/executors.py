@@ -196,7 +196,7 @@ def _gather(job: Job, jobs: Sequence[Job], outcome: Outcome) -> Draws:
             outcome.failed[first].__cause__ = outcome.cause
         raise TaskError(
             f"{len(outcome.failed)} of {len(jobs)} tasks failed. {'; '.join(told[:5])}.{_advice(jobs[first])}{kept}",
-            Posterior(*join(parts, folder=job.store)) if parts else None,
+            Posterior(*join(parts, folder=job.store), rows="chains") if parts else None,
         ) from outcome.failed[first]
     if not parts:
         raise KeyboardInterrupt(f"interrupted before any of {len(jobs)} tasks had finished.{kept}")

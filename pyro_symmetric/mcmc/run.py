@@ -126,7 +126,7 @@ def sample(
         draws = run_job(job, progress)
     else:
         draws = run_tasks(job, executor, chains_per_task, threads_per_task, progress)
-    posterior = Posterior(*draws).attach(kernel, *args, **kwargs).sampled_on(device)
+    posterior = Posterior(*draws, rows="chains").attach(kernel, *args, **kwargs).sampled_on(device)
     _warn_of_trouble(posterior, job)
     return posterior
 

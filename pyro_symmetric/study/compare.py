@@ -264,12 +264,11 @@ def to_store(finished: Finished, method: Method) -> Posterior:
         "losses": fit.losses[::stride],
         "loss_stride": stride,
         "loss_label": fit.loss_label,
-        "is_chain": fit.is_chain,
         "evidence": fit.evidence,
         "barrier": fit.barrier,
         "details": fit.details,
     }
-    return Posterior(fit.posterior.samples, fit.posterior.statistics, metadata)
+    return Posterior(fit.posterior.samples, fit.posterior.statistics, metadata, rows=fit.posterior.rows)
 
 
 def finished_from(posterior: Posterior) -> Finished:
@@ -280,7 +279,6 @@ def finished_from(posterior: Posterior) -> Finished:
         posterior,
         data["losses"],
         data["loss_label"],
-        data["is_chain"],
         data["evidence"],
         data["barrier"],
         data["details"],

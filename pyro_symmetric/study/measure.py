@@ -82,7 +82,7 @@ def reference_of(fit: Fit, draws: Draws, problem: Problem) -> Reference:
         cut = [{site: value[part] for site, value in samples.items()} for part in _halves(chains)]
     else:
         cut = [{site: value[:, part] for site, value in samples.items()} for part in _halves(fit.posterior.num_samples)]
-    first, second = (draws_of(Posterior(part), problem) for part in cut)
+    first, second = (draws_of(Posterior(part, rows=fit.posterior.rows), problem) for part in cut)
     kernels = {name: mmd(getattr(first, name), getattr(second, name)) for name in ("raw", "canonical")}
     return Reference(fit.label, draws, (first, second), kernels)
 
@@ -185,7 +185,9 @@ def chain_diagnostics(posterior: Posterior, sites: Mapping[str, Mapping[str, Any
     weights = {site: value.to(problem.x.device) for site, value in posterior.get_samples().items()}
     followed = predictions(weights, problem, problem.dataset.test_x[:FOLLOWED_ROWS]).cpu()
     chains = (posterior.num_chains, posterior.num_samples)
-    in_function_space = Posterior({"prediction": followed.reshape(*chains, -1)}).diagnostics()["prediction"]
+    in_function_space = Posterior({"prediction": followed.reshape(*chains, -1)}, rows="chains").diagnostics()[
+        "prediction"
+    ]
     statistics = posterior.statistics
     acceptance, temperature = statistics.get("acceptance_rate"), statistics.get("kinetic_temperature")
     return {

@@ -166,7 +166,11 @@ def test_bad_draws_and_costs_are_named():
     with pytest.raises(ValueError, match=r"draws is 'mean'.*'l2'"):
         align(posterior, posterior, group, "kl", draws="mean")
     with pytest.raises(ValueError, match=r"source has 3 chains of 0 draws"):
-        align(Posterior({site: value[:, :0] for site, value in posterior.samples.items()}, rows="chains"), posterior, group)
+        align(
+            Posterior({site: value[:, :0] for site, value in posterior.samples.items()}, rows="chains"),
+            posterior,
+            group,
+        )
     with pytest.raises(ValueError, match=r"source has batch shape \(0,\)"):
         align(random_weights(group, 0), random_weights(group), group)
     bad = Posterior(posterior.samples | {"0.bias": torch.full((3, 40, 4), torch.nan)}, rows="chains")

@@ -178,7 +178,9 @@ def test_bad_input_is_named(options, message):
 
 def test_a_model_that_is_no_network_is_sent_to_predict():
     with pytest.raises(TypeError, match=r"model is a function; it must be a BayesianModel.*predictions=predict"):
-        convergence(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, rows="chains"), model=lambda x: x, x=torch.zeros(3, 1))
+        convergence(
+            Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, rows="chains"), model=lambda x: x, x=torch.zeros(3, 1)
+        )
 
 
 def test_one_chain_has_no_share_above_the_threshold():

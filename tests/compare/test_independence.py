@@ -10,12 +10,12 @@ RHO = 0.95
 GROUP = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([4, 2])})
 
 
-def autoregression(chains=4, draws=400, kernel="HMC"):
+def autoregression(chains=4, draws=400):
     """Stationary standard normal chains that forget a share 1 - RHO with every draw; invariant under GROUP."""
     states = [torch.randn(chains, 4, 2)]
     for _ in range(draws - 1):
         states.append(RHO * states[-1] + (1 - RHO**2) ** 0.5 * torch.randn(chains, 4, 2))
-    return Posterior({"w": torch.stack(states, 1)}, metadata={"kernel": kernel}, rows="chains")
+    return Posterior({"w": torch.stack(states, 1)}, rows="chains")
 
 
 def test_autoregressive_draws_count_by_their_effective_size():
@@ -31,8 +31,7 @@ def test_every_chain_counts_once_at_least():
 
 def test_only_a_samplers_draws_are_chains():
     assert is_chain(autoregression())
-    assert not is_chain(autoregression(kernel="ensemble"))
-    assert not is_chain(Posterior({"w": torch.randn(4, 5, 2)}, rows="chains"))
+    assert not is_chain(Posterior({"w": torch.randn(4, 5, 2)}, rows="independent"))
     assert not is_chain({"w": torch.randn(4, 5, 2)})
 
 

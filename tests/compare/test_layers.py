@@ -72,7 +72,7 @@ def test_a_posterior_is_compared_as_its_draws():
     net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     symmetry = ps.find_symmetry(net, torch.randn(2, 2))
     chains = [{name: torch.randn(2, 6, *p.shape) for name, p in net.named_parameters()} for _ in range(2)]
-    first, second = (ps.Posterior(samples, rows="chains") for samples in chains)
+    first, second = (ps.Posterior(samples, rows="independent") for samples in chains)
     flat = [{name: value.flatten(0, 1) for name, value in samples.items()} for samples in chains]
     assert ps.mmd(first, second).median == ps.mmd(*flat).median
     assert ps.marginal_wasserstein(first, flat[1]).to_dict() == ps.marginal_wasserstein(*flat).to_dict()

@@ -124,7 +124,13 @@ def test_a_part_of_a_budget_can_be_changed_and_a_wrong_one_is_refused() -> None:
 
 def test_modes_are_pooled_with_equal_shares() -> None:
     fits = [
-        Fit("a", ps.Posterior({"w": torch.full((1, 5, 2), float(k))}, rows="chains"), [1.0], "loss", evidence={"elbo": 1.0})
+        Fit(
+            "a",
+            ps.Posterior({"w": torch.full((1, 5, 2), float(k))}, rows="chains"),
+            [1.0],
+            "loss",
+            evidence={"elbo": 1.0},
+        )
         for k in range(3)
     ]
     together = pooled(fits)

@@ -180,7 +180,7 @@ def test_the_reference_is_split_by_chains_and_gives_its_kernels_to_all() -> None
     problem = build_problem(settings())
     weights = {site: torch.randn(4, 30, *shape) for site, shape in problem.model.site_shapes.items()}
     weights["0.bias"][:2] += 50
-    fit = Fit("hmc", ps.Posterior(weights, rows="chains"), [], "", is_chain=True)
+    fit = Fit("hmc", ps.Posterior(weights, rows="chains"), [], "")
     reference = reference_of(fit, draws_of(fit.posterior, problem), problem)
     first, second = reference.halves
     assert first.count == second.count == reference.draws.count == 24

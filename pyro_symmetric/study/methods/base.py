@@ -29,7 +29,6 @@ class Fit:
     :param posterior: the draws; chains where the method has chains, else one chain of independent draws.
     :param losses: a curve to look at, one number a step.
     :param loss_label: what that number is.
-    :param is_chain: whether draws are successive states of Markov chains, so that R-hat and ESS mean something.
     :param evidence: ELBO and symmetrised ELBO, for variational methods.
     :param barrier: a loss barrier curve, for methods that measure one.
     :param details: further numbers, by name.
@@ -39,10 +38,14 @@ class Fit:
     posterior: Posterior
     losses: list[float]
     loss_label: str
-    is_chain: bool = False
     evidence: dict[str, Any] | None = None
     barrier: dict[str, Any] | None = None
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether draws are successive states of Markov chains, so that R-hat and ESS mean something."""
+        return self.posterior.rows == "chains"
 
 
 @dataclass(frozen=True)
@@ -154,4 +157,6 @@ def pooled(fits: list[Fit]) -> Fit:
         return fits[0]
     parts = [fit.posterior.samples for fit in fits]
     samples = {site: torch.cat([part[site] for part in parts]) for site in parts[0]}
-    return replace(fits[0], posterior=Posterior(samples), evidence=None, details={"modes": len(fits)})
+    return replace(
+        fits[0], posterior=Posterior(samples, rows=fits[0].posterior.rows), evidence=None, details={"modes": len(fits)}
+    )

@@ -46,7 +46,7 @@ class _Chains(Method):
         if posterior.metadata.get("interrupted"):
             raise KeyboardInterrupt  # a shorter run than was asked for is not a finished method
         followed = [float(energy) for energy in posterior.metadata["trace"]["potential"]]
-        yield Fit(self.name, posterior, followed, "mean potential energy (nats)", is_chain=True)
+        yield Fit(self.name, posterior, followed, "mean potential energy (nats)")
 
 
 @register

@@ -50,7 +50,7 @@ class _Laplace(_Networks):
             for mode in range(self.modes)
         ]
         samples = {site: torch.stack([mode[site] for mode in modes]) for site in model.site_shapes}
-        yield Fit(self.name, Posterior(_on_cpu(samples)), losses, LOSS)
+        yield Fit(self.name, Posterior(_on_cpu(samples), rows="independent"), losses, LOSS)
 
     def _draw(self, problem: Problem, mode: Weights, draws: int) -> Weights:
         """Weights ``(draws, ...)`` around one trained network. A noise that is learnt stays at its trained value."""

@@ -79,7 +79,7 @@ class Ensemble(_Networks):
         label = self.title if count == self.modes else f"{self.title}, {index * TOGETHER + count} of {self.modes}"
         weights, losses = self._train(problem, progress, num_networks=count, label=label)
         metadata = {"losses": losses, "stopped": [], "seconds": time.perf_counter() - began}
-        part = Posterior.from_samples(_on_cpu(weights), 1, metadata=metadata)
+        part = Posterior.from_samples(_on_cpu(weights), rows="independent", metadata=metadata)
         parts.put(index, part)
         return part
 
@@ -107,7 +107,7 @@ class Dropout(_Networks):
         weights, losses = self._train(problem, progress, perturb=perturb)
         count = self._draws_each(problem)
         repeated = {site: value[:, None].expand(self.modes, count, *value.shape[1:]) for site, value in weights.items()}
-        yield Fit(self.name, Posterior(_on_cpu(perturb(repeated))), losses, LOSS)
+        yield Fit(self.name, Posterior(_on_cpu(perturb(repeated)), rows="independent"), losses, LOSS)
 
 
 @register
@@ -152,7 +152,7 @@ class SWAG(_Networks):
             iterates = {site: torch.stack([weights[site][mode] for weights in path]) for site in path[0]}
             draws.append(swag(problem.model, iterates, self.rank).sample_posterior((count,)))
         samples = {site: torch.stack([draw[site] for draw in draws]) for site in draws[0]}
-        yield Fit(self.name, Posterior(_on_cpu(samples)), losses, LOSS)
+        yield Fit(self.name, Posterior(_on_cpu(samples), rows="independent"), losses, LOSS)
 
 
 def dropped(weights: Weights, group: PermutationGroup, rate: float) -> Weights:

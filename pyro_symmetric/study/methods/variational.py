@@ -76,7 +76,14 @@ class _Variational(Method):
             group,
             suggest_estimator(AutoNormal, group, training=False).estimator,
         )
-        return Fit(label, Posterior.from_samples(draws), losses, "negative ELBO (nats)", evidence=asdict(worth), **more)
+        return Fit(
+            label,
+            Posterior.from_samples(draws, rows="independent"),
+            losses,
+            "negative ELBO (nats)",
+            evidence=asdict(worth),
+            **more,
+        )
 
 
 @register
