@@ -28,6 +28,7 @@ from pyro_symmetric.ensembles.members import (
     member_loss,
     stacked_buffers,
 )
+from pyro_symmetric.generators import seeded
 from pyro_symmetric.mcmc.batches import Batches
 from pyro_symmetric.mcmc.data_checks import require_data as require_model_data
 from pyro_symmetric.models import BayesianModel
@@ -116,9 +117,7 @@ class Trainer:
         done: list[tuple[Weights, Tensor]] = []
         stopped: list[dict[str, float]] = []
         missing = count
-        cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda):
-            torch.manual_seed(seed)
+        with seeded(seed, self.device):
             while missing:
                 weights, losses, out = self._round(missing, bar)
                 if not len(losses):
@@ -200,12 +199,7 @@ class Trainer:
     def _probe(self) -> str:
         """The loss of a few rows at weights that are the same in every run, by which functions of one name differ."""
         mapped = torch.func.vmap(self.loss, in_dims=(0, 0, None, None), randomness="different")
-        cuda = [self.device] if self.device.type == "cuda" else []
-        with evaluating(self.net), torch.random.fork_rng(devices=cuda):
-            torch.random.default_generator.manual_seed(0)
-            for device in cuda:
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(0)
+        with evaluating(self.net), seeded(0, self.device):
             weights = {
                 name: 0.3 * torch.randn(1, *p.shape, dtype=p.dtype).to(self.device)
                 for name, p in self.net.named_parameters()

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from pyro_symmetric.ensembles.members import Loss
 from pyro_symmetric.ensembles.parts import Parts, joined
 from pyro_symmetric.ensembles.trainer import MakeOptimizer, OutlierRule, Trainer
+from pyro_symmetric.generators import drawn_seed
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.storage import PathLike
@@ -115,7 +116,7 @@ def ensemble(
         comfortable = min(comfortable, max(25, num_members // 10))
     size = min(num_members, members_at_once or comfortable)
     settings = trainer.settings() | {"num_members": num_members, "members_at_once": size, "redraw": redraw}
-    parts = Parts(folder, settings, int(torch.randint(2**62, ())))
+    parts = Parts(folder, settings, drawn_seed())
     found = []
     counts = [min(size, num_members - start) for start in range(0, num_members, size)]
     with tqdm(total=num_members * epochs, desc="ensemble", unit="epoch", unit_scale=True, disable=not progress) as bar:

@@ -20,7 +20,7 @@ from pyro import poutine
 from pyro.infer.elbo import ELBO
 from torch import Tensor
 
-from pyro_symmetric.mcmc.generators import seeded
+from pyro_symmetric.generators import drawn_seed, seeded
 
 
 class DataParallel_ELBO(ELBO):
@@ -119,7 +119,7 @@ class _shared_noise:
     """Random numbers that all ranks share, from a seed that rank 0 draws."""
 
     def __enter__(self) -> None:
-        seed = _exchangeable(torch.randint(2**62, (1,)))
+        seed = _exchangeable(torch.tensor([drawn_seed()]))
         if _is_distributed():
             torch.distributed.broadcast(seed, 0)
         self._fork = seeded(int(seed))

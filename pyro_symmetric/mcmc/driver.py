@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_symmetric.generators import generator_states, set_generators
 from pyro_symmetric.mcmc.codec import decode, encode
-from pyro_symmetric.mcmc.generators import generator_states, set_generators
 from pyro_symmetric.mcmc.kernel import Kernel, State
 from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.trace import Trace

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from pyro_symmetric.generators import lent
 from pyro_symmetric.mcmc.job import Job, asked_for
 from pyro_symmetric.mcmc.tasks import Parcel, cut, do_task, folder_of_tasks
 from pyro_symmetric.mcmc.watch import SECONDS, Watch, Watched
@@ -92,7 +93,8 @@ def run_tasks(job: Job, executor: Executor | None, chains_per_task: int | None, 
         with tqdm(total=total, desc=f"{len(jobs)} tasks", disable=not progress, mininterval=0.2) as bar:
             try:
                 if executor is not None:
-                    _by_workers(jobs, executor, threads, outcome, bar)
+                    with lent():  # workers may be threads of this process, and this one is in turn if a model asked
+                        _by_workers(jobs, executor, threads, outcome, bar)
                     _warn_of_loss(jobs, outcome)
                 again = sorted(outcome.lost + outcome.refused)
                 _here(jobs, range(len(jobs)) if executor is None else again, threads, outcome, bar)

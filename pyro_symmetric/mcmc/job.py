@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pyro_symmetric.generators import seeded
 from pyro_symmetric.mcmc.driver import MemoryDraws, Plan, Run
-from pyro_symmetric.mcmc.generators import seeded
 from pyro_symmetric.mcmc.identity import identify, require_same, surroundings, versions
 from pyro_symmetric.mcmc.kernel import Kernel
 from pyro_symmetric.mcmc.potential import Potential
@@ -102,8 +102,9 @@ def run_job(job: Job, progress: bool, watch: Callable[[int], None] | None = None
     :param watch: called after each iteration with their number; it may raise ``KeyboardInterrupt``.
     :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
-    started = time.perf_counter()
-    with seeded(job.seed, job.device), _opened(job) as sink:
+    # The store first: who is refused by its lock has waited for no turn and touched no generator.
+    with _opened(job) as sink, seeded(job.seed, job.device):
+        started = time.perf_counter()
         store = sink if isinstance(sink, DrawStore) else None
         last = store.last if store is not None else None
         if job.store is not None:

@@ -26,6 +26,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 
 from pyro_symmetric.calls import described_call, model_arguments
+from pyro_symmetric.generators import kept, turn
 from pyro_symmetric.largest import LargestTensor
 from pyro_symmetric.mcmc.compiled import Compiled, CompileFailed
 from pyro_symmetric.mcmc.layout import Layout
@@ -51,10 +52,11 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
         is called with.
     :return: constrained weights of batch shape ``(S,)`` -> ``(S,)``.
     """
-    target = Potential(model, args, kwargs).target
+    with kept():  # a model is run once, from the prior, to see its sites
+        target = Potential(model, args, kwargs).target
 
     def density(weights: Weights) -> Tensor:
-        with pyro.validation_enabled(False):  # whose checks branch on values, which vmap forbids
+        with turn(), pyro.validation_enabled(False):  # whose checks branch on values, which vmap forbids
             return target.log_joint(weights, None)
 
     return density

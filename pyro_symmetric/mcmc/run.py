@@ -90,7 +90,8 @@ def sample(
     :param resume: ``"auto"``: go on with the store if there is one; ``False``: there must be none; ``True``: there must
         be one, and it may come from another version of PyTorch or of this library, which changes rounding.
     :param seed: makes the run reproducible and leaves PyTorch's own generators as they were. ``None``: they are used;
-        a store then remembers where they stood, and going on sets them.
+        a store then remembers where they stood, and going on sets them. Since all threads of a process share them, runs
+        in several threads take turns.
     :param device: where to compute; draws are moved to the CPU as they are made.
     :param dtype: of the chains, ``torch.float64`` for delicate posteriors.
     :param executor: any :class:`concurrent.futures.Executor`, such as a process pool or dask's.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.generators import seed_of_task, seeded
+from pyro_symmetric.generators import drawn_seed, seed_of_task, seeded, turn
 from pyro_symmetric.mcmc.identity import OtherRun, differences, identify, identify_call
 from pyro_symmetric.mcmc.job import Job, require_resumable, run_job
 from pyro_symmetric.mcmc.starts import resolve
@@ -29,8 +28,6 @@ from pyro_symmetric.store import Draws, read_tasks
 from pyro_symmetric.store.layout import CHECKPOINT, LOCK, TASKS, VERSION
 from pyro_symmetric.store.writer import lock_folder
 from pyro_symmetric.symmetry.weights import batch_shape
-
-_alone = threading.Lock()  # PyTorch's generators belong to the process, so one task at a time draws from them
 
 _is_forked = False
 
@@ -75,7 +72,7 @@ def do_task(job: Job, threads: int, watch: Callable[[int], None]) -> Parcel:
             f"threads_per_task is {threads}, but this worker is a forked process, in which PyTorch's threads hang: use "
             "1, or ProcessPoolExecutor(..., mp_context=multiprocessing.get_context('spawn'))"
         )
-    with _alone:
+    with turn():  # the threads of PyTorch, too, belong to the process
         if isinstance(watch, Watch) and watch.told_to_stop:
             return _STOPPED
         before = torch.get_num_threads()
@@ -119,12 +116,12 @@ def folder_of_tasks(job: Job, chains_per_task: int) -> Iterator[int]:
     :raises OtherRun: if the folder holds another run, or one that was cut otherwise.
     :raises OSError: if it holds other things, is in use or can't be written.
     """
-    seed = job.seed if job.seed is not None else int(torch.randint(2**62, ()))
     if job.store is None:
-        yield seed
+        yield _seed_of(job)
         return
     lock = lock_folder(job.store, _recognise)
     try:
+        seed = _seed_of(job)  # after the lock: who is refused has touched no generator
         sweep(job.store)
         exists = (job.store / TASKS).exists()
         require_resumable(job, exists)
@@ -146,6 +143,10 @@ def folder_of_tasks(job: Job, chains_per_task: int) -> Iterator[int]:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _seed_of(job: Job) -> int:
+    return drawn_seed() if job.seed is None else job.seed
 
 
 def _starts_of_tasks(job: Job, tasks: Sequence[slice]) -> list[Any]:

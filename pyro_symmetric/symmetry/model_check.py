@@ -17,8 +17,8 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from torch import Tensor
 
+from pyro_symmetric.generators import kept
 from pyro_symmetric.symmetry.factor import Axis, RescaledAxis
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, FiniteGroup, finite_part
 from pyro_symmetric.symmetry.joint_density import JointDensity, Point
@@ -141,9 +141,8 @@ def check(
         raise ValueError(f"trials is {trials}; at least one draw from the prior is compared")
     finite = finite_part(group)
     density = JointDensity(model, args, kwargs, tolerance)
-    cuda = {arg.device for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg.is_cuda}
     with (
-        torch.random.fork_rng(cuda),
+        kept(),
         torch.no_grad(),
         poutine.block(),
         pyro.validation_enabled(False),

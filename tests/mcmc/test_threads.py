@@ -1,0 +1,154 @@
+"""Runs in several threads of one process: each gives the draws that it gives alone, and none waits for ever."""
+
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric.ensembles import ensemble
+from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, job, log_joint, sample
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.store import DrawStore
+from pyro_symmetric.symmetry import PermutationGroup
+
+X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
+NET = BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
+OPTIONS = {"num_chains": 2, "num_warmup": 10, "num_samples": 10, "progress": False}
+pytestmark = pytest.mark.filterwarnings("ignore:.*(of the draws diverged|chains hardly move):RuntimeWarning")
+
+
+def components(y):
+    with pyro.plate("components", 2):
+        locs = pyro.sample("locs", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(locs.sum(), 1.0), obs=y)
+
+
+def run(kernel, args, **options):
+    return sample(kernel, args=args, **{**OPTIONS, **options}).samples
+
+
+def same(found, expected):
+    return all(torch.equal(found[site], value) for site, value in expected.items())
+
+
+RUNS = [
+    functools.partial(run, HMC(NET, num_steps=3), (X, Y), seed=1),
+    functools.partial(run, NUTS(components), (Y,), seed=2),
+    functools.partial(run, SGHMC(NET, batch_size=3), (X, Y), seed=3),
+    functools.partial(run, HMC(components, num_steps=3), (Y,), seed=4, chains_per_task=1),
+]
+
+
+def test_seeded_runs_of_several_threads_give_the_draws_that_they_give_alone():
+    alone = [one() for one in RUNS]
+    group = PermutationGroup.declare({"locs": ("component",)}, {"locs": torch.zeros(2)})
+    others = [
+        functools.partial(run, HMC(components, num_steps=3), (Y,)),  # unseeded
+        lambda: [bool(group.verify(components, Y)) for _ in range(20)],
+        lambda: [log_joint(components, Y)({"locs": torch.zeros(3, 2)}) for _ in range(20)],
+    ]
+    gate = threading.Barrier(len(RUNS) + len(others))
+
+    def start(one):
+        gate.wait()
+        return one()
+
+    with ThreadPoolExecutor(gate.parties) as threads:
+        futures = [threads.submit(start, one) for one in (*RUNS, *others)]
+        found = [future.result(timeout=300) for future in futures]
+    assert all(same(*pair) for pair in zip(found, alone, strict=False))
+    assert all(found[5])
+
+
+def test_ensembles_of_several_threads_are_those_of_one_thread_after_another():
+    options = {"loss": "mse", "epochs": 5, "batch_size": 3, "progress": False}
+    train = functools.partial(ensemble, nn.Linear(2, 1), (X, Y), 5, **options)
+    torch.manual_seed(5)
+    alone = [train().samples for _ in range(3)]
+    torch.manual_seed(5)
+    with ThreadPoolExecutor(3) as threads:
+        futures = [threads.submit(train) for _ in range(3)]
+        found = [future.result(timeout=300).samples for future in futures]
+    assert all(any(same(one, other) for one in found) for other in alone)  # whichever drew its seed first
+
+
+def test_a_run_that_a_store_refuses_has_touched_no_generator(tmp_path, monkeypatch):
+    """Another thread may be drawing meanwhile: it is enough that the generator is reseeded at that time."""
+    seeds = []
+
+    def refusing(path):
+        seeds.append(torch.initial_seed())
+        raise BlockingIOError("in use")
+
+    monkeypatch.setattr(job, "DrawStore", refusing)
+    before = torch.initial_seed(), torch.get_rng_state()
+    with pytest.raises(BlockingIOError):
+        RUNS[0](store=tmp_path / "s")
+    assert seeds == [before[0]]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_tasks_that_a_store_refuses_have_touched_no_generator(tmp_path):
+    before = torch.get_rng_state()
+    with DrawStore(tmp_path / "s"), pytest.raises(BlockingIOError):
+        RUNS[0](store=tmp_path / "s", chains_per_task=1, seed=None)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_refused_thread_does_not_disturb_the_one_that_holds_the_lock(tmp_path):
+    alone, done, refused = RUNS[0](), threading.Event(), []
+
+    def knock():
+        while not done.is_set():
+            try:
+                RUNS[0](store=tmp_path / "s", seed=7)
+            except (OSError, ValueError) as error:  # in use, or of another seed
+                refused.append(error)
+
+    def initial(count):  # called within the run, when it holds the store
+        knocking.start()
+        while not refused:
+            pass
+        return {site: prior.sample((count,)) for site, prior in NET.priors().items()}
+
+    knocking = threading.Thread(target=knock)
+    found = RUNS[0](store=tmp_path / "s", initial=initial)
+    done.set()
+    knocking.join(120)
+    assert isinstance(refused[0], BlockingIOError)
+    assert same(found, alone)
+
+
+def test_a_run_may_ask_for_another_by_threads_while_it_has_its_turn():
+    """From its starting points' function, itself or through an executor; neither waits for ever nor disturbs."""
+    alone = RUNS[0]()
+
+    def initial(count, executor):
+        with executor or ThreadPoolExecutor(1):
+            inner = run(HMC(NET, num_steps=3), (X, Y), seed=9, chains_per_task=1, executor=executor)
+        asked.append(inner)
+        return {site: prior.sample((count,)) for site, prior in NET.priors().items()}
+
+    asked = []
+    for executor in (None, ThreadPoolExecutor(2)):
+        assert same(RUNS[0](initial=functools.partial(initial, executor=executor)), alone)
+    assert same(*asked)
+
+
+@pytest.mark.parametrize("model", [components, NET])
+def test_log_joint_leaves_the_callers_generator_alone(model):
+    args = (Y,) if model is components else (X, Y)
+    before = torch.get_rng_state()
+    density = log_joint(model, *args)
+    density({site: torch.full((3, *shape), 0.5) for site, shape in shapes(model).items()})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def shapes(model):
+    return {"locs": (2,)} if model is components else model.site_shapes
