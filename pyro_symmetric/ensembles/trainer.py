@@ -6,7 +6,7 @@ import copy
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -143,9 +143,7 @@ class Trainer:
         stopped: list[dict[str, float]] = []
         for epoch in range(self.epochs):
             losses = self._epoch(parameters, buffers, optimizer, schedule, steps)
-            out = ~torch.isfinite(losses)
-            if self.outliers is not None and not bool(out.all()):
-                out[~out] = self.outliers(losses[~out])
+            out = self._off(losses)
             bar.update(len(losses))
             if bool(out.any()):
                 stopped += [{"epoch": epoch, "loss": value} for value in losses[out].tolist()]
@@ -154,8 +152,19 @@ class Trainer:
                 if bool(out.all()):
                     break
             bar.set_postfix(loss=f"{float(losses[~out].mean()):.4g}", stopped=len(stopped), refresh=False)
-        weights = kept_sites(parameters, buffers)
-        return weights, self._final(parameters, buffers), stopped
+        # An epoch's losses are taken before each step, so they don't show where the last one led.
+        losses = torch.where(_is_finite(parameters, self.frozen), self._final(parameters, buffers), torch.nan)
+        out = self._off(losses)
+        stopped += [{"epoch": self.epochs - 1, "loss": value} for value in losses[out].tolist()]
+        weights = {site: value[~out] for site, value in kept_sites(parameters, buffers).items()}
+        return weights, losses[~out], stopped
+
+    def _off(self, losses: Tensor) -> Tensor:
+        """Which members to stop."""
+        out = ~torch.isfinite(losses)
+        if self.outliers is not None and not bool(out.all()):
+            out[~out] = self.outliers(losses[~out])
+        return out
 
     def _start(self, count: int) -> Weights:
         shapes = {name: p.shape for name, p in self.net.named_parameters()}
@@ -275,6 +284,12 @@ def _name(thing: Any) -> str:
         arguments = [repr(value) for value in thing.args] + [f"{k}={v!r}" for k, v in thing.keywords.items()]
         return f"{_name(thing.func)}({', '.join(arguments)})"
     return thing if isinstance(thing, str) else getattr(thing, "__qualname__", type(thing).__name__)
+
+
+def _is_finite(parameters: Weights, frozen: Collection[str]) -> Tensor:
+    """Which members have finite weights in all that was trained."""
+    trained = [value.detach().flatten(1) for name, value in parameters.items() if name not in frozen]
+    return torch.stack([torch.isfinite(value).all(1) for value in trained]).all(0)
 
 
 def _keep(optimizer: Optimizer, parameters: Weights, buffers: Weights, kept: Tensor) -> None:

@@ -12,6 +12,8 @@ the posterior (figures 1, 13 and 14, table 1).
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -75,7 +77,9 @@ def ensemble(
     run that was stopped and taken up again gives the same members.
 
     *Outliers.* A member whose mean loss over an epoch isn't finite, or that ``outliers`` names, stops at once; the
-    others go on. ``metadata["stopped"]`` says when and at which loss. With ``redraw`` another takes its place.
+    others go on. The losses after the last step are judged likewise, and the weights must be finite. Members that
+    stopped are left out; with ``redraw`` another takes the place of each. ``metadata["stopped"]`` says in which epoch
+    and at which loss; a warning says how many diverged.
 
     *Running statistics* (batch normalisation) are kept as sites, since removing symmetries moves them.
 
@@ -128,4 +132,19 @@ def ensemble(
             else:
                 bar.update(count * epochs)
             found.append(part)
-    return joined(found, settings)
+    posterior = joined(found, settings)
+    _warn_of_divergence(posterior, num_members)
+    return posterior
+
+
+def _warn_of_divergence(posterior: Posterior, num_members: int) -> None:
+    diverged = sum(not math.isfinite(entry["loss"]) for entry in posterior.metadata["stopped"])
+    if diverged:
+        left = posterior.num_samples
+        held = "others were trained in their place" if left == num_members else f"{left} of {num_members} are left"
+        warnings.warn(
+            f"{diverged} members diverged, to a loss or weights that aren't finite; {held}. A smaller learning rate "
+            "may help",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -97,13 +97,74 @@ def test_a_member_that_diverges_stops_alone_and_is_redrawn():
             members["2.weight"][1] = float("nan")
         return members
 
-    found = ensemble(net, (x, y), 5, epochs=4, init=start, progress=False)
+    with pytest.warns(RuntimeWarning, match=r"1 members diverged.*; others were trained in their place"):
+        found = ensemble(net, (x, y), 5, epochs=4, init=start, progress=False)
     assert calls == [5, 1]
     assert found.num_samples == 5
     assert bool(torch.isfinite(found.get_samples()["0.weight"]).all())
     assert [entry["epoch"] for entry in found.metadata["stopped"]] == [0]
     calls.clear()
-    assert ensemble(net, (x, y), 5, epochs=4, init=start, redraw=False, progress=False).num_samples == 4
+    with pytest.warns(RuntimeWarning, match=r"1 members diverged.*; 4 of 5 are left"):
+        assert ensemble(net, (x, y), 5, epochs=4, init=start, redraw=False, progress=False).num_samples == 4
+
+
+class Cliff(torch.optim.SGD):
+    """SGD whose very last step leads the second of several members too far."""
+
+    def __init__(self, parameters, steps, rate):
+        super().__init__(parameters, lr=0.05)
+        self.left, self.rate = steps, rate
+
+    def step(self):
+        self.left -= 1
+        for parameter in self.param_groups[0]["params"]:
+            if self.left == 0 and len(parameter) > 1:
+                parameter.grad[1] *= self.rate
+        super().step()
+
+
+@pytest.mark.parametrize("rate", [float("inf"), 1e39, float("nan")])
+@pytest.mark.parametrize("redraw", [True, False])
+@pytest.mark.filterwarnings("ignore:1 members diverged:RuntimeWarning")
+def test_a_member_that_diverges_in_the_last_step_stops_like_any_other(rate, redraw):
+    (x, y), net = blobs(), perceptron()
+    make = functools.partial(Cliff, steps=3 * 4, rate=rate)
+    options = {"epochs": 3, "batch_size": 15, "redraw": redraw, "progress": False}
+    torch.manual_seed(3)
+    with pytest.warns(RuntimeWarning, match="1 members diverged"):
+        found = ensemble(net, (x, y), 5, optimizer=make, **options)
+    assert found.num_samples == (5 if redraw else 4)
+    assert [entry["epoch"] for entry in found.metadata["stopped"]] == [2]
+    assert bool(torch.isfinite(found.statistics["loss"]).all())
+    assert all(bool(torch.isfinite(value).all()) for value in found.samples.values())
+    torch.manual_seed(3)
+    whole = ensemble(net, (x, y), 5, optimizer=functools.partial(Cliff, steps=3 * 4, rate=1.0), **options)
+    for name, value in whole.samples.items():
+        assert torch.equal(found.samples[name][:, :4], value[:, [0, 2, 3, 4]])
+
+
+def test_weights_that_are_not_finite_stop_a_member_whose_loss_hides_them():
+    (x, y), net = blobs(), perceptron()
+
+    def hiding(outputs, targets):
+        return outputs.nan_to_num(0.0).square().mean()
+
+    make = functools.partial(Cliff, steps=4, rate=float("nan"))
+    with pytest.warns(RuntimeWarning, match="1 members diverged.*4 of 5 are left"):
+        found = ensemble(
+            net, (x, y), 5, loss=hiding, epochs=1, batch_size=15, optimizer=make, redraw=False, progress=False
+        )
+    assert all(bool(torch.isfinite(value).all()) for value in found.samples.values())
+
+
+def test_the_rule_for_outliers_sees_the_loss_after_the_last_step():
+    x, y, net = torch.randn(60, 2), torch.arange(60) % 2, perceptron()  # labels by chance: no weights fit them
+    make = functools.partial(Cliff, steps=4, rate=1e9)
+    options = {"epochs": 1, "batch_size": 15, "optimizer": make, "redraw": False, "progress": False}
+    assert float(ensemble(net, (x, y), 5, **options).statistics["loss"].max()) > 1e3
+    found = ensemble(net, (x, y), 5, outliers=far_off(1e3), **options)
+    assert found.num_samples == 4
+    assert found.metadata["stopped"][0]["loss"] > 1e3
 
 
 def test_members_that_go_on_are_untouched_by_those_that_stop():
@@ -113,7 +174,8 @@ def test_members_that_go_on_are_untouched_by_those_that_stop():
     broken["0.weight"][1] = float("nan")
     options = {"epochs": 10, "batch_size": None, "optimizer": functools.partial(torch.optim.Adam, lr=0.05)}
     whole = ensemble(net, (x, y), 3, init=lambda n: start, progress=False, **options).get_samples()
-    left = ensemble(net, (x, y), 3, init=lambda n: broken, redraw=False, progress=False, **options).get_samples()
+    with pytest.warns(RuntimeWarning, match="2 of 3 are left"):
+        left = ensemble(net, (x, y), 3, init=lambda n: broken, redraw=False, progress=False, **options).get_samples()
     for name, value in left.items():
         torch.testing.assert_close(value, whole[name][[0, 2]])
 
