@@ -16,7 +16,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Literal, get_args
 
 import torch
@@ -127,12 +127,15 @@ def write_checkpoints(
 
     :param folder: a new or an empty folder; it is made.
     :param format: ``"safetensors"``, or ``"pt"`` for :func:`torch.load`.
+    :param prefix: how the files' names begin.
     :return: the files, in the order of the draws.
-    :raises ValueError: if the folder holds something already, or the metadata can't be written as JSON.
+    :raises ValueError: if ``prefix`` can't begin a file's name, the folder holds something already, or the metadata
+        can't be written as JSON.
     :raises OSError: if a file can't be written.
     """
     if format not in get_args(Format):
         raise ValueError(f"format is {format!r}; it must be one of {list(get_args(Format))}")
+    _require_plain(prefix)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -163,6 +166,14 @@ def write_checkpoints(
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _require_plain(prefix: str) -> None:
+    """As Windows has it, whose rules are the stricter ones: no separator of either kind, no drive."""
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix is {prefix!r}; it must be a string such as 'net'")
+    if PureWindowsPath(prefix).name != prefix or not prefix or not prefix.isprintable():
+        raise ValueError(f"prefix is {prefix!r}; it must be the beginning of a file's name, such as 'net', not a path")
 
 
 def _files(source: PathLike | Sequence[PathLike], pattern: str) -> tuple[list[Path], Path | None]:

@@ -188,3 +188,23 @@ def test_statistics_keep_their_dtypes(tmp_path):
     assert all(
         torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in statistics.items()
     )
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", ".", "/", "../../x", "a/b", "a\\b", "/etc/x", "C:x", "a\0b", "a\n", "a/", "net/../x"]
+)
+def test_a_prefix_that_leaves_the_folder_is_refused(prefix, tmp_path):
+    posterior = Posterior({"w": torch.randn(1, 2, 3)}, rows="independent")
+    with pytest.raises(ValueError, match=r"prefix is .*it must be the beginning of a file's name"):
+        write_checkpoints(posterior, tmp_path / "a" / "b" / "c", prefix=prefix, progress=False)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(TypeError, match="prefix is 3; it must be a string"):
+        write_checkpoints(posterior, tmp_path, prefix=3, progress=False)
+
+
+@pytest.mark.parametrize("prefix", ["net", "..", "résumé", "a b.c-d", ".hidden"])
+def test_a_plain_prefix_stays_in_the_folder(prefix, tmp_path):
+    posterior = Posterior({"w": torch.randn(1, 2, 3)}, rows="independent")
+    files = write_checkpoints(posterior, tmp_path / "c", prefix=prefix, progress=False)
+    assert [file.resolve() for file in files] == [tmp_path / "c" / f"{prefix}-0000{i}.safetensors" for i in range(2)]
+    assert all(file.is_file() for file in files)

@@ -18,9 +18,12 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.util import get_rng_state, set_rng_state
 
+from pyro_symmetric.generators import seeded
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.storage import StoreError, write_text
+from pyro_symmetric.study.folder import REPORT, RESULTS, prepare_folder, scratch_path, store_path
 from pyro_symmetric.study.measure import Draws, concerns, draws_of, measure, reference_of
 from pyro_symmetric.study.methods import Fit, Method, make_method
 from pyro_symmetric.study.problem import Problem, build_problem, fingerprint
@@ -66,7 +69,7 @@ class Study:
     @property
     def report(self) -> Path:
         """The report to open."""
-        return self.out / "report.html"
+        return self.out / REPORT
 
 
 def run_study(
@@ -76,16 +79,32 @@ def run_study(
 
     Every method is written to ``out/samples`` when it finishes; chains and ensembles are written to ``out/unfinished``
     as they go. Run again with the same settings and folder, the study goes on where it stopped; with other settings it
-    is refused, unless ``overwrite``.
+    is refused, unless ``overwrite``. A folder that holds other things in their place is refused in any case.
+
+    Parameters and random generators are the study's own meanwhile: the caller's are afterwards as they were.
 
     :raises ValueError: if the settings can't be met, or differ from those of the study in ``out``.
-    :raises OSError: if the folder can't be written.
+    :raises OSError: if the folder can't be written, or holds files of these names that no study wrote.
     """
     methods = [make_method(name, settings.quick, settings.budgets.get(name)) for name in settings.methods]
     make_method(settings.reference)
-    problem = build_problem(settings)
-    with threads_for(problem):
-        return _run(problem, methods, Path(out), overwrite, progress, say)
+    with on_its_own(settings):
+        problem = build_problem(settings)
+        with threads_for(problem):
+            return _run(problem, methods, Path(out), overwrite, progress, say)
+
+
+@contextlib.contextmanager
+def on_its_own(settings: StudySettings) -> Iterator[None]:
+    """An empty parameter store, and generators of PyTorch, numpy and Python that are put back afterwards."""
+    if settings.torch_device.type == "cuda":
+        torch.cuda.init()  # so that all GPUs' generators are put back: seeding seeds them all
+    with seeded(settings.seed), pyro.get_param_store().scope():
+        found = get_rng_state()
+        try:
+            yield
+        finally:
+            set_rng_state(found)
 
 
 def _run(problem: Problem, methods: Sequence[Method], out: Path, overwrite: bool, progress: bool, say: Say) -> Study:
@@ -119,7 +138,7 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, overwrite: bool
     for line in results["concerns"]:
         say(line)
     results = without_nan(results)
-    write_text(out / "results.json", json.dumps(results, indent=1, allow_nan=False), "table of results")
+    write_text(out / RESULTS, json.dumps(results, indent=1, allow_nan=False), "table of results")
     study = Study(problem, fits, draws, results, out)
     write_report(study)
     return study
@@ -142,50 +161,7 @@ def threads_for(problem: Problem) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# the folder ---------------------------------------------------------------------------------------------------------
-
-
-def prepare_folder(out: Path, settings: StudySettings, mark: Mapping[str, str], overwrite: bool) -> Path:
-    """Make the folder and note the settings in it, or check that those noted there are the same.
-
-    :param mark: name -> fingerprint of what the settings only name: the data and the network.
-    """
-    noted = out / "settings.json"
-    if noted.exists() and not overwrite:
-        try:
-            stored = json.loads(noted.read_text(encoding="utf-8"))
-            there, marked = StudySettings.from_dict(stored["settings"]), stored["fingerprint"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{noted} can't be read ({error}); choose another --out, or --overwrite") from error
-        if changed := settings.differences(there):
-            shown = "; ".join(f"{name}: {there!r} there, {here!r} now" for name, (here, there) in changed.items())
-            raise ValueError(f"{out} holds a study with other settings ({shown}); choose another --out, or --overwrite")
-        if changed_marks := [name for name, value in mark.items() if marked.get(name) != value]:
-            raise ValueError(
-                f"{out} holds a study of another {' and '.join(changed_marks)} of the same name; choose another --out, "
-                "or --overwrite"
-            )
-    try:
-        (out / "samples").mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise OSError(f"{out} can't be made a folder: {error}") from error
-    if overwrite:
-        for old in (out / "samples").glob("*.safetensors"):
-            old.unlink()
-        shutil.rmtree(out / "unfinished", ignore_errors=True)
-    write_text(noted, json.dumps({"settings": settings.to_dict(), "fingerprint": mark}, indent=1), "settings")
-    return out
-
-
-def store_path(out: Path, label: str) -> Path:
-    """Where the draws of a fit lie."""
-    return out / "samples" / f"{label.replace(' ', '-')}.safetensors"
-
-
-def scratch_path(out: Path, method: Method) -> Path:
-    """Where a method keeps what it has before it is finished, on this budget."""
-    mark = zlib.crc32(json.dumps(method.budget, sort_keys=True).encode())
-    return out / "unfinished" / f"{method.title}-{mark:08x}"
+# one method ---------------------------------------------------------------------------------------------------------
 
 
 def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:

@@ -2,12 +2,15 @@
 
 import json
 import pkgutil
+import random
 import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import pyro
 import pytest
 import torch
 
@@ -147,6 +150,63 @@ def test_changed_settings_are_refused_with_the_difference_unless_overwritten(tmp
     changed = settings(methods=("mean-field",), prior_scale=2.0)
     run_study(changed, tmp_path, overwrite=True, progress=False, say=said.append)
     assert not any(line.startswith("Reusing") for line in said)
+
+
+THEIRS = {"report.html": "mine", "results.json": "[1]", "samples/hmc.safetensors": "mine", "unfinished/thesis": "mine"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", [*THEIRS, "settings.json"])
+def test_a_folder_that_holds_no_study_is_refused_and_left_as_it_is(name: str, overwrite: bool, tmp_path: Path) -> None:
+    theirs = tmp_path / name
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_text(THEIRS.get(name, '{"settings": {"theme": "dark"}}'))
+    with pytest.raises(FileExistsError, match=rf"is no study's folder, but holds {Path(name).parts[0]}, .* left as it"):
+        run_study(settings(methods=("mean-field",)), tmp_path, overwrite=overwrite, progress=False)
+    assert [(file, file.read_text()) for file in tmp_path.rglob("*") if file.is_file()] == [
+        (theirs, THEIRS.get(name, '{"settings": {"theme": "dark"}}'))
+    ]
+
+
+def test_overwriting_deletes_what_the_study_wrote_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "README").write_text("mine")  # no study writes it, so it is in nobody's way
+    run(tmp_path, methods=("mean-field",))
+    mine = ps.Posterior.from_samples({"w": torch.zeros(3)}, rows="chains", metadata={"label": "w", "method": "w"})
+    mine.save(tmp_path / "samples" / "mine.safetensors")
+    (tmp_path / "samples" / "notes.safetensors").write_text("mine")
+    for left in ("thesis", "hmc-0123abcd"):
+        (tmp_path / "unfinished" / left).mkdir(parents=True)
+    changed = settings(methods=("ensemble",), reference="ensemble", prior_scale=2.0)
+    run_study(changed, tmp_path, overwrite=True, progress=False, say=lambda line: None)
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        "ensemble.safetensors",
+        "mine.safetensors",
+        "notes.safetensors",
+    ]
+    assert [path.name for path in (tmp_path / "unfinished").iterdir()] == ["thesis"]
+    assert (tmp_path / "README").read_text() == "mine"
+
+
+def test_a_study_leaves_the_callers_parameters_and_generators_alone(tmp_path: Path) -> None:
+    kept = pyro.param("kept", torch.ones(2), constraint=pyro.distributions.constraints.positive)
+    kept.unconstrained().grad = torch.ones(2)
+    state = {"torch": torch.get_rng_state(), "random": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002
+    first, _ = run(tmp_path / "a", methods=("mean-field", "ensemble"))
+    assert list(pyro.get_param_store().keys()) == ["kept"]
+    assert torch.equal(pyro.param("kept").unconstrained().grad, torch.ones(2))
+    assert torch.equal(torch.get_rng_state(), state["torch"])
+    assert random.getstate() == state["random"]
+    assert str(np.random.get_state()) == str(state["numpy"])  # noqa: NPY002
+    pyro.set_rng_seed(99)
+    again, _ = run(tmp_path / "b", methods=("mean-field", "ensemble"))
+    for label in first.draws:  # the seed alone decides
+        assert all(torch.equal(again.draws[label].raw[site], value) for site, value in first.draws[label].raw.items())
+    pyro.set_rng_seed(99)
+    expected = torch.rand(3)
+    pyro.set_rng_seed(99)
+    with pytest.raises(ValueError, match="nonsense"):
+        run(tmp_path / "c", data="nonsense")
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_another_network_or_table_of_the_same_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
