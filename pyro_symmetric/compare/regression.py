@@ -67,7 +67,7 @@ def regression(
     :raises ValueError: if shapes don't fit or values are not finite or not positive.
     """
     require_tensors(means=means, targets=targets)
-    means, scale, targets = _gaussians(means, noise_scale, targets)
+    means, scale, targets = gaussians(means, noise_scale, targets)
     wrong = [level for level in levels if not 0 < level < 1]
     if wrong:
         raise ValueError(f"levels holds {wrong}; levels lie between 0 and 1")
@@ -98,7 +98,7 @@ def _axis_of_one(means: Tensor, targets: Tensor) -> str:
     return "; pass targets[:, None]" if one else ""
 
 
-def _gaussians(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gaussians(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Means ``(S, N, ...)``, scales that broadcast with them, targets; checked, in float64."""
     if targets.dim() not in (1, 2) or targets.numel() == 0:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; it must be (inputs,) or (inputs, outputs)")

@@ -22,6 +22,7 @@ from torch import Tensor
 from pyro_symmetric.calls import require_tensors
 from pyro_symmetric.compare._results import Scores, describe
 from pyro_symmetric.compare.diversity import check_probabilities, mean_entropy, predictive_entropy
+from pyro_symmetric.compare.predictive_distance import total_variation
 from pyro_symmetric.compare.regression import RegressionScores, regression
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "classification",
     "detect",
     "regression",
+    "total_variation",
 ]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.compare import MMDResult, independent_draws, invariance_tests, marginal_wasserstein, mmd, scores
+from pyro_symmetric.compare.predictive_distance import Prediction
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
@@ -43,17 +44,38 @@ class Draws:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """What draws predict on the test rows.
+
+    :param law: the predictive distribution, as :func:`~pyro_symmetric.compare.scores.total_variation` takes it.
+    :param nll: the mean negative log-likelihood of the targets.
+    """
+
+    law: Prediction
+    nll: float
+
+    @classmethod
+    def by(cls, draws: Draws, problem: Problem) -> Predicted:
+        """Of draws whose scores aren't needed."""
+        law = predictive(draws.raw, problem, problem.dataset.test_x)
+        score = nll(_scores(law, problem, problem.dataset.test_y))
+        return cls(law if isinstance(law, tuple) else law.mean(0, dtype=torch.float64), score)
+
+
+@dataclass(frozen=True)
 class Reference:
     """What all methods are compared with.
 
     :param label: the method that made it.
     :param draws: its draws.
+    :param predicted: what they predict.
     :param halves: as many draws again from each half of its chains: how far it is from itself.
     :param kernels: ``"raw"`` and ``"canonical"`` -> the discrepancy of the halves, whose kernels serve for all methods.
     """
 
     label: str
     draws: Draws
+    predicted: Predicted
     halves: tuple[Draws, Draws]
     kernels: dict[str, MMDResult]
 
@@ -84,7 +106,7 @@ def reference_of(fit: Fit, draws: Draws, problem: Problem) -> Reference:
         cut = [{site: value[:, part] for site, value in samples.items()} for part in _halves(fit.posterior.num_samples)]
     first, second = (draws_of(Posterior(part, rows=fit.posterior.rows), problem) for part in cut)
     kernels = {name: mmd(getattr(first, name), getattr(second, name)) for name in ("raw", "canonical")}
-    return Reference(fit.label, draws, (first, second), kernels)
+    return Reference(fit.label, draws, Predicted.by(draws, problem), (first, second), kernels)
 
 
 def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Problem, seconds: float) -> dict[str, Any]:
@@ -94,10 +116,12 @@ def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Proble
     )
     sites = {site: found.summary() for site, found in statistics.items()}
     independent = max(2, independent_draws(fit.posterior, statistics)) if fit.is_chain else None
+    law = predictive(draws.raw, problem, problem.dataset.test_x)
+    prediction = scores_on_test_rows(law, draws.raw, problem)
     row: dict[str, Any] = {
         "draws": draws.count,
         "seconds": seconds,
-        "prediction": predictive_scores(draws.raw, problem),
+        "prediction": prediction,
         "training": training_scores(draws.raw, problem),
         "invariance": invariance(draws, problem, independent) if draws.count > 1 else None,
         "evidence": fit.evidence,
@@ -109,8 +133,21 @@ def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Proble
     if reference is not None and draws.count > 1:  # a single network is no sample
         itself = fit.label == reference.label
         pair = reference.halves if itself else (draws, reference.draws)
-        row["distance"] = {"to": OWN_HALF if itself else reference.label, **distances(*pair, reference.kernels)}
+        predicted = (Predicted(law, nll(prediction)), reference.predicted)
+        if itself:
+            predicted = Predicted.by(pair[0], problem), Predicted.by(pair[1], problem)
+        row["distance"] = {
+            "to": OWN_HALF if itself else reference.label,
+            "prediction": predictive_distance(*predicted),
+            **distances(*pair, reference.kernels),
+        }
     return row
+
+
+def predictive_distance(mine: Predicted, other: Predicted) -> dict[str, float]:
+    """How far apart two sets of draws are in what they predict on the test rows."""
+    total_variation = float(scores.total_variation(mine.law, other.law).mean())
+    return {"total_variation": total_variation, "nll_gap": mine.nll - other.nll}
 
 
 def distances(draws: Draws, others: Draws, kernels: Mapping[str, MMDResult]) -> dict[str, Any]:
@@ -150,26 +187,36 @@ def predictions(weights: Weights, problem: Problem, x: Tensor) -> Tensor:
     return means.squeeze(-1) if not problem.is_classification and means.shape[-1] == 1 else means
 
 
-def predictive_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
+def predictive(weights: Weights, problem: Problem, x: Tensor) -> Prediction:
+    """The members' class probabilities ``(S, N, C)``, or a regression's means ``(S, N)`` and noise."""
+    members = predictions(weights, problem, x)
+    return members if problem.is_classification else (members, noise_scale(problem.model, weights))
+
+
+def scores_on_test_rows(law: Prediction, weights: Weights, problem: Problem) -> dict[str, Any]:
     """Accuracy, likelihood, calibration and out-of-distribution scores on the test rows."""
     data = problem.dataset
     outside = None if data.ood_x is None else predictions(weights, problem, data.ood_x)
-    return _scores(weights, problem, data.test_x, data.test_y, outside)
+    return _scores(law, problem, data.test_y, outside)
 
 
 def training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
     """The same of (at most a thousand) training rows, by some of the draws."""
     rows = evenly_spaced(len(problem.x), TRAINING_ROWS)
     kept = evenly_spaced(len(next(iter(weights.values()))), TRAINING_DRAWS)
-    return _scores({site: value[kept] for site, value in weights.items()}, problem, problem.x[rows], problem.y[rows])
+    law = predictive({site: value[kept] for site, value in weights.items()}, problem, problem.x[rows])
+    return _scores(law, problem, problem.y[rows])
 
 
-def _scores(weights: Weights, problem: Problem, x: Tensor, y: Tensor, outside: Tensor | None = None) -> dict[str, Any]:
-    members = predictions(weights, problem, x)
-    if problem.is_classification:
-        return scores.classification(members, y, outside).to_dict()
-    noise = noise_scale(problem.model, weights)
-    return scores.regression(members, noise, problem.model.likelihood.targets(y)).to_dict()
+def _scores(law: Prediction, problem: Problem, y: Tensor, outside: Tensor | None = None) -> dict[str, Any]:
+    if not isinstance(law, tuple):
+        return scores.classification(law, y, outside).to_dict()
+    return scores.regression(*law, problem.model.likelihood.targets(y)).to_dict()
+
+
+def nll(found: Mapping[str, Any]) -> float:
+    """The mean negative log-likelihood among scores."""
+    return float(found["nll"] if "nll" in found else -found["log_predictive_density"])
 
 
 def invariance(draws: Draws, problem: Problem, independent: int | None) -> dict[str, Any]:

@@ -196,10 +196,23 @@ REGRESSION = Table(
 
 DISTANCE = Table(
     "Distance to the reference",
-    "Between each method's draws and the reference's, weight by weight: as they are, and with one representative for all weights "
-    "that compute the same function. The reference itself is split in two halves of its chains: what its own Monte Carlo error looks like. "
-    "All rows share the kernels of that split.",
+    "Between each method's draws and the reference's: in what they predict; and weight by weight, as they are, and with one "
+    "representative for all weights that compute the same function. The reference itself is split in two halves of its chains: what "
+    "its own Monte Carlo error looks like. All rows share the kernels of that split.",
     (
+        Column(
+            "TV predictions",
+            ("distance", "prediction", "total_variation"),
+            ".4f",
+            "Total variation of the predictive distributions, averaged over test rows, 0 to 1: the most by which the two differ in the probability of any event. Symmetries don't matter here.",
+            min,
+        ),
+        Column(
+            "NLL gap",
+            ("distance", "prediction", "nll_gap"),
+            "+.4f",
+            "Negative log-likelihood of the test targets, in nats a row, less the reference's; under 0 the method predicts better than the reference.",
+        ),
         Column(
             "MMD² raw",
             ("distance", "raw", "mmd", "median"),

@@ -72,11 +72,34 @@ def test_results_hold_every_method_and_valid_json(finished: Any) -> None:
         assert 0 <= row["prediction"]["accuracy"] <= 1
         assert row["prediction"]["aupr"] is not None
         assert row["distance"]["to"] == ("its own other half" if label == "hmc" else "hmc")
-        assert set(row["distance"]) == {"to", "raw", "canonical"}
+        assert list(row["distance"]) == ["to", "prediction", "raw", "canonical"]
         assert (row["evidence"] is not None) == (label not in ("ensemble", "sghmc", "hmc"))
         assert (row["chains"] is not None) == (label in ("sghmc", "hmc"))
     assert results["methods"]["symmetrized"]["evidence"]["bound"] == "exact"
     assert set(results["methods"]["aligned"]["barrier"]) == {"aligned", "unaligned"}
+
+
+def test_distances_begin_with_those_of_the_predictions(finished: Any) -> None:
+    """Against the formula, at all draws' mean probabilities; the reference's own halves are the ruler."""
+    problem, rows = finished.problem, finished.results["methods"]
+
+    def mean_probabilities(weights: Any) -> torch.Tensor:
+        return problem.model.outputs(weights, problem.dataset.test_x).softmax(-1).mean(0)
+
+    law = {label: mean_probabilities(draws.raw) for label, draws in finished.draws.items()}
+    for label in LABELS[:-1]:
+        found = rows[label]["distance"]["prediction"]
+        expected = 0.5 * (law[label] - law["hmc"]).abs().sum(-1).mean()
+        assert found["total_variation"] == pytest.approx(float(expected), rel=1e-4)
+        assert found["nll_gap"] == pytest.approx(rows[label]["prediction"]["nll"] - rows["hmc"]["prediction"]["nll"])
+    chains = {site: value.to(problem.x) for site, value in finished.fits["hmc"].fit.posterior.samples.items()}
+    first, second = (mean_probabilities({s: v[k].flatten(0, 1) for s, v in chains.items()}) for k in ([0, 1], [2, 3]))
+    expected = 0.5 * (first - second).abs().sum(-1).mean()
+    assert rows["hmc"]["distance"]["prediction"]["total_variation"] == pytest.approx(float(expected), rel=1e-4)
+    assert [column.title for column in DISTANCE.columns][:2] == ["TV predictions", "NLL gap"]
+    html = finished.report.read_text()
+    assert f"{rows['ensemble']['distance']['prediction']['total_variation']:.4f}</td>" in html
+    assert f"{rows['ensemble']['distance']['prediction']['nll_gap']:+.4f}</td>" in html
 
 
 def test_the_report_stands_alone(finished: Any) -> None:
@@ -364,6 +387,10 @@ def test_regression_with_learnt_noise_runs_through_all_methods(tmp_path: Path) -
         row["prediction"]["rmse"] > 0 and 0 <= row["prediction"]["coverage"]["0.9"] <= 1 for row in rows.values()
     )
     assert bool((study.draws["hmc"].raw["noise_scale"] > 0).all())
+    for row in rows.values():
+        assert 0 < row["distance"]["prediction"]["total_variation"] <= 1
+    gap = rows["hmc"]["prediction"]["log_predictive_density"] - rows["ensemble"]["prediction"]["log_predictive_density"]
+    assert rows["ensemble"]["distance"]["prediction"]["nll_gap"] == pytest.approx(gap)
     assert "RMSE" in study.report.read_text()
 
 

@@ -1,0 +1,95 @@
+"""Total variation of predictions: against closed forms, quadrature and the definition."""
+
+import math
+
+import pytest
+import torch
+
+from pyro_symmetric.compare.scores import total_variation
+
+NORMAL = torch.distributions.Normal(0.0, 1.0)
+
+
+def test_of_two_classifiers_it_is_the_most_that_an_event_s_probabilities_differ_by():
+    p, q = torch.rand(2, 7, 4, dtype=torch.float64).softmax(-1)
+    events = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * 4)
+    torch.testing.assert_close(total_variation(p, q), ((p - q) @ events.T).abs().amax(-1))
+
+
+def test_members_count_by_their_mean_whatever_their_number():
+    p, q = torch.rand(5, 6, 3).softmax(-1), torch.rand(9, 6, 3).softmax(-1)
+    expected = (p.double().mean(0) - q.double().mean(0)).abs().sum(-1) / 2
+    torch.testing.assert_close(total_variation(p, q), expected)
+    torch.testing.assert_close(total_variation(p, p[torch.randperm(5)]), torch.zeros(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.01, 0.5, 1.0, 3.0, 20.0])
+def test_of_gaussians_of_one_scale_it_is_the_closed_form(gap):
+    """2 Φ(|gap| / 2) - 1, in units of the scale; from below."""
+    means = torch.tensor([[-3.0, 100.0]], dtype=torch.float64)
+    found = total_variation((means, 0.2), (means + torch.tensor([0.2, -0.2]) * gap, 0.2))
+    exact = 2 * float(NORMAL.cdf(torch.tensor(gap / 2, dtype=torch.float64))) - 1
+    assert float((exact - found).max()) < (1e-4 if gap < 5 else 0.004)
+    assert float((exact - found).min()) > -1e-9
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.9, 1.1, 7.0])
+def test_of_gaussians_of_one_mean_it_is_the_closed_form(scale):
+    """The densities cross at ±x, x² = 2 s² ln s / (s² - 1)."""
+    found = total_variation((torch.zeros(1, 1), 1.0), (torch.zeros(1, 1), scale))
+    x = math.sqrt(2 * scale**2 * math.log(scale) / (scale**2 - 1))
+    inside = [2 * float(NORMAL.cdf(torch.tensor(x / s, dtype=torch.float64))) - 1 for s in (1.0, scale)]
+    assert float(found) == pytest.approx(abs(inside[0] - inside[1]), abs=2e-4)
+
+
+def test_of_mixtures_it_is_what_quadrature_gives():
+    m, n = 1.5 * torch.randn(30, 4, dtype=torch.float64), torch.randn(50, 4, dtype=torch.float64) + 0.5
+    s, t = 0.2 + torch.rand(30, dtype=torch.float64), 0.2 + torch.rand(50, dtype=torch.float64)
+    grid = torch.linspace(-20, 20, 20_001, dtype=torch.float64)
+
+    def density(means, scale):
+        law = torch.distributions.Normal(means[..., None], scale[:, None, None])
+        return law.log_prob(grid).exp().mean(0)
+
+    expected = torch.trapezoid((density(m, s) - density(n, t)).abs(), grid) / 2
+    torch.testing.assert_close(total_variation((m, s), (n, t)), expected, atol=1e-3, rtol=0)
+    assert float(total_variation((m, s), (m[torch.arange(29, -1, -1)], s.flip(0))).max()) < 1e-12
+
+
+def test_marginals_of_several_outputs_are_averaged():
+    m, n = torch.randn(3, 5, 2), torch.randn(4, 5, 2)
+    each = [total_variation((m[..., k], 0.5), (n[..., k], 0.7)) for k in range(2)]
+    torch.testing.assert_close(total_variation((m, 0.5), (n, 0.7)), (each[0] + each[1]) / 2)
+
+
+def test_chunks_change_nothing(monkeypatch):
+    pair = (torch.randn(6, 4), 0.3), (torch.randn(7, 4), 0.4)
+    whole = total_variation(*pair)
+    monkeypatch.setattr("pyro_symmetric.compare.predictive_distance._CHUNK_ENTRIES", 100)
+    torch.testing.assert_close(total_variation(*pair), whole)
+
+
+P = torch.full((2, 3, 4), 0.25)
+M = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "error", "message"),
+    [
+        (P, (M, 1.0), TypeError, "must be of one kind"),
+        (P, P[..., :2] * 2, ValueError, r"p predicts \(3, 4\) and q \(3, 2\)"),
+        (P[:, :2], P, ValueError, r"p predicts \(2, 4\) and q \(3, 4\)"),
+        (P * 2, P, ValueError, "the last axis of p must sum to 1"),
+        (P, P[0, 0], ValueError, r"q has shape \(4,\)"),
+        (P.tolist(), P, TypeError, "p"),
+        ((M, 1.0), (M[:, :2], 1.0), ValueError, r"p predicts \(3,\) and q \(2,\)"),
+        ((M, 0.0), (M, 1.0), ValueError, "noise_scale must be positive"),
+        ((M, 1.0), (M * torch.nan, 1.0), ValueError, "NaN"),
+        ((M[0], 1.0), (M, 1.0), ValueError, r"the means of p have shape \(3,\)"),
+        ((M, 1.0, 2), (M, 1.0), ValueError, "p is a tuple of 3"),
+        (([0.0], 1.0), (M, 1.0), TypeError, "p"),
+    ],
+)
+def test_what_does_not_fit_is_named(p, q, error, message):
+    with pytest.raises(error, match=message):
+        total_variation(p, q)
