@@ -104,7 +104,7 @@ class Frame:
         cycles = "" if self.cycles is None else f", pairs agree on {self.cycles.fixed:.1%} of units"
         return (
             f"Frame({self.cost.numel()} members, mean cost {self.history[0]:.6g} -> {self.history[-1]:.6g}, "
-            f"{int(self.moved.sum()):,} moved, {len(self.history) - 1} rounds, {steps}{cycles})"
+            f"{len(self.history) - 1} rounds, {steps}{cycles})"
         )
 
 

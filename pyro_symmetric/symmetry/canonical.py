@@ -97,9 +97,8 @@ def canonicalize(
     :raises ValueError: if an option is unknown, weights are missing, misshaped, NaN or infinite.
     """
     form = canonical_form(weights, symmetry, permutations, scalings, signs, shifts)
-    bare = isinstance(symmetry, PermutationGroup | SignGroup)
-    ordered = symmetry if isinstance(symmetry, PermutationGroup) else None if bare else symmetry.permutations
-    flipped = symmetry if isinstance(symmetry, SignGroup) else None if bare else symmetry.signs
+    ordered = symmetry if isinstance(symmetry, PermutationGroup) else getattr(symmetry, "permutations", None)
+    flipped = symmetry if isinstance(symmetry, SignGroup) else getattr(symmetry, "signs", None)
     warn_of_overlap(form, ordered if permutations else None, flipped if signs else None)
     return form
 

@@ -69,7 +69,7 @@ def _gains(form: Mapping[str, Tensor], group: PermutationGroup | SignGroup, coun
     for name in group.factors:
         total: Tensor | None = None
         for axis in group.axes(name):
-            if axis.site not in viewed or (isinstance(group, SignGroup) and not axis.exponent % 2):
+            if axis.site not in viewed or not getattr(axis, "exponent", 1) % 2:  # no sign flips an even power
                 continue
             gain = _lowered(viewed[axis.site], axis, isinstance(group, PermutationGroup))
             total = gain if total is None else total + gain

@@ -38,8 +38,8 @@ from torch import Tensor
 
 Moments = dict[str, Tensor]
 
-# The least part of its size that a weight is taken to vary by: what never varies has no density.
-LEAST_SPREAD = 1e-6
+# A weight that varies by less than this part of its size, such as the zeros of a triangle, says nothing of any label.
+LEAST_SPREAD = 1e-7
 
 
 def _same(moments: Tensor) -> Tensor:
@@ -114,8 +114,8 @@ def _draw_features(moments: Tensor) -> Tensor:
 
 def _fitted(features: Tensor) -> Tensor:
     loc, square = features.unbind(-1)
-    least = (LEAST_SPREAD**2 * square).clamp_min(torch.finfo(square.dtype).tiny ** 0.5)
-    return torch.stack([loc, (square - loc**2).maximum(least).sqrt()], -1)
+    variance = square - loc**2
+    return torch.stack([loc, torch.where(variance > LEAST_SPREAD**2 * square, variance, 1.0).sqrt()], -1)
 
 
 def _pooled(member: Tensor, every: Tensor, exchanged: Sequence[int]) -> Tensor:
