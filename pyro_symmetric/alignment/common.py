@@ -57,7 +57,7 @@ class Common:
         total = torch.zeros(len(self), dtype=torch.float64)
         for rows in self._chunks():
             for site, reference in centre.items():
-                distance = self._cost.distance(reference, self._moved[site][rows.to(reference.device)])
+                distance = self._cost.distance(reference, _some(self._moved[site], rows))
                 total[rows] += distance.flatten(1).sum(1, dtype=torch.float64).cpu()
         return total
 
@@ -153,7 +153,7 @@ class Common:
         total: Moments = {}
         for rows in self._chunks():
             for site, value in self._moved.items():
-                part = self._cost.source_features(value[rows.to(value.device)]).sum(0, keepdim=True)
+                part = self._cost.source_features(_some(value, rows)).sum(0, keepdim=True)
                 total[site] = total[site] + part if site in total else part
         return total
 
@@ -167,3 +167,7 @@ class Common:
     def _update(self) -> None:
         self._moved = move_sources(self._problem, self._source, self.state)
         self._history.append(float(self.costs().mean()))
+
+
+def _some(value: Tensor, rows: Tensor) -> Tensor:
+    return value if len(rows) == len(value) else value[rows.to(value.device)]

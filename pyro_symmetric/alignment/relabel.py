@@ -17,16 +17,19 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.alignment.common import Common
-from pyro_symmetric.alignment.costs.cost import ALLOCATION
+from pyro_symmetric.alignment.costs.cost import ALLOCATION, Moments
 from pyro_symmetric.alignment.descent.search import Search
 from pyro_symmetric.alignment.parts.home import at_home
-from pyro_symmetric.alignment.parts.problem import problem_of
+from pyro_symmetric.alignment.parts.problem import Problem, problem_of
+from pyro_symmetric.alignment.parts.state import State
 from pyro_symmetric.calls import described
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
 
 # How far the probabilities of an observation may be from a sum of one.
 ROUNDING = 1e-3
+# Gains below this part of the whole are those of rounding.
+ROUNDED = 1e-10
 SITE = "probabilities"
 
 
@@ -56,19 +59,21 @@ def relabel(
     shape = torch.Size((probabilities.shape[2], components))
     problem = problem_of(PermutationGroup.declare({SITE: (None, name)}, {SITE: shape}))
     moments = {SITE: probabilities.detach().double().flatten(0, 1).unsqueeze(-1)}
-    search = Search(problem, ALLOCATION, 0, 1, 0.0)
-    ends = []
-    for _ in range(starts):
-        common = Common(problem, ALLOCATION, moments, 1, 0.0)
-        common.settle(search, max_rounds)
-        ends.append(common)
-    best = min(ends, key=lambda common: common.fallen()[-1])
-    image = at_home(problem, best.state).images[name]
+    ends = [_settled(problem, moments, max_rounds) for _ in range(starts)]
+    _, best = min(ends, key=lambda end: end[0])
+    image = at_home(problem, best).images[name]
     element = Permutation(group, {name: image.reshape(posterior.num_chains, posterior.num_samples, components)})
     return posterior.moved(element)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _settled(problem: Problem, moments: Moments, max_rounds: int) -> tuple[float, State]:
+    """Where one start ends: the mean cost and the labels."""
+    common = Common(problem, ALLOCATION, moments, 1, ROUNDED)
+    common.settle(Search(problem, ALLOCATION, 0, 1, ROUNDED), max_rounds)
+    return common.fallen()[-1], common.state
 
 
 def _checked_factor(group: PermutationGroup) -> tuple[str, int]:

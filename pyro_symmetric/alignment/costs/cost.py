@@ -13,8 +13,9 @@ Two more measure draws by how all of them lie, and say how draws are brought int
 * ``"gaussian"``: :math:`-\log \mathcal N(P w; m_0, s_0^2)` (of a Gaussian source its mean over it), with
   :math:`m_0, s_0` the mean and deviation of every weight over all draws. A unit is known by its own spread, and no site
   counts for more because of its units of measurement;
-* allocation: :math:`\sum_{ik} P p_{ik} \log (P p_{ik} / \bar p_{ik})`, of the probabilities that observation ``i``
-  belongs to component ``k``, to their mean over all draws (Stephens 2000, JRSS B 62(4), Algorithm 2).
+* allocation: :math:`-\sum_{ik} P p_{ik} \log \bar p_{ik}`, of the probabilities that observation ``i`` belongs to
+  component ``k``, and their mean over all draws: the divergence of Stephens 2000 (JRSS B 62(4), Algorithm 2) but for
+  the entropy of ``p``, which no label changes.
 
 Each falls linearly, over all permutations, with the inner product of *features* of the reference and of the moved
 source, so one assignment solver serves all. For ``"l2"`` and ``"wasserstein"`` the features are the moments themselves,
@@ -140,8 +141,8 @@ def _smoothed(member: Tensor, every: Tensor, exchanged: Sequence[int]) -> Tensor
     return 0.5 * (member + member.mean([1 + dim for dim in exchanged], keepdim=True))
 
 
-def _divergence(reference: Tensor, source: Tensor) -> Tensor:
-    return source * (_log(source) - _log(reference))
+def _cross_entropy(reference: Tensor, source: Tensor) -> Tensor:
+    return -source * _log(reference)
 
 
 COSTS = {
@@ -151,6 +152,6 @@ COSTS = {
 }
 # Of draws that are brought into one frame, and of the probabilities of components by which they can be.
 GAUSSIAN = Cost(True, False, _kl_reference_features, _draw_features, _surprise, False, _fitted, _pooled)
-ALLOCATION = Cost(False, False, _log, _same, _divergence, squared=False, alone=_smoothed)
+ALLOCATION = Cost(False, False, _log, _same, _cross_entropy, squared=False, alone=_smoothed)
 # The mean of the squared distance over independent draws of both, which their moments tell.
 EXPECTED = Cost(True, False, _without_spread, _same, _expected)
