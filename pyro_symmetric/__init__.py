@@ -16,6 +16,7 @@ from pyro_symmetric.alignment import (
     align,
     align_many,
     loss_barrier,
+    relabel,
     to_gaussian,
 )
 from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
@@ -144,6 +145,7 @@ __all__ = [
     "predict",
     "push_forward",
     "read_checkpoints",
+    "relabel",
     "sample",
     "sample_posterior",
     "save_guide",

@@ -276,27 +276,48 @@ class Posterior:
     ) -> Posterior:
         """The same draws with their symmetries removed, each brought to the representative of its orbit.
 
-        R-hat and means over such draws compare like with like; statistics and metadata are kept.
+        For comparing orbits: tests, distances. Not for means, deviations and R-hat of weights: where the keys that
+        units are sorted by overlap, labels are mixed, which is warned of. :meth:`align` and ``summary(symmetry=...)``
+        are for these. Statistics and metadata are kept.
 
         :param symmetry: what to remove, e.g. ``find_symmetry(net, x)``.
         :param options: see :func:`~pyro_symmetric.symmetry.canonicalize`.
         """
         return self._like(canonicalize(self.samples, symmetry, **options), self.statistics)
 
+    def moved(self, element: Callable[[Weights], Weights]) -> Posterior:
+        """Every draw moved by an element of a symmetry, of a batch shape that broadcasts with ``(chains, draws)``."""
+        return self._like(element(self.samples), self.statistics)
+
     def align(self, group: Any, **options: Any) -> Posterior:
-        """The same draws in one frame, each moved by an element of its own: R-hat, means and PCA then mean something.
+        """The same draws in one frame, each moved by an element of its own.
+
+        Means, deviations, R-hat and PCA then mean something, also in what takes a posterior, such as
+        :meth:`diagnostics` and :meth:`to_arviz`.
+
+        >>> posterior.align(symmetry).to_arviz()
 
         :param group: the symmetry, e.g. ``find_symmetry(net, x)``.
         :param options: see :func:`~pyro_symmetric.alignment.align_many`, whose result tells more.
         """
+        return self._aligned(group, options)[0]
+
+    def _aligned(self, group: Any, options: Mapping[str, Any]) -> tuple[Posterior, str]:
+        """The aligned draws, and a line that says what was done to them."""
         from pyro_symmetric.alignment.many import align_many  # a higher floor
 
-        return align_many(self, group, **options).posterior
+        frame = align_many(self, group, **options)
+        moved, cost = frame.moved.expand(self.num_chains, self.num_samples), frame.history
+        line = (
+            f"modulo {str(group).splitlines()[0]}: aligned, {int(moved.sum()):,} of {moved.numel():,} draws moved, "
+            f"mean {frame.objective} cost {cost[0]:.4g} -> {cost[-1]:.4g}{'' if frame.converged else ', cut short'}"
+        )
+        return frame.posterior, line
 
     # how good it is -------------------------------------------------------------------------------------------------
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Convergence, summarised for every site over its weights.
+        """Convergence, summarised for every site over its weights; for those modulo a symmetry see :meth:`align`.
 
         Rank-normalised split R-hat and bulk and tail effective sample size (Vehtari et al. 2021), each as the worst and
         the median over the site's weights. NaN where it can't be told: fewer than 4 draws, R-hat of one chain, weights
@@ -328,8 +349,16 @@ class Posterior:
 
         return check(self)
 
-    def summary_table(self) -> str:
-        """One line for each site: worst and median R-hat and effective sample sizes; then divergences, acceptance."""
+    def summary_table(self, symmetry: Any = None, **alignment: Any) -> str:
+        """One line for each site: worst and median R-hat and effective sample sizes; then divergences, acceptance.
+
+        :param symmetry: the draws are aligned across it first, as by :meth:`summary`.
+        :param alignment: likewise.
+        """
+        if symmetry is not None:
+            aligned, line = self._aligned(symmetry, alignment)
+            return f"{line}\n{aligned.summary_table()}"
+        _refuse_options(alignment)
         diagnostics = self.diagnostics()
         columns = ["r_hat", "r_hat_median", "ess_bulk", "ess_bulk_median", "ess_tail", "ess_tail_median"]
         width = max(len("site"), *(len(site) for site in self.samples))
@@ -351,13 +380,25 @@ class Posterior:
             lines.append("nan: entries that never change, such as the zeros of a triangle, or aren't finite")
         return "\n".join(lines)
 
-    def summary(self, prob: float = 0.9) -> None:
+    def summary(self, prob: float = 0.9, symmetry: Any = None, **alignment: Any) -> None:
         """Print :meth:`summary_table`, and before it, as Pyro does, a line for every entry of sites with few of them.
 
+        Modulo a symmetry the draws are aligned first, which a line above says. Labels are those in which most draws
+        came; :meth:`align` gives the draws.
+
+        >>> posterior.summary(symmetry=group)
+
         :param prob: how much the interval of each entry holds, by quantiles.
+        :param symmetry: whose copies are to count as one, e.g. ``find_symmetry(net, x)`` or a declared group.
+        :param alignment: options of :func:`~pyro_symmetric.alignment.align_many`.
         """
         if not 0 < prob < 1:
             raise ValueError(f"prob is {prob}; it must lie between 0 and 1")
+        if symmetry is not None:
+            aligned, line = self._aligned(symmetry, alignment)
+            print(f"{line}\n")
+            return aligned.summary(prob)
+        _refuse_options(alignment)
         print("\n\n".join(filter(None, (self._entries_table(prob), self.summary_table()))))
 
     def _entries_table(self, prob: float) -> str:
@@ -451,6 +492,11 @@ class Posterior:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _refuse_options(alignment: Mapping[str, Any]) -> None:
+    if alignment:
+        raise TypeError(f"{next(iter(alignment))!r} is an option of alignment, which needs symmetry=")
 
 
 def _keeping_axis(index: Any) -> Any:

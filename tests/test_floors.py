@@ -11,7 +11,13 @@ import pyro_symmetric
 PACKAGE = Path(pyro_symmetric.__file__).parent
 # Rooms by floor, from below; a module that isn't named may be imported from everywhere.
 HOUSE = [["symmetry"], ["mcmc", "alignment", "distributions"], ["compare"], ["guides"], ["study"], ["cli"]]
-ALIGNMENT = [["gaussian", "parts"], ["costs"], ["moments", "descent"], ["members"], ["matching", "many", "paths"]]
+ALIGNMENT = [
+    ["gaussian", "parts"],
+    ["costs"],
+    ["moments", "descent"],
+    ["members", "common"],
+    ["matching", "many", "relabel", "paths"],
+]
 
 
 def imported(file: Path) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Bring posteriors together across a symmetry, and measure what lies between them.
 
-What a user calls: ``matching`` (:func:`align`), ``many`` (:func:`align_many`, with ``members``), and
-``paths.barrier`` (:func:`loss_barrier`). Each floor below knows only those beneath it:
+What a user calls: ``matching`` (:func:`align`), ``many`` (:func:`align_many`, with ``members`` and ``common``),
+``relabel`` (:func:`relabel`), and ``paths.barrier`` (:func:`loss_barrier`). Each floor below knows only those beneath
+it:
 
 * ``moments``: what was given, site by site, in the group's view; ``gaussian``: what was given, as Gaussian moments;
 * ``descent``: who goes with whom: the search for the best element;
@@ -17,6 +18,7 @@ from pyro_symmetric.alignment.many import Cycles, Frame, align_many
 from pyro_symmetric.alignment.matching import Alignment, align
 from pyro_symmetric.alignment.paths.barrier import BarrierCurve, loss_barrier
 from pyro_symmetric.alignment.paths.geodesic import interpolate_gaussians
+from pyro_symmetric.alignment.relabel import relabel
 
 __all__ = [
     "ActivationCost",
@@ -29,5 +31,6 @@ __all__ = [
     "align_many",
     "interpolate_gaussians",
     "loss_barrier",
+    "relabel",
     "to_gaussian",
 ]

@@ -8,6 +8,13 @@ standard deviations. Aligning every member to the barycentre and taking the bary
 goes on until nothing changes. Then, of few members, each is aligned in turn to the barycentre of the others, which lets
 go of what a member found only because it is part of the barycentre itself.
 
+Many draws can be told apart better: by the density that each has under independent Gaussians fitted to all of them,
+
+.. math:: \max_{g_1 \dots g_S \in G,\, m,\, s} \sum_k \log \mathcal N(g_k w_k;\ m, s^2),
+
+which counts every weight by its own spread within its label, so that sites of large numbers don't decide alone. The
+labels of the common frame are those in which most members came.
+
 As every member has an element of its own, the maps between members, :math:`g_i^{-1} g_j`, agree around every cycle;
 aligned pair by pair they need not (Crisostomi et al. 2024, arXiv 2405.17897), which is reported.
 """
@@ -16,28 +23,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_symmetric.alignment.costs.cost import COSTS, Cost, Moments
-from pyro_symmetric.alignment.descent.matcher import Matcher
-from pyro_symmetric.alignment.descent.search import BAR_DELAY, Search, chunks_of, move_sources, shifted
+from pyro_symmetric.alignment.common import Common
+from pyro_symmetric.alignment.costs.cost import COSTS, GAUSSIAN, Moments
+from pyro_symmetric.alignment.descent.search import BAR_DELAY, Search, chunks_of
 from pyro_symmetric.alignment.gaussian import GaussianWeights
-from pyro_symmetric.alignment.members import read_members
+from pyro_symmetric.alignment.members import Members, read_members
 from pyro_symmetric.alignment.moments import moments_of
+from pyro_symmetric.alignment.parts.home import at_home, displaced
 from pyro_symmetric.alignment.parts.problem import AnyGroup, Element, Problem, problem_of
-from pyro_symmetric.alignment.parts.state import State, element_of
+from pyro_symmetric.alignment.parts.state import element_of
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.permutation import Permutation
 from pyro_symmetric.symmetry.rescaling import ScalingGroup
 
-# Up to so many members each is aligned to the others in turn at the end.
-FEW = 32
-# In how many rounds members start anew as well as where they are.
-FRESH_ROUNDS = 2
+Objective = Literal["gaussian", "wasserstein", "l2"]
+
+# How many draws tell the spread of every weight well enough to measure by it.
+MANY = 100
 
 
 @dataclass(frozen=True)
@@ -63,10 +71,11 @@ class Frame:
         ``(chains, draws)`` or ``(chains, 1)`` for a posterior.
     :param aligned: the members moved: a list for a list, else as they came.
     :param barycentre: means and standard deviations of the Wasserstein barycentre.
-    :param cost: squared distance of each member to it, float64 ``(S,)``.
+    :param cost: squared distance of each member to it, float64 ``(S,)``; under ``"gaussian"`` minus the log-density.
     :param history: the mean of these costs as the members came, then after each round that lies below; it never rises.
     :param converged: whether it ended because nothing changed, rather than by ``max_rounds``.
     :param cycles: the consistency of pairwise alignments; None for fewer than three members, or if not asked for.
+    :param objective: which cost was minimised: ``"gaussian"``, ``"wasserstein"``, ``"l2"`` or ``"allocation"``.
     """
 
     element: Element
@@ -76,6 +85,12 @@ class Frame:
     history: tuple[float, ...]
     converged: bool
     cycles: Cycles | None
+    objective: str = "wasserstein"
+
+    @property
+    def moved(self) -> Tensor:
+        """Which members did not come in the copy in which most came, bool, of the element's batch shape."""
+        return displaced(self.element)
 
     @property
     def posterior(self) -> Posterior:
@@ -98,7 +113,7 @@ def align_many(
     sources: Sequence[Any] | Mapping[str, Tensor] | GaussianWeights | Posterior,
     group: AnyGroup,
     *,
-    cost: Literal["wasserstein", "l2"] = "wasserstein",
+    cost: Objective | None = None,
     each: Literal["draw", "chain"] = "draw",
     restarts: int = 1,
     max_rounds: int = 50,
@@ -120,7 +135,9 @@ def align_many(
     :param sources: a list of what :func:`~pyro_symmetric.alignment.align` takes, weights with a leading dimension, or a
         ``Posterior``.
     :param group: the symmetry.
-    :param cost: ``"wasserstein"``, or ``"l2"`` to look at the means alone.
+    :param cost: ``"wasserstein"``; ``"l2"`` to look at the means alone; ``"gaussian"``, the density under Gaussians
+        fitted to all members, weight by weight. ``None``: ``"gaussian"`` of 100 draws or more under a group without
+        scales, else ``"wasserstein"``.
     :param each: of a ``Posterior``, whether each draw or each chain (by its moments) gets an element of its own.
     :param restarts: further descents of every member in the first round.
     :param max_rounds: how often to go to the new barycentre at most.
@@ -130,8 +147,8 @@ def align_many(
     :param progress: whether to show a progress bar over rounds, if they take more than two seconds.
     :raises ValueError: for an empty list, or naming the member and the site that doesn't fit.
     """
-    if cost not in ("wasserstein", "l2"):
-        raise ValueError(f"cost is {cost!r}; it must be 'wasserstein' or 'l2'")
+    if cost not in (None, *get_args(Objective)):
+        raise ValueError(f"cost is {cost!r}; it must be 'gaussian', 'wasserstein' or 'l2', or None")
     least = {"restarts": 0, "max_rounds": 1, "max_sweeps": 1, "tolerance": 0, "triples": 0}
     given = (restarts, max_rounds, max_sweeps, tolerance, triples)
     for (name, bound), number in zip(least.items(), given, strict=True):
@@ -139,145 +156,43 @@ def align_many(
             raise ValueError(f"{name} is {number}; it must be at least {bound}")
     problem = _two_sided(problem_of(group))
     members = read_members(sources, problem, each)
-    _, moments, _ = moments_of(members.gaussian, members.first(), problem, COSTS[cost])
-    search = Search(problem, COSTS[cost], restarts, max_sweeps, tolerance)
-    common = _Common(problem, COSTS[cost], moments, max_sweeps, tolerance)
-    with tqdm(total=1 + max_rounds, desc="align many", disable=not progress, delay=BAR_DELAY) as bar:
-        common.start(search)
-        bar.update()
-        converged = common.iterate(max_rounds, bar.update)
-        if common.cost > common.given:  # the members came in a better frame than a start from any one of them finds
-            bar.reset()
-            common.restart()
-            converged = common.iterate(max_rounds, bar.update)
-    element = element_of(problem, common.state, common.shifts, members.element_shape)
+    objective = _objective(cost, members, problem)
+    terms = GAUSSIAN if objective == "gaussian" else COSTS[objective]
+    _, moments, _ = moments_of(members.gaussian, members.first(), problem, terms)
+    if objective == "gaussian":  # squares of weights must tell their spread
+        moments = {site: value.double() for site, value in moments.items()}
+    search = Search(problem, terms, restarts, max_sweeps, tolerance)
+    common = Common(problem, terms, moments, max_sweeps, tolerance)
+    with tqdm(total=1 + 2 * max_rounds, desc="align many", disable=not progress, delay=BAR_DELAY) as bar:
+        converged = common.settle(search, max_rounds, bar.update)
+    state = at_home(problem, common.state)
+    element = element_of(problem, state, common.shifts, members.element_shape)
     gaussian = members.moved_gaussian(element)
     return Frame(
         element,
         members.moved(element, gaussian),
         members.barycentre(gaussian),
         common.costs(),
-        (common.given, *(cost for cost in common.history if cost < common.given)),
+        common.fallen(),
         converged,
         _cycles(search, moments, common, triples) if len(common) > 2 and triples else None,
+        objective,
     )
 
 
-class _Common:
-    """Members on their way into one frame.
-
-    :ivar state: their elements.
-    :ivar moved: site -> moments of all members, moved.
-    :ivar given: mean cost of the members as they came.
-    :ivar history: mean cost after each round.
-    """
-
-    def __init__(self, problem: Problem, cost: Cost, moments: Moments, max_sweeps: int, tolerance: float):
-        self._problem, self._cost, self._moments = problem, cost, moments
-        self._max_sweeps, self._tolerance = max_sweeps, tolerance
-        self._source = self.moved = moments
-        self.state = State.identity(problem.parts, len(self), next(iter(moments.values())).device)
-        self.shifts: dict[str, Tensor] = {}
-        self.given = float(self.costs().mean())
-        self.history: list[float] = []
-
-    def __len__(self) -> int:
-        return len(next(iter(self._moments.values())))
-
-    @property
-    def barycentre(self) -> Moments:
-        """Means of means and of deviations, ``(1, *view_shape, channels)``."""
-        return {site: value.mean(0, keepdim=True) for site, value in self.moved.items()}
-
-    @property
-    def cost(self) -> float:
-        """The mean cost now."""
-        return self.history[-1]
-
-    def costs(self) -> Tensor:
-        """Squared distance of each member to the barycentre, ``(S,)``."""
-        total = torch.zeros(len(self), dtype=torch.float64)
-        for site, centre in self.barycentre.items():
-            total += (self.moved[site] - centre).square().flatten(1).sum(1, dtype=torch.float64).cpu()
-        return total
-
-    def start(self, search: Search) -> None:
-        """Align all to one random member. (It is soon forgotten.)"""
-        # Shifts concern nothing else: the mean of all is as good as any.
-        mean = {site: value.mean(0, keepdim=True) for site, value in self._moments.items()}
-        self._source, self.shifts = shifted(self._problem, self._cost, mean, self._moments)
-        first = int(torch.randint(len(self), ()))
-        reference = {site: value[first : first + 1] for site, value in self._source.items()}
-        for rows in chunks_of(self._problem, self._source):
-            found = search(reference, {site: value[rows] for site, value in self._source.items()})
-            self.state.put(rows, found.descent.state, self.state.stamps)
-        self._update()
-
-    def restart(self) -> None:
-        """Go back to where the members came from (but for shifts, which only bring them closer)."""
-        self.state = State.identity(self._problem.parts, len(self), next(iter(self._moments.values())).device)
-        self.history.clear()
-        self._update()
-
-    def iterate(self, max_rounds: int, tick: Any) -> bool:
-        """Align to the barycentre until nothing changes; then, of few members, each to the others."""
-        for number in range(max_rounds):
-            before = self.history[-1]
-            self._round(fresh=number < FRESH_ROUNDS)
-            tick()
-            if number >= FRESH_ROUNDS and before - self.history[-1] <= self._tolerance * before:
-                break
-        else:
-            return False
-        if not 2 <= len(self) <= FEW:
-            return True
-        for _ in range(max_rounds):
-            before = self.history[-1]
-            self._leave_one_out()
-            if before - self.history[-1] <= self._tolerance * before:
-                return True
-        return False
-
-    # small steps ----------------------------------------------------------------------------------------------------
-
-    def _round(self, fresh: bool) -> None:
-        centre = self.barycentre
-        for rows in chunks_of(self._problem, self._source):
-            source = {site: value[rows] for site, value in self._source.items()}
-            self.state.put(rows, self._descended(centre, source, self.state.rows(rows), fresh), self.state.stamps)
-        self._update()
-
-    def _leave_one_out(self) -> None:
-        total = {site: value.sum(0, keepdim=True) for site, value in self.moved.items()}
-        for k in torch.randperm(len(self)).tolist():
-            row = torch.tensor([k])
-            others = {site: (total[site] - self.moved[site][row]) / (len(self) - 1) for site in total}
-            source = {site: value[row] for site, value in self._source.items()}
-            state = self._descended(others, source, self.state.rows(row), fresh=True)
-            self.state.put(row, state, self.state.stamps)
-            for site, value in move_sources(self._problem, source, state).items():
-                total[site] += value - self.moved[site][row]
-                self.moved[site][row] = value
-        self._update()
-
-    def _descended(self, centre: Moments, source: Moments, state: State, fresh: bool) -> State:
-        """Where descents from the present elements end, or, if better, one from a forward start."""
-        matcher = Matcher(self._problem.parts, centre, source, self._cost)
-        rows = torch.arange(matcher.batch)
-        threshold = self._tolerance * 0.1 * matcher.costs(state, rows).sum(1)
-        every = torch.ones(matcher.batch, len(matcher.moves), dtype=torch.bool)
-        best = matcher.descend(state, every, max_sweeps=self._max_sweeps, threshold=threshold, shuffled=True)
-        if fresh:
-            other = matcher.descend(*matcher.forward_start(), max_sweeps=self._max_sweeps, threshold=threshold)
-            best = best.better(other, 10 * threshold)
-        return best.state
-
-    def _update(self) -> None:
-        self.moved = move_sources(self._problem, self._source, self.state)
-        self.history.append(float(self.costs().mean()))
-
-
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _objective(cost: Objective | None, members: Members, problem: Problem) -> Objective:
+    scales = list(problem.parts.scalings.factors)
+    if cost is not None:
+        if cost == "gaussian" and scales:
+            raise ValueError(
+                f"cost is 'gaussian', but the group scales {scales[0]!r}, and scales make any density as high as one "
+                "likes: use cost='wasserstein', or the symmetry's .finite part"
+            )
+        return cost
+    return "gaussian" if members.are_draws and members.count >= MANY and not scales else "wasserstein"
 
 
 def _two_sided(problem: Problem) -> Problem:
@@ -292,14 +207,14 @@ def _two_sided(problem: Problem) -> Problem:
     return replace(problem, parts=replace(problem.parts, scalings=scalings))
 
 
-def _cycles(search: Search, moments: Moments, common: _Common, triples: int) -> Cycles:
+def _cycles(search: Search, moments: Moments, common: Common, triples: int) -> Cycles:
     group = search.problem.parts.permutations
     chosen = torch.rand(triples, len(common)).argsort(-1)[:, :3]
     to, source = chosen.flatten(), chosen.roll(-1, -1).flatten()
     pieces = []
     for rows in chunks_of(search.problem, {site: value[source] for site, value in moments.items()}):
         one, other = ({site: value[member[rows]] for site, value in moments.items()} for member in (to, source))
-        pieces.append(search(one, other).descent.state)
+        pieces.append(search(common.alone(one), other).descent.state)
     found = Permutation(group, pieces[0].joined(pieces[1:]).images)
     every = Permutation(group, common.state.images)
     framed = every.select(to).inverse() @ every.select(source)

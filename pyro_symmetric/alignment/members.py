@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,18 @@ class Members:
     gaussian: GaussianWeights
     element_shape: tuple[int, ...]
 
+    @property
+    def count(self) -> int:
+        """How many."""
+        return math.prod(self.element_shape)
+
+    @property
+    def are_draws(self) -> bool:
+        """Whether they are plain draws of one posterior, or look like that: one batch, without deviations."""
+        if not isinstance(self.given, Posterior | Mapping):
+            return False
+        return not any(bool(value.any()) for value in self.gaussian.scale.values())
+
     def first(self) -> GaussianWeights:
         """The moments of the first member."""
         own = self.gaussian
@@ -44,7 +57,7 @@ class Members:
         :param gaussian: what :meth:`moved_gaussian` returns.
         """
         if isinstance(self.given, Posterior):
-            return replace(self.given, samples=element(self.given.samples))
+            return self.given.moved(element)
         if isinstance(self.given, Mapping):
             return element(self.given)
         if isinstance(self.given, GaussianWeights):

@@ -27,7 +27,7 @@ from pyro_symmetric.compare.verdict import verdict
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import placed, promoted
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.canonical import Symmetry
+from pyro_symmetric.symmetry.canonical import Symmetry, canonical_form
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
@@ -198,7 +198,7 @@ def convergence(
         predictions = None if model is None or x is None else _predictions(posterior, model, x)
     frames = {"weights": posterior.samples}
     if symmetry is not None:
-        frames["canonical"] = posterior.canonicalize(symmetry, **canonical).samples
+        frames["canonical"] = canonical_form(posterior.samples, symmetry, **canonical)
     if aligned is not None:
         frames["aligned"] = aligned.samples
     spaces = {name: {site: chain_statistics(v) for site, v in weights.items()} for name, weights in frames.items()}

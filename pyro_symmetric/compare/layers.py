@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric.calls import described
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
+from pyro_symmetric.symmetry.canonical import Symmetry, canonical_form
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
@@ -207,7 +207,7 @@ def _warn_of_chains(weights: Mapping[str, Tensor]) -> None:
 
 def _removal(symmetry: Any) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
     if isinstance(symmetry, PermutationGroup | SignGroup | FiniteGroup) or hasattr(symmetry, "permutations"):
-        return lambda weights: canonicalize(weights, symmetry)
+        return lambda weights: canonical_form(weights, symmetry)
     if callable(symmetry) and not isinstance(symmetry, nn.Module):
         return symmetry
     raise TypeError(

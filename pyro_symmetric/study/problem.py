@@ -24,7 +24,8 @@ from pyro_symmetric.datasets import Dataset
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior, Likelihood
 from pyro_symmetric.networks import NETWORKS
 from pyro_symmetric.study.settings import ACTIVATIONS, StudySettings
-from pyro_symmetric.symmetry import WeightSymmetry, canonicalize, find_symmetry
+from pyro_symmetric.symmetry import WeightSymmetry, find_symmetry
+from pyro_symmetric.symmetry.canonical import canonical_form
 from pyro_symmetric.symmetry.weights import Weights
 
 STATISTICS_ROWS = 256  # at a time
@@ -69,7 +70,7 @@ class Problem:
         Balanced (least total norm) rather than at unit norm: there, nearly dead units, common in trained networks,
         would have enormous biases.
         """
-        return canonicalize(weights, self.symmetry, permutations="max", scalings="minimal_mass")
+        return canonical_form(weights, self.symmetry, permutations="max", scalings="minimal_mass")
 
 
 def build_problem(settings: StudySettings) -> Problem:

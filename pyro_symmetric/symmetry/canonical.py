@@ -25,6 +25,7 @@ from torch import Tensor
 from pyro_symmetric.symmetry.factored import along_axis
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.minimal_mass import minimal_mass
+from pyro_symmetric.symmetry.overlap import warn_of_overlap
 from pyro_symmetric.symmetry.permutation import Axis, Permutation, PermutationGroup
 from pyro_symmetric.symmetry.rescaling import Scaling, ScalingGroup, ShiftGroup, Sign, SignGroup
 from pyro_symmetric.symmetry.unit_measures import largest_sign, norm, removing_element, spread
@@ -61,6 +62,12 @@ def canonicalize(
 ) -> Weights:
     """One representative of the orbit of each set of weights; the function that they compute stays the same.
 
+    *What it is for.* Comparing orbits: two sets of weights compute the same function if they have the same canonical
+    form, and tests and distances between posteriors may be taken between forms. It is not for means, deviations and
+    R-hat of many draws: where two units' keys overlap, a label stands for one of them in some draws and for the other
+    in others, and their average for neither. Of 100 draws or more this is warned of; bring the draws into one frame
+    by :func:`~pyro_symmetric.alignment.align_many`, ``posterior.align`` or ``posterior.summary(symmetry=...)`` instead.
+
     *Incoming* weights of a unit are the matrix entries of its row, biases left out (for a permutation: axis 0 of sites
     with two axes or more). Where weights are shared in circles (recurrent nets, residual streams) only those incoming
     weights count whose other side is canonical already: a recurrent unit goes by its input weights.
@@ -89,6 +96,22 @@ def canonicalize(
     :param shifts: whether to remove the shift of a softmax.
     :raises ValueError: if an option is unknown, weights are missing, misshaped, NaN or infinite.
     """
+    form = canonical_form(weights, symmetry, permutations, scalings, signs, shifts)
+    ordered = symmetry if isinstance(symmetry, PermutationGroup) else getattr(symmetry, "permutations", None)
+    flipped = symmetry if isinstance(symmetry, SignGroup) else getattr(symmetry, "signs", None)
+    warn_of_overlap(form, ordered if permutations else None, flipped if signs else None)
+    return form
+
+
+def canonical_form(
+    weights: Mapping[str, Tensor],
+    symmetry: Symmetry | PermutationGroup | SignGroup | FiniteGroup,
+    permutations: PermutationKey | None = "max",
+    scalings: ScalingRule | None = "unit_norm",
+    signs: bool = True,
+    shifts: bool = True,
+) -> Weights:
+    """:func:`canonicalize`, of what is only compared: without a look at whether labels are mixed."""
     _check_option("permutations", permutations, get_args(PermutationKey))
     _check_option("scalings", scalings, get_args(ScalingRule))
     require_finite(weights)

@@ -1,0 +1,102 @@
+r"""Relabel the draws of a mixture by what they say of the data: who belongs to whom (Stephens 2000).
+
+With :math:`p_{sik}` the probability that observation ``i`` belongs to component ``k`` under draw ``s``, find
+
+.. math:: \min_{\pi_1 \dots \pi_S,\, \bar p} \sum_s \sum_{ik} p_{s i \pi_s(k)} \log \frac{p_{s i \pi_s(k)}}{\bar p_{ik}}
+
+by turns: :math:`\bar p` is the mean of the relabelled probabilities, and each draw's labels solve an assignment problem
+given it. Neither raises the sum. Components that overlap in every parameter are told apart by the observations that
+they explain, and no site's units of measurement enter.
+
+Source: M. Stephens, "Dealing with label switching in mixture models", JRSS B 62(4), 2000, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.alignment.common import Common
+from pyro_symmetric.alignment.costs.cost import ALLOCATION, Moments
+from pyro_symmetric.alignment.descent.search import Search
+from pyro_symmetric.alignment.parts.home import at_home
+from pyro_symmetric.alignment.parts.problem import Problem, problem_of
+from pyro_symmetric.alignment.parts.state import State
+from pyro_symmetric.calls import described
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
+
+# How far the probabilities of an observation may be from a sum of one.
+ROUNDING = 1e-3
+# Gains below this part of the whole are those of rounding.
+ROUNDED = 1e-10
+SITE = "probabilities"
+
+
+@torch.no_grad()
+def relabel(
+    posterior: Posterior, group: PermutationGroup, probabilities: Tensor, *, starts: int = 3, max_rounds: int = 50
+) -> Posterior:
+    """The same draws of a mixture, relabelled so that every observation keeps its component.
+
+    >>> component = dist.Normal(locs[..., None, :], scales[..., None, :])
+    >>> log_joint = weights.log()[..., None, :] + component.log_prob(x[:, None])
+    >>> relabelled = ps.relabel(posterior, group, log_joint.softmax(-1))
+
+    :param posterior: the draws.
+    :param group: one factor, the components, and the axes of all sites that it permutes.
+    :param probabilities: ``(chains, draws, observations, components)``: how likely each observation belongs to each
+        component, under each draw.
+    :param starts: from how many random draws to start, the best end of which is kept.
+    :param max_rounds: how often to take the mean anew at most.
+    :raises ValueError: if the group has more than one factor, or the probabilities don't fit or are none.
+    """
+    name, components = _checked_factor(group)
+    _check_probabilities(probabilities, posterior, components)
+    for option, number in (("starts", starts), ("max_rounds", max_rounds)):
+        if number < 1:
+            raise ValueError(f"{option} is {number}; it must be at least 1")
+    shape = torch.Size((probabilities.shape[2], components))
+    problem = problem_of(PermutationGroup.declare({SITE: (None, name)}, {SITE: shape}))
+    moments = {SITE: probabilities.detach().double().flatten(0, 1).unsqueeze(-1)}
+    ends = [_settled(problem, moments, max_rounds) for _ in range(starts)]
+    _, best = min(ends, key=lambda end: end[0])
+    image = at_home(problem, best).images[name]
+    element = Permutation(group, {name: image.reshape(posterior.num_chains, posterior.num_samples, components)})
+    return posterior.moved(element)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _settled(problem: Problem, moments: Moments, max_rounds: int) -> tuple[float, State]:
+    """Where one start ends: the mean cost and the labels."""
+    common = Common(problem, ALLOCATION, moments, 1, ROUNDED)
+    common.settle(Search(problem, ALLOCATION, 0, 1, ROUNDED), max_rounds)
+    return common.fallen()[-1], common.state
+
+
+def _checked_factor(group: PermutationGroup) -> tuple[str, int]:
+    if not isinstance(group, PermutationGroup):
+        raise TypeError(f"group is {described(group)}; it must be a PermutationGroup of the components")
+    if len(group.factors) != 1:
+        raise ValueError(f"group has the factors {list(group.factors)}; it must have one, the components")
+    return next(iter(group.factors.items()))
+
+
+def _check_probabilities(probabilities: Tensor, posterior: Posterior, components: int) -> None:
+    expected = (posterior.num_chains, posterior.num_samples)
+    if not isinstance(probabilities, Tensor):
+        raise TypeError(f"probabilities is {described(probabilities)}; it must be a tensor")
+    shape = tuple(probabilities.shape)
+    if len(shape) != 4 or shape[:2] != expected or shape[3] != components or 0 in shape:
+        raise ValueError(
+            f"probabilities has shape {shape}; it must be (chains, draws, observations, components), here "
+            f"({expected[0]}, {expected[1]}, observations, {components})"
+        )
+    sums = probabilities.sum(-1)
+    if not bool(((probabilities >= 0).all(-1) & ((sums - 1).abs() <= ROUNDING)).all()):
+        raise ValueError(
+            "probabilities hold values that are negative or NaN, or don't sum to one over components: pass the softmax "
+            "of the components' log-densities"
+        )

@@ -1,0 +1,124 @@
+"""Relabelling by who belongs to whom: the least divergence from the mean allocation."""
+
+from itertools import permutations, product
+
+import pytest
+import torch
+from torch.distributions import Dirichlet, Normal
+
+import pyro_symmetric as ps
+from pyro_symmetric.alignment import relabel
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry import FiniteGroup, PermutationGroup, SignGroup
+
+AXES = {"mu": ("k",), "weights": ("k",)}
+
+
+def group_of(n):
+    return PermutationGroup.declare(AXES, {"mu": torch.Size((n,)), "weights": torch.Size((n,))})
+
+
+def posterior_of(probabilities, components):
+    chains, draws = probabilities.shape[:2]
+    mu = torch.arange(components).double().expand(chains, draws, components).clone()
+    return Posterior({"mu": mu, "weights": torch.full_like(mu, 1 / components)}, rows="chains")
+
+
+def objective(probabilities):
+    """Mean divergence of each draw's allocation from their mean, ``(..., S, N, K) -> (...)``."""
+    mean = probabilities.mean(-3, keepdim=True)
+    return (probabilities * (probabilities.log() - mean.log())).sum((-1, -2)).mean(-1)
+
+
+def relabelled(probabilities, result):
+    """The probabilities with the labels that the draws were given: ``mu`` held each component's number."""
+    order = result.samples["mu"].long()
+    return probabilities.gather(-1, order.unsqueeze(-2).expand_as(probabilities)).flatten(0, 1)
+
+
+def enumerated(probabilities):
+    """The least objective over the labels of all draws but the first."""
+    components = probabilities.shape[-1]
+    orders = torch.tensor(list(permutations(range(components))))
+    every = orders[torch.tensor(list(product(range(len(orders)), repeat=len(probabilities) - 1)))]
+    every = torch.cat([torch.arange(components).expand(len(every), 1, components), every], 1)
+    places = every.unsqueeze(-2).expand(-1, -1, probabilities.shape[1], -1)
+    return objective(probabilities.expand(len(every), *probabilities.shape).gather(-1, places)).min()
+
+
+@pytest.mark.parametrize("components", [2, 3])
+def test_the_divergence_of_three_draws_is_the_enumerated_least(components):
+    centre = Dirichlet(torch.ones(components, dtype=torch.float64)).sample((8,))
+    draws = Dirichlet(1 + 20 * centre).sample((3,))
+    group = group_of(components)
+    order = group.sample((3,))["k"]
+    draws = draws.gather(-1, order.unsqueeze(-2).expand_as(draws)).unsqueeze(0)
+    result = relabel(posterior_of(draws, components), group, draws)
+    found = objective(relabelled(draws, result))
+    torch.testing.assert_close(found, enumerated(draws[0]), rtol=1e-9, atol=1e-12)
+
+
+def test_no_draw_has_better_labels_given_the_mean_and_the_divergence_has_fallen():
+    draws = Dirichlet(torch.ones(4, dtype=torch.float64)).sample((2, 40, 6))
+    found = relabelled(draws, relabel(posterior_of(draws, 4), group_of(4), draws, starts=1))
+    assert objective(found) < objective(draws.flatten(0, 1))
+    every = torch.tensor(list(permutations(range(4))))
+    divergence = -(found[..., every] * found.mean(0).log().unsqueeze(1)).sum((1, 3))  # but for what labels don't change
+    torch.testing.assert_close(divergence.amin(1), divergence[:, 0])  # the first one leaves labels as they are
+
+
+def test_labels_of_overlapping_clusters_are_found_again():
+    # Two clusters of one location, told apart by their scales alone, and a third that overlaps both.
+    means, scales, weights = torch.tensor([0.0, 0.0, 2.0]), torch.tensor([0.5, 3.0, 0.7]), torch.tensor([0.4, 0.3, 0.3])
+    x = torch.cat([Normal(m, s).sample((40,)) for m, s in zip(means, scales, strict=True)])
+    mu = means + 0.15 * torch.randn(4, 100, 3)
+    sd = scales * (0.1 * torch.randn(4, 100, 3)).exp()
+    shape = torch.Size((3,))
+    group = PermutationGroup.declare(
+        {"mu": ("k",), "sd": ("k",), "label": ("k",)}, dict.fromkeys(("mu", "sd", "label"), shape)
+    )
+    moved = group.sample((4, 100))({"mu": mu, "sd": sd, "label": torch.arange(3.0).expand(4, 100, 3)})
+    density = Normal(moved["mu"].unsqueeze(-2), moved["sd"].unsqueeze(-2)).log_prob(x[:, None])
+    share = weights[moved["label"].long()].log().unsqueeze(-2)
+    posterior = Posterior(moved, {"lp": torch.zeros(4, 100)}, rows="chains")
+    result = ps.relabel(posterior, group, (share + density).softmax(-1))
+    labels = result.samples["label"].flatten(0, 1)
+    assert float((labels == labels.mode(0).values).all(-1).float().mean()) > 0.99
+    assert result.statistics.keys() == {"lp"}
+
+
+def test_draws_that_agree_stay_as_they_are():
+    draws = Dirichlet(torch.tensor([1.0, 5.0, 20.0])).sample((2, 30, 50))
+    result = relabel(posterior_of(draws, 3), group_of(3), draws)
+    assert bool((result.samples["mu"] == torch.arange(3.0)).all())
+
+
+def test_probabilities_of_zero_are_no_obstacle():
+    sure = torch.eye(3)[torch.tensor([0, 0, 1, 2, 2])].expand(1, 6, 5, 3)
+    order = torch.stack([torch.randperm(3) for _ in range(6)])[None]
+    draws = sure.gather(-1, order.unsqueeze(-2).expand_as(sure))
+    found = relabelled(draws, relabel(posterior_of(draws, 3), group_of(3), draws))
+    assert bool((found == found[0]).all())
+
+
+def test_bad_arguments_are_named():
+    draws = Dirichlet(torch.ones(3)).sample((2, 4, 5))
+    posterior, group = posterior_of(draws, 3), group_of(3)
+    with pytest.raises(
+        ValueError, match=r"probabilities has shape \(2, 4, 5\); it must be .* \(2, 4, observations, 3\)"
+    ):
+        relabel(posterior, group, draws[..., 0])
+    for wrong in (draws.log(), 2 * draws, draws * torch.nan):
+        with pytest.raises(ValueError, match="probabilities hold values"):
+            relabel(posterior, group, wrong)
+    with pytest.raises(TypeError, match="probabilities is a list"):
+        relabel(posterior, group, draws.tolist())
+    with pytest.raises(ValueError, match="starts is 0"):
+        relabel(posterior, group, draws, starts=0)
+    shapes = {"mu": torch.Size((3,)), "weights": torch.Size((3,))}
+    signed = FiniteGroup(group, SignGroup.declare({"mu": ("k",)}, shapes))
+    with pytest.raises(TypeError, match="it must be a PermutationGroup"):
+        relabel(posterior, signed, draws)
+    two = PermutationGroup.declare({"mu": ("k",), "weights": ("j",)}, shapes)
+    with pytest.raises(ValueError, match=r"factors \['k', 'j'\]; it must have one"):
+        relabel(posterior, two, draws)

@@ -1,0 +1,173 @@
+"""Draws of labelled things come into one frame in which every label has its own mean and deviation."""
+
+import re
+from itertools import product
+
+import pytest
+import torch
+from torch.distributions import Dirichlet, Normal
+
+from pyro_symmetric.alignment import align_many
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry import FiniteGroup, PermutationGroup, SignGroup, find_symmetry
+
+SHAPES = {"mu": torch.Size((4, 2)), "scale": torch.Size((4, 2, 2)), "weights": torch.Size((4,))}
+AXES = {"mu": ("k", None), "scale": ("k", None, None), "weights": ("k",)}
+MIXTURE = PermutationGroup.declare(AXES, SHAPES)
+MU = torch.tensor([[0.0, 0.0], [2.5, 0.5], [0.3, 2.8], [3.0, 3.0]])
+LOADINGS = torch.tensor([[0.9, 0.8, 0.7, 0, 0, 0.3], [0, 0.2, 0.9, 0.8, 0.1, 0], [0.5, 0, -0.2, 0.1, 0.9, 0.8]])
+FACTORS = {"loadings": ("factor", None)}
+FACTOR_SHAPES = {"loadings": LOADINGS.shape, "noise": torch.Size((6,))}
+SIGNED = FiniteGroup(PermutationGroup.declare(FACTORS, FACTOR_SHAPES), SignGroup.declare(FACTORS, FACTOR_SHAPES))
+
+
+def mixture(*batch, unit=1.0):
+    """Draws around four clusters in two dimensions, no coordinate of which tells them apart: no label is moved yet.
+
+    :param unit: of the scales: in other units they are other numbers.
+    """
+    spread = torch.tensor([0.45, 0.3, 0.5, 0.35])[:, None]
+    scales = torch.tensor([0.5, 0.7, 0.6, 0.9])[:, None] * (0.15 * torch.randn(*batch, 4, 2)).exp()
+    scales = scales.diag_embed()  # the zeros beside the diagonal never vary
+    weights = Dirichlet(torch.tensor([20.0, 40.0, 60.0, 80.0])).sample(batch)
+    return {"mu": MU + spread * torch.randn(*batch, 4, 2), "scale": unit * scales, "weights": weights}
+
+
+def factor_analysis(*batch):
+    """Draws around three factors, each known to 0.1."""
+    return {
+        "loadings": LOADINGS + 0.1 * torch.randn(*batch, *LOADINGS.shape),
+        "noise": (0.1 * torch.randn(*batch, 6)).exp(),
+    }
+
+
+def flat(posterior, site):
+    return posterior.samples[site].flatten(0, 1)
+
+
+@pytest.mark.parametrize("unit", [1.0, 1000.0])
+def test_every_component_of_a_mixture_has_its_own_mean_and_deviation(unit):
+    planted = mixture(8, 500, unit=unit)
+    posterior = Posterior(MIXTURE.sample((8, 500))(planted), rows="chains")
+    aligned = posterior.align(MIXTURE, progress=False)
+    truth = Posterior(planted, rows="chains")
+    order = torch.cdist(MU, flat(aligned, "mu").mean(0)).argmin(-1)
+    assert sorted(order.tolist()) == [0, 1, 2, 3]
+    for site in planted:
+        found, expected = flat(aligned, site)[:, order], flat(truth, site)
+        torch.testing.assert_close(found.std(0), expected.std(0), rtol=0.1, atol=0)
+        assert bool(((found.mean(0) - expected.mean(0)).abs() <= 0.1 * expected.std(0)).all())
+
+
+def test_the_units_of_a_site_do_not_matter():
+    planted, element = mixture(200), MIXTURE.sample((200,))
+    frames = []
+    for unit in (1.0, 1000.0):
+        torch.manual_seed(0)
+        draws = planted | {"scale": unit * planted["scale"]}
+        frames.append(align_many(element(draws), MIXTURE, progress=False))
+    assert frames[0].element.equal(frames[1].element)
+
+
+def test_loadings_up_to_order_and_sign_are_near_the_truth():
+    posterior = Posterior(SIGNED.sample((4, 250))(factor_analysis(4, 250)), rows="chains")
+    found = posterior.align(SIGNED, progress=False).samples
+    means = found["loadings"].mean((0, 1))
+    distance = torch.stack([(LOADINGS - sign * means[:, None]).abs().amax(-1) for sign in (1, -1)]).amin(0)
+    assert float(distance.amin(0).max()) < 0.12
+    assert len(set(distance.argmin(0).tolist())) == 3
+    assert float(found["loadings"].flatten(0, 1).std(0).max()) < 0.12
+
+
+def best_by_enumeration(draws, order):
+    """The least mean cost, of Gaussians fitted to the labelled draws, over all labels of all draws but the first."""
+    count, n = len(draws), draws.shape[1]
+    arrangements = order[torch.tensor(list(product(range(len(order)), repeat=count - 1)))]
+    first = torch.arange(n).expand(len(arrangements), 1, n)
+    places = torch.cat([first, arrangements], 1).unsqueeze(-1).expand(-1, -1, -1, draws.shape[2])
+    labelled = draws.expand(len(places), *draws.shape).gather(2, places)
+    mean, scale = labelled.mean(1, keepdim=True), labelled.std(1, correction=0, keepdim=True)
+    return -float(Normal(mean, scale).log_prob(labelled).sum((-1, -2)).mean(1).max())
+
+
+def test_the_gaussian_cost_of_a_few_draws_is_the_enumerated_least():
+    shape = {"w": torch.Size((3, 2))}
+    group = PermutationGroup.declare({"w": ("k", None)}, shape)
+    centre = torch.tensor([[0.0, 0.0], [3.0, 30.0], [6.0, -30.0]], dtype=torch.float64)
+    draws = centre + torch.tensor([0.5, 5.0]) * torch.randn(6, 3, 2, dtype=torch.float64)
+    draws = group.sample((6,))({"w": draws})["w"]
+    frame = align_many({"w": draws}, group, cost="gaussian", progress=False)
+    every = torch.tensor([p for p in product(range(3), repeat=3) if len(set(p)) == 3])
+    expected = best_by_enumeration(draws, every)
+    assert frame.history[-1] == pytest.approx(expected, abs=1e-6)
+    assert float(frame.cost.mean()) == pytest.approx(expected, abs=1e-6)
+
+
+def test_labels_are_those_in_which_most_draws_came():
+    planted = mixture(8, 100)
+    moved = MIXTURE.element({"k": torch.tensor([2, 0, 3, 1])})
+    draws = {
+        site: torch.cat([moved({site: v[:3] for site, v in planted.items()})[site], planted[site][3:]])
+        for site in planted
+    }
+    posterior = Posterior(draws, rows="chains")
+    frame = align_many(posterior, MIXTURE, progress=False)
+    assert frame.moved.shape == (8, 100)
+    stays = ~frame.moved
+    assert float(stays[3:].float().mean()) > 0.97
+    assert float(stays[:3].float().mean()) < 0.03
+    for site in planted:
+        assert torch.equal(frame.posterior.samples[site][stays], draws[site][stays])
+
+
+def test_signs_and_orders_are_counted_from_the_commonest():
+    planted, element = factor_analysis(300), SIGNED.sample((300,))
+    frame = align_many(element(planted), SIGNED, progress=False)
+    relative = frame.element @ element
+    for step in (relative.permutation, relative.sign):
+        assert all(bool((image == image[:1]).all()) for image in step.images.values())
+    counts = torch.cat([element.permutation["factor"], element.sign["factor"]], -1).unique(dim=0, return_counts=True)[1]
+    assert int((~frame.moved).sum()) == int(counts.max())
+
+
+def test_the_summary_modulo_a_symmetry_shows_aligned_draws_and_says_so(capsys):
+    posterior = Posterior(MIXTURE.sample((4, 200))(mixture(4, 200)), rows="chains")
+    torch.manual_seed(0)
+    posterior.summary(symmetry=MIXTURE, progress=False)
+    shown = capsys.readouterr().out
+    head = shown.splitlines()[0]
+    assert head.startswith("modulo PermutationGroup of log-order 3.2: aligned, ")
+    assert re.search(r"aligned, \d+ of 800 draws moved, mean gaussian cost [\d.e+-]+ -> [\d.e+-]+$", head)
+    torch.manual_seed(0)
+    posterior.align(MIXTURE, progress=False).summary()
+    assert shown.split("\n\n", 1)[1] == capsys.readouterr().out
+    deviations = [float(line.split()[2]) for line in shown.splitlines() if line.strip().startswith("mu[")]
+    assert len(deviations) == 8
+    assert max(deviations) < 0.55
+    torch.manual_seed(0)
+    assert posterior.summary_table(MIXTURE, progress=False).splitlines()[0] == head
+
+
+def test_options_of_alignment_need_a_symmetry():
+    posterior = Posterior(mixture(2, 5), rows="chains")
+    for call in (posterior.summary, posterior.summary_table):
+        with pytest.raises(TypeError, match="'cost' is an option of alignment, which needs symmetry="):
+            call(cost="l2")
+
+
+def test_an_aligned_posterior_remembers_its_model():
+    posterior = Posterior(mixture(2, 5), rows="chains").attach(print, 3)
+    assert posterior.align(MIXTURE, progress=False).model is print
+    assert posterior.moved(MIXTURE.identity()).model is print
+
+
+def test_few_draws_and_groups_with_scales_are_compared_by_distance():
+    assert align_many(mixture(99), MIXTURE, triples=0, progress=False).objective == "wasserstein"
+    assert align_many(mixture(100), MIXTURE, triples=0, progress=False).objective == "gaussian"
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    symmetry = find_symmetry(net, torch.zeros(1, 2))
+    weights = {site: torch.randn(100, *value.shape) for site, value in net.named_parameters()}
+    assert align_many(weights, symmetry, triples=0, progress=False).objective == "wasserstein"
+    assert align_many(weights, symmetry.finite, triples=0, progress=False).objective == "gaussian"
+    with pytest.raises(ValueError, match="cost is 'gaussian', but the group scales"):
+        align_many(weights, symmetry, cost="gaussian")

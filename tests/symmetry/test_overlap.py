@@ -1,0 +1,76 @@
+"""Canonical forms whose labels are mixed are noticed."""
+
+import warnings
+
+import pytest
+import torch
+
+import pyro_symmetric as ps
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry import FiniteGroup, PermutationGroup, SignGroup, canonicalize
+from pyro_symmetric.symmetry.canonical import canonical_form
+from pyro_symmetric.symmetry.overlap import mixed_share
+
+SHAPES = {"mu": torch.Size((4, 2)), "weights": torch.Size((4,))}
+GROUP = PermutationGroup.declare({"mu": ("k", None), "weights": ("k",)}, SHAPES)
+SQUARE = torch.tensor([[0.0, 0.0], [2.5, 0.5], [0.3, 2.8], [3.0, 3.0]])
+LINE = torch.tensor([[1.0, 1.0], [4.0, 4.0], [7.0, 7.0], [10.0, 10.0]])
+
+
+def scattered(centre, *batch, spread=0.4):
+    draws = {"mu": centre + spread * torch.randn(*batch, 4, 2), "weights": torch.rand(*batch, 4)}
+    return GROUP.sample(batch)(draws)
+
+
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+def test_mixed_labels_are_warned_of_under_every_key(key):
+    draws = scattered(SQUARE, 8, 100)
+    with pytest.warns(UserWarning, match=r"the units' keys overlap: labels are mixed in \d+% of draws"):
+        canonicalize(draws, GROUP, key)
+    with pytest.warns(UserWarning, match=r"use align or summary\(symmetry=...\)"):
+        Posterior(draws, rows="chains").canonicalize(GROUP, permutations=key)
+
+
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+def test_separated_keys_are_not_warned_of(key):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        canonicalize(scattered(LINE, 8, 100), GROUP, key)
+
+
+def test_sorting_one_number_mixes_nothing():
+    group = PermutationGroup.declare({"w": ("k",)}, {"w": torch.Size((5,))})
+    assert mixed_share(canonical_form({"w": torch.randn(1000, 5)}, group), group, None) == 0
+
+
+def test_the_share_is_that_of_draws_which_an_exchange_of_neighbours_brings_nearer():
+    form = canonical_form(scattered(SQUARE, 240), GROUP, "first")
+    units = torch.cat([form["mu"], form["weights"].unsqueeze(-1)], -1).double()
+    units = units / (units - units.mean(0)).square().mean((0, 1)).sqrt()
+    mean, nearer = units.mean(0), torch.zeros(240, dtype=torch.bool)
+    for k in range(3):
+        pair, target = units[:, k : k + 2], mean[k : k + 2]
+        nearer |= (pair.flip(1) - target).square().sum((1, 2)) < (pair - target).square().sum((1, 2))
+    assert 0.05 < float(nearer.double().mean()) < 0.95
+    assert mixed_share(form, GROUP, None) == pytest.approx(float(nearer.double().mean()), abs=1e-9)
+
+
+def test_signs_of_tied_largest_weights_are_warned_of():
+    shapes = {"w": torch.Size((2, 3))}
+    group = SignGroup.declare({"w": ("f", None)}, shapes)
+    clear = torch.tensor([[5.0, 1.0, 1.0], [1.0, 5.0, 1.0]]) + 0.1 * torch.randn(200, 2, 3)
+    tied = torch.tensor([[2.0, -2.0, 1.0], [1.0, 2.0, -2.0]]) + 0.1 * torch.randn(200, 2, 3)
+    assert mixed_share(canonicalize({"w": clear}, group), None, group) == 0
+    with pytest.warns(UserWarning, match="the units' keys overlap"):
+        canonicalize({"w": tied}, group)
+    both = FiniteGroup(PermutationGroup.declare({"w": ("f", None)}, shapes), group)
+    with pytest.warns(UserWarning, match="the units' keys overlap"):
+        canonicalize({"w": tied}, both)
+
+
+def test_few_draws_aren_t_judged_and_comparisons_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        canonicalize(scattered(SQUARE, 99), GROUP)
+        ps.mmd(scattered(SQUARE, 120), scattered(SQUARE, 120), symmetry=GROUP)
+        ps.convergence(Posterior(scattered(SQUARE, 4, 50), rows="chains"), GROUP)
