@@ -192,7 +192,7 @@ def excess_mass(weights: Samples, symmetry: HasScalings | ScalingGroup) -> Tenso
             "its scalings"
         )
     group = symmetry if isinstance(symmetry, ScalingGroup) else symmetry.scalings
-    minimum = minimal_mass(weights, group, scale_free="hold").mass
+    minimum = minimal_mass(weights, group.without_buffers(), scale_free="hold").mass
     dims = minimum.dim()
     mass = torch.zeros_like(minimum)
     for site in group.weight_sites:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.symmetry.factor import RescaledAxis, RescalingFactor
-from pyro_symmetric.symmetry.factored import FactoredGroup, along_axis, declared_axes, same_group, table
+from pyro_symmetric.symmetry.factored import FactoredGroup, along_axis, declared_axes, moved_weights, same_group, table
 from pyro_symmetric.symmetry.independence import independent_units
 from pyro_symmetric.symmetry.shift import Shift, ShiftGroup
 from pyro_symmetric.symmetry.weights import Weights, shapes_of
@@ -220,11 +220,7 @@ class Multipliers(Generic[G]):
 
         Sites that the group doesn't rescale are passed on, expanded to the same batch shape; dtypes stay.
         """
-        own = self.group.batch_shape(weights)
-        shape = torch.broadcast_shapes(self.batch_shape, own)
-        return {
-            site: self.moved(site, value).expand((*shape, *value.shape[len(own) :])) for site, value in weights.items()
-        }
+        return moved_weights(self, weights, self.group.acted_shape(weights))
 
     def moved(self, site: str, value: Tensor) -> Tensor:
         """Act on one site alone; batch shapes broadcast."""

@@ -203,7 +203,7 @@ def _differs_in_training(net: nn.Module) -> bool:
 
 
 def _randomised(symmetry: WeightSymmetry, copy: nn.Module, net: nn.Module) -> tuple[Weights, Weights]:
-    """Constant and tiny parameters and running statistics of the copy get random values, all else keeps its own.
+    """Constant and tiny parameters, and running statistics that move, get random values; all else keeps its own.
 
     Returns the copy's tensors by site, and the values that they have now: those of the network where they are the same.
     """
@@ -213,7 +213,7 @@ def _randomised(symmetry: WeightSymmetry, copy: nn.Module, net: nn.Module) -> tu
             fan_in = max(1, value.numel() // value.shape[0]) if value.dim() > 1 else 1
             changed[name] = value.add_((0.3 if value.dim() < 2 else fan_in**-0.5) * torch.randn_like(value))
     for name, buffer in copy.named_buffers():
-        own = name.rsplit(".", 1)[-1]
+        own = name.rsplit(".", 1)[-1] if name in symmetry.site_shapes else ""
         if own == "running_mean":
             changed[name] = buffer.normal_(std=0.5)
         elif own == "running_var":
