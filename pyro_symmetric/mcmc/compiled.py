@@ -114,7 +114,7 @@ class _Unchecked:
             if threading.get_ident() not in self._inside:
                 checking(distribution, value)
 
-        Distribution._validate_sample = check_outside  # type: ignore[method-assign]
+        Distribution._validate_sample = check_outside  # type: ignore[method-assign, assignment]
 
 
 _unchecked = _Unchecked()

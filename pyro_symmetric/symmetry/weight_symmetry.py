@@ -237,8 +237,14 @@ class WeightSymmetry:
 
     def leaving(self, sites: Sequence[str]) -> WeightSymmetry:
         """The same factors without their axes along ``sites``, of which the symmetry then knows nothing."""
-        groups = (self.permutations, self.scalings, self.signs, self.shifts)
-        return WeightSymmetry(*(group.leaving(sites) for group in groups), self.explanation, self.logits)  # type: ignore[arg-type]
+        return WeightSymmetry(
+            self.permutations.leaving(sites),
+            self.scalings.leaving(sites),
+            self.signs.leaving(sites),
+            self.shifts.leaving(sites),
+            self.explanation,
+            self.logits,
+        )
 
     # other names, other formats -------------------------------------------------------------------------------------
 
