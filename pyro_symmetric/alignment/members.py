@@ -14,6 +14,7 @@ from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of, plai
 from pyro_symmetric.alignment.moments import batch_shape_of
 from pyro_symmetric.alignment.parts.problem import Element, Problem
 from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.factored import require_buffers
 from pyro_symmetric.symmetry.weights import Weights, require_finite
 
 
@@ -106,6 +107,16 @@ def read_members(sources: Any, problem: Problem, each: str) -> Members:
 
     :raises ValueError: if there are none, or naming the member and the site that doesn't fit.
     """
+    members = _read(sources, problem, each)
+    batch_shape_of(members.gaussian, problem, "sources")
+    require_buffers(members.gaussian.loc, problem.buffers, "sources")
+    return members
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _read(sources: Any, problem: Problem, each: str) -> Members:
     if each not in ("draw", "chain"):
         raise ValueError(f"each is {each!r}; it must be 'draw' or 'chain'")
     if isinstance(sources, Posterior):
@@ -142,9 +153,6 @@ def read_members(sources: Any, problem: Problem, each: str) -> Members:
         ),
         (len(every),),
     )
-
-
-# small steps --------------------------------------------------------------------------------------------------------
 
 
 def _moments_of_chains(samples: Mapping[str, Tensor]) -> GaussianWeights:

@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_symmetric.alignment.costs.cost import Cost, Moments
 from pyro_symmetric.alignment.gaussian import GaussianWeights
 from pyro_symmetric.alignment.parts.problem import Problem
-from pyro_symmetric.symmetry.weights import require_finite
+from pyro_symmetric.symmetry.weights import require_finite, require_same_network
 
 
 def batch_shape_of(weights: GaussianWeights, problem: Problem, name: str) -> torch.Size:
@@ -16,6 +16,7 @@ def batch_shape_of(weights: GaussianWeights, problem: Problem, name: str) -> tor
 
     :raises ValueError: naming the site that doesn't fit.
     """
+    require_same_network(weights.loc, problem.site_shapes, name)
     found: tuple[torch.Size, str] | None = None
     for site in problem.sites:
         if site not in weights.loc:

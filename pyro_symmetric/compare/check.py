@@ -20,7 +20,6 @@ them:
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -28,6 +27,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from pyro_symmetric._process import without_warnings
 from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced, missing_energy
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.mcmc.batches import Batches
@@ -360,8 +360,7 @@ def _energy(posterior: Posterior, num_draws: int, arrived: bool) -> Iterator[Fin
     args, kwargs = posterior._args, posterior._kwargs
     options: dict[str, Any] = {"device": posterior.origin_device, "dtype": dtype, "chain_chunk": CHUNK}
     options["subsampled"] = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a mini-batch's scale: that is looked at here
+    with without_warnings(UserWarning):  # of a mini-batch's scale: that is looked at here
         full = Potential(posterior.model, args, kwargs, **options)
     if full.row_counts:
         return  # the model draws its own mini-batches, which Pyro's plates scale themselves
@@ -372,8 +371,7 @@ def _energy(posterior: Posterior, num_draws: int, arrived: bool) -> Iterator[Fin
     own = (z.flatten(0, 1) * gradient).mean(1).reshape(z.shape[:2])
     yield _temperature("temperature", own.double().cpu(), arrived)
     if batch_size is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
+        with without_warnings(UserWarning):
             parts = Potential(posterior.model, args, kwargs, batch_size=batch_size, **options)
         if ROWS in parts.row_counts:
             yield _batch_scale(full, parts, z[:, -1][:8])

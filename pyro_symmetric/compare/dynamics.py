@@ -129,7 +129,7 @@ class EquivalentModes:
 
     :param log_number: natural logarithm of the number.
     :param permutations: factor -> (units, log of their number of orders); nested factors count once for each copy.
-    :param signs: factor -> (units, log of their number of signs).
+    :param signs: factor -> (units, log of their number of signs; flips that others do together don't count).
     """
 
     log_number: float
@@ -167,9 +167,9 @@ def equivalent_modes(symmetry: WeightSymmetry | FiniteGroup | PermutationGroup) 
     :param symmetry: the group, or a network's symmetry.
     """
     permutations = permutations_of(symmetry)
-    signs = {} if isinstance(symmetry, PermutationGroup) else symmetry.signs.factors
+    signs = {} if isinstance(symmetry, PermutationGroup) else symmetry.signs.independent
     orders = {name: (size, math.lgamma(size + 1)) for name, size in permutations.factors.items()}
-    flips = {name: (size, size * math.log(2)) for name, size in signs.items()}
+    flips = {name: (len(units), int(units.sum()) * math.log(2)) for name, units in signs.items()}
     return EquivalentModes(symmetry.log_order(), orders, flips)
 
 
@@ -192,7 +192,7 @@ def excess_mass(weights: Samples, symmetry: HasScalings | ScalingGroup) -> Tenso
             "its scalings"
         )
     group = symmetry if isinstance(symmetry, ScalingGroup) else symmetry.scalings
-    minimum = minimal_mass(weights, group, scale_free="hold").mass
+    minimum = minimal_mass(weights, group.without_buffers(), scale_free="hold").mass
     dims = minimum.dim()
     mass = torch.zeros_like(minimum)
     for site in group.weight_sites:

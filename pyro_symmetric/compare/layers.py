@@ -205,9 +205,15 @@ def _warn_of_chains(weights: Mapping[str, Tensor]) -> None:
         )
 
 
+def comparing(symmetry: Any, weights: Mapping[str, Tensor]) -> Any:
+    """The symmetry as it acts on weights that are compared, and predict nothing: running statistics may be missing."""
+    held = all(site in weights for site in getattr(symmetry, "buffers", ()))
+    return symmetry if held else symmetry.without_buffers()
+
+
 def _removal(symmetry: Any) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
     if isinstance(symmetry, PermutationGroup | SignGroup | FiniteGroup) or hasattr(symmetry, "permutations"):
-        return lambda weights: canonical_form(weights, symmetry)
+        return lambda weights: canonical_form(weights, comparing(symmetry, weights))
     if callable(symmetry) and not isinstance(symmetry, nn.Module):
         return symmetry
     raise TypeError(

@@ -22,6 +22,7 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
+from pyro_symmetric.symmetry.factored import moved_weights
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, FiniteGroup, SignedFlatAction, SignedPermutation
 from pyro_symmetric.symmetry.permutation import FlatAction, Permutation
 from pyro_symmetric.symmetry.rescaling import SignGroup
@@ -64,7 +65,7 @@ class ConstrainedAction:
 
         Computed in float64: near the boundary of a simplex, in float32, a bijection and its inverse lose the value.
         """
-        moved = element(self.constrain(vector.double()))
+        moved = moved_weights(element, self.constrain(vector.double()), vector.shape[:-1])
         batch = torch.broadcast_shapes(vector.shape[:-1], element.batch_shape)
         parts = [self.transforms[site].inv(moved[site]).reshape(*batch, -1) for site in self.transforms]
         return torch.cat(parts, -1).to(vector.dtype)

@@ -18,6 +18,7 @@ from pyro_symmetric.distributions.orbit import CHUNK_NUMBERS, Action, Bound, log
 from pyro_symmetric.distributions.permanent import LARGEST_PERMANENT, log_permanent
 from pyro_symmetric.distributions.unit_sets import unit_sets
 from pyro_symmetric.distributions.units import UnitDensities, independent_factors, pair_log_densities
+from pyro_symmetric.symmetry.factored import moved_weights
 from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
 from pyro_symmetric.symmetry.weights import Weights
 
@@ -108,7 +109,8 @@ def without(group: PermutationGroup, names: Sequence[str]) -> PermutationGroup:
 
 def _summed_over(group: PermutationGroup, normals: Normals, draws: Weights, elements: Permutation) -> Tensor:
     """``log Σ_p q(p·e·w)`` over a group of factors that share no site, for elements ``e`` ``(E, 1)``: ``(E, N)``."""
-    moved = elements(draws) if elements.images else {site: value[None] for site, value in draws.items()}
+    rows = len(next(iter(draws.values())))
+    moved = moved_weights(elements, draws, (rows,)) if elements.images else {s: v[None] for s, v in draws.items()}
     count, batch = next(iter(moved.values())).shape[:2]
     total: Tensor | float = 0.0
     for site, value in moved.items():

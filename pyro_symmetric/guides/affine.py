@@ -19,11 +19,12 @@ from torch.distributions import constraints
 
 from pyro_symmetric.distributions.constrained import commutes_with_permutations
 from pyro_symmetric.guides.layout import SiteLayout
+from pyro_symmetric.symmetry.factored import require_buffers
 from pyro_symmetric.symmetry.permutation import Permutation
 from pyro_symmetric.symmetry.rescaling import Multipliers
 from pyro_symmetric.symmetry.shift import Shift
 from pyro_symmetric.symmetry.weight_symmetry import Action
-from pyro_symmetric.symmetry.weights import flatten, unflatten
+from pyro_symmetric.symmetry.weights import flatten, require_same_network, unflatten
 
 
 class AffineAction:
@@ -89,6 +90,8 @@ def _require_affine(step: Any, sites: dict[str, SiteLayout]) -> None:
             "(element.select(0) is the first)"
         )
     shapes = step.group.site_shapes
+    require_same_network(sites, shapes, "the guide")
+    require_buffers(sites, step.group.buffers, "the guide")
     for name in step.group.required_sites:
         if name not in sites:
             raise ValueError(

@@ -35,8 +35,8 @@ def push_forward(guide: AutoGuide, element: Action) -> GaussianGuide | AutoModes
 
     The moments are copied, so training either guide later doesn't change the other. The result needs no model to draw
     from, can be trained further with stock SVI, and can be saved. ``symmetry.act(element, guide)`` does the same.
-    Running statistics aren't sites of a guide: where the element moves some, ``symmetry.act(element, net)`` moves those
-    of the network.
+    Running statistics aren't sites of a guide: elements that move some are refused; those of ``symmetry.holding(net)``
+    don't.
 
     :param guide: a set-up guide: ``AutoNormal`` or ``AutoDiagonalNormal`` (then the result is an
         :class:`AutoMeanField`), ``AutoLowRankMultivariateNormal`` (:class:`AutoLowRank`), ``AutoMultivariateNormal``

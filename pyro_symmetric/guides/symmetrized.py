@@ -33,6 +33,7 @@ from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, action_on, lay
 from pyro_symmetric.guides.one_sided import GuideDensity
 from pyro_symmetric.guides.suggest import require_estimator, suggest_estimator
 from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.symmetry.factored import moved_weights
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, SignedFlatAction, finite_part
 from pyro_symmetric.symmetry.joint_density import InconclusiveError
 from pyro_symmetric.symmetry.model_check import check
@@ -144,7 +145,7 @@ class AutoSymmetrized(WeightsGuide):
         if not orbit:
             return weights
         element = self.group.sample(sample_shape, device=next(iter(weights.values())).device)
-        return element(weights)
+        return moved_weights(element, weights, sample_shape)
 
     def median(self, *args: Any, orbit: bool = False, num_samples: int = 2000, **kwargs: Any) -> Weights:
         """Medians of the weights, by site; see :meth:`quantiles`."""

@@ -7,7 +7,8 @@ number of chains, since one for all of them is slower: fewer chains are padded t
 from __future__ import annotations
 
 import contextlib
-import warnings
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from pyro_symmetric._process import LOCK, without_warnings
 from pyro_symmetric.mcmc.network import Probe
 
 Evaluate = Callable[[Tensor, Mapping[str, Tensor] | None], tuple[Tensor, Tensor]]
@@ -56,8 +58,7 @@ class Compiled:
             return self._evaluate(z, dict(zip(names, batches, strict=True)) or None)
 
         try:
-            with warnings.catch_warnings():  # of the compiler about itself; they are many, and no one's here to heed
-                warnings.simplefilter("ignore")
+            with without_warnings():  # of the compiler about itself; they are many, and no one's here to heed
                 with _unchecked():
                     traced = make_fx(evaluate)(*inputs)
                 program = torch.compile(traced, fullgraph=True, dynamic=False)
@@ -79,18 +80,44 @@ class Compiled:
         return run
 
 
-@contextlib.contextmanager
-def _unchecked() -> Iterator[None]:
-    """Without distributions' checks of values, which no trace can hold.
+class _Unchecked:
+    """Without distributions' checks of values, which no trace can hold; in the threads that are inside alone.
 
-    ``pyro.validation_enabled(False)`` doesn't reach those that were made before, such as a ``PyroSample``'s.
+    ``pyro.validation_enabled(False)`` doesn't reach those that were made before, such as a ``PyroSample``'s. The check
+    is replaced as the first thread enters and put back as the last one leaves, in whatever order they do.
     """
-    checking = Distribution._validate_sample
-    Distribution._validate_sample = lambda self, value: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Distribution._validate_sample = checking  # type: ignore[method-assign]
+
+    def __init__(self) -> None:
+        self._inside: Counter[int] = Counter()
+        self._checking: Any = None
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        with LOCK:
+            if not self._inside:
+                self._install()
+            self._inside[thread] += 1
+        try:
+            yield
+        finally:
+            with LOCK:
+                self._inside[thread] -= 1
+                self._inside = +self._inside
+                if not self._inside:
+                    Distribution._validate_sample = self._checking  # type: ignore[method-assign]
+
+    def _install(self) -> None:
+        checking = self._checking = Distribution._validate_sample
+
+        def check_outside(distribution: Distribution, value: Tensor) -> None:
+            if threading.get_ident() not in self._inside:
+                checking(distribution, value)
+
+        Distribution._validate_sample = check_outside  # type: ignore[method-assign, assignment]
+
+
+_unchecked = _Unchecked()
 
 
 def _padded(value: Tensor, size: int) -> Tensor:

@@ -38,7 +38,7 @@ class Problem:
     :param settings: what was asked for.
     :param dataset: training, test and out-of-distribution rows.
     :param model: the Bayesian network.
-    :param symmetry: of the network.
+    :param symmetry: of the posterior: of the network with its running statistics, if any, held as they are.
     :param scratch: where the method that is being fitted may keep what it has so far, to go on from after a stop; a
         folder that needn't exist yet. ``None``: nowhere.
     """
@@ -107,7 +107,7 @@ def build_problem(settings: StudySettings) -> Problem:
     check_net(net, dataset)
     check_settings(settings, net, dataset)
     settle_statistics(net, dataset.train_x)
-    symmetry = find_symmetry(net.eval(), dataset.train_x[:2], logits=dataset.task == "classification")
+    symmetry = find_symmetry(net.eval(), dataset.train_x[:2], logits=dataset.task == "classification").holding(net)
     prior = GaussianPrior(settings.prior_scale, settings.prior_fan_in, settings.prior_scales)
     model = BayesianModel(net, prior, _likelihood(settings, dataset), num_data=len(dataset.train_x))
     return Problem(settings, dataset, model, symmetry)

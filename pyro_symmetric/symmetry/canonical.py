@@ -80,9 +80,9 @@ def canonicalize(
     biases, then the largest and smallest outgoing weight; if all of these tie they stay in the order in which they
     came. Keys tie if they differ by no more than rounding.
 
-    *Running statistics.* Where the symmetry moves buffers (batch normalisation) and ``weights`` holds none, the result
-    computes the same function only with buffers moved along: a posterior of a network whose statistics are fixed
-    isn't invariant under those factors. Leave them out by ``symmetry.without(...)``, or add the buffers to ``weights``.
+    *Running statistics.* Where the symmetry moves buffers (batch normalisation), ``weights`` must hold them: moved
+    without them, the network computes something else. A posterior over parameters alone, of a network whose statistics
+    stay, has the symmetries ``symmetry.holding(net)``.
 
     :param weights: site -> tensor ``batch_shape + site_shape``; every element of the batch gets its own canonical form.
     :param symmetry: the symmetries to remove, or a bare ``PermutationGroup``, ``SignGroup`` or ``FiniteGroup``, of
@@ -94,7 +94,7 @@ def canonicalize(
         units that have no minimum get norm one), ``None`` leaves the scales.
     :param signs: whether to remove the signs of odd units.
     :param shifts: whether to remove the shift of a softmax.
-    :raises ValueError: if an option is unknown, weights are missing, misshaped, NaN or infinite.
+    :raises ValueError: if an option is unknown, weights are missing, misshaped, NaN or infinite, or another network's.
     """
     form = canonical_form(weights, symmetry, permutations, scalings, signs, shifts)
     ordered = symmetry if isinstance(symmetry, PermutationGroup) else getattr(symmetry, "permutations", None)

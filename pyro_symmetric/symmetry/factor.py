@@ -21,7 +21,7 @@ class Axis:
     :param dim: the axis, counted from the front of the site's shape.
     :param index: LongTensor ``(blocks, n)``: unit ``i`` occupies the positions ``index[:, i]``. A plain axis is
         ``arange(n)[None]``; a flattened channel of ``hw`` pixels has ``hw`` blocks; positions that are not listed stay.
-    :param buffer: whether the site is a buffer (running statistics): moved where present, not missed where absent.
+    :param buffer: whether the site is a buffer (running statistics), which guides and models needn't hold.
     :param span: how many axes, from ``dim`` on, count as one that is flattened. Input channels of a grouped convolution
         span two: those of group ``g`` occupy columns (axis 1) of the rows (axis 0) of that group only.
     """
@@ -91,7 +91,7 @@ class RescaledAxis:
     :param index: LongTensor ``(blocks, n)``: unit ``i`` multiplies the positions ``index[:, i]``.
     :param exponent: the weight is multiplied by ``factor ** exponent``: 1 for what enters a unit (its rows and bias),
         -1 for what leaves it (for signs too, although -1 and 1 then act alike), 2 for a running variance.
-    :param buffer: whether the site is a buffer: rescaled where present, not missed where absent.
+    :param buffer: whether the site is a buffer, see :class:`Axis`.
     :param epsilon: if given, the stored value ``v`` becomes ``factor ** exponent * (v + epsilon) - epsilon``.
     :param span: how many axes, from ``dim`` on, count as one that is flattened, see :class:`Axis`.
     """

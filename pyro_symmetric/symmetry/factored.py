@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.symmetry.view import AnyAxis, length_of, stretch, views_of
-from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_same_network, require_sites
 
 
 class AnyFactor(Protocol):
@@ -117,6 +118,32 @@ class FactoredGroup(Generic[F, A]):
             if not all(axis.buffer for members in by_dim.values() for _, axis in members)
         )
 
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The buffers (running statistics) that the group acts on."""
+        required = self.required_sites
+        return tuple(site for site in self.sites if site not in required)
+
+    def leaving(self, sites: Iterable[str]) -> Self:
+        """The same factors without their axes along ``sites``, of which the group then knows nothing."""
+        left = set(sites) & set(self.site_shapes)
+        if not left:
+            return self
+        factors = [
+            replace(factor, axes=tuple(axis for axis in factor.axes if axis.site not in left))  # type: ignore[type-var]
+            for factor in self._factors.values()
+        ]
+        shapes = {site: shape for site, shape in self.site_shapes.items() if site not in left}
+        return type(self)(factors, shapes, (span for span in self.spans if span[0] not in left))
+
+    def without_buffers(self) -> Self:
+        """The same factors acting on parameters alone; buffers (running statistics) stay as they are.
+
+        That changes what a network computes, unless buffers have the same values for all units: it serves to compare
+        weights, and where the invariance of a density is checked by itself.
+        """
+        return self.leaving(self.buffers)
+
     def members(self, site: str) -> dict[int, list[tuple[str, A]]]:
         """For each axis of a viewed site that the group acts on: (factor name, axis) pairs, in the order of acting."""
         return self._members.get(site, {})
@@ -148,9 +175,18 @@ class FactoredGroup(Generic[F, A]):
         return {site: self.view(site, value) for site, value in weights.items()}
 
     def batch_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
-        """The batch shape of ``weights``, checked against the sites' shapes."""
+        """The batch shape of ``weights`` that are only looked at, checked against the sites' shapes."""
         require_sites(weights, self.required_sites)
         return batch_shape(weights, self.site_shapes)
+
+    def acted_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
+        """The batch shape of ``weights`` that are to be moved.
+
+        :raises ValueError: if sites are missing, buffers included, or don't fit; if there are another network's.
+        """
+        require_buffers(weights, self.buffers)
+        require_same_network(weights, self.site_shapes)
+        return self.batch_shape(weights)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -224,6 +260,29 @@ def table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     """Indented lines with aligned columns: left, right, ragged."""
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     return [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]}" for row in rows]
+
+
+def require_buffers(weights: Iterable[str], buffers: Iterable[str], name: str = "weights") -> None:
+    """:raises ValueError: if buffers that a group moves aren't there, so that moving the rest changes predictions."""
+    missing = [site for site in buffers if site not in weights]
+    if missing:
+        raise ValueError(
+            f"{name} holds no running statistics {missing}, which the symmetry moves along with the parameters: moved "
+            "without them, the network computes something else. If they stay in the network as it is (a posterior over "
+            "parameters alone), take symmetry.holding(net), which leaves them as they are; if every set of weights has "
+            "its own, add them"
+        )
+
+
+def moved_weights(element: Any, weights: Mapping[str, Tensor], own: Sequence[int]) -> Weights:
+    """All sites as an element moves them, whether or not buffers are among them; batch shapes broadcast.
+
+    :param own: the batch shape of ``weights``.
+    """
+    shape = torch.broadcast_shapes(element.batch_shape, tuple(own))
+    return {
+        site: element.moved(site, value).expand((*shape, *value.shape[len(own) :])) for site, value in weights.items()
+    }
 
 
 def same_group(mine: object, other: object) -> None:

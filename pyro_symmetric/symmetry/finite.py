@@ -19,11 +19,18 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.symmetry.carrying import SignCarrier
-from pyro_symmetric.symmetry.factored import gather_last, same_group
+from pyro_symmetric.symmetry.factored import gather_last, moved_weights, require_buffers, same_group
 from pyro_symmetric.symmetry.flat import FlatAction
 from pyro_symmetric.symmetry.permutation import ENUMERATION_LIMIT, Permutation, PermutationGroup
 from pyro_symmetric.symmetry.rescaling import Sign, SignGroup
-from pyro_symmetric.symmetry.weights import Weights, batch_shape, flatten, require_sites, unflatten
+from pyro_symmetric.symmetry.weights import (
+    Weights,
+    batch_shape,
+    flatten,
+    require_same_network,
+    require_sites,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     from pyro_symmetric.symmetry.model_check import ModelVerification
@@ -87,10 +94,26 @@ class FiniteGroup:
         """Natural logarithm of the number of elements."""
         return self.permutations.log_order() + self.signs.log_order()
 
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The buffers (running statistics) that the group acts on."""
+        return tuple(dict.fromkeys((*self.permutations.buffers, *self.signs.buffers)))
+
+    def without_buffers(self) -> FiniteGroup:
+        """The same factors acting on parameters alone; see ``PermutationGroup.without_buffers``."""
+        buffers = self.buffers
+        return FiniteGroup(self.permutations.leaving(buffers), self.signs.leaving(buffers)) if buffers else self
+
     def batch_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
-        """The batch shape of ``weights``, checked against the sites' shapes."""
+        """The batch shape of ``weights`` that are only looked at, checked against the sites' shapes."""
         require_sites(weights, self.required_sites)
         return batch_shape(weights, self.site_shapes)
+
+    def acted_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
+        """The batch shape of ``weights`` that are to be moved, all sites, buffers included."""
+        require_buffers(weights, self.buffers)
+        require_same_network(weights, self.site_shapes)
+        return self.batch_shape(weights)
 
     def over(self, site_shapes: Mapping[str, torch.Size]) -> FiniteGroup:
         """The same factors, for a model with these sites."""
@@ -213,8 +236,11 @@ class SignedPermutation:
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Weights:
         """Act on weights; sites that the group doesn't touch are passed on, expanded to the same batch shape."""
-        self.group.batch_shape(weights)
-        return self.permutation(self.sign(weights))
+        return moved_weights(self, weights, self.group.acted_shape(weights))
+
+    def moved(self, site: str, value: Tensor) -> Tensor:
+        """Act on one site alone; batch shapes broadcast."""
+        return self.permutation.moved(site, self.sign.moved(site, value))
 
 
 class SignedFlatAction:
@@ -239,7 +265,8 @@ class SignedFlatAction:
         """Tensor ``element.batch_shape + (D,)`` of signs that the vector is multiplied by, before it is gathered."""
         images = element.sign.images
         device = next(iter(images.values())).device if images else None
-        return self.flatten(element.sign(self.unflatten(torch.ones(self.dim, device=device, dtype=dtype))))
+        ones = self.unflatten(torch.ones(self.dim, device=device, dtype=dtype))
+        return self.flatten(moved_weights(element.sign, ones, ()))
 
     def index(self, element: SignedPermutation) -> Tensor:
         """LongTensor ``element.batch_shape + (D,)`` of the gather."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyro_symmetric.symmetry.factored import gather_last
+from pyro_symmetric.symmetry.factored import gather_last, moved_weights
 from pyro_symmetric.symmetry.weights import Weights, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class FlatAction:
     def index(self, element: Permutation) -> Tensor:
         """LongTensor ``element.batch_shape + (D,)`` such that acting is ``vector.gather(-1, index)``."""
         device = next(iter(element.images.values())).device if element.images else None
-        return self.flatten(element(self.unflatten(torch.arange(self.dim, device=device))))
+        return self.flatten(moved_weights(element, self.unflatten(torch.arange(self.dim, device=device)), ()))
 
     def __call__(self, vector: Tensor, element: Permutation) -> Tensor:
         """Act on vectors; batch shapes broadcast."""

@@ -48,12 +48,12 @@ def table(symmetry: WeightSymmetry) -> str:
     group, signs = symmetry.permutations, symmetry.signs
     head = (
         f"WeightSymmetry: {len(group.factors)} permutation factors (log-order {group.log_order():.1f}), "
-        f"{symmetry.scalings.dim} scales, {sum(signs.factors.values())} signs, {len(symmetry.shifts.sites)} shifts"
+        f"{symmetry.scalings.dim} scales, {signs.dim} signs, {len(symmetry.shifts.sites)} shifts"
     )
     rows: list[Row] = [_row(group, alike) for alike in _folded(group)]
     for kind, rescalings in (("scaling", symmetry.scalings), ("sign", signs)):
         for name, size in rescalings.factors.items():
-            order = f"{size * math.log(2):.1f}" if kind == "sign" else ""
+            order = f"{int(signs.independent[name].sum()) * math.log(2):.1f}" if kind == "sign" else ""
             rows.append((kind, name, str(size), order, _members(rescalings.factor(name).axes)))
     rows += [("shift", site, "1", "", site) for site in symmetry.shifts.sites]
     if not rows:

@@ -11,6 +11,7 @@ from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_symmetric.symmetry.factored import moved_weights
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup
 from pyro_symmetric.symmetry.weights import Weights
 
@@ -63,7 +64,8 @@ class JointDensity:
 
     def change(self, point: Point, element: Any) -> tuple[bool, float, tuple[str, ...]]:
         """Whether an element changes the joint density, by how many nats, and which sites' densities."""
-        moved = element.to(next(iter(point.weights.values())).device)(point.weights)
+        # Buffers stay in the model: whether it has the symmetry all the same is what its density tells.
+        moved = moved_weights(element.to(next(iter(point.weights.values())).device), point.weights, ())
         try:
             after = self._log_probs(moved, point.rows)
         except ValueError:  # the model ran at the draw itself, but a distribution refuses the moved weights

@@ -91,7 +91,8 @@ def minimal_mass(
     :param scale_free: what becomes of weights that a pinned unit multiplies: ``"leave_out"`` or ``"hold"``.
     :param sites: the sites whose squared norm is the mass; by default all weights, see
         :attr:`~pyro_symmetric.symmetry.rescaling.RescalingGroup.weight_sites`.
-    :raises ValueError: if weights are missing, misshaped, NaN or infinite, or ``sites`` are unknown.
+    :raises ValueError: if weights (running statistics that scales move, too) are missing, misshaped, NaN or infinite,
+        or another network's; if ``sites`` are unknown.
     """
     if scale_free not in get_args(ScaleFree):
         raise ValueError(f"scale_free must be one of {list(get_args(ScaleFree))}, found {scale_free!r}")
@@ -99,7 +100,7 @@ def minimal_mass(
     if not isinstance(group, ScalingGroup):
         raise TypeError(f"symmetry must be a ScalingGroup or have one as .scalings, found {type(symmetry).__name__}")
     require_finite(weights)
-    shape = group.batch_shape(weights)
+    shape = group.acted_shape(weights)
     counted = [site for site in (group.weight_sites if sites is None else tuple(sites))]
     unknown = [site for site in counted if site not in group.site_shapes]
     if unknown:

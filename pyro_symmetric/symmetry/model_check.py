@@ -9,7 +9,6 @@ a few more, are tried until one holds.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ import pyro
 import torch
 from pyro import poutine
 
+from pyro_symmetric._process import without_warnings
 from pyro_symmetric.generators import kept
 from pyro_symmetric.symmetry.factor import Axis, RescaledAxis
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, FiniteGroup, finite_part
@@ -146,9 +146,8 @@ def check(
         torch.no_grad(),
         poutine.block(),
         pyro.validation_enabled(False),
-        warnings.catch_warnings(),
+        without_warnings(),
     ):
-        warnings.simplefilter("ignore")
         points = [density.draw(finite) for _ in range(trials)]
         broken: list[BrokenFactor] = []
         if any(density.change(point, element)[0] for point in points for element in _whole(finite)):

@@ -7,7 +7,7 @@ look alike form one factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pyro_symmetric.symmetry.assembly import module_name
+from pyro_symmetric.symmetry.elimination import eliminated, eliminated_signs
 from pyro_symmetric.symmetry.facts import Facts, Leaf, Term
 from pyro_symmetric.symmetry.forest import components
 from pyro_symmetric.symmetry.labels import Array
@@ -191,7 +192,7 @@ def _kernel(equations: Sequence[dict[int, Fraction]], size: int, signs: bool) ->
     """A basis of the solutions: one vector for each free unknown; none at all if too many are free."""
     if size - len(equations) > FREE:
         return []
-    solved = _eliminated_signs(equations) if signs else _eliminated(equations)
+    solved = eliminated_signs(equations) if signs else eliminated(equations)
     free = [i for i in range(size) if i not in solved]
     if len(free) > FREE:
         return []
@@ -203,47 +204,6 @@ def _kernel(equations: Sequence[dict[int, Fraction]], size: int, signs: bool) ->
         denominator = int(np.lcm.reduce([v.denominator for v in vector]))
         vectors.append([int(v * denominator) for v in vector])
     return vectors
-
-
-def _eliminated(equations: Iterable[dict[int, Fraction]]) -> dict[int, dict[int, Fraction]]:
-    """Gauss-Jordan elimination on sparse rows: pivot -> the combination of free unknowns that it equals."""
-    solved: dict[int, dict[int, Fraction]] = {}
-    for terms in equations:
-        terms = _substituted(terms, solved)
-        if not terms:
-            continue
-        pivot = max(terms)
-        scale = -terms.pop(pivot)
-        solved[pivot] = {k: v / scale for k, v in terms.items()}
-        for known in [known for known, form in solved.items() if pivot in form]:
-            solved[known] = _substituted(solved[known], {pivot: solved[pivot]})
-    return solved
-
-
-def _eliminated_signs(equations: Iterable[dict[int, Fraction]]) -> dict[int, dict[int, Fraction]]:
-    """The same modulo two, with rows as bits."""
-    solved: dict[int, int] = {}
-    for terms in equations:
-        row = 0
-        for unknown, coefficient in terms.items():
-            row ^= (int(coefficient) % 2) << unknown
-        for pivot, form in solved.items():
-            if row >> pivot & 1:
-                row ^= form | 1 << pivot
-        if row:
-            pivot = row.bit_length() - 1
-            row ^= 1 << pivot
-            solved = {known: form ^ row ^ (1 << pivot) if form >> pivot & 1 else form for known, form in solved.items()}
-            solved[pivot] = row
-    return {p: {i: Fraction(1) for i in range(form.bit_length()) if form >> i & 1} for p, form in solved.items()}
-
-
-def _substituted(terms: dict[int, Fraction], solved: dict[int, dict[int, Fraction]]) -> dict[int, Fraction]:
-    result: dict[int, Fraction] = {}
-    for unknown, coefficient in terms.items():
-        for k, v in solved.get(unknown, {unknown: Fraction(1)}).items():
-            result[k] = result.get(k, Fraction(0)) + coefficient * v
-    return {k: v for k, v in result.items() if v}
 
 
 def _is_idle(parts: Sequence[RescaledAxis], shapes: Mapping[str, torch.Size]) -> bool:

@@ -27,6 +27,7 @@ from pyro_symmetric.symmetry.factored import (
     FactoredGroup,
     declared_axes,
     gather_last,
+    moved_weights,
     permute_axis,
     same_group,
     table,
@@ -312,11 +313,7 @@ class Permutation:
 
         Sites that the group doesn't move are passed on, expanded to the same batch shape.
         """
-        own = self.group.batch_shape(weights)
-        shape = torch.broadcast_shapes(self.batch_shape, own)
-        return {
-            site: self.moved(site, value).expand((*shape, *value.shape[len(own) :])) for site, value in weights.items()
-        }
+        return moved_weights(self, weights, self.group.acted_shape(weights))
 
     def moved(self, site: str, value: Tensor) -> Tensor:
         """Act on one site alone; batch shapes broadcast."""

@@ -19,6 +19,7 @@ arXiv 2310.08287, section 3 (scaling); Wiese et al. 2023, arXiv 2304.02902 (sign
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.symmetry.factor import RescaledAxis, RescalingFactor
-from pyro_symmetric.symmetry.factored import FactoredGroup, along_axis, declared_axes, same_group, table
+from pyro_symmetric.symmetry.factored import FactoredGroup, along_axis, declared_axes, moved_weights, same_group, table
+from pyro_symmetric.symmetry.independence import independent_units
 from pyro_symmetric.symmetry.shift import Shift, ShiftGroup
 from pyro_symmetric.symmetry.weights import Weights, shapes_of
 
@@ -63,6 +65,7 @@ class RescalingGroup(FactoredGroup[RescalingFactor, RescaledAxis], Generic[E]):
     """
 
     verb = "rescales"
+    are_signs = False  # whether multipliers are signs
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: the sites' shapes and the factors with their axes."""
@@ -101,6 +104,16 @@ class RescalingGroup(FactoredGroup[RescalingFactor, RescaledAxis], Generic[E]):
         for name, factor in self._factors.items():
             rows.append((name, str(factor.size), ", ".join(map(str, factor.axes))))
         return "\n".join([type(self).__name__, *table(rows)])
+
+    @functools.cached_property
+    def independent(self) -> dict[str, Tensor]:
+        """Factor -> bool ``(n,)``: units whose multipliers are independent and together do what all units' do."""
+        return independent_units(self, self.are_signs)
+
+    @property
+    def dim(self) -> int:
+        """The number of independent multipliers."""
+        return sum(int(units.sum()) for units in self.independent.values())
 
     # its elements ---------------------------------------------------------------------------------------------------
 
@@ -207,11 +220,7 @@ class Multipliers(Generic[G]):
 
         Sites that the group doesn't rescale are passed on, expanded to the same batch shape; dtypes stay.
         """
-        own = self.group.batch_shape(weights)
-        shape = torch.broadcast_shapes(self.batch_shape, own)
-        return {
-            site: self.moved(site, value).expand((*shape, *value.shape[len(own) :])) for site, value in weights.items()
-        }
+        return moved_weights(self, weights, self.group.acted_shape(weights))
 
     def moved(self, site: str, value: Tensor) -> Tensor:
         """Act on one site alone; batch shapes broadcast."""
@@ -238,11 +247,6 @@ class ScalingGroup(RescalingGroup["Scaling"]):
         bad = ~(torch.isfinite(value) & (value > 0))
         if bool(bad.any()):
             raise ValueError(f"element[{name!r}] must hold finite numbers > 0; it holds {float(value[bad][0])}")
-
-    @property
-    def dim(self) -> int:
-        """The number of free scales."""
-        return sum(self.factors.values())
 
     def sample(
         self,
@@ -271,7 +275,12 @@ class Scaling(Multipliers[ScalingGroup]):
 
 
 class SignGroup(RescalingGroup["Sign"]):
-    """Sign flips: of units whose activation is odd, of the factors of a factor analysis. Two elements per unit."""
+    """Sign flips: of units whose activation is odd, of the factors of a factor analysis. Two elements per unit.
+
+    Flips of some units may do together what flips of others do: such elements act alike, and count once.
+    """
+
+    are_signs = True
 
     @classmethod
     def declare(
@@ -312,23 +321,26 @@ class SignGroup(RescalingGroup["Sign"]):
             raise ValueError(f"element[{name!r}] must hold +1 or -1 only; it holds {float(value[bad][0])}")
 
     def order(self) -> int:
-        """The number of elements of the group, exactly."""
-        return 2 ** sum(self.factors.values())
+        """The number of elements that act differently, exactly."""
+        return int(2**self.dim)
 
     def log_order(self) -> float:
-        """Natural logarithm of the number of elements, ``n log 2``."""
-        return sum(self.factors.values()) * math.log(2.0)
+        """Natural logarithm of the number of elements that act differently."""
+        return self.dim * math.log(2.0)
 
     def enumerate(self) -> Sign:
-        """All elements, as one batch of shape ``(order,)`` that starts with the identity.
+        """All elements that act differently, as one batch of shape ``(order,)`` that starts with the identity.
 
         :raises ValueError: if there are more than about a million.
         """
-        units = sum(self.factors.values())
-        if units > ENUMERATION_LIMIT:
-            raise ValueError(f"the group has 2^{units} elements; at most 2^{ENUMERATION_LIMIT} can be enumerated")
-        signs = torch.tensor(list(itertools.product((1.0, -1.0), repeat=units)), dtype=torch.get_default_dtype())
-        pieces = signs.split(list(self.factors.values()), dim=-1) if self.factors else ()
+        if self.dim > ENUMERATION_LIMIT:
+            raise ValueError(f"the group has 2^{self.dim} elements; at most 2^{ENUMERATION_LIMIT} can be enumerated")
+        dtype = torch.get_default_dtype()
+        signs = torch.tensor(list(itertools.product((1.0, -1.0), repeat=self.dim)), dtype=dtype)
+        every = torch.ones(len(signs), sum(self.factors.values()), dtype=dtype)
+        if self.factors:
+            every[:, torch.cat(list(self.independent.values()))] = signs
+        pieces = every.split(list(self.factors.values()), dim=-1) if self.factors else ()
         return Sign(self, dict(zip(self.factors, pieces, strict=True)))
 
     def sample(

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.symmetry.factored import same_group
-from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.symmetry.factored import moved_weights, same_group
+from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_same_network, require_sites
 
 
 class ShiftGroup:
@@ -60,6 +60,17 @@ class ShiftGroup:
         """The batch shape of ``weights``, checked against the sites' shapes."""
         require_sites(weights, self.sites)
         return batch_shape(weights, self.site_shapes)
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The buffers that the group acts on: none."""
+        return ()
+
+    def leaving(self, sites: Iterable[str]) -> ShiftGroup:
+        """The same shifts for a model without these sites."""
+        left = set(sites)
+        shapes = {site: shape for site, shape in self.site_shapes.items() if site not in left}
+        return ShiftGroup([site for site in self.sites if site not in left], shapes)
 
     def identity(
         self, shape: Sequence[int] = (), device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -139,11 +150,9 @@ class Shift:
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Weights:
         """Act on weights; batch shapes broadcast, sites that aren't shifted are expanded to the same batch shape."""
+        require_same_network(weights, self.group.site_shapes)
         own = self.group.batch_shape(weights) if self.group.sites else batch_shape(weights, self.group.site_shapes)
-        shape = torch.broadcast_shapes(self.batch_shape, own)
-        return {
-            site: self.moved(site, value).expand((*shape, *value.shape[len(own) :])) for site, value in weights.items()
-        }
+        return moved_weights(self, weights, own)
 
     def moved(self, site: str, value: Tensor) -> Tensor:
         """Act on one site alone; batch shapes broadcast."""

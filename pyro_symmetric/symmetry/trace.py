@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import io
-import logging
 import operator
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.conv import _ConvNd
 
+from pyro_symmetric._process import without_fast_attention, without_messages, without_warnings
 from pyro_symmetric.symmetry.facts import Facts
 from pyro_symmetric.symmetry.labeller import Labeller
 from pyro_symmetric.symmetry.labels import Value, opaque
@@ -84,20 +82,12 @@ def unfit(net: nn.Module, inputs: Sequence[Any], error: Exception) -> ValueError
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No fused fast paths (they hide attention from us), no warnings about torch.export's own insides."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = shapes.level
-    shapes.setLevel(logging.ERROR)
-    try:
-        # Where the pass branches on numbers, torch.export prints the graph so far before it raises.
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        shapes.setLevel(level)
+    """No fused fast paths (they hide attention from us), no warnings about torch.export's own insides.
+
+    Where the pass branches on numbers, torch.export prints the graph so far before it raises.
+    """
+    with without_fast_attention(), without_warnings(), without_messages("torch.fx.experimental.symbolic_shapes"):
+        yield
 
 
 def propagate(

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyro_symmetric._process import without_fast_attention, without_warnings
 from pyro_symmetric.symmetry.trace import has_training_branch, unfit
 from pyro_symmetric.symmetry.weight_symmetry import SymmetryElement, WeightSymmetry, copied
 from pyro_symmetric.symmetry.weights import Weights
@@ -202,7 +203,7 @@ def _differs_in_training(net: nn.Module) -> bool:
 
 
 def _randomised(symmetry: WeightSymmetry, copy: nn.Module, net: nn.Module) -> tuple[Weights, Weights]:
-    """Constant and tiny parameters and running statistics of the copy get random values, all else keeps its own.
+    """Constant and tiny parameters, and running statistics that move, get random values; all else keeps its own.
 
     Returns the copy's tensors by site, and the values that they have now: those of the network where they are the same.
     """
@@ -212,7 +213,7 @@ def _randomised(symmetry: WeightSymmetry, copy: nn.Module, net: nn.Module) -> tu
             fan_in = max(1, value.numel() // value.shape[0]) if value.dim() > 1 else 1
             changed[name] = value.add_((0.3 if value.dim() < 2 else fan_in**-0.5) * torch.randn_like(value))
     for name, buffer in copy.named_buffers():
-        own = name.rsplit(".", 1)[-1]
+        own = name.rsplit(".", 1)[-1] if name in symmetry.site_shapes else ""
         if own == "running_mean":
             changed[name] = buffer.normal_(std=0.5)
         elif own == "running_var":
@@ -243,11 +244,8 @@ def _outputs(net: nn.Module, inputs: Sequence[Any], train: bool) -> list[Tensor]
     """All floating-point outputs; None if the network has no such mode (a batch of one, say). Statistics stay."""
     buffers = {name: value.clone() for name, value in net.named_buffers()}
     net.train(train)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), _WithoutDropout(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), without_fast_attention(), without_warnings(), _WithoutDropout():
             outputs = net(*inputs)
     except Exception as error:
         if not train:
@@ -256,7 +254,6 @@ def _outputs(net: nn.Module, inputs: Sequence[Any], train: bool) -> list[Tensor]
             raise
         return None
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         with torch.no_grad():
             for name, value in net.named_buffers():
                 if name in buffers and value.shape == buffers[name].shape:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pyro_symmetric.symmetry.explain import Explanation
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, SignedPermutation, finite_part
@@ -154,19 +155,39 @@ class WeightSymmetry:
         :param target: a module (a new one is returned, with transformed weights and running statistics); a dict of
             weights; a dataclass with a field ``samples`` of them, such as ``Posterior``; or a Gaussian guide (see
             :func:`~pyro_symmetric.guides.push_forward`).
-        :raises ValueError: if a module or a guide meets a batch of elements: it holds one set of weights.
+        :raises ValueError: if a module or a guide meets a batch of elements: it holds one set of weights; if the
+            element, or what it acts on, is of another network, or lacks running statistics that the element moves (see
+            :meth:`holding`).
         """
+        self._require_own(element)
         return acted_on(target, element, self)
 
     def weights_of(self, net: nn.Module) -> Weights:
-        """The network's own tensors, site -> parameter or buffer."""
-        tensors = dict(net.named_parameters()) | dict(net.named_buffers())
+        """The network's own tensors, site -> parameter or buffer.
+
+        :raises ValueError: if its parameters aren't those, with the shapes, of the network that the symmetry was found
+            in.
+        """
+        parameters = dict(net.named_parameters())
+        tensors = parameters | dict(net.named_buffers())
         missing = [site for site in self.site_shapes if site not in tensors]
         if missing:
             raise ValueError(
                 f"net lacks the sites {missing}; is it the network that the symmetry was found for? (A Pyro model's "
                 "invariance is checked by symmetry.permutations.verify(model, ...), and its sites are moved as a dict)"
             )
+        unknown = [name for name in parameters if name not in self.site_shapes]
+        if unknown:
+            raise ValueError(
+                f"net has the parameters {unknown}, which the symmetry doesn't know; is it the network that the "
+                "symmetry was found for?"
+            )
+        for site, shape in self.site_shapes.items():
+            if not is_lazy(tensors[site]) and tensors[site].shape != shape:
+                raise ValueError(
+                    f"{site!r} has shape {tuple(tensors[site].shape)} in net, but {tuple(shape)} in the symmetry; is "
+                    "it the network that the symmetry was found for?"
+                )
         return {site: tensors[site] for site in self.site_shapes}
 
     def verify(self, net: nn.Module, *inputs: Any, tolerance: float = 1e-6, trials: int = 1) -> Any:
@@ -174,6 +195,56 @@ class WeightSymmetry:
         from pyro_symmetric.symmetry.verify import verify
 
         return verify(self, net, *inputs, tolerance=tolerance, trials=trials)
+
+    def _require_own(self, element: Action) -> None:
+        """:raises ValueError: if an element is of a network with other sites or other shapes."""
+        for step in _steps(element):
+            shapes: Mapping[str, torch.Size] = getattr(step, "group", self).site_shapes
+            others = [site for site in {**self.site_shapes, **shapes} if self.site_shapes.get(site) != shapes.get(site)]
+            # A subgroup that holds running statistics doesn't know them.
+            others = [site for site in others if site in shapes or site not in self.buffers]
+            if others:
+                raise ValueError(
+                    f"element is of another network: its sites and those of the symmetry differ in {others[:10]}. Draw "
+                    "it from the symmetry itself, or from one of its groups"
+                )
+
+    # networks whose statistics stay ---------------------------------------------------------------------------------
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The buffers (running statistics) that the symmetry moves along with the parameters."""
+        groups = (self.permutations, self.scalings, self.signs)
+        return tuple(dict.fromkeys(site for group in groups for site in group.buffers))
+
+    def holding(self, net: nn.Module | Mapping[str, Tensor]) -> WeightSymmetry:
+        """What is left of the symmetry if running statistics stay as they are: for weights that hold parameters alone.
+
+        A posterior over parameters alone, of a network with batch normalisation in eval mode, has these symmetries and
+        no more: units whose running statistics differ aren't interchangeable, and can't be rescaled in front of the
+        normalisation. In a fresh network all have mean 0 and variance 1, so that permutations stay.
+
+        :param net: the network, or its buffers by site.
+        :raises ValueError: if it lacks some.
+        """
+        from pyro_symmetric.symmetry.holding import holding
+
+        return holding(self, net)
+
+    def without_buffers(self) -> WeightSymmetry:
+        """The same symmetry acting on parameters alone, whatever that does to predictions: to compare weights."""
+        return self.leaving(self.buffers)
+
+    def leaving(self, sites: Sequence[str]) -> WeightSymmetry:
+        """The same factors without their axes along ``sites``, of which the symmetry then knows nothing."""
+        return WeightSymmetry(
+            self.permutations.leaving(sites),
+            self.scalings.leaving(sites),
+            self.signs.leaving(sites),
+            self.shifts.leaving(sites),
+            self.explanation,
+            self.logits,
+        )
 
     # other names, other formats -------------------------------------------------------------------------------------
 

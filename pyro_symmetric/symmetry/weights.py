@@ -6,6 +6,7 @@ Every entry has shape ``batch_shape + site_shape`` with the same ``batch_shape``
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -62,6 +63,28 @@ def require_sites(weights: Mapping[str, Tensor], sites: Iterable[str], name: str
     missing = [site for site in sites if site not in weights]
     if missing:
         raise ValueError(f"{name} lacks the sites {missing}; it has {sorted(weights)}")
+
+
+def require_same_network(sites: Iterable[str], site_shapes: Shapes, name: str = "weights") -> None:
+    """Further sites of a model (a noise scale, a second network) are none of a symmetry's business; parameters are.
+
+    Parameters are known by their names: they lie in the module in which all sites of the symmetry lie, and are called
+    what those are called: ``weight``, ``bias``.
+
+    :raises ValueError: if there are parameters that the symmetry doesn't know, so that it is another network's.
+    """
+    known = [site.split(".") for site in site_shapes if not is_running_statistic(site)]
+    levels = zip(*(parts[:-1] for parts in known), strict=False)
+    root = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
+    kinds = {parts[-1] for parts in known}
+    found = [site for site in sites if site not in site_shapes]
+    unknown = [s for s in found if "." in s and s.split(".")[: len(root)] == root and s.rpartition(".")[2] in kinds]
+    if unknown:
+        raise ValueError(
+            f"{name} holds the parameters {unknown}, which the symmetry doesn't know: it is that of another network, "
+            "or these are second names of tied parameters. A symmetry acts on the weights of the network that it was "
+            "found in, under the names of net.named_parameters()"
+        )
 
 
 def require_finite(weights: Mapping[str, Tensor], name: str = "weights") -> None:

@@ -497,6 +497,32 @@ def test_a_users_network_is_built_by_its_callable(tmp_path: Path, monkeypatch: p
         build_net(settings(net="my_nets:none"), problem.dataset)
 
 
+def test_canonical_draws_of_a_network_with_batch_normalisation_predict_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its statistics stay as they are: only what leaves them alone is removed."""
+    (tmp_path / "my_norms.py").write_text(
+        "from torch import nn\n"
+        "def normalised(input_shape, num_outputs):\n"
+        "    first = [nn.Linear(input_shape[0], 6), nn.BatchNorm1d(6), nn.ReLU()]\n"
+        "    return nn.Sequential(*first, nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, num_outputs))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problem = build_problem(settings(net="my_norms:normalised"))
+    assert problem.symmetry.permutations.factors == {"3": 5}
+    net = problem.model.net
+    draws = {name: torch.randn(4, *p.shape) for name, p in net.named_parameters()}
+    moved = problem.canonical(draws)
+    assert not torch.equal(moved["3.weight"], draws["3.weight"])
+    for k in range(4):
+        before, after = (
+            torch.func.functional_call(net, {s: v[k] for s, v in weights.items()}, (problem.x[:9],)).softmax(-1)
+            for weights in (draws, moved)
+        )
+        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+
+
 # the command line ---------------------------------------------------------------------------------------------------
 
 

@@ -162,13 +162,16 @@ def test_flat_action_equals_the_action_on_weights(mlp):
     assert same(flat.unflatten(flat.flatten(weights)), {site: weights[site] for site in flat.sites})
 
 
-def test_buffers_are_moved_where_present_and_not_missed_where_absent():
+def test_buffers_move_along_and_are_missed_where_absent():
     index = torch.arange(3)[None]
     axes = (Axis("w", 0, index), Axis("mean", 0, index, buffer=True))
     group = PermutationGroup([Factor("channel", 3, axes)], {"w": (3,), "mean": (3,)})
     p = group.element({"channel": [2, 0, 1]})
     assert p({"w": torch.arange(3), "mean": torch.arange(3)})["mean"].tolist() == [2, 0, 1]
-    assert p({"w": torch.arange(3)})["w"].tolist() == [2, 0, 1]
+    with pytest.raises(ValueError, match=r"holds no running statistics \['mean'\]"):
+        p({"w": torch.arange(3)})
+    alone = group.without_buffers().element({"channel": [2, 0, 1]})
+    assert alone({"w": torch.arange(3)})["w"].tolist() == [2, 0, 1]
 
 
 @pytest.mark.parametrize("make", [lambda: wreath(2, 2, 3), lambda: PermutationGroup([], {"a": torch.Size((2,))})])

@@ -52,6 +52,7 @@ class Problem:
     :param shifts: constants in front of a softmax.
     :param sites: the sites that may be compared: all that the group knows, without buffers.
     :param required: those that must be there.
+    :param buffers: what moves along without being compared.
     """
 
     group: AnyGroup
@@ -59,6 +60,7 @@ class Problem:
     shifts: ShiftGroup
     sites: tuple[str, ...]
     required: frozenset[str]
+    buffers: tuple[str, ...]
 
     @property
     def site_shapes(self) -> dict[str, torch.Size]:
@@ -96,4 +98,5 @@ def problem_of(group: AnyGroup) -> Problem:
     every: list[Any] = [parts.permutations, parts.signs, parts.scalings, shifts]
     required = frozenset(site for own in every for site in own.required_sites)
     acted = {site for own in every for site in own.sites}
-    return Problem(group, parts, shifts, tuple(s for s in shapes if s in required or s not in acted), required)
+    sites = tuple(site for site in shapes if site in required or site not in acted)
+    return Problem(group, parts, shifts, sites, required, tuple(site for site in shapes if site in acted - required))
