@@ -1,0 +1,26 @@
+"""Draws without their symmetries: each brought to one frame by what its orbit and all draws together say."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pyro_symmetric.alignment.many import align_many
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.finite import finite_part
+from pyro_symmetric.symmetry.weights import Weights
+
+Draws = TypeVar("Draws", Posterior, Weights)
+
+
+def one_frame(canonical: Draws, symmetry: Any) -> Draws:
+    """Canonical forms, their units and signs moved to where they lie closest to the mean of all draws.
+
+    A canonical form sorts units by one key, and tells nothing of units whose keys overlap; alignment looks at all that
+    a unit has. It starts from canonical forms, so that where it ends depends on the draws' orbits, not on the copies in
+    which they came, and it never sees which chain or sample a draw belongs to: draws whose orbits are exchangeable are
+    so in this frame too. Scales stay those of the canonical form.
+
+    :param canonical: draws in canonical form, a ``Posterior`` or weights ``(draws, *site_shape)``.
+    :param symmetry: what canonical forms were taken of, a symmetry or a group.
+    """
+    return align_many(canonical, finite_part(symmetry), triples=0, progress=False).aligned
