@@ -9,6 +9,8 @@ from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.finite import finite_part
 from pyro_symmetric.symmetry.weights import Weights
 
+MOST_ROUNDS = 10  # any frame will do, so the last per cent of the distance needn't be won
+
 Draws = TypeVar("Draws", Posterior, Weights)
 
 
@@ -23,4 +25,4 @@ def one_frame(canonical: Draws, symmetry: Any) -> Draws:
     :param canonical: draws in canonical form, a ``Posterior`` or weights ``(draws, *site_shape)``.
     :param symmetry: what canonical forms were taken of, a symmetry or a group.
     """
-    return align_many(canonical, finite_part(symmetry), triples=0, progress=False).aligned
+    return align_many(canonical, finite_part(symmetry), max_rounds=MOST_ROUNDS, triples=0, progress=False).aligned

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pyro_symmetric.compare.convergence import ConvergenceResult, SpaceConvergence
 
 FEW = "Too few chains or draws to tell whether chains agree: it takes two chains of four draws."
+NONE_MOVES = "the step size is too large for all of them, or the density or its gradient is broken"
 ENOUGH_DRAWS = 400  # effective ones, for stable estimates of R-hat and of quantiles: Vehtari et al. 2021, section 4
 LITTLE_ENERGY = 0.3
 
@@ -40,10 +41,7 @@ def _hopeless(result: ConvergenceResult) -> str | None:
     if result.num_samples < 4:
         return FEW
     if len(result.still) == result.num_chains:
-        return (
-            "No chain moves: all draws of a chain are alike. The step size is too large for all of them, or the "
-            "density or its gradient is broken."
-        )
+        return f"No chain moves, all draws of a chain are alike: {NONE_MOVES}."
     if result.num_chains < 2:
         return FEW
     if result.still:
