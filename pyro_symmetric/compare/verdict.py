@@ -80,7 +80,7 @@ def _agreement(result: ConvergenceResult) -> str:
             start + "not even with their symmetries removed, so they sit in different modes that predict alike, or "
             "haven't mixed."
         )
-    if frames:
+    if any(space.agrees for space in frames.values()):
         return start + "brought to one frame, the weights agree too, so the chains sit in different copies of a mode."
     return start + "they may sit in different copies of a mode; give symmetry= to see."
 
@@ -93,7 +93,7 @@ def _weights_only(weights: SpaceConvergence, frames: Mapping[str, SpaceConvergen
     start = f"The chains don't agree on the weights ({where})"
     if _apart(frames):
         return start + ", not even with their symmetries removed." + unseen
-    if frames:
+    if any(space.agrees for space in frames.values()):
         return start + ", but do once brought to one frame: they sit in different copies of a mode."
     return start + "." + unseen
 
@@ -114,11 +114,12 @@ def _numbers(space: SpaceConvergence) -> str:
 
 
 def _effort(result: ConvergenceResult) -> list[str]:
-    space = result.spaces.get("function", result.spaces["weights"])
+    name = next(name for name in ("function", "aligned", "weights") if name in result.spaces)
+    space = result.spaces[name]
     least = min(space.worst["ess_bulk"], space.worst["ess_tail"])
     if not least < ENOUGH_DRAWS:  # NaN included: too few draws were spoken of before
         return []
-    what = "function" if "function" in result.spaces else "weights"
+    what = "aligned weights" if name == "aligned" else name
     return [f"The worst effective sample size of the {what} is {least:.0f}, too few (< {ENOUGH_DRAWS}) to be sure."]
 
 

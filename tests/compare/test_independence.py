@@ -86,7 +86,7 @@ def test_chains_modulo_symmetry_keep_the_level():
     # changes places in the frame.
     rejected = 0
     for _ in range(20):
-        first, second = autoregression(draws=200), autoregression(draws=200)
+        first, second = autoregression(draws=100), autoregression(draws=100)
         rejected += mmd_test(first, second, symmetry=GROUP, num_permutations=39).rejected
     assert rejected <= 4
 
@@ -103,6 +103,13 @@ def test_thinned_draws_are_some_of_the_draws():
     few = thinned(posterior)["w"]
     assert len(few) == independent_draws(posterior)
     assert bool((few[:, None] == posterior.get_samples()["w"]).flatten(2).all(-1).any(1).all())
+
+
+def test_broken_draws_are_refused_even_if_thinning_would_drop_them():
+    posterior = autoregression()
+    posterior.samples["w"][0, 0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="posterior\\['w'\\] holds 1 NaN or infinite values"):
+        mmd_test(posterior, autoregression())
 
 
 @pytest.mark.parametrize("size", [8, 8.9])
