@@ -129,6 +129,8 @@ def report(test: str, cases: list[tuple[str, str, str]], results: Results) -> No
 
 
 def _share(count: int, total: int) -> str:
+    if not total:
+        return "-"
     share = count / total
     return f"{share:.3f} ± {math.sqrt(share * (1 - share) / total):.3f}"
 
