@@ -78,6 +78,39 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
     return ChainStatistics(*(torch.from_numpy(row).reshape(event) for row in result))
 
 
+def non_finite(draws: Tensor) -> Tensor:
+    """How many draws of each chain hold a NaN or an infinite value, ``(chains,)``.
+
+    :param draws: ``(chains, draws, *event_shape)``, floating.
+    """
+    if draws.numel() == 0:
+        return torch.zeros(len(draws), dtype=torch.long)
+    lowest, highest = torch.aminmax(draws.reshape(*draws.shape[:2], -1), dim=-1)  # NaN if any value is
+    return (~(lowest.isfinite() & highest.isfinite())).sum(1).cpu()
+
+
+def standing_still(draws: Tensor) -> Tensor:
+    """Which quantities never change in which chain, bool ``(chains, *event_shape)``.
+
+    :param draws: ``(chains, draws, *event_shape)``.
+    """
+    if draws.numel() == 0:
+        return torch.ones(draws.shape[:1] + draws.shape[2:], dtype=torch.bool)
+    lowest, highest = torch.aminmax(draws, dim=1)
+    return (lowest == highest).cpu()
+
+
+def never_changing(draws: Tensor) -> Tensor:
+    """Which quantities have one and the same value in all draws of all chains, bool ``event_shape``.
+
+    :param draws: ``(chains, draws, *event_shape)``.
+    """
+    if draws.numel() == 0:
+        return torch.ones(draws.shape[2:], dtype=torch.bool)
+    lowest, highest = torch.aminmax(draws.flatten(0, 1), dim=0)
+    return (lowest == highest).cpu()
+
+
 def missing_energy(energy: Tensor) -> Tensor:
     """The energy's Bayesian fraction of missing information (E-BFMI) of each chain, ``(chains,)``.
 
@@ -90,8 +123,12 @@ def missing_energy(energy: Tensor) -> Tensor:
 
 
 def evenly_spaced(count: int, most: int) -> Tensor:
-    """The places of at most so many of ``count``."""
-    return torch.arange(min(count, most)) * count // max(min(count, most), 1)
+    """The places of at most so many of ``count``: the last of each of that many equal parts.
+
+    Of chains laid end to end these are each chain's latest draws, which know least of where it started.
+    """
+    parts = min(count, most)
+    return (torch.arange(parts) + 1) * count // max(parts, 1) - 1
 
 
 # small steps --------------------------------------------------------------------------------------------------------

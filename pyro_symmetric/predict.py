@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
+from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.guides.base import sample_posterior
 from pyro_symmetric.largest import LargestTensor
 from pyro_symmetric.predictors import Predictor, predictor_of
@@ -194,7 +195,7 @@ def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> _Draws:
             f"num_samples is {num_samples}, of weights of batch shape {tuple(batch)}; it takes as many or fewer, "
             "evenly spaced, along one batch axis"
         )
-    return _Draws(weights, batch, torch.arange(num_samples) * count // num_samples, torch.Size([num_samples]))
+    return _Draws(weights, batch, evenly_spaced(count, num_samples), torch.Size([num_samples]))
 
 
 class _Collected:

@@ -19,6 +19,7 @@ EXPERIMENTS = {
     "hmc_or_ensemble": ["--data", "diabetes"],
     "mmd": [],
     "test_levels": [],
+    "level_and_power": ["--only", "tied"],
 }
 
 
@@ -39,7 +40,7 @@ def test_experiment_runs_and_resumes(name: str, tmp_path: Path) -> None:
 
     first = run()
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert bool(list(tmp_path.glob("*.png"))) == (name not in ("mmd", "test_levels"))
+    assert bool(list(tmp_path.glob("*.png"))) == (name not in ("mmd", "test_levels", "level_and_power"))
     again = run()
     assert f"{len(rows)} rows taken over" in again
     last, same = ([line for line in text.splitlines() if "wrote" not in line][-3:] for text in (first, again))

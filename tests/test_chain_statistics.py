@@ -8,7 +8,14 @@ import torch
 from arviz_stats.base import array_stats
 
 from pyro_symmetric import chain_statistics as module
-from pyro_symmetric.chain_statistics import chain_statistics, missing_energy
+from pyro_symmetric.chain_statistics import (
+    chain_statistics,
+    evenly_spaced,
+    missing_energy,
+    never_changing,
+    non_finite,
+    standing_still,
+)
 
 
 def arviz(draws: torch.Tensor) -> list[np.ndarray]:
@@ -111,3 +118,26 @@ def test_missing_energy_of_an_autoregression_is_twice_one_minus_its_correlation(
     for t in range(1, 20_000):
         energy[:, t] = r * energy[:, t - 1] + (1 - r**2) ** 0.5 * energy[:, t]
     assert float(missing_energy(energy)) == pytest.approx(2 * (1 - r), rel=0.1)
+
+
+@pytest.mark.parametrize(("count", "most"), [(10, 4), (12, 12), (3, 8), (7, 1), (0, 5)])
+def test_evenly_spaced_places_are_the_last_of_equal_parts(count, most):
+    places = evenly_spaced(count, most)
+    assert len(places) == min(count, most)
+    if count:
+        assert int(places[-1]) == count - 1
+        gaps = torch.cat([torch.tensor([-1]), places]).diff()
+        assert int(gaps.max() - gaps.min()) <= 1
+
+
+def test_broken_and_standing_draws_are_counted_by_chain():
+    draws = torch.randn(3, 20, 2, 2)
+    draws[0, :4, 1, 0] = torch.nan
+    draws[2, 7] = -torch.inf
+    assert non_finite(draws).tolist() == [4, 0, 1]
+    draws = torch.randn(3, 20, 2)
+    draws[..., 0] = torch.arange(3.0)[:, None]
+    assert standing_still(draws).tolist() == [[True, False]] * 3
+    assert never_changing(draws).tolist() == [False, False]  # it differs between chains
+    draws[..., 0] = 1.0
+    assert never_changing(draws).tolist() == [True, False]

@@ -36,6 +36,25 @@ def layer_table(result: Any, further: Mapping[str, Mapping[str, float]] | None =
     return table(rows)
 
 
+def listed(numbers: Sequence[int]) -> str:
+    """The first eight, for a sentence."""
+    return ", ".join(map(str, numbers[:8])) + (" ..." if len(numbers) > 8 else "")
+
+
+def non_finite_words(counts: Mapping[str, Tensor], num_samples: int) -> str:
+    """Which of so many draws of each chain aren't finite.
+
+    :param counts: name -> how many draws of each chain hold a NaN or an infinite value, ``(chains,)``.
+    """
+    found = []
+    for name, count in list(counts.items())[:3]:
+        chains = count.nonzero().flatten().tolist()
+        where = f"{'chain' if len(chains) == 1 else 'chains'} {listed(chains)}"
+        found.append(f"{name} in {int(count.sum()):,} of {len(count) * num_samples:,} draws ({where})")
+    more = f" and of {len(counts) - 3} more" if len(counts) > 3 else ""
+    return f"NaN or infinite values of {', of '.join(found)}{more}"
+
+
 class Scores:
     """Results made of numbers, tensors, and results again."""
 

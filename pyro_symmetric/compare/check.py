@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric._process import without_warnings
-from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced, missing_energy
-from pyro_symmetric.compare._results import table
+from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced, missing_energy, never_changing, non_finite
+from pyro_symmetric.compare._results import listed, non_finite_words, table
+from pyro_symmetric.compare.verdict import NONE_MOVES
 from pyro_symmetric.mcmc.batches import Batches
 from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.targets import ROWS
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import require_finite
 
 Status = Literal["fail", "warn", "pass", "unknown"]
 
@@ -99,8 +99,9 @@ def check(posterior: Posterior, *, num_draws: int = 256) -> CheckResult:
 
     The checks, of which a posterior gets those that it has the numbers for:
 
-    * ``finite``: no draw is NaN or infinite.
-    * ``moving``: every chain moves, and spreads as widely as the others.
+    * ``finite``: no draw is NaN or infinite, nor its log density.
+    * ``moving``: every chain moves, and spreads as widely as the others. Entries that are the same in all draws of all
+      chains, such as the zeros of a triangle, are left out.
     * ``convergence``: chains agree: the worst R-hat of the log density ``lp`` and of the sites; above 1.02 a warning,
       above 1.05 a failure. One chain is compared with itself, half by half.
     * ``weights``: the same of a network's weights, never more than a warning: chains may sit in copies of one mode.
@@ -135,10 +136,12 @@ def check(posterior: Posterior, *, num_draws: int = 256) -> CheckResult:
 
 
 def _finite(posterior: Posterior) -> Finding:
-    try:
-        require_finite(posterior.samples, "samples")
-    except ValueError as error:
-        return Finding("finite", "fail", str(error))
+    values = {f"site {site!r}": value for site, value in posterior.samples.items()}
+    if "lp" in posterior.statistics:
+        values["the log density"] = posterior.statistics["lp"]
+    counts = {name: count for name, value in values.items() if bool((count := non_finite(value)).any())}
+    if counts:
+        return Finding("finite", "fail", non_finite_words(counts, posterior.num_samples))
     return Finding("finite", "pass", "all draws are finite")
 
 
@@ -147,12 +150,18 @@ def _moving(posterior: Posterior) -> Finding:
     if posterior.num_samples < 2:
         return Finding("moving", "unknown", "one draw of each chain says nothing of its moves")
     watched = torch.cat(list(_heads(posterior)), dim=2).double()
+    changing = ~never_changing(watched)
+    if not bool(changing.any()):
+        return Finding("moving", "fail", f"no chain moves: {NONE_MOVES}", 0.0)
+    watched = watched[..., changing]
     moves = (watched.diff(dim=1) != 0).any(2).double().mean(1)
     spread = watched.std(1)
     relative = (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values
     slowest, least = float(moves.min()), float(relative.min())
     stuck = ((moves < 0.01) | (relative < 0.01)).nonzero().flatten().tolist()
     slow = ((moves < 0.1) | (relative < 0.1)).nonzero().flatten().tolist()
+    if len(stuck) == posterior.num_chains:
+        return Finding("moving", "fail", f"no chain moves: {NONE_MOVES}", slowest)
     if stuck:
         return Finding("moving", "fail", f"{_chains(stuck)} stuck: restart from elsewhere, or smaller steps", slowest)
     if slow:
@@ -162,7 +171,8 @@ def _moving(posterior: Posterior) -> Finding:
 
 
 def _heads(posterior: Posterior) -> Iterator[Tensor]:
-    """The first entries of each site, ``(chains, draws, entries)``: an accepted move changes them all."""
+    """The first entries of each site, ``(chains, draws, entries)``: an accepted move changes them all, but for entries
+    that never change."""
     for value in posterior.samples.values():
         yield value.flatten(2)[..., :WATCHED_ENTRIES] if value.dim() > 2 else value[..., None]
 
@@ -285,7 +295,7 @@ def _statistics(posterior: Posterior, arrived: bool) -> Iterator[Finding]:
 
 def _acceptance(by_chain: Tensor) -> Finding:
     least, mean = float(by_chain.min()), float(by_chain.mean())
-    status: Status = "fail" if least < 0.1 else "warn" if least < 0.4 else "pass"
+    status: Status = "pass" if least >= 0.4 else "warn" if least >= 0.1 else "fail"  # NaN fails
     advice = "" if status == "pass" else ": a smaller step size, or a longer warm-up"
     words = f"mean acceptance {mean:.2f}, of the worst chain {least:.2f}{advice}"
     return Finding("acceptance", status, words, least)
@@ -403,8 +413,7 @@ def _batch_scale(full: Potential, parts: Potential, z: Tensor) -> Finding:
 
 
 def _chains(indices: list[int]) -> str:
-    listed = ", ".join(map(str, indices[:8])) + (" ..." if len(indices) > 8 else "")
-    return f"chain {listed} is" if len(indices) == 1 else f"chains {listed} are"
+    return f"{'chain' if len(indices) == 1 else 'chains'} {listed(indices)} {'is' if len(indices) == 1 else 'are'}"
 
 
 def _plain(value: float) -> float | None:

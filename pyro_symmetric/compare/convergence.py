@@ -2,32 +2,42 @@ r"""Have chains converged? Asked of the weights, of the weights without their sy
 
 Chains in different copies of a mode give a raw R-hat far above 1 although they predict alike, so R-hat on raw weights
 says nothing of a model with symmetries. Three looks together do: at the weights as drawn; at the weights brought to one
-frame, each draw to the canonical form of its orbit (Laurent et al. 2024, arXiv 2310.08287) or all of them aligned to
-one; and at what no symmetry touches, predictions and the log-density. R-hat and effective sample sizes are those of
-:mod:`pyro_symmetric.chain_statistics`.
+frame, each draw to the canonical form of its orbit (Laurent et al. 2024, arXiv 2310.08287), and all of them aligned to
+each other; and at what no symmetry touches, predictions and the log-density. R-hat and effective sample sizes are those
+of :mod:`pyro_symmetric.chain_statistics`.
 
-A canonical form sorts units by a key. Where two units' keys overlap, they change places from draw to draw, also in one
-mode: bad numbers in the canonical frame with good ones of the function are then the frame's, and alignment of all draws
-to one reference tells more.
+A frame is a function of a draw's orbit and of all draws together, never of the chain that the draw belongs to. So if
+the chains' orbits are distributed alike, they are so in every frame, and disagreement in any one is real. Agreement in
+one alone proves little: a canonical form sorts units by a key, and where two units' keys overlap it mixes them, which
+hides that chains are apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.calls import described
-from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, evenly_spaced, missing_energy
+from pyro_symmetric.chain_statistics import (
+    ChainStatistics,
+    chain_statistics,
+    evenly_spaced,
+    missing_energy,
+    never_changing,
+    non_finite,
+    standing_still,
+)
 from pyro_symmetric.compare._results import table
+from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.verdict import verdict
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import placed, promoted
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.canonical import Symmetry, canonical_form
+from pyro_symmetric.symmetry.canonical import Symmetry
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
@@ -43,10 +53,34 @@ class SpaceConvergence:
 
     :param by_site: site (or ``"predictions"``, ``"log density"``) -> R-hat and effective sample sizes of every entry.
     :param threshold: above this R-hat, chains disagree on an entry.
+    :param non_finite: site -> how many draws of each chain hold a NaN or an infinite value, ``(chains,)``; only sites
+        that have any.
+    :param fixed: site -> how many entries have one and the same value in all draws of all chains, such as the zeros of
+        a triangle. They are left out.
+    :param stuck: site -> how many entries never change in any chain, but differ between chains.
     """
 
     by_site: dict[str, ChainStatistics]
     threshold: float
+    non_finite: dict[str, Tensor] = field(default_factory=dict)
+    fixed: dict[str, int] = field(default_factory=dict)
+    stuck: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, draws: Mapping[str, Tensor], threshold: float) -> SpaceConvergence:
+        """Of draws ``(chains, draws, ...)`` by site."""
+        lost, fixed, stuck = {}, {}, {}
+        for site, value in draws.items():
+            lost[site] = non_finite(value)
+            alike = never_changing(value)
+            fixed[site], stuck[site] = int(alike.sum()), int((standing_still(value).all(0) & ~alike).sum())
+        return cls(
+            {site: chain_statistics(value) for site, value in draws.items()},
+            threshold,
+            {site: count for site, count in lost.items() if bool(count.any())},
+            {site: count for site, count in fixed.items() if count},
+            {site: count for site, count in stuck.items() if count},
+        )
 
     def values(self, name: str) -> Tensor:
         """``"r_hat"``, ``"ess_bulk"`` or ``"ess_tail"`` of all entries that have one, ``(K,)``."""
@@ -61,9 +95,10 @@ class SpaceConvergence:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the chains agree: on all entries but one in a hundred. ``None`` if it can't be told (one chain)."""
+        """Whether the chains agree: on all entries but one in a hundred. ``None`` if it can't be told: of one chain, of
+        values that aren't finite, or that never change."""
         share = self.share_above
-        return None if share != share else share <= FEW_ABOVE
+        return None if share != share or self.non_finite else share <= FEW_ABOVE
 
     @property
     def worst(self) -> dict[str, float]:
@@ -80,6 +115,9 @@ class SpaceConvergence:
             "agrees": self.agrees,
             "share_above": self.share_above,
             **self.worst,
+            "non_finite": {site: count.tolist() for site, count in self.non_finite.items()},
+            "fixed": dict(self.fixed),
+            "stuck": dict(self.stuck),
             "by_site": {site: statistics.summary() for site, statistics in self.by_site.items()},
         }
 
@@ -88,8 +126,9 @@ class SpaceConvergence:
 class ConvergenceResult:
     """See :func:`convergence`.
 
-    :param spaces: ``"weights"`` as drawn; ``"canonical"`` and ``"aligned"``, the weights in one frame, where asked for;
-        ``"function"``, predictions and log-density, where known.
+    :param spaces: ``"weights"`` as drawn; ``"canonical"`` and ``"aligned"``, the weights in one frame, if a symmetry
+        was given; ``"function"``, predictions and log-density, if known. Of weights that aren't finite, these alone.
+    :param still: the chains of which no weight ever changes.
     :param settled: whether each chain's predictions move, and stay the same from its first to its second half; ``None``
         without predictions.
     :param divergent: share of the draws that diverged; ``None`` where the sampler doesn't say.
@@ -102,6 +141,7 @@ class ConvergenceResult:
     num_chains: int
     num_samples: int
     threshold: float
+    still: tuple[int, ...]
     settled: bool | None
     divergent: float | None
     energy_fraction: Tensor | None
@@ -117,7 +157,8 @@ class ConvergenceResult:
         """Plain numbers for JSON."""
         numbers = {name: None if v is None else v.tolist() for name, v in self._per_chain().items()}
         spaces = {name: space.to_dict() for name, space in self.spaces.items()}
-        return {"verdict": self.verdict, "settled": self.settled, "divergent": self.divergent, **numbers, **spaces}
+        own = {"verdict": self.verdict, "still": list(self.still), "settled": self.settled, "divergent": self.divergent}
+        return {**own, **numbers, **spaces}
 
     def plot(self) -> Any:
         """R-hat and bulk effective sample sizes of all entries, sorted: a curve for each space."""
@@ -173,11 +214,13 @@ def convergence(
 
     >>> print(convergence(posterior, find_symmetry(net, x), model=model, x=x))
 
-    Takes memory for a canonical copy of all draws and for the predictions; ``posterior.thin(k)`` takes less.
+    Takes memory for a canonical and an aligned copy of all draws and for the predictions, and time to align them: some
+    seconds for 4,000 draws of 50 units. ``posterior.thin(k)`` takes less.
 
     :param posterior: two chains or more, so that they can be compared.
-    :param symmetry: what to remove by canonical form, e.g. ``find_symmetry(net, x)``.
-    :param aligned: the same draws, brought to one frame otherwise, e.g. ``align_many(posterior, group).posterior``.
+    :param symmetry: what to remove, e.g. ``find_symmetry(net, x)``: by canonical form, and by alignment of all draws.
+    :param aligned: the same draws, brought to one frame otherwise, to stand for the alignment that is done here. Each
+        draw must have been moved by itself: an element for each chain (``each="chain"``) looks at the chain.
     :param model: the network's model; by default the one that the posterior was drawn from, with its data.
     :param x: inputs to predict at; of more than 256 rows, 256 evenly spaced ones.
     :param y: all targets of the data ``x``, to take the log-density from the model. Without them it is the sampler's
@@ -193,25 +236,24 @@ def convergence(
         raise ValueError(f"threshold is {threshold}; R-hat is about 1 where chains agree, so it must be larger")
     _check_grouping(posterior, "aligned", aligned.samples if aligned is not None else {})
     _check_grouping(posterior, "predictions", {} if predictions is None else {"": predictions})
-    if predictions is None:
-        model, x, y = _from_origin(posterior, model, x, y)
-        predictions = None if model is None or x is None else _predictions(posterior, model, x)
-    frames = {"weights": posterior.samples}
-    if symmetry is not None:
-        frames["canonical"] = canonical_form(posterior.samples, symmetry, **canonical)
-    if aligned is not None:
-        frames["aligned"] = aligned.samples
-    spaces = {name: {site: chain_statistics(v) for site, v in weights.items()} for name, weights in frames.items()}
-    function = {} if predictions is None else {"predictions": chain_statistics(predictions)}
-    if (density := _log_density(posterior, model, x, y)) is not None:
-        function["log density"] = chain_statistics(density)
-    if function:
-        spaces["function"] = function
+    spaces = {"weights": SpaceConvergence.of(posterior.samples, threshold)}
+    if not spaces["weights"].non_finite:
+        if predictions is None:
+            model, x, y = _from_origin(posterior, model, x, y)
+            predictions = None if model is None or x is None else _predictions(posterior, model, x)
+        spaces |= _frames(posterior, symmetry, aligned, canonical, threshold)
+        function = {"predictions": predictions, "log density": _log_density(posterior, model, x, y)}
+        if known := {name: value for name, value in function.items() if value is not None}:
+            spaces["function"] = SpaceConvergence.of(known, threshold)
+    still = torch.stack(
+        [standing_still(value).reshape(posterior.num_chains, -1).all(1) for value in posterior.samples.values()]
+    ).all(0)
     return ConvergenceResult(
-        {name: SpaceConvergence(by_site, threshold) for name, by_site in spaces.items()},
+        spaces,
         posterior.num_chains,
         posterior.num_samples,
         threshold,
+        tuple(still.nonzero().flatten().tolist()),
         None if predictions is None else _settled(predictions, threshold),
         _share(posterior, "diverging"),
         missing_energy(posterior.statistics["energy"]) if "energy" in posterior.statistics else None,
@@ -221,6 +263,23 @@ def convergence(
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _frames(
+    posterior: Posterior,
+    symmetry: Symmetry | PermutationGroup | SignGroup | FiniteGroup | None,
+    aligned: Posterior | None,
+    options: Mapping[str, Any],
+    threshold: float,
+) -> dict[str, SpaceConvergence]:
+    """The weights without their symmetries."""
+    frames = {}
+    if symmetry is not None:
+        canonical = canonical_frame(posterior, symmetry, **options)
+        frames = {"canonical": canonical, "aligned": aligned or one_frame(canonical, symmetry)}
+    elif aligned is not None:
+        frames = {"aligned": aligned}
+    return {name: SpaceConvergence.of(frame.samples, threshold) for name, frame in frames.items()}
 
 
 def _share_text(share: float) -> str:
@@ -276,7 +335,11 @@ def _log_density(
 
 
 def _settled(predictions: Tensor, threshold: float) -> bool | None:
-    """Whether the halves of each chain agree: a half is taken for a chain, each chain's prediction for a quantity."""
+    """Whether the halves of each chain agree: a half is taken for a chain, each chain's prediction for a quantity.
+
+    Predictions that are the same in all draws of all chains say nothing of it.
+    """
+    predictions = predictions[:, :, ~never_changing(predictions).to(predictions.device)]
     half = predictions.shape[1] // 2
     halves = torch.stack([predictions[:, :half], predictions[:, predictions.shape[1] - half :]])
     compared = chain_statistics(halves.transpose(1, 2))

@@ -9,7 +9,7 @@ import torch
 
 from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, evenly_spaced
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.symmetry.weights import Weights, require_finite
 
 
 def is_chain(posterior: Any) -> TypeGuard[Posterior]:
@@ -32,12 +32,16 @@ def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatis
     return min(max(posterior.num_chains, int(worst) // 2), posterior.num_chains * posterior.num_samples)
 
 
-def thinned(posterior: Posterior) -> Weights:
-    """Those of the draws, chains end to end, that may be taken as independent.
+def thinned(posterior: Posterior, seen: Posterior | None = None) -> Weights:
+    """As many of the draws, chains end to end and evenly spaced, as may be taken as independent. The last of each chain
+    is among them, if one of each counts.
 
-    :raises ValueError: if they are fewer than 2.
+    :param seen: the same draws as they will be compared, which say how many are independent: chains in copies of a mode
+        seem to stand apart until their symmetries are removed.
+    :raises ValueError: if they are fewer than 2, or any of all draws isn't finite.
     """
-    total, count = posterior.num_chains * posterior.num_samples, independent_draws(posterior)
+    require_finite(posterior.samples, "posterior")
+    total, count = posterior.num_chains * posterior.num_samples, independent_draws(seen or posterior)
     if count < 2:
         raise ValueError(f"of {total} draws of one chain only {count} counts as independent; take more, or more chains")
     keep = evenly_spaced(total, count)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.calls import described
+from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.canonical import Symmetry, canonical_form
+from pyro_symmetric.symmetry.canonical import Symmetry
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
@@ -82,6 +83,33 @@ def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str,
     return {name: tuple(members) for name, members in layers.items()}
 
 
+def is_group(symmetry: Any) -> TypeGuard[Symmetry | PermutationGroup | SignGroup | FiniteGroup]:
+    """Whether it is a symmetry or a group of one, rather than a function of weights."""
+    return isinstance(symmetry, PermutationGroup | SignGroup | FiniteGroup) or hasattr(symmetry, "permutations")
+
+
+def removal(symmetry: Any) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
+    """What brings weights to their canonical forms under a symmetry; a function of weights does it itself.
+
+    :raises TypeError: if it is neither.
+    """
+    if is_group(symmetry):
+        return lambda weights: canonical_frame(weights, symmetry)
+    if not callable(symmetry) or isinstance(symmetry, nn.Module):
+        raise TypeError(
+            f"symmetry is {described(symmetry)}; it must be a symmetry, such as find_symmetry(net, x), a group of it, "
+            "or a function of weights that removes it"
+        )
+
+    def removed(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        result = symmetry(weights)
+        if not isinstance(result, Mapping):
+            raise TypeError(f"symmetry returned {described(result)}; it must return the weights that it is given")
+        return result
+
+    return removed
+
+
 class PairedSamples:
     """Two collections of weights of one architecture, checked, with their samples in rows.
 
@@ -123,13 +151,9 @@ class PairedSamples:
         require_sites(weights_q, self.sites, "weights_q")
         self.shapes = self._shapes(weights_p, weights_q, site_shapes)
         if symmetry is not None:
-            remove = _removal(symmetry)
+            remove = removal(symmetry)
             weights_p, weights_q = remove(weights_p), remove(weights_q)
             for weights in (weights_p, weights_q):
-                if not isinstance(weights, Mapping):
-                    raise TypeError(
-                        f"symmetry returned {described(weights)}; it must return the weights that it is given"
-                    )
                 require_sites(weights, self.sites, "the weights that symmetry returned")
         self.weights = (weights_p, weights_q)
         self.num_samples = (
@@ -177,6 +201,22 @@ class PairedSamples:
             for start in range(0, p.shape[1], chunk):
                 yield p[:, start : start + chunk].to(dtype), q[:, start : start + chunk].to(dtype)
 
+    def align(self, group: Any) -> None:
+        """Bring both sides into one frame, which is found from all samples together, whichever side they belong to."""
+        for site in self.sites:
+            self.matrices(site)  # checked: they can be laid end to end
+        site = self.sites[0]
+        dims = [weights[site].dim() - len(self.shapes[site]) for weights in self.weights]
+        flat = [
+            {name: value.detach().flatten(0, count - 1) for name, value in weights.items()}
+            for weights, count in zip(self.weights, dims, strict=True)
+        ]
+        pooled = one_frame(
+            {name: torch.cat([flat[0][name], flat[1][name]]) for name in flat[0] if name in flat[1]}, group
+        )
+        m = self.num_samples[0]
+        self.weights = ({k: v[:m] for k, v in pooled.items()}, {k: v[m:] for k, v in pooled.items()})
+
     def require_finite(self, layer: str) -> None:
         """:raises ValueError: naming the side and the site, if a weight of the layer is NaN or infinite."""
         for name, weights in zip(("weights_p", "weights_q"), self.weights, strict=True):
@@ -203,23 +243,6 @@ def _warn_of_chains(weights: Mapping[str, Tensor]) -> None:
             UserWarning,
             stacklevel=5,
         )
-
-
-def comparing(symmetry: Any, weights: Mapping[str, Tensor]) -> Any:
-    """The symmetry as it acts on weights that are compared, and predict nothing: running statistics may be missing."""
-    held = all(site in weights for site in getattr(symmetry, "buffers", ()))
-    return symmetry if held else symmetry.without_buffers()
-
-
-def _removal(symmetry: Any) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
-    if isinstance(symmetry, PermutationGroup | SignGroup | FiniteGroup) or hasattr(symmetry, "permutations"):
-        return lambda weights: canonical_form(weights, comparing(symmetry, weights))
-    if callable(symmetry) and not isinstance(symmetry, nn.Module):
-        return symmetry
-    raise TypeError(
-        f"symmetry is {described(symmetry)}; it must be a symmetry, such as find_symmetry(net, x), a group of it, or a "
-        "function of weights that removes it"
-    )
 
 
 def _num_samples(weights: Mapping[str, Tensor], shapes: Shapes, name: str, minimum: int) -> int:

@@ -33,9 +33,9 @@ from torch import Tensor
 
 from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
 from pyro_symmetric.compare._results import layer_table
-from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples, comparing, samples_of
+from pyro_symmetric.compare.frames import canonical_frame
+from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples, samples_of
 from pyro_symmetric.compare.mmd import LayerMMD, MMDResult, bandwidth_grid, over_layers
-from pyro_symmetric.symmetry.canonical import canonical_form
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, FiniteGroup, finite_part
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
@@ -118,7 +118,7 @@ def orbit_mmd(
         raise ValueError(f"num_elements is {num_elements}; at least 2 are needed to tell how much they matter")
     if isinstance(symmetry, WeightSymmetry):
         weights_p, weights_q = (
-            canonical_form(weights, comparing(symmetry, weights), permutations=None, signs=False)
+            canonical_frame(weights, symmetry, permutations=None, signs=False)
             for weights in (samples_of(weights_p), samples_of(weights_q))
         )
     group = finite_part(symmetry)

@@ -25,9 +25,11 @@ from torch import Tensor
 
 from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
 from pyro_symmetric.compare._results import table
+from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.independence import is_chain, thinned
-from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
+from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples, is_group, removal
 from pyro_symmetric.compare.mmd import bandwidth_grid
+from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Shapes
 
 _LEAST_PERMUTATIONS = 19
@@ -117,8 +119,9 @@ def mmd_test(
     True
 
     Samples must be independent: autocorrelated draws of a chain are not exchangeable, and make the p-value too small.
-    Of a ``Posterior`` that a sampler drew only as many, evenly spaced, are taken as count as independent (see
-    :func:`~pyro_symmetric.compare.independent_draws`); chains in a dictionary are taken as they come, so thin them.
+    Of a ``Posterior`` whose rows are chains only as many, evenly spaced, are taken as count as independent (see
+    :func:`~pyro_symmetric.compare.independent_draws`) once the symmetry is removed. A plain dictionary says nothing of
+    chains: its draws are taken for independent, so wrap chains as ``Posterior(weights, rows="chains")``.
 
     Time beyond the distances: 20 kernels × layers × (m + n)² × permutations multiplications.
 
@@ -130,8 +133,11 @@ def mmd_test(
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
         running statistics left out.
     :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
-    :param symmetry: remove it first, as :func:`~pyro_symmetric.compare.mmd` does: the test is then one of equality
-        modulo symmetry.
+    :param symmetry: remove it first: the test is then one of equality modulo symmetry. Canonical forms, as of
+        :func:`~pyro_symmetric.compare.mmd`, are moved by permutations and signs to where they lie closest to the mean
+        of both samples together (see :func:`~pyro_symmetric.alignment.align_many`). This doesn't look at which sample
+        a draw belongs to, so the test keeps its level, and it sees differences that canonical forms blur where units'
+        keys overlap. A function of weights is applied as it is.
     :param chunk: how many weights are taken at a time; by default as many as stay in the cache.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, a weight isn't finite, or
         so few permutations can't reject at the level.
@@ -143,8 +149,12 @@ def mmd_test(
             f"num_permutations is {num_permutations}; at level {level} at least "
             f"{max(_LEAST_PERMUTATIONS, round(1 / level))} are needed"
         )
-    weights_p, weights_q = (thinned(side) if is_chain(side) else side for side in (weights_p, weights_q))
+    weights_p, weights_q = (
+        thinned(side, _seen(side, symmetry)) if is_chain(side) else side for side in (weights_p, weights_q)
+    )
     samples = PairedSamples(weights_p, weights_q, layers, site_shapes, symmetry, minimum=2)
+    if is_group(symmetry):
+        samples.align(symmetry)
     pairs = Pairs(*samples.num_samples)
     # orders of the pooled sample, the observed one first, the same for every layer
     orders = torch.rand(num_permutations + 1, pairs.total, dtype=torch.float64).argsort(1)
@@ -175,6 +185,16 @@ def mmd_test(
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _seen(posterior: Posterior, symmetry: AnySymmetry | None) -> Posterior:
+    """The draws of chains as the test looks at them."""
+    if symmetry is None:
+        return posterior
+    if is_group(symmetry):
+        return one_frame(canonical_frame(posterior, symmetry), symmetry)
+    weights = removal(symmetry)(posterior.get_samples())
+    return Posterior.from_samples(weights, rows=posterior.rows, num_chains=posterior.num_chains)
 
 
 def _statistics(pairs: Pairs, distances: Tensor, bandwidth: Tensor, norm: int, first: Tensor) -> Tensor:

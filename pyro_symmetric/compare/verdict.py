@@ -5,29 +5,62 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from pyro_symmetric.compare._results import listed, non_finite_words
+
 if TYPE_CHECKING:
     from pyro_symmetric.compare.convergence import ConvergenceResult, SpaceConvergence
 
+FEW = "Too few chains or draws to tell whether chains agree: it takes two chains of four draws."
+NONE_MOVES = "the step size is too large for all of them, or the density or its gradient is broken"
 ENOUGH_DRAWS = 400  # effective ones, for stable estimates of R-hat and of quantiles: Vehtari et al. 2021, section 4
 LITTLE_ENERGY = 0.3
 
 
 def verdict(result: ConvergenceResult) -> str:
     """Whether the chains agree and on what, whether their draws suffice, and what went wrong on the way."""
-    return " ".join([_agreement(result), *_effort(result), *_trouble(result)])
+    if hopeless := _hopeless(result):
+        return " ".join([hopeless, *_trouble(result)])
+    return " ".join([_agreement(result), *_effort(result), *_left_out(result), *_trouble(result)])
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
+def _hopeless(result: ConvergenceResult) -> str | None:
+    """Why nothing can be said of the chains, or what is wrong before any comparison."""
+    lost = {
+        name if space == "function" else repr(name) if space == "weights" else f"{name!r} ({space})": count
+        for space, found in result.spaces.items()
+        for name, count in found.non_finite.items()
+    }
+    if lost:
+        return (
+            f"Nothing can be said of these chains: {non_finite_words(lost, result.num_samples)}. Leave them out by "
+            "posterior.select, or draw anew with smaller steps or dtype=torch.float64."
+        )
+    if result.num_samples < 4:
+        return FEW
+    if len(result.still) == result.num_chains:
+        return f"No chain moves, all draws of a chain are alike: {NONE_MOVES}."
+    if result.num_chains < 2:
+        return FEW
+    if result.still:
+        subject = (
+            f"chain {result.still[0]} stands" if len(result.still) == 1 else f"chains {listed(result.still)} stand"
+        )
+        return (
+            f"The chains don't agree: {subject} still, all draws alike. Start such chains elsewhere or take smaller "
+            "steps; posterior.select leaves them out."
+        )
+    return None
+
+
 def _agreement(result: ConvergenceResult) -> str:
     weights, function = result.spaces["weights"], result.spaces.get("function")
-    if weights.agrees is None and (function is None or function.agrees is None):
-        return "Too few chains or draws to tell whether chains agree: it takes two chains of four draws."
-    frames: dict[str, bool | None] = {
-        name: result.spaces[name].agrees for name in ("canonical", "aligned") if name in result.spaces
+    frames: dict[str, SpaceConvergence] = {
+        name: result.spaces[name] for name in ("canonical", "aligned") if name in result.spaces
     }
-    if function is None:
+    if function is None or function.agrees is None:
         return _weights_only(weights, frames)
     if function.agrees is False:
         return (
@@ -38,27 +71,42 @@ def _agreement(result: ConvergenceResult) -> str:
                 None: "they haven't mixed, or sit in modes that predict differently.",
             }[result.settled]
         )
-    if weights.agrees:
+    where = _where(weights, frames)
+    if not where:
         return "The chains agree on the function and on the weights."
-    start = f"The chains agree on the function, but not on the weights ({_numbers(weights)}): "
-    if any(frames.values()):
-        return start + "brought to one frame, the weights agree too, so the chains sit in different copies of a mode."
-    if frames:
+    start = f"The chains agree on the function, but not on the weights ({where}): "
+    if _apart(frames):
         return (
-            start + "nor do the weights agree in one frame, so the chains sit in different modes that predict alike, "
-            "or the frame can't tell units apart."
+            start + "not even with their symmetries removed, so they sit in different modes that predict alike, or "
+            "haven't mixed."
         )
+    if any(space.agrees for space in frames.values()):
+        return start + "brought to one frame, the weights agree too, so the chains sit in different copies of a mode."
     return start + "they may sit in different copies of a mode; give symmetry= to see."
 
 
-def _weights_only(weights: SpaceConvergence, frames: Mapping[str, bool | None]) -> str:
+def _weights_only(weights: SpaceConvergence, frames: Mapping[str, SpaceConvergence]) -> str:
     unseen = " Give model= and x= (or predictions=) to see whether they agree on the function."
-    if weights.agrees:
+    where = _where(weights, frames)
+    if not where:
         return "The chains agree on the weights, and so on the function."
-    start = f"The chains don't agree on the weights ({_numbers(weights)})"
-    if any(frames.values()):
+    start = f"The chains don't agree on the weights ({where})"
+    if _apart(frames):
+        return start + ", not even with their symmetries removed." + unseen
+    if any(space.agrees for space in frames.values()):
         return start + ", but do once brought to one frame: they sit in different copies of a mode."
-    return start + (", nor in one frame." if frames else ".") + unseen
+    return start + "." + unseen
+
+
+def _where(weights: SpaceConvergence, frames: Mapping[str, SpaceConvergence]) -> str:
+    """The numbers of the weights as drawn and in each frame, if the chains disagree there."""
+    raw = [] if weights.agrees else [_numbers(weights)]
+    return "; ".join([*raw, *(f"{name}: {_numbers(space)}" for name, space in _apart(frames).items())])
+
+
+def _apart(frames: Mapping[str, SpaceConvergence]) -> dict[str, SpaceConvergence]:
+    """The frames in which chains disagree. Each is a function of the orbits, so any one of them decides."""
+    return {name: space for name, space in frames.items() if space.agrees is False}
 
 
 def _numbers(space: SpaceConvergence) -> str:
@@ -66,12 +114,28 @@ def _numbers(space: SpaceConvergence) -> str:
 
 
 def _effort(result: ConvergenceResult) -> list[str]:
-    space = result.spaces.get("function", result.spaces["weights"])
+    name = next(name for name in ("function", "aligned", "weights") if name in result.spaces)
+    space = result.spaces[name]
     least = min(space.worst["ess_bulk"], space.worst["ess_tail"])
     if not least < ENOUGH_DRAWS:  # NaN included: too few draws were spoken of before
         return []
-    what = "function" if "function" in result.spaces else "weights"
+    what = "aligned weights" if name == "aligned" else name
     return [f"The worst effective sample size of the {what} is {least:.0f}, too few (< {ENOUGH_DRAWS}) to be sure."]
+
+
+def _left_out(result: ConvergenceResult) -> list[str]:
+    """Entries of the weights that never change."""
+    weights, sentences = result.spaces["weights"], []
+    if weights.fixed:
+        sentences.append(f"Left out: {_entries(weights.fixed)}, the same in all draws of all chains.")
+    if weights.stuck:
+        sentences.append(f"Stuck: {_entries(weights.stuck)}, different from chain to chain but never changing in one.")
+    return sentences
+
+
+def _entries(counts: Mapping[str, int]) -> str:
+    found = [f"{count:,} {'entry' if count == 1 else 'entries'} of {site!r}" for site, count in counts.items()]
+    return ", ".join(found[:3]) + (f" and of {len(found) - 3} more sites" if len(found) > 3 else "")
 
 
 def _trouble(result: ConvergenceResult) -> list[str]:

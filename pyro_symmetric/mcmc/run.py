@@ -140,13 +140,19 @@ def _warn_of_trouble(posterior: Posterior, job: Job) -> None:
         advice = "" if job.store is None else f"; the same call goes on from what is kept in {job.store}"
         warnings.warn(f"interrupted: the posterior holds {held}{advice}", RuntimeWarning, stacklevel=3)
     rates = posterior.statistics.get("acceptance_rate", torch.ones(1, 1)).double().mean(1)
-    stuck = (rates < STUCK).nonzero().flatten().tolist()
+    stuck = (~(rates >= STUCK)).nonzero().flatten().tolist()  # NaN is no move
     if stuck and posterior.num_samples >= ENOUGH_DRAWS:
         shown = ", ".join(map(str, stuck[:8])) + (", ..." if len(stuck) > 8 else "")
+        advice = (
+            "The step size is too large for all of them, or the density or its gradient is broken; use a smaller "
+            "step_size, a longer warm-up or dtype=torch.float64, and check the density where they start"
+            if len(stuck) == posterior.num_chains
+            else "The step suits the others; start these elsewhere (initial=), use a smaller step_size, or "
+            "reparametrise the model"
+        )
         warnings.warn(
-            f"{len(stuck)} of {posterior.num_chains} chains hardly move (acceptance below {STUCK:g}): {shown}. The "
-            "step suits the others; start these elsewhere (initial=), use a smaller step_size, or reparametrise the "
-            "model",
+            f"{len(stuck)} of {posterior.num_chains} chains hardly move (acceptance below {STUCK:g}): {shown}. "
+            f"{advice}",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -108,6 +108,30 @@ def test_stuck_and_slow_chains_are_named():
     assert "chains 1, 5 are slow" in check(slow)["moving"].words
 
 
+def test_chains_of_which_none_moves_get_advice_that_fits():
+    for still in (torch.ones(CHAINS, 1, 2), torch.randn(CHAINS, 1, 2)):
+        finding = check(Posterior({"w": still.expand(CHAINS, DRAWS, 2)}, rows="chains"))["moving"]
+        assert finding.status == "fail"
+        assert "no chain moves: the step size is too large for all" in finding.words
+        assert "elsewhere" not in finding.words
+
+
+def test_zeros_of_a_triangle_are_no_stuck_chains():
+    # Most of the first 16 entries of a triangle of 10 rows are zeros.
+    result = check(Posterior({"L": torch.randn(CHAINS, DRAWS, 10, 10).tril()}, rows="chains"))
+    assert result["moving"].status == "pass"
+
+
+def test_draws_that_are_not_finite_are_named():
+    posterior = Posterior({"w": torch.randn(CHAINS, DRAWS, 3)}, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains")
+    posterior.samples["w"][1, :5, :2] = torch.nan
+    posterior.statistics["lp"][0, 3] = torch.nan
+    finding = check(posterior)["finite"]
+    assert finding.status == "fail"
+    assert f"site 'w' in 5 of {CHAINS * DRAWS:,} draws (chain 1)" in finding.words
+    assert f"the log density in 1 of {CHAINS * DRAWS:,} draws (chain 0)" in finding.words
+
+
 def test_chains_far_apart_fail_and_the_site_is_named():
     posterior = Posterior({"a": torch.randn(CHAINS, DRAWS), "b": torch.randn(CHAINS, DRAWS, 2)}, rows="chains")
     posterior.samples["b"][..., 1] += 10 * torch.arange(CHAINS)[:, None]

@@ -198,6 +198,15 @@ def test_chains_that_stay_stuck_are_named():
         sample(kernel, initial=start, **{**WALLED, "num_warmup": 0})
 
 
+def test_if_no_chain_moves_the_step_is_not_said_to_suit_the_others():
+    kernel = HMC(walled, step_size=0.03, num_steps=20, adapt_step_size=False, adapt_mass=False)
+    start = {"z": torch.full((40,), -1.2)}
+    words = r"40 of 40 chains hardly move .*too large for all of them"
+    with pytest.warns(RuntimeWarning, match="diverged"), pytest.warns(RuntimeWarning, match=words) as caught:
+        sample(kernel, initial=start, **{**WALLED, "num_warmup": 0})
+    assert not any("suits the others" in str(warning.message) for warning in caught)
+
+
 def test_the_step_does_not_depend_on_the_number_of_chains():
     y, s = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12]), torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18])
 

@@ -1,0 +1,51 @@
+"""Draws without their symmetries: each brought to one frame by what its orbit and all draws together say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from pyro_symmetric.alignment.many import align_many
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.symmetry.canonical import canonical_form
+from pyro_symmetric.symmetry.finite import finite_part
+from pyro_symmetric.symmetry.weights import Weights
+
+MOST_ROUNDS = 10  # any frame will do, so the last per cent of the distance needn't be won
+
+Draws = TypeVar("Draws", Posterior, Weights)
+
+
+def comparing(symmetry: Any, weights: Mapping[str, Tensor]) -> Any:
+    """The symmetry as it acts on weights that are compared, and predict nothing: running statistics may be missing."""
+    held = all(site in weights for site in getattr(symmetry, "buffers", ()))
+    return symmetry if held else symmetry.without_buffers()
+
+
+def canonical_frame(draws: Draws, symmetry: Any, **options: Any) -> Draws:
+    """The draws in canonical form.
+
+    :param options: see :func:`~pyro_symmetric.symmetry.canonicalize`.
+    """
+    if isinstance(draws, Posterior):
+        form = canonical_frame(draws.samples, symmetry, **options)
+        return Posterior(form, draws.statistics, draws.metadata, rows=draws.rows)
+    return canonical_form(draws, comparing(symmetry, draws), **options)
+
+
+def one_frame(canonical: Draws, symmetry: Any) -> Draws:
+    """Canonical forms, their units and signs moved to where they lie closest to the mean of all draws.
+
+    A canonical form sorts units by one key, and tells nothing of units whose keys overlap; alignment looks at all that
+    a unit has. It starts from canonical forms, so that where it ends depends on the draws' orbits, not on the copies in
+    which they came, and it never sees which chain or sample a draw belongs to: draws whose orbits are exchangeable are
+    so in this frame too. Scales stay those of the canonical form.
+
+    :param canonical: draws in canonical form, a ``Posterior`` or weights ``(draws, *site_shape)``.
+    :param symmetry: what canonical forms were taken of, a symmetry or a group.
+    """
+    weights = canonical.samples if isinstance(canonical, Posterior) else canonical
+    group = comparing(finite_part(symmetry), weights)
+    return align_many(canonical, group, max_rounds=MOST_ROUNDS, triples=0, progress=False).aligned
