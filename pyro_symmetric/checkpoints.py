@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric.samples import Posterior, Rows
-from pyro_symmetric.storage import PathLike, write_text, write_whole
+from pyro_symmetric.storage import PathLike, dtype_of, load_json, save_json, write_whole
 from pyro_symmetric.symmetry.weights import Weights, is_running_statistic
 
 Buffers = Literal["sites", "drop"]
@@ -34,7 +34,7 @@ Format = Literal["safetensors", "pt"]
 
 SUFFIXES, MORE_SUFFIXES = (".safetensors", ".pt", ".pth"), (".ckpt", ".bin")
 _NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the state dict
-_METADATA = "checkpoints.json"
+_METADATA, _KIND = "checkpoints.json", "list of the checkpoints' statistics and metadata"
 
 
 def read_checkpoints(
@@ -103,7 +103,7 @@ def read_checkpoints(
         "left_out": left_out,
         "not_finite": [names[i] for i in not_finite],
     }
-    dtypes = {name: getattr(torch, dtype) for name, dtype in kept.get("dtypes", {}).items()}
+    dtypes = {name: dtype_of(dtype) for name, dtype in kept.get("dtypes", {}).items()}
     statistics = {
         name: torch.tensor(values, dtype=dtypes.get(name))[None] for name, values in _statistics(kept, names).items()
     }
@@ -150,7 +150,7 @@ def write_checkpoints(
         "dtypes": {name: str(value.dtype).removeprefix("torch.") for name, value in posterior.statistics.items()},
     }
     try:
-        text = json.dumps(head)
+        json.dumps(head)  # before any file is written
     except (TypeError, ValueError) as error:
         raise ValueError(f"the posterior's metadata can't be written as JSON: {error}") from error
     for i, file in enumerate(tqdm(files, desc="checkpoints", unit="file", disable=not progress)):
@@ -158,7 +158,7 @@ def write_checkpoints(
         state = {site: value[i].detach().cpu().clone().contiguous() for site, value in flat.items()}
         save = torch.save if format == "pt" else save_file
         write_whole(file, functools.partial(save, state), "checkpoint")
-    write_text(folder / _METADATA, text, "checkpoint collection")
+    save_json(folder / _METADATA, head, _KIND)
     return files
 
 
@@ -279,10 +279,7 @@ def _kept(folder: Path | None) -> dict[str, Any]:
     path = None if folder is None else folder / _METADATA
     if path is None or not path.is_file():
         return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    return load_json(path, _KIND)
 
 
 def _statistics(kept: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[Any]]:

@@ -123,7 +123,7 @@ def run_job(job: Job, progress: bool, watch: Callable[[int], None] | None = None
         except KeyboardInterrupt:
             if sink.mark.draws == 0:
                 raise KeyboardInterrupt(*_how_to_go_on(job, run.at.iteration)) from None
-        draws = sink.read(run.metadata()) if isinstance(sink, MemoryDraws) else read_store(sink.path)
+        draws = sink.read(run.metadata()) if isinstance(sink, MemoryDraws) else read_store(sink.path, verify=False)
     return asked_for(draws, job.num_samples)
 
 
