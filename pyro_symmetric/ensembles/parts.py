@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.storage import PathLike, StoreError, load_json, save_json
+from pyro_symmetric.storage import PathLike, StoreError, inside, load_json, save_json
 
 _HEAD, _KIND = "ensemble.json", "list of an ensemble's settings"
 
@@ -106,7 +106,7 @@ def joined(parts: Sequence[Posterior], settings: Mapping[str, Any]) -> Posterior
 
 
 def _part(folder: Path, index: int) -> Path:
-    return folder / f"part-{index:05d}.safetensors"
+    return inside(folder, f"part-{index:05d}.safetensors")
 
 
 def _load(folder: Path, index: int, head: Mapping[str, Any]) -> Posterior:
