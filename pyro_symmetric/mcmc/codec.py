@@ -129,8 +129,9 @@ def _trusted(module: Any, name: Any, modules: Collection[str]) -> Any:
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, "__dict__", {}).get(part)
-    is_own = isinstance(kind, type) and (kind.__module__, kind.__qualname__) == (module, name)
-    return kind if is_own and is_dataclass(kind) and not issubclass(kind, Kernel) else None
+    if not isinstance(kind, type) or issubclass(kind, Kernel) or not is_dataclass(kind):
+        return None
+    return kind if (kind.__module__, kind.__qualname__) == (module, name) else None
 
 
 def _laid_out(value: Tensor, stride: list[int], device: torch.device) -> Tensor:
