@@ -78,7 +78,7 @@ def cut_power(store: Path, chance: random.Random) -> None:
         return
     commit = Commit.read(store)
     ends = {store / column.file: commit.draws * column.size for column in commit.columns}
-    ends[store / CHUNKS] = commit.chunks * len(chunk_record(0, (0,) * len(commit.columns)))
+    ends[store / CHUNKS] = commit.chunks * len(chunk_record(0, (0,) * len(commit.columns), 0))
     for file, end in ends.items():
         if file.exists() and (size := file.stat().st_size) > end:
             if chance.random() < 0.5:

@@ -15,6 +15,7 @@ import json
 import pickle
 import re
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal, get_args
@@ -26,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric.samples import Posterior, Rows
-from pyro_symmetric.storage import PathLike, write_text, write_whole
+from pyro_symmetric.storage import PathLike, StoreError, dtype_of, load_json, save_json, write_whole
 from pyro_symmetric.symmetry.weights import Weights, is_running_statistic
 
 Buffers = Literal["sites", "drop"]
@@ -34,7 +35,7 @@ Format = Literal["safetensors", "pt"]
 
 SUFFIXES, MORE_SUFFIXES = (".safetensors", ".pt", ".pth"), (".ckpt", ".bin")
 _NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the state dict
-_METADATA = "checkpoints.json"
+_METADATA, _KIND = "checkpoints.json", "list of the checkpoints' statistics and metadata"
 
 
 def read_checkpoints(
@@ -79,7 +80,10 @@ def read_checkpoints(
     samples: Weights = {}
     left_out: list[str] = []
     not_finite: list[int] = []
+    kept = _kept(folder)
+    names = [str(file.relative_to(folder)) if folder is not None else str(file) for file in files]
     for i, file in enumerate(tqdm(files, desc="checkpoints", unit="file", disable=not progress)):
+        _require_unchanged(file, kept.get("crc32s", {}).get(names[i]))
         sites, others = _sites(_state(file, key), buffers, rename, file)
         if i == 0:
             left_out = others
@@ -94,8 +98,6 @@ def read_checkpoints(
     if not_finite:
         shown = ", ".join(str(files[i]) for i in not_finite[:3]) + (", ..." if len(not_finite) > 3 else "")
         warnings.warn(f"{len(not_finite)} checkpoints hold a NaN or an infinity: {shown}", RuntimeWarning, stacklevel=2)
-    names = [str(file.relative_to(folder)) if folder is not None else str(file) for file in files]
-    kept = _kept(folder)
     metadata = {
         **kept.get("metadata", {}),
         "files": names,
@@ -103,7 +105,7 @@ def read_checkpoints(
         "left_out": left_out,
         "not_finite": [names[i] for i in not_finite],
     }
-    dtypes = {name: getattr(torch, dtype) for name, dtype in kept.get("dtypes", {}).items()}
+    dtypes = {name: dtype_of(dtype) for name, dtype in kept.get("dtypes", {}).items()}
     statistics = {
         name: torch.tensor(values, dtype=dtypes.get(name))[None] for name, values in _statistics(kept, names).items()
     }
@@ -122,8 +124,8 @@ def write_checkpoints(
 ) -> list[Path]:
     """Write every draw as a state dict of its own: ``net-00000.safetensors``, ``net-00001.safetensors`` ...
 
-    Metadata and statistics go to ``checkpoints.json`` beside them. Each file appears whole or not at all. Chains are
-    laid end to end.
+    Metadata, statistics and checksums go to ``checkpoints.json`` beside them. Each file appears whole or not at all.
+    Chains are laid end to end.
 
     :param folder: a new or an empty folder; it is made.
     :param format: ``"safetensors"``, or ``"pt"`` for :func:`torch.load`.
@@ -153,7 +155,7 @@ def write_checkpoints(
         "dtypes": {name: str(value.dtype).removeprefix("torch.") for name, value in posterior.statistics.items()},
     }
     try:
-        text = json.dumps(head)
+        json.dumps(head)  # before any file is written
     except (TypeError, ValueError) as error:
         raise ValueError(f"the posterior's metadata can't be written as JSON: {error}") from error
     for i, file in enumerate(tqdm(files, desc="checkpoints", unit="file", disable=not progress)):
@@ -161,7 +163,8 @@ def write_checkpoints(
         state = {site: value[i].detach().cpu().clone().contiguous() for site, value in flat.items()}
         save = torch.save if format == "pt" else save_file
         write_whole(file, functools.partial(save, state), "checkpoint")
-    write_text(folder / _METADATA, text, "checkpoint collection")
+    head["crc32s"] = {file.name: _checksum(file) for file in files}
+    save_json(folder / _METADATA, head, _KIND)
     return files
 
 
@@ -290,10 +293,20 @@ def _kept(folder: Path | None) -> dict[str, Any]:
     path = None if folder is None else folder / _METADATA
     if path is None or not path.is_file():
         return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    return load_json(path, _KIND)
+
+
+def _require_unchanged(file: Path, checksum: str | None) -> None:
+    """:param checksum: what :func:`write_checkpoints` noted of the file; ``None`` if it knows nothing of it."""
+    if checksum is not None and _checksum(file) != checksum:
+        raise StoreError(
+            f"{file} differs from its checksum in {_METADATA}: it is damaged, or another file was put there. Restore "
+            f"it from a copy; if it is as it should be, remove {_METADATA}, which holds statistics of the other one"
+        )
+
+
+def _checksum(file: Path) -> str:
+    return f"{zlib.crc32(file.read_bytes()):08x}"
 
 
 def _statistics(kept: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[Any]]:

@@ -7,7 +7,7 @@ and :meth:`~Posterior.summary` are those of Pyro's :class:`~pyro.infer.MCMC`, so
 (:meth:`~Posterior.attach`), in ArviZ's ``from_pyro``.
 
 The store is one ``.safetensors`` file (no pickle): tensors ``samples/<site>`` and ``statistics/<name>``, and in the
-header's metadata the format's name, its version and a JSON text.
+header's metadata the format's name, its version, a JSON text and a checksum of it all.
 """
 
 from __future__ import annotations
@@ -472,17 +472,20 @@ class Posterior:
         save_tensors(path, KIND, VERSION, tensors, header)
 
     @classmethod
-    def load(cls, path: PathLike) -> Posterior:
+    def load(cls, path: PathLike, *, verify: bool = True) -> Posterior:
         """Read what :meth:`save` wrote, or the folder that ``sample(store=...)`` writes, also while it does.
 
-        On the CPU; draws are mapped from the files and read when they are touched.
+        On the CPU; draws are mapped from the files, so that they needn't fit into memory.
 
+        :param verify: read everything once and compare it with its checksums, at some 4 GB a second where the disk
+            gives so many. ``False``: open at once, and read draws when they are touched, right or damaged.
         :raises OSError: if there is no such file or folder or it can't be read.
-        :raises StoreError: if it is truncated, of another kind, or of a newer version of the format.
+        :raises StoreError: if it is truncated, differs from its checksum, is of another kind, or of a newer version of
+            the format.
         """
         if Path(path).is_dir():
-            return cls(*read_store(path), rows="chains")
-        tensors, header = load_tensors(path, KIND, VERSION)
+            return cls(*read_store(path, verify=verify), rows="chains")
+        tensors, header = load_tensors(path, KIND, VERSION, verify=verify)
         try:
             samples = {site: tensors[f"samples/{site}"] for site in header["sites"]}
             statistics = {name: tensors[f"statistics/{name}"] for name in header["statistics"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from torch import Tensor
 
@@ -24,7 +24,11 @@ def comparing(symmetry: Any, weights: Mapping[str, Tensor]) -> Any:
     return symmetry if held else symmetry.without_buffers()
 
 
-def canonical_frame(draws: Draws, symmetry: Any, **options: Any) -> Draws:
+@overload
+def canonical_frame(draws: Posterior, symmetry: Any, **options: Any) -> Posterior: ...
+@overload
+def canonical_frame(draws: Mapping[str, Tensor], symmetry: Any, **options: Any) -> Weights: ...
+def canonical_frame(draws: Posterior | Mapping[str, Tensor], symmetry: Any, **options: Any) -> Posterior | Weights:
     """The draws in canonical form.
 
     :param options: see :func:`~pyro_symmetric.symmetry.canonicalize`.

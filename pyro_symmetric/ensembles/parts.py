@@ -2,7 +2,8 @@
 a stop.
 
 The folder holds ``ensemble.json`` (settings and seed) and ``part-00000.safetensors``, ``part-00001.safetensors`` ...,
-each a :class:`~pyro_symmetric.samples.Posterior` that appeared whole or not at all.
+each a :class:`~pyro_symmetric.samples.Posterior` that appeared whole or not at all, and that says which part of which
+ensemble it is.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.storage import PathLike, StoreError, write_text
+from pyro_symmetric.storage import PathLike, StoreError, inside, load_json, save_json
 
-_HEAD = "ensemble.json"
+_HEAD, _KIND = "ensemble.json", "list of an ensemble's settings"
 
 
 class Parts:
@@ -38,7 +39,7 @@ class Parts:
         if not (self.folder / _HEAD).exists():
             if any(self.folder.iterdir()):
                 raise StoreError(f"folder {self.folder} isn't empty and holds no ensemble; name a new or an empty one")
-            write_text(self.folder / _HEAD, json.dumps(self.head, indent=1), "ensemble")
+            save_json(self.folder / _HEAD, self.head, _KIND)
         found = _head(self.folder)
         if found["settings"] != self.head["settings"]:
             changed = sorted(
@@ -61,15 +62,15 @@ class Parts:
         """A finished part, or ``None``."""
         if self.folder is None:
             return self._held.get(index)
-        path = _part(self.folder, index)
-        return Posterior.load(path) if path.exists() else None
+        return _load(self.folder, index, self.head) if _part(self.folder, index).exists() else None
 
     def put(self, index: int, part: Posterior) -> None:
         """Write a finished part."""
         if self.folder is None:
             self._held[index] = part
         else:
-            part.save(_part(self.folder, index))
+            metadata = {**part.metadata, "part": {"index": index, **self.head}}
+            Posterior(part.samples, part.statistics, metadata, rows=part.rows).save(_part(self.folder, index))
 
 
 def load_ensemble(folder: PathLike) -> Posterior:
@@ -80,7 +81,8 @@ def load_ensemble(folder: PathLike) -> Posterior:
     """
     folder = Path(folder)
     head = _head(folder)
-    parts = [Posterior.load(path) for path in sorted(folder.glob("part-*.safetensors"))]
+    indices = sorted(int(path.stem.removeprefix("part-")) for path in folder.glob("part-[0-9]*.safetensors"))
+    parts = [_load(folder, index, head) for index in indices]
     if not parts:
         raise FileNotFoundError(f"the ensemble at {folder} has no finished part yet")
     return joined(parts, head["settings"])
@@ -104,15 +106,27 @@ def joined(parts: Sequence[Posterior], settings: Mapping[str, Any]) -> Posterior
 
 
 def _part(folder: Path, index: int) -> Path:
-    return folder / f"part-{index:05d}.safetensors"
+    return inside(folder, f"part-{index:05d}.safetensors")
+
+
+def _load(folder: Path, index: int, head: Mapping[str, Any]) -> Posterior:
+    """:raises StoreError: if it is damaged, or another part, or of another ensemble."""
+    path = _part(folder, index)
+    part = Posterior.load(path)
+    if part.metadata.get("part") != {"index": index, **head}:
+        raise StoreError(
+            f"{path} is another part, or one of another ensemble, as if it had been copied there; remove it, and the "
+            "same call trains it anew"
+        )
+    return part
 
 
 def _head(folder: Path) -> dict[str, Any]:
     path = folder / _HEAD
     if not path.is_file():
         raise FileNotFoundError(f"there is no ensemble at {folder}: {_HEAD} is missing")
+    head = load_json(path, _KIND)
     try:
-        head = json.loads(path.read_text(encoding="utf-8"))
         return {"settings": dict(head["settings"]), "seed": int(head["seed"])}
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"{path} is damaged: {error!r}") from error

@@ -21,11 +21,11 @@ from pyro_symmetric.guides.gaussian import FAMILIES, family_and_moments
 from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, layout_of
 from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
-from pyro_symmetric.storage import PathLike, load_tensors, save_tensors
+from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
 from pyro_symmetric.symmetry.finite import finite_group_from_dict
 
 KIND = "guide"
-VERSION = 2  # 1 knew no AutoModes
+VERSION = 2
 
 _BASES: dict[str, type[AutoContinuous]] = {
     base.__name__: base
@@ -83,16 +83,23 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
     as :class:`AutoSymmetrized` over the same base, mixtures as :class:`AutoModes`.
 
     :raises OSError: if the file can't be read.
-    :raises ValueError: if it is damaged or no guide.
+    :raises StoreError: if it is damaged (it is compared with its checksum) or no guide.
     """
     tensors, header = load_tensors(path, KIND, VERSION)
     if device is not None:
         tensors = {name: value.to(device) for name, value in tensors.items()}
+    try:
+        return _built(tensors, header)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise StoreError(f"{path} has a damaged header: {error!r}") from error
+
+
+def _built(tensors: dict[str, torch.Tensor], header: dict[str, Any]) -> WeightsGuide:
     sites = tuple(SiteLayout.from_dict(site) for site in header["sites"])
     if header["class"] in FAMILIES:
         return FAMILIES[header["class"]](sites, **tensors)
     model = LayoutModel(sites, next(iter(tensors.values())))
-    options = header["options"] if "options" in header else _options_of_version_1(header)
+    options = header["options"]
     guide: WeightsGuide
     if header["class"] == "AutoModes":
         guide = AutoModes(model, init_loc_fn=model.init_loc_fn, **options)
@@ -117,7 +124,3 @@ def _options(guide: Any) -> dict[str, Any]:
     if isinstance(guide, AutoModes):
         return guide.options()
     return {"rank": guide.rank} if isinstance(guide, AutoLowRankMultivariateNormal) else {}
-
-
-def _options_of_version_1(header: dict[str, Any]) -> dict[str, Any]:
-    return {} if header["rank"] is None else {"rank": header["rank"]}

@@ -1,8 +1,9 @@
 """States as JSON and tensors, and back to the last bit.
 
 A :class:`~pyro_symmetric.mcmc.kernel.State` is a tree of frozen dataclasses whose leaves are tensors, numbers, strings,
-devices and dtypes. :func:`encode` takes it apart; :func:`decode` rebuilds it, from dataclasses of trusted modules only:
-those of :mod:`pyro_symmetric.mcmc`, and those that the caller names. Nothing in a file can run code.
+devices and dtypes. :func:`encode` takes it apart; :func:`decode` rebuilds it, from known dataclasses only: those of the
+modules of :mod:`pyro_symmetric.mcmc` that define states, and those that the kernel's own modules define. Nothing is
+imported for a file, and nothing in it can run other code.
 
 Floats travel in hexadecimal. Tensors keep their strides, since the order in which a sum runs through memory decides
 how it is rounded.
@@ -10,7 +11,7 @@ how it is rounded.
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -18,15 +19,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.storage import StoreError
+from pyro_symmetric.mcmc.kernel import Kernel
+from pyro_symmetric.storage import StoreError, dtype_of
 
 ROOM = __name__.rpartition(".")[0]
+STATES = frozenset(  # modules that define parts of states
+    f"{ROOM}.{name}"
+    for name in (
+        "adaptation",
+        "batches",
+        "chees",
+        "kernel",
+        "landscape",
+        "mass",
+        "psgld",
+        "stochastic",
+        "warmup",
+    )
+)
 
 
 def encode(tree: Any, tensors: dict[str, Tensor], modules: Collection[str] = ()) -> Any:
     """What JSON can hold of ``tree``; its tensors go into ``tensors``.
 
-    :param modules: whose dataclasses are trusted, beside those of :mod:`pyro_symmetric.mcmc`.
+    :param modules: whose dataclasses are trusted, beside those of states of :mod:`pyro_symmetric.mcmc`.
     :raises TypeError: for a leaf of another type, or a dataclass of another module.
     """
     if tree is None or isinstance(tree, bool | int | str):
@@ -49,7 +65,11 @@ def encode(tree: Any, tensors: dict[str, Tensor], modules: Collection[str] = ())
         return {"dict": {key: encode(part, tensors, modules) for key, part in tree.items()}}
     if is_dataclass(tree) and not isinstance(tree, type):
         kind = type(tree)
-        _require_trusted(kind.__module__, kind.__qualname__, modules)
+        if _trusted(kind.__module__, kind.__qualname__, modules) is None:
+            raise TypeError(
+                f"the dataclass {kind.__module__}.{kind.__qualname__} in a kernel's state is neither one of {ROOM} nor "
+                "defined at the top of the kernel's module, so a store can't keep it"
+            )
         parts = {f.name: encode(getattr(tree, f.name), tensors, modules) for f in fields(tree) if f.init}
         return {"class": [kind.__module__, kind.__qualname__], "fields": parts}
     raise TypeError(f"a kernel's state holds a {type(tree).__name__}, which a store can't keep; see State")
@@ -61,6 +81,18 @@ def decode(tree: Any, tensors: Mapping[str, Tensor], device: torch.device, modul
     :param device: of the run; tensors that were on the CPU stay there.
     :raises StoreError: if the tree isn't one that :func:`encode` made, or of another version of the dataclasses.
     """
+    try:
+        return _decoded(tree, tensors, device, modules)
+    except StoreError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise StoreError(f"a stored state is damaged: {error!r}") from error
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _decoded(tree: Any, tensors: Mapping[str, Tensor], device: torch.device, modules: Collection[str]) -> Any:
     if not isinstance(tree, dict):
         return tree
     match tree:
@@ -71,41 +103,35 @@ def decode(tree: Any, tensors: Mapping[str, Tensor], device: torch.device, modul
         case {"device": place}:
             return torch.device("cpu") if place == "cpu" else device
         case {"dtype": name}:
-            return getattr(torch, name)
+            return dtype_of(name)
         case {"size": sizes}:
             return torch.Size(sizes)
         case {"tuple": parts}:
-            return tuple(decode(part, tensors, device, modules) for part in parts)
+            return tuple(_decoded(part, tensors, device, modules) for part in parts)
         case {"list": parts}:
-            return [decode(part, tensors, device, modules) for part in parts]
+            return [_decoded(part, tensors, device, modules) for part in parts]
         case {"dict": parts}:
-            return {key: decode(part, tensors, device, modules) for key, part in parts.items()}
+            return {key: _decoded(part, tensors, device, modules) for key, part in parts.items()}
         case {"class": [module, name], "fields": parts}:
-            kind = _trusted_class(module, name, modules)
+            kind = _trusted(module, name, modules)
+            if kind is None:
+                raise StoreError(f"the stored state needs {module}.{name}, which is no part of this kernel's states")
             if set(parts) != {f.name for f in fields(kind) if f.init}:
                 raise StoreError(f"the stored {name} has the fields {sorted(parts)}; this version has others")
-            return kind(**{key: decode(part, tensors, device, modules) for key, part in parts.items()})
+            return kind(**{key: _decoded(part, tensors, device, modules) for key, part in parts.items()})
     raise StoreError(f"a stored state is damaged: it holds {sorted(tree)}")
 
 
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _require_trusted(module: str, name: str, modules: Collection[str]) -> None:
-    if not (module.startswith(f"{ROOM}.") or module in modules):
-        raise TypeError(
-            f"the dataclass {module}.{name} in a kernel's state is neither of {ROOM} nor of the kernel's module"
-        )
-
-
-def _trusted_class(module: str, name: str, modules: Collection[str]) -> Any:
-    _require_trusted(module, name, modules)
-    kind: Any = importlib.import_module(module)
+def _trusted(module: Any, name: Any, modules: Collection[str]) -> Any:
+    """The dataclass of that name, or ``None`` if it isn't one that a state may hold."""
+    if not isinstance(name, str) or (module not in STATES and module not in modules):
+        return None
+    kind: Any = sys.modules.get(module)
     for part in name.split("."):
-        kind = getattr(kind, part, None)
-    if not (isinstance(kind, type) and is_dataclass(kind)):
-        raise StoreError(f"the stored state needs the dataclass {module}.{name}, which this version doesn't have")
-    return kind
+        kind = getattr(kind, "__dict__", {}).get(part)
+    if not isinstance(kind, type) or issubclass(kind, Kernel) or not is_dataclass(kind):
+        return None
+    return kind if (kind.__module__, kind.__qualname__) == (module, name) else None
 
 
 def _laid_out(value: Tensor, stride: list[int], device: torch.device) -> Tensor:

@@ -19,6 +19,8 @@ from pyro_symmetric.mcmc.codec import decode, encode
 from pyro_symmetric.mcmc.kernel import Kernel, State
 from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.trace import Trace
+from pyro_symmetric.mcmc.witnesses import Witnesses
+from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import Draws, DrawStore, Mark
 
 COMMIT_SECONDS = 5.0  # at least so long between two commits,
@@ -112,6 +114,7 @@ class Run:
         self._facts, self._preamble, self._progress = facts, preamble, progress
         self._watch = watch
         self._trace = Trace(potential.device)
+        self._witnesses = Witnesses(potential, plan.num_chains)
         self._seconds = {"warmup": 0.0, "sampling": 0.0}
         self._clock = started
         self._next_commit = 0.0
@@ -125,15 +128,32 @@ class Run:
         if self.store is not None:
             self._commit()
 
-    def take_up(self, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint; sets the random generators."""
+    def take_up(self, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tensor], tolerance: float) -> bool:
+        """Go on from a checkpoint; sets the random generators.
+
+        :param tolerance: relative, of densities.
+        :return: whether the model is the run's, by its density where the chains have been.
+        :raises StoreError: if it isn't a checkpoint of such chains.
+        """
         device = self.potential.device
         state = decode(checkpoint["state"], _part(tensors, "state"), device, _modules(self.kernel))
-        self._trace.restore(tensors["trace"], checkpoint["trace_stride"])
-        self._seconds = dict(checkpoint["seconds"])
-        set_generators(_part(tensors, "generators"), device)
-        self._arrive(checkpoint["iteration"], state)
+        shape = (self.plan.num_chains, self.potential.dim)
+        if not isinstance(state, State) or not isinstance(state.z, Tensor) or state.z.shape != shape:
+            raise StoreError(
+                f"the stored state is damaged: it doesn't hold {shape[0]} chains of {shape[1]} coordinates"
+            )
+        try:
+            self._witnesses.restore(_part(tensors, "witnesses"))
+            self._trace.restore(tensors["trace"], checkpoint["trace_stride"])
+            self._seconds = {phase: float(checkpoint["seconds"][phase]) for phase in self._seconds}
+            set_generators(_part(tensors, "generators"), device)
+            iteration = int(checkpoint["iteration"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise StoreError(f"the checkpoint is damaged: {error!r}") from error
+        agrees = self._witnesses.agree(state.z, tolerance)
+        self._arrive(iteration, state)
         self._next_commit = time.perf_counter() + COMMIT_SECONDS
+        return agrees
 
     def go(self) -> None:
         """Run all iterations that are left. However that ends, what was done is committed if there is a store."""
@@ -189,7 +209,10 @@ class Run:
         self._arrive(iteration + 1, state)
 
     def _arrive(self, iteration: int, state: State) -> None:
-        generators = {} if self.store is None else generator_states(self.potential.device)
+        generators = {}
+        if self.store is not None:
+            generators = generator_states(self.potential.device)
+            self._witnesses.note(iteration, state.z)
         self.at = Boundary(iteration, state, generators, self.sink.mark)
 
     def _tick(self, phase: str) -> None:
@@ -204,6 +227,7 @@ class Run:
         tree = encode(self.at.state, own, _modules(self.kernel))
         tensors = {f"state/{name}": value for name, value in own.items()}
         tensors |= {f"generators/{name}": value for name, value in self.at.generators.items()}
+        tensors |= {f"witnesses/{name}": value for name, value in self._witnesses.tensors(self.at.state.z).items()}
         tensors["trace"] = self._trace.values
         checkpoint = {
             **self._preamble,

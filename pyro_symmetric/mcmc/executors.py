@@ -183,7 +183,11 @@ def _gather(job: Job, jobs: Sequence[Job], outcome: Outcome) -> Draws:
     parts = []
     for task in sorted(outcome.done):
         store = jobs[task].store
-        parts.append(asked_for(outcome.done[task].unpack() if store is None else read_store(store), job.num_samples))
+        parts.append(
+            asked_for(
+                outcome.done[task].unpack() if store is None else read_store(store, verify=False), job.num_samples
+            )
+        )
     kept = f" What is done is kept in {job.store}; the same call goes on from there." if job.store is not None else ""
     if outcome.failed:
         first = min(outcome.failed)
@@ -204,8 +208,9 @@ def _gather(job: Job, jobs: Sequence[Job], outcome: Outcome) -> Draws:
         raise KeyboardInterrupt(f"interrupted before any of {len(jobs)} tasks had finished.{kept}")
     if job.store is None or len(parts) < len(jobs):
         return join(parts, folder=job.store)
-    join_stores(job.store, [Path(str(task.store)) for task in jobs])
-    return join(parts, read_joined(job.store), job.store)
+    stores = [Path(str(task.store)) for task in jobs]
+    join_stores(job.store, stores)
+    return join(parts, read_joined(job.store, stores, verify=False), job.store)
 
 
 def _advice(job: Job) -> str:

@@ -1,31 +1,42 @@
 """Whether a store holds the run that a call asks for, so that one never goes on with another's draws.
 
 Runs are the same if all that decides their draws is: the kernel and its settings, sites, counts, seed, dtype, data
-(compared by their hash), and the density itself, compared at two fixed points: whatever changed it, be it a prior, a
-network's buffer or a parameter that isn't sampled, shows there. ``num_samples`` is left out, so that more may be added.
+(compared by their hash, see :mod:`~pyro_symmetric.mcmc.digest`), and the density itself: whatever changed it, be it a
+prior, a network's buffer or a parameter that isn't sampled, shows there. It is compared at fixed points near 0 and up
+to 5 from it, of models that subsample their data on batches that go through them, and at places that the run itself
+has passed (:mod:`~pyro_symmetric.mcmc.witnesses`). ``num_samples`` is left out, so that more may be added.
+
+What differs at none of these places by more than rounding isn't seen: a model that is changed only where no chain has
+been yet, a row among millions in single precision, rows of a plate beyond the first ``PIECES * NEAR`` batches.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_symmetric.mcmc.digest import digest
 from pyro_symmetric.mcmc.potential import Potential
-from pyro_symmetric.storage import StoreError, raw_bytes
+from pyro_symmetric.mcmc.starts import resolve
+from pyro_symmetric.mcmc.targets import ROWS, Rows
+from pyro_symmetric.mcmc.witnesses import close, energies
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.storage import StoreError
 
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # of the density, relative: other threads may round otherwise
-COARSE = 1e-2
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # of the density, relative
+COARSE = 1e-2  # in other precisions
+ELSEWHERE = 100.0  # times as much where other threads, processors or versions round otherwise
+NEAR, FAR, NUMBERS = 16, 14, 2**24  # points to compare densities at, and how many numbers the far ones may have in all
+PIECES = 64  # of NEAR batches each, at most
+OTHER_MODEL = "the model (its density at the same weights is another)"
 DECIDING = ("kernel", "sites")  # where they differ, what else does follows from it
 
 
@@ -47,7 +58,7 @@ def identify(job: Any, potential: Potential) -> dict[str, Any]:
         "sites": {site: list(shape) for site, shape in potential.layout.site_shapes.items()},
         "device": str(potential.device),
         "dtype": str(potential.dtype).removeprefix("torch."),
-        "density": _density(potential),
+        "density": _density(potential, job.num_chains),
     }
     return {**identify_call(job), **found}
 
@@ -60,11 +71,11 @@ def identify_call(job: Any) -> dict[str, Any]:
         "num_chains": job.num_chains,
         "num_warmup": job.num_warmup,
         "thinning": job.thinning,
-        "initial": _described(job.initial),
+        "initial": _described(job),
         "seed": job.seed,
         "data": digest([job.args, job.kwargs]),
     }
-    return json.loads(json.dumps(asked, default=repr))
+    return json.loads(json.dumps(asked, default=lambda value: f"{type(value).__name__} {digest(value)}"))
 
 
 def versions() -> dict[str, str]:
@@ -91,7 +102,7 @@ def require_same(path: Path, found: Mapping[str, Any], now: Mapping[str, Any], t
     :param tolerant: go on in spite of other versions, with a warning.
     :raises OtherRun: naming what differs.
     """
-    differing = differences(found["identity"], now["identity"])
+    differing = differences(found["identity"], now["identity"], tolerance_of(found, now))
     if found["chain_chunk"] != now["chain_chunk"]:
         differing.append(f"chain_chunk: {found['chain_chunk']} there, {now['chain_chunk']} here")
     newer = _differences(found["versions"], now["versions"], 0)
@@ -107,62 +118,70 @@ def require_same(path: Path, found: Mapping[str, Any], now: Mapping[str, Any], t
         )
 
 
-def differences(found: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What two runs say differently, in words, of what :func:`identify` or :func:`identify_call` told of both."""
+def tolerance_of(found: Mapping[str, Any], now: Mapping[str, Any]) -> float:
+    """How much the densities of one model may differ, relative; for arguments see :func:`require_same`."""
+    alike = all(found[name] == now[name] for name in ("versions", "surroundings"))
+    return TOLERANCE.get(now["identity"]["dtype"], COARSE) * (1.0 if alike else ELSEWHERE)
+
+
+def differences(found: Mapping[str, Any], now: Mapping[str, Any], tolerance: float | None = None) -> list[str]:
+    """What two runs say differently, in words, of what :func:`identify` or :func:`identify_call` told of both.
+
+    :param tolerance: of densities; by default that of runs on the same machine.
+    """
     both = [name for name in now if name in found]
     if deciding := next((name for name in DECIDING if name in both and found[name] != now[name]), None):
         both = [deciding]  # the others follow from it
     elif "data" in both and found["data"] != now["data"]:
         both = [name for name in both if name != "density"]
-    tolerance = TOLERANCE.get(now.get("dtype", ""), COARSE)
+    if tolerance is None:
+        tolerance = TOLERANCE.get(now.get("dtype", ""), COARSE)
     return _differences({name: found[name] for name in both}, {name: now[name] for name in both}, tolerance)
-
-
-def digest(value: Any) -> str:
-    """A hash of data: tensors, arrays, numbers, strings and containers of them; of other objects, their type."""
-    state = hashlib.blake2b(digest_size=16)
-    _feed(state.update, value)
-    return state.hexdigest()
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _feed(update: Callable[[Any], None], value: Any) -> None:
-    if isinstance(value, Tensor):
-        update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        update(raw_bytes(value).numpy().data)
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        update(f"array {value.dtype} {value.shape}".encode())
-        update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-    elif isinstance(value, Mapping):
-        update(f"dict {len(value)}".encode())
-        for key, part in sorted(value.items(), key=lambda item: repr(item[0])):  # no order decides a draw
-            update(repr(key).encode())
-            _feed(update, part)
-    elif isinstance(value, list | tuple):
-        update(f"list {len(value)}".encode())
-        for part in value:
-            _feed(update, part)
-    elif value is None or isinstance(value, bool | int | float | str | bytes):
-        update(repr(value).encode())
-    else:
-        update(f"{type(value).__module__}.{type(value).__qualname__}".encode())
-
-
-def _described(initial: Any) -> str | None:
+def _described(job: Any) -> str | None:
+    """Weights by their hash; of guides and functions, whose draws can't be foretold, the type only."""
+    initial = job.initial
+    if isinstance(initial, Posterior):
+        initial = resolve(initial, job.num_chains, job.args, job.kwargs)
     if initial is None or isinstance(initial, str):
         return initial
     return f"weights {digest(initial)}" if isinstance(initial, Mapping) else type(initial).__name__
 
 
-def _density(potential: Potential) -> list[float]:
+def _density(potential: Potential, at_once: int) -> list[float]:
+    """Energies at fixed points."""
     wave = torch.arange(potential.dim, dtype=torch.float64).cos().to(potential.device, potential.dtype)
-    rows = {
-        name: torch.arange(size, device=potential.device).expand(2, size)
-        for name, (_, size) in potential.row_counts.items()
+    near = torch.stack([0.1 * wave, 0.3 * wave])
+    points = torch.cat([near, _far_points(potential).to(wave)])
+    found = energies(potential, points, _batches(potential, 0, len(points), len(points)), at_once).tolist()
+    plates = [-(-total // size) for name, (total, size) in potential.row_counts.items() if name != ROWS]
+    pieces = min(PIECES, -(-max(plates, default=0) // NEAR))  # what the arguments hold is in the data's hash already
+    near = near.repeat(NEAR // 2, 1)
+    for piece in range(pieces):
+        found += energies(potential, near, _batches(potential, piece * NEAR, NEAR, pieces * NEAR), at_once).tolist()
+    return found
+
+
+def _far_points(potential: Potential) -> Tensor:
+    """Up to 5 from 0; each coordinate takes as many different values as there are points (a Latin hypercube)."""
+    count = min(FAR, NUMBERS // potential.dim)
+    steps = torch.linspace(-1.0, 1.0, count)
+    order = torch.rand(count, potential.dim, generator=torch.Generator().manual_seed(0)).argsort(0)
+    return (5.0 * steps * steps.abs())[order]
+
+
+def _batches(potential: Potential, begin: int, count: int, parts: int) -> Rows | None:
+    """Mini-batches for ``count`` points from the ``begin``-th on, of ``parts`` that are spread over the data."""
+    k = torch.arange(begin, begin + count, device=potential.device)[:, None]
+    batches = {
+        name: (k * total // parts + torch.arange(size, device=potential.device)) % total
+        for name, (total, size) in potential.row_counts.items()
     }
-    return potential(torch.stack([0.1 * wave, 0.3 * wave]), rows or None).tolist()
+    return batches or None
 
 
 def _differences(found: Any, now: Any, tolerance: float, name: str = "") -> list[str]:
@@ -173,8 +192,8 @@ def _differences(found: Any, now: Any, tolerance: float, name: str = "") -> list
         parts = (_differences(found.get(k), now.get(k), tolerance, f"{name}.{k}".lstrip(".")) for k in keys)
         return [line for part in parts for line in part]
     if name == "density":
-        same = len(found) == len(now) and all(_close(a, b, tolerance) for a, b in zip(found, now, strict=True))
-        return [] if same else ["the model (its density at the same weights is another)"]
+        there, here = (torch.tensor(values, dtype=torch.float64) for values in (found, now))
+        return [] if there.shape == here.shape and close(there, here, tolerance) else [OTHER_MODEL]
     if found == now:
         return []
     return ["data: their hash is another" if name == "data" else f"{name}: {found!r} there, {now!r} here"]
@@ -183,9 +202,3 @@ def _differences(found: Any, now: Any, tolerance: float, name: str = "") -> list
 def _listed(sites: Mapping[str, Sequence[int]], most: int = 8) -> str:
     named = [f"{site} {tuple(shape)}" for site, shape in sites.items()]
     return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
-
-
-def _close(a: float, b: float, tolerance: float) -> bool:
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.isfinite(a) == math.isfinite(b)
-    return abs(a - b) <= tolerance * max(1.0, abs(a))

@@ -15,10 +15,19 @@ import torch
 
 from pyro_symmetric.generators import seeded
 from pyro_symmetric.mcmc.driver import MemoryDraws, Plan, Run
-from pyro_symmetric.mcmc.identity import identify, require_same, surroundings, versions
+from pyro_symmetric.mcmc.identity import (
+    OTHER_MODEL,
+    OtherRun,
+    identify,
+    require_same,
+    surroundings,
+    tolerance_of,
+    versions,
+)
 from pyro_symmetric.mcmc.kernel import Kernel
 from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.starts import resolve, starting_points
+from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import Draws, DrawStore, read_store
 
 # the least of each
@@ -109,13 +118,17 @@ def run_job(job: Job, progress: bool, watch: Callable[[int], None] | None = None
         last = store.last if store is not None else None
         if job.store is not None:
             require_resumable(job, last is not None)
+        if last is not None and not set(_PREAMBLE) <= last.checkpoint.keys():
+            raise StoreError(f"the draw store {job.store} holds draws, but no run that could go on")
         potential = job.potential(last.checkpoint["chain_chunk"] if last is not None else None)
         preamble = {} if store is None else _preamble(job, potential)
         if last is not None:
             require_same(Path(str(job.store)), last.checkpoint, preamble, tolerant=job.resume is True)
         run = Run(job.kernel, potential, job.plan, sink, _facts(job, potential), preamble, progress, started, watch)
         if last is not None:
-            run.take_up(last.checkpoint, last.tensors)
+            tolerance = tolerance_of(last.checkpoint, preamble)
+            if not run.take_up(last.checkpoint, last.tensors, tolerance):
+                raise OtherRun.of(Path(str(job.store)), [OTHER_MODEL])
         else:
             initial = resolve(job.initial, job.num_chains, job.args, job.kwargs)
             run.start(starting_points(potential, job.num_chains, initial))
@@ -124,7 +137,7 @@ def run_job(job: Job, progress: bool, watch: Callable[[int], None] | None = None
         except KeyboardInterrupt:
             if sink.mark.draws == 0:
                 raise KeyboardInterrupt(*_how_to_go_on(job, run.at.iteration)) from None
-        draws = sink.read(run.metadata()) if isinstance(sink, MemoryDraws) else read_store(sink.path)
+        draws = sink.read(run.metadata()) if isinstance(sink, MemoryDraws) else read_store(sink.path, verify=False)
     return asked_for(draws, job.num_samples)
 
 
@@ -144,6 +157,8 @@ def asked_for(draws: Draws, num_samples: int) -> Draws:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+_PREAMBLE = ("identity", "versions", "surroundings", "chain_chunk")  # what every checkpoint of a run says of it
 
 
 def _opened(job: Job) -> contextlib.AbstractContextManager[MemoryDraws | DrawStore]:

@@ -165,7 +165,7 @@ class Potential:
     def __call__(self, z: Tensor, rows: Rows | None = None) -> Tensor:
         """Energy ``(C,)`` of chains at ``z`` of shape ``(C, D)``; see :meth:`value_and_grad`."""
         with pyro.validation_enabled(False):
-            pieces = [self._energy(part, batch) for part, batch in self._chunks(z, rows)]
+            pieces = [self._energies(part, batch) for part, batch in self._chunks(z, rows)]
         return torch.cat(pieces)
 
     def value_and_grad(self, z: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
@@ -210,9 +210,16 @@ class Potential:
             # One chain with a singular matrix mustn't stop the others: halve until it is alone, outside of the support.
             if len(z) == 1:
                 return torch.full_like(z[:, 0], torch.inf), torch.zeros_like(z)
-            halves = [slice(0, len(z) // 2), slice(len(z) // 2, None)]
-            parts = [self._value_and_grad(z[s], _cut(rows, s)) for s in halves]
+            parts = [self._value_and_grad(z[s], _cut(rows, s)) for s in _halves(len(z))]
             return torch.cat([energy for energy, _ in parts]), torch.cat([gradient for _, gradient in parts])
+
+    def _energies(self, z: Tensor, rows: Rows | None) -> Tensor:
+        try:
+            return self._energy(z, rows)
+        except torch.linalg.LinAlgError:  # as above
+            if len(z) == 1:
+                return torch.full_like(z[:, 0], torch.inf)
+            return torch.cat([self._energies(z[s], _cut(rows, s)) for s in _halves(len(z))])
 
     def _evaluate(self, z: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         with pyro.validation_enabled(False), torch.enable_grad():
@@ -294,6 +301,10 @@ class Potential:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _halves(count: int) -> list[slice]:
+    return [slice(0, count // 2), slice(count // 2, None)]
 
 
 def _cut(rows: Rows | None, chains: slice) -> Rows | None:

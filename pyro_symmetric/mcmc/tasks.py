@@ -8,7 +8,6 @@ chains are cut into tasks, and on nothing else about them.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from pyro_symmetric.mcmc.identity import OtherRun, differences, identify, identi
 from pyro_symmetric.mcmc.job import Job, require_resumable, run_job
 from pyro_symmetric.mcmc.starts import resolve
 from pyro_symmetric.mcmc.watch import Watch, sweep
-from pyro_symmetric.storage import raw_bytes, write_text
+from pyro_symmetric.storage import dtype_of, raw_bytes, save_json
 from pyro_symmetric.store import Draws, read_tasks
 from pyro_symmetric.store.layout import CHECKPOINT, LOCK, TASKS, VERSION
 from pyro_symmetric.store.writer import lock_folder
@@ -136,7 +135,7 @@ def folder_of_tasks(job: Job, chains_per_task: int) -> Iterator[int]:
         else:
             folders = [_name(task) for task in range(-(-job.num_chains // chains_per_task))]
             note = {"version": VERSION, "seed": job.seed, **now, "drawn_seed": seed, "folders": folders}
-            write_text(job.store / TASKS, json.dumps(note, indent=2), "list of tasks")
+            save_json(job.store / TASKS, note, "list of tasks")
         yield seed
     finally:
         lock.release()
@@ -199,4 +198,4 @@ def _to_bytes(value: Tensor) -> tuple[Any, str, tuple[int, ...]]:
 
 
 def _from_bytes(value: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(value).view(getattr(torch, dtype)).view(shape)
+    return torch.from_numpy(value).view(dtype_of(dtype)).view(shape)

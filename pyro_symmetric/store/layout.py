@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -13,7 +14,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from pyro_symmetric.storage import StoreError, load_tensors
+from pyro_symmetric.storage import StoreError, dtype_of, inside, load_tensors
 
 KIND = "draw store"
 VERSION = 1
@@ -63,10 +64,7 @@ class Column:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype itself."""
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise StoreError(f"{self.file} is of an unknown dtype, {self.dtype!r}")
-        return dtype
+        return dtype_of(self.dtype)
 
     @property
     def size(self) -> int:
@@ -78,7 +76,7 @@ class Column:
         count = draws * math.prod(self.shape)
         if count == 0:
             return torch.empty(self.shape[0], draws, *self.shape[1:], dtype=self.torch_dtype)
-        flat = torch.from_file(str(folder / self.file), shared=False, size=count, dtype=self.torch_dtype)
+        flat = torch.from_file(str(inside(folder, self.file)), shared=False, size=count, dtype=self.torch_dtype)
         return flat.view(draws, *self.shape).transpose(0, 1)
 
 
@@ -86,12 +84,16 @@ class Column:
 class Commit:
     """What the last commit said.
 
+    :param token: a random number of 32 bits that marks this store's records, so that no other's are taken for them.
+    :param seal: the last record's own checksum; the token, before there is one.
     :param draws: how many of each chain are safe.
     :param chunks: in how many commits they came.
     :param metadata: of the posterior.
     :param checkpoint: what the writer needs to go on, with ``tensors``.
     """
 
+    token: int
+    seal: int
     columns: tuple[Column, ...]
     draws: int
     chunks: int
@@ -101,14 +103,18 @@ class Commit:
 
     @classmethod
     def read(cls, folder: Path) -> Commit:
-        """:raises StoreError: if it is damaged or of a newer version."""
+        """:raises StoreError: if it is damaged or of a newer version, or names files outside of the folder."""
         tensors, header = load_tensors(folder / CHECKPOINT, KIND, VERSION)
         try:
             columns = tuple(Column(**{**entry, "shape": tuple(entry["shape"])}) for entry in header["columns"])
             own = {field.name: header[field.name] for field in fields(cls) if field.name not in ("columns", "tensors")}
-        except (KeyError, TypeError) as error:
+            commit = cls(columns=columns, tensors=tensors, **own)
+            _require_sound(commit)
+        except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{folder / CHECKPOINT} has a damaged header: {error!r}") from error
-        return cls(columns=columns, tensors=tensors, **own)
+        for column in columns:
+            inside(folder, column.file)
+        return commit
 
 
 class Damage(NamedTuple):
@@ -127,10 +133,10 @@ def find_damage(folder: Path, commit: Commit, thorough: bool) -> Damage | None:
     message, whole = "", commit.draws
     for column in commit.columns:
         file = folder / column.file
-        found = file.stat().st_size // column.size if file.exists() else 0
-        if found < whole:
+        found = file.stat().st_size // max(1, column.size) if file.exists() else 0
+        if column.size and found < whole:
             message, whole = f"{column.file} holds {found} of {commit.draws} draws (was it cut short?)", found
-    if thorough and commit.chunks:
+    if thorough and commit.draws:
         agreeing, file_name = _verified(folder, commit, whole)
         if agreeing < whole and not message:
             message = f"{file_name} differs from its checksum after draw {agreeing}"
@@ -141,29 +147,55 @@ def find_damage(folder: Path, commit: Commit, thorough: bool) -> Damage | None:
     return Damage(f"the draw store {folder} is damaged: {message}. {advice}", whole)
 
 
-def chunk_record(draws: int, sums: tuple[int, ...]) -> bytes:
-    """What a commit appends to the list of chunks."""
-    return struct.pack(f"<Q{len(sums)}I", draws, *sums)
+def chunk_record(draws: int, sums: Sequence[int], seal: int) -> bytes:
+    """What a commit appends to the list of chunks.
+
+    :param draws: of each chain, up to this commit.
+    :param sums: each file's CRC-32 since the last commit.
+    :param seal: of the record before; see :func:`seal_of`.
+    """
+    body = struct.pack(f"<Q{len(sums)}I", draws, *sums)
+    return body + struct.pack("<I", zlib.crc32(body, seal))
+
+
+def seal_of(record: bytes) -> int:
+    """A record's own checksum, which goes on from that of the record before: no zeros and no other list pass for it."""
+    return struct.unpack("<I", record[-4:])[0]
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
+def _require_sound(commit: Commit) -> None:
+    """:raises ValueError: if counts, shapes or dtypes are none."""
+    for name in ("token", "seal", "draws", "chunks"):
+        if type(count := getattr(commit, name)) is not int or count < 0:
+            raise ValueError(f"{name} is {count!r}")
+    for column in commit.columns:
+        sizes = column.shape
+        if column.kind not in ("samples", "statistics") or not isinstance(column.name, str):
+            raise ValueError(f"a column is {column.kind!r}, {column.name!r}")
+        if (
+            not sizes
+            or any(type(size) is not int or size < 0 for size in sizes)
+            or sizes[0] != commit.columns[0].shape[0]
+        ):
+            raise ValueError(f"{column.file!r} is of shape {sizes}")
+        dtype_of(column.dtype)
+    if not (isinstance(commit.metadata, dict) and isinstance(commit.checkpoint, dict)):
+        raise TypeError("metadata and checkpoint are no dictionaries")
+
+
 def _verified(folder: Path, commit: Commit, limit: int) -> tuple[int, str]:
     """Up to which draw, at most ``limit``, whole chunks agree with their checksums; and which file ends that."""
-    form = struct.Struct(f"<Q{len(commit.columns)}I")
-    chunks = folder / CHUNKS
-    listed = chunks.read_bytes()[: commit.chunks * form.size] if chunks.exists() else b""
-    records = list(form.iter_unpack(listed[: len(listed) // form.size * form.size]))
-    agreeing, culprit = limit, CHUNKS
-    if len(records) < commit.chunks:
-        agreeing = min(agreeing, records[-1][0] if records else 0)
+    records = _records(folder, commit)
+    agreeing, culprit = min(limit, records[-1][0] if records else 0), CHUNKS
     for k, column in enumerate(commit.columns):
         begin = 0
         if not (folder / column.file).exists():
             return 0, column.file
         with open(folder / column.file, "rb") as file:
-            for end, *sums in records:
+            for end, sums in records:
                 if begin >= agreeing:
                     break
                 if end > limit or _checksum(file, (end - begin) * column.size) != sums[k]:
@@ -171,6 +203,23 @@ def _verified(folder: Path, commit: Commit, limit: int) -> tuple[int, str]:
                     break
                 begin = end
     return agreeing, culprit
+
+
+def _records(folder: Path, commit: Commit) -> list[tuple[int, list[int]]]:
+    """The draws and checksums of each chunk, as far as the list of chunks is whole and this store's."""
+    form = struct.Struct(f"<Q{len(commit.columns)}II")
+    chunks = folder / CHUNKS
+    listed = chunks.read_bytes()[: commit.chunks * form.size] if chunks.exists() else b""
+    records: list[tuple[int, list[int]]] = []
+    begin, seal = 0, commit.token
+    for end, *sums, own in form.iter_unpack(listed[: len(listed) // form.size * form.size]):
+        seal = seal_of(chunk_record(end, sums, seal))
+        if own != seal or not begin < end <= commit.draws:
+            return records
+        records.append((end, sums))
+        begin = end
+    differs = (len(records), seal) != (commit.chunks, commit.seal)
+    return [] if differs and begin == commit.draws else records  # a whole list, but not the one that was committed
 
 
 def _checksum(file: BinaryIO, size: int) -> int:

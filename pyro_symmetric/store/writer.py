@@ -12,7 +12,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pyro_symmetric.storage import Lock, PathLike, StoreError, flush, make_folder, raw_bytes, save_tensors, sync
+from pyro_symmetric.storage import (
+    Lock,
+    PathLike,
+    StoreError,
+    flush,
+    inside,
+    make_folder,
+    open_own,
+    raw_bytes,
+    save_tensors,
+    sync,
+)
 from pyro_symmetric.store.layout import (
     CHECKPOINT,
     CHUNKS,
@@ -24,6 +35,7 @@ from pyro_symmetric.store.layout import (
     Commit,
     chunk_record,
     find_damage,
+    seal_of,
 )
 
 
@@ -59,7 +71,9 @@ class DrawStore:
         self._lock = lock_folder(self.path, _recognise)
         self._files: list[io.FileIO] = []
         self._columns: tuple[Column, ...] = ()
-        self._done = (0, 0)  # draws and chunks that are committed; one value, so that no interruption parts them
+        self.token = int.from_bytes(os.urandom(4), "little")
+        # Draws and chunks that are committed, and the last one's seal; one value, so that no interruption parts them.
+        self._done = (0, 0, self.token)
         self.failed = False  # once writing has failed, no more is tried
         self.last: Commit | None = None
         self.mark = Mark(0, ())
@@ -105,16 +119,18 @@ class DrawStore:
         :raises OSError: if it can't be written; what was committed before is safe.
         """
         mark = self.mark if mark is None else mark
-        chunks = self._done[1]
+        _, chunks, seal = self._done
         with self._reporting():
             for file, column in zip(self._files, self._columns, strict=False):  # no files yet: no new draws
                 file.truncate(mark.draws * column.size)
                 file.seek(0, os.SEEK_END)
                 flush(file.fileno())
             if mark.draws > self.committed:
-                self._append_chunk(mark)
+                seal = self._append_chunk(mark)
                 chunks += 1
             header = {
+                "token": self.token,
+                "seal": seal,
                 "columns": [vars(column) for column in self._columns],
                 "draws": mark.draws,
                 "chunks": chunks,
@@ -122,7 +138,7 @@ class DrawStore:
                 "checkpoint": dict(checkpoint),
             }
             save_tensors(self.path / CHECKPOINT, KIND, VERSION, tensors, header)
-        self._done = (mark.draws, chunks)
+        self._done = (mark.draws, chunks, seal)
         self.mark = Mark(mark.draws, (0,) * len(mark.sums))
 
     def close(self) -> None:
@@ -147,7 +163,8 @@ class DrawStore:
         self.last = Commit.read(self.path)
         if damage := find_damage(self.path, self.last, thorough=True):
             raise StoreError(f"{damage.message}. Nothing was changed")
-        self._columns, self._done = self.last.columns, (self.last.draws, self.last.chunks)
+        self.token, self._columns = self.last.token, self.last.columns
+        self._done = (self.last.draws, self.last.chunks, self.last.seal)
         self.mark = Mark(self.committed, (0,) * len(self._columns))
 
     def _start(self, columns: Sequence[Column]) -> None:
@@ -161,23 +178,24 @@ class DrawStore:
             for stale in self.path.glob(f".{CHECKPOINT}.*.tmp"):  # left by a process that was killed in a commit
                 stale.unlink()
             for column in columns:
-                file = self.path / column.file
+                file = inside(self.path, column.file)
                 file.parent.mkdir(exist_ok=True)
-                self._files.append(io.FileIO(file, "r+" if file.exists() else "w+"))
+                self._files.append(_opened(file))
                 self._files[-1].truncate(self.committed * column.size)
                 self._files[-1].seek(0, os.SEEK_END)
-            (self.path / CHUNKS).touch()
+            _opened(self.path / CHUNKS).close()
             for folder in {(self.path / column.file).parent for column in columns} | {self.path}:
                 sync(folder)
 
-    def _append_chunk(self, mark: Mark) -> None:
-        record = chunk_record(mark.draws, mark.sums)
-        file = self.path / CHUNKS
-        with io.FileIO(file, "r+" if file.exists() else "w+") as chunks:
+    def _append_chunk(self, mark: Mark) -> int:
+        """:return: the record's seal."""
+        record = chunk_record(mark.draws, mark.sums, self._done[2])
+        with _opened(self.path / CHUNKS) as chunks:
             chunks.truncate(self._done[1] * len(record))
             chunks.seek(0, os.SEEK_END)
             _write(chunks, memoryview(record))
             flush(chunks.fileno())
+        return seal_of(record)
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -234,6 +252,10 @@ def _recognise(folder: Path) -> None:
     if others:
         shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
         raise FileExistsError(f"{folder} is no draw store but holds {shown}; name a new or an empty folder")
+
+
+def _opened(file: Path) -> io.FileIO:
+    return io.FileIO(file, "r+" if file.exists() else "w+", opener=open_own)
 
 
 def _write(file: io.FileIO, data: memoryview) -> None:

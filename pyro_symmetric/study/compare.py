@@ -109,7 +109,9 @@ def on_its_own(settings: StudySettings) -> Iterator[None]:
 
 def _run(problem: Problem, methods: Sequence[Method], out: Path, overwrite: bool, progress: bool, say: Say) -> Study:
     settings = problem.settings
-    out = prepare_folder(out, settings, fingerprint(problem), overwrite)
+    mark = fingerprint(problem)
+    out = prepare_folder(out, settings, mark, overwrite)
+    of_study = json.loads(json.dumps({"settings": settings.deciding(), "fingerprint": mark}))  # as files give it back
     for line in describe(problem):
         say(line)
     if settings.reference not in settings.methods:
@@ -119,7 +121,7 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, overwrite: bool
         )
     fits: dict[str, Finished] = {}
     for method in methods:
-        fits |= stored(method, out, say) or fit_and_store(method, problem, out, progress, say)
+        fits |= stored(method, of_study, out, say) or fit_and_store(method, of_study, problem, out, progress, say)
     draws = {label: draws_of(finished.fit.posterior, problem) for label, finished in fits.items()}
     basis = fits.get(settings.reference)
     reference = reference_of(basis.fit, draws[settings.reference], problem) if basis else None
@@ -164,8 +166,11 @@ def threads_for(problem: Problem) -> Iterator[None]:
 # one method ---------------------------------------------------------------------------------------------------------
 
 
-def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:
-    """The fits of a method that finished earlier; empty if any is missing or damaged."""
+def stored(method: Method, of_study: Mapping[str, Any], out: Path, say: Say) -> dict[str, Finished]:
+    """The fits of a method that finished earlier; empty if any is missing, damaged or another's.
+
+    :param of_study: what every fit of this study says of it.
+    """
     found = {}
     for label in method.rows:
         path = store_path(out, label)
@@ -177,6 +182,10 @@ def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:
         except (StoreError, KeyError) as error:
             say(f"{path} is damaged and will be made anew: {error}")
             return {}
+        origin = [posterior.metadata.get(name) for name in ("study", "method", "label")]
+        if origin != [of_study, method.title, label]:
+            say(f"{path} is of another study or method, as if it had been copied there, and will be made anew.")
+            return {}
         if posterior.metadata["budget"] != method.budget:
             say(f"{path} was made on another budget and will be made anew.")
             return {}
@@ -186,19 +195,23 @@ def stored(method: Method, out: Path, say: Say) -> dict[str, Finished]:
     return found
 
 
-def fit_and_store(method: Method, problem: Problem, out: Path, progress: bool, say: Say) -> dict[str, Finished]:
+def fit_and_store(
+    method: Method, of_study: Mapping[str, Any], problem: Problem, out: Path, progress: bool, say: Say
+) -> dict[str, Finished]:
     """Fit a method under a seed of its own, and write each of its fits."""
     scratch = scratch_path(out, method)
     if scratch.exists():
         try:
-            return _fit_and_store(method, problem, out, progress, say)
+            return _fit_and_store(method, of_study, problem, out, progress, say)
         except StoreError as error:
             say(f"{scratch} can't be gone on from and is made anew: {error}")
             shutil.rmtree(scratch)
-    return _fit_and_store(method, problem, out, progress, say)
+    return _fit_and_store(method, of_study, problem, out, progress, say)
 
 
-def _fit_and_store(method: Method, problem: Problem, out: Path, progress: bool, say: Say) -> dict[str, Finished]:
+def _fit_and_store(
+    method: Method, of_study: Mapping[str, Any], problem: Problem, out: Path, progress: bool, say: Say
+) -> dict[str, Finished]:
     say(f"Fitting {method.title} ...")
     # Its own seed, so that a method gives the same draws whichever others run before it.
     pyro.set_rng_seed((problem.settings.seed + zlib.crc32(method.title.encode())) % 2**32)
@@ -212,7 +225,7 @@ def _fit_and_store(method: Method, problem: Problem, out: Path, progress: bool, 
     # Of a method that was stopped, the earlier parts count as well.
     seconds = max(time.perf_counter() - start, sum(spent(fit.posterior) for fit in fits))
     for fit in fits:
-        to_store(Finished(fit, seconds), method).save(store_path(out, fit.label))
+        to_store(Finished(fit, seconds), method, of_study).save(store_path(out, fit.label))
     say(f"  {method.title} took {seconds:.1f} s.")
     if not scratch.exists():
         return {fit.label: Finished(fit, seconds) for fit in fits}
@@ -227,7 +240,7 @@ def spent(posterior: Posterior) -> float:
     return float(sum(noted.values()) if isinstance(noted, Mapping) else noted)
 
 
-def to_store(finished: Finished, method: Method) -> Posterior:
+def to_store(finished: Finished, method: Method, of_study: Mapping[str, Any]) -> Posterior:
     """The posterior with all that belongs to the fit in its metadata."""
     fit = finished.fit
     stride = max(1, len(fit.losses) // CURVE_POINTS)
@@ -235,6 +248,7 @@ def to_store(finished: Finished, method: Method) -> Posterior:
         **fit.posterior.metadata,
         "label": fit.label,
         "method": method.title,
+        "study": of_study,
         "budget": method.budget,
         "seconds": finished.seconds,
         "losses": fit.losses[::stride],

@@ -139,12 +139,12 @@ class StudySettings:
 
     def differences(self, other: StudySettings) -> dict[str, tuple[Any, Any]]:
         """Settings that make results incomparable: name -> (here, there)."""
-        mine, theirs = self.to_dict(), other.to_dict()
-        return {
-            name: (mine[name], theirs[name])
-            for name in mine
-            if name not in FREE_TO_CHANGE and mine[name] != theirs[name]
-        }
+        mine, theirs = self.deciding(), other.deciding()
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+    def deciding(self) -> dict[str, Any]:
+        """The settings that decide results, as JSON."""
+        return {name: value for name, value in self.to_dict().items() if name not in FREE_TO_CHANGE}
 
 
 def _require(condition: bool, name: str, found: object, right: str) -> None:

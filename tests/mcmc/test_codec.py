@@ -11,7 +11,7 @@ import pyro_symmetric.mcmc as mcmc
 from pyro_symmetric.mcmc.adaptation import DualAveraging
 from pyro_symmetric.mcmc.codec import decode, encode
 from pyro_symmetric.mcmc.kernel import State
-from pyro_symmetric.storage import load_tensors, save_tensors
+from pyro_symmetric.storage import StoreError, load_tensors, save_tensors
 
 CPU = torch.device("cpu")
 
@@ -116,26 +116,48 @@ def test_dataclasses_of_other_modules_are_refused_unless_they_are_the_kernels(tm
         {"class": ["os", "system"], "fields": {}},
         {"class": ["pyro_symmetric.mcmc_evil", "State"], "fields": {}},
         {"class": ["builtins", "eval"], "fields": {}},
+        {"class": ["pyro_symmetric.mcmc.watch", "Watch"], "fields": {"folder": "/", "task": 1}},  # no part of a state
+        {"class": ["pyro_symmetric.mcmc.job", "Job"], "fields": {}},
+        {"class": ["pyro_symmetric.mcmc.run", "Posterior"], "fields": {}},  # defined elsewhere
+        {"class": ["pyro_symmetric.mcmc.psgld", "pSGLD"], "fields": {"model": None}},  # a kernel
+        {"class": ["pyro_symmetric.mcmc.psgld", "dataclass"], "fields": {}},
+        {"class": [["pyro_symmetric.mcmc.kernel"], 1], "fields": {}},
     ],
 )
 def test_a_file_cannot_name_other_classes(tree):
-    with pytest.raises(TypeError, match="neither"):
+    with pytest.raises(StoreError, match="no part of this kernel's states"):
         decode(tree, {}, CPU)
 
 
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"class": ["pyro_symmetric.mcmc.kernel", "Kernel"], "fields": {}}, "needs the dataclass"),
-        ({"class": ["pyro_symmetric.mcmc.kernel", "Gone"], "fields": {}}, "needs the dataclass"),
-        ({"class": ["pyro_symmetric.mcmc.kernel", "field.x"], "fields": {}}, "needs the dataclass"),
+        ({"class": ["pyro_symmetric.mcmc.kernel", "Kernel"], "fields": {}}, "no part of this kernel's states"),
+        ({"class": ["pyro_symmetric.mcmc.kernel", "Gone"], "fields": {}}, "no part of this kernel's states"),
+        ({"class": ["pyro_symmetric.mcmc.kernel", "field.x"], "fields": {}}, "no part of this kernel's states"),
         ({"class": ["pyro_symmetric.mcmc.kernel", "State"], "fields": {"z": None}}, "this version has others"),
         ({"what": 1}, "damaged"),
+        ({"float": 1}, "damaged"),
+        ({"dtype": "load"}, "unknown dtype"),
+        ({"tensor": "0", "stride": [1], "host": True}, "damaged"),
+        ({"tensor": "a", "stride": [-1], "host": True}, "damaged"),
+        ({"tensor": "a", "stride": [1, 1], "host": True}, "damaged"),
+        ({"tensor": "a", "stride": [2**62], "host": True}, "damaged"),
+        ({"size": ["a"]}, "damaged"),
     ],
 )
 def test_a_tree_that_this_version_cannot_build_is_told(tree, message):
-    with pytest.raises(ValueError, match=message):
-        decode(tree, {}, CPU)
+    with pytest.raises(StoreError, match=message):
+        decode(tree, {"a": torch.ones(3)}, CPU)
+
+
+def test_no_module_is_imported_for_a_file(tmp_path, monkeypatch):
+    (tmp_path / "crafted_module.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    tree = {"class": ["crafted_module", "State"], "fields": {}}
+    for modules in ((), {"crafted_module"}):
+        with pytest.raises(StoreError, match="no part"):
+            decode(tree, {}, CPU, modules)
 
 
 @pytest.mark.parametrize("leaf", [object(), {1: 2}, {1, 2}, print, complex(1, 2)])

@@ -20,6 +20,7 @@ from pyro_symmetric.mcmc.executors import TaskError
 from pyro_symmetric.mcmc.watch import Watch, Watched
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
+from pyro_symmetric.storage import save_json
 
 QUICK = {"num_chains": 5, "num_warmup": 5, "num_samples": 4, "chains_per_task": 2, "seed": 3, "progress": False}
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
@@ -240,8 +241,7 @@ def test_the_chains_of_finished_tasks_are_mapped_and_laid_out_block_by_block(exp
     monkeypatch.undo()
     assert_same_draws(loaded, expected)
     os.truncate(next((tmp_path / "s" / "joined" / "samples").iterdir()), 10)
-    with pytest.raises(ValueError, match="damaged"):
-        Posterior.load(tmp_path / "s")
+    assert_same_draws(Posterior.load(tmp_path / "s"), expected)  # it is a copy only; the tasks hold all
 
 
 @pytest.mark.parametrize(
@@ -294,6 +294,8 @@ def test_folders_of_other_things_are_refused(tmp_path):
 @pytest.mark.parametrize(("text", "message"), [("{", "is damaged"), ('{"version": 99, "folders": []}', "newer pyro_")])
 def test_a_damaged_or_newer_list_of_tasks_is_told(text, message, tmp_path):
     (tmp_path / "tasks.json").write_text(text)
+    if text != "{":
+        save_json(tmp_path / "tasks.json", json.loads(text), "list of tasks")  # with its checksum
     for use in (Posterior.load, lambda path: sample(KERNEL, args=(X, Y), store=path, **QUICK)):
         with pytest.raises(ValueError, match=message):
             use(tmp_path)

@@ -144,9 +144,9 @@ def test_a_changed_byte_is_found_by_its_chunks_checksum(path, byte):
         old = file.read(1)
         file.seek(byte)
         file.write(bytes([old[0] ^ 1]))
-    read_store(path)  # lengths are right
+    read_store(path, verify=False)  # lengths are right
     with pytest.raises(ValueError, match="differs from its checksum"):
-        read_store(path, verify=True)
+        read_store(path)
     with pytest.raises(ValueError, match="Nothing was changed"):
         DrawStore(path)
     if byte:

@@ -165,6 +165,25 @@ def test_a_damaged_method_is_made_anew(tmp_path: Path) -> None:
     assert ps.Posterior.load(stored).num_samples == 24
 
 
+def test_samples_that_hold_other_draws_than_were_written_are_made_anew(tmp_path: Path) -> None:
+    """A flipped bit; another method's samples; those of another study, by settings that only decide the draws."""
+    first, _ = run(tmp_path / "a", methods=("mean-field", "symmetrized"))
+    run(tmp_path / "b", methods=("mean-field", "symmetrized"), seed=5)
+    expected = first.draws["mean-field"].raw["0.weight"].clone()
+    stored = tmp_path / "a/samples/mean-field.safetensors"
+    flipped = bytearray(stored.read_bytes())
+    flipped[-5] ^= 4
+    others = [
+        (tmp_path / f"{name}.safetensors").read_bytes() for name in ("a/samples/symmetrized", "b/samples/mean-field")
+    ]
+    for content, told in ((bytes(flipped), "damaged"), (others[0], "another study"), (others[1], "another study")):
+        stored.write_bytes(content)
+        again, said = run(tmp_path / "a", methods=("mean-field", "symmetrized"))
+        assert any(f"{stored} is" in line and told in line for line in said)
+        assert sum(line.startswith("Fitting") for line in said) == 1
+        assert torch.equal(again.draws["mean-field"].raw["0.weight"], expected)
+
+
 def test_changed_settings_are_refused_with_the_difference_unless_overwritten(tmp_path: Path) -> None:
     run(tmp_path, methods=("mean-field",))
     with pytest.raises(ValueError, match=r"prior_scale: 1\.0 there, 2\.0 now.*--overwrite"):

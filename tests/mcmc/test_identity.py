@@ -1,0 +1,273 @@
+"""A store is gone on with by the model that began it, in any process, and by no other."""
+
+import functools
+import math
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric.mcmc import HMC, SGHMC, identity, sample
+from pyro_symmetric.mcmc.digest import digest
+from pyro_symmetric.mcmc.identity import OtherRun
+from pyro_symmetric.mcmc.potential import Potential
+from pyro_symmetric.mcmc.witnesses import Witnesses
+
+QUICK = {"num_chains": 3, "num_warmup": 10, "num_samples": 40, "seed": 1, "progress": False}
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")
+
+
+def with_penalty(strength: float, beyond: float = 2.0):
+    """A wide normal, with a penalty of what lies beyond."""
+
+    def model():
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 3.0).to_event(1))
+        pyro.factor("penalty", -strength * (w.abs() - beyond).clamp(min=0).sum(-1))
+
+    return model
+
+
+def with_step(place: float):
+    """A normal, cut down by half from some place on."""
+
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 2.0))
+        pyro.factor("step", torch.where(w > place, math.log(0.5), 0.0))
+
+    return model
+
+
+def of_rows(y: torch.Tensor):
+    """A plate that subsamples data which no argument holds."""
+
+    def model():
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y), subsample_size=5) as rows:
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y[rows])
+
+    return model
+
+
+Y = torch.linspace(-1, 1, 400)
+ONE_ROW = Y.clone()
+ONE_ROW[333] += 0.1
+PAIRS = {
+    "a penalty": (HMC, {"num_steps": 3}, with_penalty(0.0), with_penalty(1.0)),
+    "a slight penalty": (HMC, {"num_steps": 3}, with_penalty(1.0), with_penalty(1.001)),
+    "a step that moved": (HMC, {"num_steps": 3}, with_step(1.0), with_step(2.0)),
+    "a row of subsampled data": (SGHMC, {"step_size": 0.01, "num_steps": 2}, of_rows(Y), of_rows(ONE_ROW)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("resume", ["auto", True])
+def test_another_model_is_refused_and_the_same_goes_on(name, resume, tmp_path):
+    kernel, settings, first, other = PAIRS[name]
+    sample(kernel(first, **settings), store=tmp_path / "s", **QUICK)
+    with pytest.raises(OtherRun, match=r"the model .its density"):
+        sample(kernel(other, **settings), store=tmp_path / "s", resume=resume, **{**QUICK, "num_samples": 50})
+    assert sample(kernel(first, **settings), store=tmp_path / "s", **{**QUICK, "num_samples": 50}).num_samples == 50
+
+
+@pytest.mark.parametrize("name", list(PAIRS)[:3])
+def test_another_model_is_known_by_the_runs_own_draws_alone(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "_density", lambda *arguments: [0.0])
+    kernel, settings, first, other = PAIRS[name]
+    sample(kernel(first, **settings), store=tmp_path / "s", **QUICK)
+    before = {file: file.read_bytes() for file in (tmp_path / "s").rglob("*.*") if file.is_file()}
+    with pytest.raises(OtherRun, match=r"it was left as it is.*the model .its density"):
+        sample(kernel(other, **settings), store=tmp_path / "s", **QUICK)
+    changed = [file.name for file, content in before.items() if file.read_bytes() != content]
+    assert set(changed) <= {".pyro_symmetric.lock"}
+
+
+def test_another_model_is_refused_by_tasks_before_any_goes_on(tmp_path):
+    kernel, settings, first, other = PAIRS["a penalty"]
+    options = {**QUICK, "store": tmp_path / "s", "chains_per_task": 2}
+    sample(kernel(first, **settings), **options)
+    with pytest.raises(OtherRun, match=r"the model .its density"):
+        sample(kernel(other, **settings), **options)
+
+
+def test_witnesses_are_spread_over_the_run_and_few(monkeypatch):
+    potential = Potential(with_penalty(1.0))
+    witnesses = Witnesses(potential, 3)
+    for iteration in range(1000):
+        witnesses.note(iteration, torch.full((3, 3), iteration / 100))
+    last = torch.full((3, 3), 0.5)
+    kept = witnesses.tensors(last)
+    assert 32 <= len(kept["states"]) <= 64
+    passed = kept["states"][:, 0]
+    assert passed[0] == 0
+    assert passed[-1] > 9
+    assert passed.diff().max() <= 0.33
+    expected = 0.5 * (kept["states"] / 3).square().sum(-1) + (kept["states"].abs() - 2).clamp(min=0).sum(-1)
+    constant = 3 * math.log(3 * math.sqrt(2 * math.pi))
+    assert torch.allclose(kept["energies"], expected.double() + constant, atol=1e-4)
+    # Only an earlier state, or only a last one, shows the change: penalties beyond all others of them.
+    for strength, at_last, agree in ((1.0, 0.5, True), (1.1, 0.5, False)):
+        again = Witnesses(Potential(with_penalty(strength)), 3)
+        again.restore(kept)
+        assert again.agree(torch.full((3, 3), at_last), 1e-5) is agree
+    again = Witnesses(potential, 3)
+    again.restore(kept)
+    assert not again.agree(torch.tensor([[0.5] * 3, [0.5] * 3, [0.5, 0.5, 0.6]]), 1e-5)
+
+
+def test_energies_that_cannot_be_computed_are_infinite():
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.factor("f", torch.linalg.cholesky(torch.eye(2) * (2.0 - w)).sum())
+
+    energies = Potential(model)(torch.tensor([[0.0], [3.0], [1.0]]))
+    assert energies.isfinite().tolist() == [True, False, True]
+
+
+# digests ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Settings:
+    scale: float
+    names: tuple[str, ...] = ()
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Cached:
+    def __init__(self, value):
+        self.value = value
+
+    @functools.cached_property
+    def double(self):
+        return 2 * self.value
+
+
+def scaled(by):
+    return lambda x: by * x
+
+
+def tanh_or_relu(kind):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), kind())
+
+
+DIFFERENT = {
+    "digits": ([1, 12], [11, 2]),
+    "nesting": ([[1], [2]], [[1, 2]]),
+    "texts": (["ab", "c"], ["a", "bc"]),
+    "a number and its text": ([1], ["1"]),
+    "a truth and a number": ([True], [1]),
+    "a number and a float": ([1], [1.0]),
+    "text and bytes": (["a"], [b"a"]),
+    "none and its text": ([None], ["None"]),
+    "sets": ({1, 2}, {1, 3}),
+    "frozen sets of texts": (frozenset("ab"), frozenset("ac")),
+    "a set and a list": ({1}, [1]),
+    "keys": ({"a": 1, "b": 2}, {"a": 2, "b": 1}),
+    "dataclasses": (Settings(1.0), Settings(2.0)),
+    "slots": (Slotted(1), Slotted(2)),
+    "objects of arrays": (np.array([1, "a"], dtype=object), np.array([2, "a"], dtype=object)),
+    "constants of functions": (lambda x: x + 1, lambda x: x + 2),
+    "operations": (lambda x: x + 1, lambda x: x - 1),
+    "closures": (scaled(1.0), scaled(2.0)),
+    "closed-over data": (scaled(torch.ones(2)), scaled(torch.zeros(2))),
+    "partial": (functools.partial(scaled, 1), functools.partial(scaled, 2)),
+    "networks": (tanh_or_relu(nn.Tanh), tanh_or_relu(nn.ReLU)),
+    "slopes": (nn.LeakyReLU(0.1), nn.LeakyReLU(0.2)),
+    "methods": (Cached(1).__init__, Cached(2).__init__),
+    "shapes": (torch.zeros(2, 3), torch.zeros(3, 2)),
+    "dtypes": (torch.zeros(2), torch.zeros(1, dtype=torch.float64)),
+    "distributions": (dist.Normal(0.0, 1.0), dist.Normal(0.0, 2.0)),
+    "sparse": (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),
+}
+SAME = {
+    "order of keys": ({"a": 1, "b": 2}, OrderedDict([("b", 2), ("a", 1)])),
+    "order of sets": ({"a", "b", "c"}, {"c", "b", "a"}),
+    "list and tuple": ([1, 2], (1, 2)),
+    "functions made anew": (scaled(1.0), scaled(1.0)),
+    "dataclasses made anew": (Settings(1.0, ("a",)), Settings(1.0, ("a",))),
+    "networks made anew": (tanh_or_relu(nn.Tanh), tanh_or_relu(nn.Tanh)),
+    "what can't be pickled": ((i for i in range(2)), (i for i in range(3))),
+    "strides": (torch.arange(6).reshape(2, 3).t().contiguous(), torch.arange(6).reshape(2, 3).t()),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_has_another_digest(name):
+    a, b = DIFFERENT[name]
+    assert digest(a) != digest(b)
+    assert digest([a, a]) != digest([a, b])
+    assert digest(a) == digest(a)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_is_the_same_has_the_same_digest(name):
+    a, b = SAME[name]
+    assert digest(a) == digest(b)
+
+
+def test_what_an_object_has_only_cached_does_not_count():
+    value, law = Cached(3), dist.MultivariateNormal(torch.zeros(2), torch.eye(2))
+    before = digest([value, law])
+    assert value.double == 6
+    assert law.precision_matrix.shape == (2, 2)
+    assert digest([value, law]) == before
+
+
+def test_containers_that_hold_themselves_have_a_digest():
+    one, other = [1], [2]
+    one.append(one)
+    other.append(other)
+    assert digest(one) != digest(other)
+
+
+SCRIPT = """
+import functools, sys, dataclasses, torch, pyro, pyro.distributions as dist
+from torch import nn
+from pyro_symmetric.mcmc import HMC, sample
+
+@dataclasses.dataclass
+class Settings:
+    names: frozenset
+
+def model(y, link, net, settings):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(link(w).sum(-1), 1.0).expand([len(y)]).to_event(1), obs=y)
+
+torch.manual_seed(0)
+kwargs = {"link": lambda w: 2 * w, "net": nn.Linear(2, 2), "settings": Settings(frozenset(map(str, range(50))))}
+kwargs["settings"].law = dist.Normal(0.0, 1.0)
+kwargs["settings"].half = functools.partial(torch.mul, 0.5)
+kwargs["settings"].words = {str(i): object for i in range(20)}
+options = {"num_samples": int(sys.argv[2]), "num_warmup": 5, "num_chains": 2, "seed": 1, "progress": False}
+options |= eval(sys.argv[3])
+draws = sample(HMC(model, num_steps=2), args=(torch.ones(3),), kwargs=kwargs, store=sys.argv[1], **options)
+print(draws.samples["w"].double().sum().item(), draws.num_samples)
+"""
+
+
+@pytest.mark.parametrize("options", ["{}", "{'chains_per_task': 1}"])
+def test_another_process_goes_on_with_the_same_run(options, tmp_path):
+    """Sets, lambdas and objects are made anew there, at other addresses and in another order."""
+
+    def run(store: str, num_samples: int, hash_seed: str) -> str:
+        command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / store), str(num_samples), options]
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    run("s", 4, "1")
+    assert run("s", 8, "2") == run("whole", 8, "3")

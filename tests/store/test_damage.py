@@ -1,0 +1,246 @@
+"""Whatever happens to a file by itself is told, with the file's name, or mended; never are other draws given for it."""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDiagonalNormal
+from torch import nn
+
+from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
+from pyro_symmetric.ensembles import ensemble, load_ensemble
+from pyro_symmetric.guides.files import load_guide, save_guide
+from pyro_symmetric.mcmc import HMC, sample
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.storage import StoreError
+from pyro_symmetric.store import read_store
+from pyro_symmetric.store.layout import LOCK
+
+Values = dict[str, torch.Tensor]
+NET = nn.Linear(2, 2)
+
+
+def model(y: torch.Tensor) -> None:
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean.sum(-1), 1.0), obs=y)
+
+
+def values_of(posterior: Posterior) -> Values:
+    return {**posterior.samples, **posterior.statistics}
+
+
+def run(path: Path, seed: int, num_samples: int = 6, **options) -> Posterior:
+    """A short run in a store, in two commits at least."""
+    options |= {"num_warmup": 4, "num_chains": 4, "seed": seed, "progress": False, "compile": False, "store": path}
+    data = torch.linspace(-1, 1, 5)
+    sample(HMC(model, num_steps=2), args=(data,), num_samples=num_samples // 2, **options)
+    return sample(HMC(model, num_steps=2), args=(data,), num_samples=num_samples, **options)
+
+
+run_tasks = functools.partial(run, chains_per_task=2)
+
+
+def save(path: Path, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    draws = {"w": torch.randn(2, 50, 3, generator=generator), "b": torch.randn(2, 50, generator=generator).double()}
+    path.mkdir()
+    Posterior(draws, {"lp": draws["b"]}, {"seed": seed}, rows="chains").save(path / "draws")
+
+
+def train(path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.linspace(-1, 1, 20).reshape(10, 2)
+    y = (x[:, 0] > 0).long()
+    ensemble(NET, (x, y), 4, epochs=1, batch_size=5, members_at_once=2, folder=path, progress=False)
+
+
+def save_a_guide(path: Path, seed: int) -> None:
+    pyro.clear_param_store()
+    torch.manual_seed(seed)
+    guide = AutoDiagonalNormal(model)
+    guide(torch.zeros(3))
+    path.mkdir()
+    save_guide(guide, path / "guide")
+
+
+def parameters(path: Path) -> Values:
+    return {name: value.detach() for name, value in load_guide(path / "guide").named_parameters()}
+
+
+def write_some_checkpoints(path: Path, seed: int) -> None:
+    draws = torch.randn(1, 3, 2, generator=torch.Generator().manual_seed(seed))
+    write_checkpoints(Posterior({"w": draws}, {"lp": draws[..., 0]}, {}, rows="chains"), path, progress=False)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a folder of files is made and read; ``files``: those of which each is damaged in turn."""
+
+    make: Callable[[Path, int], object]
+    read: Callable[[Path], Values]
+    files: str
+    again: Callable[[Path, int], Posterior] | None = None  # the call that goes on with it
+    mended: bool = False  # rather than refused
+
+
+KINDS = {
+    "a saved posterior": Kind(save, lambda path: values_of(Posterior.load(path / "draws")), "draws"),
+    "a store's checkpoint": Kind(run, lambda p: values_of(Posterior.load(p)), "checkpoint.safetensors", run),
+    "a store's records": Kind(run, lambda p: values_of(Posterior.load(p)), "chunks.bin", run),
+    "a store's draws": Kind(run, lambda p: values_of(Posterior.load(p)), "samples/*.bin", run),
+    "a store's statistics": Kind(run, lambda p: values_of(Posterior.load(p)), "statistics/*energy.bin", run),
+    "a list of tasks": Kind(run_tasks, lambda p: values_of(Posterior.load(p)), "tasks.json", run_tasks),
+    "a joined copy": Kind(run_tasks, lambda p: values_of(Posterior.load(p)), "joined/**/*.*", run_tasks, True),
+    "an ensemble's part": Kind(train, lambda path: values_of(load_ensemble(path)), "part-*"),
+    "an ensemble's settings": Kind(train, lambda path: values_of(load_ensemble(path)), "ensemble.json"),
+    "a guide": Kind(save_a_guide, parameters, "guide"),
+    "checkpoints": Kind(write_some_checkpoints, lambda p: values_of(read_checkpoints(p, progress=False)), "*"),
+}
+
+
+@functools.cache
+def made(name: str, seed: int, root: Path) -> Path:
+    path = root / f"{name.replace(' ', '-')}-{seed}"
+    KINDS[name].make(path, seed)
+    return path
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("made")
+
+
+def same(found: Values, expected: Values) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.allclose(found[name].double(), value.double(), 0, 0, equal_nan=True) for name, value in expected.items()
+    )
+
+
+def outcome(attempt: Callable[[], Values]) -> tuple[Values | None, str]:
+    """What came of it: values, or an error's words."""
+    try:
+        return attempt(), ""
+    except ValueError as error:  # StoreError, or of checkpoints their reader's own
+        return None, str(error)
+
+
+def flipped(file: Path, chance: random.Random, other: Path) -> None:
+    whole = bytearray(file.read_bytes())
+    whole[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+    file.write_bytes(whole)
+
+
+def cut(file: Path, chance: random.Random, other: Path) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(whole[: chance.randrange(len(whole))])
+
+
+def zeroed(file: Path, chance: random.Random, other: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def zeroed_at_the_end(file: Path, chance: random.Random, other: Path) -> None:
+    whole = file.read_bytes()
+    begin = chance.randrange(len(whole))
+    file.write_bytes(whole[:begin] + bytes(len(whole) - begin))
+
+
+def replaced(file: Path, chance: random.Random, other: Path) -> None:
+    shutil.copyfile(other, file)
+
+
+DAMAGES = {flipped: 25, cut: 4, zeroed: 1, zeroed_at_the_end: 4, replaced: 1}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", KINDS)
+def test_no_damage_gives_other_draws(name, damage, root, tmp_path):
+    kind, whole = KINDS[name], made(name, 1, root)
+    expected = kind.read(whole)
+    chance = random.Random(f"{name} {damage.__name__}")
+    told = 0
+    files = [file for file in sorted(whole.glob(kind.files)) if file.is_file() and file.name != LOCK]
+    if damage is replaced and name in ("a saved posterior", "a guide"):
+        pytest.skip("a whole file by itself is what it says, wherever it lies")
+    other = made(name, 2, root)
+    for trial in range(DAMAGES[damage]):
+        file = chance.choice(files)
+        path = tmp_path / str(trial)
+        shutil.copytree(whole, path)
+        broken = path / file.relative_to(whole)
+        before = broken.read_bytes()
+        damage(broken, chance, other / file.relative_to(whole))
+        harmless = broken.read_bytes() == before or (file.name == "tasks.json" and damage is replaced)
+        named = str(path) if damage is replaced else broken.name  # of two files that disagree, either may be named
+        attempts = [functools.partial(kind.read, path)]
+        if kind.again is not None and trial % 10 == 0:
+            attempts.append(lambda kind=kind, path=path: values_of(kind.again(path, 1)))
+        for attempt in attempts:
+            found, message = outcome(attempt)
+            if found is None:
+                told += 1
+                assert not kind.mended
+                assert named in message
+            else:
+                assert same(found, expected), f"{file.name} gave other draws"
+                assert kind.mended or harmless
+    assert told or kind.mended
+
+
+def test_a_store_whose_draws_and_records_are_another_runs_is_refused(root, tmp_path):
+    """Both agree with each other; what they don't agree with is the checkpoint."""
+    shutil.copytree(made("a store's draws", 1, root), tmp_path / "s")
+    other = made("a store's draws", 2, root)
+    for file in [*other.glob("s*/*.bin"), other / "chunks.bin"]:
+        shutil.copyfile(file, tmp_path / "s" / file.relative_to(other))
+    for salvage in (False, True):
+        with pytest.raises(StoreError, match=r"chunks\.bin|no draws before the damage"):
+            Posterior(*read_store(tmp_path / "s", salvage=salvage), rows="chains")
+    with pytest.raises(StoreError, match=r"chunks\.bin differs"):
+        run(tmp_path / "s", 1)
+
+
+def test_a_joined_copy_of_another_run_is_made_anew(root, tmp_path):
+    whole = made("a joined copy", 1, root)
+    expected = values_of(Posterior.load(whole))
+    shutil.copytree(whole, tmp_path / "s")
+    shutil.rmtree(tmp_path / "s/joined")
+    shutil.copytree(made("a joined copy", 2, root) / "joined", tmp_path / "s/joined")
+    assert same(values_of(Posterior.load(tmp_path / "s")), expected)
+    assert same(values_of(run_tasks(tmp_path / "s", 1)), expected)
+    assert same(values_of(Posterior(*read_store(tmp_path / "s/joined"), rows="chains")), expected)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_checks_may_be_left_out(verify, root, tmp_path):
+    shutil.copytree(made("a saved posterior", 1, root), tmp_path / "s")
+    file = tmp_path / "s/draws"
+    whole = bytearray(file.read_bytes())
+    whole[-1] ^= 1
+    file.write_bytes(whole)
+    if verify:
+        with pytest.raises(StoreError, match=r"draws is damaged: .* Restore it from a copy"):
+            Posterior.load(file)
+    else:
+        assert Posterior.load(file, verify=False).num_samples == 50
+
+
+def test_a_part_in_anothers_place_is_told(root, tmp_path):
+    shutil.copytree(made("an ensemble's part", 1, root), tmp_path / "s")
+    shutil.copyfile(tmp_path / "s/part-00000.safetensors", tmp_path / "s/part-00001.safetensors")
+    for read in (load_ensemble, lambda path: train(path, 1)):
+        with pytest.raises(StoreError, match=r"part-00001.* is another part.*remove it"):
+            read(tmp_path / "s")
+    (tmp_path / "s/part-00001.safetensors").unlink()
+    train(tmp_path / "s", 5)
+    assert same(values_of(load_ensemble(tmp_path / "s")), values_of(load_ensemble(made("an ensemble's part", 1, root))))
