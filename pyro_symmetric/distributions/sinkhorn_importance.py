@@ -35,7 +35,27 @@ class SinkhornImportance:
     :math:`\log|G|` nats, whatever the width, and where they are alike it knows that; in between a larger ``K`` helps.
     The default suits training; take 16 or more to report.
 
-    Gradients hold :math:`\tau` fixed, which is the gradient of the bound where :math:`\tau` is exact.
+    *Gradients* are those of :math:`\log \bar q`, not of the estimate ``L`` as it stands. With the proposals held fixed,
+    ``∇L`` is the mean of :math:`\nabla \log q(g_k \cdot w)` weighted by the terms' shares, and where :math:`\tau` is exact
+    all shares are :math:`1/(K+1)`. A proposal then gives :math:`\nabla \log \bar q(w)` in expectation, at every ``w``. The
+    identity gives :math:`\nabla \log q(w)`: it is no free draw, but moves with the path of the draw. With the gain
+    :math:`I = \mathbb E_q[\log q(w) - \log \bar q(w)]`,
+
+    .. math:: \mathbb E\, \nabla L = \nabla\, \mathbb E_q \log \bar q(w) + \frac{\nabla I}{K+1},
+       \qquad \mathbb E\, \frac{(K+1) \nabla L - \nabla \log q(w)}{K} = \nabla\, \mathbb E_q \log \bar q(w),
+
+    and the second is what is used, beside the value of ``L``: half of the gain's gradient would be lost at ``K = 1``, a
+    fifth at ``K = 4``, nothing as ``K`` grows. What is unbiased for what:
+
+    * the value, for the bound, with any :math:`\tau`;
+    * the gradient, for that of :math:`\mathbb E_q \log \bar q`, where :math:`\tau` is exact. Mean-field bases come close:
+      of :math:`\nabla I` at most 0.02 is lost on one layer, with signs, and for mixtures, 0.05 on two layers;
+    * the part of the gradient through the base's parameters at a fixed draw, whose mean is zero as it should be, with
+      any :math:`\tau`: which of the ``K + 1`` elements is the draw's own has their shares as probabilities, so that both
+      terms average :math:`\partial \log q(w)`. Leaving it out (sticking the landing) is as unbiased.
+
+    Where proposals are poor, a part of the gain's gradient stays lost (BIAS). The limit is
+    the gradient of ``log q``, that of the base alone, as the identity then takes all of the sum.
 
     Cost: three products of ``n × n`` by ``n × (weights of a unit)`` matrices a factor, ``K`` matchings of ``n`` units,
     and ``K`` densities of those weights that the matchings move; where two factors share a site (two hidden layers or
@@ -51,7 +71,10 @@ class SinkhornImportance:
     for each, the identity among those of the component that made the draw. Drawing the component that made it, too,
     from its posterior given the draw, keeps the bound; as all cases are at hand, they are averaged over. (Each
     component's own bound wouldn't do: at a draw of another component the identity is no draw from the posterior of the
-    element.)
+    element.) With exact proposals all cases are equal, component ``k`` has the share
+    :math:`R_k = \pi_k \bar q_k(w) / \bar q(w)` in each, and what ``∇L`` has too much is
+    :math:`\sum_k r_k R_k \nabla (\log q_k - \log \bar q_k) / (K+1)`, :math:`r_k` how probable it is that ``k`` made the draw:
+    in the case ``k`` only the sum over that component holds the identity, and that sum is corrected as above.
 
     Reference: the bound, Sobolev & Vetrov 2019 (arXiv 1905.03290); the scaling, Sinkhorn & Knopp 1967.
 
@@ -82,7 +105,7 @@ class SinkhornImportance:
         if isinstance(base, Modes):
             total = self._log_mean_of_modes(base, action, value, own, sets)
         else:
-            total = torch.logsumexp(_log_ratios(base, action, value, own, sets, self.K), 0)
+            total = _log_sum_with_identity(_log_ratios(base, action, value, own, sets, self.K))
         total = total - math.log(self.K + 1) - sets.log_order()
         return total.to(own.dtype).reshape(own.shape)
 
@@ -92,7 +115,7 @@ class SinkhornImportance:
         for component in base.components:
             mine = component.log_prob(value).expand(own.shape)
             ratios = _log_ratios(component, action, value, mine, sets, self.K + 1)
-            made.append(torch.logsumexp(ratios[:-1], 0))  # the identity, and K proposals
+            made.append(_log_sum_with_identity(ratios[:-1]))  # the identity, and K proposals
             others.append(torch.logsumexp(ratios[1:], 0))  # K + 1 proposals
         known = torch.stack(others).repeat(len(made), 1, 1)
         this = torch.eye(len(made), dtype=torch.bool, device=own.device).unsqueeze(-1)
@@ -101,6 +124,15 @@ class SinkhornImportance:
         # Held fixed in gradients, like the proposals: where those are exact, all cases agree.
         responsibilities = base.responsibilities(value).detach().expand(*own.shape, -1).reshape(-1, len(made))
         return (responsibilities.double().mT * log_sums).sum(0)
+
+
+def _log_sum_with_identity(log_ratios: Tensor) -> Tensor:
+    """The log of the sum ``S`` of the identity's ratio and ``K`` others, ``(N,)``, with the gradient of
+    ``((K+1) log S - log q(w)) / K``: see :class:`SinkhornImportance`."""
+    total = torch.logsumexp(log_ratios, 0)
+    # Infinite where the draw has no density under the base: a value of zero all the same.
+    excess = ((total - log_ratios[0]) / (len(log_ratios) - 1)).nan_to_num()
+    return total + (excess - excess.detach())
 
 
 def _log_ratios(base: Distribution, action: Action, value: Tensor, own: Tensor, sets: UnitSets, count: int) -> Tensor:

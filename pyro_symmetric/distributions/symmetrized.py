@@ -37,8 +37,8 @@ class Symmetrized(TorchDistribution):
         (Roeder, Wu & Duvenaud 2017, arXiv 1703.09194). What is left out, :math:`\mathbb E_q\,
         \partial_\theta \log \bar q_\theta(w)`, is zero for ``ExactOrbit``: averaged over :math:`w \sim q` it is the
         same as over :math:`\bar q`, whose score it is. It is zero for ``InfoNCE`` too, as its terms are
-        exchangeable, so that gradients of its bound stay unbiased. For estimators whose proposals depend on the base
-        it need not be zero. Gaussian bases only.
+        exchangeable, so that gradients of its bound stay unbiased, and for ``SinkhornImportance``, whose proposals are
+        held fixed. For ``BetheBound`` it need not be zero. Gaussian bases only.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
