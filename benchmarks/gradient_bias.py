@@ -93,7 +93,7 @@ class Problem:
         self.log_scale = (0.3 + torch.rand(shape, dtype=torch.float64, generator=generator)).log()
 
     def gradients(self, estimators: dict[str, Any], draws: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of each estimator, at the same draws: its gain and the gain's gradient, ``(batches,)`` and ``(batches, P)``."""
+        """Each estimator's gain and the gain's gradient, ``(batches,)`` and ``(batches, P)``, at the same draws."""
         rows: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in estimators}
         for _ in range(draws // BATCH):
             loc, log_scale = self.loc.clone().requires_grad_(), self.log_scale.clone().requires_grad_()

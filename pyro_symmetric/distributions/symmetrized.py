@@ -28,7 +28,10 @@ class Symmetrized(TorchDistribution):
     the bounds of ``estimator`` are stated for. :meth:`sample_orbit` draws from :math:`\bar q` itself.
 
     ``log_prob`` is the estimator's answer, which for a bound is random and evaluated once for each draw by
-    :class:`~pyro.infer.Trace_ELBO`. An ELBO made of it never exceeds that of :math:`\bar q` in expectation.
+    :class:`~pyro.infer.Trace_ELBO`. An ELBO made of it never exceeds that of :math:`\bar q` in expectation, **if** the
+    model is invariant under the group: then only are draws of the base as good as those of :math:`\bar q`. This class
+    sees no model, so check yours by ``group.verify(model, *args)``;
+    :class:`~pyro_symmetric.guides.AutoSymmetrized` and :func:`~pyro_symmetric.guides.evidence` do so.
 
     :param base_distribution: over vectors of event shape ``(D,)``.
     :param flat: the group's action on those vectors, e.g. ``group.flat(sites)``.
