@@ -35,11 +35,11 @@ class SinkhornImportance:
     :math:`\log|G|` nats, whatever the width, and where they are alike it knows that; in between a larger ``K`` helps.
     The default suits training; take 16 or more to report.
 
-    *Gradients* are those of :math:`\log \bar q`, not of the estimate ``L`` as it stands. With the proposals held fixed,
-    ``∇L`` is the mean of :math:`\nabla \log q(g_k \cdot w)` by the terms' shares of the sum, which are
-    :math:`1/(K+1)` each if :math:`\tau` is exact. A proposal then gives :math:`\nabla \log \bar q(w)` in expectation, at
-    any ``w``; the identity gives :math:`\nabla \log q(w)`, as it is no free draw, but moves with the path of ``w``. With
-    the gain :math:`I = \mathbb E_q[\log q(w) - \log \bar q(w)]`,
+    *Gradients* are those of :math:`\log \bar q`, not of the estimate ``L`` as it stands. With the proposals held
+    fixed, ``∇L`` is the mean of :math:`\nabla \log q(g_k \cdot w)` by the terms' shares of the sum, which are
+    :math:`1/(K+1)` each if :math:`\tau` is exact. A proposal then gives :math:`\nabla \log \bar q(w)` in expectation,
+    at any ``w``; the identity gives :math:`\nabla \log q(w)`, as it is no free draw, but moves with the path of
+    ``w``. With the gain :math:`I = \mathbb E_q[\log q(w) - \log \bar q(w)]`,
 
     .. math:: \mathbb E\, \nabla L = \nabla\, \mathbb E_q \log \bar q(w) + \frac{\nabla I}{K+1},
        \qquad \mathbb E\, \frac{(K+1) \nabla L - \nabla \log q(w)}{K} = \nabla\, \mathbb E_q \log \bar q(w),
