@@ -57,8 +57,8 @@ class SinkhornImportance:
     Mean-field bases come close to that: of :math:`\nabla I`, up to 0.02 is lost on one layer, with signs and for
     mixtures, up to 0.05 on two layers, and more only where :math:`\nabla I` is next to nothing. Where proposals are
     poor, more stays lost, as the identity takes most of the sum and leaves the gradient of ``log q``. On four
-    overlapping units at ``K`` = 1, 4, 16 that is 0.14, 0.07, 0.04 for a low-rank base, whose units are matched by their
-    means and deviations alone, and 0.27, 0.20, 0.07 for a full-rank one (``benchmarks/gradient_bias.py``); a low-rank
+    overlapping units at ``K`` = 1, 4, 16 that is 0.13, 0.08, 0.04 for a low-rank base, whose units are matched by their
+    means and deviations alone, and 0.31, 0.20, 0.10 for a full-rank one (``benchmarks/gradient_bias.py``); a low-rank
     base of another problem lost 0.34 at ``K = 4``. If training such a base, take a larger ``K``, or ``ExactOrbit`` if
     the group allows.
 
