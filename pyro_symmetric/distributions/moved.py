@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 from pyro_symmetric.distributions.normals import Normals
@@ -114,6 +115,7 @@ class _MatchedGain(torch.autograd.Function):
         return gain.view_as(gain)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, value, loc, precision, scale = ctx.saved_tensors
         weights = torch.cat([grad, -grad.sum(0, keepdim=True)])

@@ -28,7 +28,10 @@ class Symmetrized(TorchDistribution):
     the bounds of ``estimator`` are stated for. :meth:`sample_orbit` draws from :math:`\bar q` itself.
 
     ``log_prob`` is the estimator's answer, which for a bound is random and evaluated once for each draw by
-    :class:`~pyro.infer.Trace_ELBO`. An ELBO made of it never exceeds that of :math:`\bar q` in expectation.
+    :class:`~pyro.infer.Trace_ELBO`. An ELBO made of it never exceeds that of :math:`\bar q` in expectation, **if** the
+    model is invariant under the group: then only are draws of the base as good as those of :math:`\bar q`. This class
+    sees no model, so check yours by ``group.verify(model, *args)``;
+    :class:`~pyro_symmetric.guides.AutoSymmetrized` and :func:`~pyro_symmetric.guides.evidence` do so.
 
     :param base_distribution: over vectors of event shape ``(D,)``.
     :param flat: the group's action on those vectors, e.g. ``group.flat(sites)``.
@@ -37,8 +40,8 @@ class Symmetrized(TorchDistribution):
         (Roeder, Wu & Duvenaud 2017, arXiv 1703.09194). What is left out, :math:`\mathbb E_q\,
         \partial_\theta \log \bar q_\theta(w)`, is zero for ``ExactOrbit``: averaged over :math:`w \sim q` it is the
         same as over :math:`\bar q`, whose score it is. It is zero for ``InfoNCE`` too, as its terms are
-        exchangeable, so that gradients of its bound stay unbiased. For estimators whose proposals depend on the base
-        it need not be zero. Gaussian bases only.
+        exchangeable, so that gradients of its bound stay unbiased, and for ``SinkhornImportance``, whose proposals are
+        held fixed. For ``BetheBound`` it need not be zero. Gaussian bases only.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)

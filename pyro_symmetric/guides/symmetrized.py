@@ -55,7 +55,7 @@ class AutoSymmetrized(WeightsGuide):
     ELBO that SVI reports is a lower bound of the symmetrised guide's. Objectives that weight draws by the density
     (``RenyiELBO``, ``ReweightedWakeSleep``, importance sampling) need ``ExactOrbit`` and refuse a bound.
 
-    The model must be invariant under the group: exchangeable priors and likelihood; set-up checks it at a draw from the
+    The model must be invariant under the group: exchangeable priors and likelihood; set-up checks it at draws from the
     prior and names what is wrong. Local latent variables (inside a subsampled plate) are not supported.
 
     :param model: the Pyro model.
@@ -248,7 +248,7 @@ def require_global(sites: Sequence[SiteLayout]) -> None:
 
 
 def check_invariance(model: Callable[..., Any], group: AnyFiniteGroup, *args: Any, **kwargs: Any) -> None:
-    """Compare a model's joint density at a draw from its prior before and after elements of each factor.
+    """Compare a model's joint density at two draws from its prior before and after elements of each factor.
 
     Models whose density isn't a fixed function of their sites (dropout), and those with priors that can't be drawn from
     (improper ones), are passed over.
@@ -257,7 +257,7 @@ def check_invariance(model: Callable[..., Any], group: AnyFiniteGroup, *args: An
         :func:`~pyro_symmetric.symmetry.model_check.verify_model`.
     """
     try:
-        check(group, model, args, kwargs, trials=1).require()
+        check(group, model, args, kwargs).require()
     except (InconclusiveError, NotImplementedError):
         return
 

@@ -15,6 +15,9 @@ from pyro_symmetric.symmetry.factored import moved_weights
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup
 from pyro_symmetric.symmetry.weights import Weights
 
+# Where others make up for a site's change, at most this share of it is left.
+MADE_UP_FOR = 0.1
+
 
 class InconclusiveError(ValueError):
     """The model's density isn't a function of its sites alone, so that nothing can be compared."""
@@ -73,15 +76,17 @@ class JointDensity:
         return self._compare(point.log_probs, after)
 
     def _compare(self, before: dict[str, Tensor], after: dict[str, Tensor]) -> tuple[bool, float, tuple[str, ...]]:
-        differences, allowed = {}, {}
-        for name, old in before.items():
-            differences[name] = float((after[name].sum() - old.sum()).abs())
-            # Rounding errors of independent entries add up like the entries' norm.
-            allowed[name] = self.tolerance * (1 + float(old.norm()))
-        total = abs(sum(float(after[name].sum() - old.sum()) for name, old in before.items()))
-        changed = tuple(name for name, size in differences.items() if not size <= allowed[name])
+        changes = {name: float(after[name].sum() - old.sum()) for name, old in before.items()}
+        # Rounding errors of independent entries add up like the entries' norm.
+        allowed = {name: self.tolerance * (1 + float(old.norm())) for name, old in before.items()}
         # NaN, outside of a support, counts as a change.
-        return not total <= sum(allowed.values()), total if total == total else float("inf"), changed
+        changed = tuple(name for name, change in changes.items() if not abs(change) <= allowed[name])
+        # What is allowed to a large likelihood must not hide the change of a small prior, so sites that didn't change
+        # count only if they make up for those that did, which sums of large numbers show less sharply.
+        together, total = abs(sum(changes[name] for name in changed)), abs(sum(changes.values()))
+        made_up_for = total <= MADE_UP_FOR * together < float("inf")
+        holds = made_up_for or together <= sum(allowed[name] for name in changed)
+        return not holds, total if total == total else float("inf"), changed
 
     def _log_probs(self, weights: Weights, rows: Weights) -> dict[str, Tensor]:
         conditioned = poutine.condition(self.model, data={**weights, **rows})

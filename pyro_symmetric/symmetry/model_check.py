@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import pyro
 import torch
@@ -149,11 +149,24 @@ def check(
         without_warnings(),
     ):
         points = [density.draw(finite) for _ in range(trials)]
-        broken: list[BrokenFactor] = []
-        if any(density.change(point, element)[0] for point in points for element in _whole(finite)):
-            inspected = (_inspect(alone, density, points, explain) for alone in _single_factors(finite))
-            broken = [found for found in inspected if found is not None]
-    return ModelVerification(tuple(broken), trials)
+        return ModelVerification(broken_factors(finite, density, points, explain), trials)
+
+
+class Density(Protocol):
+    """A density that can be compared before and after an element."""
+
+    def change(self, point: Point, element: Any) -> tuple[bool, float, tuple[str, ...]]:
+        """Whether an element changes the density at a point, by how many nats, and which sites' own densities."""
+
+
+def broken_factors(
+    group: AnyFiniteGroup, density: Density, points: Sequence[Point], explain: bool
+) -> tuple[BrokenFactor, ...]:
+    """The factors whose elements change the density at any of the points."""
+    if not any(density.change(point, element)[0] for point in points for element in _whole(group)):
+        return ()
+    inspected = (_inspect(alone, density, points, explain) for alone in _single_factors(group))
+    return tuple(found for found in inspected if found is not None)
 
 
 # one factor at a time -----------------------------------------------------------------------------------------------
@@ -189,7 +202,7 @@ def _generators(group: _Single) -> list[Any]:
     return [group.element({name: unit.roll(1) for name, unit in units.items()}), group.element(swaps), group.sample()]
 
 
-def _inspect(group: _Single, density: JointDensity, points: Sequence[Point], explain: bool) -> BrokenFactor | None:
+def _inspect(group: _Single, density: Density, points: Sequence[Point], explain: bool) -> BrokenFactor | None:
     changes = [density.change(point, element) for point in points for element in _generators(group)]
     if not any(broken for broken, _, _ in changes):
         return None
@@ -201,7 +214,7 @@ def _inspect(group: _Single, density: JointDensity, points: Sequence[Point], exp
 
 
 def _repair(
-    group: _Single, density: JointDensity, points: Sequence[Point]
+    group: _Single, density: Density, points: Sequence[Point]
 ) -> tuple[tuple[SITE_AND_DIM, ...], tuple[SITE_AND_DIM, ...]]:
     """The smallest change of the declaration that holds: axes to leave out, and axes to add; none if none is found."""
     ((name, size),) = group.factors.items()

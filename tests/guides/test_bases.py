@@ -22,7 +22,7 @@ from pyro.infer.autoguide import (
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE, Symmetrized
+from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, Symmetrized
 from pyro_symmetric.guides import AutoSymmetrized, load_guide, save_guide
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry import PermutationGroup, WeightSymmetry, find_symmetry
@@ -188,9 +188,10 @@ def gradient_rows(estimator: Any, sticking: bool, number: int = 3000) -> torch.T
     return torch.cat(torch.autograd.grad(symmetrized.log_prob(w).sum(), (loc, log_scale)), -1)
 
 
-@pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(2), InfoNCE(4)])
+@pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(2), InfoNCE(4), SinkhornImportance(1)])
 def test_sticking_the_landing_is_unbiased(estimator: Any) -> None:
-    """For the exact density, and for the bound of InfoNCE, whose terms are exchangeable: 6 standard errors over 6."""
+    """For the exact density, and for estimates whose terms are exchangeable given their shares: 6 standard errors over
+    6 numbers."""
     stuck, full = (gradient_rows(estimator, sticking, 40_000) for sticking in (True, False))
     error = ((stuck.var(0) + full.var(0)) / len(full)).sqrt()
     assert bool(((stuck.mean(0) - full.mean(0)).abs() < 6 * error).all())

@@ -9,6 +9,7 @@ import torch
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoLowRankMultivariateNormal, AutoNormal
 
 import pyro_symmetric as ps
+from pyro_symmetric.guides import bounds
 
 GROUP = ps.PermutationGroup.declare({"locs": ("k",)}, {"locs": torch.Size([3])})
 
@@ -74,3 +75,133 @@ def test_local_latent_variables_are_refused() -> None:
 
     with pytest.raises(ValueError, match="draws 4 of 12 rows"):
         ps.AutoSymmetrized(local, GROUP).setup(DATA)
+
+
+# the group must be the model's -------------------------------------------------------------------------------------
+
+
+def gaussian_guide(target: Any, locs: torch.Tensor) -> AutoDiagonalNormal:
+    guide = ps.distinct(AutoDiagonalNormal(target, init_loc_fn=lambda site: locs.clone(), init_scale=0.1))
+    guide()
+    return guide
+
+
+def test_a_group_that_the_model_lacks_is_refused() -> None:
+    """The guide is the model itself, whose evidence is 1: symmetrised, it would seem to be worth log 2 nats."""
+    locs = torch.tensor([-3.0, 3.0])
+
+    def lopsided() -> None:
+        pyro.sample("locs", dist.Normal(locs, 0.1).to_event(1))
+
+    group = ps.PermutationGroup.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
+    with pytest.raises(ValueError, match=r"factors \['k'\].*\n.*changes by 3\..*e\+03 nats.*(.|\n)*no bound"):
+        ps.evidence(gaussian_guide(lopsided, locs), ps.log_joint(lopsided), group)
+
+
+def test_the_axis_that_a_declaration_lacks_is_named() -> None:
+    def scaled() -> None:
+        locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 2.0).to_event(1))
+        scales = pyro.sample("scales", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(locs, scales).to_event(1).expand([1]).mask(False), obs=torch.zeros(1, 3))
+        pyro.factor("y", -((locs * scales).sum() ** 2))
+
+    shapes = {"locs": torch.Size([3]), "scales": torch.Size([3])}
+    guide = ps.distinct(AutoDiagonalNormal(scaled, init_scale=0.5))
+    guide()
+    right = ps.PermutationGroup.declare({"locs": ("k",), "scales": ("k",)}, shapes)
+    ps.evidence(guide, ps.log_joint(scaled), right, num_samples=64)
+    with pytest.raises(ValueError, match="with axis 0 of 'scales'"):
+        ps.evidence(guide, ps.log_joint(scaled), ps.PermutationGroup.declare({"locs": ("k",)}, shapes))
+
+
+def test_signs_that_a_prior_lacks_are_refused() -> None:
+    def shifted() -> None:
+        pyro.sample("locs", dist.Normal(torch.ones(2), 1.0).to_event(1))
+
+    group = ps.SignGroup.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
+    with pytest.raises(ValueError, match="units are flipped"):
+        ps.evidence(gaussian_guide(shifted, torch.ones(2)), ps.log_joint(shifted), group)
+
+
+def test_a_density_of_zero_at_moved_draws_is_refused() -> None:
+    def ordered(w: Any) -> torch.Tensor:
+        return torch.where(w["locs"][:, 0] < w["locs"][:, 1], 0.0, -torch.inf)
+
+    def flat() -> None:
+        pyro.sample("locs", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    group = ps.PermutationGroup.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
+    with pytest.raises(ValueError, match="changes by inf nats"):
+        ps.evidence(gaussian_guide(flat, torch.tensor([-3.0, 3.0])), ordered, group)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e8])
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_rounding_errors_of_large_float32_densities_are_no_broken_symmetry(size: float, offset: float) -> None:
+    """Terms of up to 10^10 nats, also where they cancel, summed in an order that depends on the units' order."""
+    features = torch.randn(200, 40)
+
+    def symmetric() -> None:
+        pyro.sample("locs", dist.Normal(torch.zeros(40), 1.0).to_event(1))
+
+    def joint(w: Any) -> torch.Tensor:
+        hidden = (w["locs"][:, None, :] + features[:, :1]).tanh()
+        return -size * hidden.cumsum(-1)[..., -1].square().sum(-1) + offset * size - offset * size
+
+    group = ps.PermutationGroup.declare({"locs": ("k",)}, {"locs": torch.Size([40])})
+    guide = gaussian_guide(symmetric, torch.randn(40))
+    worth = ps.evidence(guide, joint, group, ps.SinkhornImportance(1), num_samples=8)
+    assert worth.log_order > 0
+    with pytest.raises(ValueError, match="not invariant"):
+        ps.evidence(guide, lambda w: joint(w) - 100 * size * w["locs"][:, 0] ** 2, group, num_samples=8)
+
+
+def test_a_density_of_random_rows_or_units_is_taken_as_it_comes() -> None:
+    """Mini-batches and dropout change from call to call: nothing can be told within that noise, only beyond it."""
+    rows = torch.randn(1000)
+
+    def symmetric() -> None:
+        pyro.sample("locs", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+    def joint(w: Any) -> torch.Tensor:
+        batch = rows[torch.randint(1000, (10,))]
+        kept = torch.nn.functional.dropout(w["locs"], 0.5)
+        return -50 * (batch[:, None] - kept.sum(-1)).square().sum(0)
+
+    guide = gaussian_guide(symmetric, torch.tensor([-3.0, 0.0, 3.0]))
+    for _ in range(20):
+        ps.evidence(guide, joint, GROUP, num_samples=8)
+    with pytest.raises(ValueError, match="not invariant"):
+        ps.evidence(guide, lambda w: joint(w) - 1e7 * w["locs"][:, 0], GROUP, num_samples=8)
+
+
+def test_the_check_leaves_the_random_numbers_of_the_estimate_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = ps.AutoSymmetrized(model, GROUP).setup(DATA)
+
+    def worth() -> Any:
+        pyro.set_rng_seed(3)
+        return ps.evidence(guide, ps.log_joint(model, DATA), GROUP, ps.InfoNCE(3), num_samples=32)
+
+    checked = worth()
+    monkeypatch.setattr(bounds, "_require_invariance", lambda *_: None)
+    assert worth() == checked
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.001])
+def test_a_guide_over_a_lopsided_prior_is_refused_however_sharp_the_likelihood(noise: float) -> None:
+    def sharp(data: torch.Tensor) -> None:
+        locs = pyro.sample("locs", dist.Normal(torch.tensor([0.0, 0.0, 3.0]), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(locs.sum(), noise).expand([len(data)]).to_event(1), obs=data)
+
+    with pytest.raises(ValueError, match="density of 'locs'"):
+        ps.AutoSymmetrized(sharp, GROUP).setup(torch.randn(2000))
+
+
+def test_a_subsampled_model_keeps_its_rows_while_it_is_compared() -> None:
+    def subsampled(data: torch.Tensor) -> None:
+        locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(data), subsample_size=5) as rows:
+            pyro.sample("x", dist.Normal(locs.sum(), 0.1), obs=data[rows])
+
+    for _ in range(5):
+        ps.AutoSymmetrized(subsampled, GROUP).setup(torch.randn(100))

@@ -10,7 +10,7 @@ from torch import nn
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry import PermutationGroup, SignGroup, find_symmetry
 from pyro_symmetric.symmetry.finite import FiniteGroup
-from pyro_symmetric.symmetry.joint_density import InconclusiveError
+from pyro_symmetric.symmetry.joint_density import InconclusiveError, JointDensity
 from pyro_symmetric.symmetry.model_check import verify_model
 
 DATA = torch.tensor([-2.0, -1.5, 0.3, 0.7, 2.5, 3.0, 3.1])
@@ -108,6 +108,42 @@ def test_an_ordered_prior_breaks_the_symmetry_outside_of_its_support(validate: b
     assert broken.change == float("inf")
     assert "locs" in broken.sites
     assert broken.missing == broken.superfluous == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("noise", [0.1, 0.01, 0.001])
+def test_a_sharp_likelihood_hides_no_lopsided_prior(dtype: torch.dtype, noise: float) -> None:
+    """What passes as rounding of a log-likelihood of up to 10^10 is no excuse for the prior's own nats."""
+    y = torch.randn(2000, dtype=dtype)
+
+    def model(prior_mean: float) -> None:
+        loc = torch.tensor([0.0, prior_mean, 0.0], dtype=dtype)
+        w = pyro.sample("w", dist.Normal(loc, 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(w.square().sum(), noise).expand([2000]).to_event(1), obs=y)
+
+    group = PermutationGroup.declare({"w": ("k",)}, {"w": torch.Size([3])})
+    assert group.verify(model, 0.0)
+    (broken,) = group.verify(model, 2.0).broken
+    assert broken.sites == ("w",)
+
+
+def test_a_prior_that_the_likelihood_makes_up_for_breaks_nothing() -> None:
+    """The joint density counts, not its factors: here the likelihood takes the prior's mean back."""
+
+    def model(size: float) -> None:
+        w = pyro.sample("w", dist.Normal(torch.tensor([0.0, 2.0], dtype=torch.float64), 1.0).to_event(1))
+        pyro.factor("y", size * w.sum().cos() - 2 * w[1])
+
+    group = PermutationGroup.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    for size in (1.0, 1e6):
+        assert group.verify(model, size)
+
+
+def test_a_likelihood_of_zero_for_moved_units_breaks_the_symmetry() -> None:
+    density = JointDensity(lambda: None, (), {}, 1e-4)
+    before = {"w": torch.zeros(1).double(), "y": torch.zeros(1).double()}
+    broken, size, sites = density._compare(before, {**before, "y": torch.full((1,), -torch.inf).double()})
+    assert (broken, size, sites) == (True, float("inf"), ("y",))
 
 
 def test_a_cyclic_symmetry_does_not_pass_for_all_permutations() -> None:

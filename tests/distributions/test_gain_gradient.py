@@ -1,0 +1,143 @@
+"""The gradient of SinkhornImportance against that of enumeration, in expectation over draws."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_symmetric.distributions import ExactOrbit, Modes, SinkhornImportance, sinkhorn_importance
+from pyro_symmetric.distributions.symmetrized import detached
+from pyro_symmetric.symmetry import PermutationGroup, SignGroup
+from pyro_symmetric.symmetry.finite import FiniteGroup
+
+ONE_LAYER = PermutationGroup.declare(
+    {"weight": ("unit", None), "out": (None, "unit")}, {"weight": torch.Size([3, 2]), "out": torch.Size([1, 3])}
+)
+TWO_LAYERS = PermutationGroup.declare(
+    {"a": ("first", None), "b": ("second", "first"), "c": (None, "second")},
+    {"a": torch.Size([3, 2]), "b": torch.Size([2, 3]), "c": torch.Size([1, 2])},
+)
+SIGNED = FiniteGroup(
+    ONE_LAYER, SignGroup.declare({"weight": ("unit", None), "out": (None, "unit")}, ONE_LAYER.site_shapes)
+)
+BATCHES, BATCH = 40, 200
+
+Parameters = tuple[Tensor, ...]
+
+
+def mean_field(loc: Tensor, log_scale: Tensor) -> Any:
+    return dist.Normal(loc[0], log_scale[0].exp()).to_event(1)
+
+
+def full_rank(loc: Tensor, log_scale: Tensor) -> Any:
+    dim = loc.shape[-1]
+    noise = torch.randn(dim, dim, dtype=loc.dtype, generator=torch.Generator().manual_seed(1))
+    tril = torch.eye(dim, dtype=loc.dtype) + 0.3 * noise.tril(-1)
+    return dist.MultivariateNormal(loc[0], scale_tril=tril * log_scale[0].exp().unsqueeze(-1))
+
+
+def mixture(loc: Tensor, log_scale: Tensor, logits: Tensor | None = None) -> Modes:
+    logits = torch.linspace(0.4, -0.4, len(loc), dtype=loc.dtype) if logits is None else logits
+    return Modes([mean_field(*part) for part in zip(loc[:, None], log_scale[:, None], strict=True)], logits)
+
+
+# name -> group, base, number of components
+CASES: dict[str, tuple[Any, Callable[..., Any], int]] = {
+    "one layer": (ONE_LAYER, mean_field, 1),
+    "two layers": (TWO_LAYERS, mean_field, 1),
+    "signs": (SIGNED, mean_field, 1),
+    "mixture": (ONE_LAYER, mixture, 2),
+}
+
+
+def start(group: Any, count: int) -> Parameters:
+    """Means of units that overlap, and log-deviations."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (count, group.flat(list(group.site_shapes)).dim)
+    loc = 0.7 * torch.randn(shape, dtype=torch.float64, generator=generator)
+    return loc, (0.3 + torch.rand(shape, dtype=torch.float64, generator=generator)).log()
+
+
+def leaves(parameters: Parameters) -> Parameters:
+    return tuple(part.clone().requires_grad_() for part in parameters)
+
+
+def mean_and_error(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    values = torch.stack(rows)
+    return values.mean(0), values.std(0) / math.sqrt(len(values))
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "sticking"), [*((name, False) for name in CASES), ("one layer", True), ("mixture", True)]
+)
+def test_the_gain_s_gradient_is_that_of_enumeration(name: str, k: int, sticking: bool) -> None:
+    """Within 5 % of its size and 5 standard errors, along it and in each coordinate: false alarms below 1 in 10^4.
+
+    The plain gradient of the estimate lacks 1/(K+1) of it. With ``sticking``, both are differentiated through the
+    draw only.
+    """
+    group, family, count = CASES[name]
+    flat, parameters = group.flat(list(group.site_shapes)), start(group, count)
+    gradients, differences = [], []
+    for _ in range(BATCHES):
+        theta = leaves(parameters)
+        base = family(*theta)
+        w = base.rsample((BATCH,))
+        scored = detached(base) if sticking else base
+        exact, found = (e.log_prob(scored, flat, w) for e in (ExactOrbit(), SinkhornImportance(k)))
+        for rows, value in ((gradients, base.log_prob(w) - exact), (differences, exact - found)):
+            parts = torch.autograd.grad(value.mean(), theta, retain_graph=True)
+            rows.append(torch.cat([part.flatten() for part in parts]))
+    gradient = torch.stack(gradients).mean(0)
+    size = float(gradient.norm())
+    excess, error = mean_and_error([row @ gradient / size**2 for row in differences])
+    assert abs(float(excess)) < 0.05 + 5 * float(error)
+    assert 0.05 + 5 * float(error) < 0.9 / (k + 1)  # so that a loss of 1/(K+1) shows
+    each, errors = mean_and_error(differences)
+    assert bool((each.abs() < 0.05 * size + 5 * errors).all())
+
+
+@pytest.mark.parametrize("name", ["two layers", "mixture", "full rank"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_through_the_parameters_alone_the_gradient_has_mean_zero(name: str, k: int) -> None:
+    """However good the proposals are: what makes sticking the landing right. 5 standard errors in each of at most 50
+    coordinates, false alarms below 1 in 10^3 a case (39 degrees of freedom)."""
+    group, family, count = {**CASES, "full rank": (ONE_LAYER, full_rank, 1)}[name]
+    flat, parameters = group.flat(list(group.site_shapes)), start(group, count)
+    if name == "mixture":
+        parameters = (*parameters, torch.tensor([0.4, -0.4], dtype=torch.float64))
+    rows = []
+    for _ in range(BATCHES):
+        theta = leaves(parameters)
+        base = family(*theta)
+        value = SinkhornImportance(k).log_prob(base, flat, base.sample((BATCH,)))
+        rows.append(torch.cat([part.flatten() for part in torch.autograd.grad(value.mean(), theta)]))
+    mean, error = mean_and_error(rows)
+    assert bool((mean.abs() < 5 * error).all())
+
+
+def test_the_sum_keeps_its_value_and_takes_the_identity_s_share_out_of_its_gradient() -> None:
+    """``((K+1) r_k - [k = 0]) / K`` for shares ``r``, which add up to one; also where a term is zero."""
+    ratios = torch.randn(4, 5, dtype=torch.float64).index_fill(1, torch.tensor([2]), -math.inf)
+    ratios[1:, 2] = 0.5
+    ratios.requires_grad_()
+    total = sinkhorn_importance._log_sum_with_identity(ratios)
+    assert torch.equal(total, ratios.logsumexp(0))
+    (found,) = torch.autograd.grad(total.sum(), ratios)
+    expected = (4 * ratios.softmax(0) - torch.eye(4, 1)) / 3
+    torch.testing.assert_close(found[:, [0, 1, 3, 4]], expected[:, [0, 1, 3, 4]].detach())
+    assert bool(torch.isfinite(found).all())
+
+
+def test_second_derivatives_are_refused_where_they_would_be_wrong() -> None:
+    flat, parameters = ONE_LAYER.flat(["weight", "out"]), leaves(start(ONE_LAYER, 1))
+    base = mean_field(*parameters)
+    value = SinkhornImportance(2).log_prob(base, flat, base.rsample((3,))).sum()
+    (first, *_) = torch.autograd.grad(value, parameters, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
