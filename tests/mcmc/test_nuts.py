@@ -230,8 +230,8 @@ def test_draws_from_a_banana_match_its_moments(banana, drive):
     x, y = draws.unbind(-1)
     noise = (y - x.square()) / 0.5
     # E y = 1, cov(x, y) = 0; noise is normal and independent of x; y² has tails too heavy for a mean of 400 chains to
-    # be normal, so it is cut off: E min(y², 9) by quadrature. Standard errors from the means of independent chains; 5 of
-    # them: false alarms 1e-6 for each of 8.
+    # be normal, so it is cut off: E min(y², 9) by quadrature. Standard errors from the means of independent chains;
+    # 5 of them: false alarms 1e-6 for each of 8.
     grid = torch.linspace(-8, 8, 1601, dtype=torch.float64)
     mass = torch.outer((-0.5 * grid.square()).softmax(0), (-0.5 * grid.square()).softmax(0))
     cut_off = (mass * (grid[:, None].square() + 0.5 * grid).square().clamp(max=9)).sum().item()
