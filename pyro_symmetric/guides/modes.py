@@ -98,7 +98,7 @@ class AutoModes(WeightsGuide):
         super().__init__(model, init_loc_fn or starts.init_loc_fn(model, moved))
         self.num_modes, self.family, self.rank, self.train_weights = num_modes, family, rank, train_weights
         self._start = (model, init_loc_fn, moved)  # in a tuple, so that a module doesn't become a part of the guide
-        self.num_starts = num_starts if init_loc_fn is None else 1
+        self.num_starts = num_starts
         self._init_scale = init_scale
         self._stratum: int | None = None
 
@@ -122,14 +122,12 @@ class AutoModes(WeightsGuide):
             self.scale_tril = PyroParam(eye.repeat(self.num_modes, 1, 1), constraints.unit_lower_cholesky)
 
     def _start_of_mode(self, mode: int, *args: Any, **kwargs: Any) -> Tensor:
-        model, given, moved = self._start
-        if mode == 0 and self.num_starts == 1:
+        (model, given, moved), sites = self._start, layout_of(self)
+        ways = [given] if given else starts.candidates(model, sites, moved, self.num_starts, fresh=mode > 0)
+        if mode == 0 and len(ways) == 1:
             return self._init_loc()
-        fresh = {"fresh": mode > 0}
-        candidates = [given or starts.init_loc_fn(model, moved, drawn=k > 0, **fresh) for k in range(self.num_starts)]
-        best, densities = starts.best_start(model, layout_of(self), candidates, *args, **kwargs)
-        if self.num_starts > 1:
-            self.starts += densities
+        best, densities = starts.best_start(model, sites, ways, *args, **kwargs)
+        self.starts += densities
         return best
 
     # the distribution -----------------------------------------------------------------------------------------------

@@ -52,15 +52,24 @@ def require_number_of_starts(num_starts: Any) -> None:
         raise ValueError(f"num_starts is {num_starts!r}; at least 1 start is needed")
 
 
+def candidates(
+    model: Any, sites: Sequence[SiteLayout], moved: Collection[str] | None, number: int, *, fresh: bool = False
+) -> list[InitLocFn]:
+    """Ways to start that are worth comparing: ``number`` of them, or one if a network's own values leave no choice."""
+    if isinstance(model, BayesianModel) and not fresh and {site.name for site in sites} <= set(model.initial_weights()):
+        number = 1
+    return [init_loc_fn(model, moved, fresh=fresh, drawn=k > 0) for k in range(number)]
+
+
 def best_start(
-    model: Any, sites: Sequence[SiteLayout], candidates: Sequence[InitLocFn], *args: Any, **kwargs: Any
+    model: Any, sites: Sequence[SiteLayout], ways: Sequence[InitLocFn], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, tuple[float, ...]]:
     """The candidate at which the joint density of the model is largest, as a flat unconstrained vector ``(D,)``, and
-    the log-densities of all of them."""
+    the log-densities of all of them, none if there is but one."""
     starts, found = [], []
     with torch.no_grad(), poutine.block(), pyro.validation_enabled(False):
-        for candidate in candidates:
-            trace = poutine.trace(InitMessenger(candidate)(model)).get_trace(*args, **kwargs)
+        for way in ways:
+            trace = poutine.trace(InitMessenger(way)(model)).get_trace(*args, **kwargs)
             parts, density = [], trace.log_prob_sum()
             for site in sites:
                 value = trace.nodes[site.name]["value"].detach()
@@ -69,5 +78,5 @@ def best_start(
                 parts.append(free.reshape(-1))
             starts.append(torch.cat(parts))
             found.append(float(density))
-    finite = [value if value == value else -torch.inf for value in found]
-    return starts[finite.index(max(finite))], tuple(finite)
+    found = [value if value == value else -torch.inf for value in found]
+    return starts[found.index(max(found))], tuple(found) if len(found) > 1 else ()

@@ -143,11 +143,12 @@ class AutoSymmetrized(WeightsGuide):
             raise
 
     def _compare_starts(self, sites: Sequence[SiteLayout], *args: Any, **kwargs: Any) -> None:
-        model, moved = self._given_model[0], self.group.required_sites
-        candidates = [starts.init_loc_fn(model, moved, drawn=k > 0) for k in range(self.num_starts)]
-        best, self.starts = starts.best_start(model, sites, candidates, *args, **kwargs)
-        with torch.no_grad():
-            self.loc.copy_(best)
+        model = self._given_model[0]
+        ways = starts.candidates(model, sites, self.group.required_sites, self.num_starts)
+        if len(ways) > 1:  # else it is there already
+            best, self.starts = starts.best_start(model, sites, ways, *args, **kwargs)
+            with torch.no_grad():
+                self.loc.copy_(best)
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """One flat unconstrained draw as a Pyro site, whose log-density is refused where a bound won't do."""

@@ -87,6 +87,19 @@ def test_a_network_starts_at_its_own_values_whatever_is_compared(base: dict[str,
     assert max(guide.starts) > min(guide.starts)  # the scale of noise differs
 
 
+def test_where_a_network_has_all_values_nothing_is_compared() -> None:
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3))
+    x = torch.randn(30, 2)
+    symmetry, y = find_symmetry(net.eval(), x), torch.randint(3, (30,))
+    states = []
+    for num_starts in (1, 4):
+        pyro.set_rng_seed(2)
+        guide = AutoSymmetrized(BayesianModel(net), symmetry, estimator=InfoNCE(2), num_starts=num_starts).setup(x, y)
+        states.append(torch.get_rng_state())
+        assert guide.starts == ()
+    assert torch.equal(*states)
+
+
 def test_comparing_starts_leaves_the_parameter_store_alone_and_is_repeatable() -> None:
     model, symmetry, x, y = regression()
     pyro.param("mine", torch.ones(2))
