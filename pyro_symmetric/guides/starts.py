@@ -10,7 +10,7 @@ unconstrained sites decides. Up to a constant that is the ELBO of a narrow guide
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pyro
 import torch
@@ -72,7 +72,7 @@ def best_start(
             trace = poutine.trace(InitMessenger(way)(model)).get_trace(*args, **kwargs)
             parts, density = [], trace.log_prob_sum()
             for site in sites:
-                value = trace.nodes[site.name]["value"].detach()
+                value = cast(Tensor, trace.nodes[site.name]["value"]).detach()
                 transform, free = biject_to(site.support), site.unconstrain(value)
                 density = density + transform.log_abs_det_jacobian(free, value).sum()
                 parts.append(free.reshape(-1))
