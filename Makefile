@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= runs/digits
-# Passed on: make compare ARGS="--methods mean-field,symmetrized", make test PYTEST_ARGS="tests/mcmc -x"
+# Passed on: make compare ARGS="--methods mean-field,symmetrized", make test PYTEST_ARGS="tests/mcmc -x",
+# make test PYTEST_ARGS="-m 'stochastic and not slow' --seed 7": what tests statistics, from another seed
 ARGS ?=
 PYTEST_ARGS ?=
 # make test SLOW=1 runs the tests marked slow, too.

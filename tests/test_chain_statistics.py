@@ -112,6 +112,7 @@ def test_missing_energy_is_arvizs():
     np.testing.assert_allclose(missing_energy(energy).numpy(), array_stats._bfmi(energy.numpy()), rtol=1e-12)
 
 
+@pytest.mark.stochastic
 def test_missing_energy_of_an_autoregression_is_twice_one_minus_its_correlation():
     # E (e_t - e_{t-1})^2 / var e = 2 (1 - r); over 20,000 draws the relative error is about 2 %.
     r, energy = 0.8, torch.randn(1, 20_000, dtype=torch.float64)

@@ -91,6 +91,7 @@ def test_prior_scales_follow_the_first_pattern_that_matches() -> None:
     assert [prior.scale_of(name, torch.Size([3])) for name in ("0.bias", "2.bias", "2.weight")] == [0.5, 2.0, 1.0]
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_vectorised_particles_give_the_same_expected_loss_as_a_loop(name: str) -> None:
     model, x, y = problem(name)
@@ -103,6 +104,7 @@ def test_vectorised_particles_give_the_same_expected_loss_as_a_loop(name: str) -
     assert losses[0] == pytest.approx(losses[1], abs=5 * math.sqrt(guide.latent_dim / 6) + 0.01 * abs(losses[0]))
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_predictive_draws_targets_for_any_number_of_rows(name: str, parallel: bool) -> None:

@@ -77,6 +77,7 @@ def test_evenly_spaced_draws_are_taken(model, posterior, x):
     )  # the last of each part
 
 
+@pytest.mark.stochastic
 def test_samples_follow_the_likelihood_of_their_draw():
     model = BayesianModel(nn.Linear(1, 1), likelihood="gaussian")
     scales = torch.tensor([0.1, 10.0])
@@ -144,6 +145,7 @@ def test_a_pyro_model_gives_what_it_returns_and_its_means(draws, x):
     )
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("given", [False, True])
 def test_targets_of_a_pyro_model_are_drawn_anew_for_each_draw_and_row(draws, given):
     x = torch.randn(2000, 2)
@@ -157,6 +159,7 @@ def test_targets_of_a_pyro_model_are_drawn_anew_for_each_draw_and_row(draws, giv
     assert abs(float((standard[0] * standard[1]).mean())) < 5 / 2000**0.5
 
 
+@pytest.mark.stochastic
 def test_sites_that_the_posterior_lacks_are_drawn_from_the_model():
     def hierarchical(n):
         mean = pyro.sample("mean", dist.Normal(0.0, 1.0))

@@ -91,6 +91,7 @@ def test_bad_input_is_named(build, message):
 # diagnostics --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.stochastic
 def test_diagnostics_of_an_autoregression_match_its_known_effective_sample_size():
     # AR(1) with coefficient r has ESS/N = (1-r)/(1+r). Over 4 x 4000 draws the estimate's relative error is about 3 %
     # per weight; the median of 8 weights lies within 15 % but for a chance below 1e-6.
@@ -182,6 +183,7 @@ def test_log_likelihood_and_predictions_reach_arviz_by_row():
         posterior.to_arviz(log_likelihood="y")
 
 
+@pytest.mark.stochastic
 def test_arvizs_loo_of_exact_draws_is_the_exact_one():
     """Mean ~ N(0, 3²), y ~ N(mean, 1): each row given the others is normal, with known mean and variance."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pyro.infer.autoguide import AutoContinuous, AutoDelta, AutoGuide, AutoNormal
@@ -38,7 +38,13 @@ class WeightsGuide(AutoContinuous):
 
     Beyond Pyro's: its parameters are never shared with another guide by accident; :meth:`setup` creates them before the
     first step; :meth:`sample_posterior` draws weights and needs no data.
+
+    :ivar starts: log-densities of the starts that were compared, ``log p(w, D)`` of unconstrained sites; the guide
+        began at the largest. A guide that was told where to start compared none.
     """
+
+    chooses_starts: ClassVar[bool] = False
+    starts: tuple[float, ...] = ()
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
@@ -94,7 +100,9 @@ class WeightsGuide(AutoContinuous):
         if self.prototype_trace is None:
             return f"{type(self).__name__}(not set up)"
         parameters = sum(p.numel() for p in self.parameters())
-        return f"{type(self).__name__}(latent_dim={self.latent_dim}, parameters={parameters})"
+        spread = f"{min(self.starts):.1f} to {max(self.starts):.1f}" if self.starts else ""
+        starts = f", starts={len(self.starts)} of log-density {spread}" if self.starts else ""
+        return f"{type(self).__name__}(latent_dim={self.latent_dim}, parameters={parameters}{starts})"
 
 
 def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weights:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_symmetric.distributions import OrbitEstimator
+from pyro_symmetric.generators import kept
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.gaussian import base_posterior
 from pyro_symmetric.guides.layout import action_on, layout_of
@@ -120,7 +121,7 @@ def _require_invariance(
     guide: AutoGuide, log_joint: Callable[[Weights], Tensor], group: AnyFiniteGroup, latent: Tensor
 ) -> None:
     """:raises ValueError: if ``log_joint`` changes when draws of the guide are moved."""
-    with torch.random.fork_rng([]):
+    with kept():
         last_digit = torch.finfo(latent.dtype).eps * (4 * torch.randint(2, latent.shape) - 2)
     draws, nearby = (
         WeightsGuide.unpack(guide, value)  # type: ignore[arg-type]

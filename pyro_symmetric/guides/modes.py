@@ -11,29 +11,28 @@ that, and :class:`~pyro_symmetric.guides.AutoSymmetrized` counts all of them. Al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import pyro.distributions as dist
 import torch
-from pyro import poutine
 from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoGuide
-from pyro.infer.autoguide.initialization import InitMessenger, init_to_sample, init_to_value
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_symmetric.alignment.matching import align
 from pyro_symmetric.alignment.parts.problem import AnyGroup
 from pyro_symmetric.distributions import Modes, OrbitEstimator
+from pyro_symmetric.guides import starts
 from pyro_symmetric.guides.affine import AffineAction
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.gaussian import FAMILIES, GaussianGuide, Moments, family_and_moments, one_family
 from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, layout_of, one_layout_of
 from pyro_symmetric.guides.quantiles import mixture_quantiles
-from pyro_symmetric.guides.symmetrized import AutoSymmetrized, default_init_loc_fn
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.guides.starts import InitLocFn, require_number_of_starts
+from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup
 from pyro_symmetric.symmetry.weights import Weights
 
@@ -58,7 +57,11 @@ class AutoModes(WeightsGuide):
     :param rank: of ``AutoLowRank``; by default the square root of the number of weights.
     :param init_loc_fn: where the means start, called for each mode anew. By default the first mode starts at the
         network's own values for a :class:`~pyro_symmetric.models.BayesianModel` and each other at freshly initialised
-        ones; of any other model, all start at draws from the prior.
+        ones, the likelihood's sites at their prior's median; of any other model, all start at draws from the prior.
+    :param num_starts: how many starts are compared for each mode, as by
+        :class:`~pyro_symmetric.guides.AutoSymmetrized`; the best is kept. With ``init_loc_fn`` there is nothing to
+        compare.
+    :param moved: the sites that a group moves: those that are drawn from the prior, the others starting at its median.
     :param init_scale: of all deviations at the start.
     :param train_weights: whether the mixture weights are parameters; else they stay as they are, equal at the start.
     """
@@ -77,7 +80,9 @@ class AutoModes(WeightsGuide):
         *,
         family: Family = "AutoMeanField",
         rank: int | None = None,
-        init_loc_fn: Callable[[dict[str, Any]], Tensor] | None = None,
+        init_loc_fn: InitLocFn | None = None,
+        num_starts: int = 4,
+        moved: Collection[str] | None = None,
         init_scale: float = 0.1,
         train_weights: bool = True,
     ):
@@ -89,17 +94,17 @@ class AutoModes(WeightsGuide):
             raise ValueError(f"rank is {rank}; it must be at least 1")
         if not init_scale > 0:
             raise ValueError(f"init_scale is {init_scale}; it must be positive")
-        super().__init__(model, init_loc_fn or default_init_loc_fn(model))
+        require_number_of_starts(num_starts)
+        super().__init__(model, init_loc_fn or starts.init_loc_fn(model, moved))
         self.num_modes, self.family, self.rank, self.train_weights = num_modes, family, rank, train_weights
-        self._starts = (model, init_loc_fn)  # in a tuple, so that a module doesn't become a part of the guide
+        self._start = (model, init_loc_fn, moved)  # in a tuple, so that a module doesn't become a part of the guide
+        self.num_starts = num_starts
         self._init_scale = init_scale
         self._stratum: int | None = None
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
-        loc = torch.stack(
-            [self._init_loc()] + [self._another_start(*args, **kwargs) for _ in range(self.num_modes - 1)]
-        )
+        loc = torch.stack([self._start_of_mode(k, *args, **kwargs) for k in range(self.num_modes)])
         logits = loc.new_zeros(self.num_modes)
         if self.train_weights:
             self.logits = nn.Parameter(logits)
@@ -116,16 +121,14 @@ class AutoModes(WeightsGuide):
             eye = torch.eye(self.latent_dim, dtype=loc.dtype, device=loc.device)
             self.scale_tril = PyroParam(eye.repeat(self.num_modes, 1, 1), constraints.unit_lower_cholesky)
 
-    def _another_start(self, *args: Any, **kwargs: Any) -> Tensor:
-        model, init_loc_fn = self._starts
-        if init_loc_fn is None:
-            init_loc_fn = init_to_sample
-            if isinstance(model, BayesianModel):
-                init_loc_fn = init_to_value(values=model.initial_weights(fresh=True), fallback=init_to_sample)
-        trace = poutine.block(poutine.trace(InitMessenger(init_loc_fn)(model)).get_trace)(*args, **kwargs)
-        sites = layout_of(self)
-        values = {site.name: cast(Tensor, trace.nodes[site.name]["value"]).detach() for site in sites}
-        return torch.cat([site.unconstrain(values[site.name]).reshape(-1) for site in sites])
+    def _start_of_mode(self, mode: int, *args: Any, **kwargs: Any) -> Tensor:
+        (model, given, moved), sites = self._start, layout_of(self)
+        ways = [given] if given else starts.candidates(model, sites, moved, self.num_starts, fresh=mode > 0)
+        if mode == 0 and len(ways) == 1:
+            return self._init_loc()
+        best, densities = starts.best_start(model, sites, ways, *args, **kwargs)
+        self.starts += densities
+        return best
 
     # the distribution -----------------------------------------------------------------------------------------------
 

@@ -22,17 +22,18 @@ import torch
 from pyro.distributions import constraints
 from pyro.distributions.transforms import AffineTransform, ComposeTransform
 from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoNormal, AutoNormalizingFlow
-from pyro.infer.autoguide.initialization import InitMessenger, init_to_sample, init_to_value
+from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized
 from pyro_symmetric.distributions.constrained import ConstrainedAction
+from pyro_symmetric.guides import starts
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, action_on, layout_of
 from pyro_symmetric.guides.one_sided import GuideDensity
+from pyro_symmetric.guides.starts import InitLocFn, require_number_of_starts
 from pyro_symmetric.guides.suggest import require_estimator, suggest_estimator
-from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry.factored import moved_weights
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, SignedFlatAction, finite_part
 from pyro_symmetric.symmetry.joint_density import InconclusiveError
@@ -51,9 +52,11 @@ class AutoSymmetrized(WeightsGuide):
 
     Draws, ``median`` and ``quantiles`` are those of the base, one copy of every mode: predictions, being invariant, are
     distributed as under the symmetrised guide. Only the density, and so the ELBO, differs. (``orbit=True`` gives
-    those of the symmetrised guide itself.) Where the estimator's ``bound`` is ``"upper"`` (of the log-density), the
-    ELBO that SVI reports is a lower bound of the symmetrised guide's. Objectives that weight draws by the density
-    (``RenyiELBO``, ``ReweightedWakeSleep``, importance sampling) need ``ExactOrbit`` and refuse a bound.
+    those of the symmetrised guide itself.) Where units lie far apart, as in trained networks, the gain is nearly
+    constant: training ends about where the base alone does, and only the evidence changes. Where the estimator's
+    ``bound`` is ``"upper"`` (of the log-density), the ELBO that SVI reports is a lower bound of the symmetrised
+    guide's. Objectives that weight draws by the density (``RenyiELBO``, ``ReweightedWakeSleep``, importance sampling)
+    need ``ExactOrbit`` and refuse a bound.
 
     The model must be invariant under the group: exchangeable priors and likelihood; set-up checks it at draws from the
     prior and names what is wrong. Local latent variables (inside a subsampled plate) are not supported.
@@ -72,8 +75,12 @@ class AutoSymmetrized(WeightsGuide):
     :param sticking_the_landing: leave the score of the guide out of its gradients (Gaussian bases only): noise that
         vanishes as the guide fits better. See :class:`~pyro_symmetric.distributions.Symmetrized` on when gradients
         stay unbiased.
-    :param init_loc_fn: where the means start. By default the network's own values for a :class:`BayesianModel`, else a
-        draw from the prior: never the group's fixed point (all units equal), where the gradient can't tell units apart.
+    :param init_loc_fn: where the means start. By default sites that the group moves start at the network's own values
+        for a :class:`BayesianModel`, else at a draw from the prior, never at the group's fixed point (all units equal),
+        where the gradient can't tell units apart; other sites, such as a scale of noise, at their prior's median.
+    :param num_starts: how many starts are compared by the joint density there; the best is kept. The others are drawn
+        from the prior (a network's weights stay at their own values). ``starts`` and the repr tell their log-densities.
+        With ``init_loc_fn`` there is nothing to compare.
     :param base_arguments: further arguments of the base, such as ``init_scale`` or ``rank``.
     """
 
@@ -94,26 +101,29 @@ class AutoSymmetrized(WeightsGuide):
         estimator: OrbitEstimator | None = None,
         *,
         sticking_the_landing: bool = False,
-        init_loc_fn: Callable[[dict[str, Any]], Tensor] | None = None,
+        init_loc_fn: InitLocFn | None = None,
+        num_starts: int = 4,
         **base_arguments: Any,
     ):
         group = finite_part(group)
         if estimator is not None:
             require_estimator(estimator)
-        given_model, start = model, init_loc_fn or default_init_loc_fn(model)
+        require_number_of_starts(num_starts)
+        given_model, start = model, init_loc_fn or starts.init_loc_fn(model, group.required_sites)
         if not self._has_moments:
             if sticking_the_landing:
                 raise TypeError(f"sticking_the_landing needs a Gaussian base; found {self.base_class.__name__}")
             init_scale = base_arguments.pop("init_scale", 0.1)
             model = InitMessenger(start)(model)  # a flow would start its sites at zero
-        elif getattr(self.base_class, "chooses_starts", False):
-            base_arguments["init_loc_fn"] = init_loc_fn
+        elif self.chooses_starts:
+            base_arguments |= {"init_loc_fn": init_loc_fn, "num_starts": num_starts, "moved": group.required_sites}
         elif "init_loc_fn" in inspect.signature(self.base_class.__init__).parameters:
             base_arguments["init_loc_fn"] = start
         super().__init__(model, **base_arguments)
         if not self._has_moments:
             self.init_scale = init_scale
         self._given_model = (given_model,)  # in a tuple, so that a module doesn't become a part of the guide
+        self.num_starts = num_starts if init_loc_fn is None else 1
         self.group = group
         self.estimator = estimator or suggest_estimator(self.base_class, group).estimator
         self.sticking_the_landing = sticking_the_landing
@@ -127,9 +137,19 @@ class AutoSymmetrized(WeightsGuide):
             self._action = action_on(sites, self.group)
             if not isinstance(self._given_model[0], LayoutModel):
                 check_invariance(self._given_model[0], self.group, *args, **kwargs)
+            if self.num_starts > 1 and not self.chooses_starts:
+                self._compare_starts(sites, *args, **kwargs)
         except Exception:
             self.prototype_trace = None  # a guide that was refused isn't set up: the next call refuses it again
             raise
+
+    def _compare_starts(self, sites: Sequence[SiteLayout], *args: Any, **kwargs: Any) -> None:
+        model = self._given_model[0]
+        ways = starts.candidates(model, sites, self.group.required_sites, self.num_starts)
+        if len(ways) > 1:  # else it is there already
+            best, self.starts = starts.best_start(model, sites, ways, *args, **kwargs)
+            with torch.no_grad():
+                self.loc.copy_(best)
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """One flat unconstrained draw as a Pyro site, whose log-density is refused where a bound won't do."""
@@ -260,13 +280,6 @@ def check_invariance(model: Callable[..., Any], group: AnyFiniteGroup, *args: An
         check(group, model, args, kwargs).require()
     except (InconclusiveError, NotImplementedError):
         return
-
-
-def default_init_loc_fn(model: Any) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """Start at a network's own values where there are some, else at a draw from the prior."""
-    if isinstance(model, BayesianModel):
-        return init_to_value(values=model.initial_weights(), fallback=init_to_sample)
-    return init_to_sample
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pyro_symmetric.generators import kept
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup
 from pyro_symmetric.symmetry.joint_density import Point
 from pyro_symmetric.symmetry.model_check import ModelVerification, broken_factors
@@ -34,7 +35,7 @@ def check_function(
     :param nearby: the same but for the last digit of each number.
     """
     density = FunctionDensity(log_joint, draws, nearby)
-    with torch.random.fork_rng([]), torch.no_grad():
+    with kept(), torch.no_grad():
         return ModelVerification(broken_factors(group, density, density.points, explain=True), len(density.points))
 
 

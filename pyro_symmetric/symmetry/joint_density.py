@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
@@ -101,9 +102,7 @@ class JointDensity:
             if name in weights and not _in_support(site["fn"], site["value"]):
                 result[name] = torch.full((1,), torch.nan, dtype=torch.float64)
                 continue
-            value = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
-            value = value if site["mask"] is None else value * torch.as_tensor(site["mask"])
-            result[name] = torch.as_tensor(value * site["scale"], dtype=torch.float64).reshape(-1)
+            result[name] = _entries(site).double().reshape(-1)
         return result
 
     def _summed_out(self, conditioned: Callable[..., Any]) -> Tensor:
@@ -115,6 +114,20 @@ class JointDensity:
         trace = poutine.trace(enumerated).get_trace(*self.args, **self.kwargs)
         evaluator = TraceEinsumEvaluator(trace, has_enumerable_sites=True, max_plate_nesting=self.plate_nesting)
         return evaluator.log_prob(trace).double().reshape(1)
+
+
+def _entries(site: Any) -> Tensor:
+    """Log-densities of a site's single entries: a change of one would drown in the rounding that is allowed to the sum
+    that ``to_event`` makes."""
+    fn, events = site["fn"], 0
+    while type(fn) is dist.Independent:
+        fn, events = fn.base_dist, events + fn.reinterpreted_batch_ndims
+    value = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
+    for factor in (site["mask"], site["scale"]):
+        if factor is not None:
+            factor = torch.as_tensor(factor)
+            value = value * (factor.reshape(*factor.shape, *[1] * events) if factor.dim() else factor)
+    return torch.as_tensor(value)
 
 
 def _in_support(fn: Any, value: Tensor) -> bool:

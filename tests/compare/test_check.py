@@ -65,6 +65,7 @@ def test_exact_draws_of_a_conjugate_model_pass(data):
     json.dumps(result.to_dict())
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize(("spread", "expected"), [(1.5, 2.25), (0.6, 0.36)])
 def test_the_temperature_is_that_of_the_draws(data, spread, expected):
     # z.grad U / D of Gaussian draws with variances c times too large averages to c + (the mean's part, 1 - 1 = 0):
@@ -205,6 +206,7 @@ def test_independent_energies_pass_and_a_chain_left_behind_is_named():
     assert "chain 6 is" in finding.words
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("name", ["kinetic_temperature", "virial"])
 def test_temperatures_are_compared_with_one_within_their_error(name):
     title = name.replace("_", " ")

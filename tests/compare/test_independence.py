@@ -36,6 +36,7 @@ def test_only_a_samplers_draws_are_chains():
     assert not is_chain({"w": torch.randn(4, 5, 2)})
 
 
+@pytest.mark.stochastic
 def test_tests_of_a_samplers_draws_keep_their_level():
     # 20 repetitions at level 0.05: more than 4 rejections have probability 0.003 for each test. Taken as independent,
     # such draws are rejected nearly always.

@@ -34,6 +34,7 @@ def rejections(group, draw, repetitions, **arguments):
     return torch.tensor([result.rejected for result in results]), results
 
 
+@pytest.mark.stochastic
 def test_a_chain_in_one_copy_is_found_out():
     # index: a uniform one would have to hold one unit in nearly all of 200 draws; false alarm nil
     group = mlp_group()
@@ -48,6 +49,7 @@ def test_a_chain_in_one_copy_is_found_out():
     assert "'hidden'" in result.verdict
 
 
+@pytest.mark.stochastic
 def test_its_symmetrised_draws_are_not():
     # one run: false alarm at most 1e-3 by the level
     group = mlp_group()
@@ -56,6 +58,7 @@ def test_its_symmetrised_draws_are_not():
     assert "no sign against invariance" in result.verdict
 
 
+@pytest.mark.stochastic
 def test_size_is_at_most_the_level_on_invariant_samples():
     # 60 repetitions at level 0.05: more than 9 rejections have probability 0.0007 under Binomial(60, 0.05)
     group = mlp_group(hidden=4)
@@ -63,6 +66,7 @@ def test_size_is_at_most_the_level_on_invariant_samples():
     assert int(rejected.sum()) <= 9
 
 
+@pytest.mark.stochastic
 def test_units_that_depend_on_each_other_within_a_draw_do_no_harm():
     # w_1 = -w_0 is invariant under the exchange; comparing both from the same draws would reject twice as often.
     # p-values of the one test: share under 0.1 in 400 repetitions beyond 0.1 + 0.06 has probability under 1e-4.
@@ -74,6 +78,7 @@ def test_units_that_depend_on_each_other_within_a_draw_do_no_harm():
     assert (torch.tensor(p_values) < 0.1).double().mean() < 0.16
 
 
+@pytest.mark.stochastic
 def test_equal_index_with_unequal_marginals_is_found_by_the_marginals():
     # the largest weight is always the shared second position; only the first position's spread tells the units apart
     group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([4, 2])})
@@ -152,6 +157,7 @@ def outgoing_group():
     return PermutationGroup.declare({"topics": (None, "topic")}, {"topics": torch.Size([3, 4])})
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("make", [convolutional_group, gate_group, outgoing_group])
 def test_blocks_convolutions_and_recurrent_weights_keep_size_and_power(make):
     # per repetition a false alarm has probability at most 1e-3: more than 2 in 40 have probability 1e-5
@@ -161,6 +167,7 @@ def test_blocks_convolutions_and_recurrent_weights_keep_size_and_power(make):
     assert invariance_tests(one_copy(group, 120), group, level=1e-3).rejected
 
 
+@pytest.mark.stochastic
 def test_recurrent_diagonals_are_compared_with_diagonals():
     # every unit's weight from itself is larger than the others': invariant, though not column by column
     group = gate_group()
@@ -182,6 +189,7 @@ def test_few_tests_can_be_asked_for():
         assert result.rejected
 
 
+@pytest.mark.stochastic
 def test_thinning_mends_the_size_on_autocorrelated_draws():
     # an autoregression of 0.9 has an effective size of 1/19 of its draws; as if independent it is rejected wrongly
     group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([3, 2])})

@@ -86,6 +86,7 @@ def test_batch_dimensions_are_flattened():
     assert chains.num_samples == (12, 7)
 
 
+@pytest.mark.stochastic
 def test_expectation_under_gaussians_is_the_closed_form():
     # E exp(-|x - y|^2 / s^2) for x - y ~ N(delta, v I) is (1 + 2v/s^2)^(-d/2) exp(-|delta|^2 / (s^2 + 2v)).
     # 40 independent repetitions, ten kernels: |z| < 5 under a t-law with 39 degrees of freedom; false alarm about 1e-4.
@@ -111,6 +112,7 @@ def test_expectation_under_gaussians_is_the_closed_form():
     assert kernels.maximum > 0.03
 
 
+@pytest.mark.stochastic
 def test_equal_distributions_give_zero_on_average_under_given_kernels():
     # 300 repetitions, |z| < 5 for 20 correlated kernels: false alarm under 20 * 6e-7, skewness aside.
     def draw():

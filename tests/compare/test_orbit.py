@@ -38,6 +38,7 @@ def values(result):
     return torch.cat([layer.gaussian, layer.laplace])
 
 
+@pytest.mark.stochastic
 def test_estimate_agrees_with_enumeration_within_its_error():
     # 20 correlated kernels, normal by averaging 400 draws of elements: |z| < 5 has a false-alarm rate under 2e-5
     p, q = torch.randn(7, 3, 2).double(), torch.randn(6, 3, 2).double() + torch.tensor([[1.5], [0.0], [-1.5]])
@@ -49,6 +50,7 @@ def test_estimate_agrees_with_enumeration_within_its_error():
     assert float((values(found) - values(kernels)).abs().max()) > 20 * float(found.element_errors["w"].max())
 
 
+@pytest.mark.stochastic
 def test_error_of_elements_is_the_spread_over_repetitions():
     # sd of 60 repetitions against the mean of their own errors: relative error 1/sqrt(120) = 9 %; within 45 %: 5 sd
     p, q, group = torch.randn(6, 3, 2), torch.randn(6, 3, 2) + 1, units()
@@ -60,6 +62,7 @@ def test_error_of_elements_is_the_spread_over_repetitions():
     assert float((spread / claimed - 1)[middling].abs().max()) < 0.45
 
 
+@pytest.mark.stochastic
 def test_standard_error_covers_the_sampling_too():
     # the same over samples drawn anew, where p and q differ: the jackknife is consistent, on the large side
     group = units()
@@ -71,6 +74,7 @@ def test_standard_error_covers_the_sampling_too():
     assert float((claimed / spread - 1).abs().max()) < 0.5
 
 
+@pytest.mark.stochastic
 def test_posteriors_in_different_copies_are_one_modulo_symmetry():
     centres = torch.tensor([[4.0], [0.0], [-4.0]])
     p, q = {"w": torch.randn(60, 3, 2) + centres}, {"w": torch.randn(60, 3, 2) + centres.flip(0)}
@@ -82,6 +86,7 @@ def test_posteriors_in_different_copies_are_one_modulo_symmetry():
     assert other.maximum > 5 * max(same.maximum, float(other.element_errors["w"].max()))
 
 
+@pytest.mark.stochastic
 def test_signs_are_averaged_over():
     net = nn.Sequential(nn.Linear(2, 1), nn.Tanh(), nn.Linear(1, 1, bias=False))
     symmetry = ps.find_symmetry(net, torch.randn(3, 2))
@@ -93,6 +98,7 @@ def test_signs_are_averaged_over():
     assert abs(orbit_mmd(weights, flipped, symmetry).mean) < 0.05
 
 
+@pytest.mark.stochastic
 def test_scalings_are_removed_first():
     net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
     symmetry = ps.find_symmetry(net, torch.randn(3, 2))

@@ -15,6 +15,7 @@ def test_one_weight_has_two_directions_and_gives_the_wasserstein_distance():
     assert result.value == pytest.approx(wasserstein_distance(x[:, 0].numpy(), y[:, 0].numpy()), rel=1e-6)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_a_shift_has_its_closed_form(p):
     # W_p(theta x, theta (x + d))^p = |theta d|^p; E |theta_1|^p on the sphere is

@@ -64,6 +64,7 @@ def test_chi_square_equals_scipy(counts):
     assert (statistic, p_value) == pytest.approx((expected.statistic, expected.pvalue))
 
 
+@pytest.mark.stochastic
 def test_few_draws_are_tested_by_simulation():
     # 4 draws on 3 units; exact by enumeration of the 81 outcomes. 9,999 simulations: 5 deviations are under 0.025.
     counts = torch.tensor([3, 1, 0])

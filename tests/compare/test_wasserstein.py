@@ -40,6 +40,7 @@ def test_a_shift_is_the_distance_in_every_order():
         assert marginal_wasserstein({"w": x}, {"w": x + 0.7}, order).mean == pytest.approx(0.7)
 
 
+@pytest.mark.stochastic
 def test_second_order_between_gaussians_is_the_closed_form():
     # W2^2 = (difference of means)^2 + (difference of deviations)^2 = 0.25 + 0.25; with 40,000 samples the error of
     # W2 is about 0.01, so 0.05 is five deviations: false alarm under 1e-6.

@@ -129,6 +129,7 @@ def test_exact_orbit_names_what_is_too_large() -> None:
 # SinkhornImportance -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("name", list(GROUPS))
 @pytest.mark.parametrize("separation", [0.0, 0.2, 0.5, 1.0, 4.0])
 def test_sinkhorn_importance_is_close_to_the_exact_value_and_never_below(name: str, separation: float) -> None:
@@ -143,6 +144,7 @@ def test_sinkhorn_importance_is_close_to_the_exact_value_and_never_below(name: s
     assert float(gap.mean()) < (0.4 if name == "recurrent" else 0.2)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("width", [3, 8, 12])
 @pytest.mark.parametrize("separation", [0.0, 0.15, 0.3, 0.6, 3.0])
 def test_one_hidden_layer_is_met_within_a_tenth_of_a_nat(width: int, separation: float) -> None:
@@ -153,6 +155,7 @@ def test_one_hidden_layer_is_met_within_a_tenth_of_a_nat(width: int, separation:
     assert abs(float(gap.mean())) < 0.1
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("k", [1, 4])
 def test_few_proposals_give_an_upper_bound_too(k: int) -> None:
     """One-sided at 5 standard errors: false alarm below 1 in 10^6."""
@@ -163,6 +166,7 @@ def test_few_proposals_give_an_upper_bound_too(k: int) -> None:
     assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap))
 
 
+@pytest.mark.stochastic
 def test_width_64_with_separated_units_finds_all_of_log_64_factorial() -> None:
     flat = flat_of(one_layer(64, inputs=10))
     q = base(flat.dim, 5.0)
@@ -222,6 +226,7 @@ def test_the_proposal_depends_on_the_orbit_alone(kind: str, walk: int) -> None:
     torch.testing.assert_close(moved, own)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("kind", ["loadings", "recurrent with signs"])
 @pytest.mark.parametrize("k", [1, 16])
 def test_signs_on_a_part_of_the_sites_give_an_upper_bound(kind: str, k: int) -> None:
@@ -234,6 +239,7 @@ def test_signs_on_a_part_of_the_sites_give_an_upper_bound(kind: str, k: int) -> 
     assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap))
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("scale", [1e-2, 1e-3])
 def test_sharp_units_among_loose_ones_keep_their_digits_in_float32(scale: float) -> None:
     """One pinned unit, and pairs of near-duplicates: log-densities of millions of which a few nats matter."""
@@ -252,6 +258,7 @@ def test_sharp_units_among_loose_ones_keep_their_digits_in_float32(scale: float)
     torch.testing.assert_close(found.double(), exact, atol=0.1, rtol=0)
 
 
+@pytest.mark.stochastic
 def test_factors_within_grouped_convolutions_are_enumerated_or_left_out() -> None:
     group = grouped_convolution()
     assert any(axis.span > 1 for name in group.factors for axis in group.factor(name).axes)
@@ -330,6 +337,7 @@ def test_the_short_way_to_values_and_gradients_is_the_long_one(
     torch.testing.assert_close(value_and_gradients(), short)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("kind", ["full", "low", "flow"])
 def test_other_bases_are_bounded_too(kind: str) -> None:
     """One-sided at 5 standard errors: false alarm below 1 in 10^6; and most of what InfoNCE misses is found."""
@@ -349,6 +357,7 @@ def test_other_bases_are_bounded_too(kind: str) -> None:
     assert float(gap.mean()) < 0.3 * float((q.log_prob(w) - exact).mean())
 
 
+@pytest.mark.stochastic
 def test_nested_factors_are_averaged_over_from_outside_and_stay_an_upper_bound() -> None:
     inner = [
         Factor(f"inner[{k}]", 2, (Axis("w", 0, torch.tensor([[2 * k, 2 * k + 1]])),), "outer", k) for k in range(3)
@@ -398,6 +407,7 @@ def signed(kind: str) -> FiniteGroup:
     return FiniteGroup(PermutationGroup.declare(axes, shapes), SignGroup.declare(flips, shapes))
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("kind", ["one layer", "two layers", "signs alone", "signs of one layer, exchanges of both"])
 @pytest.mark.parametrize("separation", [0.0, 0.3, 1.0, 4.0])
 def test_signs_are_averaged_over_too(kind: str, separation: float) -> None:
@@ -415,6 +425,7 @@ def test_signs_are_averaged_over_too(kind: str, separation: float) -> None:
         assert float((q.log_prob(w) - exact).mean()) > group.log_order() - 0.5
 
 
+@pytest.mark.stochastic
 def test_a_wide_layer_with_signs_finds_all_of_its_nats() -> None:
     shapes = {"in": torch.Size([40, 8]), "out": torch.Size([1, 40])}
     axes = {"in": ("unit", None), "out": (None, "unit")}

@@ -83,6 +83,7 @@ def test_probabilities_of_all_matchings_sum_to_one(late: int, monkeypatch: pytes
     assert float(log_probability(scores, rows, rank, choice).exp().sum()) == pytest.approx(1.0)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("late", [1, 2, 4])
 @pytest.mark.parametrize("sharpness", [0.0, 2.0])
 def test_matchings_are_drawn_with_the_probabilities_that_are_stated(

@@ -61,6 +61,7 @@ def test_components_of_different_families_mix() -> None:
     torch.testing.assert_close(Modes(parts, LOGITS).log_prob(points), expected)
 
 
+@pytest.mark.stochastic
 def test_draws_have_the_mixture_s_moments_and_shares() -> None:
     """100,000 draws: 5 standard errors of each of 10 moments, false alarms below 1e-5."""
     mixture = Modes(components(5, spread=3.0), LOGITS)
@@ -70,6 +71,7 @@ def test_draws_have_the_mixture_s_moments_and_shares() -> None:
     torch.testing.assert_close(draws.var(0), mixture.variance, rtol=0.05, atol=0)
 
 
+@pytest.mark.stochastic
 def test_draws_made_at_once_are_spread_systematically_and_each_is_fair() -> None:
     mixture = Modes([dist.Normal(torch.full((1,), 100.0 * k), torch.ones(1)).to_event(1) for k in range(3)], LOGITS)
     shares = LOGITS.softmax(-1)
@@ -89,6 +91,7 @@ def test_strata_come_in_turn_whatever_their_weights() -> None:
     assert (draws.squeeze(-1) / 100).round().tolist() == [[1, 2, 0], [1, 2, 0]]
 
 
+@pytest.mark.stochastic
 def test_the_score_of_the_weights_leaves_values_as_they_are_and_gives_their_gradient() -> None:
     """d/dlogits of E_q f for f(w) = -w²/2 - log q(w), by quadrature in one dimension; 400,000 draws, 5 standard errors
     of each of three numbers."""
@@ -134,6 +137,7 @@ def test_the_bethe_bracket_of_a_mixture_holds_at_every_draw() -> None:
     assert bool((exact <= upper + 1e-9).all())
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("estimator", [SinkhornImportance(1), SinkhornImportance(4), InfoNCE(4)])
 def test_bounds_of_a_symmetrised_mixture_are_bounds(estimator: Any, spread: float) -> None:
@@ -145,6 +149,7 @@ def test_bounds_of_a_symmetrised_mixture_are_bounds(estimator: Any, spread: floa
     assert float(excess.mean()) > -5 * float(excess.std()) / math.sqrt(len(excess))
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
 def test_matching_each_component_finds_nearly_all_of_the_sum(spread: float) -> None:
     base = Modes(components(FLAT.dim, spread), LOGITS)
@@ -155,6 +160,7 @@ def test_matching_each_component_finds_nearly_all_of_the_sum(spread: float) -> N
     assert gap[16] < gap[1] + 0.02
 
 
+@pytest.mark.stochastic
 def test_copies_of_one_component_are_one_component() -> None:
     """Components that are copies of each other: the symmetrised mixture is the symmetrised component."""
     (one,) = components(FLAT.dim, 3.0, count=1)

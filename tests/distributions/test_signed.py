@@ -56,6 +56,7 @@ def test_a_density_over_signs_and_permutations_is_constant_on_orbits() -> None:
     torch.testing.assert_close(symmetrized.log_prob(flat(w, GROUP.sample((9,)))), symmetrized.log_prob(w))
 
 
+@pytest.mark.stochastic
 def test_infonce_over_signs_lies_above_the_exact_value() -> None:
     """One-sided at 5 standard errors: false alarm below 1 in 10^6. The gap itself is many of them."""
     q, flat = base(), GROUP.flat(["loadings", "scores"])

@@ -54,6 +54,7 @@ def test_exact_orbit_is_constant_on_orbits_and_the_base_is_not() -> None:
     assert not torch.allclose(q.log_prob(moved), q.log_prob(w))
 
 
+@pytest.mark.stochastic
 def test_exact_orbit_integrates_to_one() -> None:
     """Importance sampling with a wide proposal; the check fails by chance in less than 1 of 10^6 runs (5 sigma)."""
     group = PermutationGroup.declare({"w": ("unit",)}, {"w": torch.Size([3])})
@@ -64,6 +65,7 @@ def test_exact_orbit_integrates_to_one() -> None:
     assert abs(float(ratio.mean()) - 1) < 5 * float(ratio.std()) / math.sqrt(len(ratio))
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("k", [1, 2, 8, 32])
 def test_infonce_lies_above_the_exact_value_and_within_log_k_of_the_base(k: int) -> None:
     """One-sided at 5 standard errors: false alarm below 1 in 10^6."""
@@ -77,6 +79,7 @@ def test_infonce_lies_above_the_exact_value_and_within_log_k_of_the_base(k: int)
     assert bool((estimate >= q.log_prob(w) - math.log(k) - 1e-9).all())
 
 
+@pytest.mark.stochastic
 def test_infonce_falls_towards_the_exact_value_with_k() -> None:
     q = dist.Normal(0.5 * torch.randn(DIM, dtype=torch.float64), 1.0).to_event(1)
     flat = TWO_LAYERS.flat(SITES)

@@ -188,6 +188,7 @@ def gradient_rows(estimator: Any, sticking: bool, number: int = 3000) -> torch.T
     return torch.cat(torch.autograd.grad(symmetrized.log_prob(w).sum(), (loc, log_scale)), -1)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(2), InfoNCE(4), SinkhornImportance(1)])
 def test_sticking_the_landing_is_unbiased(estimator: Any) -> None:
     """For the exact density, and for estimates whose terms are exchangeable given their shares: 6 standard errors over
@@ -212,6 +213,7 @@ def test_the_score_that_is_left_out_has_mean_zero_by_enumeration() -> None:
     torch.testing.assert_close(score, torch.zeros(4, dtype=torch.float64), atol=1e-6, rtol=0)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("base", GAUSSIAN)
 def test_gradients_vanish_where_the_guide_is_the_posterior(base: type) -> None:
     """The namesake: a Gaussian posterior with distinct modes far apart, so that q̄ is locally q; no noise is left."""

@@ -42,6 +42,7 @@ MIXTURE_GROUP = PermutationGroup.declare(
 )
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("base", [AutoDiagonalNormal, AutoMultivariateNormal])
 def test_a_mixture_is_declared_verified_and_trained_and_gains_log_6(base: type) -> None:
     """Three clusters far apart: the guide settles on one labelling, and symmetrising is worth all of log 3! nats."""
@@ -86,6 +87,7 @@ def known_evidence(data: torch.Tensor) -> float:
     return float(torch.tensor(terms, dtype=torch.float64).logsumexp(0))
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(2)])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_symmetrised_elbo_of_a_conjugate_mixture_stays_below_the_evidence(seed: int, estimator: Any) -> None:
@@ -124,6 +126,7 @@ REGRESSION_GROUP = PermutationGroup.declare(
 )
 
 
+@pytest.mark.stochastic
 def test_a_mixture_of_regressions_is_declared_verified_and_trained() -> None:
     x = torch.linspace(-2, 2, 40)
     y = torch.where(torch.arange(40) % 2 == 0, 1 + 2 * x, -1 - x) + 0.1 * torch.randn(40)
@@ -168,6 +171,7 @@ def factor_evidence(data: torch.Tensor, points: int = 41) -> float:
     return float((log_prior + log_likelihood).flatten().logsumexp(0) + 4 * (axis[1] - axis[0]).log())
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("loss", [Trace_ELBO, SymmetrizedMeanField_ELBO])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_symmetrised_elbo_of_a_factor_analysis_stays_below_the_evidence(seed: int, loss: type) -> None:
@@ -186,6 +190,7 @@ def test_the_symmetrised_elbo_of_a_factor_analysis_stays_below_the_evidence(seed
     assert worth.elbo + 0.3 < worth.symmetrized_elbo < worth.elbo + math.log(8) + 1e-6
 
 
+@pytest.mark.stochastic
 def test_factor_scores_can_stay_explicit() -> None:
     def model(data: torch.Tensor) -> None:
         loadings = pyro.sample("loadings", dist.Normal(torch.zeros(5, 3), 1.0).to_event(2))

@@ -78,6 +78,7 @@ BASES = [AutoDiagonalNormal, AutoNormal, AutoLowRankMultivariateNormal, AutoMult
 # symmetrised --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("elbo", [Trace_ELBO, TraceMeanField_ELBO])
 @pytest.mark.parametrize("vectorized", [False, True])
@@ -100,6 +101,7 @@ def test_a_flow_can_be_the_base() -> None:
     assert guide.sample_posterior((4,))["noise_scale"].shape == (4,)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("elbo", [Trace_ELBO, TraceMeanField_ELBO])
 def test_the_symmetrised_elbo_is_the_elbo_plus_the_information(elbo: type) -> None:
     """ELBO(q̄) from draws of q̄ itself, every copy of them, against SVI's loss, which draws from q alone.
@@ -122,6 +124,7 @@ def test_the_symmetrised_elbo_is_the_elbo_plus_the_information(elbo: type) -> No
     assert float(information.mean()) < -5 * float(information.std()) / math.sqrt(8000)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("base", [AutoDiagonalNormal, AutoMultivariateNormal])
 def test_a_mixture_with_simplex_weights_is_symmetrised(base: type) -> None:
     data = torch.cat([torch.randn(40) - 4, torch.randn(50), torch.randn(20) + 5])
@@ -246,6 +249,7 @@ def test_setup_creates_what_an_optimiser_needs() -> None:
 # draws --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("guide_class", [AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal])
 def test_draws_of_stock_guides_have_their_moments(guide_class: type) -> None:
     """Means of 20,000 draws at 6 standard errors over 11 weights: false alarm below 1 in 10^7."""
@@ -296,6 +300,7 @@ def test_the_push_forward_has_the_permuted_moments() -> None:
         torch.testing.assert_close(permuted["noise_scale"], values["noise_scale"])
 
 
+@pytest.mark.stochastic
 def test_the_push_forward_has_the_same_elbo_and_can_be_trained() -> None:
     model, group, x, y, first, _ = trained_pair()
     moved = AutoAligned(first, group.element({"hidden": [1, 2, 0]}))
@@ -407,6 +412,7 @@ def test_what_is_no_guide_file_is_refused(tmp_path: Path) -> None:
         save_guide(stock, tmp_path / "delta.safetensors")
 
 
+@pytest.mark.stochastic
 def test_evidence_of_a_hand_written_model_lies_below_that_of_importance_sampling() -> None:
     """log p(D) by 200,000 draws from the prior; the bound may exceed it by 5 standard errors of both at most."""
     data = torch.tensor([0.3, -0.2, 1.1])

@@ -83,6 +83,7 @@ def estimates(guide: AutoModes, loss: Any, steps: int) -> tuple[Tensor, Tensor]:
     return torch.stack(values), torch.stack(gradients)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize(
     "loss",
     [
@@ -104,6 +105,7 @@ def test_values_and_gradients_are_unbiased_for_the_weights_too(loss: Any) -> Non
         assert bool(((found.mean(0) - truth).abs() < 5 * error + 1e-9).all()), (found.mean(0), truth, error)
 
 
+@pytest.mark.stochastic
 def test_drawing_every_mode_has_less_noise_in_the_weights() -> None:
     guide = one_dimensional()
     count = guide.num_modes
@@ -122,6 +124,7 @@ def test_the_loop_and_the_batch_of_modes_give_one_estimate() -> None:
     assert batch == pytest.approx(Modes_ELBO().loss(two_sided, guide, DATA), rel=0.05)
 
 
+@pytest.mark.stochastic
 def test_fitted_to_a_posterior_of_two_modes_it_finds_both_and_nearly_all_evidence() -> None:
     guide = AutoModes(two_sided, 2, init_loc_fn=lambda site: torch.randn(1, dtype=torch.float64), init_scale=0.3)
     torch.set_default_dtype(torch.float64)
@@ -309,6 +312,7 @@ def test_the_evidence_of_a_mixture_counts_what_symmetrising_adds() -> None:
     assert worth.bound == "exact"
 
 
+@pytest.mark.stochastic
 def test_gradients_of_a_symmetrised_mixture_are_unbiased() -> None:
     """Two exchangeable weights, two modes: the symmetrised ELBO by a grid against the mean of 60 steps, 5 standard
     errors of each of 10 numbers."""
@@ -350,6 +354,7 @@ def test_gradients_of_a_symmetrised_mixture_are_unbiased() -> None:
             assert bool(((found.mean(0) - truth).abs() < 5 * error + 1e-4).all())
 
 
+@pytest.mark.stochastic
 def test_gradients_by_sinkhorn_s_proposals_are_those_of_finite_differences_of_the_exact_mixture() -> None:
     """Three exchangeable units, two modes that overlap, few proposals: at 20 batches of fresh draws of the mixture, the
     estimated gradient less the central difference of the enumerated log-density, in all 26 parameters; mean within 6

@@ -132,6 +132,7 @@ def test_without_data_the_plain_guide_has_the_divergence_exactly(base: type) -> 
         assert SymmetrizedMeanField_ELBO().loss(prior, guide) == pytest.approx(exact, rel=1e-4)
 
 
+@pytest.mark.stochastic
 def test_the_variance_is_far_smaller_where_the_prior_dominates() -> None:
     """A network of 200 hidden units and 10 rows: all that Trace_ELBO's noise is, is its sampled divergence."""
     net = nn.Sequential(nn.Linear(1, 200), nn.Tanh(), nn.Linear(200, 1))
@@ -148,6 +149,7 @@ def test_the_variance_is_far_smaller_where_the_prior_dominates() -> None:
     assert float(ours.var()) < 0.05 * float(stock.var())
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("base", [AutoDiagonalNormal, pytest.param(AutoMultivariateNormal, marks=pytest.mark.slow)])
 def test_the_gradient_is_that_of_trace_elbo(base: type) -> None:
     """Means of 60 gradients each, at 6 standard errors over at most 150 parameters: false alarm below 1 in 10^6."""
@@ -255,6 +257,7 @@ def test_mini_batches_estimate_the_objective_of_all_data() -> None:
     assert sum(batches) / 4 == pytest.approx(value(whole, x, y), rel=1e-5)
 
 
+@pytest.mark.stochastic
 @pytest.mark.slow
 def test_gradients_of_batched_particles_agree_with_those_one_by_one() -> None:
     """60 against 400 gradients, at 6 standard errors over some 300 parameters: false alarm below 1 in 10^6."""

@@ -139,6 +139,7 @@ def test_assignments_that_the_model_enumerates_leave_the_guide_to_the_continuous
     assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
+@pytest.mark.stochastic
 def test_weights_of_draws_with_the_exact_density_estimate_the_evidence() -> None:
     """Importance sampling with q̄ itself: against enumeration of the 3^5 assignments; at 6 standard errors."""
     q = guide(ExactOrbit())

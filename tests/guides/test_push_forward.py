@@ -129,6 +129,7 @@ def test_the_pushed_covariance_is_that_of_the_explicit_matrix_of_the_action(kind
     assert not torch.allclose(new_loc, loc)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_network_is_distributed_alike_under_the_pushed_guide(kind: type) -> None:
     """Draws of both are driven by the same base noise: outputs then agree draw by draw, up to the softmax's shift."""

@@ -105,6 +105,7 @@ def test_a_guide_is_pushed_forward_by_a_signed_permutation() -> None:
     assert torch.equal(moved.scale.detach().sort().values, guide.scale.detach().sort().values)
 
 
+@pytest.mark.stochastic
 def test_matching_proposals_serve_a_guide_with_signs() -> None:
     """Mean over 400 draws: not below the exact value by 5 standard errors (false alarm below 1 in 10^6), nor far above
     it, where InfoNCE with as many terms misses nats."""

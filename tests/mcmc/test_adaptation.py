@@ -8,6 +8,7 @@ import torch
 from pyro_symmetric.mcmc.adaptation import DualAveraging, window_ends
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("target", [0.6, 0.8, 0.95])
 @pytest.mark.parametrize("start", [1e-3, 10.0])
 def test_dual_averaging_finds_the_step_whose_acceptance_is_the_target(target, start):

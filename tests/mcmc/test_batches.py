@@ -1,5 +1,6 @@
 """Streams of mini-batches."""
 
+import pytest
 import torch
 
 from pyro_symmetric.mcmc.batches import Batches
@@ -28,6 +29,7 @@ def test_rows_that_fill_no_batch_are_left_out_of_that_pass_only():
     assert ((counts - counts.mean()).abs() < 500).all()
 
 
+@pytest.mark.stochastic
 def test_with_replacement_rows_are_independent_and_uniform():
     rows, _ = Batches({"rows": (5, 4000)}, 10, CPU, replacement=True).next()
     share = rows["rows"].flatten().bincount(minlength=5) / 40_000

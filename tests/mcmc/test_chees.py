@@ -112,6 +112,7 @@ def test_the_centre_is_an_average_weighted_to_the_last_draws():
     assert length.centre.item() == pytest.approx((weights @ draws / weights.sum()).item(), rel=1e-5)
 
 
+@pytest.mark.stochastic
 def test_the_length_learnt_on_a_gaussian_is_about_a_quarter_of_a_turn(gaussian, drive):
     # Scales that the mass matrix removes. In theory 1.57, here by bins of half a doubling.
     potential = gaussian(torch.logspace(-2, 2, 50, dtype=torch.float64), rotated=False)
@@ -121,6 +122,7 @@ def test_the_length_learnt_on_a_gaussian_is_about_a_quarter_of_a_turn(gaussian, 
     assert 0.6 < statistics["acceptance_rate"].mean() < 0.95
 
 
+@pytest.mark.stochastic
 def test_trajectories_that_are_too_short_grow(gaussian, drive):
     # Rotated: correlations remain that the mass matrix can't hold. From 1 it went to 2.8.
     potential = gaussian(torch.logspace(-1.5, 1.5, 20, dtype=torch.float64))
@@ -138,6 +140,7 @@ def test_nothing_is_learnt_after_warm_up_or_where_it_is_switched_off(gaussian, d
     assert alone.tuning.length.log_length.exp().item() == pytest.approx(2.0)
 
 
+@pytest.mark.stochastic
 def test_chains_that_start_in_the_target_stay_in_it(gaussian):
     # 20,000 exact draws, three transitions with a coarse step. Kolmogorov-Smirnov at 1e-4 for each of 3 coordinates and
     # for the energy: false alarms 4e-4.

@@ -31,14 +31,13 @@ def normal() -> None:
 def modes_visited(kernel: Kernel, draws: int, warmup: int) -> float:
     """Mean number of modes that a chain comes within three deviations of."""
     start = {"z": torch.zeros(2)}
-    posterior = sample(
-        kernel, num_chains=60, num_samples=draws, num_warmup=warmup, initial=start, seed=0, progress=False
-    )
+    posterior = sample(kernel, num_chains=60, num_samples=draws, num_warmup=warmup, initial=start, progress=False)
     z = posterior.samples["z"]
     near = (z[:, :, None] - CENTRES).norm(dim=-1) < 3 * WIDTH
     return float(near.any(1).sum(-1).float().mean())
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("dynamics", ["langevin", "hamiltonian"])
 def test_it_visits_more_modes_than_a_constant_step_at_the_same_budget(dynamics):
     steady: Kernel
@@ -61,6 +60,7 @@ def test_the_step_follows_the_cosine_and_draws_come_from_the_sampling_stage_alon
     assert posterior.statistics["cycle"][1].tolist() == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.mark.stochastic
 def test_exploration_is_noiseless_descent():
     kernel = CyclicalSG(normal, step_size=1e-3, cycle_length=40, exploration=0.75, samples_per_cycle=1)
     potential = Potential(normal, subsampled=True)
@@ -77,10 +77,11 @@ def test_exploration_is_noiseless_descent():
     assert state.z.var(0).mean().item() == pytest.approx(variance, rel=0.1)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("dynamics", ["langevin", "hamiltonian"])
 def test_the_step_that_warm_up_finds_keeps_the_variance_of_a_gaussian(dynamics):
     kernel = CyclicalSG(normal, dynamics=dynamics, cycle_length=200, samples_per_cycle=1, exploration=0.3)
-    posterior = sample(kernel, num_chains=1500, num_samples=1, num_warmup=1, seed=0, progress=False)
+    posterior = sample(kernel, num_chains=1500, num_samples=1, num_warmup=1, progress=False)
     z = posterior.get_samples()["z"]
     # Relative standard error of a variance of 3,000 values: 0.026, at 4.5 of them (false alarms 7e-6); the step leaves
     # a bias besides.

@@ -27,6 +27,7 @@ def gaussian() -> None:
 # one transition -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.stochastic
 def test_a_chain_that_starts_in_the_target_stays_in_it():
     # 40,000 exact draws, three transitions with a coarse step (about 60 % acceptance): were the accept step wrong (its
     # sign, a missing energy term, a stale gradient), moments would move. Kolmogorov-Smirnov at 1e-4 for each of 3
@@ -46,6 +47,7 @@ def test_a_chain_that_starts_in_the_target_stays_in_it():
         assert p > 1e-4
 
 
+@pytest.mark.stochastic
 def test_accepting_with_the_wrong_sign_would_be_noticed():
     # The check above, run on a sampler whose accept step is wrong on purpose, must fail by a wide margin.
     torch.manual_seed(4)
@@ -105,6 +107,7 @@ def test_leaving_the_support_is_a_rejection_not_a_nan():
 # whole runs ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("target", [0.65, 0.9])
 def test_adaptation_reaches_its_target_acceptance(target):
     def wide() -> None:
@@ -112,12 +115,13 @@ def test_adaptation_reaches_its_target_acceptance(target):
         pyro.sample("x", dist.Normal(torch.zeros(100), torch.linspace(0.1, 1, 100)).to_event(1))
 
     kernel = HMC(wide, target_accept=target, num_steps=3)
-    posterior = sample(kernel, num_chains=40, num_warmup=200, num_samples=25, seed=1, progress=False)
+    posterior = sample(kernel, num_chains=40, num_warmup=200, num_samples=25, progress=False)
     # 1,000 acceptances: standard error about 0.01; dual averaging itself ends within 0.04 of its target. What is left
     # is four of them: false alarms 6e-5.
     assert posterior.statistics["acceptance_rate"].mean().item() == pytest.approx(target, abs=0.08)
 
 
+@pytest.mark.stochastic
 def test_the_mass_matrix_learns_the_scales():
     potential = Potential(gaussian)
     kernel = HMC(gaussian)
@@ -135,6 +139,7 @@ def test_a_fixed_step_and_mass_stay():
     assert (posterior.statistics["step_size"] == 0.3).all()
 
 
+@pytest.mark.stochastic
 def test_posterior_on_a_positive_site_matches_quadrature():
     y = torch.tensor([0.3, -1.2, 2.1, 0.4])
 
@@ -149,7 +154,7 @@ def test_posterior_on_a_positive_site_matches_quadrature():
     evidence = integrate.quad(density, 0, 50)[0]
     mean = integrate.quad(lambda s: s * density(s), 0, 50)[0] / evidence
     square = integrate.quad(lambda s: s * s * density(s), 0, 50)[0] / evidence
-    draws = sample(HMC(model), args=(y,), num_chains=250, num_warmup=60, num_samples=40, seed=0, progress=False)
+    draws = sample(HMC(model), args=(y,), num_chains=250, num_warmup=60, num_samples=40, progress=False)
     s = draws.get_samples()["scale"].double()
     # 10,000 draws, nearly independent; deviations about 0.5 and 2: five standard errors are 0.03 and 0.12:
     # false alarms 6e-7 each.
@@ -162,9 +167,10 @@ def walled() -> None:
     pyro.factor("wall", -0.1 * (-8 * z).exp())  # at z = -1.2 steps must be tiny, at z > 0 not
 
 
-WALLED = {"num_chains": 40, "num_warmup": 150, "num_samples": 30, "seed": 0, "progress": False}
+WALLED = {"num_chains": 40, "num_warmup": 150, "num_samples": 30, "progress": False}
 
 
+@pytest.mark.stochastic
 def test_stuck_chains_pull_the_step_down_at_the_beginning_until_they_move():
     start = {"z": torch.cat([torch.full((4,), -1.2), torch.rand(36) + 0.5])}
     posterior = sample(HMC(walled, target_accept=0.9, max_steps=64), initial=start, **WALLED)
@@ -207,6 +213,7 @@ def test_if_no_chain_moves_the_step_is_not_said_to_suit_the_others():
     assert not any("suits the others" in str(warning.message) for warning in caught)
 
 
+@pytest.mark.stochastic
 def test_the_step_does_not_depend_on_the_number_of_chains():
     y, s = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12]), torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18])
 
@@ -219,7 +226,7 @@ def test_the_step_does_not_depend_on_the_number_of_chains():
     for chains in (8, 256):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of divergences and stuck chains, as it should
-            draws = sample(kernel, num_samples=1, num_warmup=100, num_chains=chains, seed=1, progress=False)
+            draws = sample(kernel, num_samples=1, num_warmup=100, num_chains=chains, progress=False)
         steps.append(draws.statistics["step_size"][0, -1].item())
     # Led by the worst chain the second was a tenth of the first; of the mean of 8 the noise is some ten per cent.
     assert 0.5 < steps[1] / steps[0] < 2

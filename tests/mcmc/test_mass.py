@@ -54,6 +54,7 @@ def test_low_rank_is_the_formula_in_its_docstring():
     assert torch.allclose(covariance_of(mass), s @ middle @ s)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("make", [diagonal, low_rank, dense])
 def test_drawn_momenta_have_the_mass_as_covariance(make):
     # Each entry of 100,000 whitened draws' covariance has standard error 0.0032 (0.0045 on the diagonal); six of them,
@@ -90,6 +91,7 @@ def test_nothing_and_one_draw_give_the_unit_matrix(kind):
         assert torch.allclose(covariance_of(mass), torch.eye(D, dtype=torch.float64))
 
 
+@pytest.mark.stochastic
 def test_dense_keeps_the_pooled_correlations_when_draws_abound():
     torch.manual_seed(1)
     target = dense()
@@ -103,6 +105,7 @@ def test_dense_keeps_the_pooled_correlations_when_draws_abound():
     assert torch.allclose(whitened, torch.eye(D, dtype=torch.float64), atol=0.05)
 
 
+@pytest.mark.stochastic
 def test_dense_from_fewer_draws_than_dimensions_conditions_better_than_the_diagonal():
     torch.manual_seed(2)
     dim = 60
@@ -119,6 +122,7 @@ def test_dense_from_fewer_draws_than_dimensions_conditions_better_than_the_diago
     assert condition(estimated(draws, "dense")) < 0.2 * condition(estimated(draws, "diagonal"))
 
 
+@pytest.mark.stochastic
 def test_a_common_factor_is_found_by_the_low_rank_form():
     torch.manual_seed(3)
     dim, strength = 200, 30.0
@@ -140,6 +144,7 @@ def test_a_common_factor_is_found_by_the_low_rank_form():
     assert eigenvalues.max() < 4
 
 
+@pytest.mark.stochastic
 def test_pure_noise_has_no_directions():
     torch.manual_seed(4)
     mass = estimated(torch.randn(50, 8, 100, dtype=torch.float64), "low-rank", rank=10)

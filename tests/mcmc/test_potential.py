@@ -168,6 +168,7 @@ def test_a_plate_that_subsamples_gets_each_chains_own_rows():
     assert (parts.std(0) > 1e-3).all()
 
 
+@pytest.mark.stochastic
 def test_given_prior_and_uniform_starts():
     potential = Potential(bayesian_model(), args=(X, Y))
     assert potential.initial(400, "uniform").abs().max() <= 2

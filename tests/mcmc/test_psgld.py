@@ -35,6 +35,7 @@ def mean_square(smoothing: float, running: bool, iterations: int) -> float:
     return float(state.z.square().mean() * CURVATURE)
 
 
+@pytest.mark.stochastic
 def test_a_preconditioner_that_follows_the_gradient_at_once_draws_from_the_density_divided_by_it():
     # With x in standard deviations, G is proportional to 1 / (1 + |x|), so the law is exp(-x²/2) (1 + |x|).
     x = np.linspace(-9, 9, 20_001)
@@ -46,6 +47,7 @@ def test_a_preconditioner_that_follows_the_gradient_at_once_draws_from_the_densi
     assert mean_square(0.0, running=True, iterations=15) == pytest.approx(wrong, abs=0.17)
 
 
+@pytest.mark.stochastic
 def test_slow_averages_and_kept_preconditioners_leave_the_posterior():
     # A mean of squares of standard error sqrt(2 / 4000) = 0.022, at 4.5 of them (false alarms 7e-6); 0.03 for the step.
     assert mean_square(0.0, running=False, iterations=15) == pytest.approx(1.0, abs=0.13)

@@ -68,6 +68,7 @@ def test_full_gradients_give_the_exact_mean_and_variance():
     assert r.var().item() == pytest.approx(1.0, rel=TOLERANCE)
 
 
+@pytest.mark.stochastic
 def test_mini_batches_add_the_variance_of_their_gradients():
     torch.manual_seed(1)
     z, r = run(batch_size=10, replacement=True)
@@ -79,6 +80,7 @@ def test_mini_batches_add_the_variance_of_their_gradients():
     assert r.var() > 1.2  # the kinetic temperature shows it
 
 
+@pytest.mark.stochastic
 def test_the_noise_estimate_takes_the_added_variance_away_again():
     torch.manual_seed(2)
     noise = gradient_noise(10)
@@ -120,6 +122,7 @@ def test_defaults_follow_curvature_and_noise():
     assert keep == pytest.approx((0.2 - 0.05) / (0.2 + 0.05), rel=1e-4)  # the excess h² V (1 + k) / (4 (1 - k)) is 0.05
 
 
+@pytest.mark.stochastic
 def test_the_excess_at_any_friction_is_the_one_that_the_docstring_gives():
     for keep in (0.9, 0.5, 0.01):
         step, curvature, noise = 0.02, 0.5, 30.0  # moving slowly: step² curvature is far below 1 - keep

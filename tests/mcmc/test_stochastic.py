@@ -130,6 +130,7 @@ def test_sgld_has_the_covariance_that_its_recursion_predicts(batch):
     assert virial.mean().item() == pytest.approx(np.trace(PRECISION @ predicted) / D, abs=error + 1e-3)
 
 
+@pytest.mark.stochastic
 def test_sglds_formula_of_the_bias_holds_in_one_direction():
     step, noise = 0.8 / STIFFEST, 37.0
     linear, kick = np.array([[1 - step * STIFFEST / 2]]), np.array([[step + step**2 / 4 * noise]])
@@ -137,6 +138,7 @@ def test_sglds_formula_of_the_bias_holds_in_one_direction():
     assert exact == pytest.approx((1 + step * noise / 4) / (1 - step * STIFFEST / 4) / STIFFEST)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("kind", [SGLD, SGHMC])
 def test_the_bias_is_the_predicted_one_and_shrinks_with_the_step(kind):
     # Traces over D of covariances have a smaller standard error than their entries: false alarms below 7e-6 each.
@@ -214,6 +216,7 @@ def test_sghmc_has_the_covariance_and_temperature_that_its_recursion_predicts(ba
         assert temperature > 1.3
 
 
+@pytest.mark.stochastic
 def test_sghmc_takes_away_the_noise_that_it_has_measured():
     step = 0.25 / math.sqrt(STIFFEST)
     friction = 0.8 / step
@@ -233,6 +236,7 @@ def test_sghmc_takes_away_the_noise_that_it_has_measured():
     assert abs(left) < plain / 4
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
 @pytest.mark.parametrize("batch", [None, BATCH])
 def test_the_step_that_warm_up_finds_keeps_the_excess_to_the_tolerance(kind, batch):
@@ -248,6 +252,7 @@ def test_the_step_that_warm_up_finds_keeps_the_excess_to_the_tolerance(kind, bat
     assert 1 - error < virial.mean().item() < 1.2 + error
 
 
+@pytest.mark.stochastic
 def test_power_iteration_finds_the_largest_curvature_and_differences_the_noise():
     kernel = SGLD(regression(), batch_size=BATCH)
     z = torch.tensor(MEAN).expand(500, D).clone()

@@ -23,6 +23,7 @@ def one_copy(symmetry, draws):
     return {site: torch.randn(shape) + 0.5 * torch.randn(draws, *shape) for site, shape in symmetry.site_shapes.items()}
 
 
+@pytest.mark.stochastic
 @pytest.mark.slow
 @pytest.mark.parametrize("draws", [12, 200])
 def test_invariance_tests_keep_their_level(draws):
@@ -43,6 +44,7 @@ def test_invariance_tests_keep_their_level(draws):
         assert int((index <= LEVEL).sum()) >= stats.binom.ppf(2e-4, REPETITIONS, LEVEL)
 
 
+@pytest.mark.stochastic
 @pytest.mark.slow
 def test_invariance_tests_find_every_set_that_stays_in_one_copy():
     # The power measured is 1; fewer than 99 of 100 would mean that it fell.
@@ -51,6 +53,7 @@ def test_invariance_tests_find_every_set_that_stays_in_one_copy():
     assert found >= 99
 
 
+@pytest.mark.stochastic
 @pytest.mark.slow
 def test_invariance_tests_find_a_mixture_of_two_copies():
     # Half the draws in one copy, half in another: seen by the marginals and by the index. Measured power 1 of 100.
@@ -64,6 +67,7 @@ def test_invariance_tests_find_a_mixture_of_two_copies():
     assert found >= 95
 
 
+@pytest.mark.stochastic
 @pytest.mark.slow
 def test_single_marginal_tests_are_exact():
     # one pair, one position: 1,000 exact p-values against their discrete uniform law; a bound of 4 standard errors on
@@ -82,6 +86,7 @@ def test_single_marginal_tests_are_exact():
         assert abs(share - exact) < 4 * (exact * (1 - exact) / 1000) ** 0.5
 
 
+@pytest.mark.stochastic
 @pytest.mark.slow
 def test_mmd_is_unbiased_under_given_kernels_and_slightly_positive_under_its_own():
     # 3,000 repetitions; |z| < 5: false alarm under 2e-5 over the twenty kernels

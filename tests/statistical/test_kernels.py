@@ -119,11 +119,13 @@ def check_gaussian(check: Check, kernel: Kernel, dim: int, chains: int, num_warm
     check(moments, truth, alarm=1e-4)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("form", [HMC, ChEES])
 def test_gaussian_of_100_dimensions_and_condition_number_1e4(form, assert_expectations):
     check_gaussian(assert_expectations, form(None, mass="dense"), 100, 32, 300, 90)
 
 
+@pytest.mark.stochastic
 @pytest.mark.slow
 @pytest.mark.parametrize("mass", ["diagonal", "low-rank", "dense"])
 @pytest.mark.parametrize("form", [HMC, NUTS, ChEES])
@@ -155,6 +157,7 @@ def calibration_p_values(kernel: Kernel, replications: int, num_warmup: int, dra
     return [float(stats.chisquare(column.numpy()).pvalue) for column in counts.T]
 
 
+@pytest.mark.stochastic
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["HMC", "NUTS", "ChEES"])
 def test_ranks_are_uniform_in_simulation_based_calibration(name):
@@ -167,6 +170,7 @@ def test_ranks_are_uniform_in_simulation_based_calibration(name):
 # Geweke's joint distribution test -----------------------------------------------------------------------------------
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("name", ["HMC", "NUTS", "ChEES"])
 def test_alternating_with_fresh_data_leaves_the_prior_as_it_is(name):
     # Successive-conditional simulation (Geweke 2004): parameters move given the data, data are drawn given parameters.

@@ -10,6 +10,7 @@ from torch import Tensor
 from pyro_symmetric.mcmc import HMC, NUTS, ChEES, sample
 
 
+@pytest.mark.stochastic
 def test_hmc_finds_scales_eight_orders_of_variance_apart(assert_expectations):
     dim = 20
     scales = torch.logspace(-2, 2, dim, dtype=torch.float64)
@@ -21,11 +22,12 @@ def test_hmc_finds_scales_eight_orders_of_variance_apart(assert_expectations):
     def model() -> None:
         pyro.sample("x", dist.MultivariateNormal(mean, scale_tril=cholesky))
 
-    posterior = sample(HMC(model), num_chains=64, num_warmup=400, num_samples=50, seed=1, progress=False)
+    posterior = sample(HMC(model), num_chains=64, num_warmup=400, num_samples=50, progress=False)
     x = torch.linalg.solve_triangular(cholesky, (posterior.samples["x"] - mean)[..., None], upper=False)[..., 0]
     assert_expectations(torch.cat([x, x.square()], -1), torch.cat([torch.zeros(dim), torch.ones(dim)]), alarm=1e-4)
 
 
+@pytest.mark.stochastic
 def test_hmc_on_a_hierarchy_with_a_positive_site(assert_expectations):
     # y_j ~ N(theta_j, s), theta_j ~ N(mu, tau), mu ~ N(0, 10). Given tau all else is Gaussian, so the posterior of
     # tau is known on a line up to a constant: p(tau | y) ~ p(tau) N(y; 0, (s^2 + tau^2) I + 100 1 1').
@@ -54,7 +56,6 @@ def test_hmc_on_a_hierarchy_with_a_positive_site(assert_expectations):
         num_chains=128,
         num_warmup=100,
         num_samples=60,
-        seed=0,
         dtype=torch.float64,
         progress=False,
     )
@@ -91,12 +92,11 @@ def functions(w: Tensor) -> Tensor:
     return torch.cat([moments, below], -1)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("form", [HMC, NUTS, ChEES])
 def test_the_two_weight_network_is_sampled_as_quadrature_has_it(form, assert_expectations):
     w, mass = quadrature()
-    posterior = sample(
-        form(two_weights), args=(X2, Y2), num_chains=256, num_warmup=80, num_samples=60, seed=0, progress=False
-    )
+    posterior = sample(form(two_weights), args=(X2, Y2), num_chains=256, num_warmup=80, num_samples=60, progress=False)
     draws = posterior.samples["w"].double()
     crossings = (draws.diff(dim=-1).sign().squeeze(-1).diff(dim=1) != 0).sum()
     assert crossings > 500  # chains go from one copy to the other, so that unsorted moments may be compared

@@ -51,6 +51,7 @@ def test_dropping_inputs_of_a_grouped_convolution_drops_its_channels() -> None:
     torch.testing.assert_close(torch.nn.functional.conv2d(net[1](net[0](x)), kernel, net[2].bias, groups=2), expected)
 
 
+@pytest.mark.stochastic
 def test_the_mean_of_dropped_weights_is_the_weights() -> None:
     net = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 3))
     group = ps.find_symmetry(net, torch.randn(2, 2)).permutations
@@ -98,6 +99,7 @@ def linear_problem() -> tuple[Any, torch.Tensor, torch.Tensor]:
     return problem, covariance @ features.T @ y.double() / 0.25, covariance
 
 
+@pytest.mark.stochastic
 def test_full_laplace_of_a_linear_model_is_its_posterior() -> None:
     problem, mean, covariance = linear_problem()
     torch.manual_seed(0)

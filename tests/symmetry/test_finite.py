@@ -118,6 +118,7 @@ def test_signs_alone_enumerate_from_the_identity() -> None:
         many.enumerate()
 
 
+@pytest.mark.stochastic
 def test_draws_are_uniform_over_the_group() -> None:
     """Chi-squared with 7 degrees of freedom over 8,000 draws: above 40 with probability 10^-6."""
     example = {"w": torch.Size([2])}

@@ -487,6 +487,7 @@ def test_priors_that_tell_the_columns_of_a_group_apart_are_named(block) -> None:
     assert "0[0]" not in check_priors(symmetry, priors).permutations
 
 
+@pytest.mark.stochastic
 def test_invariance_of_draws_is_tested_within_groups(block) -> None:
     _, symmetry, _ = block
     group = symmetry.permutations

@@ -118,6 +118,7 @@ def test_composition_broadcasts_too(mlp):
     assert (p.select(2).select(0) @ r.select(1)).equal(composed.select(2).select(1))
 
 
+@pytest.mark.stochastic
 def test_sampling_is_uniform_over_the_symmetric_group():
     group = PermutationGroup.declare({"a": ("unit",)}, {"a": (4,)})
     codes = (group.sample((24_000,))["unit"] * torch.tensor([64, 16, 4, 1])).sum(-1)
@@ -250,6 +251,7 @@ def test_wreath_enumeration_reaches_every_arrangement_once():
     assert bool((moved.view(-1, 3, 2).sort(-1).values.diff(dim=-1) == 1).all())
 
 
+@pytest.mark.stochastic
 def test_sampling_a_wreath_product_is_uniform():
     place = torch.arange(6).view(3, 2)
     rows = [Factor(f"row.{h}", 2, (Axis("w", 0, place[h][None]),), "head", h) for h in range(3)]

@@ -107,6 +107,7 @@ def test_scaling_multiplies_rows_and_divides_columns(mlp):
     assert torch.equal(moved["1.bias"], weights["1.bias"])
 
 
+@pytest.mark.stochastic
 def test_log_order_of_signs_is_n_log_two_and_sampling_is_uniform(mlp):
     signs = mlp([2, 3, 2], "tanh").signs
     assert signs.order() == 8
@@ -117,6 +118,7 @@ def test_log_order_of_signs_is_n_log_two_and_sampling_is_uniform(mlp):
     assert float(((counts - 1000) ** 2 / 1000).sum()) < 33
 
 
+@pytest.mark.stochastic
 def test_scales_are_log_normal_with_the_given_spread(mlp):
     logs = mlp([2, 50, 2]).scalings.sample((2000,), spread=0.5, dtype=torch.float64)["hidden.0"].log()
     # 100,000 draws: five standard errors are 0.008 and 0.006; seeded.

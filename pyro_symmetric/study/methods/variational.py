@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from pyro.infer.autoguide import AutoGuide, AutoNormal
-from pyro.infer.autoguide.initialization import init_to_sample, init_to_value
+from pyro.infer.autoguide.initialization import init_to_median, init_to_value
 
 from pyro_symmetric.alignment import align, loss_barrier, to_gaussian
 from pyro_symmetric.distributions import SinkhornImportance
@@ -57,7 +57,7 @@ class _Variational(Method):
 
     def _mean_field(self, problem: Problem, label: str, progress: bool) -> tuple[AutoMeanField, list[float]]:
         """Fit the stock mean-field guide from fresh initial values of the network; a copy that draws without data."""
-        start = init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_sample)
+        start = init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_median)
         stock = distinct(AutoNormal(problem.model, init_loc_fn=start, init_scale=self.init_scale))
         losses = self._train(problem, stock, label, progress)
         sites = layout_of(stock)
@@ -125,7 +125,7 @@ class SymmetrizedMeanField(_Variational):
             problem.model,
             problem.symmetry.permutations,
             estimator=SinkhornImportance(self.proposals),
-            init_loc_fn=init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_sample),
+            init_loc_fn=init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_median),
             init_scale=self.init_scale,
         )
         losses = self._train(problem, guide, self.title, progress)
