@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.generators import kept
+from pyro_symmetric.symmetry.factored import moved_weights
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup
 from pyro_symmetric.symmetry.joint_density import Point
 from pyro_symmetric.symmetry.model_check import ModelVerification, broken_factors
@@ -58,7 +59,8 @@ class FunctionDensity:
     def change(self, point: Point, element: object) -> tuple[bool, float, tuple[str, ...]]:
         """Whether an element changes the density, and by how many nats; of which sites, a function can't tell."""
         device = next(iter(point.weights.values())).device
-        moved = element.to(device)(point.weights)  # type: ignore[attr-defined]
+        # Running statistics may be missing: the density itself says whether it minds.
+        moved = moved_weights(element.to(device), point.weights, ())  # type: ignore[attr-defined]
         before = float(point.log_probs[""])
         try:
             after = float(self._values({site: value.unsqueeze(0) for site, value in moved.items()}))
