@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pyro_symmetric import arguments
+
 PathLike = str | os.PathLike[str]
 
 
@@ -55,7 +57,7 @@ def load_tensors(path: PathLike, kind: str, version: int) -> tuple[dict[str, Ten
     :raises OSError: if there is no such file or it can't be read.
     :raises StoreError: if it is truncated, of another kind, or of a newer version.
     """
-    path = Path(path)
+    path = arguments.path("path", path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no {kind} at {path}")
     try:
@@ -68,7 +70,7 @@ def load_tensors(path: PathLike, kind: str, version: int) -> tuple[dict[str, Ten
 
 def write_whole(path: PathLike, write: Callable[[str], None], kind: str = "file") -> None:
     """Let ``write`` make a file beside ``path``, sync it, and only then move it into its place."""
-    path = Path(path)
+    path = arguments.path("path", path)
     if not path.parent.is_dir():
         raise OSError(f"the {kind} couldn't be saved to {path}: there is no folder {path.parent}")
     temporary = None

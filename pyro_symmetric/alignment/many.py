@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.costs.cost import COSTS, Cost, Moments
 from pyro_symmetric.alignment.descent.matcher import Matcher
 from pyro_symmetric.alignment.descent.search import BAR_DELAY, Search, chunks_of, move_sources, shifted
@@ -132,11 +133,11 @@ def align_many(
     """
     if cost not in ("wasserstein", "l2"):
         raise ValueError(f"cost is {cost!r}; it must be 'wasserstein' or 'l2'")
-    least = {"restarts": 0, "max_rounds": 1, "max_sweeps": 1, "tolerance": 0, "triples": 0}
-    given = (restarts, max_rounds, max_sweeps, tolerance, triples)
-    for (name, bound), number in zip(least.items(), given, strict=True):
-        if not number >= bound:
-            raise ValueError(f"{name} is {number}; it must be at least {bound}")
+    arguments.whole("restarts", restarts, 0)
+    arguments.whole("max_rounds", max_rounds, 1)
+    arguments.whole("max_sweeps", max_sweeps, 1)
+    arguments.number("tolerance", tolerance, least=0)
+    arguments.whole("triples", triples, 0)
     problem = _two_sided(problem_of(group))
     members = read_members(sources, problem, each)
     _, moments, _ = moments_of(members.gaussian, members.first(), problem, COSTS[cost])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pyro_symmetric import arguments
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.storage import PathLike, StoreError, write_text
 
@@ -29,7 +30,7 @@ class Parts:
     """
 
     def __init__(self, folder: PathLike | None, settings: Mapping[str, Any], seed: int):
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else arguments.path("folder", folder)
         self.head = {"settings": json.loads(json.dumps(settings)), "seed": seed}
         self._held: dict[int, Posterior] = {}
         if self.folder is None:
@@ -78,7 +79,7 @@ def load_ensemble(folder: PathLike) -> Posterior:
     :raises OSError: if there is no such folder, or no finished part in it.
     :raises StoreError: naming the file that is damaged.
     """
-    folder = Path(folder)
+    folder = arguments.path("folder", folder)
     head = _head(folder)
     parts = [Posterior.load(path) for path in sorted(folder.glob("part-*.safetensors"))]
     if not parts:

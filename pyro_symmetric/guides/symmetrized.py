@@ -26,12 +26,15 @@ from pyro.infer.autoguide.initialization import InitMessenger, init_to_sample, i
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
+from pyro_symmetric import arguments
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized
 from pyro_symmetric.distributions.constrained import ConstrainedAction
+from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, action_on, layout_of
 from pyro_symmetric.guides.one_sided import GuideDensity
-from pyro_symmetric.guides.suggest import require_estimator, suggest_estimator
+from pyro_symmetric.guides.quantiles import checked
+from pyro_symmetric.guides.suggest import suggest_estimator
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, SignedFlatAction, finite_part
 from pyro_symmetric.symmetry.joint_density import InconclusiveError
@@ -99,6 +102,10 @@ class AutoSymmetrized(WeightsGuide):
         group = finite_part(group)
         if estimator is not None:
             require_estimator(estimator)
+        arguments.flag("sticking_the_landing", sticking_the_landing)
+        arguments.function("model", model, "a Pyro model")
+        arguments.function("init_loc_fn", init_loc_fn, "a function of a site", none="the usual starts")
+        arguments.positive("init_scale", base_arguments.get("init_scale"), none="the base's own")
         given_model, start = model, init_loc_fn or default_init_loc_fn(model)
         if not self._has_moments:
             if sticking_the_landing:
@@ -141,14 +148,14 @@ class AutoSymmetrized(WeightsGuide):
         :param orbit: draw from the symmetrised guide itself, all copies alike, instead of from its base.
         """
         weights = super().sample_posterior(sample_shape)
-        if not orbit:
+        if not arguments.flag("orbit", orbit):
             return weights
         element = self.group.sample(sample_shape, device=next(iter(weights.values())).device)
         return element(weights)
 
     def median(self, *args: Any, orbit: bool = False, num_samples: int = 2000, **kwargs: Any) -> Weights:
         """Medians of the weights, by site; see :meth:`quantiles`."""
-        if not orbit and self._has_moments:
+        if not arguments.flag("orbit", orbit) and self._has_moments:
             return super().median(*args, **kwargs)
         found = self.quantiles([0.5], *args, orbit=orbit, num_samples=num_samples, **kwargs)
         return {site: value[0] for site, value in found.items()}
@@ -164,8 +171,10 @@ class AutoSymmetrized(WeightsGuide):
             exchanges, and symmetric around zero where it flips signs.
         :param num_samples: draws that they are estimated from, with ``orbit``, or where the base is a flow.
         """
-        if not orbit and self._has_moments:
+        arguments.whole("num_samples", num_samples, 1)
+        if not arguments.flag("orbit", orbit) and self._has_moments:
             return super().quantiles(quantiles, *args, **kwargs)
+        checked(quantiles)
         draws = self.sample_posterior((num_samples,), orbit=orbit)
         return {site: _empirical_quantiles(value, quantiles) for site, value in draws.items()}
 

@@ -19,6 +19,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.factor import Axis, RescaledAxis
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, FiniteGroup, finite_part
 from pyro_symmetric.symmetry.joint_density import JointDensity, Point
@@ -137,8 +138,9 @@ def check(
     explain: bool = True,
 ) -> ModelVerification:
     """:func:`verify_model`, for models whose own arguments have the names of its options."""
-    if trials < 1:
-        raise ValueError(f"trials is {trials}; at least one draw from the prior is compared")
+    arguments.function("model", model, "a Pyro model")
+    arguments.whole("trials", trials, 1)
+    arguments.number("tolerance", tolerance, least=0)
     finite = finite_part(group)
     density = JointDensity(model, args, kwargs, tolerance)
     cuda = {arg.device for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg.is_cuda}
