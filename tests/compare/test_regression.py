@@ -93,5 +93,5 @@ def test_bad_regressions_are_refused(means, noise, targets, message):
 
 
 def test_levels_lie_between_zero_and_one():
-    with pytest.raises(ValueError, match="each of levels is 1.5"):
+    with pytest.raises(ValueError, match=r"each of levels is 1\.5"):
         scores.regression(torch.zeros(4), 1.0, torch.zeros(4), levels=(0.5, 1.5))
