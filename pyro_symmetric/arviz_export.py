@@ -12,6 +12,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, placed, promoted
 from pyro_symmetric.predict import pointwise_log_likelihood, predict
@@ -31,6 +32,13 @@ def to_arviz(
 ) -> Any:
     """See :meth:`Posterior.to_arviz`."""
     names = axis_names(posterior.site_shapes)
+    arguments.mapping("dims", dims, "site -> names of its axes", none="the usual names")
+    arguments.mapping("coords", coords, "name of an axis -> its labels", none="numbers")
+    for site, axes in (dims or {}).items():
+        arguments.instance(f"dims[{site!r}]", axes, (list, tuple), "a list of names")
+        if site in posterior.site_shapes and len(axes) != len(posterior.site_shapes[site]):
+            shape = tuple(posterior.site_shapes[site])
+            raise ValueError(f"dims[{site!r}] is {axes}; the site has shape {shape}: name each of its axes")
     groups: dict[str, dict[str, np.ndarray]]
     groups = {"posterior": {site: _numpy(value) for site, value in posterior.samples.items()}}
     if posterior.statistics:

@@ -94,14 +94,6 @@ def described(value: Any) -> str:
     return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
 
 
-def require_tensors(**values: Any) -> None:
-    """:raises TypeError: naming the argument that is no tensor."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            hint = f": torch.as_tensor({name})" if hasattr(value, "__array__") else ""
-            raise TypeError(f"{name} is {described(value)}; it must be a tensor{hint}")
-
-
 # small steps --------------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_symmetric import arguments
 from pyro_symmetric.samples import Posterior, Rows
 from pyro_symmetric.storage import PathLike, StoreError, dtype_of, load_json, save_json, write_whole
 from pyro_symmetric.symmetry.weights import Weights, is_running_statistic
@@ -74,8 +75,11 @@ def read_checkpoints(
     :raises ValueError: naming the file that can't be read, lacks a site, or has one of another shape or more than the
         first file has.
     """
-    if buffers not in get_args(Buffers):
-        raise ValueError(f"buffers is {buffers!r}; it must be one of {list(get_args(Buffers))}")
+    arguments.one_of("buffers", buffers, get_args(Buffers))
+    arguments.dtype("dtype", dtype, none="that of the first file")
+    arguments.function("rename", rename, "a function of a tensor's name", none="names as they are")
+    if key is not None:
+        arguments.instance("key", key, str, "the name of an entry, or None for the usual ones")
     files, folder = _files(source, pattern)
     samples: Weights = {}
     left_out: list[str] = []
@@ -135,10 +139,10 @@ def write_checkpoints(
         can't be written as JSON.
     :raises OSError: if a file can't be written.
     """
-    if format not in get_args(Format):
-        raise ValueError(f"format is {format!r}; it must be one of {list(get_args(Format))}")
+    arguments.instance("posterior", posterior, Posterior, "a Posterior")
+    arguments.one_of("format", format, get_args(Format))
     _require_plain(prefix)
-    folder = Path(folder)
+    folder = arguments.path("folder", folder)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise ValueError(
@@ -182,12 +186,14 @@ def _require_plain(prefix: str) -> None:
 def _files(source: PathLike | Sequence[PathLike], pattern: str) -> tuple[list[Path], Path | None]:
     """The files in order, and the folder that they were found in."""
     if not isinstance(source, str | Path) and isinstance(source, Sequence):
-        files = [Path(file) for file in source]
+        files = [arguments.path(f"source[{i}]", file) for i, file in enumerate(source)]
         missing = [str(file) for file in files if not file.is_file()]
         if missing or not files:
             raise FileNotFoundError(f"there is no checkpoint at {', '.join(missing)}" if missing else "source is empty")
         return files, None
-    folder = Path(source)
+    folder = arguments.path("source", source)
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError(f"pattern is {pattern!r}; it must say which files of the folder to read, as in '**/*.pt'")
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; source is a folder of checkpoints, or a list of files")
     matching = [file for file in folder.glob(pattern) if file.is_file()]

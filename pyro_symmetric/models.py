@@ -11,10 +11,11 @@ take it as they take any model. Beside that it evaluates outputs and log-densiti
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,8 +25,11 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
+from pyro_symmetric import arguments
+from pyro_symmetric.calls import described, input_problem
 from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_sites
 
+LIKELIHOOD = ("temperature", "latents", "distribution", "targets", "mean")  # what a likelihood object has
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
 
 
@@ -44,9 +48,15 @@ class GaussianPrior:
     scales: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        arguments.flag("fan_in", self.fan_in)
+        arguments.mapping("scales", self.scales, "pattern -> standard deviation")
         for name, value in {"scale": self.scale, **{f"scales[{k!r}]": v for k, v in self.scales.items()}}.items():
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value}; a prior's standard deviation must be positive and finite")
+            arguments.positive(name, value)
+
+    def require_matches(self, names: Collection[str]) -> None:
+        """:raises ValueError: if a pattern of ``scales`` matches none of these parameters."""
+        if unmatched := [pattern for pattern in self.scales if not fnmatch.filter(names, pattern)]:
+            raise ValueError(f"prior has scales for {unmatched}, but the network's parameters are {list(names)}")
 
     def scale_of(self, name: str, shape: torch.Size) -> float:
         """The standard deviation of the parameter ``name`` of the given shape."""
@@ -54,6 +64,8 @@ class GaussianPrior:
         return scale / math.sqrt(math.prod(shape[1:])) if self.fan_in and len(shape) > 1 else scale
 
     def __call__(self, name: str, parameter: Tensor) -> dist.TorchDistribution:
+        arguments.instance("name", name, str, "a parameter's name")
+        arguments.tensor("parameter", parameter)
         loc = torch.zeros_like(parameter)
         return dist.Normal(loc, torch.full_like(loc, self.scale_of(name, parameter.shape))).to_event(loc.dim())
 
@@ -89,7 +101,7 @@ class CategoricalLikelihood:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_temperature(self.temperature)
+        arguments.positive("temperature", self.temperature)
 
     def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
         return {}
@@ -121,9 +133,9 @@ class GaussianLikelihood:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_temperature(self.temperature)
-        if self.scale is not None and not self.scale > 0:
-            raise ValueError(f"scale is {self.scale}; a standard deviation must be positive (or None to learn it)")
+        arguments.positive("temperature", self.temperature)
+        arguments.positive("scale", self.scale, none="one that is learnt")
+        arguments.positive("prior_scale", self.prior_scale)
 
     def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
         return {"noise_scale": dist.HalfNormal(like.new_tensor(self.prior_scale))} if self.scale is None else {}
@@ -174,17 +186,19 @@ class BayesianModel(nn.Module):
         num_data: int | None = None,
     ):
         super().__init__()
-        if not isinstance(net, nn.Module):
-            raise TypeError(f"net is a {type(net).__name__}; it must be a torch.nn.Module")
-        if num_data is not None and num_data < 1:
-            raise ValueError(f"num_data is {num_data}; it must be the number of rows of the whole data set")
+        arguments.instance("net", net, nn.Module, "a torch.nn.Module")
+        num_data = arguments.whole("num_data", num_data, 1, none="the rows of each call")
+        if not callable(prior) or isinstance(prior, type):
+            prior = GaussianPrior(arguments.positive("prior", prior))
         self.net = copy.deepcopy(net).eval().requires_grad_(False)
-        self.prior: PriorFunction = GaussianPrior(prior) if isinstance(prior, int | float) else prior
+        self.prior: PriorFunction = prior
         self.likelihood: Likelihood = _likelihood(likelihood)
         self.num_data = num_data
         self._prior_cache: tuple[object, dict[str, dist.TorchDistribution]] = (None, {})
         if not self._parameters_of_net():
             raise ValueError("net has no parameters; there is nothing to put a prior on")
+        if isinstance(prior, GaussianPrior):
+            prior.require_matches(self._parameters_of_net())
         self.priors()  # a prior of the wrong shape is reported here, not in the first step
 
     def __repr__(self) -> str:
@@ -206,6 +220,7 @@ class BayesianModel(nn.Module):
         if self._prior_cache[0] != (like.device, like.dtype):
             priors = {name: self.prior(name, parameter.detach()) for name, parameter in parameters.items()}
             for name, prior in priors.items():
+                arguments.instance(f"the prior of {name!r}", prior, torch.distributions.Distribution, "a distribution")
                 if prior.batch_shape or prior.event_shape != parameters[name].shape:
                     raise ValueError(
                         f"the prior of {name!r} has batch shape {tuple(prior.batch_shape)} and event shape "
@@ -229,7 +244,7 @@ class BayesianModel(nn.Module):
         :param fresh: draw new ones from PyTorch's generator, as each module's ``reset_parameters`` does; parameters
             that no module resets are drawn from their prior.
         """
-        if not fresh:
+        if not arguments.flag("fresh", fresh):
             return {name: parameter.detach().clone() for name, parameter in self._parameters_of_net().items()}
         net, reset_by_module = copy.deepcopy(self.net), set()
         for prefix, module in net.named_modules():
@@ -246,6 +261,7 @@ class BayesianModel(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Draw weights and, in the plate ``data``, targets; returns the network's outputs."""
+        arguments.tensor("x", x)
         weights = {name: pyro.sample(name, prior) for name, prior in self.priors().items()}
         particles = _without_data_axis(weights, self.site_shapes)
         outputs = self.outputs(particles, x)
@@ -266,7 +282,7 @@ class BayesianModel(nn.Module):
         return self.num_data or len(x)
 
     def _targets(self, x: Tensor, y: Tensor) -> Tensor:
-        targets = self.likelihood.targets(y)
+        targets = self.likelihood.targets(arguments.tensor("y", y))
         if len(targets) != len(x):
             raise ValueError(f"x has {len(x)} rows but y has {len(targets)}; they must be equally many")
         return targets
@@ -278,15 +294,29 @@ class BayesianModel(nn.Module):
 
         :param chunk_size: how many weights to evaluate at once; ``None`` for all.
         """
+        arguments.tensor("x", x)
+        arguments.whole("chunk_size", chunk_size, 1, none="all")
         shapes = {name: parameter.shape for name, parameter in self._parameters_of_net().items()}
         require_sites(weights, shapes)
         shape = batch_shape(weights, shapes)
         own = {name: weights[name] for name in shapes}
-        if not shape:
-            return self.call(own, x)
-        flat = {name: value.reshape(-1, *shapes[name]) for name, value in own.items()}
-        result = torch.func.vmap(lambda w: self.call(w, x), chunk_size=chunk_size)(flat)
+        with self._explaining_inputs(x):
+            if not shape:
+                return self.call(own, x)
+            flat = {name: value.reshape(-1, *shapes[name]) for name, value in own.items()}
+            result = torch.func.vmap(lambda w: self.call(w, x), chunk_size=chunk_size)(flat)
         return result.reshape(*shape, *result.shape[1:])
+
+    @contextlib.contextmanager
+    def _explaining_inputs(self, x: Tensor) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError) as error:
+            if problem := input_problem(self.net, (x,)):
+                raise ValueError(f"x doesn't fit: {problem}") from error
+            raise
 
     def call(self, weights: Weights, x: Tensor) -> Tensor:
         """The outputs of one network, ``(N, D)``: those without a second axis, ``(N,)``, get one."""
@@ -297,6 +327,7 @@ class BayesianModel(nn.Module):
         """Log-density of the prior, ``batch_shape``."""
         priors = self.priors()
         require_sites(weights, priors)
+        batch_shape(weights, self.site_shapes)
         total: Any = 0
         for name, prior in priors.items():
             total = total + prior.log_prob(weights[name])
@@ -309,12 +340,18 @@ class BayesianModel(nn.Module):
         require_sites(weights, self.site_shapes)
         outputs = self.outputs(weights, x, chunk_size=chunk_size)
         distribution = self.likelihood.distribution(outputs, _latents(weights, self._parameters_of_net()))
-        log_prob = distribution.log_prob(self._targets(x, y))
+        targets = self._targets(x, y)
+        try:
+            log_prob = distribution.log_prob(targets)
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"y is {described(y)}, which {self.likelihood!r} can't score: {reason}") from error
         rows = batch_shape(weights, self.site_shapes) + torch.Size([len(x)])
         return log_prob.reshape(*rows, -1).sum(-1)
 
     def log_joint(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Log of prior times tempered likelihood, ``batch_shape``; a mini-batch counts ``num_data / len(x)`` times."""
+        arguments.tensor("x", x)
         scale = self._size(x) / (len(x) * self.likelihood.temperature)
         return self.log_prior(weights) + scale * self.log_likelihood(weights, x, y).sum(-1)
 
@@ -322,18 +359,11 @@ class BayesianModel(nn.Module):
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _check_temperature(temperature: float) -> None:
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature is {temperature}; it must be positive and finite (1 is the Bayesian posterior)")
-
-
 def _likelihood(likelihood: str | Likelihood) -> Likelihood:
-    if not isinstance(likelihood, str):
-        return likelihood
     known: dict[str, Likelihood] = {"categorical": CategoricalLikelihood(), "gaussian": GaussianLikelihood()}
-    if likelihood not in known:
-        raise ValueError(f"likelihood is {likelihood!r}; it must be one of {sorted(known)} or a likelihood object")
-    return known[likelihood]
+    if isinstance(likelihood, type) or not all(hasattr(likelihood, name) for name in LIKELIHOOD):
+        return known[arguments.one_of("likelihood", likelihood, sorted(known), "a likelihood object")]
+    return likelihood  # type: ignore[return-value]
 
 
 def _latents(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Weights:

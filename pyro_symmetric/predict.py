@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
+from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.guides.base import sample_posterior
 from pyro_symmetric.largest import LargestTensor
@@ -78,9 +79,8 @@ def predict(
         for ``"mean"`` and ``"samples"``: site -> such a tensor, for each site that ``posterior`` doesn't give; for
         ``"outputs"``: as the model returns them.
     """
-    if kind not in get_args(Kind):
-        raise ValueError(f"kind is {kind!r}; it must be one of {get_args(Kind)}")
-    if average and kind != "mean":
+    arguments.one_of("kind", kind, get_args(Kind))
+    if arguments.flag("average", average) and kind != "mean":
         raise ValueError(f"average=True is for kind='mean': the average of {kind} says nothing of the posterior")
     predictor = predictor_of(_weights_of(posterior), model, args, kwargs, kind, _device_of(posterior))
     return _run(posterior, predictor, num_samples, average, draw_chunk, row_chunk, progress)
@@ -121,8 +121,7 @@ def _run(
     progress: bool,
 ) -> Any:
     for name, count in (("num_samples", num_samples), ("draw_chunk", draw_chunk), ("row_chunk", row_chunk)):
-        if count is not None and count < 1:
-            raise ValueError(f"{name} is {count}; it must be at least 1")
+        arguments.whole(name, count, 1, none="a number that suits")
     draws = _draws(posterior, predictor.site_shapes, num_samples)
     draws_at_once, rows_at_once = _chunks(draws, predictor, draw_chunk, row_chunk)
     rows = _ranges(predictor.num_rows, rows_at_once) if predictor.num_rows is not None else [slice(None)]
@@ -169,9 +168,7 @@ def _weights_of(posterior: Any) -> Mapping[str, Tensor]:
         return posterior.samples
     if isinstance(posterior, AutoGuide):
         return sample_posterior(posterior)
-    if isinstance(posterior, Mapping):
-        return posterior
-    raise TypeError(f"posterior is a {type(posterior).__name__}; it must be a Posterior, an automatic guide or weights")
+    return arguments.weights("posterior", posterior, "a Posterior or an automatic guide")
 
 
 def _device_of(posterior: Any) -> torch.device | str | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
@@ -23,6 +23,7 @@ import torch
 from pyro.infer.mcmc.util import select_samples
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
 from pyro_symmetric.store import read_store
@@ -37,6 +38,7 @@ Rows = Literal["chains", "independent"]
 KIND = "posterior"
 VERSION = 1
 ROWS: tuple[Rows, ...] = get_args(Rows)
+HELD = {"samples": "site -> draws", "statistics": "name -> numbers of every draw", "metadata": "what JSON can hold"}
 MOST_ENTRIES_SHOWN = 32  # of a site, one by one
 
 
@@ -74,9 +76,8 @@ class Posterior:
     _origin: _Origin | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", dict(self.samples))
-        object.__setattr__(self, "statistics", dict(self.statistics))
-        object.__setattr__(self, "metadata", dict(self.metadata))
+        for name, what in HELD.items():
+            object.__setattr__(self, name, dict(arguments.mapping(name, getattr(self, name), what)))
         if self.rows not in ROWS:
             raise ValueError(
                 f"rows is {self.rows!r}; it must be 'chains' (successive states of Markov chains) or 'independent'"
@@ -91,6 +92,7 @@ class Posterior:
         shape = self.samples[first].shape[:2]
         for kind, entries in (("samples", self.samples), ("statistics", self.statistics)):
             for name, value in entries.items():
+                arguments.tensor(f"{kind}[{name!r}]", value)
                 if value.shape[:2] != shape or (kind == "statistics" and value.dim() != 2):
                     raise ValueError(
                         f"{kind}[{name!r}] has shape {tuple(value.shape)}, but samples[{first!r}] holds "
@@ -116,19 +118,26 @@ class Posterior:
         :param num_chains: into how many chains of ``S / num_chains`` consecutive draws to cut them.
         :param statistics: name -> ``(S,)``.
         """
-        if not weights:
-            raise ValueError("weights is empty; a posterior needs the draws of at least one site")
+        arguments.weights("weights", weights)
+        arguments.mapping("statistics", statistics, "name -> numbers of every draw", none="none")
+        arguments.whole("num_chains", num_chains, 1)
         for name, value in {**weights, **(statistics or {})}.items():
-            if value.dim() < 1 or num_chains < 1 or len(value) % num_chains:
+            held = f"{'weights' if name in weights else 'statistics'}[{name!r}]"
+            if arguments.tensor(held, value).dim() < 1 or len(value) % num_chains:
                 raise ValueError(
-                    f"{name!r} has shape {tuple(value.shape)}, which can't be cut into num_chains={num_chains} chains "
-                    "of equal length along its first axis"
+                    f"{held} has shape {tuple(value.shape)}, which can't be cut into num_chains={num_chains} chains of "
+                    "equal length along its first axis"
                 )
 
         def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {k: v.reshape(num_chains, len(v) // num_chains, *v.shape[1:]) for k, v in entries.items()}
 
-        return cls(cut(weights), cut(statistics or {}), dict(metadata or {}), rows=rows)
+        return cls(
+            cut(weights),
+            cut(statistics or {}),
+            {} if metadata is None else dict(arguments.mapping("metadata", metadata, "what JSON can hold")),
+            rows=rows,
+        )
 
     # where it comes from --------------------------------------------------------------------------------------------
 
@@ -143,14 +152,16 @@ class Posterior:
         :param kernel_or_model: a sampler that holds its model as ``kernel.model``, or the model itself.
         :param args: what the model was called with, data included; ``kwargs`` likewise.
         """
-        if not callable(getattr(kernel_or_model, "model", kernel_or_model)):
-            raise TypeError(f"kernel_or_model is a {type(kernel_or_model).__name__}; it must be a sampler or a model")
+        arguments.function(
+            "kernel_or_model", getattr(kernel_or_model, "model", kernel_or_model), "a sampler or a model, and no class"
+        )
         is_kernel = callable(getattr(kernel_or_model, "model", None)) and not callable(kernel_or_model)
         kernel = kernel_or_model if is_kernel else SimpleNamespace(model=kernel_or_model)
         return self._like(self.samples, self.statistics, _Origin(kernel, args, kwargs))
 
     def sampled_on(self, device: torch.device | str | None) -> Posterior:
         """This posterior, remembering where its model was asked to compute, so that what looks at it does so there."""
+        arguments.device("device", device)
         return self._like(self.samples, self.statistics, replace(self._drawn_from, device=device))
 
     @property
@@ -230,6 +241,8 @@ class Posterior:
         :param num_samples: ``None`` for all; otherwise as many, drawn with replacement.
         :param group_by_chain: keep the chains apart: batch shape ``(chains, draws)`` instead of ``(chains * draws,)``.
         """
+        arguments.whole("num_samples", num_samples, 1, none="all")
+        arguments.flag("group_by_chain", group_by_chain)
         return select_samples(self.samples, num_samples, group_by_chain)
 
     def select(self, chains: Any = slice(None), draws: Any = slice(None)) -> Posterior:
@@ -240,7 +253,8 @@ class Posterior:
         :param chains: a slice (a view, which copies nothing), or indices, or a mask; a single index keeps its axis.
         :param draws: likewise.
         """
-        chains, draws = _keeping_axis(chains), _keeping_axis(draws)
+        chains = _keeping_axis("chains", chains, self.num_chains)
+        draws = _keeping_axis("draws", draws, self.num_samples)
 
         def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: value[chains][:, draws] for name, value in entries.items()}
@@ -249,8 +263,7 @@ class Posterior:
 
     def thin(self, every: int) -> Posterior:
         """Every ``every``-th draw of each chain, as a view; the last draw is kept."""
-        if every < 1:
-            raise ValueError(f"every is {every}; it must be at least 1")
+        arguments.whole("every", every, 1)
         return self.select(draws=slice((self.num_samples - 1) % every if self.num_samples else 0, None, every))
 
     def __repr__(self) -> str:
@@ -392,8 +405,7 @@ class Posterior:
         :param symmetry: whose copies are to count as one, e.g. ``find_symmetry(net, x)`` or a declared group.
         :param alignment: options of :func:`~pyro_symmetric.alignment.align_many`.
         """
-        if not 0 < prob < 1:
-            raise ValueError(f"prob is {prob}; it must lie between 0 and 1")
+        arguments.fraction("prob", prob)
         if symmetry is not None:
             aligned, line = self._aligned(symmetry, alignment)
             print(f"{line}\n")
@@ -483,7 +495,7 @@ class Posterior:
         :raises StoreError: if it is truncated, differs from its checksum, is of another kind, or of a newer version of
             the format.
         """
-        if Path(path).is_dir():
+        if arguments.path("path", path).is_dir():
             return cls(*read_store(path, verify=verify), rows="chains")
         tensors, header = load_tensors(path, KIND, VERSION, verify=verify)
         try:
@@ -502,5 +514,22 @@ def _refuse_options(alignment: Mapping[str, Any]) -> None:
         raise TypeError(f"{next(iter(alignment))!r} is an option of alignment, which needs symmetry=")
 
 
-def _keeping_axis(index: Any) -> Any:
-    return [index] if isinstance(index, int) else index
+def _keeping_axis(name: str, index: Any, length: int) -> Any:
+    """What to index an axis of this length by, so that it stays.
+
+    :raises ValueError: if there is no such entry.
+    :raises TypeError: if it is no index.
+    """
+    if isinstance(index, slice):
+        return index
+    known = isinstance(index, Tensor | np.ndarray | list | tuple | range | Integral)
+    chosen = torch.as_tensor(index) if known else None
+    if chosen is None or chosen.is_floating_point() or chosen.dim() > 1:
+        raise TypeError(f"{name} is {arguments.shown(index)}; it must be a slice, whole numbers, or a mask")
+    chosen = chosen.reshape(-1)
+    if chosen.dtype == torch.bool:
+        if len(chosen) != length:
+            raise ValueError(f"{name} is a mask of {len(chosen)} entries; there are {length} {name}")
+    elif bool(((chosen < -length) | (chosen >= length)).any()):
+        raise ValueError(f"{name} holds {chosen.tolist()[:10]}; there are {length} {name}, counted from 0")
+    return chosen

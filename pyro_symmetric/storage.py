@@ -27,6 +27,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pyro_symmetric import arguments
+
 PathLike = str | os.PathLike[str]
 CHECKSUM = "crc32"
 DAMAGED = "what it holds differs from its checksum. Restore it from a copy, or remove it to make it anew"
@@ -69,7 +71,7 @@ def load_tensors(
     :raises OSError: if there is no such file or it can't be read.
     :raises StoreError: if it is truncated, differs from its checksum, is of another kind, or of a newer version.
     """
-    path = Path(path)
+    path = arguments.path("path", path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no {kind} at {path}")
     try:
@@ -139,7 +141,7 @@ def dtype_of(name: Any) -> torch.dtype:
 
 def write_whole(path: PathLike, write: Callable[[str], None], kind: str = "file") -> None:
     """Let ``write`` make a file beside ``path``, sync it, and only then move it into its place."""
-    path = Path(path)
+    path = arguments.path("path", path)
     if not path.parent.is_dir():
         raise OSError(f"the {kind} couldn't be saved to {path}: there is no folder {path.parent}")
     temporary = None

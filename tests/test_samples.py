@@ -269,7 +269,7 @@ def test_a_posterior_remembers_a_sampler_or_a_model_through_its_parts(posterior)
     assert not posterior.is_attached
     with pytest.raises(AttributeError, match=r"posterior\.attach"):
         posterior.kernel.model  # noqa: B018
-    with pytest.raises(TypeError, match="kernel_or_model is a int"):
+    with pytest.raises(TypeError, match="kernel_or_model is 3; it must be a sampler or a model"):
         posterior.attach(3)
 
 

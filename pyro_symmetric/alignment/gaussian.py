@@ -20,6 +20,7 @@ from torch.distributions import biject_to
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
+from pyro_symmetric import arguments
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Weights, require_finite
 
@@ -39,6 +40,12 @@ class GaussianWeights:
     supports: Mapping[str, Constraint] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        arguments.weights("loc", self.loc)
+        arguments.weights("scale", self.scale)
+        for site, support in arguments.mapping("supports", self.supports, "site -> support").items():
+            arguments.instance(f"supports[{site!r}]", support, Constraint, "a constraint of torch.distributions")
+        if unknown := sorted(set(self.supports) - set(self.loc)):
+            raise ValueError(f"supports holds the sites {unknown}, which loc lacks; it has {sorted(self.loc)}")
         if set(self.loc) != set(self.scale):
             raise ValueError(
                 f"loc and scale must hold the same sites; only one holds {sorted(set(self.loc) ^ set(self.scale))}"
@@ -50,10 +57,10 @@ class GaussianWeights:
                     f"{tuple(loc.shape)}; they must be equal"
                 )
             for name, value in (("loc", loc), ("scale", self.scale[site])):
-                if value.is_complex():
+                if not value.is_floating_point():
+                    hint = ": pass torch.view_as_real(...) as a site of its own" if value.is_complex() else ""
                     raise ValueError(
-                        f"{name}[{site!r}] is complex ({value.dtype}); means and deviations are of real weights: pass "
-                        "torch.view_as_real(...) as a site of its own"
+                        f"{name}[{site!r}] is of {value.dtype}; means and deviations are floating-point{hint}"
                     )
             if bool(self.scale[site].isnan().any()):
                 raise ValueError(f"scale[{site!r}] holds NaN; standard deviations are at least 0")
@@ -130,9 +137,7 @@ def require_draws(posterior: Posterior, name: str) -> None:
 
 
 def _from_plain_weights(weights: Mapping[str, Tensor]) -> GaussianWeights:
-    for site, value in weights.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"weights[{site!r}] is a {type(value).__name__}; it must be a tensor")
+    arguments.weights("weights", weights)
     loc = {site: value.detach() for site, value in weights.items()}
     return GaussianWeights(loc, {site: torch.zeros_like(value) for site, value in loc.items()})
 

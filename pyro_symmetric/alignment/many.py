@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.common import Common
 from pyro_symmetric.alignment.costs.cost import COSTS, GAUSSIAN, Moments
 from pyro_symmetric.alignment.descent.search import BAR_DELAY, Search, chunks_of
@@ -147,13 +148,12 @@ def align_many(
     :param progress: whether to show a progress bar over rounds, if they take more than two seconds.
     :raises ValueError: for an empty list, or naming the member and the site that doesn't fit.
     """
-    if cost not in (None, *get_args(Objective)):
-        raise ValueError(f"cost is {cost!r}; it must be 'gaussian', 'wasserstein' or 'l2', or None")
-    least = {"restarts": 0, "max_rounds": 1, "max_sweeps": 1, "tolerance": 0, "triples": 0}
-    given = (restarts, max_rounds, max_sweeps, tolerance, triples)
-    for (name, bound), number in zip(least.items(), given, strict=True):
-        if not number >= bound:
-            raise ValueError(f"{name} is {number}; it must be at least {bound}")
+    arguments.one_of("cost", cost, [None, *get_args(Objective)])
+    arguments.whole("restarts", restarts, 0)
+    arguments.whole("max_rounds", max_rounds, 1)
+    arguments.whole("max_sweeps", max_sweeps, 1)
+    arguments.number("tolerance", tolerance, least=0)
+    arguments.whole("triples", triples, 0)
     problem = _two_sided(problem_of(group))
     members = read_members(sources, problem, each)
     objective = _objective(cost, members, problem)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.costs.activation import ActivationCost
 from pyro_symmetric.alignment.costs.cost import COSTS, EXPECTED, Cost
 from pyro_symmetric.alignment.descent.given_scores import ScoreFunction, align_by_scores
@@ -141,9 +142,9 @@ def align(
     problem = problem_of(group)
     if restarts is None:
         restarts = RESTARTS if max(problem.parts.permutations.factors.values(), default=0) <= NARROW else 0
-    for name, number, least in (("restarts", restarts, 0), ("max_sweeps", max_sweeps, 1), ("tolerance", tolerance, 0)):
-        if not number >= least:
-            raise ValueError(f"{name} is {number}; it must be at least {least}")
+    arguments.whole("restarts", restarts, 0)
+    arguments.whole("max_sweeps", max_sweeps, 1)
+    arguments.number("tolerance", tolerance, least=0)
     first, second = gaussian_of(reference, "reference"), gaussian_of(source, "source")
     if draws == "mean" and varies(second, first, problem):
         terms = EXPECTED

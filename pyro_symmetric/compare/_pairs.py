@@ -43,8 +43,6 @@ class Pairs:
         :param norm: 1 for the city-block distance, 2 for Euclid's.
         :param chunk: weights at a time; by default as many as the cache holds of all samples.
         """
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"chunk is {chunk}; it counts weights and must be at least 1")
         chunk = chunk or max(64, _CACHE_ENTRIES // self.total)
         pooled = (torch.cat(pair) for pair in samples.columns(layer, chunk))
         result = self._city_block(pooled) if norm == 1 else self._euclidean(pooled)

@@ -27,6 +27,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from pyro_symmetric import arguments
 from pyro_symmetric._process import without_warnings
 from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced, missing_energy, never_changing, non_finite
 from pyro_symmetric.compare._results import listed, non_finite_words, table
@@ -120,8 +121,8 @@ def check(posterior: Posterior, *, num_draws: int = 256) -> CheckResult:
         :meth:`Posterior.attach`) the energy is looked at too.
     :param num_draws: of all chains together, at how many draws to evaluate the model's gradient.
     """
-    if num_draws < 1:
-        raise ValueError(f"num_draws is {num_draws}; it must be at least 1")
+    arguments.instance("posterior", posterior, Posterior, "a Posterior")
+    arguments.whole("num_draws", num_draws, 1)
     findings = [_finite(posterior)]
     if findings[0].status == "pass":
         agreement = _agreement(posterior)

@@ -14,6 +14,7 @@ hides that chains are apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
 from pyro_symmetric.chain_statistics import (
     ChainStatistics,
@@ -232,8 +234,15 @@ def convergence(
     :raises TypeError: if ``model`` is no ``BayesianModel``.
     :raises ValueError: if arguments don't fit.
     """
-    if not threshold > 1:
-        raise ValueError(f"threshold is {threshold}; R-hat is about 1 where chains agree, so it must be larger")
+    arguments.instance("posterior", posterior, Posterior, "a Posterior")
+    arguments.number("threshold", threshold, above=1, below=math.inf)
+    if canonical and symmetry is None:
+        raise TypeError(f"the options {list(canonical)} are those of canonicalize, but symmetry is None")
+    if aligned is not None:
+        arguments.instance("aligned", aligned, Posterior, "a Posterior, or None")
+    for name, value in {"x": x, "y": y, "predictions": predictions}.items():
+        if value is not None:
+            arguments.tensor(name, value)
     _check_grouping(posterior, "aligned", aligned.samples if aligned is not None else {})
     _check_grouping(posterior, "predictions", {} if predictions is None else {"": predictions})
     spaces = {"weights": SpaceConvergence.of(posterior.samples, threshold)}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.calls import require_tensors
+from pyro_symmetric import arguments
 from pyro_symmetric.compare._results import table
 
 _CHUNK_ENTRIES = 2**22
@@ -65,11 +65,14 @@ def pairwise_mutual_information(probabilities: Tensor, *, chunk: int | None = No
     :param chunk: how many numbers a temporary may hold, about 4 million by default.
     :returns: ``(S, S)``, symmetric, in [0, log 2] nats with a zero diagonal, float64.
     """
-    p = _checked(probabilities).double()
+    return _pairwise(probabilities, "probabilities", chunk)
+
+
+def _pairwise(probabilities: Tensor, name: str, chunk: int | None) -> Tensor:
+    p = _checked(probabilities, name).double()
     if p.dim() != 3 or p.shape[1] == 0:
-        raise ValueError(f"probabilities has shape {tuple(p.shape)}; pairs of members need (members, inputs, classes)")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it counts numbers and must be at least 1")
+        raise ValueError(f"{name} has shape {tuple(p.shape)}; pairs of members need (members, inputs, classes)")
+    arguments.whole("chunk", chunk, 1, none="about 4 million")
     members, inputs, classes = p.shape
     flat = p.reshape(members, -1)
     own = _entropy(p).sum(1)
@@ -133,6 +136,7 @@ class FunctionalCollapse:
         return f"{head}\n{table(rows)}\n  correlation {self.correlation:.3f}, of ranks {self.rank_correlation:.3f}"
 
 
+@torch.no_grad()
 def functional_collapse(
     probabilities: Tensor, ood_probabilities: Tensor, *, chunk: int | None = None
 ) -> FunctionalCollapse:
@@ -144,8 +148,8 @@ def functional_collapse(
     :param chunk: see :func:`pairwise_mutual_information`.
     :raises ValueError: with fewer than 3 members, or if the members differ in number.
     """
-    within = pairwise_mutual_information(probabilities, chunk=chunk)
-    outside = pairwise_mutual_information(ood_probabilities, chunk=chunk).to(within.device)
+    within = _pairwise(probabilities, "probabilities", chunk)
+    outside = _pairwise(ood_probabilities, "ood_probabilities", chunk).to(within.device)
     if len(within) != len(outside) or len(within) < 3:
         raise ValueError(
             f"probabilities holds {len(within)} members and ood_probabilities {len(outside)}; both must be predictions "
@@ -184,11 +188,11 @@ def _entropy(p: Tensor) -> Tensor:
     return torch.special.entr(p.double()).sum(-1)
 
 
-def _checked(probabilities: Tensor) -> Tensor:
-    require_tensors(probabilities=probabilities)
+def _checked(probabilities: Tensor, name: str = "probabilities") -> Tensor:
+    arguments.tensor(name, probabilities)
     if probabilities.dim() < 2 or 0 in (probabilities.shape[0], probabilities.shape[-1]):
-        raise ValueError(f"probabilities has shape {tuple(probabilities.shape)}; it must be (members, ..., classes)")
-    return check_probabilities(probabilities, "probabilities")
+        raise ValueError(f"{name} has shape {tuple(probabilities.shape)}; it must be (members, ..., classes)")
+    return check_probabilities(probabilities, name)
 
 
 def check_probabilities(probabilities: Tensor, name: str) -> Tensor:

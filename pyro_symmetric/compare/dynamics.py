@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare.layers import Samples, permutations_of, samples_of
@@ -29,6 +30,7 @@ from pyro_symmetric.symmetry.minimal_mass import HasScalings, minimal_mass
 from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
 from pyro_symmetric.symmetry.rescaling import ScalingGroup
 from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
+from pyro_symmetric.symmetry.weights import require_finite
 
 _CHUNK_ENTRIES = 2**24  # pairs of units at a time
 
@@ -82,6 +84,7 @@ class SortingTracker:
     """
 
     def __init__(self, symmetry: WeightSymmetry | FiniteGroup | PermutationGroup, key: PermutationKey = "max"):
+        arguments.one_of("key", key, get_args(PermutationKey))
         group = permutations_of(symmetry)
         self.group: PermutationGroup = group
         self.key: PermutationKey = key
@@ -96,7 +99,9 @@ class SortingTracker:
         """
         if isinstance(weights, nn.Module):
             weights = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
+        arguments.weights("weights", weights, "a network")
         held = {site: weights[site].detach() for site in self.group.required_sites if site in weights}
+        require_finite(held)
         now = sorting_permutation(held, self.group, self.key)
         if self._last is not None:
             if self._last.batch_shape != now.batch_shape:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare._tests import chi_square_uniform, holm, holm_rejections, kolmogorov_smirnov
@@ -236,12 +237,9 @@ def invariance_tests(
 
 
 def _check_arguments(level: float, effective_size: float | None, max_tests: int) -> None:
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}; it must lie between 0 and 1")
-    if effective_size is not None and not effective_size >= 2:
-        raise ValueError(f"effective_size is {effective_size}; the tests need at least 2 independent draws")
-    if max_tests < 1:
-        raise ValueError(f"max_tests is {max_tests}; it must be at least 1")
+    arguments.fraction("level", level)
+    arguments.number("effective_size", effective_size, least=2, none="that of the draws")
+    arguments.whole("max_tests", max_tests, 1)
 
 
 def _thinned(draws: int, effective_size: int | None) -> slice | Tensor:

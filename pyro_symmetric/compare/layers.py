@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.samples import Posterior
@@ -22,7 +23,14 @@ from pyro_symmetric.symmetry.canonical import Symmetry
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
-from pyro_symmetric.symmetry.weights import Shapes, batch_shape, is_running_statistic, require_finite, require_sites
+from pyro_symmetric.symmetry.weights import (
+    Shapes,
+    batch_shape,
+    is_running_statistic,
+    require_finite,
+    require_sites,
+    shapes_of,
+)
 
 Layers = Mapping[str, Sequence[str]]
 Samples = Mapping[str, Tensor] | Posterior
@@ -31,19 +39,20 @@ AnySymmetry = (
 )
 
 
-def samples_of(weights: Samples) -> Mapping[str, Tensor]:
+def samples_of(weights: Samples, name: str = "weights") -> Mapping[str, Tensor]:
     """Weights as they come; of a posterior, its draws, chains end to end.
 
+    :param name: what messages call them.
     :raises TypeError: if they are neither.
     """
     if isinstance(weights, Posterior):
         return weights.get_samples()
     if not isinstance(weights, Mapping):
         raise TypeError(
-            f"weights are {described(weights)}; they must be a Posterior, or map each site to its samples (of a guide, "
+            f"{name} are {described(weights)}; they must be a Posterior, or map each site to its samples (of a guide, "
             "take draws: Predictive(model, guide=guide, num_samples=1000))"
         )
-    return weights
+    return arguments.weights(name, weights)
 
 
 def permutations_of(symmetry: Any) -> PermutationGroup:
@@ -71,7 +80,12 @@ def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str,
         for site in itertools.filterfalse(is_running_statistic, sites):
             grouped.setdefault(site.rpartition(".")[0] or site, []).append(site)
         return {name: tuple(members) for name, members in grouped.items()}
-    named = [site for members in layers.values() for site in members]
+    arguments.mapping("layers", layers, "layer -> its sites")
+    named = [
+        site
+        for name, members in layers.items()
+        for site in arguments.listed(f"layers[{name!r}]", members, str, "sites")
+    ]
     if not named or not all(len(members) for members in layers.values()):
         raise ValueError(f"layers must name at least one site for each layer, but is {dict(layers)}")
     unknown = [site for site in named if site not in sites]
@@ -134,7 +148,7 @@ class PairedSamples:
         *,
         minimum: int = 1,
     ):
-        weights_p, weights_q = samples_of(weights_p), samples_of(weights_q)
+        weights_p, weights_q = samples_of(weights_p, "weights_p"), samples_of(weights_q, "weights_q")
         here, there = (
             {site for site in weights if not is_running_statistic(site)} for weights in (weights_p, weights_q)
         )
@@ -146,8 +160,7 @@ class PairedSamples:
         self.layers = group_sites(list(weights_p), layers)
         self.sites = tuple(site for members in self.layers.values() for site in members)
         if not self.sites:
-            found = "hold running statistics only" if weights_p else "are empty"
-            raise ValueError(f"weights_p and weights_q {found}; there is nothing to compare")
+            raise ValueError("weights_p and weights_q hold running statistics only; there is nothing to compare")
         require_sites(weights_q, self.sites, "weights_q")
         self.shapes = self._shapes(weights_p, weights_q, site_shapes)
         if symmetry is not None:
@@ -165,8 +178,9 @@ class PairedSamples:
         self, weights_p: Mapping[str, Tensor], weights_q: Mapping[str, Tensor], site_shapes: Shapes | None
     ) -> dict[str, torch.Size]:
         if site_shapes is not None:
-            require_sites(site_shapes, self.sites, "site_shapes")  # type: ignore[arg-type]
-            return {site: torch.Size(site_shapes[site]) for site in self.sites}
+            shapes = shapes_of(site_shapes, "site_shapes")
+            require_sites(shapes, self.sites, "site_shapes")  # type: ignore[arg-type]
+            return {site: shapes[site] for site in self.sites}
         shapes = {site: weights_p[site].shape[1:] for site in self.sites}
         for site, shape in shapes.items():
             if weights_p[site].dim() == 0 or weights_q[site].shape[1:] != shape:

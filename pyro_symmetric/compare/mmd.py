@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.compare._pairs import Pairs
 from pyro_symmetric.compare._results import layer_table
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
@@ -182,6 +183,9 @@ def mmd(
     :param chunk: how many weights are taken at a time; by default as many as stay in the cache.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, or a weight isn't finite.
     """
+    arguments.whole("chunk", chunk, 1, none="as many as stay in the cache")
+    if bandwidths is not None:
+        arguments.instance("bandwidths", bandwidths, MMDResult, "an earlier result of mmd")
     samples = PairedSamples(weights_p, weights_q, layers, site_shapes, symmetry, minimum=2)
     grids = {} if bandwidths is None else bandwidths.kernels(samples.layers)
     per_layer = {layer: _layer_mmd(samples, layer, grids.get(layer), chunk) for layer in samples.layers}

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
 from pyro_symmetric.compare._results import layer_table
 from pyro_symmetric.compare.frames import canonical_frame
@@ -114,8 +115,10 @@ def orbit_mmd(
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than three samples, a weight isn't finite, or
         ``num_elements`` is under 2.
     """
-    if num_elements < 2:
-        raise ValueError(f"num_elements is {num_elements}; at least 2 are needed to tell how much they matter")
+    arguments.whole("num_elements", num_elements, 2)
+    arguments.whole("chunk", chunk, 1, none="as many as stay in the cache")
+    if bandwidths is not None:
+        arguments.instance("bandwidths", bandwidths, MMDResult, "an earlier result of mmd")
     if isinstance(symmetry, WeightSymmetry):
         weights_p, weights_q = (
             canonical_frame(weights, symmetry, permutations=None, signs=False)

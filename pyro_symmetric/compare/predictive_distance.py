@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_symmetric.calls import require_tensors
+from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.compare.diversity import check_probabilities
 from pyro_symmetric.compare.regression import gaussians
@@ -65,7 +65,7 @@ def total_variation(p: Prediction, q: Prediction) -> Tensor:
 
 def _mean(probabilities: Tensor, name: str) -> Tensor:
     """Probabilities ``(N, C)``, averaged over members, checked."""
-    require_tensors(**{name: probabilities})
+    arguments.tensor(name, probabilities)
     if probabilities.dim() not in (2, 3) or 0 in probabilities.shape:
         raise ValueError(
             f"{name} has shape {tuple(probabilities.shape)}; it must be (members, inputs, classes) or (inputs, classes)"
@@ -79,7 +79,7 @@ def _mixture(prediction: tuple[Tensor, Tensor | float], name: str) -> tuple[Tens
     if len(prediction) != 2:
         raise ValueError(f"{name} is a tuple of {len(prediction)}; it must be a pair (means, noise_scale)")
     means, scale = prediction
-    require_tensors(**{name: means})
+    arguments.tensor(name, means)
     if means.dim() not in (2, 3) or 0 in means.shape:
         raise ValueError(
             f"the means of {name} have shape {tuple(means.shape)}; it must be (members, inputs) or (members, inputs, "

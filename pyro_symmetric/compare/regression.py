@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_symmetric.calls import require_tensors
+from pyro_symmetric import arguments
 from pyro_symmetric.compare._results import Scores, describe
 
 
@@ -66,11 +66,13 @@ def regression(
     :param levels: levels of the central intervals to report, each between 0 and 1.
     :raises ValueError: if shapes don't fit or values are not finite or not positive.
     """
-    require_tensors(means=means, targets=targets)
+    arguments.tensor("means", means)
+    arguments.tensor("targets", targets)
+    if not isinstance(noise_scale, Tensor):
+        arguments.positive("noise_scale", noise_scale)
     means, scale, targets = gaussians(means, noise_scale, targets)
-    wrong = [level for level in levels if not 0 < level < 1]
-    if wrong:
-        raise ValueError(f"levels holds {wrong}; levels lie between 0 and 1")
+    for level in arguments.listed("levels", levels, object, "numbers"):
+        arguments.fraction("each of levels", level)
     z = (targets - means) / scale
     log_density = -0.5 * z.square() - scale.log() - 0.5 * math.log(2 * math.pi)
     joint = log_density.reshape(*log_density.shape[:2], -1).sum(-1).logsumexp(0) - math.log(len(means))

@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from pyro_symmetric.calls import require_tensors
+from pyro_symmetric import arguments
 from pyro_symmetric.compare._results import Scores, describe
 from pyro_symmetric.compare.diversity import check_probabilities, mean_entropy, predictive_entropy
 from pyro_symmetric.compare.predictive_distance import total_variation
@@ -132,14 +132,14 @@ def classification(
     :raises ValueError: if shapes don't fit, values aren't probabilities or labels aren't classes.
     :raises ImportError: if detection scores are asked for and scikit-learn is missing.
     """
-    require_tensors(probabilities=probabilities, labels=labels)
+    arguments.tensor("probabilities", probabilities)
+    arguments.tensor("labels", labels)
+    arguments.whole("num_bins", num_bins, 1)
     if ood_probabilities is not None:
-        require_tensors(ood_probabilities=ood_probabilities)
+        arguments.tensor("ood_probabilities", ood_probabilities)
     members = _members(probabilities, "probabilities")
     inputs, classes = members.shape[1:]
     _check_labels(labels, inputs, classes)
-    if num_bins < 1:
-        raise ValueError(f"num_bins is {num_bins}; it must be at least 1")
     labels = labels.to(members.device).long()
     mean = members.mean(0, dtype=torch.float64)
     tiny = torch.finfo(probabilities.dtype).tiny
@@ -185,7 +185,7 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> DetectionScores:
     :param scores_out: scores of inputs from elsewhere, ``(M,)``.
     """
     for name, value in (("scores_in", scores_in), ("scores_out", scores_out)):
-        if value.dim() != 1 or value.numel() == 0:
+        if arguments.tensor(name, value).dim() != 1 or value.numel() == 0:
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be (inputs,) with at least one input")
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"{name} holds NaN or infinite values")

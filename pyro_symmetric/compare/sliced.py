@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
 from pyro_symmetric.compare.wasserstein import transport_cost
@@ -116,11 +117,9 @@ def sliced_wasserstein(
     :param chunk: how many weights are projected at a time.
     :raises ValueError: if the sites or shapes don't fit, ``p`` or a number is out of range, or a weight isn't finite.
     """
-    if not 1 <= p < math.inf:
-        raise ValueError(f"p is {p}; the order of a sliced Wasserstein distance is finite and at least 1")
-    for name, value in (("num_projections", num_projections), ("chunk", chunk)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    arguments.number("p", p, least=1, below=math.inf)
+    arguments.whole("num_projections", num_projections, 1)
+    arguments.whole("chunk", chunk, 1)
     samples = PairedSamples(weights_p, weights_q, layers, site_shapes, symmetry)
     projected, per_layer = {}, {}
     for layer in samples.layers:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
@@ -142,8 +143,9 @@ def mmd_test(
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, a weight isn't finite, or
         so few permutations can't reject at the level.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}; it must lie between 0 and 1")
+    arguments.fraction("level", level)
+    arguments.whole("num_permutations", num_permutations, 1)
+    arguments.whole("chunk", chunk, 1, none="as many as stay in the cache")
     if num_permutations < _LEAST_PERMUTATIONS or level * (num_permutations + 1) < 1:
         raise ValueError(
             f"num_permutations is {num_permutations}; at level {level} at least "

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.compare._results import layer_table
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
 from pyro_symmetric.symmetry.weights import Shapes
@@ -116,10 +117,8 @@ def marginal_wasserstein(
     :param chunk: how many weights are sorted at a time. Default: so many that a temporary holds about 2²³ values.
     :raises ValueError: if the sites or shapes don't fit, ``p`` is under 1, or a weight isn't finite.
     """
-    if not p >= 1:
-        raise ValueError(f"p is {p}; the order of a Wasserstein distance is at least 1")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it counts weights and must be at least 1")
+    arguments.number("p", p, least=1)
+    arguments.whole("chunk", chunk, 1, none="a number that suits")
     samples = PairedSamples(weights_p, weights_q, layers, site_shapes, symmetry)
     step = chunk or max(1, _CHUNK_ENTRIES // sum(samples.num_samples))
     per_weight: dict[str, Tensor] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
-import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,6 +20,9 @@ from pyro_symmetric.datasets.tables import encode_target
 
 MOST_CATEGORIES = 20
 """How many different words a column may hold, and how many whole numbers a target, to be taken as categories."""
+
+_NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?)", re.ASCII | re.IGNORECASE)
+_LARGEST = float(np.finfo(np.float32).max)
 
 _MISSING = {"", "nan", "na", "n/a", "null", "?"}
 
@@ -128,6 +131,11 @@ def _typed(column: str, cells: list[str], path: Path) -> np.ndarray:
     if not np.isfinite(values).all():
         row = int(np.flatnonzero(~np.isfinite(values))[0])
         raise ValueError(f"column {column!r} of {path} has an infinite value in row {row + 1}; all must be finite")
+    if (large := np.abs(values) > _LARGEST).any():
+        row = int(np.flatnonzero(large)[0])
+        raise ValueError(
+            f"column {column!r} of {path} holds {cells[row]} in row {row + 1}, which single precision can't; scale it"
+        )
     return values
 
 
@@ -146,11 +154,8 @@ def _features(column: str, cells: list[str], path: Path) -> list[tuple[str, np.n
 
 
 def _number(cell: str) -> float | None:
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return None if math.isnan(value) else value
+    """A number as CSV files write them: no ``1_00`` and no digits of other scripts, which ``float`` would take."""
+    return float(cell) if _NUMBER.fullmatch(cell) else None
 
 
 def _list(names: Iterable[str]) -> str:

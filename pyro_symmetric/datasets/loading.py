@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.datasets import csv_files, images, splitting, tables
 from pyro_symmetric.datasets.dataset import Dataset, Raw, Task
 
@@ -57,8 +58,21 @@ def load(
     :raises ValueError: if the name is unknown, or what was read can't be used; says what was found.
     :raises FileNotFoundError: if the data are not where they were looked for.
     """
-    _check_arguments(name, target, test_fraction, split, max_train, max_test, seed)
-    raw = _read(name, Path(root).expanduser(), download, target, split, task)
+    root = _checked_root(name, root, download)
+    if target is not None and not name.startswith("csv:"):
+        raise ValueError(
+            f"target is {target!r}, but only csv:FILE has a target column to choose; the data set is {name!r}"
+        )
+    if task is not None:
+        arguments.one_of("task", task, get_args(Task), "None")
+    arguments.fraction("test_fraction", test_fraction)
+    arguments.whole("split", split, 0)
+    arguments.whole("max_train", max_train, 2, none="all")
+    arguments.whole("max_test", max_test, 1, none="all")
+    arguments.whole("seed", seed, 0)
+    arguments.dtype("dtype", dtype, none="PyTorch's default")
+    arguments.device("device", device)
+    raw = _read(name, root, download, target, split, task)
     if task is not None and task != raw.task:
         raise ValueError(f"{name} is a {raw.task} data set; task={task!r} doesn't fit it")
     rng = np.random.default_rng([seed, split])
@@ -119,10 +133,13 @@ def ood(
     :raises ValueError: if the data set is ``like`` itself, or can't be brought to its shape.
     :raises FileNotFoundError: if the data are not where they were looked for.
     """
-    _check_arguments(name, None, 0.5, 0, None, max_rows, seed)
+    root = _checked_root(name, root, download)
+    arguments.instance("like", like, Dataset, "a data set, as load gives it")
+    arguments.whole("max_rows", max_rows, 1, none="all")
+    arguments.whole("seed", seed, 0)
     if name == like.name:
         raise ValueError(f"ood is {name!r}, which is the data set itself; name another, or hold classes out")
-    title, rows, pixel_range, notes = _ood_rows(name, like, Path(root).expanduser(), download)
+    title, rows, pixel_range, notes = _ood_rows(name, like, root, download)
     rng = np.random.default_rng(seed)
     rows = rows[rng.permutation(len(rows))[:max_rows]]
     x = _inputs(rows, pixel_range)
@@ -141,29 +158,11 @@ def ood(
     return dataclasses.replace(like, ood_x=x, ood_name=title, notes=(*like.notes, *notes))
 
 
-def _check_arguments(
-    name: str,
-    target: str | None,
-    test_fraction: float,
-    split: int,
-    max_train: int | None,
-    max_test: int | None,
-    seed: int,
-) -> None:
-    if target is not None and not name.startswith("csv:"):
-        raise ValueError(
-            f"target is {target!r}, but only csv:FILE has a target column to choose; the data set is {name!r}"
-        )
-    if not 0 < test_fraction < 1:
-        raise ValueError(f"test_fraction is {test_fraction}; it must lie between 0 and 1, e.g. 0.2")
-    for argument, count, least in (
-        ("max_train", max_train, 2),
-        ("max_test", max_test, 1),
-        ("split", split, 0),
-        ("seed", seed, 0),
-    ):
-        if count is not None and count < least:
-            raise ValueError(f"{argument} is {count}; it must be at least {least}")
+def _checked_root(name: str, root: str | Path, download: bool) -> Path:
+    """Where to look, with the three arguments that say what for."""
+    arguments.instance("name", name, str, "the name of a data set")
+    arguments.flag("download", download)
+    return arguments.path("root", root).expanduser()
 
 
 def _read(name: str, root: Path, download: bool, target: str | None, split: int, task: Task | None) -> Raw:

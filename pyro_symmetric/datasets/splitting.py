@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from pyro_symmetric import arguments
 from pyro_symmetric.datasets.dataset import Raw, shorten
 
 
@@ -55,7 +56,7 @@ def _held_out_names(raw: Raw, classes: Literal["auto"] | Sequence[str | int] | N
             raise ValueError(f"hold_out is {classes!r}; it must be 'auto', None or a list of classes")
         count = len(raw.class_names)
         return raw.class_names[count - round(count / 5) :] if count >= 5 else ()
-    names = tuple(str(label) for label in classes)
+    names = tuple(str(label) for label in arguments.listed("hold_out", classes, (str, int), "classes"))
     if unknown := [label for label in names if label not in raw.class_names]:
         raise ValueError(f"hold_out names {unknown}, but the classes of {raw.name} are {shorten(raw.class_names)}")
     return names

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_symmetric import arguments
 from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.normals import is_mean_field, normals_of, sites_of
 from pyro_symmetric.distributions.orbit import Action, Bound
@@ -45,8 +46,7 @@ class BetheBound:
     bound: ClassVar[Bound] = "upper"
 
     def __post_init__(self) -> None:
-        if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
-            raise ValueError(f"iterations is {self.iterations!r}; BetheBound needs at least 1")
+        arguments.whole("iterations", self.iterations, 1)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
         """The upper bound; differentiable by the envelope theorem (the marginals are held fixed)."""

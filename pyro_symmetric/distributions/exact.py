@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint
 
+from pyro_symmetric import arguments
 from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.normals import Normals, is_mean_field, normals_of, sites_of
 from pyro_symmetric.distributions.orbit import CHUNK_NUMBERS, Action, Bound, log_mean_exp, log_prob_on_orbit
@@ -39,8 +40,7 @@ class ExactOrbit:
     bound: ClassVar[Bound] = "exact"
 
     def __post_init__(self) -> None:
-        if self.limit < 1:
-            raise ValueError(f"limit is {self.limit}; it must be the size of the largest group to enumerate")
+        arguments.whole("limit", self.limit, 1)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
         if isinstance(base, Modes):

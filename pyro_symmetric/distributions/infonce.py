@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_symmetric import arguments
 from pyro_symmetric.distributions.orbit import Action, Bound, log_mean_exp, log_prob_on_orbit
 
 
@@ -33,8 +34,7 @@ class InfoNCE:
     bound: ClassVar[Bound] = "upper"
 
     def __post_init__(self) -> None:
-        if isinstance(self.K, bool) or not isinstance(self.K, int) or self.K < 1:
-            raise ValueError(f"K is {self.K!r}; InfoNCE needs a whole number of terms, at least 1")
+        arguments.whole("K", self.K, 1)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
         own = base.log_prob(value)

@@ -59,6 +59,12 @@ class OrbitEstimator(Protocol):
         """
 
 
+def require_estimator(estimator: Any) -> None:
+    """:raises TypeError: unless this is an estimator (a class of them is none)."""
+    if isinstance(estimator, type) or not callable(getattr(estimator, "log_prob", None)):
+        raise TypeError(f"estimator is {estimator!r}; it must be an estimator such as SinkhornImportance(4)")
+
+
 def log_prob_on_orbit(base: Distribution, action: Action, value: Tensor, elements: Any) -> Tensor:
     r""":math:`\log q(g \cdot w) + \log|\det J_g(w)|` for a stack of elements.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_symmetric import arguments
 from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.moved import log_density_gain
 from pyro_symmetric.distributions.normals import is_mean_field, normals_of, sites_of
@@ -90,8 +91,7 @@ class SinkhornImportance:
     bound: ClassVar[Bound] = "upper"
 
     def __post_init__(self) -> None:
-        if isinstance(self.K, bool) or not isinstance(self.K, int) or self.K < 1:
-            raise ValueError(f"K is {self.K!r}; SinkhornImportance needs a whole number of proposals, at least 1")
+        arguments.whole("K", self.K, 1)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
         if torch._C._get_tracing_state() is not None:

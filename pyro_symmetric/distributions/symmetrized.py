@@ -15,8 +15,9 @@ from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_symmetric import arguments
 from pyro_symmetric.distributions.modes import Modes, score_parts
-from pyro_symmetric.distributions.orbit import Action, OrbitEstimator
+from pyro_symmetric.distributions.orbit import Action, OrbitEstimator, require_estimator
 from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
 
 
@@ -54,6 +55,16 @@ class Symmetrized(TorchDistribution):
         sticking_the_landing: bool = False,
         validate_args: bool | None = None,
     ):
+        arguments.instance(
+            "base_distribution", base_distribution, torch.distributions.Distribution, "a distribution over flat vectors"
+        )
+        if not isinstance(getattr(flat, "dim", None), int) or not callable(flat):
+            raise TypeError(
+                f"flat is {arguments.shown(flat)}; it must be an action on vectors, as group.flat(sites) is"
+            )
+        if estimator is not None:
+            require_estimator(estimator)
+        arguments.flag("sticking_the_landing", sticking_the_landing)
         if tuple(base_distribution.event_shape) != (flat.dim,):
             raise ValueError(
                 f"base_distribution has event shape {tuple(base_distribution.event_shape)}, but the group acts on "
@@ -84,7 +95,7 @@ class Symmetrized(TorchDistribution):
 
     def expand(self, batch_shape: Sequence[int], _instance: Symmetrized | None = None) -> Symmetrized:
         new = self._get_checked_instance(Symmetrized, _instance)
-        new.base_distribution = self.base_distribution.expand(torch.Size(batch_shape))
+        new.base_distribution = self.base_distribution.expand(arguments.shape("batch_shape", batch_shape))
         new.flat = self.flat
         new.estimator = self.estimator
         new.sticking_the_landing = self.sticking_the_landing
@@ -94,12 +105,12 @@ class Symmetrized(TorchDistribution):
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         """Reparametrised draws of the base, ``sample_shape + batch_shape + (D,)``."""
-        return self.base_distribution.rsample(torch.Size(sample_shape))
+        return self.base_distribution.rsample(arguments.shape("sample_shape", sample_shape))
 
     def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         """Draws of the base, without gradient."""
         with torch.no_grad():
-            return self.base_distribution.sample(torch.Size(sample_shape))
+            return self.base_distribution.sample(arguments.shape("sample_shape", sample_shape))
 
     def sample_orbit(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         r"""Draws of :math:`\bar q` itself: draws of the base, each moved by a uniform group element."""

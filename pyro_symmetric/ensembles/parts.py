@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pyro_symmetric import arguments
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.storage import PathLike, StoreError, inside, load_json, save_json
 
@@ -30,7 +31,7 @@ class Parts:
     """
 
     def __init__(self, folder: PathLike | None, settings: Mapping[str, Any], seed: int):
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else arguments.path("folder", folder)
         self.head = {"settings": json.loads(json.dumps(settings)), "seed": seed}
         self._held: dict[int, Posterior] = {}
         if self.folder is None:
@@ -79,7 +80,7 @@ def load_ensemble(folder: PathLike) -> Posterior:
     :raises OSError: if there is no such folder, or no finished part in it.
     :raises StoreError: naming the file that is damaged.
     """
-    folder = Path(folder)
+    folder = arguments.path("folder", folder)
     head = _head(folder)
     indices = sorted(int(path.stem.removeprefix("part-")) for path in folder.glob("part-[0-9]*.safetensors"))
     parts = [_load(folder, index, head) for index in indices]

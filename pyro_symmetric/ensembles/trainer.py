@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from tqdm import tqdm
 
-from pyro_symmetric.calls import described
+from pyro_symmetric import arguments
 from pyro_symmetric.ensembles.data_checks import require_data
 from pyro_symmetric.ensembles.members import (
     LOSSES,
@@ -58,12 +58,15 @@ class Trainer:
         device: torch.device | str | None,
     ):
         self.x, self.y = _checked_data(data)
-        if epochs < 1:
-            raise ValueError(f"epochs is {epochs}; it must be at least 1")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1, or None for all data")
-        if not isinstance(net, nn.Module):
-            raise TypeError(f"net is {described(net)}; it must be an nn.Module or a BayesianModel")
+        arguments.whole("epochs", epochs, 1)
+        arguments.whole("batch_size", batch_size, 1, none="all data")
+        arguments.instance("net", net, nn.Module, "an nn.Module or a BayesianModel")
+        arguments.device("device", device, none="the network's own")
+        arguments.flag("cosine", cosine)
+        arguments.function("init", init, "a function of a number of members", none="the modules' own")
+        arguments.function("outliers", outliers, "a function of losses", none="none")
+        if not isinstance(loss, str):
+            arguments.function("loss", loss, "the name of a loss, or a function of outputs and targets")
         model = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)
         self.net = model.net if isinstance(model, BayesianModel) else model
         parameters = list(self.net.parameters())
@@ -171,7 +174,7 @@ class Trainer:
         held = {name: self.net.get_parameter(name).expand(count, *shapes[name]).clone() for name in self.frozen}
         if self.init is None:
             return {**fresh_members(self.net, count), **held}
-        start = {**self.init(count), **held}
+        start = {**arguments.weights("what init gave", self.init(count)), **held}
         for name, shape in shapes.items():
             if name not in start or start[name].shape != (count, *shape):
                 found = "is missing" if name not in start else f"has shape {tuple(start[name].shape)}"
@@ -264,7 +267,9 @@ def _checked_optimizer(make: MakeOptimizer, parameters: Sequence[Tensor]) -> str
             f"optimizer is one of {kind}; it must be a function that makes one of given parameters: "
             f"functools.partial(torch.optim.{kind}, lr=...)"
         )
+    arguments.instance("optimizer", make, Callable, "a function that makes an optimiser of given parameters")  # type: ignore[arg-type]
     made = make([torch.zeros(1, *parameter.shape, requires_grad=True) for parameter in parameters])
+    arguments.instance("what optimizer made", made, Optimizer, "an optimiser of torch.optim")
     if isinstance(made, torch.optim.LBFGS):
         raise ValueError("optimizer makes LBFGS, whose steps need all members' losses at once; take SGD, Adam, ...")
     groups = [

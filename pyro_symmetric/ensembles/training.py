@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from pyro_symmetric import arguments
 from pyro_symmetric.ensembles.members import Loss
 from pyro_symmetric.ensembles.parts import Parts, joined
 from pyro_symmetric.ensembles.trainer import MakeOptimizer, OutlierRule, Trainer
@@ -111,10 +112,9 @@ def ensemble(
     :raises ValueError: if arguments or data don't fit, or every member of a part stops.
     """
     trainer = Trainer(net, data, loss, epochs, batch_size, optimizer, cosine, init, outliers, device)
-    if num_members < 1:
-        raise ValueError(f"num_members is {num_members}; at least one is needed")
-    if members_at_once is not None and members_at_once < 1:
-        raise ValueError(f"members_at_once is {members_at_once}; it must be at least 1, or None")
+    arguments.whole("num_members", num_members, 1)
+    arguments.whole("members_at_once", members_at_once, 1, none="a number that suits")
+    arguments.flag("redraw", redraw)
     comfortable = trainer.comfortable_size()
     if folder is not None:
         comfortable = min(comfortable, max(25, num_members // 10))

@@ -11,8 +11,10 @@ from pyro.infer.autoguide import AutoContinuous, AutoDelta, AutoGuide, AutoNorma
 from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_symmetric import arguments
 from pyro_symmetric.guides.layout import layout_of
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.guides.quantiles import checked
+from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_sites
 
 AnyGuide = TypeVar("AnyGuide", bound=AutoGuide)
 
@@ -27,6 +29,7 @@ def distinct(guide: AnyGuide) -> AnyGuide:
 
     >>> first, second = distinct(AutoNormal(model)), distinct(AutoNormal(model))
     """
+    arguments.instance("guide", guide, AutoGuide, "an automatic guide")
     if getattr(guide, "prototype_trace", None) is not None:
         raise ValueError("the guide has been used already, under its old name; call distinct() right after building it")
     guide._pyro_name = f"{type(guide).__name__}_{next(_counter)}"
@@ -47,7 +50,7 @@ class WeightsGuide(AutoContinuous):
     starts: tuple[float, ...] = ()
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any):
-        super().__init__(model, *args, **kwargs)
+        super().__init__(arguments.function("model", model, "a Pyro model"), *args, **kwargs)
         distinct(self)
 
     def setup(self, *args: Any, **kwargs: Any) -> WeightsGuide:
@@ -76,11 +79,15 @@ class WeightsGuide(AutoContinuous):
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
         """Marginal quantiles of the weights, by site, ``(len(quantiles), *site_shape)``."""
         layout_of(self)
+        checked(quantiles)
         return super().quantiles(quantiles, *args, **kwargs)
 
     def unpack(self, latent: Tensor) -> Weights:
         """Flat unconstrained vectors ``batch_shape + (D,)`` -> weights."""
         sites = layout_of(self)
+        dim = sum(site.unconstrained_shape.numel() for site in sites)
+        if arguments.tensor("latent", latent).shape[-1:] != (dim,):
+            raise ValueError(f"latent has shape {tuple(latent.shape)}; its last axis must be {dim} long")
         pieces = latent.split([site.unconstrained_shape.numel() for site in sites], dim=-1)
         return {
             site.name: biject_to(site.support)(piece.reshape((*latent.shape[:-1], *site.unconstrained_shape)))
@@ -89,8 +96,12 @@ class WeightsGuide(AutoContinuous):
 
     def pack(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Weights -> flat unconstrained vectors; the inverse of :meth:`unpack`."""
+        sites = layout_of(self)
+        shapes = {site.name: torch.Size(site.shape) for site in sites}
+        require_sites(weights, shapes)
+        batch_shape(weights, shapes)
         pieces = []
-        for site in layout_of(self):
+        for site in sites:
             value = biject_to(site.support).inv(weights[site.name])
             batch = value.shape[: value.dim() - len(site.unconstrained_shape)]
             pieces.append(value.reshape(*batch, -1))
@@ -110,7 +121,7 @@ def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weig
 
     :raises TypeError: for a guide that is neither continuous nor ``AutoNormal`` nor ``AutoDelta``.
     """
-    shape = torch.Size(sample_shape)
+    shape = arguments.shape("sample_shape", sample_shape)
     sites = layout_of(guide)
     with torch.no_grad():
         if isinstance(guide, AutoContinuous):

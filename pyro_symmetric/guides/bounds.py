@@ -16,12 +16,14 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_symmetric import arguments
 from pyro_symmetric.distributions import OrbitEstimator
+from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.generators import kept
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.gaussian import base_posterior
 from pyro_symmetric.guides.layout import action_on, layout_of
-from pyro_symmetric.guides.suggest import require_estimator, suggest_estimator
+from pyro_symmetric.guides.suggest import suggest_estimator
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, finite_part
 from pyro_symmetric.symmetry.function_check import check_function
 from pyro_symmetric.symmetry.rescaling import SignGroup
@@ -90,8 +92,8 @@ def evidence(
     :param chunk: how many are evaluated at once.
     :raises ValueError: naming the factors of the group that ``log_joint`` lacks.
     """
-    if num_samples < 2:
-        raise ValueError(f"num_samples is {num_samples}; a standard error needs at least 2")
+    arguments.whole("num_samples", num_samples, 2)
+    arguments.whole("chunk", chunk, 1)
     group = finite_part(group)
     estimator = estimator or suggest_estimator(guide, group, training=False).estimator
     require_estimator(estimator)

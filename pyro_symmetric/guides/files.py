@@ -15,6 +15,7 @@ from pyro.infer.autoguide import (
     AutoMultivariateNormal,
 )
 
+from pyro_symmetric import arguments
 from pyro_symmetric.distributions import BetheBound, ExactOrbit, InfoNCE, SinkhornImportance
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.gaussian import FAMILIES, family_and_moments
@@ -85,6 +86,7 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
     :raises OSError: if the file can't be read.
     :raises StoreError: if it is damaged (it is compared with its checksum) or no guide.
     """
+    arguments.device("device", device)
     tensors, header = load_tensors(path, KIND, VERSION)
     if device is not None:
         tensors = {name: value.to(device) for name, value in tensors.items()}

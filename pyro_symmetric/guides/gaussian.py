@@ -26,6 +26,7 @@ from pyro.infer.autoguide import (
 )
 from torch import Tensor, nn
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.guides.affine import triangular
 from pyro_symmetric.guides.base import WeightsGuide
@@ -54,6 +55,7 @@ class AutoMeanField(GaussianGuide, AutoDiagonalNormal):
     """
 
     def __init__(self, sites: tuple[SiteLayout, ...], loc: Tensor, scale: Tensor):
+        require_moments(sites, {"loc": loc, "scale": scale})
         super().__init__(sites, loc)
         self.scale = scale.detach().clone()  # type: ignore[assignment]  # a PyroParam by its class
 
@@ -69,6 +71,7 @@ class AutoLowRank(GaussianGuide, AutoLowRankMultivariateNormal):
     """
 
     def __init__(self, sites: tuple[SiteLayout, ...], loc: Tensor, scale: Tensor, cov_factor: Tensor):
+        require_moments(sites, {"loc": loc, "scale": scale, "cov_factor": cov_factor})
         super().__init__(sites, loc, rank=cov_factor.shape[-1])
         self.scale = scale.detach().clone()  # type: ignore[assignment]
         with torch.no_grad():
@@ -84,6 +87,7 @@ class AutoFullRank(GaussianGuide, AutoMultivariateNormal):
     """
 
     def __init__(self, sites: tuple[SiteLayout, ...], loc: Tensor, scale_tril: Tensor):
+        require_moments(sites, {"loc": loc, "scale_tril": scale_tril})
         super().__init__(sites, loc)
         diagonal = scale_tril.detach().diagonal().clone()
         self.scale = diagonal  # type: ignore[assignment]
@@ -119,6 +123,29 @@ def family_and_moments(guide: AutoGuide) -> tuple[type[GaussianGuide], dict[str,
         f"{type(guide).__name__} isn't a Gaussian guide; known are AutoNormal, AutoDiagonalNormal, "
         f"AutoLowRankMultivariateNormal, AutoMultivariateNormal and {', '.join(FAMILIES)}"
     )
+
+
+def require_moments(sites: Sequence[SiteLayout], moments: Moments) -> None:
+    """Check what a Gaussian guide over these sites is made of.
+
+    :raises ValueError: naming the moment whose shape or values don't fit.
+    """
+    given = arguments.listed("sites", sites, SiteLayout, "layouts, as layout_of(guide) gives them")
+    dim = sum(site.unconstrained_shape.numel() for site in given)
+    if not dim:
+        raise ValueError("sites holds no weights; a guide needs at least one")
+    for name, value in moments.items():
+        columns = {"scale_tril": (dim,), "cov_factor": value.shape[1:2] if isinstance(value, Tensor) else ()}
+        if arguments.tensor(name, value).shape != (dim, *columns.get(name, ())) or (
+            name in columns and value.dim() != 2
+        ):
+            wanted = f"({dim}, rank)" if name == "cov_factor" else str((dim, *columns.get(name, ())))
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; the sites' {dim} weights need {wanted}")
+        positive = {"scale": value, "scale_tril": value.diagonal() if value.dim() == 2 else value}.get(name)
+        if not bool(value.isfinite().all()) or (positive is not None and not bool((positive > 0).all())):
+            raise ValueError(f"{name} must hold finite numbers{'' if positive is None else ', deviations above 0'}")
+        if name == "scale_tril" and bool(value.triu(1).any()):
+            raise ValueError("scale_tril holds numbers above its diagonal; it must be lower triangular")
 
 
 def one_family(names: Sequence[str], moments: Sequence[Moments]) -> tuple[str, list[Moments]]:

@@ -11,7 +11,8 @@ that, and :class:`~pyro_symmetric.guides.AutoSymmetrized` counts all of them. Al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
@@ -22,16 +23,24 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.matching import align
 from pyro_symmetric.alignment.parts.problem import AnyGroup
 from pyro_symmetric.distributions import Modes, OrbitEstimator
 from pyro_symmetric.guides import starts
 from pyro_symmetric.guides.affine import AffineAction
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.gaussian import FAMILIES, GaussianGuide, Moments, family_and_moments, one_family
+from pyro_symmetric.guides.gaussian import (
+    FAMILIES,
+    GaussianGuide,
+    Moments,
+    family_and_moments,
+    one_family,
+    require_moments,
+)
 from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, layout_of, one_layout_of
-from pyro_symmetric.guides.quantiles import mixture_quantiles
-from pyro_symmetric.guides.starts import InitLocFn, require_number_of_starts
+from pyro_symmetric.guides.quantiles import checked, mixture_quantiles
+from pyro_symmetric.guides.starts import InitLocFn
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup
 from pyro_symmetric.symmetry.weights import Weights
@@ -86,15 +95,13 @@ class AutoModes(WeightsGuide):
         init_scale: float = 0.1,
         train_weights: bool = True,
     ):
-        if isinstance(num_modes, bool) or not isinstance(num_modes, int) or num_modes < 1:
-            raise ValueError(f"num_modes is {num_modes!r}; a mixture has at least 1")
-        if family not in FAMILIES:
-            raise ValueError(f"family is {family!r}; it must be one of {list(FAMILIES)}")
-        if rank is not None and rank < 1:
-            raise ValueError(f"rank is {rank}; it must be at least 1")
-        if not init_scale > 0:
-            raise ValueError(f"init_scale is {init_scale}; it must be positive")
-        require_number_of_starts(num_starts)
+        arguments.whole("num_modes", num_modes, 1)
+        arguments.one_of("family", family, FAMILIES)
+        arguments.whole("rank", rank, 1, none="the square root of the number of weights")
+        arguments.function("init_loc_fn", init_loc_fn, "a function of a site", none="the usual starts")
+        arguments.positive("init_scale", init_scale)
+        arguments.flag("train_weights", train_weights)
+        arguments.whole("num_starts", num_starts, 1)
         super().__init__(model, init_loc_fn or starts.init_loc_fn(model, moved))
         self.num_modes, self.family, self.rank, self.train_weights = num_modes, family, rank, train_weights
         self._start = (model, init_loc_fn, moved)  # in a tuple, so that a module doesn't become a part of the guide
@@ -189,9 +196,7 @@ class AutoModes(WeightsGuide):
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
         """Quantiles of the marginals of the mixture, by site, ``(len(quantiles), *site_shape)``."""
         layout_of(self)
-        given = torch.as_tensor(quantiles, dtype=self.loc.dtype, device=self.loc.device).reshape(-1, 1)
-        if not bool(((given > 0) & (given < 1)).all()):
-            raise ValueError(f"quantiles are {quantiles}; each must lie between 0 and 1")
+        given = checked(quantiles).to(self.loc).reshape(-1, 1)
         components = [self._component(k) for k in range(self.num_modes)]
         marginals = [torch.distributions.Normal(c.mean, c.variance.sqrt()) for c in components]
         return self.unpack(mixture_quantiles(marginals, self.mixture_weights, given))
@@ -225,7 +230,7 @@ class AutoModes(WeightsGuide):
         :param cost: of :func:`~pyro_symmetric.alignment.align`.
         :param train_weights: whether the mixture weights are parameters.
         """
-        guides = list(guides)
+        guides = arguments.listed("guides", guides, AutoGuide, "guides")
         if not guides:
             raise ValueError("guides is empty; a mixture needs at least one")
         sites = one_layout_of(guides)
@@ -242,8 +247,8 @@ class AutoModes(WeightsGuide):
                     moments[k] = AffineAction(element, sites).pushed(moments[k])
         family, alike = one_family([kind.__name__ for kind, _ in pairs], moments)
         like = moments[0]["loc"]
-        shares = like.new_ones(len(guides)) if weights is None else torch.as_tensor(weights).to(like)
-        if shares.shape != (len(guides),) or not bool((shares > 0).all()):
+        shares = like.new_ones(len(guides)) if weights is None else arguments.numbers("weights", weights).to(like)
+        if shares.shape != (len(guides),) or not bool(((shares > 0) & shares.isfinite()).all()):
             raise ValueError(f"weights are {weights}; there must be {len(guides)} positive numbers, one for each guide")
         return cls.of_moments(sites, family, alike, (shares / shares.sum()).log(), train_weights=train_weights)
 
@@ -258,6 +263,11 @@ class AutoModes(WeightsGuide):
         train_weights: bool = True,
     ) -> AutoModes:
         """The mixture over a layout with given moments, one for each mode, all of one family."""
+        names = inspect.signature(FAMILIES[arguments.one_of("family", family, FAMILIES)]).parameters
+        for mode in arguments.listed("moments", moments, Mapping, "moments, one for each mode"):
+            require_moments(sites, {name: mode.get(name) for name in names if name != "sites"})
+        if arguments.tensor("logits", logits).shape != (len(moments),) or not moments:
+            raise ValueError(f"logits has shape {tuple(logits.shape)}, but moments has {len(moments)} modes")
         model = LayoutModel(sites, moments[0]["loc"])
         rank = moments[0]["cov_factor"].shape[-1] if family == "AutoLowRank" else None
         guide = cls(

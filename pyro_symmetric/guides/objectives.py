@@ -12,6 +12,7 @@ Reference: Gelberg et al. 2024 (arXiv 2408.05496), Section 4.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.distributions import (
     constraints,
 )
 
+from pyro_symmetric import arguments
 from pyro_symmetric.distributions import Modes, Symmetrized
 
 
@@ -39,6 +41,12 @@ class OwnParticle_ELBO(Trace_ELBO):
 
     Pyro's own ``loss`` sums log-densities by itself, whatever a subclass makes of them.
     """
+
+    def __init__(self, num_particles: int = 1, *args: Any, **kwargs: Any):
+        super().__init__(arguments.whole("num_particles", num_particles, 1), *args, **kwargs)
+        arguments.flag("vectorize_particles", self.vectorize_particles)
+        if self.max_plate_nesting != math.inf:
+            arguments.whole("max_plate_nesting", self.max_plate_nesting, 0)
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """An estimate of the negative ELBO."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
+
+from pyro_symmetric import arguments
 
 BISECTIONS = 60  # of a bracket; more than the digits of a float64
 
@@ -25,3 +28,14 @@ def mixture_quantiles(components: Sequence[Distribution], weights: Tensor, level
         below = sum(w * component.cdf(middle) for w, component in zip(weights, components, strict=True)) < levels
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return (low + high) / 2
+
+
+def checked(quantiles: Any) -> Tensor:
+    """Quantiles as a tensor ``(n,)`` in float64.
+
+    :raises ValueError: unless each lies between 0 and 1.
+    """
+    given = arguments.numbers("quantiles", quantiles).double().reshape(-1)
+    if not len(given) or not bool(((given > 0) & (given < 1)).all()):
+        raise ValueError(f"quantiles are {given.tolist()}; each must lie between 0 and 1")
+    return given

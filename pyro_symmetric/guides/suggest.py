@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoNormal
 
+from pyro_symmetric import arguments
 from pyro_symmetric.distributions import ExactOrbit, OrbitEstimator, SinkhornImportance
 from pyro_symmetric.distributions.exact import without
 from pyro_symmetric.distributions.permanent import LARGEST_PERMANENT
@@ -45,6 +46,9 @@ def suggest_estimator(
     """
     group = finite_part(group)
     kind = guide if isinstance(guide, type) else getattr(guide, "base_class", type(guide))
+    if not issubclass(kind, AutoGuide):
+        raise TypeError(f"guide is {arguments.shown(guide)}; it must be an automatic guide, or the class of one")
+    arguments.flag("training", training)
     mean_field = issubclass(kind, AutoDiagonalNormal | AutoNormal)
     listed, terms, how = _exact_terms(group, mean_field)
     if listed <= (LISTED if training else LISTED_TO_REPORT) and terms <= (TERMS if training else TERMS_TO_REPORT):
@@ -62,12 +66,6 @@ def suggest_estimator(
     if not mean_field:
         reason += f"; {kind.__name__} is matched by its means and deviations, so take a larger K where units overlap"
     return Suggestion(SinkhornImportance(k), reason)
-
-
-def require_estimator(estimator: Any) -> None:
-    """:raises TypeError: unless this is an estimator (a class of them is none)."""
-    if isinstance(estimator, type) or not callable(getattr(estimator, "log_prob", None)):
-        raise TypeError(f"estimator is {estimator!r}; it must be an estimator such as SinkhornImportance(4)")
 
 
 def _exact_terms(group: AnyFiniteGroup, mean_field: bool) -> tuple[float, float, str]:

@@ -18,10 +18,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.guides.gaussian import AutoLowRank
 from pyro_symmetric.guides.layout import SiteLayout
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry.weights import batch_shape, require_finite
+from pyro_symmetric.symmetry.weights import batch_shape, require_finite, require_sites
 
 # Iterates that agree to the last bit would make a deviation of zero, which no density has.
 LEAST_DEVIATION = 1e-8
@@ -39,12 +40,12 @@ def swag(model: BayesianModel, iterates: Mapping[str, Tensor], rank: int = 20) -
     :param rank: ``K``, how many of the last iterates span the low-rank part; at most ``S`` are used.
     :raises ValueError: if there are fewer than two iterates or they don't fit the model.
     """
-    shapes = model.site_shapes
-    batch = batch_shape(iterates, shapes)
+    shapes = arguments.instance("model", model, BayesianModel, "a BayesianModel").site_shapes
+    require_sites(iterates, shapes, "iterates")
+    batch = batch_shape(iterates, shapes, "iterates")
     if len(batch) != 1 or batch[0] < 2:
         raise ValueError(f"iterates have batch shape {tuple(batch)}; SWAG needs (S,) with at least 2 iterates")
-    if rank < 2:
-        raise ValueError(f"rank is {rank}; the low-rank part needs at least 2 iterates")
+    arguments.whole("rank", rank, 2)
     require_finite(iterates, "iterates")
     sites = tuple(
         SiteLayout(name, tuple(shapes[name]), prior.support, len(prior.event_shape))  # type: ignore[arg-type]

@@ -26,14 +26,17 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
+from pyro_symmetric import arguments
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized
 from pyro_symmetric.distributions.constrained import ConstrainedAction
+from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.guides import starts
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, action_on, layout_of
 from pyro_symmetric.guides.one_sided import GuideDensity
-from pyro_symmetric.guides.starts import InitLocFn, require_number_of_starts
-from pyro_symmetric.guides.suggest import require_estimator, suggest_estimator
+from pyro_symmetric.guides.quantiles import checked
+from pyro_symmetric.guides.starts import InitLocFn
+from pyro_symmetric.guides.suggest import suggest_estimator
 from pyro_symmetric.symmetry.factored import moved_weights
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, SignedFlatAction, finite_part
 from pyro_symmetric.symmetry.joint_density import InconclusiveError
@@ -108,7 +111,11 @@ class AutoSymmetrized(WeightsGuide):
         group = finite_part(group)
         if estimator is not None:
             require_estimator(estimator)
-        require_number_of_starts(num_starts)
+        arguments.flag("sticking_the_landing", sticking_the_landing)
+        arguments.function("model", model, "a Pyro model")
+        arguments.function("init_loc_fn", init_loc_fn, "a function of a site", none="the usual starts")
+        arguments.positive("init_scale", base_arguments.get("init_scale"), none="the base's own")
+        arguments.whole("num_starts", num_starts, 1)
         given_model, start = model, init_loc_fn or starts.init_loc_fn(model, group.required_sites)
         if not self._has_moments:
             if sticking_the_landing:
@@ -162,14 +169,14 @@ class AutoSymmetrized(WeightsGuide):
         :param orbit: draw from the symmetrised guide itself, all copies alike, instead of from its base.
         """
         weights = super().sample_posterior(sample_shape)
-        if not orbit:
+        if not arguments.flag("orbit", orbit):
             return weights
         element = self.group.sample(sample_shape, device=next(iter(weights.values())).device)
         return moved_weights(element, weights, sample_shape)
 
     def median(self, *args: Any, orbit: bool = False, num_samples: int = 2000, **kwargs: Any) -> Weights:
         """Medians of the weights, by site; see :meth:`quantiles`."""
-        if not orbit and self._has_moments:
+        if not arguments.flag("orbit", orbit) and self._has_moments:
             return super().median(*args, **kwargs)
         found = self.quantiles([0.5], *args, orbit=orbit, num_samples=num_samples, **kwargs)
         return {site: value[0] for site, value in found.items()}
@@ -185,8 +192,10 @@ class AutoSymmetrized(WeightsGuide):
             exchanges, and symmetric around zero where it flips signs.
         :param num_samples: draws that they are estimated from, with ``orbit``, or where the base is a flow.
         """
-        if not orbit and self._has_moments:
+        arguments.whole("num_samples", num_samples, 1)
+        if not arguments.flag("orbit", orbit) and self._has_moments:
             return super().quantiles(quantiles, *args, **kwargs)
+        checked(quantiles)
         draws = self.sample_posterior((num_samples,), orbit=orbit)
         return {site: _empirical_quantiles(value, quantiles) for site, value in draws.items()}
 

@@ -22,6 +22,7 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of
 from pyro_symmetric.alignment.paths.bures import barycentre_root, between, squared_distance
 from pyro_symmetric.alignment.paths.geodesic import interpolate_gaussians, require_ends, wasserstein_gaussians
@@ -55,6 +56,7 @@ def wasserstein(first: Any, second: Any, *, correlations: bool = True) -> float:
     :raises ValueError: if the sites or shapes differ, values aren't finite, or there are too many weights for
         correlations.
     """
+    arguments.flag("correlations", correlations)
     one, other = gaussian_of(first, "first"), gaussian_of(second, "second")
     squared = wasserstein_gaussians(one, other) ** 2
     roots = [_root_or_none(guide) for guide in (first, second)] if correlations else [None]
@@ -94,6 +96,7 @@ def interpolate(guide_0: Any, guide_1: Any, t: float, *, correlations: bool = Tr
     :param correlations: whether to keep those of low-rank and full-rank guides; up to 2000 weights. Else the marginals
         are interpolated, at any size.
     """
+    arguments.flag("correlations", correlations)
     both = (guide_0, guide_1)
     names = ("guide_0", "guide_1")
     guides = _are_guides(both, names)
@@ -137,7 +140,8 @@ def barycentre(
     :param correlations: whether to keep those of low-rank and full-rank guides; up to 2000 weights. Else the marginals'
         barycentre is taken, at any size.
     """
-    guides = list(guides)
+    arguments.flag("correlations", correlations)
+    guides = arguments.listed("guides", guides, object, "guides, or of weights")
     if not guides:
         raise ValueError("guides is empty; a barycentre needs at least one")
     names = [f"guides[{k}]" for k in range(len(guides))]
@@ -188,9 +192,9 @@ def _mean(moments: Sequence[GaussianWeights], shares: Sequence[float]) -> Gaussi
 
 
 def _shares(weights: Sequence[float] | Tensor | None, count: int) -> list[float]:
-    shares = torch.ones(count) if weights is None else torch.as_tensor(weights)
+    shares = torch.ones(count) if weights is None else arguments.numbers("weights", weights)
     shares = shares.double()
-    if shares.shape != (count,) or not bool((shares >= 0).all()) or not bool(shares.sum() > 0):
+    if shares.shape != (count,) or not bool(((shares >= 0) & shares.isfinite()).all()) or not bool(shares.sum() > 0):
         raise ValueError(f"weights are {weights}; there must be {count} numbers, one for each guide, none negative")
     return (shares / shares.sum()).tolist()
 

@@ -45,8 +45,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.hmc import Trajectory, transition, whole_steps
-from pyro_symmetric.mcmc.kernel import State, require_count, require_positive
+from pyro_symmetric.mcmc.kernel import State
 from pyro_symmetric.mcmc.mass import Mass
 from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.warmup import HamiltonianKernel, Tuning
@@ -154,8 +155,8 @@ class ChEES(HamiltonianKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("trajectory_length", self.trajectory_length)
-        require_count("max_steps", self.max_steps)
+        arguments.positive("trajectory_length", self.trajectory_length)
+        arguments.whole("max_steps", self.max_steps, 1)
 
     # the contract ---------------------------------------------------------------------------------------------------
 

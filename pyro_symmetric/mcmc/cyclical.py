@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.kernel import require_count, require_fraction
+from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.landscape import Landscape
 from pyro_symmetric.mcmc.stochastic import StochasticGradientKernel, Tuning, Walk
 
@@ -59,13 +59,12 @@ class CyclicalSG(StochasticGradientKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("cycle_length", self.cycle_length)
-        require_count("samples_per_cycle", self.samples_per_cycle)
-        require_fraction("exploration", self.exploration)
-        require_fraction("momentum_decay", self.momentum_decay)
-        if self.dynamics not in DYNAMICS:
-            raise ValueError(f"dynamics is {self.dynamics!r}; it must be one of {DYNAMICS}")
-        if not 1 <= self.samples_per_cycle <= self.cycle_length - self.exploration_length:
+        arguments.whole("cycle_length", self.cycle_length, 1)
+        arguments.whole("samples_per_cycle", self.samples_per_cycle, 1)
+        arguments.fraction("exploration", self.exploration)
+        arguments.fraction("momentum_decay", self.momentum_decay)
+        arguments.one_of("dynamics", self.dynamics, DYNAMICS)
+        if not self.samples_per_cycle <= self.cycle_length - self.exploration_length:
             raise ValueError(
                 f"samples_per_cycle is {self.samples_per_cycle}; the sampling stage of a cycle has "
                 f"{self.cycle_length - self.exploration_length} of its {self.cycle_length} steps, and each draw needs "

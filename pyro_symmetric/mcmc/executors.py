@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from pyro_symmetric import arguments
 from pyro_symmetric.generators import lent
 from pyro_symmetric.mcmc.job import Job, asked_for
 from pyro_symmetric.mcmc.tasks import Parcel, cut, do_task, folder_of_tasks
@@ -80,12 +81,9 @@ def run_tasks(job: Job, executor: Executor | None, chains_per_task: int | None, 
             f"executor is a {type(executor).__name__}; it must be a concurrent.futures.Executor, such as "
             "ProcessPoolExecutor(4) or a dask Client's get_executor()"
         )
-    if chains_per_task is None:
-        chains_per_task = default_size(job.num_chains)
-    for name, count in {"chains_per_task": chains_per_task, "threads_per_task": threads}.items():
-        if count < 1:
-            raise ValueError(f"{name} is {count}; it must be at least 1")
-    chains_per_task = int(chains_per_task)
+    threads = arguments.whole("threads_per_task", threads, 1)
+    given = arguments.whole("chains_per_task", chains_per_task, 1, none="a quarter of all")
+    chains_per_task = default_size(job.num_chains) if given is None else given
     with folder_of_tasks(job, chains_per_task) as seed:
         jobs = cut(job, chains_per_task, seed)
         outcome = Outcome()

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.integrator import MAX_ENERGY_ERROR, energy_error, leapfrog
-from pyro_symmetric.mcmc.kernel import State, require_count, require_positive
+from pyro_symmetric.mcmc.kernel import State
 from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.warmup import HamiltonianKernel, Tuning
 
@@ -59,11 +60,10 @@ class HMC(HamiltonianKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("trajectory_length", self.trajectory_length)
-        require_count("num_steps", self.num_steps)
-        require_count("max_steps", self.max_steps)
-        if not 0 <= self.jitter <= 1:
-            raise ValueError(f"jitter is {self.jitter}; it must lie between 0 (none) and 1")
+        arguments.positive("trajectory_length", self.trajectory_length)
+        arguments.whole("num_steps", self.num_steps, 1, none="trajectory_length over the step size")
+        arguments.whole("max_steps", self.max_steps, 1)
+        arguments.number("jitter", self.jitter, least=0, most=1)
 
     def step(self, potential: Potential, state: State) -> State:
         return transition(potential, state, self._draw_num_steps(state.tuning))[0]

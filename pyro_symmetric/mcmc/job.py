@@ -6,13 +6,13 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from pyro_symmetric import arguments
 from pyro_symmetric.generators import seeded
 from pyro_symmetric.mcmc.driver import MemoryDraws, Plan, Run
 from pyro_symmetric.mcmc.identity import (
@@ -25,13 +25,13 @@ from pyro_symmetric.mcmc.identity import (
     versions,
 )
 from pyro_symmetric.mcmc.kernel import Kernel
-from pyro_symmetric.mcmc.potential import Potential
+from pyro_symmetric.mcmc.potential import CHAIN_DTYPES, Potential
 from pyro_symmetric.mcmc.starts import resolve, starting_points
 from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import Draws, DrawStore, read_store
 
 # the least of each
-COUNTS = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "chain_chunk": 1, "seed": None}
+COUNTS = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +60,15 @@ class Job:
             found = f"the class {self.kernel.__name__}" if isinstance(self.kernel, type) else f"a {kind}"
             raise TypeError(f"kernel is {found}; it must be a sampler such as HMC(model)")
         for name, least in COUNTS.items():
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _whole(name, value, least))
-        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype is {self.dtype!r}; it must be a dtype such as torch.float64")
-        if self.device is not None and torch.device(self.device).type == "mps":
+            object.__setattr__(self, name, arguments.whole(name, getattr(self, name), least))
+        object.__setattr__(self, "seed", arguments.whole("seed", self.seed, 0, 2**64 - 1, none="no seed"))
+        arguments.whole("chain_chunk", self.chain_chunk, 1, none="all chains at once")
+        arguments.one_of("compile", self.compile, (None, True, False))
+        arguments.one_of("resume", self.resume, ("auto", True, False))
+        arguments.dtype("dtype", self.dtype, CHAIN_DTYPES)
+        device = arguments.device("device", self.device, here=False)
+        if device is not None and device.type == "mps":
             raise ValueError(f"device is {str(self.device)!r}, which has no float64 to adapt step sizes in; use 'cpu'")
-        if self.resume not in (True, False, "auto"):
-            raise ValueError(f"resume is {self.resume!r}; it must be 'auto', True or False")
         if self.resume is True and self.store is None:
             raise ValueError("resume is True, but store is not given; pass the folder that the run was stored in")
 
@@ -81,8 +82,6 @@ class Job:
 
         :param chain_chunk: where the job leaves it open.
         """
-        if self.device is not None and torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device is {str(self.device)!r}, but PyTorch finds no GPU here")
         try:
             return Potential(
                 self.kernel.model,
@@ -186,14 +185,6 @@ def _facts(job: Job, potential: Potential) -> dict[str, Any]:
         "chain_chunk": potential.chain_chunk,
         "versions": versions(),
     }
-
-
-def _whole(name: str, value: Any, least: int | None) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be a whole number")
-    if least is not None and value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
-    return int(value)
 
 
 def _how_to_go_on(job: Job, iteration: int) -> tuple[str, ...]:

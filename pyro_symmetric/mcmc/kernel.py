@@ -13,13 +13,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from pyro_symmetric.mcmc.potential import Potential
+from pyro_symmetric import arguments
+from pyro_symmetric.mcmc.potential import Potential, require_model
 
 _WITH_TOLIST = (Tensor, np.ndarray, np.generic)  # which JSON can't hold
 
@@ -62,6 +62,13 @@ class Kernel(ABC):
         settings = [f":param {name}: {words}{_default(cls, name)}" for name, words in cls._documented.items()]
         cls.__doc__ = "\n".join([text, "", *settings]).strip()
 
+    def __post_init__(self) -> None:
+        if self.model is not None:  # a kernel without one can be driven by hand, on a Potential
+            require_model(self.model)
+        for setting in fields(self):  # type: ignore[arg-type]
+            if setting.type == "bool":
+                arguments.flag(setting.name, getattr(self, setting.name))
+
     @abstractmethod
     def init(self, potential: Potential, z: Tensor, num_warmup: int) -> State:
         """The state of chains that start at ``z`` of shape ``(C, D)``."""
@@ -95,21 +102,3 @@ def _parted(doc: str) -> tuple[str, dict[str, str]]:
 
 def _default(kind: type, name: str) -> str:
     return f" Default: ``{getattr(kind, name)!r}``." if hasattr(kind, name) else ""
-
-
-def require_positive(name: str, value: float | None) -> None:
-    """:raises ValueError: unless ``value`` is ``None`` or positive."""
-    if value is not None and not 0 < value < float("inf"):
-        raise ValueError(f"{name} is {value}; it must be positive and finite")
-
-
-def require_count(name: str, value: int | None) -> None:
-    """:raises ValueError: unless ``value`` is ``None`` or a positive whole number."""
-    if value is not None and not (isinstance(value, Integral) and value >= 1):
-        raise ValueError(f"{name} is {value}; it must be a positive whole number")
-
-
-def require_fraction(name: str, value: float) -> None:
-    """:raises ValueError: unless ``value`` lies strictly between 0 and 1."""
-    if not 0 < value < 1:
-        raise ValueError(f"{name} is {value}; it must lie between 0 and 1")

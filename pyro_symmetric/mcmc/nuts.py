@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.integrator import MAX_ENERGY_ERROR, energy_error, leapfrog
-from pyro_symmetric.mcmc.kernel import State, require_count
+from pyro_symmetric.mcmc.kernel import State
 from pyro_symmetric.mcmc.mass import Mass
 from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.warmup import HamiltonianKernel, Tuning
@@ -46,7 +47,7 @@ class NUTS(HamiltonianKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("max_treedepth", self.max_treedepth)
+        arguments.whole("max_treedepth", self.max_treedepth, 1)
 
     def step(self, potential: Potential, state: State) -> State:
         tuning: Tuning = state.tuning

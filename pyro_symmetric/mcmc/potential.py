@@ -25,7 +25,8 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 
-from pyro_symmetric.calls import described_call, model_arguments
+from pyro_symmetric import arguments
+from pyro_symmetric.calls import described, described_call, model_arguments
 from pyro_symmetric.generators import kept, turn
 from pyro_symmetric.largest import LargestTensor
 from pyro_symmetric.mcmc.compiled import Compiled, CompileFailed
@@ -37,6 +38,7 @@ from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import placed, promoted
 from pyro_symmetric.symmetry.weights import Weights
 
+CHAIN_DTYPES = (torch.float32, torch.float64)
 CACHE_BYTES = 2**22  # that the largest intermediate result of a chunk of chains should fit into, on a CPU
 COMPILED_CHAINS = 64  # at most, by default: a program pads to its number of chains
 
@@ -56,6 +58,7 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
         target = Potential(model, args, kwargs).target
 
     def density(weights: Weights) -> Tensor:
+        arguments.weights("weights", weights)
         with turn(), pyro.validation_enabled(False):  # whose checks branch on values, which vmap forbids
             return target.log_joint(weights, None)
 
@@ -103,12 +106,11 @@ class Potential:
         batch_size: int | None = None,
         subsampled: bool = False,
     ):
-        _require_model(model)
+        require_model(model)
         args, kwargs = model_arguments(args, kwargs)
-        if chain_chunk is not None and chain_chunk < 1:
-            raise ValueError(f"chain_chunk is {chain_chunk}; it must be at least 1, or None for all chains at once")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype is {dtype}; chains need a floating-point dtype")
+        arguments.whole("chain_chunk", chain_chunk, 1, none="all chains at once")
+        arguments.dtype("dtype", dtype, CHAIN_DTYPES)
+        arguments.device("device", device)
         _refuse_training_batch_norm(model)
         model, args, kwargs = placed(model, args, kwargs, device, dtype)
         self.chain_chunk: int | None = chain_chunk  # as resolved below; None for all chains at once
@@ -124,6 +126,8 @@ class Potential:
         floats = [value for value in like.values() if value.is_floating_point()]
         self.device = torch.device(device) if device is not None else floats[0].device
         self.dtype = dtype or promoted(floats) or torch.get_default_dtype()
+        if self.dtype not in CHAIN_DTYPES:
+            raise ValueError(f"the model's sites are of {self.dtype}, too coarse for chains; pass dtype=torch.float32")
         self._network: NetworkEnergy | None = None
         self._compiled: Compiled | None = None
         self.route_reason = ""  # why no faster route was taken, in words
@@ -330,14 +334,14 @@ def _target(
     return TracedTarget(model, args, kwargs, batch_size, device, dtype)
 
 
-def _require_model(model: Any) -> None:
+def require_model(model: Any) -> None:
     """:raises TypeError: if it can't be one."""
     if isinstance(model, type):
         raise TypeError(f"model is the class {model.__name__}; pass an instance of it")
     if isinstance(model, AutoGuide):
         raise TypeError(f"model is a guide ({type(model).__name__}); pass the model itself, and initial=guide")
     if not callable(model):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a Pyro model, that is, callable")
+        raise TypeError(f"model is {described(model)}; it must be a Pyro model, that is, callable")
 
 
 def _refuse_training_batch_norm(model: Any) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.kernel import require_positive
+from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.landscape import Landscape
 from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.stochastic import SteadyKernel, Tuning, Walk
@@ -59,9 +59,8 @@ class pSGLD(SteadyKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("damping", self.damping)
-        if not 0 <= self.smoothing < 1:
-            raise ValueError(f"smoothing is {self.smoothing}; it must be at least 0 and less than 1")
+        arguments.positive("damping", self.damping)
+        arguments.number("smoothing", self.smoothing, least=0, below=1)
 
     def best_step(self, landscape: Landscape) -> Tensor:
         return 4 * self.tolerance / (landscape.stiffest + landscape.noise.mean())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from pyro_symmetric import arguments
 from pyro_symmetric.calls import model_arguments
 from pyro_symmetric.mcmc.executors import run_tasks
 from pyro_symmetric.mcmc.job import Job, run_job
@@ -120,7 +120,7 @@ def sample(
         seed,
         device,
         dtype,
-        None if store is None else Path(store).absolute(),
+        None if store is None else arguments.path("store", store).absolute(),
         resume,
     )
     if executor is None and chains_per_task is None:

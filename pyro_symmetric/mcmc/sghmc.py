@@ -28,12 +28,14 @@ from :math:`B / C` at little friction to Langevin dynamics' :math:`\varepsilon^2
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.kernel import State, require_positive
+from pyro_symmetric import arguments
+from pyro_symmetric.mcmc.kernel import State
 from pyro_symmetric.mcmc.landscape import Landscape
 from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.stochastic import SteadyKernel, Tuning, Walk
@@ -68,7 +70,7 @@ class SGHMC(SteadyKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("friction", self.friction)
+        arguments.positive("friction", self.friction, none="one that is found")
         if isinstance(self.noise_estimate, str):
             if self.noise_estimate != "auto":
                 raise ValueError(f"noise_estimate is {self.noise_estimate!r}; it must be a number, a tensor or 'auto'")
@@ -77,8 +79,10 @@ class SGHMC(SteadyKernel):
                     "noise_estimate='auto' needs replacement=True: the noise of batches without replacement cancels "
                     "over a pass through the data"
                 )
-        elif not bool((torch.as_tensor(self.noise_estimate) >= 0).all()):
-            raise ValueError(f"noise_estimate is {self.noise_estimate}; it must not be negative")
+        elif not isinstance(self.noise_estimate, Tensor):
+            arguments.number("noise_estimate", self.noise_estimate, least=0, below=math.inf)
+        elif not bool(((self.noise_estimate >= 0) & self.noise_estimate.isfinite()).all()):
+            raise ValueError("noise_estimate holds negative, infinite or NaN values; it must be at least 0 and finite")
 
     @property
     def has_momentum(self) -> bool:

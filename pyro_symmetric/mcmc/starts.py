@@ -10,10 +10,11 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.batches import independent_rows
 from pyro_symmetric.mcmc.targets import NetworkTarget, not_a_number
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import Weights, batch_shape
+from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_sites
 
 if TYPE_CHECKING:  # which asks this module for its starting points
     from pyro_symmetric.mcmc.potential import Potential
@@ -117,7 +118,7 @@ def _draws_of(guide: AutoGuide, count: int, args: tuple[Any, ...], kwargs: Mappi
 
 
 def _drawn(potential: Potential, draw: Drawer, count: int) -> Tensor:
-    z = potential.unconstrain(draw(count))
+    z = potential.unconstrain(arguments.weights("what initial gave", draw(count)))
     if z.shape != (count, potential.dim):
         raise ValueError(f"initial gave weights of batch shape {tuple(z.shape[:-1])} for {count} chains")
     return z.clone()
@@ -138,10 +139,12 @@ def _redrawn(
 
 
 def _given(potential: Potential, num_chains: int, weights: Mapping[str, Tensor]) -> Tensor:
+    require_sites(weights, potential.layout.site_shapes, "initial")
+    found = batch_shape(weights, potential.layout.site_shapes, "initial")
     z = potential.unconstrain(weights)
-    if tuple(batch_shape(weights, potential.layout.site_shapes)) not in ((), (num_chains,)):
+    if tuple(found) not in ((), (num_chains,)):
         raise ValueError(
-            f"initial weights have batch shape {tuple(z.shape[:-1])}; it must be ({num_chains},), one for each "
+            f"initial weights have batch shape {tuple(found)}; it must be ({num_chains},), one for each "
             "chain, or () for one start of all"
         )
     z = z.expand(num_chains, potential.dim).clone()

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.batches import Batches
-from pyro_symmetric.mcmc.kernel import Kernel, State, require_count, require_fraction, require_positive
+from pyro_symmetric.mcmc.kernel import Kernel, State
 from pyro_symmetric.mcmc.landscape import Landscape
 from pyro_symmetric.mcmc.potential import Potential
 
@@ -129,9 +130,10 @@ class StochasticGradientKernel(Kernel):
     subsampled = True
 
     def __post_init__(self) -> None:
-        require_positive("step_size", self.step_size)
-        require_count("batch_size", self.batch_size)
-        require_fraction("tolerance", self.tolerance)
+        super().__post_init__()
+        arguments.positive("step_size", self.step_size, none="one that is found")
+        arguments.whole("batch_size", self.batch_size, 1, none="all data")
+        arguments.fraction("tolerance", self.tolerance)
 
     # what subclasses provide ----------------------------------------------------------------------------------------
 
@@ -235,11 +237,10 @@ class SteadyKernel(StochasticGradientKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("num_steps", self.num_steps)
-        require_positive("warmup_factor", self.warmup_factor)
-        require_positive("decay_offset", self.decay_offset)
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"decay is {self.decay}; it must lie between 0 (a constant step) and 1")
+        arguments.whole("num_steps", self.num_steps, 1)
+        arguments.positive("warmup_factor", self.warmup_factor)
+        arguments.positive("decay_offset", self.decay_offset)
+        arguments.number("decay", self.decay, least=0, most=1)
 
     def scheduled(self, tuning: Tuning) -> Tensor:
         """The step size of the iteration to come, ``()``."""

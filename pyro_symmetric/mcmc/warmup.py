@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.adaptation import DualAveraging, window_ends
 from pyro_symmetric.mcmc.integrator import find_step_size
-from pyro_symmetric.mcmc.kernel import Kernel, State, require_count, require_fraction, require_positive
+from pyro_symmetric.mcmc.kernel import Kernel, State
 from pyro_symmetric.mcmc.mass import MASSES, MAX_DENSE, Mass, MassEstimate
 from pyro_symmetric.mcmc.potential import Potential
 
@@ -67,11 +68,11 @@ class HamiltonianKernel(Kernel):
     rank: int = 16
 
     def __post_init__(self) -> None:
-        require_positive("step_size", self.step_size)
-        require_count("rank", self.rank)
-        require_fraction("target_accept", self.target_accept)
-        if self.mass not in MASSES:
-            raise ValueError(f"mass is {self.mass!r}; it must be one of {MASSES}")
+        super().__post_init__()
+        arguments.positive("step_size", self.step_size, none="one that is found")
+        arguments.whole("rank", self.rank, 1)
+        arguments.fraction("target_accept", self.target_accept)
+        arguments.one_of("mass", self.mass, MASSES)
 
     # the contract ---------------------------------------------------------------------------------------------------
 

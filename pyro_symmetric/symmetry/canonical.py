@@ -22,6 +22,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.factored import along_axis
 from pyro_symmetric.symmetry.finite import FiniteGroup
 from pyro_symmetric.symmetry.minimal_mass import minimal_mass
@@ -114,6 +115,12 @@ def canonical_form(
     """:func:`canonicalize`, of what is only compared: without a look at whether labels are mixed."""
     _check_option("permutations", permutations, get_args(PermutationKey))
     _check_option("scalings", scalings, get_args(ScalingRule))
+    arguments.flag("signs", signs)
+    arguments.flag("shifts", shifts)
+    if not isinstance(symmetry, PermutationGroup | SignGroup | FiniteGroup) and not hasattr(symmetry, "scalings"):
+        raise TypeError(
+            f"symmetry is {arguments.shown(symmetry)}; it must be a symmetry, such as find_symmetry(net, x), or a group"
+        )
     require_finite(weights)
     if isinstance(symmetry, PermutationGroup):
         return remove_permutations(weights, symmetry, permutations) if permutations else dict(weights)

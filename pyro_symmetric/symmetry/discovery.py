@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry import trace as tracing
 from pyro_symmetric.symmetry.assembly import factors_of
 from pyro_symmetric.symmetry.explain import explain
@@ -57,6 +58,9 @@ def find_symmetry(
     :raises ValueError: if the network doesn't take the inputs, or holds NaN or infinite weights; if ``strict`` and an
         operator has no rule.
     """
+    arguments.instance("net", net, nn.Module, "a torch.nn.Module")
+    for name, value in {"strict": strict, "verify": verify, "logits": logits}.items():
+        arguments.flag(name, value)
     _require_parameters(net)
     if verify:
         require_finite({name: p.detach() for name, p in net.named_parameters() if not is_lazy(p)}, "net")

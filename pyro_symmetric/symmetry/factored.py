@@ -9,8 +9,9 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.view import AnyAxis, length_of, stretch, views_of
-from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_same_network, require_sites
+from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_same_network, require_sites, shapes_of
 
 
 class AnyFactor(Protocol):
@@ -42,13 +43,14 @@ class FactoredGroup(Generic[F, A]):
     """
 
     verb = "moves"
+    factor_kind: type = object
 
     def __init__(
         self, factors: Iterable[F], site_shapes: Mapping[str, torch.Size], spans: Iterable[tuple[str, int, int]] = ()
     ):
         self._factors: dict[str, F] = {}
-        self.site_shapes = {site: torch.Size(shape) for site, shape in site_shapes.items()}
-        for factor in factors:
+        self.site_shapes = shapes_of(site_shapes, "site_shapes")
+        for factor in arguments.listed("factors", factors, self.factor_kind, "factors, each with its axes"):
             if factor.name in self._factors:
                 raise ValueError(f"two factors are called {factor.name!r}; every factor needs a name of its own")
             self._factors[factor.name] = factor
@@ -100,6 +102,7 @@ class FactoredGroup(Generic[F, A]):
 
     def require_factors(self, names: Iterable[str]) -> None:
         """:raises ValueError: if the group lacks one of the factors."""
+        arguments.mapping("images", names, "factor -> its element")
         unknown = [name for name in names if name not in self._factors]
         if unknown:
             raise ValueError(f"the group has no factors {unknown}; its factors are {list(self._factors)}")
@@ -221,10 +224,10 @@ def declared_axes(
     :raises ValueError: if a site is unknown, an axis is left out, or the axes of one factor differ in length.
     """
     factors: dict[str, tuple[int, list[tuple[str, int]]]] = {}
-    for site, names in axes.items():
+    for site, names in arguments.mapping("axes", axes, "site -> the name of a factor, or None, for each axis").items():
         if site not in shapes:
             raise ValueError(f"axes declares site {site!r}, which example_weights lacks; it has {sorted(shapes)}")
-        if isinstance(names, str) or len(names) != len(shapes[site]):
+        if not isinstance(names, list | tuple) or len(names) != len(shapes[site]):
             raise ValueError(
                 f"axes[{site!r}] is {names!r}, but the site has shape {tuple(shapes[site])}: "
                 f"name a factor or None for each of its {len(shapes[site])} axes"
@@ -232,6 +235,7 @@ def declared_axes(
         for dim, name in enumerate(names):
             if name is None:
                 continue
+            arguments.instance(f"axes[{site!r}][{dim}]", name, str, "the name of a factor, or None")
             n = shapes[site][dim]
             size, members = factors.setdefault(name, (n, []))
             if size != n:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.carrying import SignCarrier
 from pyro_symmetric.symmetry.factored import gather_last, moved_weights, require_buffers, same_group
 from pyro_symmetric.symmetry.flat import FlatAction
@@ -55,11 +56,8 @@ class FiniteGroup:
     """
 
     def __init__(self, permutations: PermutationGroup, signs: SignGroup):
-        if not isinstance(permutations, PermutationGroup) or not isinstance(signs, SignGroup):
-            raise TypeError(
-                f"FiniteGroup takes a PermutationGroup and a SignGroup; found {type(permutations).__name__} and "
-                f"{type(signs).__name__}"
-            )
+        arguments.instance("permutations", permutations, PermutationGroup, "a PermutationGroup")
+        arguments.instance("signs", signs, SignGroup, "a SignGroup")
         shapes = {**permutations.site_shapes, **signs.site_shapes}
         for site, shape in permutations.site_shapes.items():
             if shapes[site] != shape:
@@ -126,6 +124,7 @@ class FiniteGroup:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> FiniteGroup:
         """The inverse of :meth:`to_dict`."""
+        arguments.entries("data", data, ("permutations", "signs"))
         return cls(PermutationGroup.from_dict(data["permutations"]), SignGroup.from_dict(data["signs"]))
 
     def __eq__(self, other: object) -> bool:
@@ -250,9 +249,10 @@ class SignedFlatAction:
     """
 
     def __init__(self, group: FiniteGroup, sites: Sequence[str]):
+        sites = arguments.listed("sites", sites, str, "sites")
         left_out = [site for site in group.required_sites if site not in sites]
         if left_out:
-            raise ValueError(f"the group moves the sites {left_out}, which the vector doesn't hold: {list(sites)}")
+            raise ValueError(f"the group moves the sites {left_out}, which the vector doesn't hold: {sites}")
         self.group = group
         self.gather = FlatAction(group.permutations, sites)
         self.sites = self.gather.sites

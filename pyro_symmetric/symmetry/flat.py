@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.factored import gather_last, moved_weights
 from pyro_symmetric.symmetry.weights import Weights, flatten, unflatten
 
@@ -24,7 +25,7 @@ class FlatAction:
 
     def __init__(self, group: PermutationGroup, sites: Sequence[str]):
         self.group = group
-        self.sites = tuple(sites)
+        self.sites = tuple(arguments.listed("sites", sites, str, "sites"))
         unknown = [site for site in self.sites if site not in group.site_shapes]
         if unknown:
             raise ValueError(f"the group doesn't know the sites {unknown}; it knows {sorted(group.site_shapes)}")

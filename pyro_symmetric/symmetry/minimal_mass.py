@@ -22,6 +22,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.balancing import Array, Balance, minimise
 from pyro_symmetric.symmetry.rescaling import RescaledAxis, Scaling, ScalingGroup
 from pyro_symmetric.symmetry.weights import Weights, require_finite, require_sites
@@ -94,14 +95,15 @@ def minimal_mass(
     :raises ValueError: if weights (running statistics that scales move, too) are missing, misshaped, NaN or infinite,
         or another network's; if ``sites`` are unknown.
     """
-    if scale_free not in get_args(ScaleFree):
-        raise ValueError(f"scale_free must be one of {list(get_args(ScaleFree))}, found {scale_free!r}")
+    arguments.one_of("scale_free", scale_free, get_args(ScaleFree))
     group = symmetry if isinstance(symmetry, ScalingGroup) else getattr(symmetry, "scalings", None)
     if not isinstance(group, ScalingGroup):
         raise TypeError(f"symmetry must be a ScalingGroup or have one as .scalings, found {type(symmetry).__name__}")
     require_finite(weights)
     shape = group.acted_shape(weights)
-    counted = [site for site in (group.weight_sites if sites is None else tuple(sites))]
+    counted = [
+        site for site in (group.weight_sites if sites is None else arguments.listed("sites", sites, str, "sites"))
+    ]
     unknown = [site for site in counted if site not in group.site_shapes]
     if unknown:
         raise ValueError(f"sites {unknown} are unknown; the known sites are {sorted(group.site_shapes)}")

@@ -17,6 +17,7 @@ import pyro
 import torch
 from pyro import poutine
 
+from pyro_symmetric import arguments
 from pyro_symmetric._process import without_warnings
 from pyro_symmetric.generators import kept
 from pyro_symmetric.symmetry.factor import Axis, RescaledAxis
@@ -137,8 +138,9 @@ def check(
     explain: bool = True,
 ) -> ModelVerification:
     """:func:`verify_model`, for models whose own arguments have the names of its options."""
-    if trials < 1:
-        raise ValueError(f"trials is {trials}; at least one draw from the prior is compared")
+    arguments.function("model", model, "a Pyro model")
+    arguments.whole("trials", trials, 1)
+    arguments.number("tolerance", tolerance, least=0)
     finite = finite_part(group)
     density = JointDensity(model, args, kwargs, tolerance)
     with (

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.factor import Axis, Factor
 from pyro_symmetric.symmetry.factored import (
     FactoredGroup,
@@ -54,6 +55,7 @@ class PermutationGroup(FactoredGroup[Factor, Axis]):
     """
 
     verb = "moves"
+    factor_kind = Factor
 
     def __init__(
         self,
@@ -117,6 +119,7 @@ class PermutationGroup(FactoredGroup[Factor, Axis]):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PermutationGroup:
         """The inverse of :meth:`to_dict`."""
+        arguments.entries("data", data, ("site_shapes", "factors"))
         shapes = {site: torch.Size(shape) for site, shape in data["site_shapes"].items()}
         return cls((Factor.from_dict(factor, shapes) for factor in data["factors"]), shapes)
 
@@ -167,14 +170,14 @@ class PermutationGroup(FactoredGroup[Factor, Axis]):
 
     def identity(self, shape: Sequence[int] = (), device: torch.device | str | None = None) -> Permutation:
         """The neutral element, as a batch of the given shape."""
-        shape = torch.Size(shape)
+        shape, device = arguments.shape("shape", shape), arguments.device("device", device)
         return Permutation(
             self, {name: torch.arange(n, device=device).expand(*shape, n) for name, n in self.factors.items()}
         )
 
     def sample(self, shape: Sequence[int] = (), device: torch.device | str | None = None) -> Permutation:
         """A batch of uniform, independent elements, from PyTorch's generator."""
-        shape = torch.Size(shape)
+        shape, device = arguments.shape("shape", shape), arguments.device("device", device)
         # Sorting uniform keys gives uniform permutations up to ties; float64 keys make ties too rare to matter.
         return Permutation(
             self,
@@ -237,7 +240,7 @@ class Permutation:
     """
 
     def __init__(self, group: PermutationGroup, images: Mapping[str, Tensor]):
-        self.group = group
+        self.group = arguments.instance("group", group, PermutationGroup, "a PermutationGroup")
         self.images = dict(images)
         shapes = {value.shape[:-1] for value in self.images.values()}
         self.batch_shape = torch.broadcast_shapes(*shapes) if shapes else torch.Size()
@@ -252,6 +255,7 @@ class Permutation:
 
     def to(self, device: torch.device | str) -> Permutation:
         """The same element on another device."""
+        arguments.device("device", device)
         return Permutation(self.group, {name: value.to(device) for name, value in self.images.items()})
 
     def select(self, index: int | slice | Tensor | tuple[slice | None, ...]) -> Permutation:
@@ -290,6 +294,7 @@ class Permutation:
 
     def equal(self, other: Permutation) -> bool:
         """Whether both are the same elements."""
+        arguments.instance("other", other, Permutation, "a Permutation")
         return self.group.factors == other.group.factors and all(
             torch.equal(value, other.images[name].to(value.device)) for name, value in self.images.items()
         )
@@ -328,7 +333,7 @@ class Permutation:
 
 
 def _checked_images(name: str, n: int, images: Tensor | Sequence[int]) -> Tensor:
-    value = torch.as_tensor(images)
+    value = arguments.numbers(f"element[{name!r}]", images)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise ValueError(f"element[{name!r}] has dtype {value.dtype}; it must hold integers")
     if value.dim() < 1 or value.shape[-1] != n:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.factor import RescaledAxis, RescalingFactor
 from pyro_symmetric.symmetry.factored import FactoredGroup, along_axis, declared_axes, moved_weights, same_group, table
 from pyro_symmetric.symmetry.independence import independent_units
@@ -66,6 +67,7 @@ class RescalingGroup(FactoredGroup[RescalingFactor, RescaledAxis], Generic[E]):
 
     verb = "rescales"
     are_signs = False  # whether multipliers are signs
+    factor_kind = RescalingFactor
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: the sites' shapes and the factors with their axes."""
@@ -127,6 +129,7 @@ class RescalingGroup(FactoredGroup[RescalingFactor, RescaledAxis], Generic[E]):
         self, shape: Sequence[int] = (), device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> E:
         """The neutral element, as a batch of the given shape."""
+        shape, device = arguments.shape("shape", shape), arguments.device("device", device)
         return self._wrap({k: torch.ones(*shape, n, device=device, dtype=dtype) for k, n in self.factors.items()})
 
     def element(self, images: Mapping[str, Tensor | Sequence[float]]) -> E:
@@ -138,7 +141,7 @@ class RescalingGroup(FactoredGroup[RescalingFactor, RescaledAxis], Generic[E]):
         self.require_factors(images)
         checked = {}
         for name, given in images.items():
-            value = torch.as_tensor(given)
+            value = arguments.numbers(f"element[{name!r}]", given)
             value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
             n = self.factors[name]
             if value.dim() < 1 or value.shape[-1] != n:
@@ -259,8 +262,8 @@ class ScalingGroup(RescalingGroup["Scaling"]):
 
         (No uniform distribution exists on this group.)
         """
-        if not spread >= 0:
-            raise ValueError(f"spread must be >= 0, found {spread}")
+        shape, device = arguments.shape("shape", shape), arguments.device("device", device)
+        arguments.number("spread", spread, least=0, below=math.inf)
         return Scaling(
             self,
             {
@@ -347,6 +350,7 @@ class SignGroup(RescalingGroup["Sign"]):
         self, shape: Sequence[int] = (), device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Sign:
         """A batch of uniform, independent elements, from PyTorch's generator."""
+        shape, device = arguments.shape("shape", shape), arguments.device("device", device)
         dtype = dtype or torch.get_default_dtype()
         return Sign(
             self,

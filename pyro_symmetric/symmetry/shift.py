@@ -6,12 +6,14 @@ arXiv 2310.08287, section 3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.factored import moved_weights, same_group
 from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_same_network, require_sites
 
@@ -76,6 +78,7 @@ class ShiftGroup:
         self, shape: Sequence[int] = (), device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Shift:
         """The neutral element, as a batch of the given shape."""
+        shape, device = arguments.shape("shape", shape), arguments.device("device", device)
         return Shift(self, {site: torch.zeros(tuple(shape), device=device, dtype=dtype) for site in self.sites})
 
     def sample(
@@ -86,8 +89,8 @@ class ShiftGroup:
         dtype: torch.dtype | None = None,
     ) -> Shift:
         """A batch of independent shifts, ``Normal(0, spread)``, from PyTorch's generator."""
-        if not spread >= 0:
-            raise ValueError(f"spread must be >= 0, found {spread}")
+        shape, device = arguments.shape("shape", shape), arguments.device("device", device)
+        arguments.number("spread", spread, least=0, below=math.inf)
         return Shift(
             self, {site: spread * torch.randn(tuple(shape), device=device, dtype=dtype) for site in self.sites}
         )

@@ -19,7 +19,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyro_symmetric import arguments
 from pyro_symmetric._process import without_fast_attention, without_warnings
+from pyro_symmetric.calls import described
 from pyro_symmetric.symmetry.trace import has_training_branch, unfit
 from pyro_symmetric.symmetry.weight_symmetry import SymmetryElement, WeightSymmetry, copied
 from pyro_symmetric.symmetry.weights import Weights
@@ -70,6 +72,12 @@ def verify(
     :param dtype: the precision of the comparison.
     :raises ValueError: if the network doesn't take the inputs.
     """
+    arguments.instance("net", net, nn.Module, "a torch.nn.Module")
+    arguments.number("tolerance", tolerance, least=0)
+    arguments.whole("trials", trials, 1)
+    for number, value in enumerate(inputs):
+        if isinstance(value, Tensor) and not value.numel():
+            raise ValueError(f"inputs[{number}] is {described(value)}, which is empty; there is nothing to compare")
     test = _Test(symmetry, net, inputs, dtype)
     every = test.factors()
     errors = [(test.error(every, train=False), test.error(every, train=True)) for _ in range(trials)]

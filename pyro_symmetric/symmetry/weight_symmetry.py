@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.explain import Explanation
 from pyro_symmetric.symmetry.finite import AnyFiniteGroup, SignedPermutation, finite_part
 from pyro_symmetric.symmetry.formats import table, to_axes
@@ -98,6 +99,12 @@ class WeightSymmetry:
     explanation: Explanation = field(default_factory=Explanation)
     logits: bool = False
 
+    def __post_init__(self) -> None:
+        kinds = {"permutations": PermutationGroup, "scalings": ScalingGroup, "signs": SignGroup, "shifts": ShiftGroup}
+        for name, kind in kinds.items():
+            arguments.instance(name, getattr(self, name), kind, f"a {kind.__name__}")
+        arguments.flag("logits", self.logits)
+
     @property
     def site_shapes(self) -> dict[str, torch.Size]:
         """Shape of every site, buffers with running statistics included."""
@@ -159,6 +166,8 @@ class WeightSymmetry:
             element, or what it acts on, is of another network, or lacks running statistics that the element moves (see
             :meth:`holding`).
         """
+        if not callable(element) or not hasattr(element, "batch_shape"):
+            raise TypeError(f"element is {arguments.shown(element)}; it must be an element, such as symmetry.sample()")
         self._require_own(element)
         return acted_on(target, element, self)
 
@@ -168,6 +177,7 @@ class WeightSymmetry:
         :raises ValueError: if its parameters aren't those, with the shapes, of the network that the symmetry was found
             in.
         """
+        arguments.instance("net", net, nn.Module, "a torch.nn.Module")
         parameters = dict(net.named_parameters())
         tensors = parameters | dict(net.named_buffers())
         missing = [site for site in self.site_shapes if site not in tensors]
@@ -250,6 +260,7 @@ class WeightSymmetry:
 
     def renamed(self, rename: Callable[[str], str]) -> WeightSymmetry:
         """The same group for weights whose sites have other names."""
+        arguments.function("rename", rename, "a function of a site's name")
 
         def axes(axes: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(replace(axis, site=rename(axis.site)) for axis in axes)
@@ -272,6 +283,7 @@ class WeightSymmetry:
 
     def prefixed(self, prefix: str) -> WeightSymmetry:
         """The same group for a network that is an attribute of a larger one: ``0.weight`` -> ``net.0.weight``."""
+        arguments.instance("prefix", prefix, str, "the name of an attribute")
         return self.renamed(lambda site: f"{prefix.rstrip('.')}.{site}" if prefix else site)
 
     def without(self, names: Mapping[str, Sequence[str]]) -> WeightSymmetry:
@@ -280,6 +292,7 @@ class WeightSymmetry:
         What lies inside a left-out permutation factor stays as a group of its own; leaving out a nested factor leaves
         out its likes in all slots.
         """
+        self._require_names(names)
         left_out = _with_siblings(self.permutations, set(names.get("permutations", ())))
         factors = []
         for name in self.permutations.factors:
@@ -298,6 +311,16 @@ class WeightSymmetry:
             self.logits,
         )
 
+    def _require_names(self, names: Mapping[str, Sequence[str]]) -> None:
+        known = {kind: list(getattr(self, kind).factors) for kind in ("permutations", "scalings", "signs")}
+        known["shifts"] = list(self.shifts.sites)
+        for kind, given in arguments.mapping("names", names, "kind -> names of factors").items():
+            if kind not in known:
+                raise ValueError(f"names has the key {kind!r}; its keys must be among {list(known)}")
+            for name in arguments.listed(f"names[{kind!r}]", given, str, "names"):
+                if name not in known[kind]:
+                    raise ValueError(f"names[{kind!r}] holds {name!r}; the symmetry has {known[kind]} of that kind")
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON; :meth:`from_dict` reads it back."""
         return {
@@ -312,6 +335,8 @@ class WeightSymmetry:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> WeightSymmetry:
         """From JSON."""
+        kinds = ("permutations", "scalings", "signs", "shifts", "explanation", "logits")
+        arguments.entries("data", data, kinds)
         return cls(
             PermutationGroup.from_dict(data["permutations"]),
             ScalingGroup.from_dict(data["scalings"]),
@@ -328,7 +353,7 @@ class WeightSymmetry:
             nested; otherwise such factors are left out.
         :raises ValueError: naming the first factor that doesn't fit.
         """
-        return to_axes(self.permutations, strict)
+        return to_axes(self.permutations, arguments.flag("strict", strict))
 
     @classmethod
     def from_axes(

@@ -9,47 +9,59 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from pyro_symmetric import arguments
 
 Weights = dict[str, Tensor]
 Shapes = Mapping[str, torch.Size]
 
 
-def shapes_of(weights: Mapping[str, Tensor | torch.Size | tuple[int, ...]]) -> dict[str, torch.Size]:
+def shapes_of(weights: Mapping[str, Any], name: str = "example_weights") -> dict[str, torch.Size]:
     """The shape of each entry; entries may be tensors or shapes already."""
-    return {site: value.shape if isinstance(value, Tensor) else torch.Size(value) for site, value in weights.items()}
+    arguments.mapping(name, weights, "site -> tensor or shape")
+    return {
+        site: value.shape if isinstance(value, Tensor) else arguments.shape(f"{name}[{site!r}]", value)
+        for site, value in weights.items()
+    }
 
 
-def batch_shape(weights: Mapping[str, Tensor], site_shapes: Shapes) -> torch.Size:
+def batch_shape(weights: Mapping[str, Tensor], site_shapes: Shapes, name: str = "weights") -> torch.Size:
     """The leading dimensions that all of ``weights`` share in front of ``site_shapes``.
 
     Sites that ``site_shapes`` doesn't name are not looked at.
 
+    :param name: what messages call the weights.
     :raises ValueError: naming the site whose shape doesn't fit, what was found and what would be right.
+    :raises TypeError: if they are no mapping, or an entry is no tensor.
     """
+    if not isinstance(weights, Mapping):
+        arguments.weights(name, weights)
     found: torch.Size | None = None
     first = ""
     for site, shape in site_shapes.items():
         if site not in weights:
             continue
         value = weights[site]
+        if not isinstance(value, Tensor):
+            arguments.tensor(f"{name}[{site!r}]", value)
         split = value.dim() - len(shape)
         if split < 0 or value.shape[split:] != shape:
             raise ValueError(
-                f"weights[{site!r}] has shape {tuple(value.shape)}, "
-                f"which doesn't end in the site's shape {tuple(shape)}"
+                f"{name}[{site!r}] has shape {tuple(value.shape)}, which doesn't end in the site's shape {tuple(shape)}"
             )
         if found is None:
             found, first = value.shape[:split], site
         elif value.shape[:split] != found:
             raise ValueError(
-                f"weights[{site!r}] has batch shape {tuple(value.shape[:split])}, but weights[{first!r}] has "
+                f"{name}[{site!r}] has batch shape {tuple(value.shape[:split])}, but {name}[{first!r}] has "
                 f"{tuple(found)}; every site needs the same batch shape"
             )
     if found is None:
-        raise ValueError(f"weights holds none of the expected sites {sorted(site_shapes)}; found {sorted(weights)}")
+        raise ValueError(f"{name} holds none of the expected sites {sorted(site_shapes)}; found {sorted(weights)}")
     return found
 
 
@@ -60,6 +72,8 @@ def is_running_statistic(site: str) -> bool:
 
 def require_sites(weights: Mapping[str, Tensor], sites: Iterable[str], name: str = "weights") -> None:
     """:raises ValueError: if ``weights`` lacks one of ``sites``."""
+    if not isinstance(weights, Mapping):
+        arguments.weights(name, weights)
     missing = [site for site in sites if site not in weights]
     if missing:
         raise ValueError(f"{name} lacks the sites {missing}; it has {sorted(weights)}")
@@ -89,6 +103,7 @@ def require_same_network(sites: Iterable[str], site_shapes: Shapes, name: str = 
 
 def require_finite(weights: Mapping[str, Tensor], name: str = "weights") -> None:
     """:raises ValueError: naming the first site that holds NaN or infinite values."""
+    arguments.weights(name, weights)
     for site, value in weights.items():
         # NaN and infinity reach the sum; a sum that overflows by itself is looked at entry by entry.
         if bool(torch.isfinite(value.sum())):

@@ -53,7 +53,7 @@ def test_half_precision_is_widened_before_distances_are_taken():
         ({"a": torch.zeros(2, 3, 2)}, {"a": torch.zeros(6, 2)}, "site_shapes="),
         ({"a": torch.tensor(1.0)}, {"a": torch.zeros(6)}, "site shape"),
         ({"a": torch.zeros(3, 2), "b": torch.zeros(4, 2)}, {"a": torch.zeros(3, 2), "b": torch.zeros(3, 2)}, "batch"),
-        ({}, {}, "nothing to compare"),
+        ({}, {}, "weights_p is empty"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(p, q, message):
@@ -117,7 +117,7 @@ def test_a_function_may_remove_the_symmetry():
 
 def test_what_is_no_weights_or_no_symmetry_is_named():
     weights = {"w": torch.randn(5, 3)}
-    with pytest.raises(TypeError, match="weights are a list; they must be a Posterior"):
+    with pytest.raises(TypeError, match="weights_p are a list; they must be a Posterior"):
         ps.mmd([weights], weights)
     with pytest.raises(TypeError, match="symmetry is True; it must be a symmetry"):
         ps.mmd(weights, weights, symmetry=True)

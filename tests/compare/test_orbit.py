@@ -125,7 +125,7 @@ def test_result_is_readable_plain_and_checked():
     plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert len(plain["element_errors"]["w"]) == 20
     assert plain["mean_root"] == pytest.approx(math.copysign(abs(result.mean) ** 0.5, result.mean))
-    with pytest.raises(ValueError, match="num_elements is 1; at least 2"):
+    with pytest.raises(ValueError, match="num_elements is 1; it must be at least 2"):
         orbit_mmd(p, q, units(), num_elements=1)
     with pytest.raises(ValueError, match="at least 3"):
         orbit_mmd({"w": torch.randn(2, 3, 2)}, q, units())

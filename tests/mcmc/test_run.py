@@ -161,7 +161,7 @@ def test_what_is_no_kernel_is_named(kernel, message):
     ("options", "error", "message"),
     [
         ({"dtype": "float64"}, TypeError, "it must be a dtype such as torch.float64"),
-        ({"dtype": torch.long}, ValueError, "chains need a floating-point dtype"),
+        ({"dtype": torch.long}, ValueError, "dtype is torch.int64; it must be torch.float32 or torch.float64"),
         ({"resume": True}, ValueError, "resume is True, but store is not given"),
         ({"resume": "maybe"}, ValueError, "resume is 'maybe'"),
         ({"executor": 4}, TypeError, "executor is a int; it must be a concurrent.futures.Executor"),

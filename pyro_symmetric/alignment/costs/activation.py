@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.parts.units import Units, covered_blocks, units_of
 from pyro_symmetric.symmetry import trace as tracing
 from pyro_symmetric.symmetry.facts import Facts
@@ -64,8 +65,7 @@ class ActivationCost:
     """
 
     def __init__(self, net: nn.Module, *inputs: Any):
-        if not isinstance(net, nn.Module):
-            raise TypeError(f"net is a {type(net).__name__}; it must be a module")
+        arguments.instance("net", net, nn.Module, "a torch.nn.Module")
         self._inputs = inputs
         self._net = copied(net).eval()
         tracing.try_out(self._net, inputs)
@@ -80,12 +80,19 @@ class ActivationCost:
 
         Of nested factors, the units of all of one kind are stacked.
         """
+        arguments.weights("source", source)
         return {name: scores[0] for name, scores in self.of_many([source], reference, permutations).items()}
 
     def of_many(
         self, sources: Sequence[Weights], reference: Weights, permutations: PermutationGroup
     ) -> dict[str, Tensor]:
         """The same for several sources, ``(B, n, n)``: one batched forward for as many as fit into memory."""
+        for source in arguments.listed("sources", sources, Mapping, "weights"):
+            arguments.weights("sources", source)
+        if not sources:
+            raise ValueError("sources is empty; there is nothing to score")
+        arguments.weights("reference", reference)
+        arguments.instance("permutations", permutations, PermutationGroup, "a PermutationGroup")
         shows = self._shows(permutations)
         known = self._activations([reference], shows)
         entries = sum(value.numel() for value in known.values()) + sum(v.numel() for v in reference.values())

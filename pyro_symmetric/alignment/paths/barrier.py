@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of
 from pyro_symmetric.alignment.paths.geodesic import draw, interpolate_gaussians, require_ends, standard_normals
 from pyro_symmetric.alignment.paths.marginalise import MarginalLikelihood, MarginalPrediction
 from pyro_symmetric.alignment.paths.repair import Repair
+from pyro_symmetric.calls import described
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.symmetry.weights import Weights, require_finite
 
@@ -64,8 +66,12 @@ class BarrierCurve:
 
     def excess(self, name: str) -> Tensor:
         """What lies above the straight line between the ends, ``(T,)``."""
-        values = {**self.losses, **self.metrics}[name]
+        values = self._curve("name", name)
         return values - torch.lerp(values[0], values[-1], self.t)
+
+    def _curve(self, argument: str, name: str) -> Tensor:
+        known = {**self.losses, **self.metrics}
+        return known[arguments.one_of(argument, name, known)]
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -89,14 +95,13 @@ class BarrierCurve:
         """
         from matplotlib import pyplot as plt
 
-        known = {**self.losses, **self.metrics}
-        if isinstance(names, str):
-            raise TypeError(f"names is the string {names!r}; it must be a list of names, e.g. [{names!r}]")
-        if unknown := [name for name in names or () if name not in known]:
-            raise ValueError(f"names holds {unknown}; the curve has {list(known)}")
+        drawn = list(self.losses) if names is None else arguments.listed("names", names, str, "names")
+        known = {name: self._curve("names", name) for name in drawn}
+        arguments.instance("label", label, str, "a text")
+        if ax is not None and not hasattr(ax, "plot"):
+            raise TypeError(f"ax is {arguments.shown(ax)}; it must be Matplotlib axes, or None for a new figure")
         if ax is None:
             ax = plt.subplots()[1]
-        drawn = list(self.losses if names is None else names)
         chord = "between the ends"  # one entry of the legend for the chords of all curves of these axes
         for name in drawn:
             values = known[name]
@@ -160,11 +165,11 @@ def loss_barrier(
     Warns if the model has batch normalisation for which an end brings no running statistics, as no guide does, and
     nothing repairs them: the model's belong to one network.
     """
-    if num_points < 3:
-        raise ValueError(f"num_points is {num_points}; a path with an inside has at least 3")
-    for name, number in (("num_samples", num_samples), ("chunk_size", chunk_size)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name} is {number}; it must be at least 1")
+    arguments.whole("num_points", num_points, 3)
+    arguments.whole("num_samples", num_samples, 1)
+    arguments.whole("chunk_size", chunk_size, 1, none="a number that suits")
+    for name, metric in arguments.mapping("metrics", metrics or {}, "name -> function of weights").items():
+        arguments.function(f"metrics[{name!r}]", metric, "a function of weights")
     first, second = gaussian_of(guide_0, "guide_0"), gaussian_of(guide_1, "guide_1")
     require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
@@ -217,15 +222,19 @@ def _measures(log_likelihood: Any, data: Data | Mapping[str, Data] | None) -> Ca
             if len(pair[0]) != len(pair[1]):
                 raise ValueError(f"data[{name!r}] has {len(pair[0])} inputs and {len(pair[1])} targets")
             require_finite({"x": pair[0], "y": pair[1]}, f"data[{name!r}]")
+        if not rows:
+            raise ValueError('data is empty; with a model give (x, y), or {"train": (x, y), "test": (x, y)}')
         return lambda: [MarginalPrediction(name, log_likelihood, x, y) for name, (x, y) in rows.items()]
+    named = dict(log_likelihood) if isinstance(log_likelihood, Mapping) else {"loss": log_likelihood}
+    for function in named.values() or [None]:
+        if isinstance(function, nn.Module) or not callable(function):
+            found = "a module" if isinstance(function, nn.Module) else described(function)
+            raise TypeError(
+                f"log_likelihood is {found}; it must be a BayesianModel, or a function of weights, e.g. "
+                "lambda w: model.log_likelihood(w, x, y)"
+            )
     if data is not None:
-        raise ValueError("data go with a BayesianModel; functions of weights know their own")
-    named = {"loss": log_likelihood} if callable(log_likelihood) else dict(log_likelihood)
-    if any(isinstance(function, nn.Module) for function in named.values()):
-        raise TypeError(
-            "log_likelihood is a module; it must be a BayesianModel, or a function of weights, e.g. "
-            "lambda w: model.log_likelihood(w, x, y)"
-        )
+        raise ValueError("data go with a BayesianModel as log_likelihood; functions of weights know their own")
     return lambda: [MarginalLikelihood(name, function) for name, function in named.items()]
 
 

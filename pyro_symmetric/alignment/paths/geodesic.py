@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights
 from pyro_symmetric.symmetry.weights import Weights, require_finite
 
 
 def interpolate_gaussians(first: GaussianWeights, second: GaussianWeights, t: float) -> GaussianWeights:
     """The point ``t`` in [0, 1] of the geodesic from ``first`` (0) to ``second`` (1)."""
-    if not 0 <= t <= 1:
-        raise ValueError(f"t is {t}; the path runs from 0 to 1")
+    arguments.number("t", t, least=0, most=1)
     require_ends(first, second)
     return GaussianWeights(
         {site: torch.lerp(value, second.loc[site].to(value.device), t) for site, value in first.loc.items()},

@@ -210,7 +210,7 @@ def test_plotting_takes_the_names_of_curves() -> None:
     assert ax.get_lines()[0].get_label() == "test error"
     assert ax.get_ylabel() == "test error"
     assert len(curve.plot(Figure().subplots()).get_lines()) == 4
-    with pytest.raises(ValueError, match=r"names holds \['val'\]"):
+    with pytest.raises(ValueError, match="names is 'val'"):
         curve.plot(names=["val"])
     with pytest.raises(TypeError, match=r"\['test error'\]"):
         curve.plot(names="test error")

@@ -1,0 +1,258 @@
+"""What the arguments of public functions must be, said in one sentence: the name, what was found, what would be right.
+
+Each check raises ``TypeError`` for a wrong type and ``ValueError`` for a wrong value. They stand at entry points; what
+lies behind trusts its arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.calls import described
+
+
+def shown(value: Any) -> str:
+    """One value in words: short ones as they are written, others by what they are."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, str | Real | torch.dtype | torch.device) and len(repr(value)) < 80:
+        return repr(value)
+    return described(value)
+
+
+def whole(name: str, value: Any, least: int | None = None, most: int | None = None, *, none: str = "") -> Any:
+    """A whole number, as an ``int``; a bool or 1.0 is none.
+
+    :param none: what ``None`` stands for; empty if it isn't allowed.
+    """
+    if value is None and none:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {shown(value)}; it must be a whole number{_or_none(none)}")
+    value = int(value)
+    if least is not None and value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}{_or_none(none)}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} is {value}; it must be at most {most}{_or_none(none)}")
+    return value
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    none: str = "",
+) -> Any:
+    """A real number, not NaN, within bounds; ``below=math.inf`` asks for a finite one."""
+    if value is None and none:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {shown(value)}; it must be a number{_or_none(none)}")
+    size = float(value)
+    fits = (
+        (not math.isnan(size))
+        and (least is None or size >= least)
+        and (above is None or size > above)
+        and (most is None or size <= most)
+        and (below is None or size < below)
+    )
+    if not fits:
+        raise ValueError(f"{name} is {value}; it must {_bounds(least, above, most, below)}{_or_none(none)}")
+    return value
+
+
+def positive(name: str, value: Any, *, none: str = "") -> Any:
+    """A positive finite number."""
+    return number(name, value, above=0, below=math.inf, none=none)
+
+
+def fraction(name: str, value: Any) -> Any:
+    """A number strictly between 0 and 1."""
+    return number(name, value, above=0, below=1)
+
+
+def flag(name: str, value: Any) -> bool:
+    """``True`` or ``False``."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {shown(value)}; it must be True or False")
+    return value
+
+
+def one_of(name: str, value: Any, choices: Iterable[Any], besides: str = "") -> Any:
+    """One of a few values.
+
+    :param besides: what else is allowed, in words.
+    """
+    choices = list(choices)
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+        raise ValueError(f"{name} is {shown(value)}; it must be one of {choices}{f' or {besides}' if besides else ''}")
+    return value
+
+
+def instance(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> Any:
+    """An object of one of some classes.
+
+    :param what: these classes, in words.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} is {shown(value)}; it must be {what}")
+    return value
+
+
+def function(name: str, value: Any, what: str, *, none: str = "") -> Any:
+    """Something that can be called, and no class."""
+    if value is None and none:
+        return None
+    if isinstance(value, type) or not callable(value):
+        raise TypeError(f"{name} is {shown(value)}; it must be {what}{_or_none(none)}")
+    return value
+
+
+def tensor(name: str, value: Any) -> Tensor:
+    """A tensor."""
+    if not isinstance(value, Tensor):
+        hint = f": torch.as_tensor({name})" if hasattr(value, "__array__") else ""
+        raise TypeError(f"{name} is {shown(value)}; it must be a tensor{hint}")
+    return value
+
+
+def numbers(name: str, value: Any) -> Tensor:
+    """A tensor, or numbers or lists of them, or an array, as a tensor."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} is {shown(value)}; it must hold numbers") from error
+
+
+def weights(name: str, value: Any, besides: str = "") -> Mapping[str, Tensor]:
+    """Weights: site -> tensor, at least one site.
+
+    :param besides: what else the caller takes, in words.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name} is {shown(value)}; it must be weights (site -> tensor){f' or {besides}' if besides else ''}"
+        )
+    if not value:
+        raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
+    for site, entry in value.items():
+        if not isinstance(site, str):
+            raise TypeError(f"{name} has the key {shown(site)}; its keys must be sites' names")
+        tensor(f"{name}[{site!r}]", entry)
+    return value
+
+
+def mapping(name: str, value: Any, what: str, *, none: str = "") -> Any:
+    """A mapping with names as keys."""
+    if value is None and none:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise TypeError(f"{name} is {shown(value)}; it must be a dictionary, {what}{_or_none(none)}")
+    return value
+
+
+def entries(name: str, value: Any, keys: Iterable[str]) -> Mapping[str, Any]:
+    """A dictionary read from JSON, with these entries at least."""
+    mapping(name, value, "as to_dict() gives it")
+    if missing := [key for key in keys if key not in value]:
+        raise ValueError(f"{name} lacks the entries {missing}; it must be as to_dict() gives it")
+    return value
+
+
+def listed(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> list[Any]:
+    """Several objects of one of some classes, and no single text.
+
+    :param what: these objects, in words.
+    """
+    if isinstance(value, str | Tensor) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} is {shown(value)}; it must be a list of {what}")
+    items = list(value)
+    for item in items:
+        if not isinstance(item, kinds):
+            raise TypeError(f"{name} holds {shown(item)}; it must be a list of {what}")
+    return items
+
+
+def shape(name: str, value: Any) -> torch.Size:
+    """A shape: whole numbers, at least 0."""
+    if isinstance(value, str | Tensor) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} is {shown(value)}; it must be a tuple of whole numbers, as in (100,)")
+    return torch.Size([whole(f"{name}[{i}]", length, 0) for i, length in enumerate(value)])
+
+
+def device(name: str, value: Any, *, here: bool = True, none: str = "the tensors' own") -> torch.device | None:
+    """A device that PyTorch knows.
+
+    :param here: whether this machine must have it, too.
+    """
+    if value is None and none:
+        return None
+    if not isinstance(value, str | torch.device):
+        raise TypeError(f"{name} is {shown(value)}; it must be a device such as 'cpu' or 'cuda:0'{_or_none(none)}")
+    try:
+        found = torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"{name} is {value!r}; it must be a device such as 'cpu' or 'cuda:0'") from error
+    if here and found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{name} is {str(value)!r}, but PyTorch finds no GPU here")
+    return found
+
+
+def dtype(name: str, value: Any, choices: Iterable[torch.dtype] = (), *, none: str = "the tensors' own") -> Any:
+    """A floating-point dtype.
+
+    :param choices: those allowed; by default all.
+    """
+    if value is None and none:
+        return None
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name} is {shown(value)}; it must be a dtype such as torch.float64{_or_none(none)}")
+    if not value.is_floating_point or (choices and value not in choices):
+        allowed = " or ".join(map(str, choices)) if choices else "a floating-point dtype such as torch.float64"
+        raise ValueError(f"{name} is {value}; it must be {allowed}{_or_none(none)}")
+    return value
+
+
+def path(name: str, value: Any) -> Path:
+    """A path that isn't empty."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name} is {shown(value)}; it must be a path")
+    if not os.fspath(value):
+        raise ValueError(f"{name} is empty; it must be a path")
+    return Path(os.fspath(value))
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _or_none(none: str) -> str:
+    return f", or None for {none}" if none else ""
+
+
+def _bounds(least: float | None, above: float | None, most: float | None, below: float | None) -> str:
+    if above is not None and below == math.inf:
+        return "be positive and finite" if above == 0 else f"be finite and more than {above}"
+    if above is not None and below is not None:
+        return f"lie between {above} and {below}"
+    if least is not None and most is not None:
+        return f"lie from {least} to {most}"
+    words = {
+        "be at least {}": least,
+        "be more than {}": above,
+        "be at most {}": most,
+        "be finite" if below == math.inf else "be less than {}": below,
+    }
+    parts = [text.format(bound) for text, bound in words.items() if bound is not None]
+    return " and ".join(parts) or "be a number, not NaN"

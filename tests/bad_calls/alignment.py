@@ -1,0 +1,150 @@
+"""Bad calls of what brings networks and posteriors into one frame."""
+
+import torch
+
+import pyro_symmetric as ps
+
+from .table import (
+    ARRAY,
+    COUNTS,
+    INF,
+    NAN,
+    NOT_NEGATIVE,
+    THINGS,
+    Calls,
+    Made,
+    bad_weights,
+    changed,
+    data,
+    group,
+    guide,
+    model,
+    network,
+    not_finite,
+    posterior,
+    unused_guide,
+    weights,
+)
+
+TOLERANCES = (-1.0, NAN, "1", None)
+NO_GROUP = (*THINGS, ARRAY, {})
+CURVE = ps.BarrierCurve(torch.linspace(0, 1, 3), {"data": torch.tensor([1.0, 2.0, 1.0])}, {})
+
+CALLS = (
+    Calls(
+        "align",
+        lambda **o: ps.align(**o),
+        lambda: {"source": weights(), "reference": weights(), "group": group(), "progress": False},
+        {
+            "source": (*bad_weights(), *not_finite(), Made("unused", unused_guide)),
+            "reference": (*bad_weights(), *not_finite(), Made("batch", lambda: weights(4))),
+            "group": NO_GROUP,
+            "cost": ("euclid", None, 3),
+            "draws": ("median", None, 3),
+            "restarts": NOT_NEGATIVE,
+            "max_sweeps": COUNTS,
+            "tolerance": TOLERANCES,
+        },
+        words={"source": "", "reference": ""},
+    ),
+    Calls(
+        "align",
+        lambda **o: ps.align(weights(), weights(), group(), cost="activation", progress=False, **o),
+        lambda: {"net": network(), "inputs": data()[0]},
+        {"net": (*THINGS, ARRAY), "inputs": (None, ARRAY, 3, torch.zeros(3, 3))},
+        words={"inputs": "input"},
+        misspelt=False,
+    ),
+    Calls(
+        "align_many",
+        ps.align_many,
+        lambda: {"sources": weights(4), "group": group(), "progress": False},
+        {
+            "sources": (*bad_weights(4), *not_finite(4), [], [None], [weights(), "banana"], Made("single", weights)),
+            "group": NO_GROUP,
+            "cost": ("kl", None, 3),
+            "each": ("draws", None, 3),
+            "restarts": NOT_NEGATIVE,
+            "max_rounds": COUNTS,
+            "max_sweeps": COUNTS,
+            "tolerance": TOLERANCES,
+            "triples": NOT_NEGATIVE,
+        },
+        words={"sources": ""},
+    ),
+    Calls(
+        "to_gaussian",
+        ps.to_gaussian,
+        lambda: {"weights": weights()},
+        {"weights": (*THINGS, ARRAY, {"w": ARRAY}, {"w": None}, {}, Made("unused", unused_guide))},
+        words={"weights": ""},
+    ),
+    Calls(
+        "GaussianWeights",
+        ps.GaussianWeights,
+        lambda: {"loc": weights(), "scale": {site: torch.ones_like(v) for site, v in weights().items()}},
+        {
+            "loc": (*THINGS, ARRAY, {}, {"w": ARRAY}, Made("int", lambda: {s: v.long() for s, v in weights().items()})),
+            "scale": (
+                *THINGS,
+                ARRAY,
+                {},
+                Made("negative", lambda: changed("0.weight", lambda value: -value.abs())),
+                Made("NaN", lambda: changed("0.weight", lambda value: value * NAN)),
+                Made("misshaped", lambda: changed("0.weight", lambda value: value.mT)),
+                Made("array", lambda: changed("0.weight", lambda value: value.numpy())),
+            ),
+            "supports": (3, "banana", {"other": torch.distributions.constraints.real}, {"0.weight": "real"}),
+        },
+    ),
+    Calls(
+        "ActivationCost",
+        lambda net, inputs, **o: ps.ActivationCost(net, inputs, **o),
+        lambda: {"net": network(), "inputs": data()[0]},
+        {"net": (*THINGS, ARRAY), "inputs": (None, ARRAY, 3, torch.zeros(3, 3))},
+        words={"inputs": "input"},
+    ),
+    Calls(
+        "ActivationCost.__call__",
+        lambda **o: ps.ActivationCost(network(), data()[0])(**o),
+        lambda: {"source": weights(), "reference": weights(), "permutations": group()},
+        {"source": (*THINGS, ARRAY), "reference": (*THINGS, ARRAY), "permutations": THINGS},
+    ),
+    Calls(
+        "ActivationCost.of_many",
+        lambda **o: ps.ActivationCost(network(), data()[0]).of_many(**o),
+        lambda: {"sources": [weights()], "reference": weights(), "permutations": group()},
+        {"sources": (*THINGS, [], [3]), "reference": THINGS, "permutations": THINGS},
+    ),
+    Calls(
+        "loss_barrier",
+        ps.loss_barrier,
+        lambda: {"guide_0": weights(), "guide_1": guide(), "log_likelihood": model(), "data": data()},
+        {
+            "guide_0": (*bad_weights(), *not_finite(), Made("unused", unused_guide)),
+            "guide_1": (*THINGS, ARRAY, {}),
+            "log_likelihood": (*THINGS, ARRAY, {}, Made("network", network)),
+            "data": (*THINGS, ARRAY, {}, torch.zeros(3), (ARRAY, ARRAY), (torch.zeros(3, 2), torch.zeros(4)), [None]),
+            "metrics": (3, "banana", {"m": 3}, [lambda w: 1.0]),
+            "num_points": (2, 1.5, True, "3", None),
+            "num_samples": (*COUNTS, None),
+            "chunk_size": COUNTS,
+            "repair": (3, "banana", ARRAY),
+        },
+        words={"guide_0": "", "guide_1": ""},
+    ),
+    Calls("BarrierCurve.excess", lambda **o: CURVE.excess(**o), lambda: {"name": "data"}, {"name": (*THINGS, "test")}),
+    Calls(
+        "BarrierCurve.plot",
+        lambda **o: CURVE.plot(**o),
+        dict,
+        {"ax": (3, "banana"), "label": (3, None), "names": ("data", ["test"], 3, [3])},
+        quick=False,
+    ),
+    Calls(
+        "Posterior.align",
+        lambda **o: posterior().align(**o),
+        lambda: {"group": group(), "progress": False},
+        {"group": NO_GROUP, "cost": ("kl",), "max_rounds": (0, INF)},
+    ),
+)

@@ -1,0 +1,210 @@
+"""Bad calls of distances, tests, diagnostics and scores."""
+
+import numpy as np
+import torch
+
+import pyro_symmetric as ps
+
+from .table import (
+    ARRAY,
+    COUNTS,
+    FRACTIONS,
+    INF,
+    NAN,
+    THINGS,
+    Calls,
+    Made,
+    bad_weights,
+    data,
+    group,
+    model,
+    network,
+    not_finite,
+    posterior,
+    symmetry,
+    weights,
+)
+
+LAYERS = (3, "0", {}, {"a": []}, {"a": ["0.wait"]}, {"a": "0.weight"}, {"a": ["0.weight", "0.weight"]}, ["0.weight"])
+NO_SYMMETRY = (3, "banana", ARRAY, {}, Made("network", network))
+COMPARED = {
+    "weights_p": (*bad_weights(20), *not_finite(20)),
+    "weights_q": (*bad_weights(20), *not_finite(20)),
+    "layers": LAYERS,
+    "site_shapes": (3, "banana", {"0.weight": (3, 2)}, {"0.weight": 3}),
+    "symmetry": NO_SYMMETRY,
+}
+CHUNK = {"chunk": COUNTS}
+
+
+def compared(function, **bad):
+    """Calls of a comparison of two collections of weights."""
+    words = {
+        "weights_p": "weights",
+        "weights_q": "weights",
+        "layers": "layer",
+        "site_shapes": "site",
+        "symmetry": "symmetry",
+    }
+    return Calls(
+        function.__name__,
+        function,
+        lambda: {"weights_p": weights(20), "weights_q": weights(20)},
+        {**COMPARED, **bad},
+        words,
+    )
+
+
+PROBABILITIES = torch.full((4, 6, 2), 0.5)
+BAD_PROBABILITIES = (
+    *(*THINGS, ARRAY, torch.zeros(6), torch.randn(4, 6, 2), torch.full((4, 6, 2), NAN), PROBABILITIES.long()),
+    torch.zeros(0, 6, 2),
+    PROBABILITIES + 0.1,
+)
+LABELS = torch.zeros(6, dtype=torch.long)
+
+
+def tracked(weights, **options):
+    """One step of a tracker."""
+    tracker = ps.SortingTracker(group(), **options)
+    tracker(weights)
+    return tracker
+
+
+CALLS = (
+    compared(ps.mmd, bandwidths=(3, "banana", {}), **CHUNK),
+    compared(ps.mmd_test, level=(*FRACTIONS, None), num_permutations=(*COUNTS, 3), **CHUNK),
+    compared(ps.marginal_wasserstein, p=(0.5, NAN, "1", None, True), **CHUNK),
+    compared(
+        ps.sliced_wasserstein,
+        p=(0.5, INF, NAN, "1", None, True),
+        num_projections=(*COUNTS, None),
+        chunk=(*COUNTS, None),
+    ),
+    Calls(
+        "orbit_mmd",
+        ps.orbit_mmd,
+        lambda: {"weights_p": weights(20), "weights_q": weights(20), "symmetry": group()},
+        {
+            **COMPARED,
+            "symmetry": (None, *NO_SYMMETRY),
+            "num_elements": (1, *COUNTS, None),
+            "bandwidths": (3, "b"),
+            **CHUNK,
+        },
+        words={
+            "weights_p": "weights",
+            "weights_q": "weights",
+            "layers": "layer",
+            "site_shapes": "site",
+            "symmetry": "",
+        },
+    ),
+    Calls(
+        "invariance_tests",
+        ps.invariance_tests,
+        lambda: {"weights": weights(20), "group": group()},
+        {
+            "weights": (*bad_weights(20), *not_finite(20), Made("one", lambda: weights(1))),
+            "group": (None, *NO_SYMMETRY),
+            "level": (*FRACTIONS, None),
+            "effective_size": (0, 1.5, -1, NAN, "3", True),
+            "max_tests": (*COUNTS, None),
+        },
+        words={"group": ""},
+    ),
+    Calls(
+        "check",
+        ps.check,
+        lambda: {"posterior": posterior()},
+        {"posterior": (*THINGS, ARRAY, Made("weights", lambda: weights(2, 8))), "num_draws": (*COUNTS, None)},
+    ),
+    Calls(
+        "convergence",
+        ps.convergence,
+        lambda: {"posterior": posterior()},
+        {
+            "posterior": (*THINGS, ARRAY, Made("weights", lambda: weights(2, 8))),
+            "symmetry": NO_SYMMETRY,
+            "aligned": (3, "banana", Made("weights", lambda: weights(2, 8)), Made("other", lambda: posterior(3, 8))),
+            "model": (3, "banana", Made("network", network)),
+            "predictions": (3, "banana", ARRAY, torch.zeros(3, 8, 2), torch.tensor(1.0)),
+            "threshold": (1.0, 0.5, NAN, "1.1", None, INF),
+        },
+    ),
+    Calls(
+        "convergence",
+        lambda **o: ps.convergence(posterior(), model=model(), **o),
+        lambda: {"x": data()[0], "y": data()[1]},
+        {"x": (3, "banana", ARRAY, torch.zeros(3, 5)), "y": (3, "banana", ARRAY, torch.zeros(5).long())},
+        words={"x": "x"},
+        misspelt=False,
+    ),
+    Calls(
+        "equivalent_modes",
+        ps.equivalent_modes,
+        lambda: {"symmetry": symmetry()},
+        {"symmetry": (None, *NO_SYMMETRY)},
+    ),
+    Calls(
+        "excess_mass",
+        ps.excess_mass,
+        lambda: {"weights": weights(4), "symmetry": symmetry()},
+        {"weights": (*bad_weights(4), *not_finite(4)), "symmetry": (None, *NO_SYMMETRY, Made("no-scalings", group))},
+    ),
+    Calls(
+        "SortingTracker",
+        ps.SortingTracker,
+        lambda: {"symmetry": symmetry()},
+        {"symmetry": (None, *NO_SYMMETRY), "key": ("maximum", None, 3)},
+    ),
+    Calls(
+        "SortingTracker.__call__",
+        tracked,
+        lambda: {"weights": weights(4)},
+        {"weights": (*bad_weights(4), *not_finite(4))},
+        misspelt=False,
+    ),
+    Calls(
+        "functional_collapse",
+        ps.functional_collapse,
+        lambda: {"probabilities": PROBABILITIES, "ood_probabilities": PROBABILITIES},
+        {
+            "probabilities": (*BAD_PROBABILITIES, torch.full((6, 2), 0.5)),
+            "ood_probabilities": (*BAD_PROBABILITIES, torch.full((3, 6, 2), 0.5)),
+            "chunk": COUNTS,
+        },
+    ),
+    Calls(
+        "scores.classification",
+        ps.scores.classification,
+        lambda: {"probabilities": PROBABILITIES, "labels": LABELS},
+        {
+            "probabilities": (*BAD_PROBABILITIES, torch.ones(4, 6, 1)),
+            "labels": (*THINGS, np.zeros(6), LABELS[:5], LABELS + 2, LABELS - 1, LABELS.float()),
+            "ood_probabilities": (3, "banana", ARRAY, torch.randn(4, 6, 2), torch.full((3, 6, 2), 0.5)),
+            "num_bins": (*COUNTS, None),
+        },
+    ),
+    Calls(
+        "scores.detect",
+        ps.scores.detect,
+        lambda: {"scores_in": torch.rand(4), "scores_out": torch.rand(3)},
+        {
+            "scores_in": (*THINGS, ARRAY, torch.zeros(0), torch.zeros(2, 2), torch.full((3,), NAN)),
+            "scores_out": (*THINGS, np.zeros(3), torch.zeros(0), torch.full((3,), INF)),
+        },
+    ),
+    Calls(
+        "scores.regression",
+        ps.scores.regression,
+        lambda: {"means": torch.zeros(4, 6), "noise_scale": 1.0, "targets": torch.zeros(6)},
+        {
+            "means": (*THINGS, ARRAY, torch.zeros(4, 5), torch.zeros(0, 6), torch.full((4, 6), NAN)),
+            "noise_scale": (None, "1", 0.0, -1.0, NAN, INF, torch.ones(5), np.ones(4), True),
+            "targets": (*THINGS, np.zeros(6), torch.zeros(()), torch.full((6,), INF)),
+            "levels": ([0.0], [1.0], [NAN], ["0.5"], 0.5, "0.5", None, [True]),
+        },
+        words={"targets": ""},
+    ),
+)

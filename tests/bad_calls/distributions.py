@@ -1,0 +1,50 @@
+"""Bad calls of symmetrised distributions and their estimators."""
+
+import pyro.distributions as dist
+import torch
+
+import pyro_symmetric as ps
+
+from .table import COUNTS, FLAGS, THINGS, Calls, exchanges
+
+SHAPES = (3, "34", 1.5, (1.5,), (-1,), None)
+BASE = dist.Normal(torch.zeros(18), torch.ones(18)).to_event(1)
+
+
+def symmetrized():
+    """A Gaussian over the orbits of a factor analysis."""
+    return ps.Symmetrized(BASE, exchanges().flat(["loadings", "scores"]))
+
+
+CALLS = (
+    Calls("InfoNCE", ps.InfoNCE, dict, {"K": (*COUNTS, None)}),
+    Calls("SinkhornImportance", ps.SinkhornImportance, dict, {"K": (*COUNTS, None)}),
+    Calls("BetheBound", ps.BetheBound, dict, {"iterations": (*COUNTS, None)}),
+    Calls("ExactOrbit", ps.ExactOrbit, dict, {"limit": (*COUNTS, None)}),
+    Calls(
+        "Symmetrized",
+        ps.Symmetrized,
+        lambda: {"base_distribution": BASE, "flat": exchanges().flat(["loadings", "scores"])},
+        {
+            "base_distribution": (
+                *THINGS,
+                dist.Normal,
+                dist.Normal(0.0, 1.0),
+                dist.Normal(torch.zeros(5), torch.ones(5)).to_event(1),
+            ),
+            "flat": (*THINGS, exchanges()),
+            "estimator": (3, "InfoNCE", ps.InfoNCE),
+            "sticking_the_landing": FLAGS,
+        },
+    ),
+    Calls("Symmetrized.sample", lambda **o: symmetrized().sample(**o), dict, {"sample_shape": SHAPES}),
+    Calls("Symmetrized.rsample", lambda **o: symmetrized().rsample(**o), dict, {"sample_shape": SHAPES}),
+    Calls("Symmetrized.sample_orbit", lambda **o: symmetrized().sample_orbit(**o), dict, {"sample_shape": SHAPES}),
+    Calls("Symmetrized.__call__", lambda **o: symmetrized()(**o), dict, {"sample_shape": SHAPES}),
+    Calls(
+        "Symmetrized.expand",
+        lambda **o: symmetrized().expand(**o),
+        lambda: {"batch_shape": (3,)},
+        {"batch_shape": (3, "34", (1.5,))},
+    ),
+)

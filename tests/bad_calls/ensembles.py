@@ -1,0 +1,47 @@
+"""Bad calls of ensembles."""
+
+from torch import nn
+
+import pyro_symmetric as ps
+
+from .table import ARRAY, COUNTS, DEVICES, FLAGS, NAN, THINGS, Calls, data, network
+
+X, Y = data()
+
+CALLS = (
+    Calls(
+        "ensemble",
+        ps.ensemble,
+        lambda: {"net": network(), "data": (X, Y), "num_members": 2, "epochs": 1, "progress": False},
+        {
+            "net": (*THINGS, ARRAY, nn.Linear, nn.ReLU(), nn.Linear(5, 2)),
+            "data": (
+                *(*THINGS, X, (X,), (X, Y, Y), (ARRAY, ARRAY), (X, Y[:5]), (X[:0], Y[:0]), (X, None), {"x": X}),
+                (X * NAN, Y),
+                (X, Y + 5),
+                (X, Y.float()),
+            ),
+            "num_members": (*COUNTS, None),
+            "loss": ("entropy", None, 3, nn.CrossEntropyLoss),
+            "epochs": (*COUNTS, None),
+            "batch_size": COUNTS,
+            "optimizer": (*THINGS, lambda parameters: 3),
+            "cosine": FLAGS,
+            "init": (3, "banana", lambda count: 3, lambda count: {}),
+            "outliers": (3, "banana", lambda losses: 3),
+            "redraw": FLAGS,
+            "members_at_once": COUNTS,
+            "folder": (3, "", ["a"]),
+            "device": DEVICES,
+        },
+        words={"net": "net", "data": ""},
+    ),
+    Calls(
+        "load_ensemble",
+        ps.load_ensemble,
+        dict,
+        {"folder": (None, 3, "", "missing", ".", ["a"])},
+        words={"folder": ""},
+        quick=False,
+    ),
+)

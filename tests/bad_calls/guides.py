@@ -1,0 +1,354 @@
+"""Bad calls of guides, of what is made of them and of what they are judged by."""
+
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
+
+import pyro_symmetric as ps
+from pyro_symmetric.guides.layout import layout_of
+
+from .table import (
+    ARRAY,
+    COUNTS,
+    DEVICES,
+    FLAGS,
+    INF,
+    NAN,
+    POSITIVE,
+    THINGS,
+    Calls,
+    Made,
+    changed,
+    data,
+    group,
+    guide,
+    model,
+    modes,
+    network,
+    posterior,
+    unused_guide,
+    weights,
+)
+
+SHAPES = (3, "34", 1.5, (1.5,), (-1,), None)
+QUANTILES = ([0.0], [1.0], [-0.5], [1.5], [NAN], "0.5", ["0.5"], None, [], [None])
+NO_GUIDE = (*THINGS, ARRAY, {}, AutoDiagonalNormal, Made("unused", unused_guide))
+NO_GROUP = (*THINGS, ARRAY, {}, Made("network", network))
+NO_ELEMENT = (*THINGS, ARRAY, Made("group", group), Made("batch", lambda: group().identity((2,))))
+
+
+def symmetrized(**options):
+    """A set-up symmetrised guide of the model."""
+    result = ps.AutoSymmetrized(model(), group(), **options)
+    result.setup(*data())
+    return result
+
+
+def log_joint(weights):
+    """The model's, of all data."""
+    return model().log_joint(weights, *data())
+
+
+def delta():
+    """A point, which has no density."""
+    result = AutoDelta(model())
+    result(*data())
+    return result
+
+
+def gaussian(kind, **bad):
+    """Calls of a Gaussian guide's constructor."""
+    moments = {"loc": torch.zeros(17), "scale": torch.ones(17)}
+    if kind is ps.AutoLowRank:
+        moments["cov_factor"] = torch.zeros(17, 2)
+    if kind is ps.AutoFullRank:
+        moments = {"loc": torch.zeros(17), "scale_tril": torch.eye(17)}
+    return Calls(
+        kind.__name__,
+        kind,
+        lambda: {"sites": layout_of(guide()), **moments},
+        {
+            "sites": (*THINGS, (), ["0.weight"]),
+            "loc": (*THINGS, ARRAY, torch.zeros(16), torch.zeros(2, 17), torch.full((17,), NAN)),
+            **bad,
+        },
+    )
+
+
+SCALES = (*THINGS, ARRAY, torch.ones(16), torch.zeros(17), -torch.ones(17), torch.full((17,), NAN))
+NO_PATH = (None, 3, "", "missing/folder/guide")
+
+CALLS = (
+    gaussian(ps.AutoMeanField, scale=SCALES),
+    gaussian(ps.AutoLowRank, scale=SCALES, cov_factor=(*THINGS, ARRAY, torch.ones(17), torch.ones(16, 2))),
+    gaussian(
+        ps.AutoFullRank,
+        scale_tril=(*THINGS, ARRAY, torch.eye(16), -torch.eye(17), torch.ones(17), torch.ones(17, 17)),
+    ),
+    Calls(
+        "AutoModes",
+        ps.AutoModes,
+        lambda: {"model": model()},
+        {
+            "model": (*THINGS, ARRAY),
+            "num_modes": (*COUNTS, None),
+            "family": ("AutoNormal", None, 3, ps.AutoMeanField),
+            "rank": COUNTS,
+            "init_loc_fn": (3, "banana"),
+            "init_scale": (*POSITIVE, None),
+            "train_weights": FLAGS,
+        },
+    ),
+    Calls(
+        "AutoModes.from_guides",
+        ps.AutoModes.from_guides,
+        lambda: {"guides": [guide(), guide()], "group": group()},
+        {
+            "guides": (*THINGS, [], [3], Made("one", guide), Made("unused", lambda: [unused_guide()])),
+            "weights": ([1.0], [0.0, 1.0], [-1.0, 2.0], [NAN, 1.0], "11", 3, ["1", "2"], [INF, 1.0]),
+            "group": (3, "banana", ARRAY),
+            "align_to": (2, -3, "banana", 0.5),
+            "cost": ("euclid", None, 3),
+            "train_weights": FLAGS,
+        },
+        words={"guides": "guide", "align_to": ""},
+    ),
+    Calls(
+        "AutoModes.of_moments",
+        ps.AutoModes.of_moments,
+        lambda: {
+            "sites": layout_of(guide()),
+            "family": "AutoMeanField",
+            "moments": [{"loc": torch.zeros(17), "scale": torch.ones(17)}],
+            "logits": torch.zeros(1),
+        },
+        {
+            "sites": (*THINGS, ()),
+            "family": ("AutoNormal", None),
+            "moments": (*THINGS, [], [3]),
+            "logits": (*THINGS, [0.0], torch.zeros(2)),
+        },
+    ),
+    Calls("AutoModes.get_posterior", lambda **o: modes().get_posterior(**o), dict, {}, misspelt=False),
+    Calls("AutoModes.median", lambda **o: modes().median(**o), dict, {}, misspelt=False),
+    Calls(
+        "AutoModes.quantiles",
+        lambda **o: modes().quantiles(**o),
+        lambda: {"quantiles": [0.1, 0.5]},
+        {"quantiles": QUANTILES},
+        misspelt=False,
+    ),
+    Calls(
+        "AutoModes.quantiles",
+        lambda **o: guide().quantiles(**o),
+        lambda: {"quantiles": [0.1, 0.5]},
+        {"quantiles": QUANTILES},
+        misspelt=False,
+    ),
+    Calls(
+        "AutoModes.symmetrized",
+        lambda **o: modes().symmetrized(**o),
+        lambda: {"group": group()},
+        {"group": NO_GROUP, "estimator": (3, "InfoNCE", ps.InfoNCE)},
+        words={"group": ""},
+    ),
+    Calls(
+        "AutoSymmetrized",
+        ps.AutoSymmetrized,
+        lambda: {"model": model(), "group": group()},
+        {
+            "model": (*THINGS, ARRAY),
+            "group": NO_GROUP,
+            "base": (*THINGS, AutoDelta, torch.nn.Linear),
+            "estimator": (3, "InfoNCE", ps.InfoNCE),
+            "sticking_the_landing": FLAGS,
+            "init_loc_fn": (3, "banana"),
+            "init_scale": (0.0, -1.0, NAN, "1"),
+        },
+        words={"group": ""},
+    ),
+    Calls(
+        "AutoSymmetrized.sample_posterior",
+        lambda **o: symmetrized().sample_posterior(**o),
+        dict,
+        {"sample_shape": SHAPES, "orbit": FLAGS},
+    ),
+    Calls(
+        "AutoSymmetrized.quantiles",
+        lambda **o: symmetrized().quantiles(**o),
+        lambda: {"quantiles": [0.1, 0.5], "orbit": True},
+        {"quantiles": QUANTILES, "orbit": FLAGS, "num_samples": (*COUNTS, None)},
+        misspelt=False,
+    ),
+    Calls(
+        "AutoSymmetrized.median",
+        lambda **o: symmetrized().median(**o),
+        lambda: {"orbit": True},
+        {"orbit": FLAGS, "num_samples": (*COUNTS, None)},
+        misspelt=False,
+    ),
+    *(
+        Calls(
+            f"AutoSymmetrized.{name}",
+            lambda name=name, **o: getattr(symmetrized(), name)(**o),
+            dict,
+            {},
+            misspelt=False,
+        )
+        for name in ("get_base_posterior", "get_posterior", "sample_latent")
+    ),
+    Calls(
+        "AutoAligned",
+        ps.AutoAligned,
+        lambda: {"guide": guide(), "element": group().identity()},
+        {"guide": (*NO_GUIDE, Made("modes", modes)), "element": NO_ELEMENT},
+        words={"guide": "uide"},
+    ),
+    Calls(
+        "push_forward",
+        ps.push_forward,
+        lambda: {"guide": guide(), "element": group().identity()},
+        {"guide": NO_GUIDE, "element": NO_ELEMENT},
+        words={"guide": ""},
+    ),
+    Calls(
+        "Modes_ELBO",
+        ps.Modes_ELBO,
+        dict,
+        {"num_particles": (*COUNTS, None), "vectorize_particles": FLAGS, "max_plate_nesting": (-1, "1", 0.5, None)},
+    ),
+    Calls(
+        "SymmetrizedMeanField_ELBO",
+        ps.SymmetrizedMeanField_ELBO,
+        dict,
+        {"num_particles": (*COUNTS, None), "vectorize_particles": FLAGS, "max_plate_nesting": (-1, "1", 0.5, None)},
+    ),
+    Calls(
+        "Modes_ELBO",
+        lambda guide: ps.Modes_ELBO().loss(model(), guide, *data()),
+        lambda: {"guide": modes()},
+        {"guide": (3, "banana", Made("one mode", guide))},
+        misspelt=False,
+    ),
+    Calls(
+        "distinct",
+        ps.distinct,
+        lambda: {"guide": unused_guide()},
+        {"guide": (*THINGS, AutoDiagonalNormal, Made("used", guide))},
+    ),
+    Calls(
+        "sample_posterior",
+        ps.sample_posterior,
+        lambda: {"guide": guide()},
+        {"guide": NO_GUIDE, "sample_shape": SHAPES},
+        words={"guide": ""},
+    ),
+    Calls(
+        "sample_posterior",
+        lambda **o: guide().pack(**o),
+        lambda: {"weights": weights(4)},
+        {
+            "weights": (
+                *(*THINGS, ARRAY, {}, {"0.weight": ARRAY}, {"0.weight": torch.zeros(3, 2)}),
+                Made("transposed", lambda: changed("0.weight", lambda v: v.mT)),
+                Made("array", lambda: changed("0.weight", lambda v: v.numpy())),
+                Made("batches", lambda: changed("0.weight", lambda v: v.expand(4, 3, 2))),
+            )
+        },
+        misspelt=False,
+    ),
+    Calls(
+        "sample_posterior",
+        lambda **o: guide().unpack(**o),
+        lambda: {"latent": torch.zeros(4, 17)},
+        {"latent": (*THINGS, ARRAY, torch.zeros(16), torch.tensor(0.0))},
+        misspelt=False,
+    ),
+    Calls(
+        "suggest_estimator",
+        ps.suggest_estimator,
+        lambda: {"guide": guide(), "group": group()},
+        {"guide": (*THINGS, ARRAY, torch.nn.Linear), "group": NO_GROUP, "training": FLAGS},
+        words={"group": ""},
+    ),
+    Calls(
+        "evidence",
+        ps.evidence,
+        lambda: {"guide": guide(), "log_joint": log_joint, "group": group(), "num_samples": 4},
+        {
+            "guide": (*NO_GUIDE, Made("delta", delta)),
+            "log_joint": (*THINGS, lambda weights: 1.0, lambda weights: torch.zeros(3, 3)),
+            "group": NO_GROUP,
+            "estimator": (3, "InfoNCE", ps.InfoNCE),
+            "num_samples": (*COUNTS, 1, None),
+            "chunk": (*COUNTS, None),
+        },
+        words={"guide": "", "group": ""},
+    ),
+    Calls(
+        "wasserstein",
+        ps.wasserstein,
+        lambda: {"first": weights(), "second": weights()},
+        {
+            "first": (*THINGS, ARRAY, {}, {"w": ARRAY}, Made("other", lambda: changed("0.weight", lambda v: v.mT))),
+            "second": (*THINGS, ARRAY, {}, Made("NaN", lambda: changed("0.weight", lambda v: v * NAN))),
+            "correlations": FLAGS,
+        },
+        words={"first": "", "second": ""},
+    ),
+    Calls(
+        "interpolate",
+        ps.interpolate,
+        lambda: {"guide_0": guide(), "guide_1": guide(), "t": 0.5},
+        {
+            "guide_0": (*NO_GUIDE, Made("weights", weights)),
+            "guide_1": THINGS,
+            "t": (-0.1, 1.1, NAN, "0.5", None, True),
+            "correlations": FLAGS,
+        },
+        words={"guide_0": "", "guide_1": ""},
+    ),
+    Calls(
+        "barycentre",
+        ps.barycentre,
+        lambda: {"guides": [guide(), guide()]},
+        {
+            "guides": (*THINGS, [], [3], Made("one", guide), Made("mixed", lambda: [guide(), weights()])),
+            "weights": ([1.0], [-1.0, 2.0], [0.0, 0.0], [NAN, 1.0], [INF, 1.0], "11", 3, ["1", "2"]),
+            "correlations": FLAGS,
+        },
+        words={"guides": ""},
+    ),
+    Calls(
+        "save_guide",
+        ps.save_guide,
+        lambda: {"guide": guide(), "path": "guide.safetensors"},
+        {"guide": (*NO_GUIDE, Made("delta", delta)), "path": NO_PATH},
+        words={"guide": "", "path": ""},
+    ),
+    Calls(
+        "load_guide",
+        lambda **o: (
+            ps.save_guide(guide(), "guide"),
+            posterior().save("posterior"),
+            ps.load_guide(**{"path": "guide", **o}),
+        ),
+        dict,
+        {"path": (*NO_PATH, "posterior", "."), "device": DEVICES},
+        words={"path": ""},
+    ),
+    Calls(
+        "swag",
+        ps.swag,
+        lambda: {"model": model(), "iterates": weights(4)},
+        {
+            "model": (*THINGS, Made("network", network)),
+            "iterates": (
+                *(*THINGS, ARRAY, {}, Made("one", weights), Made("two axes", lambda: weights(2, 2))),
+                Made("NaN", lambda: changed("0.weight", lambda v: v * NAN, 4)),
+                Made("array", lambda: changed("0.weight", lambda v: v.numpy(), 4)),
+                Made("lacking", lambda: {"0.weight": torch.zeros(4, 3, 2)}),
+            ),
+            "rank": (1, 1.5, True, "3", NAN, None),
+        },
+    ),
+)
