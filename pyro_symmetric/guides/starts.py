@@ -46,12 +46,6 @@ def init_loc_fn(
     return start
 
 
-def require_number_of_starts(num_starts: Any) -> None:
-    """:raises ValueError: unless it is a whole number of at least 1."""
-    if isinstance(num_starts, bool) or not isinstance(num_starts, int) or num_starts < 1:
-        raise ValueError(f"num_starts is {num_starts!r}; at least 1 start is needed")
-
-
 def candidates(
     model: Any, sites: Sequence[SiteLayout], moved: Collection[str] | None, number: int, *, fresh: bool = False
 ) -> list[InitLocFn]:
