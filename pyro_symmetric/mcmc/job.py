@@ -62,7 +62,8 @@ class Job:
         for name, least in COUNTS.items():
             object.__setattr__(self, name, arguments.whole(name, getattr(self, name), least))
         object.__setattr__(self, "seed", arguments.whole("seed", self.seed, 0, 2**64 - 1, none="no seed"))
-        arguments.whole("chain_chunk", self.chain_chunk, 1, none="all chains at once")
+        chunk = arguments.whole("chain_chunk", self.chain_chunk, 1, none="all chains at once")
+        object.__setattr__(self, "chain_chunk", chunk)
         arguments.one_of("compile", self.compile, (None, True, False))
         arguments.one_of("resume", self.resume, ("auto", True, False))
         arguments.dtype("dtype", self.dtype, CHAIN_DTYPES)

@@ -278,7 +278,7 @@ def test_result_is_a_posterior_that_can_be_stored(tmp_path):
         ({"batch_size": 0}, "batch_size is 0"),
         ({"members_at_once": 0}, "members_at_once is 0"),
         ({"num_members": 0}, "num_members is 0"),
-        ({"init": lambda n: {}}, "'0.weight' is missing"),
+        ({"init": lambda n: {}}, "what init gave is empty"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):

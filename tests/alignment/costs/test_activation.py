@@ -135,7 +135,7 @@ def test_bad_scores_and_networks_are_named():
         align(weights, weights, group, cost="activation")
     with pytest.raises(ValueError, match="needs inputs"):
         align(weights, weights, group, cost="activation", net=nn.Linear(3, 4))
-    with pytest.raises(TypeError, match="net is a str"):
+    with pytest.raises(TypeError, match="net is 'net'"):
         ActivationCost("net")
     net = nn.Linear(3, 4)
     with pytest.raises(ValueError, match="no site 'w'"):

@@ -212,7 +212,7 @@ def test_plotting_takes_the_names_of_curves() -> None:
     assert len(curve.plot(Figure().subplots()).get_lines()) == 4
     with pytest.raises(ValueError, match="names is 'val'"):
         curve.plot(names=["val"])
-    with pytest.raises(TypeError, match=r"\['test error'\]"):
+    with pytest.raises(TypeError, match="names is 'test error'; it must be a list of names"):
         curve.plot(names="test error")
 
 
