@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of, plain, require_draws
 from pyro_symmetric.alignment.moments import batch_shape_of
 from pyro_symmetric.alignment.parts.problem import Element, Problem
@@ -124,11 +125,12 @@ def _read(sources: Any, problem: Problem, each: str) -> Members:
         require_draws(sources, "posterior")
         require_finite(sources.samples, "posterior")
         if each == "chain":
-            return Members(sources, _moments_of_chains(sources.samples), (chains, 1))
-        flat = {site: value.flatten(0, 1) for site, value in sources.samples.items()}
+            return Members(sources, _moments_of_chains(_with_moments(sources.samples, problem)), (chains, 1))
+        flat = {site: value.flatten(0, 1) for site, value in _with_moments(sources.samples, problem).items()}
         return Members(sources, gaussian_of(flat, "posterior"), (chains, draws))
     if isinstance(sources, Mapping | GaussianWeights):
-        gaussian = gaussian_of(sources, "sources")
+        own = _with_moments(sources, problem) if isinstance(sources, Mapping) else sources
+        gaussian = gaussian_of(own, "sources")
         shape = batch_shape_of(gaussian, problem, "sources")
         if len(shape) != 1:
             raise ValueError(
@@ -153,6 +155,12 @@ def _read(sources: Any, problem: Problem, each: str) -> Members:
         ),
         (len(every),),
     )
+
+
+def _with_moments(weights: Mapping[str, Tensor], problem: Problem) -> Weights:
+    """Without the sites that a group knows nothing of and that have no mean: counters, labels."""
+    arguments.weights("sources", weights)
+    return {s: value for s, value in weights.items() if value.is_floating_point() or s in problem.site_shapes}
 
 
 def _moments_of_chains(samples: Mapping[str, Tensor]) -> GaussianWeights:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.common import Common
 from pyro_symmetric.alignment.costs.cost import ALLOCATION, Moments
 from pyro_symmetric.alignment.descent.search import Search
 from pyro_symmetric.alignment.parts.home import at_home
 from pyro_symmetric.alignment.parts.problem import Problem, problem_of
 from pyro_symmetric.alignment.parts.state import State
-from pyro_symmetric.calls import described
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
 
@@ -51,11 +51,11 @@ def relabel(
     :param max_rounds: how often to take the mean anew at most.
     :raises ValueError: if the group has more than one factor, or the probabilities don't fit or are none.
     """
+    arguments.instance("posterior", posterior, Posterior, "a Posterior")
     name, components = _checked_factor(group)
     _check_probabilities(probabilities, posterior, components)
-    for option, number in (("starts", starts), ("max_rounds", max_rounds)):
-        if number < 1:
-            raise ValueError(f"{option} is {number}; it must be at least 1")
+    arguments.whole("starts", starts, 1)
+    arguments.whole("max_rounds", max_rounds, 1)
     shape = torch.Size((probabilities.shape[2], components))
     problem = problem_of(PermutationGroup.declare({SITE: (None, name)}, {SITE: shape}))
     moments = {SITE: probabilities.detach().double().flatten(0, 1).unsqueeze(-1)}
@@ -77,8 +77,7 @@ def _settled(problem: Problem, moments: Moments, max_rounds: int) -> tuple[float
 
 
 def _checked_factor(group: PermutationGroup) -> tuple[str, int]:
-    if not isinstance(group, PermutationGroup):
-        raise TypeError(f"group is {described(group)}; it must be a PermutationGroup of the components")
+    arguments.instance("group", group, PermutationGroup, "a PermutationGroup of the components")
     if len(group.factors) != 1:
         raise ValueError(f"group has the factors {list(group.factors)}; it must have one, the components")
     return next(iter(group.factors.items()))
@@ -86,14 +85,14 @@ def _checked_factor(group: PermutationGroup) -> tuple[str, int]:
 
 def _check_probabilities(probabilities: Tensor, posterior: Posterior, components: int) -> None:
     expected = (posterior.num_chains, posterior.num_samples)
-    if not isinstance(probabilities, Tensor):
-        raise TypeError(f"probabilities is {described(probabilities)}; it must be a tensor")
-    shape = tuple(probabilities.shape)
+    shape = tuple(arguments.tensor("probabilities", probabilities).shape)
     if len(shape) != 4 or shape[:2] != expected or shape[3] != components or 0 in shape:
         raise ValueError(
             f"probabilities has shape {shape}; it must be (chains, draws, observations, components), here "
             f"({expected[0]}, {expected[1]}, observations, {components})"
         )
+    if probabilities.is_complex():
+        raise ValueError(f"probabilities are of {probabilities.dtype}; they must be real numbers")
     sums = probabilities.sum(-1)
     if not bool(((probabilities >= 0).all(-1) & ((sums - 1).abs() <= ROUNDING)).all()):
         raise ValueError(

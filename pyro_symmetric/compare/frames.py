@@ -20,8 +20,9 @@ Draws = TypeVar("Draws", Posterior, Weights)
 
 def comparing(symmetry: Any, weights: Mapping[str, Tensor]) -> Any:
     """The symmetry as it acts on weights that are compared, and predict nothing: running statistics may be missing."""
-    held = all(site in weights for site in getattr(symmetry, "buffers", ()))
-    return symmetry if held else symmetry.without_buffers()
+    if not hasattr(symmetry, "without_buffers"):
+        return symmetry  # none that weights could lack buffers of, or no symmetry at all
+    return symmetry if all(site in weights for site in symmetry.buffers) else symmetry.without_buffers()
 
 
 @overload

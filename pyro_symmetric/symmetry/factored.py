@@ -182,15 +182,6 @@ class FactoredGroup(Generic[F, A]):
         require_sites(weights, self.required_sites)
         return batch_shape(weights, self.site_shapes)
 
-    def acted_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
-        """The batch shape of ``weights`` that are to be moved.
-
-        :raises ValueError: if sites are missing, buffers included, or don't fit; if there are another network's.
-        """
-        require_buffers(weights, self.buffers)
-        require_same_network(weights, self.site_shapes)
-        return self.batch_shape(weights)
-
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -276,6 +267,18 @@ def require_buffers(weights: Iterable[str], buffers: Iterable[str], name: str = 
             "parameters alone), take symmetry.holding(net), which leaves them as they are; if every set of weights has "
             "its own, add them"
         )
+
+
+def acted_shape(group: Any, weights: Mapping[str, Tensor]) -> torch.Size:
+    """The batch shape of ``weights`` that a group's element is to move.
+
+    :raises TypeError: if they are no weights.
+    :raises ValueError: if sites are missing, buffers included, or don't fit; if there are another network's.
+    """
+    arguments.weights("weights", weights)
+    require_buffers(weights, group.buffers)
+    require_same_network(weights, group.site_shapes)
+    return group.batch_shape(weights)
 
 
 def moved_weights(element: Any, weights: Mapping[str, Tensor], own: Sequence[int]) -> Weights:

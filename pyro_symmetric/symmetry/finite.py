@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.carrying import SignCarrier
-from pyro_symmetric.symmetry.factored import gather_last, moved_weights, require_buffers, same_group
+from pyro_symmetric.symmetry.factored import acted_shape, gather_last, moved_weights, same_group
 from pyro_symmetric.symmetry.flat import FlatAction
 from pyro_symmetric.symmetry.permutation import ENUMERATION_LIMIT, Permutation, PermutationGroup
 from pyro_symmetric.symmetry.rescaling import Sign, SignGroup
@@ -28,7 +28,6 @@ from pyro_symmetric.symmetry.weights import (
     Weights,
     batch_shape,
     flatten,
-    require_same_network,
     require_sites,
     unflatten,
 )
@@ -106,12 +105,6 @@ class FiniteGroup:
         """The batch shape of ``weights`` that are only looked at, checked against the sites' shapes."""
         require_sites(weights, self.required_sites)
         return batch_shape(weights, self.site_shapes)
-
-    def acted_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
-        """The batch shape of ``weights`` that are to be moved, all sites, buffers included."""
-        require_buffers(weights, self.buffers)
-        require_same_network(weights, self.site_shapes)
-        return self.batch_shape(weights)
 
     def over(self, site_shapes: Mapping[str, torch.Size]) -> FiniteGroup:
         """The same factors, for a model with these sites."""
@@ -235,7 +228,7 @@ class SignedPermutation:
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Weights:
         """Act on weights; sites that the group doesn't touch are passed on, expanded to the same batch shape."""
-        return moved_weights(self, weights, self.group.acted_shape(weights))
+        return moved_weights(self, weights, acted_shape(self.group, weights))
 
     def moved(self, site: str, value: Tensor) -> Tensor:
         """Act on one site alone; batch shapes broadcast."""

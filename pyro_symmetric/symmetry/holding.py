@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.factored import moved_weights
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
@@ -17,7 +18,15 @@ from pyro_symmetric.symmetry.weights import Weights, require_sites
 def holding(symmetry: WeightSymmetry, net: nn.Module | Mapping[str, Tensor]) -> WeightSymmetry:
     """The factors under which no buffer changes, acting on parameters; see :meth:`WeightSymmetry.holding`."""
     held = dict(net.named_buffers()) if isinstance(net, nn.Module) else net
+    if not isinstance(held, Mapping) or len(held):  # a network without normalisation has none
+        arguments.weights("net", held, "a torch.nn.Module")
     require_sites(held, symmetry.buffers, "net")
+    for site in symmetry.buffers:
+        if held[site].shape != symmetry.site_shapes[site]:
+            raise ValueError(
+                f"{site!r} has shape {tuple(held[site].shape)} in net, but {tuple(symmetry.site_shapes[site])} in the "
+                "symmetry; is it the network that the symmetry was found for?"
+            )
     buffers = {site: held[site].detach().double() for site in symmetry.buffers}
     groups = {"permutations": symmetry.permutations, "scalings": symmetry.scalings, "signs": symmetry.signs}
     broken = {

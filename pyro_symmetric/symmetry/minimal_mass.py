@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.balancing import Array, Balance, minimise
+from pyro_symmetric.symmetry.factored import acted_shape
 from pyro_symmetric.symmetry.rescaling import RescaledAxis, Scaling, ScalingGroup
 from pyro_symmetric.symmetry.weights import Weights, require_finite, require_sites
 
@@ -100,7 +101,7 @@ def minimal_mass(
     if not isinstance(group, ScalingGroup):
         raise TypeError(f"symmetry must be a ScalingGroup or have one as .scalings, found {type(symmetry).__name__}")
     require_finite(weights)
-    shape = group.acted_shape(weights)
+    shape = acted_shape(group, weights)
     counted = [
         site for site in (group.weight_sites if sites is None else arguments.listed("sites", sites, str, "sites"))
     ]

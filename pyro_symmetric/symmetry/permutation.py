@@ -26,6 +26,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.factor import Axis, Factor
 from pyro_symmetric.symmetry.factored import (
     FactoredGroup,
+    acted_shape,
     declared_axes,
     gather_last,
     moved_weights,
@@ -318,7 +319,7 @@ class Permutation:
 
         Sites that the group doesn't move are passed on, expanded to the same batch shape.
         """
-        return moved_weights(self, weights, self.group.acted_shape(weights))
+        return moved_weights(self, weights, acted_shape(self.group, weights))
 
     def moved(self, site: str, value: Tensor) -> Tensor:
         """Act on one site alone; batch shapes broadcast."""

@@ -30,7 +30,15 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.symmetry.factor import RescaledAxis, RescalingFactor
-from pyro_symmetric.symmetry.factored import FactoredGroup, along_axis, declared_axes, moved_weights, same_group, table
+from pyro_symmetric.symmetry.factored import (
+    FactoredGroup,
+    acted_shape,
+    along_axis,
+    declared_axes,
+    moved_weights,
+    same_group,
+    table,
+)
 from pyro_symmetric.symmetry.independence import independent_units
 from pyro_symmetric.symmetry.shift import Shift, ShiftGroup
 from pyro_symmetric.symmetry.weights import Weights, shapes_of
@@ -223,7 +231,7 @@ class Multipliers(Generic[G]):
 
         Sites that the group doesn't rescale are passed on, expanded to the same batch shape; dtypes stay.
         """
-        return moved_weights(self, weights, self.group.acted_shape(weights))
+        return moved_weights(self, weights, acted_shape(self.group, weights))
 
     def moved(self, site: str, value: Tensor) -> Tensor:
         """Act on one site alone; batch shapes broadcast."""

@@ -246,7 +246,13 @@ class WeightSymmetry:
         return self.leaving(self.buffers)
 
     def leaving(self, sites: Sequence[str]) -> WeightSymmetry:
-        """The same factors without their axes along ``sites``, of which the symmetry then knows nothing."""
+        """The same factors without their axes along ``sites``, of which the symmetry then knows nothing.
+
+        :raises ValueError: if it doesn't know one of them.
+        """
+        sites = arguments.listed("sites", sites, str, "sites")
+        if unknown := [site for site in sites if site not in self.site_shapes]:
+            raise ValueError(f"sites holds {unknown}; the symmetry knows {list(self.site_shapes)}")
         return WeightSymmetry(
             self.permutations.leaving(sites),
             self.scalings.leaving(sites),

@@ -230,3 +230,19 @@ def test_modules_are_their_weights():
     frame = align_many(nets, group, progress=False, triples=0)
     for k, moved in enumerate(frame.aligned):
         torch.testing.assert_close(moved, frame.element.select(k)(weights[k]))
+
+
+def test_few_members_come_into_one_frame_of_a_group_that_moves_nothing():
+    none = PermutationGroup.declare({"in": (None, None)}, {"in": SHAPES["in"]})
+    members = {"in": torch.randn(6, 6, 3)}
+    torch.testing.assert_close(align_many(members, none, progress=False).aligned, members)
+
+
+def test_sites_that_no_group_knows_are_passed_on_whatever_they_hold():
+    members, _, _ = scattered(GROUP, 8)
+    counters = torch.arange(8)
+    aligned = align_many({**members, "count": counters}, GROUP, progress=False).aligned
+    assert aligned["count"].equal(counters)
+    posterior = Posterior.from_samples({**members, "count": counters}, rows="chains", num_chains=2)
+    for each in ("draw", "chain"):
+        assert posterior.align(GROUP, each=each, progress=False).get_samples()["count"].equal(counters)

@@ -30,6 +30,12 @@ TOLERANCES = (-1.0, NAN, "1", None)
 NO_GROUP = (*THINGS, ARRAY, {})
 CURVE = ps.BarrierCurve(torch.linspace(0, 1, 3), {"data": torch.tensor([1.0, 2.0, 1.0])}, {})
 
+
+def two_factors():
+    """A group of more than a mixture's components."""
+    return ps.PermutationGroup.declare({"w": ("rows", "columns")}, {"w": torch.zeros(2, 3)})
+
+
 CALLS = (
     Calls(
         "align",
@@ -140,6 +146,26 @@ CALLS = (
         dict,
         {"ax": (3, "banana"), "label": (3, None), "names": ("data", ["test"], 3, [3])},
         quick=False,
+    ),
+    Calls(
+        "relabel",
+        ps.relabel,
+        lambda: {"posterior": posterior(), "group": group(), "probabilities": torch.full((2, 8, 5, 3), 1 / 3)},
+        {
+            "posterior": (*THINGS, ARRAY, {}, Made("weights", lambda: weights(4))),
+            "group": (*NO_GROUP, Made("two", two_factors)),
+            "probabilities": (
+                *THINGS,
+                ARRAY,
+                torch.zeros(2, 8, 5, 3),
+                torch.full((2, 8, 5, 3), NAN),
+                torch.full((2, 8, 5, 2), 0.5),
+                torch.full((16, 5, 3), 1 / 3),
+                torch.full((2, 8, 5, 3), 1 / 3, dtype=torch.complex64),
+            ),
+            "starts": (*COUNTS, None),
+            "max_rounds": (*COUNTS, None),
+        },
     ),
     Calls(
         "Posterior.align",

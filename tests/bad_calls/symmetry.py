@@ -1,5 +1,7 @@
 """Bad calls of what finds, describes and removes symmetries."""
 
+import functools
+
 import numpy as np
 import torch
 from torch import nn
@@ -51,6 +53,17 @@ NO_DATA = (*THINGS, {}, [1], {"factors": []}, {"signs": {}})
 def verified(call):
     """A group's check of a model that it is called with."""
     return lambda model, x, y, **options: call(model, x, y, **options)
+
+
+def normalised(width=3):
+    """A network with running statistics."""
+    return nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2)).eval()
+
+
+@functools.cache
+def normalised_symmetry():
+    """Of that network."""
+    return ps.find_symmetry(normalised(), torch.randn(2, 2))
 
 
 CALLS = (
@@ -363,6 +376,27 @@ CALLS = (
                 ["0"],
             )
         },
+    ),
+    Calls(
+        "WeightSymmetry.holding",
+        lambda **o: normalised_symmetry().holding(**o),
+        lambda: {"net": normalised()},
+        {
+            "net": (
+                *THINGS,
+                ARRAY,
+                {},
+                Made("plain", network),
+                Made("wider", lambda: normalised(4)),
+                {"1.running_mean": 3},
+            )
+        },
+    ),
+    Calls(
+        "WeightSymmetry.leaving",
+        lambda **o: symmetry().leaving(**o),
+        lambda: {"sites": ["0.bias"]},
+        {"sites": (*THINGS, ["0.wait"], [3])},
     ),
     Calls("WeightSymmetry.to_axes", lambda **o: symmetry().to_axes(**o), dict, {"strict": FLAGS}),
     Calls(

@@ -35,6 +35,9 @@ class State:
         self.multipliers = multipliers
         self.stamps = stamps
 
+    def __len__(self) -> int:
+        return len(self.multipliers["sign"])
+
     @classmethod
     def identity(cls, parts: Parts, batch: int, device: torch.device | None) -> State:
         """Nothing is moved."""
@@ -49,7 +52,7 @@ class State:
 
     def rows(self, rows: Tensor) -> State:
         """Some of the sources, as a state of its own."""
-        if len(rows) == len(next(iter(self.stamps.values()), rows)):
+        if len(rows) == len(self):
             return self.copy()  # rows are always in order
         here = {name: value[rows.to(value.device)] for name, value in self.images.items()}
         multipliers = {kind: value[rows.to(value.device)] for kind, value in self.multipliers.items()}
@@ -91,7 +94,7 @@ class State:
 
     def differs(self, other: State, move: Move) -> tuple[Tensor, Tensor]:
         """For which sources another state differs in what a move decides, and in more than scales, bool ``(B,)``."""
-        rearranged = torch.zeros(len(next(iter(self.stamps.values()))), dtype=torch.bool)
+        rearranged = torch.zeros(len(self), dtype=torch.bool)
         for name in (name for units in move.active for name in units.names):
             rearranged |= (self.images[name] != other.images[name]).any(-1).cpu()
         if move.multiplier is None and not any(move.slots.values()):
