@@ -79,8 +79,7 @@ class WeightsGuide(AutoContinuous):
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
         """Marginal quantiles of the weights, by site, ``(len(quantiles), *site_shape)``."""
         layout_of(self)
-        checked(quantiles)
-        return super().quantiles(quantiles, *args, **kwargs)
+        return super().quantiles(checked(quantiles).tolist(), *args, **kwargs)
 
     def unpack(self, latent: Tensor) -> Weights:
         """Flat unconstrained vectors ``batch_shape + (D,)`` -> weights."""

@@ -102,6 +102,7 @@ class AutoModes(WeightsGuide):
         arguments.positive("init_scale", init_scale)
         arguments.flag("train_weights", train_weights)
         arguments.whole("num_starts", num_starts, 1)
+        moved = None if moved is None else arguments.listed("moved", moved, str, "sites")
         super().__init__(model, init_loc_fn or starts.init_loc_fn(model, moved))
         self.num_modes, self.family, self.rank, self.train_weights = num_modes, family, rank, train_weights
         self._start = (model, init_loc_fn, moved)  # in a tuple, so that a module doesn't become a part of the guide
@@ -111,6 +112,7 @@ class AutoModes(WeightsGuide):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
+        self._require_moved()
         loc = torch.stack([self._start_of_mode(k, *args, **kwargs) for k in range(self.num_modes)])
         logits = loc.new_zeros(self.num_modes)
         if self.train_weights:
@@ -127,6 +129,13 @@ class AutoModes(WeightsGuide):
         if self.family == "AutoFullRank":
             eye = torch.eye(self.latent_dim, dtype=loc.dtype, device=loc.device)
             self.scale_tril = PyroParam(eye.repeat(self.num_modes, 1, 1), constraints.unit_lower_cholesky)
+
+    def _require_moved(self) -> None:
+        """:raises ValueError: if sites that are to be moved aren't the model's."""
+        names, moved = [site.name for site in layout_of(self)], self._start[-1]
+        if unknown := [name for name in moved or () if name not in names]:
+            self.prototype_trace = None  # so that the next call refuses it again
+            raise ValueError(f"moved holds the sites {unknown}, which the model lacks; it has {names}")
 
     def _start_of_mode(self, mode: int, *args: Any, **kwargs: Any) -> Tensor:
         (model, given, moved), sites = self._start, layout_of(self)
