@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.alignment.common import Common
 from pyro_symmetric.alignment.costs.cost import ALLOCATION, Moments
 from pyro_symmetric.alignment.descent.search import Search
@@ -51,11 +52,11 @@ def relabel(
     :param max_rounds: how often to take the mean anew at most.
     :raises ValueError: if the group has more than one factor, or the probabilities don't fit or are none.
     """
+    arguments.instance("posterior", posterior, Posterior, "a Posterior")
     name, components = _checked_factor(group)
     _check_probabilities(probabilities, posterior, components)
-    for option, number in (("starts", starts), ("max_rounds", max_rounds)):
-        if number < 1:
-            raise ValueError(f"{option} is {number}; it must be at least 1")
+    arguments.whole("starts", starts, 1)
+    arguments.whole("max_rounds", max_rounds, 1)
     shape = torch.Size((probabilities.shape[2], components))
     problem = problem_of(PermutationGroup.declare({SITE: (None, name)}, {SITE: shape}))
     moments = {SITE: probabilities.detach().double().flatten(0, 1).unsqueeze(-1)}

@@ -187,6 +187,7 @@ class FactoredGroup(Generic[F, A]):
 
         :raises ValueError: if sites are missing, buffers included, or don't fit; if there are another network's.
         """
+        arguments.weights("weights", weights)
         require_buffers(weights, self.buffers)
         require_same_network(weights, self.site_shapes)
         return self.batch_shape(weights)

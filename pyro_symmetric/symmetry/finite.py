@@ -109,6 +109,7 @@ class FiniteGroup:
 
     def acted_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
         """The batch shape of ``weights`` that are to be moved, all sites, buffers included."""
+        arguments.weights("weights", weights)
         require_buffers(weights, self.buffers)
         require_same_network(weights, self.site_shapes)
         return self.batch_shape(weights)

@@ -17,6 +17,8 @@ from pyro_symmetric.symmetry.weights import Weights, require_sites
 def holding(symmetry: WeightSymmetry, net: nn.Module | Mapping[str, Tensor]) -> WeightSymmetry:
     """The factors under which no buffer changes, acting on parameters; see :meth:`WeightSymmetry.holding`."""
     held = dict(net.named_buffers()) if isinstance(net, nn.Module) else net
+    if not symmetry.buffers and isinstance(held, Mapping):
+        return symmetry
     require_sites(held, symmetry.buffers, "net")
     buffers = {site: held[site].detach().double() for site in symmetry.buffers}
     groups = {"permutations": symmetry.permutations, "scalings": symmetry.scalings, "signs": symmetry.signs}

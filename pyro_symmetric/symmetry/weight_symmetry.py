@@ -247,6 +247,7 @@ class WeightSymmetry:
 
     def leaving(self, sites: Sequence[str]) -> WeightSymmetry:
         """The same factors without their axes along ``sites``, of which the symmetry then knows nothing."""
+        sites = arguments.listed("sites", sites, str, "sites")
         return WeightSymmetry(
             self.permutations.leaving(sites),
             self.scalings.leaving(sites),

@@ -28,6 +28,13 @@ from .table import (
 
 TOLERANCES = (-1.0, NAN, "1", None)
 NO_GROUP = (*THINGS, ARRAY, {})
+
+
+def allocations() -> torch.Tensor:
+    """How likely each of 6 observations belongs to each of 3 components, under each draw."""
+    return torch.rand(2, 8, 6, 3, generator=torch.Generator().manual_seed(0)).softmax(-1)
+
+
 CURVE = ps.BarrierCurve(torch.linspace(0, 1, 3), {"data": torch.tensor([1.0, 2.0, 1.0])}, {})
 
 CALLS = (
@@ -62,7 +69,7 @@ CALLS = (
         {
             "sources": (*bad_weights(4), *not_finite(4), [], [None], [weights(), "banana"], Made("single", weights)),
             "group": NO_GROUP,
-            "cost": ("kl", None, 3),
+            "cost": ("kl", "banana", 3),
             "each": ("draws", None, 3),
             "restarts": NOT_NEGATIVE,
             "max_rounds": COUNTS,
@@ -71,6 +78,24 @@ CALLS = (
             "triples": NOT_NEGATIVE,
         },
         words={"sources": ""},
+    ),
+    Calls(
+        "relabel",
+        ps.relabel,
+        lambda: {"posterior": posterior(), "group": group(), "probabilities": allocations()},
+        {
+            "posterior": (*THINGS, ARRAY),
+            "group": NO_GROUP,
+            "probabilities": (
+                *THINGS,
+                ARRAY,
+                torch.full((2, 8, 6, 3), NAN),
+                torch.ones(2, 8, 6, 2) / 2,
+                torch.ones(6, 3) / 3,
+            ),
+            "starts": COUNTS,
+            "max_rounds": COUNTS,
+        },
     ),
     Calls(
         "to_gaussian",

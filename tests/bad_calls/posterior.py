@@ -5,7 +5,7 @@ import torch
 
 import pyro_symmetric as ps
 
-from .table import ARRAY, COUNTS, DEVICES, FRACTIONS, THINGS, Calls, data, model, posterior, symmetry
+from .table import ARRAY, COUNTS, DEVICES, FRACTIONS, THINGS, Calls, data, group, model, posterior, symmetry
 
 BAD_SAMPLES = (
     *(*THINGS, ARRAY, {}, {"w": ARRAY}, {"w": None}, {"w": torch.zeros(3)}, {3: torch.zeros(2, 3)}),
@@ -49,7 +49,20 @@ CALLS = (
         {"chains": (5, [5], "0", 0.5, [0.5], None), "draws": (99, [99], "0", 0.5, None)},
     ),
     Calls("Posterior.thin", lambda **o: posterior().thin(**o), lambda: {"every": 2}, {"every": (*COUNTS, None)}),
-    Calls("Posterior.summary", lambda **o: posterior().summary(**o), dict, {"prob": (*FRACTIONS, None)}),
+    Calls(
+        "Posterior.summary",
+        lambda **o: posterior().summary(**o),
+        lambda: {"symmetry": group()},
+        {"prob": (*FRACTIONS, None), "symmetry": (3, "banana", ARRAY, {})},
+        words={"symmetry": "group"},
+    ),
+    Calls(
+        "Posterior.summary_table",
+        lambda **o: posterior().summary_table(**o),
+        lambda: {"symmetry": group()},
+        {"symmetry": (3, "banana", ARRAY, {})},
+        words={"symmetry": "group"},
+    ),
     Calls(
         "Posterior.canonicalize",
         lambda **o: posterior().canonicalize(**o),

@@ -214,6 +214,24 @@ CALLS = (
         {"weights": (*THINGS, ARRAY, {}, {**FACTORS, "loadings": torch.zeros(2, 4)}, {"loadings": torch.zeros(4, 2)})},
     ),
     Calls(
+        "FiniteGroup.acted_shape",
+        lambda **o: ps.FiniteGroup(exchanges(), signs()).acted_shape(**o),
+        lambda: {"weights": FACTORS},
+        {"weights": (*THINGS, ARRAY, {}, {**FACTORS, "loadings": torch.zeros(2, 4)}, {"loadings": torch.zeros(4, 2)})},
+    ),
+    Calls(
+        "WeightSymmetry.holding",
+        lambda **o: symmetry().holding(**o),
+        lambda: {"net": network()},
+        {"net": (*THINGS, ARRAY)},
+    ),
+    Calls(
+        "WeightSymmetry.leaving",
+        lambda **o: symmetry().leaving(**o),
+        lambda: {"sites": ["0.bias"]},
+        {"sites": (*THINGS, ARRAY, [3])},
+    ),
+    Calls(
         "FiniteGroup.over",
         lambda **o: ps.FiniteGroup(exchanges(), signs()).over(**o),
         lambda: {"site_shapes": signs().site_shapes},
