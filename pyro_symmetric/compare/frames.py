@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, TypeGuard, TypeVar, overload
 
 from torch import Tensor
 
 from pyro_symmetric.alignment.many import align_many
+from pyro_symmetric.calls import described
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.canonical import canonical_form
-from pyro_symmetric.symmetry.finite import finite_part
+from pyro_symmetric.symmetry.canonical import Symmetry, canonical_form
+from pyro_symmetric.symmetry.finite import FiniteGroup, finite_part
+from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.symmetry.rescaling import SignGroup
 from pyro_symmetric.symmetry.weights import Weights
 
 MOST_ROUNDS = 10  # any frame will do, so the last per cent of the distance needn't be won
@@ -18,11 +21,15 @@ MOST_ROUNDS = 10  # any frame will do, so the last per cent of the distance need
 Draws = TypeVar("Draws", Posterior, Weights)
 
 
+def is_group(symmetry: Any) -> TypeGuard[Symmetry | PermutationGroup | SignGroup | FiniteGroup]:
+    """Whether it is a symmetry or a group of one, rather than a function of weights."""
+    return isinstance(symmetry, PermutationGroup | SignGroup | FiniteGroup) or hasattr(symmetry, "permutations")
+
+
 def comparing(symmetry: Any, weights: Mapping[str, Tensor]) -> Any:
     """The symmetry as it acts on weights that are compared, and predict nothing: running statistics may be missing."""
-    if not hasattr(symmetry, "without_buffers"):
-        return symmetry  # none that weights could lack buffers of, or no symmetry at all
-    return symmetry if all(site in weights for site in symmetry.buffers) else symmetry.without_buffers()
+    held = all(site in weights for site in getattr(symmetry, "buffers", ()))
+    return symmetry if held else symmetry.without_buffers()
 
 
 @overload
@@ -33,7 +40,12 @@ def canonical_frame(draws: Posterior | Mapping[str, Tensor], symmetry: Any, **op
     """The draws in canonical form.
 
     :param options: see :func:`~pyro_symmetric.symmetry.canonicalize`.
+    :raises TypeError: if ``symmetry`` is none.
     """
+    if not is_group(symmetry):
+        raise TypeError(
+            f"symmetry is {described(symmetry)}; it must be a symmetry, such as find_symmetry(net, x), or a group of it"
+        )
     if isinstance(draws, Posterior):
         form = canonical_frame(draws.samples, symmetry, **options)
         return Posterior(form, draws.statistics, draws.metadata, rows=draws.rows)

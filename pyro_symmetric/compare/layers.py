@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
-from pyro_symmetric.compare.frames import canonical_frame, one_frame
+from pyro_symmetric.compare.frames import canonical_frame, is_group, one_frame
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.canonical import Symmetry
 from pyro_symmetric.symmetry.finite import FiniteGroup
@@ -95,11 +95,6 @@ def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str,
     if twice:
         raise ValueError(f"layers names the sites {twice} more than once; a weight may be counted only once")
     return {name: tuple(members) for name, members in layers.items()}
-
-
-def is_group(symmetry: Any) -> TypeGuard[Symmetry | PermutationGroup | SignGroup | FiniteGroup]:
-    """Whether it is a symmetry or a group of one, rather than a function of weights."""
-    return isinstance(symmetry, PermutationGroup | SignGroup | FiniteGroup) or hasattr(symmetry, "permutations")
 
 
 def removal(symmetry: Any) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:

@@ -62,8 +62,9 @@ def find_symmetry(
     for name, value in {"strict": strict, "verify": verify, "logits": logits}.items():
         arguments.flag(name, value)
     _require_parameters(net)
-    if verify:
-        require_finite({name: p.detach() for name, p in net.named_parameters() if not is_lazy(p)}, "net")
+    parameters = {name: p.detach() for name, p in net.named_parameters() if not is_lazy(p)}
+    if verify and parameters:
+        require_finite(parameters, "net")
     inputs = example_inputs or _default_inputs(net)
     facts, unknown = Facts(), set[str]()
     traced = copied(net).eval()  # tracing leaves marks on some modules

@@ -18,11 +18,12 @@ from pyro_symmetric.symmetry.weights import Weights, require_sites
 def holding(symmetry: WeightSymmetry, net: nn.Module | Mapping[str, Tensor]) -> WeightSymmetry:
     """The factors under which no buffer changes, acting on parameters; see :meth:`WeightSymmetry.holding`."""
     held = dict(net.named_buffers()) if isinstance(net, nn.Module) else net
-    if not isinstance(held, Mapping) or len(held):  # a network without normalisation has none
-        arguments.weights("net", held, "a torch.nn.Module")
+    arguments.instance("net", held, Mapping, "a torch.nn.Module, or its buffers by site")
+    if not symmetry.buffers:
+        return symmetry
     require_sites(held, symmetry.buffers, "net")
     for site in symmetry.buffers:
-        if held[site].shape != symmetry.site_shapes[site]:
+        if arguments.tensor(f"net[{site!r}]", held[site]).shape != symmetry.site_shapes[site]:
             raise ValueError(
                 f"{site!r} has shape {tuple(held[site].shape)} in net, but {tuple(symmetry.site_shapes[site])} in the "
                 "symmetry; is it the network that the symmetry was found for?"

@@ -28,6 +28,13 @@ from .table import (
 
 TOLERANCES = (-1.0, NAN, "1", None)
 NO_GROUP = (*THINGS, ARRAY, {})
+
+
+def allocations() -> torch.Tensor:
+    """How likely each of 6 observations belongs to each of 3 components, under each draw."""
+    return torch.rand(2, 8, 6, 3, generator=torch.Generator().manual_seed(0)).softmax(-1)
+
+
 CURVE = ps.BarrierCurve(torch.linspace(0, 1, 3), {"data": torch.tensor([1.0, 2.0, 1.0])}, {})
 
 
@@ -68,7 +75,7 @@ CALLS = (
         {
             "sources": (*bad_weights(4), *not_finite(4), [], [None], [weights(), "banana"], Made("single", weights)),
             "group": NO_GROUP,
-            "cost": ("kl", None, 3),
+            "cost": ("kl", "banana", 3),
             "each": ("draws", None, 3),
             "restarts": NOT_NEGATIVE,
             "max_rounds": COUNTS,
@@ -77,6 +84,25 @@ CALLS = (
             "triples": NOT_NEGATIVE,
         },
         words={"sources": ""},
+    ),
+    Calls(
+        "relabel",
+        ps.relabel,
+        lambda: {"posterior": posterior(), "group": group(), "probabilities": allocations()},
+        {
+            "posterior": (*THINGS, ARRAY, Made("weights", lambda: weights(4))),
+            "group": (*NO_GROUP, Made("two", two_factors)),
+            "probabilities": (
+                *THINGS,
+                ARRAY,
+                torch.full((2, 8, 6, 3), 1 / 3, dtype=torch.complex64),
+                torch.full((2, 8, 6, 3), NAN),
+                torch.ones(2, 8, 6, 2) / 2,
+                torch.ones(6, 3) / 3,
+            ),
+            "starts": COUNTS,
+            "max_rounds": COUNTS,
+        },
     ),
     Calls(
         "to_gaussian",
@@ -146,26 +172,6 @@ CALLS = (
         dict,
         {"ax": (3, "banana"), "label": (3, None), "names": ("data", ["test"], 3, [3])},
         quick=False,
-    ),
-    Calls(
-        "relabel",
-        ps.relabel,
-        lambda: {"posterior": posterior(), "group": group(), "probabilities": torch.full((2, 8, 5, 3), 1 / 3)},
-        {
-            "posterior": (*THINGS, ARRAY, {}, Made("weights", lambda: weights(4))),
-            "group": (*NO_GROUP, Made("two", two_factors)),
-            "probabilities": (
-                *THINGS,
-                ARRAY,
-                torch.zeros(2, 8, 5, 3),
-                torch.full((2, 8, 5, 3), NAN),
-                torch.full((2, 8, 5, 2), 0.5),
-                torch.full((16, 5, 3), 1 / 3),
-                torch.full((2, 8, 5, 3), 1 / 3, dtype=torch.complex64),
-            ),
-            "starts": (*COUNTS, None),
-            "max_rounds": (*COUNTS, None),
-        },
     ),
     Calls(
         "Posterior.align",

@@ -5,7 +5,7 @@ import torch
 
 import pyro_symmetric as ps
 
-from .table import ARRAY, COUNTS, DEVICES, FRACTIONS, INF, THINGS, Calls, data, model, posterior, symmetry
+from .table import ARRAY, COUNTS, DEVICES, FRACTIONS, THINGS, Calls, data, group, model, posterior, symmetry
 
 BAD_SAMPLES = (
     *(*THINGS, ARRAY, {}, {"w": ARRAY}, {"w": None}, {"w": torch.zeros(3)}, {3: torch.zeros(2, 3)}),
@@ -52,22 +52,16 @@ CALLS = (
     Calls(
         "Posterior.summary",
         lambda **o: posterior().summary(**o),
-        dict,
-        {"prob": (*FRACTIONS, None), "symmetry": (3, "banana", ARRAY, {}), "cost": ("l2",)},
+        lambda: {"symmetry": group()},
+        {"prob": (*FRACTIONS, None), "symmetry": (3, "banana", ARRAY, {})},
         words={"symmetry": "group"},
     ),
     Calls(
         "Posterior.summary_table",
         lambda **o: posterior().summary_table(**o),
-        dict,
-        {"symmetry": (3, "banana", ARRAY, {}), "cost": ("l2",)},
+        lambda: {"symmetry": group()},
+        {"symmetry": (3, "banana", ARRAY, {})},
         words={"symmetry": "group"},
-    ),
-    Calls(
-        "Posterior.summary",
-        lambda **o: posterior().summary(symmetry=symmetry(), **o),
-        lambda: {"progress": False},
-        {"cost": ("kl",), "max_rounds": (0, INF), "each": ("site",)},
     ),
     Calls(
         "Posterior.canonicalize",

@@ -110,7 +110,7 @@ def test_matching_proposals_serve_a_guide_with_signs() -> None:
     """Mean over 400 draws: not below the exact value by 5 standard errors (false alarm below 1 in 10^6), nor far above
     it, where InfoNCE with as many terms misses nats."""
     model, symmetry, x, y = network()
-    guide = AutoSymmetrized(model, symmetry, init_scale=0.1).setup(x, y)
+    guide = AutoSymmetrized(model, symmetry, init_scale=0.3).setup(x, y)
     with torch.no_grad():
         base, latent = guide.get_base_posterior(), guide.get_posterior().sample((400,))
         exact, matched, uniform = (
@@ -118,7 +118,8 @@ def test_matching_proposals_serve_a_guide_with_signs() -> None:
             for estimator in (ExactOrbit(), SinkhornImportance(8), InfoNCE(9))
         )
     gap = (matched - exact).double()
-    assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap))
+    rounding = 1e-6  # units so far apart that both are exact to single precision leave nothing else
+    assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap)) - rounding
     assert float(gap.mean()) < 0.1 < float((uniform - exact).mean())
 
 

@@ -136,3 +136,14 @@ def test_sites_to_move_that_the_model_lacks_are_refused() -> None:
 def test_one_quantile_is_as_a_list_of_one(make: Any) -> None:
     guide = make(mixture).setup(DATA)
     torch.testing.assert_close(guide.quantiles(0.3), guide.quantiles([0.3]))
+
+
+@pytest.mark.parametrize("num_starts", [0, True, 2.5])
+def test_a_number_of_starts_that_is_none_is_named(num_starts: Any) -> None:
+    model, symmetry, _, _ = regression()
+    for make in (
+        lambda: AutoSymmetrized(model, symmetry, num_starts=num_starts),
+        lambda: AutoModes(model, num_starts=num_starts),
+    ):
+        with pytest.raises((TypeError, ValueError), match="num_starts is"):
+            make()
