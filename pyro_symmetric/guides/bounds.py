@@ -133,8 +133,9 @@ def _require_invariance(
     if not found:
         raise ValueError(
             f"at draws of the guide, {found}\nWithout that symmetry the symmetrised ELBO would be no bound of the "
-            "evidence: give the group that the model has (group.verify(model, ...) names the sites), or mend the prior "
-            "or the likelihood that treats units differently"
+            "evidence: give the group that the model has (group.verify(model, ...) names the sites; of a network with "
+            "running statistics it is symmetry.holding(net)), or mend the prior or the likelihood that treats units "
+            "differently"
         )
 
 

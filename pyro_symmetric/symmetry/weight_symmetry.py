@@ -48,7 +48,7 @@ class SymmetryElement:
         return torch.broadcast_shapes(*(step.batch_shape for step in self.steps))
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Weights:
-        result = dict(weights)
+        result = dict(arguments.weights("weights", weights))
         for step in self.steps:
             result = step(result)
         return result

@@ -281,6 +281,12 @@ CALLS = (
         lambda: {"weights": weights(4)},
         {"weights": (*bad_weights(4), TRANSPOSED)},
     ),
+    Calls(
+        "SymmetryElement.__call__",
+        lambda weights: symmetry().identity()(weights),
+        lambda: {"weights": weights(4)},
+        {"weights": (*bad_weights(4), TRANSPOSED)},
+    ),
     Calls("Permutation.to", lambda **o: group().identity().to(**o), lambda: {"device": "cpu"}, {"device": DEVICES}),
     Calls(
         "Permutation.equal",
