@@ -8,14 +8,20 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Iterator
 
 import torch
 
-# Held while any of it is changed; one thread may nest such changes.
+# Held while any of it is changed; one thread may nest such changes. Where it is asked for together with a turn to draw
+# (pyro_symmetric.generators), the turn comes first.
 LOCK = threading.RLock()
+
+# A process is forked when nothing is changed: other threads, which would put it back, don't exist in the child.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from pyro_symmetric import arguments
 PathLike = str | os.PathLike[str]
 CHECKSUM = "crc32"
 DAMAGED = "what it holds differs from its checksum. Restore it from a copy, or remove it to make it anew"
+MOST_TRIES = 100  # to read a file that is replaced again and again
 
 
 class StoreError(ValueError):
@@ -75,10 +76,7 @@ def load_tensors(
     if not path.is_file():
         raise FileNotFoundError(f"there is no {kind} at {path}")
     try:
-        with safe_open(path, framework="pt", device="cpu") as store:
-            metadata = store.metadata() or {}
-            header = _checked_header(path, kind, version, metadata)
-            tensors = {name: store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
+        metadata, header, tensors = _opened(path, kind, version)
     except SafetensorError as error:
         raise StoreError(f"{path} is no {kind} or is damaged (was it cut short?): {error}") from error
     if verify and metadata.get(CHECKSUM) != _checksum(tensors, metadata):
@@ -334,6 +332,34 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
         seen.add(value.untyped_storage().data_ptr())
     return result
+
+
+def _opened(path: Path, kind: str, version: int) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]]:
+    """What a file holds: its metadata, the header in them, and its tensors, mapped.
+
+    safetensors opens the file by name, once to read the metadata and once more to map the tensors. A file that is
+    replaced in between, as a run does with its checkpoint, would give those of one and the values of another.
+    """
+    for _ in range(MOST_TRIES):
+        before = _which(path)
+        try:
+            with safe_open(path, framework="pt", device="cpu") as store:
+                metadata = store.metadata() or {}
+                header = _checked_header(path, kind, version, metadata)
+                tensors = {name: store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, RuntimeError):  # such as values beyond the end of a shorter file
+            if _which(path) == before:
+                raise
+            continue
+        if _which(path) == before:
+            return metadata, header, tensors
+    raise OSError(f"{path} was replaced {MOST_TRIES} times while it was read; try again")
+
+
+def _which(path: Path) -> tuple[int, ...]:
+    """Another number where the file of this name is another one."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _checked_header(path: Path, kind: str, version: int, metadata: Mapping[str, str]) -> dict[str, Any]:

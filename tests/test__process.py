@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 import threading
 import warnings
@@ -14,15 +16,16 @@ import torch
 from torch import nn
 from torch.distributions import Distribution, Normal
 
+from pyro_symmetric._process import without_messages, without_warnings
 from pyro_symmetric.mcmc.compiled import _unchecked
 from pyro_symmetric.symmetry import UntraceableError, find_symmetry
 
 
-class Branching(nn.Module):
+class Branching(nn.Linear):
     """Its pass depends on numbers, at which torch.export prints to standard error, warns and raises."""
 
     def forward(self, x):
-        return x if x.sum() > 0 else -x
+        return super().forward(x if x.sum() > 0 else -x)
 
 
 def process_state():
@@ -41,7 +44,7 @@ def networks():
         (attention, torch.randn(2, 4, 8)),
         (normalised, torch.randn(4, 3)),
         (nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(4, 3)),
-        (Branching(), torch.randn(4, 3)),
+        (Branching(3, 2), torch.randn(4, 3)),
     ]
 
 
@@ -89,3 +92,24 @@ def test_validation_is_off_in_the_threads_that_trace_alone_and_comes_back(first_
     assert Distribution._validate_sample is checking
     with pytest.raises(ValueError, match="Expected value argument"), pyro.validation_enabled(True):
         Normal(0.0, 1.0).log_prob(torch.tensor(torch.nan))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes to fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_finds_nothing_changed_and_waits_for_no_thread_of_its_parent():
+    begun, before = threading.Event(), sys.stderr
+
+    def hold():
+        with without_messages("pyro_symmetric"):
+            begun.set()
+            threading.Event().wait(0.3)
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(hold)
+        begun.wait()
+        child = os.fork()
+        if child == 0:  # no test's clean-up in the child
+            signal.alarm(20)
+            with without_warnings():
+                os._exit(0 if sys.stderr is before else 1)
+        assert os.waitpid(child, 0)[1] == 0

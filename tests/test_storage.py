@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
+from pyro_symmetric import storage
 from pyro_symmetric.storage import load_tensors, make_folder, save_tensors, write_text, write_whole
 
 
@@ -71,3 +72,22 @@ def test_folders_are_made_with_those_above_and_kept_if_they_are_there(tmp_path: 
     (tmp_path / "a" / "b" / "mine").write_text("kept")
     make_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b" / "mine").read_text() == "kept"
+
+
+@pytest.mark.parametrize("length", [3, 1000])
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch, length: int) -> None:
+    """safetensors opens it twice: by itself it gives the metadata of one file and the values of the other."""
+    save_tensors(tmp_path / "x", "thing", 1, {"a": torch.zeros(1000)}, {"n": 0})
+    others = [1, 2]
+
+    def opened(*args, **kwargs):
+        store = safe_open(*args, **kwargs)
+        if others:
+            n = others.pop(0)
+            save_tensors(tmp_path / "x", "thing", 1, {"a": torch.full((length,), float(n))}, {"n": n})
+        return store
+
+    monkeypatch.setattr(storage, "safe_open", opened)
+    tensors, header = load_tensors(tmp_path / "x", "thing", 1)
+    assert header == {"n": 2}
+    assert torch.equal(tensors["a"], torch.full((length,), 2.0))
