@@ -520,7 +520,7 @@ class Posterior:
 
 def _refuse_options(alignment: Mapping[str, Any]) -> None:
     if alignment:
-        raise TypeError(f"{next(iter(alignment))!r} is an option of alignment, which needs symmetry=")
+        raise TypeError(f"{next(iter(alignment))!r} can only be an option of alignment, which needs symmetry=")
 
 
 def _keeping_axis(name: str, index: Any, length: int) -> Any:

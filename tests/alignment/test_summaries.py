@@ -185,7 +185,7 @@ def test_the_uncertain_share_is_that_of_the_enumerated_exchanges_and_flips():
 def test_options_of_alignment_need_a_symmetry():
     posterior = Posterior(mixture(2, 5), rows="chains")
     for call in (posterior.summary, posterior.summary_table):
-        with pytest.raises(TypeError, match="'cost' is an option of alignment, which needs symmetry="):
+        with pytest.raises(TypeError, match="'cost' can only be an option of alignment, which needs symmetry="):
             call(cost="l2")
 
 
