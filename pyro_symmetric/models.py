@@ -292,12 +292,14 @@ class BayesianModel(nn.Module):
     def outputs(self, weights: Mapping[str, Tensor], x: Tensor, *, chunk_size: int | None = None) -> Tensor:
         """The network's outputs ``batch_shape + (N, ...)`` for weights of any batch shape.
 
+        :param weights: every parameter of the network; running statistics beside them take the place of its own.
         :param chunk_size: how many weights to evaluate at once; ``None`` for all.
         """
         arguments.tensor("x", x)
         arguments.whole("chunk_size", chunk_size, 1, none="all")
         shapes = {name: parameter.shape for name, parameter in self._parameters_of_net().items()}
         require_sites(weights, shapes)
+        shapes |= {name: buffer.shape for name, buffer in self.net.named_buffers() if name in weights}
         shape = batch_shape(weights, shapes)
         own = {name: weights[name] for name in shapes}
         with self._explaining_inputs(x):

@@ -61,7 +61,8 @@ def predict(
     torch.Size([50, 7])
 
     :param posterior: draws (those of all chains, chain after chain); a guide, which is asked for ``num_samples``
-        draws; or weights of any batch shape, e.g. ``posterior.samples`` to keep chains apart.
+        draws; or weights of any batch shape, e.g. ``posterior.samples`` to keep chains apart. Running statistics that
+        the draws hold (those of an ``ensemble``) take the place of the network's own.
     :param model: a :class:`BayesianModel`; a network, whose parameters' names are the sites (evaluated in eval mode);
         or any Pyro model.
     :param args: what it is called with: inputs, first axis rows. A Pyro model that takes targets is called without
@@ -75,7 +76,7 @@ def predict(
     :param draw_chunk: draws evaluated at once; ``None`` looks at one draw's activations.
     :param row_chunk: rows of the inputs evaluated at once, likewise; a Pyro model always gets all its data.
     :param progress: show a progress bar, if it takes longer than a second.
-    :return: ``batch_shape + (N, ...)``, or without ``batch_shape`` if averaged, where the draws are. Of a Pyro model,
+    :return: ``batch_shape + (N, ...)``, or if averaged ``(N, ...)`` in float64, where the draws are. Of a Pyro model,
         for ``"mean"`` and ``"samples"``: site -> such a tensor, for each site that ``posterior`` doesn't give; for
         ``"outputs"``: as the model returns them.
     """

@@ -42,9 +42,14 @@ class Predictor(Protocol):
 
 
 class NetworkPredictor:
-    """A network, or a network with a likelihood."""
+    """A network, or a network with a likelihood.
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str):
+    Draws that hold running statistics (an ensemble's) are predicted with their own, others with the network's.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, given: Mapping[str, Tensor]
+    ):
         if not args or not isinstance(args[0], Tensor) or args[0].dim() < 1:
             raise ValueError(
                 "predictions need the inputs, right after the network: a tensor whose first axis are the rows; found "
@@ -71,6 +76,8 @@ class NetworkPredictor:
         self.site_shapes: Shapes = {name: value.shape for name, value in parameters.items()}
         if needs_latents and isinstance(model, BayesianModel):
             self.site_shapes = model.site_shapes
+        held = {name: value.shape for name, value in net.named_buffers() if name in given}
+        self.site_shapes = {**self.site_shapes, **held}
         like = next(iter(parameters.values()))
         self.device: torch.device | None = like.device
         self.dtype: torch.dtype | None = like.dtype
@@ -254,7 +261,7 @@ def predictor_of(
     if isinstance(model, BayesianModel) or names & set(
         given
     ):  # of a network's weights, if some are missing they are named
-        return NetworkPredictor(model, args, kwargs, kind)
+        return NetworkPredictor(model, args, kwargs, kind, given)
     return TracedPredictor(model, args, kwargs, kind, given, device)
 
 

@@ -29,6 +29,7 @@ from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tens
 from pyro_symmetric.store import read_store
 from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
 from pyro_symmetric.symmetry.finite import FiniteGroup
+from pyro_symmetric.symmetry.overlap import RARE, uncertain_share
 from pyro_symmetric.symmetry.permutation import PermutationGroup
 from pyro_symmetric.symmetry.rescaling import SignGroup
 from pyro_symmetric.symmetry.weights import Weights
@@ -317,7 +318,8 @@ class Posterior:
 
     def _aligned(self, group: Any, options: Mapping[str, Any]) -> tuple[Posterior, str]:
         """The aligned draws, and a line that says what was done to them."""
-        from pyro_symmetric.alignment.many import align_many  # a higher floor
+        from pyro_symmetric.alignment.many import align_many  # higher floors
+        from pyro_symmetric.alignment.parts.problem import problem_of
 
         frame = align_many(self, group, **options)
         moved, cost = frame.moved.expand(self.num_chains, self.num_samples), frame.history
@@ -325,6 +327,12 @@ class Posterior:
             f"modulo {str(group).splitlines()[0]}: aligned, {int(moved.sum()):,} of {moved.numel():,} draws moved, "
             f"mean {frame.objective} cost {cost[0]:.4g} -> {cost[-1]:.4g}{'' if frame.converged else ', cut short'}"
         )
+        parts = problem_of(group).parts
+        if (share := uncertain_share(frame.posterior.samples, parts.permutations, parts.signs)) > RARE:
+            line += (
+                f"\nlabels are uncertain: in {share:.0%} of the draws units could as well change places or signs (odds "
+                "under 3 : 1), so means and deviations of single units depend on how they were labelled"
+            )
         return frame.posterior, line
 
     # how good it is -------------------------------------------------------------------------------------------------
@@ -396,8 +404,9 @@ class Posterior:
     def summary(self, prob: float = 0.9, symmetry: Any = None, **alignment: Any) -> None:
         """Print :meth:`summary_table`, and before it, as Pyro does, a line for every entry of sites with few of them.
 
-        Modulo a symmetry the draws are aligned first, which a line above says. Labels are those in which most draws
-        came; :meth:`align` gives the draws.
+        Modulo a symmetry the draws are aligned first, which a line above says, and whether labels are uncertain in many
+        draws: units that are alike get means of their own all the same. Labels are those in which most draws came;
+        :meth:`align` gives the draws. A declared group is taken as it is: ``group.verify(model, ...)`` tests it.
 
         >>> posterior.summary(symmetry=group)
 
@@ -511,7 +520,7 @@ class Posterior:
 
 def _refuse_options(alignment: Mapping[str, Any]) -> None:
     if alignment:
-        raise TypeError(f"{next(iter(alignment))!r} is an option of alignment, which needs symmetry=")
+        raise TypeError(f"{next(iter(alignment))!r} can only be an option of alignment, which needs symmetry=")
 
 
 def _keeping_axis(name: str, index: Any, length: int) -> Any:

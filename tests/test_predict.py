@@ -50,6 +50,24 @@ def test_outputs_are_those_of_the_network_draw_by_draw(model, posterior, x, chun
     assert torch.allclose(predict(posterior, model.net, x, **chunks), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_draws_are_predicted_with_their_own_running_statistics(x, wrapped):
+    net = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).eval()
+    sites = {name: value for name, value in net.state_dict().items() if value.is_floating_point()}
+    draws = {name: torch.rand(4, *value.shape) + 0.5 for name, value in sites.items()}
+    expected = torch.stack(
+        [torch.func.functional_call(net, {name: value[s] for name, value in draws.items()}, (x,)) for s in range(4)]
+    )
+    model = BayesianModel(net) if wrapped else net
+    assert torch.allclose(predict(draws, model, x), expected, atol=1e-5)
+    assert torch.allclose(predict(draws, model, x, draw_chunk=1, row_chunk=4), expected, atol=1e-5)
+
+    parameters = {name: value for name, value in draws.items() if "running" not in name}
+    own = {name: value.expand(4, *value.shape) for name, value in net.named_buffers() if value.is_floating_point()}
+    assert torch.equal(predict(parameters, model, x), predict(parameters | own, model, x))
+    assert not torch.allclose(predict(parameters, model, x), expected, atol=1e-2)
+
+
 def test_weights_keep_their_batch_shape(model, posterior, x):
     by_chain = predict(posterior.samples, model, x)
     assert by_chain.shape == (2, 6, 9, 3)

@@ -62,23 +62,28 @@ def _agreement(result: ConvergenceResult) -> str:
     }
     if function is None or function.agrees is None:
         return _weights_only(weights, frames)
+    if set(function.by_site) == {"log density"}:  # which says less than predictions
+        seen, alike, unlike = "the log density", "of like density", "of different density"
+        unseen = " Give predictions= to see whether they predict alike."
+    else:
+        seen, alike, unlike, unseen = "the function", "that predict alike", "that predict differently", ""
     if function.agrees is False:
         return (
-            f"The chains don't agree on the function ({_numbers(function)}): "
+            f"The chains don't agree on {seen} ({_numbers(function)}): "
             + {
-                True: "each by itself has settled, so they sit in modes that predict differently.",
+                True: f"each by itself has settled, so they sit in modes {unlike}.",
                 False: "some still drift or stand still; run longer.",
-                None: "they haven't mixed, or sit in modes that predict differently.",
+                None: f"they haven't mixed, or sit in modes {unlike}.",
             }[result.settled]
         )
     where = _where(weights, frames)
     if not where:
-        return "The chains agree on the function and on the weights."
-    start = f"The chains agree on the function, but not on the weights ({where}): "
+        return f"The chains agree on {seen} and on the weights."
+    start = f"The chains agree on {seen}, but not on the weights ({where}): "
     if _apart(frames):
         return (
-            start + "not even with their symmetries removed, so they sit in different modes that predict alike, or "
-            "haven't mixed."
+            f"{start}not even with their symmetries removed, so they sit in different modes {alike}, or haven't mixed."
+            f"{unseen}"
         )
     if any(space.agrees for space in frames.values()):
         return start + "brought to one frame, the weights agree too, so the chains sit in different copies of a mode."

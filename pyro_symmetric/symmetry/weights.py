@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ Shapes = Mapping[str, torch.Size]
 
 def shapes_of(weights: Mapping[str, Any], name: str = "example_weights") -> dict[str, torch.Size]:
     """The shape of each entry; entries may be tensors or shapes already."""
-    arguments.mapping(name, weights, "site -> tensor or shape")
+    for site, value in arguments.mapping(name, weights, "site -> tensor or shape").items():
+        if not isinstance(value, Tensor | Sequence):
+            found = arguments.shown(value)
+            raise TypeError(f"{name}[{site!r}] is {found}; it must be a tensor, or a shape such as torch.Size([3, 2])")
     return {
         site: value.shape if isinstance(value, Tensor) else arguments.shape(f"{name}[{site!r}]", value)
         for site, value in weights.items()

@@ -1,5 +1,6 @@
 """Draws of labelled things come into one frame in which every label has its own mean and deviation."""
 
+import math
 import re
 from itertools import product
 
@@ -10,6 +11,7 @@ from torch.distributions import Dirichlet, Normal
 from pyro_symmetric.alignment import align_many
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry import FiniteGroup, PermutationGroup, SignGroup, find_symmetry
+from pyro_symmetric.symmetry.overlap import uncertain_share
 
 SHAPES = {"mu": torch.Size((4, 2)), "scale": torch.Size((4, 2, 2)), "weights": torch.Size((4,))}
 AXES = {"mu": ("k", None), "scale": ("k", None, None), "weights": ("k",)}
@@ -148,10 +150,42 @@ def test_the_summary_modulo_a_symmetry_shows_aligned_draws_and_says_so(capsys):
     assert posterior.summary_table(MIXTURE, progress=False).splitlines()[0] == head
 
 
+def test_units_that_are_alike_are_said_to_have_uncertain_labels(capsys):
+    group = PermutationGroup.declare({"u": ("k",)}, {"u": torch.Size((4,))})
+    Posterior({"u": torch.randn(4, 250, 4)}, rows="chains").summary(symmetry=group, progress=False)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("modulo ")
+    assert shown[1].startswith("labels are uncertain: in ")
+    means = [float(line.split()[1]) for line in shown if line.startswith("u[")]
+    assert max(means) - min(means) > 1.5  # though all of them are 0: what the line is about
+
+    signs = SignGroup.declare({"u": ("k",)}, {"u": torch.Size((4,))})
+    Posterior({"u": torch.randn(4, 250, 4)}, rows="chains").summary(symmetry=signs, progress=False)
+    assert "labels are uncertain" in capsys.readouterr().out
+
+
+def test_the_uncertain_share_is_that_of_the_enumerated_exchanges_and_flips():
+    axes, shapes = {"loadings": ("factor", None)}, {"loadings": torch.Size((3, 2))}
+    permutations, signs = PermutationGroup.declare(axes, shapes), SignGroup.declare(axes, shapes)
+    centre = torch.tensor([[1.0, 0.5], [0.3, 0.9], [1.5, -0.6]], dtype=torch.float64)
+    draws = centre + torch.tensor([[0.3], [0.5], [0.7]]) * torch.randn(200, 3, 2, dtype=torch.float64)
+
+    def log_density(labelled):
+        return Normal(draws.mean(0), draws.std(0, correction=0)).log_prob(labelled).sum((-1, -2))
+
+    orders = torch.tensor([[1, 0, 2], [0, 2, 1], [2, 1, 0]])
+    exchanged = torch.stack([log_density(draws[:, order]) for order in orders])
+    flipped = torch.stack([log_density(draws * sign[:, None]) for sign in 1 - 2 * torch.eye(3)])
+    for others, parts in ((exchanged, (permutations, None)), (flipped, (None, signs))):
+        expected = float((log_density(draws) - others.amax(0) < math.log(3)).double().mean())
+        assert 0.02 < expected < 0.9
+        assert uncertain_share({"loadings": draws}, *parts) == pytest.approx(expected)
+
+
 def test_options_of_alignment_need_a_symmetry():
     posterior = Posterior(mixture(2, 5), rows="chains")
     for call in (posterior.summary, posterior.summary_table):
-        with pytest.raises(TypeError, match="'cost' is an option of alignment, which needs symmetry="):
+        with pytest.raises(TypeError, match="'cost' can only be an option of alignment, which needs symmetry="):
             call(cost="l2")
 
 

@@ -247,6 +247,13 @@ def test_without_a_model_the_samplers_log_density_stands_for_the_function():
     weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
     result = convergence(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"))
     assert list(result.spaces["function"].by_site) == ["log density"]
+    assert result.verdict == "The chains agree on the log density and on the weights."
+    weights["w"][..., 1] = 5.0 * torch.arange(CHAINS)[:, None] + torch.randn(CHAINS, DRAWS)
+    group = PermutationGroup.declare({"w": ("k",)}, {"w": torch.Size((2,))})
+    apart = convergence(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"), group).verdict
+    assert "different modes of like density" in apart
+    assert "predict alike" not in apart.replace("Give predictions= to see whether they predict alike", "")
+    weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
     assert "function" not in convergence(Posterior(weights, rows="chains")).spaces
     assert "and so on the function" in convergence(Posterior(weights, rows="chains")).verdict
 
