@@ -118,7 +118,7 @@ def test_matching_proposals_serve_a_guide_with_signs() -> None:
             for estimator in (ExactOrbit(), SinkhornImportance(8), InfoNCE(9))
         )
     gap = (matched - exact).double()
-    assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap))
+    assert float(gap.mean()) >= -5 * float(gap.std()) / math.sqrt(len(gap))  # both zero if no proposal errs
     assert float(gap.mean()) < 0.1 < float((uniform - exact).mean())
 
 
