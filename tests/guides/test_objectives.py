@@ -68,12 +68,23 @@ def losses(kind: type, model: Any, guide: Any, *data: torch.Tensor, number: int 
         return torch.tensor([elbo.loss(model, guide, *data) for _ in range(number)], dtype=torch.float64)
 
 
+def gradients(elbo: Any, model: Any, guide: Any, *data: torch.Tensor, number: int = 60) -> torch.Tensor:
+    """Of the loss in all parameters of the guide, ``(number, parameters)``."""
+    rows = []
+    for _ in range(number):
+        guide.zero_grad()
+        elbo.loss_and_grads(model, guide, *data)
+        rows.append(torch.cat([p.grad.reshape(-1) for p in guide.parameters() if p.grad is not None]))
+    return torch.stack(rows).double()
+
+
 def assert_equal_means(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Two-sided at 5 standard errors: false alarm below 1 in 10^6."""
+    """Two-sided at 5 standard errors, of 38 degrees of freedom or more: false alarm below 1 in 10^4."""
     error = math.sqrt(float(first.var() / len(first) + second.var() / len(second)))
     assert abs(float(first.mean() - second.mean())) < 5 * error + 1e-4
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize(
     ("base", "estimator"), [(base, ExactOrbit()) for base in GAUSSIAN] + [(AutoDiagonalNormal, InfoNCE(3))]
 )
@@ -84,6 +95,7 @@ def test_the_value_is_that_of_trace_elbo(base: type, estimator: Any) -> None:
     assert_equal_means(ours, stock)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("base", [AutoDiagonalNormal, AutoMultivariateNormal])
 def test_the_value_is_right_for_hierarchical_and_log_normal_priors(base: type) -> None:
     """With a full-rank base the prior of the locations depends on another site and must not be taken from a formula:
@@ -100,6 +112,7 @@ def test_the_value_is_right_for_hierarchical_and_log_normal_priors(base: type) -
     assert_equal_means(ours, stock)
 
 
+@pytest.mark.stochastic
 def test_the_value_is_right_for_simplexes_and_plates_one_particle_at_a_time() -> None:
     group = PermutationGroup.declare({"weights": ("k",), "locs": ("k",), "scales": ("k",)}, MIXTURE_SHAPES)
     guide = AutoSymmetrized(mixture, group, estimator=ExactOrbit(), init_scale=0.3).setup(DATA)
@@ -134,7 +147,8 @@ def test_without_data_the_plain_guide_has_the_divergence_exactly(base: type) -> 
 
 @pytest.mark.stochastic
 def test_the_variance_is_far_smaller_where_the_prior_dominates() -> None:
-    """A network of 200 hidden units and 10 rows: all that Trace_ELBO's noise is, is its sampled divergence."""
+    """A network of 200 hidden units and 10 rows: all that Trace_ELBO's noise is, is its sampled divergence, also in the
+    gradients in the means of the 400 incoming weights, of 0.02 times the variance. False alarm below 1 in 10^4."""
     net = nn.Sequential(nn.Linear(1, 200), nn.Tanh(), nn.Linear(200, 1))
     x = torch.linspace(-1, 1, 10)[:, None]
     model = BayesianModel(net, 1.0, "gaussian")
@@ -147,28 +161,24 @@ def test_the_variance_is_far_smaller_where_the_prior_dominates() -> None:
     )
     assert_equal_means(ours, stock)
     assert float(ours.var()) < 0.05 * float(stock.var())
+    noise = [
+        float(gradients(many(kind, 2), model, guide, x, x[:, 0], number=20)[:, :400].var(0).sum())
+        for kind in (SymmetrizedMeanField_ELBO, Trace_ELBO)
+    ]
+    assert noise[0] < 0.1 * noise[1]
 
 
 @pytest.mark.stochastic
 @pytest.mark.parametrize("base", [AutoDiagonalNormal, pytest.param(AutoMultivariateNormal, marks=pytest.mark.slow)])
 def test_the_gradient_is_that_of_trace_elbo(base: type) -> None:
-    """Means of 60 gradients each, at 6 standard errors over at most 150 parameters: false alarm below 1 in 10^6."""
+    """Means of 60 gradients each, at 6 standard errors over at most 150 parameters: false alarm below 1 in 10^5."""
     model, symmetry, x, y = network()
     guide = AutoSymmetrized(model, symmetry, base=base, estimator=InfoNCE(4), init_scale=0.3).setup(x, y)
 
-    def gradients(kind: type) -> torch.Tensor:
-        elbo, rows = many(kind, 100), []
-        for _ in range(60):
-            guide.zero_grad()
-            elbo.loss_and_grads(model, guide, x, y)
-            rows.append(torch.cat([p.grad.reshape(-1) for p in guide.parameters() if p.grad is not None]))
-        return torch.stack(rows).double()
-
-    ours, stock = gradients(SymmetrizedMeanField_ELBO), gradients(Trace_ELBO)
+    ours, stock = (gradients(many(kind, 100), model, guide, x, y) for kind in (SymmetrizedMeanField_ELBO, Trace_ELBO))
     assert ours.shape == stock.shape
     error = ((ours.var(0) + stock.var(0)) / len(ours)).sqrt()
     assert bool(((ours.mean(0) - stock.mean(0)).abs() < 6 * error + 1e-4).all())
-    assert float(ours.var(0).sum()) < float(stock.var(0).sum())
 
 
 def test_a_flow_has_no_formula_and_gives_the_value_of_trace_elbo_draw_by_draw() -> None:
@@ -217,6 +227,7 @@ def classifier() -> tuple[BayesianModel, Any, torch.Tensor, torch.Tensor]:
     return BayesianModel(net, 1.0, num_data=200), find_symmetry(net, x), x, y
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("kind", [SymmetrizedMeanField_ELBO, Trace_ELBO])
 def test_particles_of_a_network_run_in_one_batched_pass(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call of the network for all particles; and the mean is that of particles one by one, mini-batch scaled."""
@@ -264,16 +275,8 @@ def test_gradients_of_batched_particles_agree_with_those_one_by_one() -> None:
     model, symmetry, x, y = classifier()
     guide = AutoSymmetrized(model, symmetry.permutations, estimator=InfoNCE(2), init_scale=0.1).setup(x, y)
 
-    def gradients(elbo: Any, number: int) -> torch.Tensor:
-        rows = []
-        for _ in range(number):
-            guide.zero_grad()
-            elbo.loss_and_grads(model, guide, x, y)
-            rows.append(torch.cat([p.grad.reshape(-1) for p in guide.parameters() if p.grad is not None]))
-        return torch.stack(rows).double()
-
-    batched = gradients(many(SymmetrizedMeanField_ELBO, 16), 60)
-    single = gradients(SymmetrizedMeanField_ELBO(), 400)
+    batched = gradients(many(SymmetrizedMeanField_ELBO, 16), model, guide, x, y)
+    single = gradients(SymmetrizedMeanField_ELBO(), model, guide, x, y, number=400)
     error = (batched.var(0) / len(batched) + single.var(0) / len(single)).sqrt()
     assert bool(((batched.mean(0) - single.mean(0)).abs() < 6 * error + 1e-4).all())
 
@@ -295,13 +298,14 @@ def mean_gradients(kind: type, base: type, estimator: Any) -> torch.Tensor:
         guide.loc.copy_(torch.linspace(-1.0, 1.0, guide.loc.numel()).reshape(guide.loc.shape).sin())
     rows = []
     for seed in range(20):
-        pyro.set_rng_seed(seed)
+        pyro.set_rng_seed(100 * seed)  # so that no two values of --seed share draws
         guide.zero_grad()
         many(kind, 200, 0).loss_and_grads(exchangeable, guide)
         rows.append(guide.loc.grad.flatten().clone())
     return torch.stack(rows)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize(
     ("kind", "base"),
     [(kind, AutoDiagonalNormal) for kind in (Trace_ELBO, TraceMeanField_ELBO, SymmetrizedMeanField_ELBO)]

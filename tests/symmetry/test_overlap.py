@@ -1,4 +1,8 @@
-"""Canonical forms whose labels are mixed are noticed."""
+"""Canonical forms whose labels are mixed are noticed.
+
+Shares above 0.05 of the 200 draws that are looked at are warned of. Here it is 0.27 or more if keys overlap and 0 if
+they don't: a test fails for fewer than 1 of 10^4 seeds.
+"""
 
 import warnings
 
@@ -22,6 +26,7 @@ def scattered(centre, *batch, spread=0.4):
     return GROUP.sample(batch)(draws)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
 def test_mixed_labels_are_warned_of_under_every_key(key):
     draws = scattered(SQUARE, 8, 100)
@@ -31,6 +36,7 @@ def test_mixed_labels_are_warned_of_under_every_key(key):
         Posterior(draws, rows="chains").canonicalize(GROUP, permutations=key)
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
 def test_separated_keys_are_not_warned_of(key):
     with warnings.catch_warnings():
@@ -43,6 +49,7 @@ def test_sorting_one_number_mixes_nothing():
     assert mixed_share(canonical_form({"w": torch.randn(1000, 5)}, group), group, None) == 0
 
 
+@pytest.mark.stochastic
 def test_the_share_is_that_of_draws_which_an_exchange_of_neighbours_brings_nearer():
     form = canonical_form(scattered(SQUARE, 240), GROUP, "first")
     units = torch.cat([form["mu"], form["weights"].unsqueeze(-1)], -1).double()
@@ -55,6 +62,7 @@ def test_the_share_is_that_of_draws_which_an_exchange_of_neighbours_brings_neare
     assert mixed_share(form, GROUP, None) == pytest.approx(float(nearer.double().mean()), abs=1e-9)
 
 
+@pytest.mark.stochastic
 def test_signs_of_tied_largest_weights_are_warned_of():
     shapes = {"w": torch.Size((2, 3))}
     group = SignGroup.declare({"w": ("f", None)}, shapes)
