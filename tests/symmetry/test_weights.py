@@ -1,5 +1,6 @@
 """The weights dict: reading batch shapes, flattening, kind refusals."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,3 +56,9 @@ def test_weights_that_are_not_finite_are_refused_by_name(bad):
     w.require_finite({"a": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"'b'\] holds 1 NaN or infinite"):
         w.require_finite({"a": torch.zeros(2), "b": torch.tensor([1.0, bad])})
+
+
+def test_an_example_that_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match=r"example_weights\['w'\] is a numpy.ndarray; it must be a tensor, or a shape"):
+        w.shapes_of({"w": np.zeros(3)})
+    assert w.shapes_of({"w": [3, 2], "b": torch.zeros(4)}) == {"w": torch.Size([3, 2]), "b": torch.Size([4])}
