@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described, input_problem
+from pyro_symmetric.generators import turn
 from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_sites
 
 LIKELIHOOD = ("temperature", "latents", "distribution", "targets", "mean")  # what a likelihood object has
@@ -302,7 +303,7 @@ class BayesianModel(nn.Module):
         shapes |= {name: buffer.shape for name, buffer in self.net.named_buffers() if name in weights}
         shape = batch_shape(weights, shapes)
         own = {name: weights[name] for name in shapes}
-        with self._explaining_inputs(x):
+        with turn(), self._explaining_inputs(x):  # the network holds the weights meanwhile: one thread at a time
             if not shape:
                 return self.call(own, x)
             flat = {name: value.reshape(-1, *shapes[name]) for name, value in own.items()}

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import evenly_spaced
+from pyro_symmetric.generators import turn
 from pyro_symmetric.guides.base import sample_posterior
 from pyro_symmetric.largest import LargestTensor
 from pyro_symmetric.predictors import Predictor, predictor_of
@@ -39,6 +40,7 @@ _PROBED_ROWS = 64
 
 
 @torch.no_grad()
+@turn()
 def predict(
     posterior: Posterior | AutoGuide | Mapping[str, Tensor],
     model: nn.Module | Callable[..., Any],

@@ -32,6 +32,7 @@ from pyro_symmetric._process import without_warnings
 from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced, missing_energy, never_changing, non_finite
 from pyro_symmetric.compare._results import listed, non_finite_words, table
 from pyro_symmetric.compare.verdict import NONE_MOVES
+from pyro_symmetric.generators import turn
 from pyro_symmetric.mcmc.batches import Batches
 from pyro_symmetric.mcmc.potential import Potential
 from pyro_symmetric.mcmc.targets import ROWS
@@ -93,6 +94,7 @@ class CheckResult:
         return f"Checks: {counted}\n{table(rows, left=(0, 1, 2))}"
 
 
+@turn()
 def check(posterior: Posterior, *, num_draws: int = 256) -> CheckResult:
     """Check what a sampler returned; also as ``posterior.check()``.
 

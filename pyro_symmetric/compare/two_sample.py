@@ -30,6 +30,7 @@ from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.independence import is_chain, thinned
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples, is_group, removal
 from pyro_symmetric.compare.mmd import bandwidth_grid
+from pyro_symmetric.generators import turn
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.symmetry.weights import Shapes
 
@@ -103,6 +104,7 @@ class MMDTest:
 
 
 @torch.no_grad()
+@turn()
 def mmd_test(
     weights_p: Samples,
     weights_q: Samples,

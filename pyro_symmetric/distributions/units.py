@@ -324,7 +324,7 @@ def _permuted(value: Tensor, dim: int, index: Tensor, images: Tensor, signs: Ten
     lead = torch.broadcast_shapes(units.shape[:2], images.shape[:2])
     between = [1] * (units.dim() - 3)
     if signs is not None:
-        units = units * signs.reshape(*signs.shape[:2], *between, signs.shape[-1])
+        units = units * signs.reshape(*signs.shape[:2], *between, signs.shape[-1]).to(units.dtype)
     where = images.reshape(*images.shape[:2], *between, images.shape[-1])
     where = where.expand(*lead, *units.shape[2:-1], images.shape[-1])
     return _together(units.expand(*lead, *units.shape[2:]).gather(-1, where), value, dim, index)
@@ -333,5 +333,5 @@ def _permuted(value: Tensor, dim: int, index: Tensor, images: Tensor, signs: Ten
 def _mixed(value: Tensor, dim: int, index: Tensor, matrix: Tensor) -> Tensor:
     units = _apart(value, dim, index)
     flat = units.flatten(2, -2) if units.dim() > 3 else units.unsqueeze(2)
-    mixed = flat @ matrix.mT
+    mixed = flat @ matrix.mT.to(flat.dtype)  # a neighbour may have been matched in double precision
     return _together(mixed.reshape(*mixed.shape[:2], *units.shape[2:]), value, dim, index)

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pyro_symmetric import arguments
+from pyro_symmetric.generators import turn
 from pyro_symmetric.symmetry import trace as tracing
 from pyro_symmetric.symmetry.assembly import factors_of
 from pyro_symmetric.symmetry.explain import explain
@@ -36,6 +37,7 @@ from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry, copied
 from pyro_symmetric.symmetry.weights import require_finite
 
 
+@turn()
 def find_symmetry(
     net: nn.Module, *example_inputs: Any, strict: bool = False, verify: bool = True, logits: bool = False
 ) -> WeightSymmetry:

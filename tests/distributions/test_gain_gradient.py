@@ -144,3 +144,15 @@ def test_second_derivatives_are_refused_where_they_would_be_wrong() -> None:
     (first, *_) = torch.autograd.grad(value, parameters, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.square().sum().backward()
+
+
+@pytest.mark.parametrize("far", [slice(0, 6), slice(6, 12), slice(12, 14), slice(0, 14)])
+def test_in_single_precision_layers_may_need_double_for_their_matching_one_by_one(far):
+    """At draws a hundred deviations from the base, as another posterior's are."""
+    loc, log_scale = (value[0].float() for value in start(TWO_LAYERS, 1))
+    base, flat = dist.Normal(loc, log_scale.exp()).to_event(1), TWO_LAYERS.flat(list(TWO_LAYERS.site_shapes))
+    torch.manual_seed(0)
+    value = base.sample((20,))
+    value[:, far] += 100.0
+    found = SinkhornImportance(4).log_prob(base, flat, value)
+    torch.testing.assert_close(found, ExactOrbit().log_prob(base, flat, value), rtol=0.05, atol=0.1)

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from pyro_symmetric.compare import mmd_test
 from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, job, log_joint, sample
 from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.predict import predict
 from pyro_symmetric.store import DrawStore
-from pyro_symmetric.symmetry import PermutationGroup
+from pyro_symmetric.symmetry import PermutationGroup, find_symmetry
 
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
 NET = BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
@@ -152,3 +154,33 @@ def test_log_joint_leaves_the_callers_generator_alone(model):
 
 def shapes(model):
     return {"locs": (2,)} if model is components else model.site_shapes
+
+
+def test_a_seeded_run_is_not_disturbed_by_what_other_threads_ask_of_its_network_and_of_the_generators():
+    expected = RUNS[0]()
+    posterior = sample(HMC(NET, num_steps=3), args=(X, Y), seed=1, **OPTIONS)
+    weights = {site: value[0] for site, value in posterior.samples.items()}
+    before = {name: value.clone() for name, value in NET.net.named_parameters()}
+    askers = [
+        lambda: find_symmetry(NET.net, X[:2]),
+        lambda: predict(posterior, NET, X, kind="mean", progress=False),
+        lambda: NET.log_joint(weights, X, Y),
+        lambda: mmd_test(posterior, posterior, num_permutations=19),
+        posterior.check,
+    ]
+    done = threading.Event()
+
+    def ask():
+        while not done.is_set():
+            for asker in askers:
+                asker()
+
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(ask)
+        try:
+            found = [RUNS[0]() for _ in range(5)]
+        finally:
+            done.set()
+        asking.result(timeout=120)
+    assert all(same(one, expected) for one in found)
+    assert all(torch.equal(value, before[name]) for name, value in NET.net.named_parameters())
