@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,7 @@ def _side_by_side(folder: Path, verify: bool, salvage: bool) -> Draws:
     tasks = read_tasks(folder)
     stores = [folder / name for name in tasks["folders"]]
     commits = {store: Commit.read(store) for store in stores if (store / CHECKPOINT).exists()}
+    _refuse_copies(commits)
     begun = {store: commit for store, commit in commits.items() if commit.draws}
     if not begun:
         raise StoreError(f"the draw store {folder} holds no draws yet")
@@ -142,6 +143,14 @@ def _side_by_side(folder: Path, verify: bool, salvage: bool) -> Draws:
     metadata = {**joined.metadata, "seed": tasks["seed"], "chains_per_task": tasks["chains_per_task"]}
     metadata["interrupted"] = metadata["interrupted"] or left_out > 0
     return joined._replace(metadata=metadata)
+
+
+def _refuse_copies(commits: Mapping[Path, Commit]) -> None:
+    """:raises StoreError: if a task's folder is a copy of another's, whose chains would count twice."""
+    first: dict[int, Path] = {}
+    for store, commit in commits.items():
+        if (other := first.setdefault(commit.token, store)) != store:
+            raise StoreError(f"{store} is a copy of {other.name}. Restore it, or remove it: the run makes it anew")
 
 
 def _holds(draws: Draws, count: int) -> bool:

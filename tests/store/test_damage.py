@@ -244,3 +244,12 @@ def test_a_part_in_anothers_place_is_told(root, tmp_path):
     (tmp_path / "s/part-00001.safetensors").unlink()
     train(tmp_path / "s", 5)
     assert same(values_of(load_ensemble(tmp_path / "s")), values_of(load_ensemble(made("an ensemble's part", 1, root))))
+
+
+def test_a_task_that_is_a_copy_of_another_is_told(root, tmp_path):
+    shutil.copytree(made("a joined copy", 1, root), tmp_path / "s")
+    first, second = sorted((tmp_path / "s").glob("task-*"))
+    shutil.rmtree(second)
+    shutil.copytree(first, second)
+    with pytest.raises(StoreError, match=rf"{second.name} is a copy of {first.name}.*remove it"):
+        Posterior.load(tmp_path / "s")
