@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 import pyro_symmetric as ps
 from pyro_symmetric.compare import mmd_test
+from pyro_symmetric.compare.frames import canonical_frame
 
 LEVEL = 0.05
 SHIFTS = (0.0, 0.4, 0.8, 1.6)
@@ -76,7 +77,7 @@ def two_samples(units: str, rows: str, shift: float, options: Namespace) -> dict
     p = posterior("mmd_test", units, rows, torch.zeros(CHAINS))
     q = posterior("mmd_test", units, rows, torch.full((CHAINS,), shift))
     test = partial(mmd_test, p, q, level=LEVEL, num_permutations=options.permutations)
-    canonical = test(symmetry=lambda weights: ps.canonicalize(weights, GROUP)).rejected
+    canonical = test(symmetry=lambda weights: canonical_frame(weights, GROUP)).rejected
     aligned = test(symmetry=GROUP).rejected
     return {"canonical": canonical, "aligned": aligned, "verdict": aligned}
 
