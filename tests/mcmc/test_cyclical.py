@@ -31,7 +31,7 @@ def normal() -> None:
 def modes_visited(kernel: Kernel, draws: int, warmup: int) -> float:
     """Mean number of modes that a chain comes within three deviations of."""
     start = {"z": torch.zeros(2)}
-    posterior = sample(kernel, num_chains=60, num_samples=draws, num_warmup=warmup, initial=start, progress=False)
+    posterior = sample(kernel, num_chains=600, num_samples=draws, num_warmup=warmup, initial=start, progress=False)
     z = posterior.samples["z"]
     near = (z[:, :, None] - CENTRES).norm(dim=-1) < 3 * WIDTH
     return float(near.any(1).sum(-1).float().mean())
@@ -48,7 +48,9 @@ def test_it_visits_more_modes_than_a_constant_step_at_the_same_budget(dynamics):
         cyclical = CyclicalSG(grid, step_size=0.3, cycle_length=50, samples_per_cycle=1, dynamics=dynamics)
         steady = SGHMC(grid, step_size=0.4 * WIDTH, friction=0.05 / (0.4 * WIDTH), num_steps=50)
     found, usual = modes_visited(cyclical, 10, 0), modes_visited(steady, 10, 0)  # 500 gradients for each chain
-    assert found > 1.4 * usual  # means over 60 chains, of standard errors of a few per cent
+    # Over 1,000 chains 3.15 against 1.08, and 2.23 against 1.38: of 600, the smaller excess is 5.4 standard errors, a
+    # false alarm in under 1 of 10^6.
+    assert found > 1.4 * usual
 
 
 def test_the_step_follows_the_cosine_and_draws_come_from_the_sampling_stage_alone():
