@@ -177,8 +177,7 @@ def write_checkpoints(
 
 def _require_plain(prefix: str) -> None:
     """As Windows has it, whose rules are the stricter ones: no separator of either kind, no drive."""
-    if not isinstance(prefix, str):
-        raise TypeError(f"prefix is {prefix!r}; it must be a string such as 'net'")
+    arguments.instance("prefix", prefix, str, "a string such as 'net'")
     if PureWindowsPath(prefix).name != prefix or not prefix or not prefix.isprintable():
         raise ValueError(f"prefix is {prefix!r}; it must be the beginning of a file's name, such as 'net', not a path")
 
