@@ -11,8 +11,8 @@ weights is far from it and says nothing. The table has R-hat over all weights, m
 
 * **weights**: as they were drawn;
 * **canonical**: every draw by itself in canonical form (units sorted, signs fixed), ``posterior.canonicalize``;
-* **aligned draws**: ``posterior.align(symmetry)``, an element for every draw;
-* **aligned chains**: ``posterior.align(symmetry, each="chain")``, an element for every chain, found by its moments;
+* **aligned draws**: ``align_many(posterior, symmetry)``, an element for every draw;
+* **aligned chains**: ``align_many(posterior, symmetry, each="chain")``, one for every chain, by its moments;
 * **predictions**: of the network's function, which no frame changes.
 
 It is printed for all draws, and for 100 of them, 25 of each of four chains (100 networks in one frame). Below it: the
@@ -111,7 +111,7 @@ def one_run(seed: int, options: Namespace) -> list[Row]:
 def compared(
     name: str,
     posterior: ps.Posterior,
-    symmetry: ps.WeightSymmetry,
+    symmetry: ps.Symmetry,
     starts: Weights,
     model: ps.BayesianModel,
     x: Tensor,

@@ -1,16 +1,16 @@
 """Alignment of networks: planted elements, time and objective beside ``rebasin`` (PyPI), time by width, many at once.
 
-    python benchmarks/alignment.py planted                # 100 trials for each of five architectures
+    python benchmarks/alignment.py planted                # 100 trials for each of nine architectures
     python benchmarks/alignment.py peers --seeds 5        # needs ``pip install rebasin``; both in one run
     python benchmarks/alignment.py timing                 # by width, as Fig. A2 of Rossi et al. 2023; --depths 1 2 3 4
     python benchmarks/alignment.py many                   # 100 networks in one frame
     python benchmarks/alignment.py solvers                # SciPy beside ``lap`` and ``lapjv``, where installed
 
-*planted*: weights are moved by a random element of the network's symmetry (permutations, and with ``--whole`` signs,
-scales and shifts); alignment must find its inverse, bit by bit in the permutations. *peers*: two networks with
-independent random weights, as PyTorch starts them; the objective is the squared distance of the parameters after
-alignment, of ``rebasin`` too, and whether its network still computes what it did. *timing*: seconds for one alignment
-with the default settings, of two networks and of two mean-field Gaussians.
+*planted*: weights are moved by a random element of the network's symmetry (permutations, with ``--signs`` signs, and
+with ``--whole`` scales and shifts as well); alignment must undo it, bit by bit in the permutations. *peers*: two
+networks with independent random weights, as PyTorch starts them; the objective is the squared distance of the
+parameters after alignment, of ``rebasin`` too, and whether its network still computes what it did. *timing*: seconds
+for one alignment with the default settings, of two networks and of two mean-field Gaussians.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric._torchvision import import_torchvision
-from pyro_symmetric.alignment import GaussianWeights, align, align_many
-from pyro_symmetric.alignment.descent import nesting
-from pyro_symmetric.alignment.descent.assignment import assign
+from pyro_symmetric.alignment import GaussianWeights, align, align_many, descent
+from pyro_symmetric.alignment.assignment import assign
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.groups import Element
 from pyro_symmetric.networks import resnet20
-from pyro_symmetric.symmetry import Permutation, PermutationGroup, WeightSymmetry, find_symmetry
 
 Case = tuple[Callable[[], nn.Module], Tensor]
 
@@ -51,9 +51,9 @@ def vgg11() -> nn.Module:
 
 
 class LSTM(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inputs: int = 16, width: int = 64, layers: int = 2) -> None:
         super().__init__()
-        self.layers, self.out = nn.LSTM(16, 64, num_layers=2, batch_first=True), nn.Linear(64, 10)
+        self.layers, self.out = nn.LSTM(inputs, width, layers, batch_first=True), nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.layers(x)[0][:, -1])
@@ -70,6 +70,30 @@ class Transformer(nn.Module):
         return self.out(self.encode(self.embed(x)).mean(1))
 
 
+class Encoder(nn.Module):
+    """One encoder layer, and what it reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x).mean(1))
+
+
+def grouped(activation: type[nn.Module]) -> nn.Module:
+    """Grouped convolutions whose groups, inputs and outputs meet in one kernel."""
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, groups=2),
+        activation(),
+        nn.Conv2d(8, 8, 3, groups=4),
+        *([nn.Tanh()] if activation is nn.Tanh else []),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 3),
+    )
+
+
 def torchvision_net(name: str) -> nn.Module:
     return getattr(import_torchvision().models, name)(weights=None)
 
@@ -80,6 +104,10 @@ PLANTED: dict[str, Case] = {
     "vgg11-bn": (vgg11, torch.randn(2, 3, 32, 32)),
     "lstm 2 x 64": (LSTM, torch.randn(2, 7, 16)),
     "transformer 2 x 64": (Transformer, torch.randn(2, 7, 16)),
+    "grouped convolutions, relu": (lambda: grouped(nn.ReLU), torch.randn(2, 4, 8, 8)),
+    "grouped convolutions, tanh": (lambda: grouped(nn.Tanh), torch.randn(2, 4, 8, 8)),
+    "encoder layer": (Encoder, torch.randn(2, 5, 16)),
+    "lstm 1 x 12": (lambda: LSTM(5, 12, 1), torch.randn(2, 7, 5)),
 }
 PEERS: dict[str, Case] = {
     "mlp 784-512-512-512-10": (lambda: perceptron(784, 512, 512, 512, 10), torch.randn(2, 784)),
@@ -113,30 +141,29 @@ def planted(options: argparse.Namespace) -> None:
         torch.manual_seed(0)
         net = randomised(make)
         symmetry = find_symmetry(net, x)
-        group: WeightSymmetry | PermutationGroup = symmetry if options.whole else symmetry.permutations
+        group = symmetry.group if options.whole else symmetry.finite if options.signs else symmetry.permutations
         weights = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
         found, times = 0, []
         for seed in range(options.trials):
             torch.manual_seed(seed)
-            element = group.sample(spread=0.3) if isinstance(group, WeightSymmetry) else group.sample()
+            element = group.sample(spread=0.3)
             source = element.inverse()(weights)
             start = time.perf_counter()
             result = align(source, weights, group, restarts=0)
             times.append(time.perf_counter() - start)
-            found += recovered(result.element, element)
+            found += recovered(result.element, element, weights)
         print(f"{name:<26} {found:>5}/{options.trials}   {statistics.median(times):.3f}", flush=True)
 
 
-def recovered(found: object, planted: object) -> bool:
-    """Whether permutations and signs agree bit by bit, and scales to the precision of the weights."""
-    pairs = zip(getattr(found, "steps", (found,)), getattr(planted, "steps", (planted,)), strict=True)
-    for one, other in pairs:
-        for name, value in getattr(one, "images", {}).items():
-            expected = other.images[name].to(value.dtype)
-            exact = not value.is_floating_point() or bool((value.abs() == 1).all())
-            if not (torch.equal(value, expected) if exact else torch.allclose(value, expected, rtol=1e-3)):
-                return False
-    return True
+def recovered(found: Element, planted: Element, weights: dict[str, Tensor]) -> bool:
+    """Whether permutations agree bit by bit, and what both do to weights to their precision.
+
+    (Flips of some units may do together what flips of others do.)
+    """
+    if any(not torch.equal(found[name], planted[name]) for name in planted.permutations):
+        return False
+    undone = planted.inverse()(weights)
+    return all(torch.allclose(v, weights[site], rtol=1e-3, atol=1e-4) for site, v in found(undone).items())
 
 
 def peers(options: argparse.Namespace) -> None:
@@ -165,7 +192,7 @@ def peers(options: argparse.Namespace) -> None:
                 group = symmetry.permutations.without_buffers()
                 result = align(source, reference, group, restarts=restarts)
                 seconds = time.perf_counter() - start
-                row += [distance(result.permutation(source), reference), seconds]
+                row += [distance(result.element(source), reference), seconds]
             try:
                 row += with_rebasin(rebasin, nets, reference, x)
             except Exception as error:  # whatever it stumbles over is what is to be reported
@@ -238,7 +265,7 @@ def many(options: argparse.Namespace) -> None:
             start = time.perf_counter()
             frames.append(align_many(members, group, progress=False))
             seconds.append(time.perf_counter() - start)
-        star = align(members, {site: value[0] for site, value in members.items()}, group).permutation(members)
+        star = align(members, {site: value[0] for site, value in members.items()}, group).element(members)
         to_star = sum(float((v - v.mean(0)).square().sum(dtype=torch.float64)) for v in star.values()) / options.trials
         apart = sum(float((v - v.mean(0)).square().sum(dtype=torch.float64)) for v in members.values()) / options.trials
         print(f"{kind}: {apart:.4f} as they came, {to_star:.4f} all aligned to the first member")
@@ -252,9 +279,9 @@ def many(options: argparse.Namespace) -> None:
             )
 
 
-def in_one_frame(element: Permutation, planted: Permutation) -> float:
+def in_one_frame(element: Element, planted: Element) -> float:
     """The share of members that the element which undoes the planted one, up to one common element, was found of."""
-    relative = torch.cat([*(element @ planted.inverse()).images.values()], 1)
+    relative = torch.cat([*(element @ planted.inverse()).permutations.values()], 1)
     return float(relative.unique(dim=0, return_counts=True)[1].max()) / len(relative)
 
 
@@ -305,7 +332,7 @@ def met_scores(kind: str, n: int) -> list[Tensor]:
         met.extend(scores.reshape(-1, n, n))
         return assign(scores)
 
-    with mock.patch.object(nesting, "assign", recording):
+    with mock.patch.object(descent, "assign", recording):
         align(source, reference, group, restarts=1)
     unsolved = [scores for scores in met if len(scores.argmax(-1).unique()) < n]
     return unsolved[:8] or met[:1]
@@ -338,6 +365,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[], help="networks whose names start so")
     parser.add_argument("--whole", action="store_true", help="planted: signs, scales and shifts as well")
+    parser.add_argument("--signs", action="store_true", help="planted: signs as well")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--depths", type=int, nargs="+", default=[3], help="timing: hidden layers")
     parser.add_argument("--threads", type=int, default=1)

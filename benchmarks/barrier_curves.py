@@ -191,7 +191,7 @@ def compare(data: Any, kind: str, width: int, temperature: float, seed: int, opt
     start = time.perf_counter()
     alignment = ps.align(fits[1], fits[0], group, options.cost, restarts=options.restarts)
     align_seconds = time.perf_counter() - start
-    p = alignment.permutation
+    p = alignment.element
     moved = p(fits[1]) if kind == "plain" else ps.GaussianWeights(p(fits[1].loc), p(fits[1].scale))
     model = ps.BayesianModel(net, 1.0, "categorical")
     shown = {"train": (x[: options.rows], y[: options.rows]), "test": (data.test_x, data.test_y)}

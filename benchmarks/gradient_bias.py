@@ -26,9 +26,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.distributions import ExactOrbit, Modes, SinkhornImportance, sinkhorn_importance
-from pyro_symmetric.symmetry.finite import FiniteGroup
-from pyro_symmetric.symmetry.permutation import PermutationGroup
-from pyro_symmetric.symmetry.rescaling import SignGroup
+from pyro_symmetric.groups import Action, Group
 
 Family = Callable[[Tensor, Tensor], Any]  # means and deviations, (components, D) -> base
 ONE_LAYER = {"weight": ("unit", None), "out": (None, "unit")}
@@ -42,11 +40,6 @@ def one_layer(width: int, inputs: int = 2) -> dict[str, torch.Size]:
 
 def two_layers(first: int, second: int) -> dict[str, torch.Size]:
     return {"a": torch.Size([first, 2]), "b": torch.Size([second, first]), "c": torch.Size([1, second])}
-
-
-def signed(axes: dict[str, Any], shapes: dict[str, torch.Size], permuted: bool = True) -> FiniteGroup:
-    permutations = PermutationGroup.declare(axes, shapes) if permuted else PermutationGroup((), shapes)
-    return FiniteGroup(permutations, SignGroup.declare(axes, shapes))
 
 
 def mean_field(loc: Tensor, scale: Tensor) -> Any:
@@ -71,13 +64,13 @@ def mixture(loc: Tensor, scale: Tensor) -> Any:
 
 
 PROBLEMS: dict[str, tuple[Any, Family, int]] = {
-    "one layer of 4": (PermutationGroup.declare(ONE_LAYER, one_layer(4)), mean_field, 1),
-    "two layers, 3 and 2": (PermutationGroup.declare(TWO_LAYERS, two_layers(3, 2)), mean_field, 1),
-    "signs of 4 units": (signed(ONE_LAYER, one_layer(4), permuted=False), mean_field, 1),
-    "permutations and signs of 3": (signed(ONE_LAYER, one_layer(3)), mean_field, 1),
-    "mixture of 2, one layer of 3": (PermutationGroup.declare(ONE_LAYER, one_layer(3)), mixture, 2),
-    "low rank, one layer of 4": (PermutationGroup.declare(ONE_LAYER, one_layer(4)), low_rank, 1),
-    "full rank, one layer of 4": (PermutationGroup.declare(ONE_LAYER, one_layer(4)), full_rank, 1),
+    "one layer of 4": (Group.declare(ONE_LAYER, one_layer(4)), mean_field, 1),
+    "two layers, 3 and 2": (Group.declare(TWO_LAYERS, two_layers(3, 2)), mean_field, 1),
+    "signs of 4 units": (Group.declare(ONE_LAYER, one_layer(4), "flip"), mean_field, 1),
+    "permutations and signs of 3": (Group.declare(ONE_LAYER, one_layer(3), ("permute", "flip")), mean_field, 1),
+    "mixture of 2, one layer of 3": (Group.declare(ONE_LAYER, one_layer(3)), mixture, 2),
+    "low rank, one layer of 4": (Group.declare(ONE_LAYER, one_layer(4)), low_rank, 1),
+    "full rank, one layer of 4": (Group.declare(ONE_LAYER, one_layer(4)), full_rank, 1),
 }
 
 
@@ -86,9 +79,9 @@ class Problem:
 
     def __init__(self, name: str, separation: float, seed: int = 0):
         self.group, self.family, count = PROBLEMS[name]
-        self.flat = self.group.flat(list(self.group.site_shapes))
+        self.action = Action(self.group, list(self.group.site_shapes))
         generator = torch.Generator().manual_seed(seed)
-        shape = (count, self.flat.dim)
+        shape = (count, self.action.dim)
         self.loc = separation * torch.randn(shape, dtype=torch.float64, generator=generator)
         self.log_scale = (0.3 + torch.rand(shape, dtype=torch.float64, generator=generator)).log()
 
@@ -101,7 +94,7 @@ class Problem:
             w = base.rsample((BATCH,))
             own = base.log_prob(w)
             for name, estimator in estimators.items():
-                gain = (own - estimator.log_prob(base, self.flat, w)).mean()
+                gain = (own - estimator.log_prob(base, self.action, w)).mean()
                 parts = torch.autograd.grad(gain, (loc, log_scale), retain_graph=True)
                 rows[name].append((gain.detach(), torch.cat([part.flatten() for part in parts])))
         return {name: tuple(map(torch.stack, zip(*found, strict=True))) for name, found in rows.items()}  # type: ignore

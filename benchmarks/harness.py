@@ -23,9 +23,9 @@ Row = dict[str, Any]
 
 COLOURS = {
     "mean-field": "#ff725c",
-    "infonce-2": "#97bbf5",
-    "infonce-16": "#efb118",
-    "infonce-128": "#9c6b4e",
+    "infonce-1": "#97bbf5",
+    "infonce-15": "#efb118",
+    "infonce-127": "#9c6b4e",
     "sinkhorn-4": "#a463f2",
     "sinkhorn-16": "#a463f2",
     "exact": "#4269d0",
@@ -135,7 +135,7 @@ def mean_over(rows: Iterable[Row], name: str) -> float:
 
 
 def without_symmetries(
-    weights: dict[str, Tensor], symmetry: ps.WeightSymmetry, scalings: Any = "unit_norm"
+    weights: dict[str, Tensor], symmetry: ps.Symmetry, scalings: Any = "unit_norm"
 ) -> dict[str, dict[str, Tensor]]:
     """Weights as trained, and after each removal."""
     return {

@@ -27,14 +27,13 @@ from torch import Tensor, nn
 import pyro_symmetric as ps
 from pyro_symmetric.compare import independent_draws, invariance_tests
 from pyro_symmetric.ensembles import ensemble
-from pyro_symmetric.symmetry.canonical import sorting_permutation
 
 Weights = dict[str, Tensor]
 
 
-def test(name: str, weights: Weights, group: ps.PermutationGroup, independent: int) -> dict[str, Any]:
+def test(name: str, weights: Weights, group: ps.Group, independent: int) -> dict[str, Any]:
     result = invariance_tests(weights, group, effective_size=independent)
-    order = sorting_permutation(weights, group, "max")["0"]
+    order = ps.sorting_permutation(weights, group, "max")["0"]
     return {
         "samples": name,
         "draws": result.num_draws,

@@ -49,7 +49,7 @@ DRAWS = {  # of each row: test, rows
     ("convergence", "independent"): 250,
 }
 UNITS = 5
-GROUP = ps.PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([UNITS, 3])})
+GROUP = ps.Group.declare({"w": ("unit", None)}, {"w": torch.Size([UNITS, 3])})
 
 _STEPS = torch.arange(float(UNITS))
 CENTRES = {

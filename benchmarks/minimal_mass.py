@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import pyro_symmetric as ps
 from pyro_symmetric._torchvision import import_torchvision
-from pyro_symmetric.symmetry import WeightSymmetry
 
 
 def perceptron(widths: list[int]) -> nn.Module:
@@ -31,24 +30,23 @@ def state(net: nn.Module, dtype: torch.dtype = torch.float64) -> dict[str, Tenso
     return {name: v.detach().to(dtype) if v.is_floating_point() else v.detach() for name, v in values.items()}
 
 
-def measure(name: str, weights: dict[str, Tensor], symmetry: WeightSymmetry, scale_free: str = "leave_out") -> None:
+def measure(name: str, weights: dict[str, Tensor], symmetry: ps.Symmetry, scale_free: str = "leave_out") -> None:
     times = []
     for _ in range(3):
         start = time.perf_counter()
         found = ps.minimal_mass(weights, symmetry, scale_free=scale_free)
         times.append(time.perf_counter() - start)
     free = symmetry.scalings
-    if scale_free == "hold":  # the answer is the same only from copies that leave pinned factors where they are
-        moved = free.sample(dtype=torch.float64)
-        moved = free.element({k: v for k, v in moved.images.items() if not found.pinned[k].any()})
-    else:
-        moved = free.sample(dtype=torch.float64)
+    moved = free.sample(dtype=torch.float64)
+    if scale_free == "hold":  # the answer is the same only from copies that leave pinned units where they are
+        moved = free.element(log_scales={k: v for k, v in moved.log_scales.items() if not found.pinned[k].any()})
+    scales = sum(int(units.sum()) for units in free.independent("scale").values())
     other = ps.minimal_mass(moved(weights), symmetry, scale_free=scale_free)
     before = sum(float(weights[site].square().sum()) for site in free.weight_sites)
     error = abs(float(other.mass / found.mass) - 1)
     pinned = sum(found.pinned_factors.values())
     print(
-        f"{name:<28} {min(times):6.3f} s   scales {free.dim:5d} (pinned {pinned:4d})   mass {before:10.4f} -> "
+        f"{name:<28} {min(times):6.3f} s   scales {scales:5d} (pinned {pinned:4d})   mass {before:10.4f} -> "
         f"{float(found.mass):10.4f}   from a copy: {error:.1e}   imbalance {float(found.imbalance):.1e}"
     )
 

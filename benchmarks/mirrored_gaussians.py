@@ -9,12 +9,12 @@ Wasserstein distance that is left, against how far apart the two means lie. Afte
 Fig. A1.
 
 * ``wasserstein`` compares means and deviations: the exchange costs nothing.
-* ``l2`` compares means alone. Where they are alike it can't tell the two elements apart, and keeps the identity.
-* ``kl``, in both directions, does find the exchange of mirror images, for which it is zero as well. It weighs every
-  coordinate by the reference's precision, isn't symmetric and has no geodesic, which is why the library's default is
-  another.
-* ``kl, means only`` is the divergence without its terms in the source's deviations, sum (m0 - P m1)^2 / 2 s0^2: what
-  remains of it if those are taken as constant. That is what keeps the identity where the means are alike.
+* ``l2`` compares means alone. If they are alike it can't tell the two elements apart, and keeps the identity.
+* ``gaussian``, the divergence up to the source's entropy, does find the exchange of mirror images, in both directions.
+  It weighs every coordinate by the reference's precision, isn't symmetric and has no geodesic, which is why the
+  library's default is another.
+* ``gaussian, means only`` is the divergence without its terms in the source's deviations, sum (m0 - P m1)^2 / 2 s0^2:
+  what remains of it if those are taken as constant. That is what keeps the identity if the means are alike.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch.distributions import Distribution, Independent, Normal, kl_divergence
 
 import pyro_symmetric as ps
 
-COSTS = ("wasserstein", "l2", "kl")
-COLOURS = {"wasserstein": "#4269d0", "l2": "#efb118", "kl, means only": "#ff725c", "kl": "#9c6b4e"}
-GROUP = ps.PermutationGroup.declare({"w": ("k",)}, {"w": torch.Size([2])})
+COSTS = ("wasserstein", "l2", "gaussian")
+COLOURS = {"wasserstein": "#4269d0", "l2": "#efb118", "gaussian, means only": "#ff725c", "gaussian": "#9c6b4e"}
+GROUP = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
 
 
 def pair(separation: float, noise: float, elongation: float) -> tuple[ps.GaussianWeights, ps.GaussianWeights]:
@@ -46,7 +46,7 @@ def pair(separation: float, noise: float, elongation: float) -> tuple[ps.Gaussia
 def is_exchange(source: ps.GaussianWeights, reference: ps.GaussianWeights, cost: str) -> bool:
     """Whether the exchange costs less than the identity."""
     if cost in COSTS:
-        return ps.align(source, reference, GROUP, cost).permutation["k"].tolist() == [1, 0]
+        return ps.align(source, reference, GROUP, cost).element["k"].tolist() == [1, 0]
     (m1, _), (m0, s0) = ((q.loc["w"], q.scale["w"]) for q in (source, reference))
     left = ((m0 - torch.stack([m1, m1.flip(0)])) ** 2 / (2 * s0**2)).sum(-1)
     return bool(left[1] < left[0])
@@ -69,7 +69,7 @@ def costs_of(source: ps.GaussianWeights, reference: ps.GaussianWeights) -> list[
     lines = []
     for cost in COSTS:
         found = ps.align(source, reference, GROUP, cost)
-        exchanged = found.permutation["k"].tolist() == [1, 0]
+        exchanged = found.element["k"].tolist() == [1, 0]
         moved = ps.GaussianWeights({"w": source.loc["w"].flip(0)}, {"w": source.scale["w"].flip(0)})
         other = ps.align(moved, reference, GROUP, cost).initial_cost
         numbers = [f"{value:.4f}" for value in (found.initial_cost, other)]

@@ -79,15 +79,15 @@ def kl_symmetrized(m: float, s: float, d: float, n: int = 0, sigma: float = 1.0)
     return kl_mean_field(m, s, d, n, sigma) + float(WEIGHTS @ (log_mixture(x, m, s) - log_normal(x, m, s)))
 
 
-def kl_infonce(m: float, s: float, d: float, terms: int, n: int = 0) -> float:
-    """Expectation of the KL that InfoNCE reports: of ``terms - 1`` uniform elements, a binomial number are the swap."""
+def kl_infonce(m: float, s: float, d: float, K: int, n: int = 0) -> float:
+    """Expectation of the KL that InfoNCE(K) reports: of ``K`` uniform elements, a binomial number are the swap."""
     x = m + s * NODES
     own, other = log_normal(x, m, s), log_normal(x, -m, s)
-    swaps = np.arange(terms)[:, None]
+    swaps = np.arange(K + 1)[:, None]
     with np.errstate(divide="ignore"):
-        counts = np.stack([np.broadcast_to(np.log(terms - swaps), (terms, len(x))), np.log(swaps) + 0 * x])
-    estimate = logsumexp(counts + np.stack([own, other])[:, None], axis=0) - math.log(terms)
-    gain = binom.pmf(np.arange(terms), terms - 1, 0.5) @ (estimate - own)
+        counts = np.stack([np.broadcast_to(np.log(K + 1 - swaps), (K + 1, len(x))), np.log(swaps) + 0 * x])
+    estimate = logsumexp(counts + np.stack([own, other])[:, None], axis=0) - math.log(K + 1)
+    gain = binom.pmf(np.arange(K + 1), K, 0.5) @ (estimate - own)
     return kl_mean_field(m, s, d, n) + float(WEIGHTS @ gain)
 
 
@@ -183,7 +183,7 @@ def fit(d: float, estimator: Any, steps: int, seed: int) -> tuple[float, float, 
         far = dist.Normal(-centre, 1.0).to_event(1).log_prob(w)
         pyro.factor("target", torch.logaddexp(near, far) - math.log(2))
 
-    group = ps.PermutationGroup.declare({"w": ("unit",)}, {"w": torch.zeros(2)})
+    group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(2)})
     start = torch.randn(2) * 0.5
     guide = ps.AutoSymmetrized(
         model, group, estimator=estimator, init_loc_fn=init_to_value(values={"w": start}), init_scale=0.5
@@ -192,7 +192,8 @@ def fit(d: float, estimator: Any, steps: int, seed: int) -> tuple[float, float, 
     svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.02 ** (1 / steps)}), loss)
     for _ in range(steps):
         svi.step()
-    loc, scale = guide.get_base_posterior().mean.tolist(), guide.get_base_posterior().stddev.tolist()
+    base = guide.base.get_posterior()
+    loc, scale = base.mean.tolist(), base.stddev.tolist()
     return (*loc, *scale)
 
 
@@ -233,8 +234,8 @@ def main(argv: list[str] | None = None) -> None:
 
     exact: dict[str, Divergence] = {
         "mean-field": lambda m, s, d: kl_mean_field(m, s, d, 1),
-        "infonce-2": lambda m, s, d: kl_infonce(m, s, d, 2, 1),
-        "infonce-16": lambda m, s, d: kl_infonce(m, s, d, 16, 1),
+        "infonce-1": lambda m, s, d: kl_infonce(m, s, d, 1, 1),
+        "infonce-15": lambda m, s, d: kl_infonce(m, s, d, 15, 1),
         "exact": lambda m, s, d: kl_symmetrized(m, s, d, 1),
     }
     for d in tqdm(distances, desc="least KL", disable=not options.progress):
@@ -243,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
                 kl, m, s = best_from(divergence, d, [0.0, 0.05, d / 4, d / 2])
                 results.add({"part": "optimum", "method": name, "d": d, "kl": kl, "mean": m, "scale": s})
 
-    estimators = {"mean-field": ps.InfoNCE(1), "infonce-2": ps.InfoNCE(2), "exact": ps.ExactOrbit()}
+    estimators = {"mean-field": ps.InfoNCE(0), "infonce-1": ps.InfoNCE(1), "exact": ps.ExactOrbit()}
     trained = [d for d in distances if d in TRAINED]
     runs = [(d, name, seed) for d in trained for name in estimators for seed in range(options.seeds)]
     for d, name, seed in tqdm(runs, desc="SVI", disable=not options.progress):
@@ -278,11 +279,11 @@ def report(results: Results, unit_weights: list[int], distances: list[float], tr
             )
     print_table("2. The switch against sigma", ["", "sigma", "switch", "switch / sigma"], rows)
 
-    methods = ["mean-field", "infonce-2", "infonce-16", "exact"]
+    methods = ["mean-field", "infonce-1", "infonce-15", "exact"]
     rows = []
     for d in distances:
         found = {m: results.find(part="optimum", method=m, d=d)[0] for m in methods}
-        means = [f"{found[m]['mean']:.3f}" for m in ("mean-field", "infonce-2", "exact")]
+        means = [f"{found[m]['mean']:.3f}" for m in ("mean-field", "infonce-1", "exact")]
         rows.append([f"{d:g}", *(f"{found[m]['kl']:.4f}" for m in methods), *means])
     print_table(
         "3. Least KL by quadrature (nats), units of one weight; for InfoNCE the expectation of its upper bound; and "
@@ -290,11 +291,11 @@ def report(results: Results, unit_weights: list[int], distances: list[float], tr
         [
             "d",
             "mean-field",
-            "InfoNCE(2) ≥",
-            "InfoNCE(16) ≥",
+            "InfoNCE(1) ≥",
+            "InfoNCE(15) ≥",
             "symmetrised",
             "|m| mean-field",
-            "|m| InfoNCE(2)",
+            "|m| InfoNCE(1)",
             "|m| symm.",
         ],
         rows,
@@ -302,7 +303,7 @@ def report(results: Results, unit_weights: list[int], distances: list[float], tr
     rows = []
     for d in trained:
         cells = [f"{d:g}"]
-        for name in ("mean-field", "infonce-2", "exact"):
+        for name in ("mean-field", "infonce-1", "exact"):
             runs = [r for r in results.find(part="svi", method=name, d=d) if r["seed"] < seeds]
             between = sum(r["mean"] < 0.1 * d for r in runs)
             cells += [spread((r["kl"] for r in runs), 4), f"{between}/{len(runs)}"]
@@ -310,7 +311,7 @@ def report(results: Results, unit_weights: list[int], distances: list[float], tr
     print_table(
         f"4. Stock SVI, seeds 0..{seeds - 1}: KL by quadrature (of the symmetrised guide but for mean-field), mean "
         "± sd, and how many seeds end in the middle (|m| < d/10)",
-        ["d", "mean-field", "middle", "trained by InfoNCE(2)", "middle", "trained exactly", "middle"],
+        ["d", "mean-field", "middle", "trained by InfoNCE(1)", "middle", "trained exactly", "middle"],
         rows,
     )
 
@@ -318,7 +319,7 @@ def report(results: Results, unit_weights: list[int], distances: list[float], tr
 def plot(results: Results, unit_weights: list[int], distances: list[float], trained: list[float], folder: Any) -> None:
     figure, axes = new_figure(1, 3, size=(11, 3.3))
     left, centre, right = axes[0]
-    for name in ("mean-field", "infonce-2", "infonce-16", "exact"):
+    for name in ("mean-field", "infonce-1", "infonce-15", "exact"):
         rows = [results.find(part="optimum", method=name, d=d)[0] for d in distances]
         left.plot(distances, [r["kl"] for r in rows], color=COLOURS[name], label=name)
         centre.plot(distances, [r["mean"] for r in rows], color=COLOURS[name], label=name)

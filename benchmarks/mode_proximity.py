@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import pyro_symmetric as ps
+from pyro_symmetric.groups.places import rows
 
 THRESHOLD = 2.92  # standard deviations; see the docstring
 NAMES = ("nearest", "nearest_working", "all", "any", "bound")
@@ -52,11 +53,9 @@ def network(inputs: int, width: int, depth: int, outputs: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, outputs)).eval()
 
 
-def units_of(weights: dict[str, Tensor], group: ps.PermutationGroup, factor: str) -> Tensor:
+def units_of(weights: dict[str, Tensor], group: ps.Group, name: str) -> Tensor:
     """One row for each unit: all weights that move with it."""
-    parts = [
-        weights[axis.site].movedim(axis.dim, 0).reshape(group.factors[factor], -1) for axis in group.factor(factor).axes
-    ]
+    parts = [rows(weights[axis.site], axis, weights[axis.site].dim()) for axis in group[name].axes]
     return torch.cat(parts, 1).double()
 
 
@@ -87,7 +86,7 @@ def distances(units: Tensor) -> dict[str, float]:
 
 def check_against_enumeration() -> float:
     """The largest error of "nearest" and "any" at width 6, over ten random layers."""
-    group = ps.PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([6, 4])})
+    group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.Size([6, 4])})
     worst = 0.0
     for seed in range(10):
         weights = {"w": torch.randn(6, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)}
@@ -112,20 +111,18 @@ def trained(model: ps.BayesianModel, x: Tensor, y: Tensor, steps: int, rate: flo
     return {k: v.detach() for k, v in weights.items()}
 
 
-def in_deviations(
-    model: ps.BayesianModel, group: ps.PermutationGroup, x: Tensor, y: Tensor, steps: int
-) -> dict[str, Any]:
+def in_deviations(model: ps.BayesianModel, group: ps.Group, x: Tensor, y: Tensor, steps: int) -> dict[str, Any]:
     """How far a mean-field guide's mean is from its swaps, in the guide's own standard deviations."""
     pyro.clear_param_store()
-    guide = ps.AutoSymmetrized(model, group, estimator=ps.InfoNCE(1), init_scale=0.02).setup(x[:2], y[:2])
+    guide = ps.AutoSymmetrized(model, group, estimator=ps.InfoNCE(0), init_scale=0.02).setup(x[:2], y[:2])
     optimiser = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.03 ** (1 / steps), "clip_norm": math.inf})
     svi = SVI(model, guide, optimiser, Trace_ELBO())
     for _ in range(steps):
         svi.step(x, y)
-    base = guide.get_base_posterior()
-    (factor,) = group.factors
-    mean = units_of(guide.unpack(base.mean.detach()), group, factor)
-    precision = units_of(guide.unpack(base.variance.detach()), group, factor).reciprocal()
+    base = guide.base.get_posterior()
+    (name,) = group.factors
+    mean = units_of(guide.unpack(base.mean.detach()), group, name)
+    precision = units_of(guide.unpack(base.variance.detach()), group, name).reciprocal()
     squares = torch.stack(
         [((mean - m).square() * (precision + p)).sum(-1) for m, p in zip(mean, precision, strict=True)]
     )
@@ -168,8 +165,8 @@ def main(argv: list[str] | None = None) -> None:
         first, second = (trained(model, x, y, options.steps) for _ in range(2))
         states = {"prior": {k: p.sample() for k, p in model.priors().items()}, "trained": first}
         for state, weights in states.items():
-            for layer, factor in enumerate(group.factors):
-                found = distances(units_of(weights, group, factor))
+            for layer, name in enumerate(group.factors):
+                found = distances(units_of(weights, group, name))
                 results.add({"seed": seed, "depth": depth, "width": width, "state": state, "layer": layer, **found})
         norm = float(torch.cat([v.flatten() for v in first.values()]).norm())
         aligned = ps.align(second, first, group, "l2")

@@ -39,13 +39,14 @@ def step_of(width: int, state: str | None, estimator: Any, x: torch.Tensor, y: t
     svi.step(x, y)
     alike = {None: 0, "separated": 0, "half alike": width // 2, "all alike": width}[state]
     with torch.no_grad():
-        loc, scale = guide.loc.clone(), guide.scale.clone()
+        base = guide if state is None else guide.base
+        loc, scale = base.loc.clone(), base.scale.clone()
         for values, at in ((loc, 0.0), (scale, 1.0)):
             values[: 784 * width].view(width, 784)[:alike] = at
             values[784 * width : 785 * width][:alike] = at
             values[785 * width : 795 * width].view(10, width)[:, :alike] = at
-        guide.loc.copy_(loc)
-        guide.scale = scale
+        base.loc.copy_(loc)
+        base.scale = scale
     return lambda: svi.step(x, y)
 
 
@@ -61,7 +62,7 @@ def main() -> None:
     x, y = torch.randn(500, 784), torch.randint(0, 10, (500,))
     results = {}
     for width in map(int, options.widths.split(",")):
-        ours, theirs = ps.SinkhornImportance(options.proposals), ps.InfoNCE(options.proposals + 1)
+        ours, theirs = ps.SinkhornImportance(options.proposals), ps.InfoNCE(options.proposals)
         steps = {"stock AutoDiagonalNormal": step_of(width, None, None, x, y)}
         for state in ("separated", "half alike", "all alike"):
             steps[f"{ours}, {state}"] = step_of(width, state, ours, x, y)

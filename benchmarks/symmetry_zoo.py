@@ -9,7 +9,7 @@
 Networks have random weights. For each: seconds for discovery and for verification; the largest change of an output,
 relative to the largest output, under a random element of the whole group, in float64 (eval and train mode) and in
 float32 (eval and train mode), beside the network's own rounding errors in float32 (batch statistics of few numbers
-magnify them); the number of permutation factors and the log of the group's order.
+magnify them); the number of sets of units that permute and the log of the group's order.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from networks import NETWORKS
 from torch import nn
 
 from pyro_symmetric._torchvision import import_torchvision
-from pyro_symmetric.symmetry import find_symmetry, verify
-from pyro_symmetric.symmetry.verify import _difference, _outputs, _Test
-from pyro_symmetric.symmetry.weight_symmetry import copied
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.symmetry import copied
+from pyro_symmetric.discovery.verify import _difference, _outputs, _Test, verify
 
 Case = tuple[str, Callable[[], nn.Module], tuple[Any, ...]]
 
@@ -154,7 +154,7 @@ def measure(name: str, make: Callable[[], nn.Module], inputs: tuple[Any, ...]) -
     double = verify(symmetry, net, *inputs)
     verified = time.perf_counter()
     single = verify(symmetry, net, *inputs, dtype=torch.float32)
-    own_error, own_train = rounding(_Test(symmetry, net, inputs))
+    own_error, own_train = rounding(_Test(symmetry, net, inputs, torch.float64))
     return {
         "name": name,
         "seconds_to_find": found - start,
@@ -163,10 +163,10 @@ def measure(name: str, make: Callable[[], nn.Module], inputs: tuple[Any, ...]) -
         "train_error": double.train_error,
         "error_float32": single.error,
         "train_error_float32": single.train_error,
-        "factors": len(symmetry.permutations.factors),
+        "units": len(symmetry.permutations.factors),
         "log_order": symmetry.permutations.log_order(),
-        "scales": symmetry.scalings.dim,
-        "signs": sum(symmetry.signs.factors.values()),
+        "scales": sum(int(own.sum()) for own in symmetry.group.independent("scale").values()),
+        "signs": sum(symmetry.group[name].count for name in symmetry.group.names("flip")),
         "rounding_float32": own_error,
         "train_rounding_float32": own_train,
         "sound": bool(double)
@@ -181,7 +181,7 @@ def rounding(test: _Test) -> tuple[float, float]:
     errors = []
     for train in (False, True):
         inputs = [x.float() if x.is_floating_point() else x for x in test.inputs[train]]
-        outputs = None if test.before[train] is None else _outputs(single, inputs, train)
+        outputs = None if test.before[train] is None else _outputs(single, inputs, train, torch.float32)
         errors.append(_difference(test.before[train], None if outputs is None else [x.double() for x in outputs]))
     return errors[0], errors[1]
 
@@ -202,7 +202,7 @@ def main() -> int:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 result = measure(name, make, inputs)
-            result["warnings"] = sorted({str(w.message) for w in caught if "no rule for" in str(w.message)})
+            result["warnings"] = sorted({str(w.message) for w in caught if "left out" in str(w.message)})
         except Exception as error:
             result = {"name": name, "sound": False, "failed": f"{type(error).__name__}: {error}"[:300]}
         gc.collect()
@@ -226,7 +226,7 @@ def line(result: dict[str, Any]) -> str:
         f"verify {result['seconds_to_verify']:5.1f} s  error {errors[0]:.0e} train {errors[1]:.0e} "
         f"float32 {errors[2]:.0e} train {errors[3]:.0e} "
         f"(own rounding {result['rounding_float32']:.0e} {result['train_rounding_float32']:.0e})  "
-        f"factors {result['factors']:4d} log-order {result['log_order']:8.0f}  {'; '.join(result['warnings'])[:100]}"
+        f"units {result['units']:4d} log-order {result['log_order']:8.0f}  {'; '.join(result['warnings'])[:100]}"
     ).rstrip()
 
 

@@ -28,8 +28,8 @@ from tqdm import tqdm
 import pyro_symmetric as ps
 
 ESTIMATORS: dict[str, Any] = {
-    "mean-field": ps.InfoNCE(1),
-    "infonce-2": ps.InfoNCE(2),
+    "mean-field": ps.InfoNCE(0),
+    "infonce-1": ps.InfoNCE(1),
     "exact": ps.ExactOrbit(),
 }
 DISTANCES = [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -152,7 +152,7 @@ def run(problem: Problem, name: str, steps: int, seed: int) -> dict[str, Any]:
             chunk=4096,
         )
         if worth.symmetrized_elbo > best[0]:
-            base = guide.get_base_posterior()
+            base = guide.base.get_posterior()
             best = (worth.symmetrized_elbo, (base.mean.tolist(), base.stddev.tolist()))
     return {"objective": best[0], "moments": best[1], **problem.judge(best[1])}
 

@@ -4,21 +4,26 @@ Find the weight-space symmetries of a network, symmetrise a guide over them, ali
 reference posteriors with many chains at once, and measure how close an approximation comes.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
 from pyro_symmetric import datasets
+from pyro_symmetric._version import __version__ as __version__
 from pyro_symmetric.alignment import (
     ActivationCost,
     Alignment,
     BarrierCurve,
     Frame,
     GaussianWeights,
+    Scores,
+    TableScores,
     align,
     align_many,
     loss_barrier,
     relabel,
     to_gaussian,
 )
+from pyro_symmetric.arviz_export import to_arviz
+from pyro_symmetric.canonical.forms import canonicalize
+from pyro_symmetric.canonical.minimal_mass import minimal_mass
+from pyro_symmetric.canonical.sorting import sorting_permutation
 from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
 from pyro_symmetric.compare import (
     SortingTracker,
@@ -34,14 +39,25 @@ from pyro_symmetric.compare import (
     orbit_mmd,
     scores,
     sliced_wasserstein,
+    summary,
 )
-from pyro_symmetric.distributions import BetheBound, ExactOrbit, InfoNCE, SinkhornImportance, Symmetrized
+from pyro_symmetric.discovery.densities import InconclusiveError
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.model_check import verify_model
+from pyro_symmetric.discovery.priors import check_priors
+from pyro_symmetric.discovery.rules.registry import register_rule
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.discovery.trace import UnknownOperator, UntraceableError
+from pyro_symmetric.discovery.verify import BrokenSymmetry, verify
+from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, Symmetrized
 from pyro_symmetric.ensembles import ensemble, load_ensemble
+from pyro_symmetric.groups.action import Action
+from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.units import Axis, Units
 from pyro_symmetric.guides import (
-    AutoAligned,
-    AutoFullRank,
-    AutoLowRank,
-    AutoMeanField,
+    AutoFlow,
+    AutoGaussian,
     AutoModes,
     AutoSymmetrized,
     Modes_ELBO,
@@ -63,64 +79,54 @@ from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, ChEES, CyclicalSG, log_j
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
 from pyro_symmetric.predict import predict
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry import (
-    FiniteGroup,
-    Permutation,
-    PermutationGroup,
-    SignGroup,
-    WeightSymmetry,
-    canonicalize,
-    find_symmetry,
-    minimal_mass,
-)
-
-try:
-    __version__ = version("pyro-symmetric")
-except PackageNotFoundError:  # a source tree that isn't installed
-    __version__ = "0+unknown"
 
 __all__ = [
     "HMC",
     "NUTS",
     "SGHMC",
     "SGLD",
+    "Action",
     "ActivationCost",
     "Alignment",
-    "AutoAligned",
-    "AutoFullRank",
-    "AutoLowRank",
-    "AutoMeanField",
+    "AutoFlow",
+    "AutoGaussian",
     "AutoModes",
     "AutoSymmetrized",
+    "Axis",
     "BarrierCurve",
     "BayesianModel",
-    "BetheBound",
+    "BrokenSymmetry",
     "CategoricalLikelihood",
     "ChEES",
     "CyclicalSG",
+    "Element",
     "ExactOrbit",
-    "FiniteGroup",
     "Frame",
     "GaussianLikelihood",
     "GaussianPrior",
     "GaussianWeights",
+    "Group",
+    "InconclusiveError",
     "InfoNCE",
     "Modes_ELBO",
     "NotADensityError",
-    "Permutation",
-    "PermutationGroup",
     "Posterior",
-    "SignGroup",
+    "Scores",
     "SinkhornImportance",
     "SortingTracker",
     "Symmetrized",
     "SymmetrizedMeanField_ELBO",
-    "WeightSymmetry",
+    "Symmetry",
+    "TableScores",
+    "Units",
+    "UnknownOperator",
+    "UntraceableError",
     "align",
     "align_many",
     "barycentre",
     "canonicalize",
     "check",
+    "check_priors",
     "convergence",
     "datasets",
     "distinct",
@@ -130,6 +136,7 @@ __all__ = [
     "excess_mass",
     "find_symmetry",
     "functional_collapse",
+    "group_of",
     "interpolate",
     "invariance_tests",
     "load_ensemble",
@@ -145,15 +152,21 @@ __all__ = [
     "predict",
     "push_forward",
     "read_checkpoints",
+    "register_rule",
     "relabel",
     "sample",
     "sample_posterior",
     "save_guide",
     "scores",
     "sliced_wasserstein",
+    "sorting_permutation",
     "suggest_estimator",
+    "summary",
     "swag",
+    "to_arviz",
     "to_gaussian",
+    "verify",
+    "verify_model",
     "wasserstein",
     "write_checkpoints",
 ]

@@ -17,7 +17,7 @@ from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, placed, promoted
 from pyro_symmetric.predict import pointwise_log_likelihood, predict
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import Shapes
+from pyro_symmetric.weights import Shapes
 
 ROW = "row"
 
@@ -30,7 +30,25 @@ def to_arviz(
     log_likelihood: bool | tuple[Any, ...] = False,
     posterior_predictive: bool | tuple[Any, ...] = False,
 ) -> Any:
-    """See :meth:`Posterior.to_arviz`."""
+    """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
+
+    Its groups are ``posterior``, ``sample_stats`` if the posterior has statistics, and on request
+
+    * ``log_likelihood`` of every row, as ``arviz_stats.loo`` needs it, with ``observed_data``, and
+    * ``posterior_predictive``, draws of the targets.
+
+    >>> tree = to_arviz(posterior, log_likelihood=(model, x, y), posterior_predictive=(model, x))
+
+    The axes of a layer's ``0.weight`` and ``0.bias`` are called ``0.out`` and ``0.in``; other sites' axes
+    ``<site>_dim_<k>``.
+
+    :param posterior: the draws.
+    :param dims: site -> names of its axes, to replace those above; the axis of rows is called ``row``.
+    :param coords: name of an axis -> its labels.
+    :param log_likelihood: the model and what it is called with, or ``True`` for what the posterior was drawn from.
+    :param posterior_predictive: likewise; leave targets out (or pass ``y=None``) to predict other inputs.
+    """
+    arguments.instance("posterior", posterior, Posterior, "a Posterior")
     names = axis_names(posterior.site_shapes)
     arguments.mapping("dims", dims, "site -> names of its axes", none="the usual names")
     arguments.mapping("coords", coords, "name of an axis -> its labels", none="numbers")
@@ -68,7 +86,7 @@ def to_arviz(
 
 
 def axis_names(site_shapes: Shapes) -> dict[str, list[str]]:
-    """Names of the axes of layers: ``l.out`` and ``l.in`` where ``l.weight`` has a bias ``l.bias`` of as many units."""
+    """Names of the axes of layers: ``l.out`` and ``l.in`` if ``l.weight`` has a bias ``l.bias`` of as many units."""
     names = {}
     for site, shape in site_shapes.items():
         layer, _, parameter = site.rpartition(".")

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric.samples import Posterior, Rows
 from pyro_symmetric.storage import PathLike, StoreError, dtype_of, load_json, save_json, write_whole
-from pyro_symmetric.symmetry.weights import Weights, is_running_statistic
+from pyro_symmetric.weights import Weights, is_running_statistic
 
 Buffers = Literal["sites", "drop"]
 Format = Literal["safetensors", "pt"]
@@ -57,7 +57,7 @@ def read_checkpoints(
 
     :param source: a folder, or the files themselves in the order that the draws shall have.
     :param pattern: which files of the folder, as :meth:`pathlib.Path.glob` takes it; those that end in
-        ``.safetensors``, ``.pt`` or ``.pth`` are read (where there are none, ``.ckpt`` and ``.bin``), in natural order
+        ``.safetensors``, ``.pt`` or ``.pth`` are read (if there are none, ``.ckpt`` and ``.bin``), in natural order
         (``net-2`` before ``net-10``).
     :param buffers: what becomes of the running statistics of batch normalisation (``running_mean``, ``running_var``):
         ``"sites"`` keeps them as sites of the posterior, which moving and removing symmetries needs; ``"drop"`` leaves

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pyro_symmetric import __version__
+from pyro_symmetric._version import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except KeyboardInterrupt:
-        print("\nStopped. Methods that had finished are kept; the same command goes on from there.", file=sys.stderr)
+        print("\nStopped. Methods that had finished are kept; the same command resumes there.", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError) as error:
         if options.debug:
@@ -61,7 +61,7 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="fit one Bayesian network several ways and report how close each comes to a reference posterior",
         description="Fit one Bayesian neural network several ways, draw a reference posterior, and write a report of "
         "how close "
-        "each way comes. Run again with the same --out, it goes on where it stopped.",
+        "each way comes. Run again with the same --out, it resumes where it stopped.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -219,7 +219,7 @@ def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("--explain", action="store_true", help="say of every axis what moves it, or why it stays")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--strict", action="store_true", help="fail where an operator isn't understood")
+    parser.add_argument("--strict", action="store_true", help="fail if an operator isn't understood")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=symmetries)
 
@@ -228,19 +228,19 @@ def symmetries(options: argparse.Namespace) -> int:
     """Print the symmetries of a network."""
     import torch
 
-    from pyro_symmetric.symmetry import find_symmetry
+    from pyro_symmetric.discovery.find import find_symmetry
 
     shape = options.input or (2, 3, 224, 224)
     # A batch of one can't be told from an axis that is broadcast.
     symmetry = find_symmetry(load_net(options.net), torch.randn(max(2, shape[0]), *shape[1:]), strict=options.strict)
     if options.json:
-        explanation = symmetry.explain().to_dict()
+        explanation = symmetry.explanation.to_dict()
         print(json.dumps({"log_order": symmetry.log_order(), **symmetry.to_dict(), "explanation": explanation}))
         return 0
     print(symmetry)
     print(f"\nEvery mode has exp({symmetry.log_order():.1f}) equivalent copies by permutations and signs.")
     if options.explain:
-        print(f"\n{symmetry.explain()}")
+        print(f"\n{symmetry.explanation}")
     return 0
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described, input_problem
 from pyro_symmetric.generators import turn
-from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 LIKELIHOOD = ("temperature", "latents", "distribution", "targets", "mean")  # what a likelihood object has
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]

@@ -18,7 +18,7 @@ def placed(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The model and its arguments on the device and, where floating-point, in the dtype; ``None``: as they are.
+    """The model and its arguments on the device and, if floating-point, in the dtype; ``None``: as they are.
 
     The caller's own objects stay as they are: a module that isn't there yet is copied. Tensors are found in lists,
     tuples and dictionaries too, at any depth.

@@ -10,12 +10,11 @@ for is kept. Targets are drawn after the map, chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
-from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from tqdm import tqdm
@@ -23,13 +22,21 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.generators import turn
-from pyro_symmetric.guides.base import sample_posterior
 from pyro_symmetric.largest import LargestTensor
 from pyro_symmetric.predictors import Predictor, predictor_of
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import Shapes, Weights, batch_shape, require_sites
+from pyro_symmetric.weights import Shapes, Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples"]
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """What draws weights when it is asked to, as the guides of this library do."""
+
+    def sample_posterior(self, sample_shape: Sequence[int] = ()) -> Weights:
+        """Draws of the weights, ``sample_shape + site_shape``."""
+
 
 GUIDE_DRAWS = 100
 # Numbers in the largest activation of a chunk: on a CPU what its cache holds, elsewhere what keeps the device busy.
@@ -42,7 +49,7 @@ _PROBED_ROWS = 64
 @torch.no_grad()
 @turn()
 def predict(
-    posterior: Posterior | AutoGuide | Mapping[str, Tensor],
+    posterior: Posterior | Sampler | Mapping[str, Tensor],
     model: nn.Module | Callable[..., Any],
     *args: Any,
     kind: Kind = "outputs",
@@ -62,9 +69,10 @@ def predict(
     >>> predict(guide, any_pyro_model, x, kind="samples", num_samples=50)["y"].shape
     torch.Size([50, 7])
 
-    :param posterior: draws (those of all chains, chain after chain); a guide, which is asked for ``num_samples``
-        draws; or weights of any batch shape, e.g. ``posterior.samples`` to keep chains apart. Running statistics that
-        the draws hold (those of an ``ensemble``) take the place of the network's own.
+    :param posterior: draws (those of all chains, chain after chain); a guide of this library, which is asked for
+        ``num_samples`` draws (of a stock guide pass the draws: ``sample_posterior(guide, (100,))``); or weights of any
+        batch shape, e.g. ``posterior.samples`` to keep chains apart. Running statistics that the draws hold (those of
+        an ``ensemble``) take the place of the network's own.
     :param model: a :class:`BayesianModel`; a network, whose parameters' names are the sites (evaluated in eval mode);
         or any Pyro model.
     :param args: what it is called with: inputs, first axis rows. A Pyro model that takes targets is called without
@@ -91,7 +99,7 @@ def predict(
 
 @torch.no_grad()
 def pointwise_log_likelihood(
-    posterior: Posterior | AutoGuide | Mapping[str, Tensor],
+    posterior: Posterior | Sampler | Mapping[str, Tensor],
     model: nn.Module | Callable[..., Any],
     *args: Any,
     num_samples: int | None = None,
@@ -169,9 +177,11 @@ def _weights_of(posterior: Any) -> Mapping[str, Tensor]:
     """Draws of every site; of a guide, one."""
     if isinstance(posterior, Posterior):
         return posterior.samples
-    if isinstance(posterior, AutoGuide):
-        return sample_posterior(posterior)
-    return arguments.weights("posterior", posterior, "a Posterior or an automatic guide")
+    if isinstance(posterior, Sampler):
+        return posterior.sample_posterior()
+    return arguments.weights(
+        "posterior", posterior, "a Posterior, a guide of this library, or sample_posterior(guide) of another"
+    )
 
 
 def _device_of(posterior: Any) -> torch.device | str | None:
@@ -180,8 +190,8 @@ def _device_of(posterior: Any) -> torch.device | str | None:
 
 
 def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> _Draws:
-    if isinstance(posterior, AutoGuide):
-        posterior, num_samples = sample_posterior(posterior, (num_samples or GUIDE_DRAWS,)), None
+    if isinstance(posterior, Sampler):
+        posterior, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
     weights = posterior.samples if isinstance(posterior, Posterior) else posterior
     require_sites(weights, shapes)
     weights = {site: weights[site].detach() for site in shapes}

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_symmetric.calls import described, described_call, explaining, input_problem
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, placed, promoted
-from pyro_symmetric.symmetry.weights import Shapes, Weights
+from pyro_symmetric.weights import Shapes, Weights
 
 
 class Predictor(Protocol):
@@ -30,7 +30,7 @@ class Predictor(Protocol):
     """The sites that it needs."""
 
     num_rows: int | None
-    """How many rows its inputs have; ``None`` where rows can't be taken apart."""
+    """How many rows its inputs have; ``None`` if rows can't be taken apart."""
 
     device: torch.device | None
     """Where it wants the weights; ``None`` takes them as they are."""
@@ -123,7 +123,7 @@ class NetworkPredictor:
 
 
 class TracedPredictor:
-    """Any Pyro model, its trace mapped over draws; one draw after another where that can't be.
+    """Any Pyro model, its trace mapped over draws; one draw after another if that can't be.
 
     Computed in the draws' precision, whatever the arguments' is; on ``device``, or else where the arguments are.
     """

@@ -27,12 +27,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
 from pyro_symmetric.store import read_store
-from pyro_symmetric.symmetry.canonical import Symmetry, canonicalize
-from pyro_symmetric.symmetry.finite import FiniteGroup
-from pyro_symmetric.symmetry.overlap import RARE, uncertain_share
-from pyro_symmetric.symmetry.permutation import PermutationGroup
-from pyro_symmetric.symmetry.rescaling import SignGroup
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 Rows = Literal["chains", "independent"]
 
@@ -232,7 +227,7 @@ class Posterior:
 
     @property
     def divergences(self) -> Tensor:
-        """Number of divergent draws of each chain, ``(chains,)``; zeros where the sampler knows no divergence."""
+        """Number of divergent draws of each chain, ``(chains,)``; zeros if the sampler knows no divergence."""
         diverging = self.statistics.get("diverging")
         return torch.zeros(self.num_chains, dtype=torch.long) if diverging is None else diverging.long().sum(1)
 
@@ -285,69 +280,42 @@ class Posterior:
             chains = "1 row" if self.num_chains == 1 else f"{self.num_chains} rows"
         return f"{chains} of {self.num_samples} {'independent ' if self.rows == 'independent' else ''}draws"
 
-    def canonicalize(
-        self, symmetry: Symmetry | PermutationGroup | SignGroup | FiniteGroup, **options: Any
-    ) -> Posterior:
-        """The same draws with their symmetries removed, each brought to the representative of its orbit.
+    def map(self, function: Callable[..., Mapping[str, Tensor]], *args: Any, **kwargs: Any) -> Posterior:
+        """The same posterior with a function of weights applied to its draws; statistics and metadata are kept.
 
-        For comparing orbits: tests, distances. Not for means, deviations and R-hat of weights: where the keys that
-        units are sorted by overlap, labels are mixed, which is warned of. :meth:`align` and ``summary(symmetry=...)``
-        are for these. Statistics and metadata are kept.
+        >>> posterior.map(element)                        # an element of a symmetry group moves every draw
+        >>> posterior.map(ps.canonicalize, symmetry)      # every draw becomes the representative of its orbit
 
-        :param symmetry: what to remove, e.g. ``find_symmetry(net, x)``.
-        :param options: see :func:`~pyro_symmetric.symmetry.canonicalize`.
+        :param function: takes weights of batch shape ``(chains, draws)`` and returns weights of that batch shape.
+        :param args: what it is called with after the weights; ``kwargs`` likewise.
+        :raises TypeError: if it isn't callable, or returns no weights.
+        :raises ValueError: if it returns another number of chains or draws.
         """
-        return self._like(canonicalize(self.samples, symmetry, **options), self.statistics)
-
-    def moved(self, element: Callable[[Weights], Weights]) -> Posterior:
-        """Every draw moved by an element of a symmetry, of a batch shape that broadcasts with ``(chains, draws)``."""
-        return self._like(element(self.samples), self.statistics)
-
-    def align(self, group: Any, **options: Any) -> Posterior:
-        """The same draws in one frame, each moved by an element of its own.
-
-        Means, deviations, R-hat and PCA then mean something, also in what takes a posterior, such as
-        :meth:`diagnostics` and :meth:`to_arviz`.
-
-        >>> posterior.align(symmetry).to_arviz()
-
-        :param group: the symmetry, e.g. ``find_symmetry(net, x)``.
-        :param options: see :func:`~pyro_symmetric.alignment.align_many`, whose result tells more.
-        """
-        return self._aligned(group, options)[0]
-
-    def _aligned(self, group: Any, options: Mapping[str, Any]) -> tuple[Posterior, str]:
-        """The aligned draws, and a line that says what was done to them."""
-        from pyro_symmetric.alignment.many import align_many  # higher floors
-        from pyro_symmetric.alignment.parts.problem import problem_of
-
-        frame = align_many(self, group, **options)
-        moved, cost = frame.moved.expand(self.num_chains, self.num_samples), frame.history
-        line = (
-            f"modulo {str(group).splitlines()[0]}: aligned, {int(moved.sum()):,} of {moved.numel():,} draws moved, "
-            f"mean {frame.objective} cost {cost[0]:.4g} -> {cost[-1]:.4g}{'' if frame.converged else ', cut short'}"
-        )
-        parts = problem_of(group).parts
-        if (share := uncertain_share(frame.posterior.samples, parts.permutations, parts.signs)) > RARE:
-            line += (
-                f"\nlabels are uncertain: in {share:.0%} of the draws units could as well change places or signs (odds "
-                "under 3 : 1), so means and deviations of single units depend on how they were labelled"
-            )
-        return frame.posterior, line
+        found = arguments.function("function", function, "a function of weights")(self.samples, *args, **kwargs)
+        name, batch = "what function returned", (self.num_chains, self.num_samples)
+        for site, value in arguments.weights(name, found).items():
+            if value.shape[:2] != batch:
+                raise ValueError(
+                    f"function returned {site!r} of shape {tuple(value.shape)}; it must begin with the {batch[0]} "
+                    f"chains and {batch[1]} draws that it is given"
+                )
+        return self._like(found, self.statistics)
 
     # how good it is -------------------------------------------------------------------------------------------------
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Convergence, summarised for every site over its weights; for those modulo a symmetry see :meth:`align`.
+        """Convergence, summarised for every site over its weights.
+
+        Modulo a symmetry: ``ps.align_many(posterior, symmetry).posterior.diagnostics()``.
 
         Rank-normalised split R-hat and bulk and tail effective sample size (Vehtari et al. 2021), each as the worst and
-        the median over the site's weights. NaN where it can't be told: fewer than 4 draws, R-hat of one chain, weights
+        the median over the site's weights. NaN if it can't be told: fewer than 4 draws, R-hat of one chain, weights
         that are constant or not finite.
 
         :return: site -> ``r_hat``, ``r_hat_median``, ``ess_bulk``, ``ess_bulk_median``, ``ess_tail``,
             ``ess_tail_median`` (without suffix: the worst) and ``n_eff``, Pyro's name for ``ess_bulk``; and, as in
-            Pyro, ``"divergences"`` -> ``{"chain 0": [draws], ...}``, with empty lists where the sampler knows no
-            divergence, and ``"acceptance rate"`` -> ``{"chain 0": mean, ...}`` where it knows one. Draws mapped from a
+            Pyro, ``"divergences"`` -> ``{"chain 0": [draws], ...}``, with empty lists if the sampler knows no
+            divergence, and ``"acceptance rate"`` -> ``{"chain 0": mean, ...}`` if it knows one. Draws mapped from a
             file are read block by block.
         """
         table: dict[str, dict[str, Any]] = {
@@ -361,25 +329,8 @@ class Posterior:
             table["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
         return table
 
-    def check(self) -> Any:
-        """A short battery of checks: are the chains moving, do the samplers' own numbers make sense.
-
-        See :func:`~pyro_symmetric.compare.check`.
-        """
-        from pyro_symmetric.compare.check import check  # a floor above this one
-
-        return check(self)
-
-    def summary_table(self, symmetry: Any = None, **alignment: Any) -> str:
-        """One line for each site: worst and median R-hat and effective sample sizes; then divergences, acceptance.
-
-        :param symmetry: the draws are aligned across it first, as by :meth:`summary`.
-        :param alignment: likewise.
-        """
-        if symmetry is not None:
-            aligned, line = self._aligned(symmetry, alignment)
-            return f"{line}\n{aligned.summary_table()}"
-        _refuse_options(alignment)
+    def summary_table(self) -> str:
+        """One line for each site: worst and median R-hat and effective sample sizes; then divergences, acceptance."""
         diagnostics = self.diagnostics()
         columns = ["r_hat", "r_hat_median", "ess_bulk", "ess_bulk_median", "ess_tail", "ess_tail_median"]
         width = max(len("site"), *(len(site) for site in self.samples))
@@ -401,25 +352,15 @@ class Posterior:
             lines.append("nan: entries that never change, such as the zeros of a triangle, or aren't finite")
         return "\n".join(lines)
 
-    def summary(self, prob: float = 0.9, symmetry: Any = None, **alignment: Any) -> None:
+    def summary(self, prob: float = 0.9) -> None:
         """Print :meth:`summary_table`, and before it, as Pyro does, a line for every entry of sites with few of them.
 
-        Modulo a symmetry the draws are aligned first, which a line above says, and whether labels are uncertain in many
-        draws: units that are alike get means of their own all the same. Labels are those in which most draws came;
-        :meth:`align` gives the draws. A declared group is taken as it is: ``group.verify(model, ...)`` tests it.
+        If the model has a symmetry, draws may come from different copies of a mode. Then
+        :func:`~pyro_symmetric.compare.summary` aligns them first: ``ps.summary(posterior, symmetry)``.
 
-        >>> posterior.summary(symmetry=group)
-
-        :param prob: how much the interval of each entry holds, by quantiles.
-        :param symmetry: whose copies are to count as one, e.g. ``find_symmetry(net, x)`` or a declared group.
-        :param alignment: options of :func:`~pyro_symmetric.alignment.align_many`.
+        :param prob: how much of an entry's draws its interval holds, between quantiles.
         """
         arguments.fraction("prob", prob)
-        if symmetry is not None:
-            aligned, line = self._aligned(symmetry, alignment)
-            print(f"{line}\n")
-            return aligned.summary(prob)
-        _refuse_options(alignment)
         print("\n\n".join(filter(None, (self._entries_table(prob), self.summary_table()))))
 
     def _entries_table(self, prob: float) -> str:
@@ -441,35 +382,6 @@ class Posterior:
         heads = ("mean", "std", "median", f"{low:.1%}", f"{high:.1%}", "n_eff", "r_hat")
         lines = [" " * width + "".join(f"{head:>10}" for head in heads)]
         return "\n".join([*lines, *(f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows)])
-
-    def to_arviz(
-        self,
-        dims: Mapping[str, list[str]] | None = None,
-        coords: Mapping[str, Any] | None = None,
-        *,
-        log_likelihood: bool | tuple[Any, ...] = False,
-        posterior_predictive: bool | tuple[Any, ...] = False,
-    ) -> Any:
-        """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
-
-        Its groups are ``posterior`` and, where there are any, ``sample_stats``, and on request
-
-        * ``log_likelihood`` of every row, as ``arviz_stats.loo`` needs it, with ``observed_data``, and
-        * ``posterior_predictive``, draws of the targets.
-
-        >>> tree = posterior.to_arviz(log_likelihood=(model, x, y), posterior_predictive=(model, x))
-
-        The axes of a layer's ``0.weight`` and ``0.bias`` are called ``0.out`` and ``0.in``; other sites' axes
-        ``<site>_dim_<k>``.
-
-        :param dims: site -> names of its axes, where others are wanted; the axis of rows is called ``row``.
-        :param coords: name of an axis -> its labels.
-        :param log_likelihood: the model and what it is called with, or ``True`` for what this posterior was drawn from.
-        :param posterior_predictive: likewise; leave targets out (or pass ``y=None``) to predict other inputs.
-        """
-        from pyro_symmetric.arviz_export import to_arviz  # which needs the predictions, a floor above this one
-
-        return to_arviz(self, dims, coords, log_likelihood=log_likelihood, posterior_predictive=posterior_predictive)
 
     # the store ------------------------------------------------------------------------------------------------------
 
@@ -498,7 +410,7 @@ class Posterior:
 
         On the CPU; draws are mapped from the files, so that they needn't fit into memory.
 
-        :param verify: read everything once and compare it with its checksums, at some 4 GB a second where the disk
+        :param verify: read everything once and compare it with its checksums, at some 4 GB a second if the disk
             gives so many. ``False``: open at once, and read draws when they are touched, right or damaged.
         :raises OSError: if there is no such file or folder or it can't be read.
         :raises StoreError: if it is truncated, differs from its checksum, is of another kind, or of a newer version of
@@ -516,11 +428,6 @@ class Posterior:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-def _refuse_options(alignment: Mapping[str, Any]) -> None:
-    if alignment:
-        raise TypeError(f"{next(iter(alignment))!r} can only be an option of alignment, which needs symmetry=")
 
 
 def _keeping_axis(name: str, index: Any, length: int) -> Any:

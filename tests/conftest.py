@@ -9,12 +9,16 @@ seeds as well::
 by ``torch.manual_seed`` or ``pyro.set_rng_seed``. So that it counts, they give no ``seed=`` to what takes one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyro
 import pytest
 import torch
+from torch import Tensor
+
+from pyro_symmetric.groups import Axis, Group, Units
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,3 +50,56 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@dataclass
+class Mlp:
+    """A multilayer perceptron; ``activation`` "relu" has scalings, "tanh" has signs, both have the rest."""
+
+    widths: Sequence[int]
+    activation: str = "relu"
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        self.depth = len(self.widths) - 1
+        self.site_shapes: dict[str, torch.Size] = {}
+        for l in range(self.depth):
+            self.site_shapes[f"{l}.weight"] = torch.Size((self.widths[l + 1], self.widths[l]))
+            if self.bias:
+                self.site_shapes[f"{l}.bias"] = torch.Size((self.widths[l + 1],))
+        moves = {"permute", "scale" if self.activation == "relu" else "flip"}
+        units = []
+        for l in range(self.depth - 1):
+            n = self.widths[l + 1]
+            index = torch.arange(n)[None]
+            axes = [(f"{l}.weight", 0, 1), (f"{l}.bias", 0, 1), (f"{l + 1}.weight", 1, -1)]
+            own = [Axis(site, dim, index, exponent) for site, dim, exponent in axes if site in self.site_shapes]
+            units.append(Units(f"hidden.{l}", n, tuple(own), moves=frozenset(moves)))
+        if self.bias:
+            last, classes = f"{self.depth - 1}.bias", torch.arange(self.widths[-1])[:, None]
+            units.append(Units(f"shift of {last}", 1, (Axis(last, 0, classes),), moves=frozenset({"shift"})))
+        self.group = Group(units, self.site_shapes)
+        self.permutations, self.scalings = self.group.permutations, self.group.scalings
+        self.signs, self.shifts = self.group.signs, self.group.shifts
+
+    def weights(self, *batch: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+        return {site: torch.randn(*batch, *shape, dtype=dtype) for site, shape in self.site_shapes.items()}
+
+    def __call__(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        """Outputs before the softmax, ``batch + (len(x), outputs)``."""
+        act = getattr(torch, self.activation)
+        for l in range(self.depth):
+            x = (x if l == 0 else act(x)) @ weights[f"{l}.weight"].mT
+            if self.bias:
+                x = x + weights[f"{l}.bias"].unsqueeze(-2)
+        return x
+
+    def anywhere_on_orbit(self, weights: dict[str, Tensor], *batch: int, spread: float = 1.0) -> dict[str, Tensor]:
+        """``weights`` moved by a random element of the whole group."""
+        dtype = next(iter(weights.values())).dtype
+        return self.group.sample(batch, spread=spread, dtype=dtype)(weights)
+
+
+@pytest.fixture(scope="session")
+def mlp() -> Callable[..., Mlp]:
+    return Mlp

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.distributions import Distribution, Normal
 
+from pyro_symmetric import UntraceableError, find_symmetry
 from pyro_symmetric._process import without_messages, without_warnings
 from pyro_symmetric.mcmc.compiled import _unchecked
-from pyro_symmetric.symmetry import UntraceableError, find_symmetry
 
 
 class Branching(nn.Linear):
@@ -34,6 +34,7 @@ def process_state():
         list(warnings.filters),
         torch.backends.mha.get_fastpath_enabled(),
         logging.getLogger("torch.fx.experimental.symbolic_shapes").level,
+        torch.get_rng_state().tolist(),
     )
 
 
@@ -57,8 +58,10 @@ def found(pair):
 
 
 def test_symmetries_are_found_in_threads_as_one_by_one_and_the_process_stays_as_it_was():
-    pairs, before = networks(), process_state()
+    pairs = networks()
+    before = process_state()
     expected = [found(pair) for pair in pairs]
+    assert process_state() == before
     with ThreadPoolExecutor(4) as threads:
         results = list(threads.map(found, pairs * 3))
     assert results == expected * 3

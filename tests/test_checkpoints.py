@@ -39,7 +39,7 @@ def test_running_statistics_are_kept_so_that_symmetries_can_be_removed(tmp_path)
     assert posterior.metadata["left_out"] == ["1.num_batches_tracked"]
     net, x = network().eval(), torch.randn(5, 2)
     symmetry = ps.find_symmetry(net, x)
-    canonical = posterior.canonicalize(symmetry).get_samples()
+    canonical = posterior.map(ps.canonicalize, symmetry).get_samples()
     for i, state in enumerate(states):
         moved = torch.func.functional_call(net, {k: v[i] for k, v in canonical.items()}, (x,))
         expected = torch.func.functional_call(net, dict(state), (x,))

@@ -45,11 +45,11 @@ def test_a_traced_models_predictions_and_likelihoods_are_taken_in_the_draws_prec
     mean = ps.predict(posterior, model, X, None, kind="mean", progress=False)["y"]
     assert mean.dtype == torch.float64
     assert torch.allclose(mean, w @ X.double().T)
-    tree = posterior.to_arviz(log_likelihood=True)
+    tree = ps.to_arviz(posterior, log_likelihood=True)
     expected = dist.Normal(mean, 1.0).log_prob(Y.double())
     assert np.allclose(tree["log_likelihood"]["y"].values.reshape(expected.shape), expected.numpy())
     assert np.allclose(tree["observed_data"]["y"].values, Y.numpy())
-    assert posterior.check()["temperature"]
+    assert ps.check(posterior)["temperature"]
 
 
 def test_data_in_containers_are_placed_and_cut_into_mini_batches():
@@ -101,5 +101,5 @@ def test_constrained_sites_on_a_gpu_are_sampled_checked_and_predicted_there():
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
     posterior = sample(HMC(bounded), args=(X, Y), device="cuda", **QUICK)
-    assert posterior.check()["temperature"]
+    assert ps.check(posterior)["temperature"]
     assert ps.predict(posterior, bounded, X, None, kind="mean", progress=False)["y"].shape == (16, 20)

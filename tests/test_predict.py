@@ -8,6 +8,7 @@ from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
+import pyro_symmetric as ps
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 from pyro_symmetric.predict import pointwise_log_likelihood, predict
 from pyro_symmetric.samples import Posterior
@@ -108,10 +109,20 @@ def test_samples_follow_the_likelihood_of_their_draw():
 
 
 def test_a_guide_is_asked_for_draws(model, x):
-    guide = AutoNormal(model)
-    guide(x, torch.zeros(9, dtype=torch.long))
+    guide = ps.AutoSymmetrized(model, ps.find_symmetry(model.net, x).permutations)
+    guide.setup(x, torch.zeros(9, dtype=torch.long))
     assert predict(guide, model, x, num_samples=7).shape == (7, 9, 3)
     assert predict(guide, model, x).shape == (100, 9, 3)
+
+
+def test_of_a_stock_guide_draws_are_asked_for(model, x):
+    guide = AutoNormal(model)
+    guide(x, torch.zeros(9, dtype=torch.long))
+    with pytest.raises(
+        TypeError, match=r"posterior is a .*AutoNormal; it must be weights .* sample_posterior\(guide\)"
+    ):
+        predict(guide, model, x)
+    assert predict(ps.sample_posterior(guide, (7,)), model, x).shape == (7, 9, 3)
 
 
 def test_weights_in_another_precision_are_converted_for_the_network(model, posterior, x):

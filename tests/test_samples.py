@@ -16,6 +16,8 @@ from pyro.infer.mcmc.util import select_samples
 from safetensors.torch import save_file
 from torch import nn
 
+import pyro_symmetric as ps
+from pyro_symmetric.arviz_export import to_arviz
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
 
@@ -154,7 +156,7 @@ def test_divergences_are_listed_as_pyro_lists_them(posterior):
 
 
 def test_to_arviz_keeps_values_and_names(posterior):
-    tree = posterior.to_arviz(dims={"b": ["out", "in"]})
+    tree = to_arviz(posterior, dims={"b": ["out", "in"]})
     assert tree["posterior"]["b"].dims == ("chain", "draw", "out", "in")
     assert np.array_equal(tree["posterior"]["a"].values, posterior.samples["a"].numpy())
     assert np.array_equal(tree["sample_stats"]["diverging"].values, posterior.statistics["diverging"].numpy())
@@ -162,15 +164,15 @@ def test_to_arviz_keeps_values_and_names(posterior):
 
 
 def test_many_short_chains_reach_arviz_without_a_warning():
-    assert Posterior({"w": torch.randn(64, 5, 2)}, rows="chains").to_arviz()["posterior"]["w"].shape == (64, 5, 2)
+    assert to_arviz(Posterior({"w": torch.randn(64, 5, 2)}, rows="chains"))["posterior"]["w"].shape == (64, 5, 2)
 
 
 def test_log_likelihood_and_predictions_reach_arviz_by_row():
     model = BayesianModel(nn.Linear(2, 3))
     x, y = torch.randn(7, 2), torch.randint(3, (7,))
     posterior = Posterior({name: prior.sample((2, 5)) for name, prior in model.priors().items()}, rows="chains")
-    tree = posterior.to_arviz(log_likelihood=(model, x, y), posterior_predictive=(model, x))
-    attached = posterior.attach(model, x, y).to_arviz(log_likelihood=True, posterior_predictive=True)
+    tree = to_arviz(posterior, log_likelihood=(model, x, y), posterior_predictive=(model, x))
+    attached = to_arviz(posterior.attach(model, x, y), log_likelihood=True, posterior_predictive=True)
     for found in (tree, attached):
         assert found["log_likelihood"]["y"].dims == ("chain", "draw", "row")
         expected = model.log_likelihood(posterior.samples, x, y).numpy()
@@ -178,9 +180,9 @@ def test_log_likelihood_and_predictions_reach_arviz_by_row():
         assert found["posterior_predictive"]["y"].shape == (2, 5, 7)
         assert np.array_equal(found["observed_data"]["y"].values, y.numpy())
     with pytest.raises(ValueError, match="doesn't know"):
-        posterior.to_arviz(log_likelihood=True)
+        to_arviz(posterior, log_likelihood=True)
     with pytest.raises(TypeError, match="log_likelihood is 'y'"):
-        posterior.to_arviz(log_likelihood="y")
+        to_arviz(posterior, log_likelihood="y")
 
 
 @pytest.mark.stochastic
@@ -195,7 +197,7 @@ def test_arvizs_loo_of_exact_draws_is_the_exact_one():
     y = torch.randn(20)
     precision = 1 / 9 + 20
     draws = y.sum() / precision + torch.randn(4, 2000) / precision**0.5
-    tree = Posterior({"mean": draws}, rows="chains").to_arviz(log_likelihood=(model, y))
+    tree = to_arviz(Posterior({"mean": draws}, rows="chains"), log_likelihood=(model, y))
     others = precision - 1
     exact = dist.Normal((y.sum() - y) / others, (1 + 1 / others) ** 0.5).log_prob(y).sum()
     assert arviz_stats.loo(tree).elpd == pytest.approx(float(exact), abs=0.1)  # its standard error is 0.018
@@ -204,9 +206,8 @@ def test_arvizs_loo_of_exact_draws_is_the_exact_one():
 
 def test_layers_axes_are_named_in_arviz():
     shapes = {"0.weight": (5, 2), "0.bias": (5,), "1.weight": (4, 5, 3, 3), "1.bias": (4,), "norm.weight": (4,)}
-    tree = Posterior({site: torch.zeros(2, 4, *shape) for site, shape in shapes.items()}, rows="chains").to_arviz()[
-        "posterior"
-    ]
+    posterior = Posterior({site: torch.zeros(2, 4, *shape) for site, shape in shapes.items()}, rows="chains")
+    tree = to_arviz(posterior)["posterior"]
     assert tree["0.weight"].dims[2:] == ("0.out", "0.in")
     assert tree["0.bias"].dims[2:] == ("0.out",)
     assert tree["1.weight"].dims[2:] == ("1.out", "1.in", "1.kernel_0", "1.kernel_1")
@@ -390,14 +391,25 @@ def test_the_file_is_plain_safetensors_with_a_readable_header(posterior, tmp_pat
     assert header["__metadata__"]["format"] == "pyro_symmetric.posterior"
 
 
-def test_chains_in_two_copies_of_a_mode_agree_in_canonical_form():
-    from pyro_symmetric.symmetry import PermutationGroup
+def test_map_applies_a_function_to_all_draws_and_keeps_the_rest(posterior):
+    doubled = posterior.attach(print, 3).map(lambda weights, by: {site: by * v for site, v in weights.items()}, by=2)
+    assert all(torch.equal(doubled.samples[site], 2 * value) for site, value in posterior.samples.items())
+    assert doubled.statistics == posterior.statistics
+    assert doubled.metadata == posterior.metadata
+    assert doubled.rows == posterior.rows
+    assert doubled.model is print
+    with pytest.raises(ValueError, match=r"function returned 'b' of shape \(3, 2, 2, 4\); it must begin with the 3"):
+        Posterior(posterior.samples, rows="chains").map(lambda w: {site: v[:, :2] for site, v in w.items()})
+    with pytest.raises(TypeError, match="what function returned"):
+        posterior.map(lambda weights: weights["a"])
 
+
+def test_chains_in_two_copies_of_a_mode_agree_in_canonical_form():
     unit = torch.tensor([-3.0, 3.0]) + 0.1 * torch.randn(4, 50, 2)
     unit[2:] = unit[2:].flip(-1)
     posterior = Posterior({"w": unit}, {"lp": torch.zeros(4, 50)}, rows="chains")
-    group = PermutationGroup.declare({"w": ("unit",)}, {"w": torch.Size([2])})
-    canonical = posterior.canonicalize(group)
+    group = ps.Group.declare({"w": ("unit",)}, {"w": torch.Size([2])})
+    canonical = posterior.map(ps.canonicalize, group)
     assert posterior.diagnostics()["w"]["r_hat"] > 1.5
     assert canonical.diagnostics()["w"]["r_hat"] < 1.1
     assert torch.equal(canonical.statistics["lp"], posterior.statistics["lp"])

@@ -4,21 +4,23 @@ What a user calls: ``matching`` (:func:`align`), ``many`` (:func:`align_many`, w
 ``relabel`` (:func:`relabel`), and ``paths.barrier`` (:func:`loss_barrier`). Each floor below knows only those beneath
 it:
 
-* ``moments``: what was given, site by site, in the group's view; ``gaussian``: what was given, as Gaussian moments;
-* ``descent``: who goes with whom: the search for the best element;
-* ``costs``: what a match costs, and how well pairs of units go together;
-* ``parts``: what a symmetry moves, where a search stands, and how that acts on sites.
+* ``search``: the best of several descents; ``descent``: coordinate descent over the units of a group, by scores;
+* ``moments``: what was given, site by site; ``gaussian``: what was given, as Gaussian moments;
+* ``scores``: how well units go together, and what a match costs: write your own by ``scores.protocol``;
+* ``assignment``: linear assignment problems.
 
-Beside them, ``paths``: distances and paths between Gaussians, and what is lost along the way.
+Beside them, ``textbook``, weight matching in forty lines, and ``paths``: distances and paths between Gaussians, and
+what is lost along the way.
 """
 
-from pyro_symmetric.alignment.costs.activation import ActivationCost
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.many import Cycles, Frame, align_many
 from pyro_symmetric.alignment.matching import Alignment, align
 from pyro_symmetric.alignment.paths.barrier import BarrierCurve, loss_barrier
-from pyro_symmetric.alignment.paths.geodesic import interpolate_gaussians
 from pyro_symmetric.alignment.relabel import relabel
+from pyro_symmetric.alignment.scores.activation import ActivationCost
+from pyro_symmetric.alignment.scores.protocol import Matched, Scores
+from pyro_symmetric.alignment.scores.table import TableScores
 
 __all__ = [
     "ActivationCost",
@@ -27,9 +29,11 @@ __all__ = [
     "Cycles",
     "Frame",
     "GaussianWeights",
+    "Matched",
+    "Scores",
+    "TableScores",
     "align",
     "align_many",
-    "interpolate_gaussians",
     "loss_barrier",
     "relabel",
     "to_gaussian",

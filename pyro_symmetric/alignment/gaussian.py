@@ -22,7 +22,7 @@ from torch.distributions.transforms import Transform
 
 from pyro_symmetric import arguments
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import Weights, require_finite
+from pyro_symmetric.weights import Weights, require_finite
 
 
 @dataclass(frozen=True)

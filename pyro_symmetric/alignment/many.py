@@ -22,7 +22,7 @@ aligned pair by pair they need not (Crisostomi et al. 2024, arXiv 2405.17897), w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -31,17 +31,15 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.common import Common
-from pyro_symmetric.alignment.costs.cost import COSTS, GAUSSIAN, Moments
-from pyro_symmetric.alignment.descent.search import BAR_DELAY, Search, chunks_of
+from pyro_symmetric.alignment.elements import shaped
 from pyro_symmetric.alignment.gaussian import GaussianWeights
+from pyro_symmetric.alignment.matching import COSTS, require_fit
 from pyro_symmetric.alignment.members import Members, read_members
-from pyro_symmetric.alignment.moments import moments_of
-from pyro_symmetric.alignment.parts.home import at_home, displaced
-from pyro_symmetric.alignment.parts.problem import AnyGroup, Element, Problem, problem_of
-from pyro_symmetric.alignment.parts.state import element_of
+from pyro_symmetric.alignment.moments import compared, moments_of
+from pyro_symmetric.alignment.search import BAR_DELAY, Search
+from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.permutation import Permutation
-from pyro_symmetric.symmetry.rescaling import ScalingGroup
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
 
@@ -89,9 +87,15 @@ class Frame:
     objective: str = "wasserstein"
 
     @property
-    def moved(self) -> Tensor:
+    def displaced(self) -> Tensor:
         """Which members did not come in the copy in which most came, bool, of the element's batch shape."""
-        return displaced(self.element)
+        here = self.element.group.identity()
+        result = torch.zeros(self.element.batch_shape, dtype=torch.bool)
+        for mine, neutral in ((self.element.permutations, here.permutations), (self.element.signs, here.signs)):
+            for name, value in mine.items():
+                different = value != neutral[name].to(value)
+                result |= different.flatten(len(result.shape)).any(-1).cpu()
+        return result
 
     @property
     def posterior(self) -> Posterior:
@@ -112,7 +116,7 @@ class Frame:
 @torch.no_grad()
 def align_many(
     sources: Sequence[Any] | Mapping[str, Tensor] | GaussianWeights | Posterior,
-    group: AnyGroup,
+    group: Any,
     *,
     cost: Objective | None = None,
     each: Literal["draw", "chain"] = "draw",
@@ -125,13 +129,13 @@ def align_many(
 ) -> Frame:
     """Bring many sets of weights into one frame.
 
-    >>> group = PermutationGroup.declare({"w": ("h",)}, {"w": torch.zeros(3)})
+    >>> group = Group.declare({"w": ("h",)}, {"w": torch.zeros(3)})
     >>> frame = align_many({"w": torch.tensor([[1.0, 2.0, 3.0], [3.1, 1.1, 2.1], [2.2, 3.2, 1.2]])}, group)
     >>> frame.aligned["w"].std(0).max() < 0.2
     tensor(True)
 
     *Scales.* Scales that no weight makes up for (in front of batch normalisation) stay as they are: in a common frame
-    all would shrink together. Remove them by :func:`~pyro_symmetric.symmetry.canonicalize`.
+    all would shrink together. Remove them by ``canonicalize``.
 
     :param sources: a list of what :func:`~pyro_symmetric.alignment.align` takes, weights with a leading dimension, or a
         ``Posterior``.
@@ -154,19 +158,17 @@ def align_many(
     arguments.whole("max_sweeps", max_sweeps, 1)
     arguments.number("tolerance", tolerance, least=0)
     arguments.whole("triples", triples, 0)
-    problem = _two_sided(problem_of(group))
-    members = read_members(sources, problem, each)
-    objective = _objective(cost, members, problem)
-    terms = GAUSSIAN if objective == "gaussian" else COSTS[objective]
-    _, moments, _ = moments_of(members.gaussian, members.first(), problem, terms)
+    group = _two_sided(group_of(group))
+    members = read_members(sources, group, each)
+    objective = _objective(cost, members, group)
+    kind = COSTS[objective]
+    _, moments, _ = moments_of(members.gaussian, members.first(), group, kind)
     if objective == "gaussian":  # squares of weights must tell their spread
         moments = {site: value.double() for site, value in moments.items()}
-    search = Search(problem, terms, restarts, max_sweeps, tolerance)
-    common = Common(problem, terms, moments, max_sweeps, tolerance)
+    common = Common(group, kind, moments, Search(restarts, max_sweeps, tolerance))
     with tqdm(total=1 + 2 * max_rounds, desc="align many", disable=not progress, delay=BAR_DELAY) as bar:
-        converged = common.settle(search, max_rounds, bar.update)
-    state = at_home(problem, common.state)
-    element = element_of(problem, state, common.shifts, members.element_shape)
+        converged = common.settle(max_rounds, bar.update)
+    element = shaped(at_home(common.element), group, common.shifts, members.element_shape)
     gaussian = members.moved_gaussian(element)
     return Frame(
         element,
@@ -175,53 +177,55 @@ def align_many(
         common.costs(),
         common.fallen(),
         converged,
-        _cycles(search, moments, common, triples) if len(common) > 2 and triples else None,
+        _cycles(common, triples) if len(common) > 2 and triples else None,
         objective,
     )
+
+
+def at_home(element: Element) -> Element:
+    """The same frame, its permutations and signs counted from those that most members have, of several the first's.
+
+    With :math:`h` the commonest element every :math:`g` becomes :math:`h^{-1} g`, so that the commonest stay as they
+    came.
+    """
+    finite = [*element.permutations.values(), *(value.long() for value in element.signs.values())]
+    if not finite:
+        return element
+    rows = torch.cat([value.flatten(1) for value in finite], 1)
+    _, kind, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    first = element.select(int((counts[kind] == counts.max()).nonzero()[0]))
+    commonest = Element(element.group, first.permutations, first.signs, device=rows.device)
+    return commonest.inverse() @ element
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _objective(cost: Objective | None, members: Members, problem: Problem) -> Objective:
-    scales = list(problem.parts.scalings.factors)
+def _objective(cost: Objective | None, members: Members, group: Group) -> Objective:
     if cost is not None:
-        if cost == "gaussian" and scales:
-            raise ValueError(
-                f"cost is 'gaussian', but the group scales {scales[0]!r}, and scales make any density as high as one "
-                "likes: use cost='wasserstein', or the symmetry's .finite part"
-            )
+        require_fit(COSTS[cost], group)
         return cost
-    return "gaussian" if members.are_draws and members.count >= MANY and not scales else "wasserstein"
+    many = members.are_draws and members.count >= MANY and not group.names("scale")
+    return "gaussian" if many else "wasserstein"
 
 
-def _two_sided(problem: Problem) -> Problem:
+def _two_sided(group: Group) -> Group:
     """Leave out scales that enter the compared sites with exponents of one sign only."""
-    group = problem.parts.scalings
-    kept = []
-    for name in group.factors:
-        exponents = [axis.exponent for axis in group.axes(name) if axis.site in problem.sites]
-        if exponents and min(exponents) < 0 < max(exponents):
-            kept.append(group.factor(name))
-    scalings = ScalingGroup(kept, group.site_shapes, problem.parts.permutations.spans)
-    return replace(problem, parts=replace(problem.parts, scalings=scalings))
+    sites = set(compared(group))
+    exponents = {n: [a.exponent for a in group.axes(n) if a.site in sites and a.exponent] for n in group.names("scale")}
+    return group.without([n for n, own in exponents.items() if not own or min(own) > 0 or max(own) < 0], "scale")
 
 
-def _cycles(search: Search, moments: Moments, common: Common, triples: int) -> Cycles:
-    group = search.problem.parts.permutations
+def _cycles(common: Common, triples: int) -> Cycles:
     chosen = torch.rand(triples, len(common)).argsort(-1)[:, :3]
     to, source = chosen.flatten(), chosen.roll(-1, -1).flatten()
-    pieces = []
-    for rows in chunks_of(search.problem, {site: value[source] for site, value in moments.items()}):
-        one, other = ({site: value[member[rows]] for site, value in moments.items()} for member in (to, source))
-        pieces.append(search(common.alone(one), other).descent.state)
-    found = Permutation(group, pieces[0].joined(pieces[1:]).images)
-    every = Permutation(group, common.state.images)
-    framed = every.select(to).inverse() @ every.select(source)
+    found = common.apart(to, source)
+    framed = common.element.select(to).inverse() @ common.element.select(source)
     first, second, third = (found.select(slice(k, None, 3)) for k in range(3))
     around = first @ second @ third
-    units = max(1, sum(group.factors.values()))
-    home = {name: torch.arange(n, device=around.images[name].device) for name, n in group.factors.items()}
-    fixed = sum(float((image == home[name]).double().mean(0).sum()) for name, image in around.images.items())
-    same = sum(float((image == framed.images[name]).double().mean(0).sum()) for name, image in found.images.items())
+    names = found.group.names("permute")
+    units = max(1, sum(found.group[name].count for name in names))
+    home = {name: torch.arange(found.group[name].count, device=found[name].device) for name in names}
+    fixed = sum(float((around.unit_index(name) == home[name]).double().mean(0).sum()) for name in names)
+    same = sum(float((found.unit_index(name) == framed.unit_index(name)).double().mean(0).sum()) for name in names)
     return Cycles(triples, fixed / units, same / units)

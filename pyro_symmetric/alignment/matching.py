@@ -4,33 +4,35 @@ r"""Bring one posterior, or one network, as close as a symmetry allows to anothe
 
 for mean-field Gaussians with means :math:`m` and standard deviations :math:`s` (Rossi et al. 2023, arXiv 2310.10171,
 section 4); for plain networks, :math:`s = 0`, it is weight matching (Ainsworth et al. 2023, arXiv 2209.04836). The
-group is whatever ``find_symmetry`` or ``declare`` gives: permutations (nested ones, too), signs, positive scalings, the
-shift of a softmax; no architecture is special. Over several coupled layers the problem is NP-hard: what comes back is a
-local optimum, the best of several starts.
+group is whatever ``find_symmetry`` or ``Group.declare`` gives: permutations (nested ones, too), signs, positive
+scalings, the shift of a softmax; no architecture is special. Over several coupled layers the problem is NP-hard: what
+comes back is a local optimum, the best of several starts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.costs.activation import ActivationCost
-from pyro_symmetric.alignment.costs.cost import COSTS, EXPECTED, Cost
-from pyro_symmetric.alignment.descent.given_scores import ScoreFunction, align_by_scores
-from pyro_symmetric.alignment.descent.search import BAR_DELAY, Outcome, Search, chunks_of
+from pyro_symmetric.alignment.descent import Ended
+from pyro_symmetric.alignment.elements import joined, shaped
 from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of
-from pyro_symmetric.alignment.moments import moments_of, varies
-from pyro_symmetric.alignment.parts.problem import AnyGroup, Element, Problem, problem_of
-from pyro_symmetric.alignment.parts.state import element_of
-from pyro_symmetric.symmetry.permutation import Permutation
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.alignment.moments import chunks_of, moments_of, shifted
+from pyro_symmetric.alignment.scores.gaussian import GaussianScores
+from pyro_symmetric.alignment.scores.protocol import ScoreFunction, Scores
+from pyro_symmetric.alignment.scores.weights import Moments, PlainScores, WeightScores
+from pyro_symmetric.alignment.search import BAR_DELAY, Found, Search
+from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.weights import Weights
 
-# How many restarts by default, and up to how many units in a factor. In a network with three hidden layers of 512 they
+COSTS: dict[str, type[WeightScores]] = {"wasserstein": WeightScores, "l2": PlainScores, "gaussian": GaussianScores}
+# How many restarts by default, and up to how many units in a set. In a network with three hidden layers of 512 they
 # lower the cost by 0.0007 of it, in five times the time.
 RESTARTS, NARROW = 3, 256
 
@@ -42,12 +44,12 @@ class Alignment:
     Of a batch of sources, ``cost``, ``initial_cost`` and ``converged`` are tensors of the batch's shape, ``history`` is
     a tuple of histories, source by source, and ``start_costs`` is a tuple of tensors.
 
-    :param element: the element ``g`` for which ``g(source)`` is close to the reference; on the source's device. Of the
-        kind that the group's own ``sample`` gives.
+    :param element: the element ``g`` for which ``g(source)`` is close to the reference; on the source's device.
     :param cost: the cost that it attains, over all sites that the group knows, moved or not.
     :param initial_cost: the cost of the source as it came.
     :param history: the cost at the start of the best descent and after each of its accepted steps; it never rises.
-    :param converged: whether that descent ended because nothing could improve, rather than by ``max_sweeps``.
+    :param converged: whether that descent ended because nothing could improve, rather than by ``max_sweeps``: no new
+        match of one set of units, with what lies inside them matched anew.
     :param start_costs: the cost at the end of every descent: forward start first, then the restarts (and last a descent
         from the identity, made if all others ended above the initial cost).
     """
@@ -58,20 +60,6 @@ class Alignment:
     history: tuple[Any, ...]
     converged: Any
     start_costs: tuple[Any, ...]
-
-    @property
-    def permutation(self) -> Permutation:
-        """The element, if it is a permutation and nothing else.
-
-        :raises ValueError: if the group has other parts.
-        """
-        steps = [step for step in getattr(self.element, "steps", (self.element,)) if _acts(step)]
-        if isinstance(self.element, Permutation):
-            return self.element
-        if len(steps) == 1 and isinstance(steps[0], Permutation):
-            return steps[0]
-        kinds = " and ".join(type(step).__name__ for step in steps)
-        raise ValueError(f"the element consists of {kinds}: use .element, or align over the group's permutations alone")
 
     def __repr__(self) -> str:
         count = len(self.start_costs)
@@ -89,12 +77,9 @@ class Alignment:
 def align(
     source: Any,
     reference: Any,
-    group: AnyGroup,
+    group: Any,
     cost: str | ScoreFunction = "wasserstein",
     *,
-    draws: Literal["moments", "mean"] = "moments",
-    net: torch.nn.Module | None = None,
-    inputs: Any = None,
     restarts: int | None = None,
     max_sweeps: int = 100,
     tolerance: float = 1e-7,
@@ -102,10 +87,10 @@ def align(
 ) -> Alignment:
     """Find the element of ``group`` that brings ``source`` closest to ``reference``.
 
-    >>> group = PermutationGroup.declare({"w": ("hidden", None)}, {"w": torch.zeros(3, 2)})
+    >>> group = Group.declare({"w": ("hidden", None)}, {"w": torch.zeros(3, 2)})
     >>> reference = {"w": torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])}
     >>> result = align({"w": reference["w"][[2, 0, 1]]}, reference, group)
-    >>> result.cost, result.permutation["hidden"].tolist()
+    >>> result.cost, result.element["hidden"].tolist()
     (0.0, [1, 2, 0])
 
     *Scales.* A scale is chosen with the match, to minimise the cost. Where nothing but running statistics makes up for
@@ -115,118 +100,125 @@ def align(
         parameters and running statistics), a ``Posterior`` of draws, :class:`GaussianWeights`, or a Gaussian guide (see
         :func:`~pyro_symmetric.alignment.gaussian.to_gaussian`). Of a guide with correlations the marginal moments are
         aligned: the sum of marginal distances is a lower bound of the distance between correlated Gaussians, which
-        isn't linear in a permutation, and equals it where correlations agree.
+        isn't linear in a permutation, and equals it if correlations agree.
     :param reference: likewise, but one set; moved to the source's device.
     :param group: the symmetry, all of whose parts are decided over. Buffers (running statistics) and sites that it
         doesn't know are not looked at.
     :param cost: ``"wasserstein"`` (squared 2-Wasserstein distance of mean-field Gaussians), ``"l2"`` (squared distance
-        of the means), ``"kl"`` (``KL(g#source || reference)``; see :mod:`pyro_symmetric.alignment.costs.cost`),
-        ``"activation"`` (correlation of hidden activations, see :class:`~pyro_symmetric.alignment.ActivationCost`; with
-        ``net`` and ``inputs``), or a function ``(source, reference, permutations) -> {factor: (n, n) scores}`` of one
-        set of weights each: how well each unit of the reference (rows) goes with each of the source, more is better.
-    :param draws: of a ``Posterior``, ``"moments"`` compares means and deviations over its draws; ``"mean"`` minimises
-        the mean squared distance between draws of both, under ``"l2"`` and ``"wasserstein"`` alike.
-    :param net: for ``"activation"``, the network.
-    :param inputs: for ``"activation"``, what its forward takes: a tensor, or a tuple.
+        of the means), ``"gaussian"`` (how likely the source is under the reference's Gaussian),
+        :class:`~pyro_symmetric.alignment.ActivationCost` (correlation of hidden activations), or a function of
+        (weights of the sources, ``(B, *site_shape)``; weights of the reference; group) that returns
+        :class:`~pyro_symmetric.alignment.scores.protocol.Scores`. What no scores see, signs and scales that they leave
+        as they are, is fitted to the weights afterwards.
     :param restarts: further descents, each from the best matching so far with some units of one layer shuffled, drawn
-        from PyTorch's generator. The best is kept. A group whose factors share no site is solved exactly without any.
-        ``None``: three, or none where a factor has more than 256 units: in wide networks they take most of the time,
-        and gain less than a thousandth of the cost.
+        from PyTorch's generator. The best is kept. A group whose units share no site is solved exactly without any.
+        ``None``: three, or none if there are more than 256 units of a kind: in wide networks they take most of the
+        time, and gain less than a thousandth of the cost.
     :param max_sweeps: how often one descent goes through what waits at most.
     :param tolerance: a step is accepted if it lowers the cost by more than this part of the initial cost.
     :param progress: whether to show a progress bar over the descents, if they take more than two seconds.
     :raises ValueError: naming the site, if the two don't fit each other or the group, or hold NaN or infinite values.
     :raises TypeError: if there are no Gaussian moments to read.
     """
-    terms = _checked_cost(cost, draws, net, inputs)
-    problem = problem_of(group)
-    if restarts is None:
-        restarts = RESTARTS if max(problem.parts.permutations.factors.values(), default=0) <= NARROW else 0
+    if not callable(cost):
+        arguments.one_of("cost", cost, COSTS, "a function that returns Scores")
+    whole = group_of(group)
+    narrow = max((whole[name].size for name in whole.names("permute")), default=0) <= NARROW
+    restarts = (RESTARTS if narrow else 0) if restarts is None else restarts
     arguments.whole("restarts", restarts, 0)
     arguments.whole("max_sweeps", max_sweeps, 1)
     arguments.number("tolerance", tolerance, least=0)
     first, second = gaussian_of(reference, "reference"), gaussian_of(source, "source")
-    if draws == "mean" and varies(second, first, problem):
-        terms = EXPECTED
-    moments, moved, shape = moments_of(second, first, problem, terms)
-    if not isinstance(cost, str) or cost == "activation":
-        function = _activation(net, inputs) if isinstance(cost, str) else cost
-        weights = _constrained(first)[0], _constrained(second, shape)
-        return _result(
-            problem, [align_by_scores(function, weights, (moments, moved), problem, max_sweeps, tolerance)], shape
-        )
-    chunks = chunks_of(problem, moved)
-    search = Search(problem, terms, restarts, max_sweeps, tolerance)
+    kind = PlainScores if callable(cost) else COSTS[cost]
+    require_fit(kind, whole, first)
+    moments, came, shape = moments_of(second, first, whole, kind)
+    moved, shifts = shifted(whole, moments, came)
+    search = Search(restarts, max_sweeps, tolerance)
+    decided = whole.restricted("permute", "flip", "scale")
+    found: list[Found] = []
+    chunks = chunks_of(whole, moved)
     with tqdm(total=len(chunks) * (1 + restarts), desc="align", disable=not progress, delay=BAR_DELAY) as bar:
-        outcomes = [
-            search(moments, {site: v[rows] for site, v in moved.items()}, lambda: bar.update(1)) for rows in chunks
-        ]
-    return _result(problem, outcomes, shape)
+        for rows in chunks:
+            here = {site: kind.features(value[:, rows.to(value.device)]) for site, value in moved.items()}
+            if callable(cost):
+                scores = _scores(cost, _constrained(second, shape, rows), _constrained(first), decided)
+                outcome = search(scores, bar.update)
+                outcome = replace(outcome, ended=_fitted(outcome.ended, scores, moments, here, search))
+            else:
+                outcome = search(kind(decided, moments, here), bar.update)
+                if shifts:
+                    given = {site: kind.features(value[:, rows.to(value.device)]) for site, value in came.items()}
+                    outcome = replace(outcome, initial=kind.total(moments, given))
+            found.append(outcome)
+    return _result(whole, found, shifts, shape)
+
+
+def require_fit(kind: type[WeightScores], group: Group, reference: GaussianWeights | None = None) -> None:
+    """:raises ValueError: if a cost has no least value over scales, or the reference no spread."""
+    if not kind.squared and group.names("scale"):
+        raise ValueError(
+            f"cost is 'gaussian', but the group scales {group.names('scale')[0]!r}, and scales make any density as "
+            "high as one likes: use cost='wasserstein', or the symmetry's .finite part"
+        )
+    for site, scale in reference.scale.items() if reference is not None and not kind.squared else ():
+        if site in group.site_shapes and not bool((scale > 0).all()):
+            raise ValueError(f"reference has deviations of zero at site {site!r}; cost 'gaussian' needs them positive")
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _checked_cost(cost: str | ScoreFunction, draws: str, net: torch.nn.Module | None, inputs: Any) -> Cost:
-    if draws not in ("moments", "mean"):
-        raise ValueError(f"draws is {draws!r}; it must be 'moments' or 'mean'")
-    if draws == "mean" and (callable(cost) or cost == "activation"):
-        raise ValueError(
-            "draws is 'mean', but these scores are of one set of weights each, at the means; cost must be 'l2'"
+def _scores(cost: ScoreFunction, sources: Weights, reference: Weights, group: Group) -> Scores:
+    scores = cost(sources, reference, group)
+    if not isinstance(scores, Scores):
+        raise TypeError(
+            f"cost returned {arguments.shown(scores)}; it must return Scores, e.g. ps.TableScores(group, tables)"
         )
-    if callable(cost):
-        return COSTS["l2"]
-    if cost == "activation":
-        for name, given in (("net", net), ("inputs", inputs)):
-            if given is None:
-                raise ValueError(f"cost is 'activation', which needs {name}: the network, and what its forward takes")
-        return COSTS["l2"]
-    if cost not in COSTS:
-        raise ValueError(f"cost is {cost!r}; it must be one of {[*COSTS, 'activation']} or a function of weights")
-    if draws == "mean" and cost == "kl":
-        raise ValueError("draws is 'mean', but draws have no divergence from each other; cost must be 'l2'")
-    return COSTS[cost]
+    count = len(next(iter(sources.values())))
+    if scores.batch != count:
+        raise ValueError(f"cost returned scores of {scores.batch} sources; it was given {count}")
+    return scores
 
 
-def _activation(net: Any, inputs: Any) -> ScoreFunction:
-    return ActivationCost(net, *(inputs if isinstance(inputs, tuple) else (inputs,)))
-
-
-def _constrained(gaussian: GaussianWeights, shape: tuple[int, ...] = ()) -> list[Weights]:
-    """The weights at the means, one set after the other."""
+def _constrained(gaussian: GaussianWeights, shape: torch.Size | None = None, rows: Tensor | None = None) -> Weights:
+    """The weights at the means; of a batch those of some sources."""
     weights = {}
     for site, loc in gaussian.loc.items():
         bijection = gaussian.bijection(site)
         value = loc if bijection is None else bijection(loc)
-        weights[site] = value.reshape(-1, *value.shape[len(shape) :])
-    count = len(next(iter(weights.values())))
-    return [{site: value[k] for site, value in weights.items()} for k in range(count)]
+        if shape is not None and rows is not None:
+            value = value.reshape(-1, *value.shape[len(shape) :])[rows.to(value.device)]
+        weights[site] = value
+    return weights
 
 
-def _result(problem: Problem, outcomes: list[Outcome], shape: torch.Size) -> Alignment:
-    states = [outcome.descent.state for outcome in outcomes]
-    joined = states[0].joined(states[1:])
-    shifts = {site: torch.cat([o.shifts[site] for o in outcomes]) for site in outcomes[0].shifts}
-    element = element_of(problem, joined, shifts, shape)
-    cost = torch.cat([o.descent.cost for o in outcomes])
-    initial = torch.cat([o.initial for o in outcomes])
-    converged = torch.cat([o.descent.converged for o in outcomes])
-    histories = tuple(history for o in outcomes for history in o.descent.histories())
-    count = max(len(o.starts) for o in outcomes)
-    starts = [torch.cat([o.starts[min(k, len(o.starts) - 1)] for o in outcomes]) for k in range(count)]
-    if not shape:
+def _fitted(ended: Ended, scores: Scores, reference: Moments, source: Moments, search: Search) -> Ended:
+    """The same end, with scales, and signs that the scores leave as they are, fitted to the weights."""
+    group, element = scores.group, ended.element
+    seen = [name for name, sign in element.signs.items() if bool((sign != 1).any())]
+    left = group.restricted("flip", "scale").without(seen, "flip") if seen else group.restricted("flip", "scale")
+    if not left.moves & {"flip", "scale"}:
+        return ended
+    moved = PlainScores(group, reference, source).moved(element)
+    descent = search.descent(PlainScores(left, reference, moved))
+    every = torch.ones(len(descent.rows), len(descent.moves), dtype=torch.bool)
+    fitted = descent.descend(descent.identity(), every)
+    rest = Element(group, signs=fitted.element.signs, log_scales=fitted.element.log_scales)
+    return replace(ended, element=rest @ element, converged=ended.converged & fitted.converged)
+
+
+def _result(group: Group, found: list[Found], shifts: dict[str, Tensor], shape: torch.Size) -> Alignment:
+    element = shaped(joined([one.ended.element for one in found]), group, shifts, shape)
+    count = max(len(one.ends) for one in found)
+    ends = [torch.cat([one.ends[min(k, len(one.ends) - 1)] for one in found]) for k in range(count)]
+    cost, initial = torch.cat([one.ended.cost for one in found]), torch.cat([one.initial for one in found])
+    converged = torch.cat([one.ended.converged for one in found])
+    histories = tuple(history for one in found for history in one.ended.histories())
+    if shape:
+        every = (value.reshape(shape) for value in (cost, initial, converged))
         return Alignment(
-            element, float(cost), float(initial), histories[0], bool(converged), tuple(float(s) for s in starts)
+            element, next(every), next(every), histories, next(every), tuple(e.reshape(shape) for e in ends)
         )
     return Alignment(
-        element,
-        cost.reshape(shape),
-        initial.reshape(shape),
-        histories,
-        converged.reshape(shape),
-        tuple(start.reshape(shape) for start in starts),
+        element, float(cost), float(initial), histories[0], bool(converged), tuple(float(end) for end in ends)
     )
-
-
-def _acts(step: Any) -> bool:
-    return bool(getattr(step.group, "factors", ()) or getattr(step.group, "sites", ()))

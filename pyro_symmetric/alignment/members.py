@@ -12,11 +12,11 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of, plain, require_draws
-from pyro_symmetric.alignment.moments import batch_shape_of
-from pyro_symmetric.alignment.parts.problem import Element, Problem
+from pyro_symmetric.alignment.moments import batch_shape_of, compared
+from pyro_symmetric.groups.element import Element, require_buffers
+from pyro_symmetric.groups.group import Group
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.factored import require_buffers
-from pyro_symmetric.symmetry.weights import Weights, require_finite
+from pyro_symmetric.weights import Weights, require_finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class Members:
         :param gaussian: what :meth:`moved_gaussian` returns.
         """
         if isinstance(self.given, Posterior):
-            return self.given.moved(element)
+            return self.given.map(element)
         if isinstance(self.given, Mapping):
             return element(self.given)
         if isinstance(self.given, GaussianWeights):
@@ -103,21 +103,21 @@ class Members:
         )
 
 
-def read_members(sources: Any, problem: Problem, each: str) -> Members:
+def read_members(sources: Any, group: Group, each: str) -> Members:
     """Read a list, a batch, or a posterior.
 
     :raises ValueError: if there are none, or naming the member and the site that doesn't fit.
     """
-    members = _read(sources, problem, each)
-    batch_shape_of(members.gaussian, problem, "sources")
-    require_buffers(members.gaussian.loc, problem.buffers, "sources")
+    members = _read(sources, group, each)
+    batch_shape_of(members.gaussian, group, "sources")
+    require_buffers(members.gaussian.loc, group.buffers, "sources")
     return members
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _read(sources: Any, problem: Problem, each: str) -> Members:
+def _read(sources: Any, group: Group, each: str) -> Members:
     if each not in ("draw", "chain"):
         raise ValueError(f"each is {each!r}; it must be 'draw' or 'chain'")
     if isinstance(sources, Posterior):
@@ -125,13 +125,13 @@ def _read(sources: Any, problem: Problem, each: str) -> Members:
         require_draws(sources, "posterior")
         require_finite(sources.samples, "posterior")
         if each == "chain":
-            return Members(sources, _moments_of_chains(_with_moments(sources.samples, problem)), (chains, 1))
-        flat = {site: value.flatten(0, 1) for site, value in _with_moments(sources.samples, problem).items()}
+            return Members(sources, _moments_of_chains(_with_moments(sources.samples, group)), (chains, 1))
+        flat = {site: value.flatten(0, 1) for site, value in _with_moments(sources.samples, group).items()}
         return Members(sources, gaussian_of(flat, "posterior"), (chains, draws))
     if isinstance(sources, Mapping | GaussianWeights):
-        own = _with_moments(sources, problem) if isinstance(sources, Mapping) else sources
+        own = _with_moments(sources, group) if isinstance(sources, Mapping) else sources
         gaussian = gaussian_of(own, "sources")
-        shape = batch_shape_of(gaussian, problem, "sources")
+        shape = batch_shape_of(gaussian, group, "sources")
         if len(shape) != 1:
             raise ValueError(
                 f"sources has batch shape {tuple(shape)}; it must be (number of members,), or a list of members"
@@ -143,7 +143,7 @@ def _read(sources: Any, problem: Problem, each: str) -> Members:
         raise ValueError("sources is an empty list; it must hold at least one set of weights or guide")
     sources = [plain(source) for source in sources]
     every = [gaussian_of(source, f"sources[{k}]") for k, source in enumerate(sources)]
-    _check_alike(every, problem)
+    _check_alike(every, group)
     first = every[0].loc
     sites = [s for s in first if all(s in one.loc and one.loc[s].shape == first[s].shape for one in every)]
     return Members(
@@ -157,10 +157,10 @@ def _read(sources: Any, problem: Problem, each: str) -> Members:
     )
 
 
-def _with_moments(weights: Mapping[str, Tensor], problem: Problem) -> Weights:
+def _with_moments(weights: Mapping[str, Tensor], group: Group) -> Weights:
     """Without the sites that a group knows nothing of and that have no mean: counters, labels."""
     arguments.weights("sources", weights)
-    return {s: value for s, value in weights.items() if value.is_floating_point() or s in problem.site_shapes}
+    return {s: value for s, value in weights.items() if value.is_floating_point() or s in group.site_shapes}
 
 
 def _moments_of_chains(samples: Mapping[str, Tensor]) -> GaussianWeights:
@@ -170,11 +170,11 @@ def _moments_of_chains(samples: Mapping[str, Tensor]) -> GaussianWeights:
     )
 
 
-def _check_alike(every: Sequence[GaussianWeights], problem: Problem) -> None:
+def _check_alike(every: Sequence[GaussianWeights], group: Group) -> None:
     for k, one in enumerate(every):
         name = f"sources[{k}]"
-        for site in problem.sites:
-            if (site in one.loc) != (site in every[0].loc) or (site in problem.required and site not in one.loc):
+        for site in compared(group):
+            if (site in one.loc) != (site in every[0].loc) or (site in group.required_sites and site not in one.loc):
                 lacks, has = (name, "sources[0]") if site in every[0].loc else ("sources[0]", name)
                 if site not in one.loc and site not in every[0].loc:
                     raise ValueError(f"{name} lacks the site {site!r}, which alignment needs; it has {sorted(one.loc)}")
@@ -183,7 +183,7 @@ def _check_alike(every: Sequence[GaussianWeights], problem: Problem) -> None:
                 )
             if site in one.loc and (site in one.supports) != (site in every[0].supports):
                 raise ValueError(f"{name} and sources[0] differ in whether site {site!r} is unconstrained")
-        if batch_shape_of(one, problem, name):
+        if batch_shape_of(one, group, name):
             raise ValueError(f"{name} has batch dimensions; a list holds one set of weights in each place")
         require_finite(one.loc, name)
 

@@ -13,18 +13,18 @@ Source: M. Stephens, "Dealing with label switching in mixture models", JRSS B 62
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.common import Common
-from pyro_symmetric.alignment.costs.cost import ALLOCATION, Moments
-from pyro_symmetric.alignment.descent.search import Search
-from pyro_symmetric.alignment.parts.home import at_home
-from pyro_symmetric.alignment.parts.problem import Problem, problem_of
-from pyro_symmetric.alignment.parts.state import State
+from pyro_symmetric.alignment.many import at_home
+from pyro_symmetric.alignment.scores.allocation import AllocationScores
+from pyro_symmetric.alignment.search import Search
+from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
 
 # How far the probabilities of an observation may be from a sum of one.
 ROUNDING = 1e-3
@@ -35,7 +35,7 @@ SITE = "probabilities"
 
 @torch.no_grad()
 def relabel(
-    posterior: Posterior, group: PermutationGroup, probabilities: Tensor, *, starts: int = 3, max_rounds: int = 50
+    posterior: Posterior, group: Any, probabilities: Tensor, *, starts: int = 3, max_rounds: int = 50
 ) -> Posterior:
     """The same draws of a mixture, relabelled so that every observation keeps its component.
 
@@ -44,42 +44,39 @@ def relabel(
     >>> relabelled = ps.relabel(posterior, group, log_joint.softmax(-1))
 
     :param posterior: the draws.
-    :param group: one factor, the components, and the axes of all sites that it permutes.
+    :param group: one set of units, the components, and the axes of all sites along which they lie.
     :param probabilities: ``(chains, draws, observations, components)``: how likely each observation belongs to each
         component, under each draw.
     :param starts: from how many random draws to start, the best end of which is kept.
     :param max_rounds: how often to take the mean anew at most.
-    :raises ValueError: if the group has more than one factor, or the probabilities don't fit or are none.
+    :raises ValueError: if the group has other units or moves, or the probabilities don't fit or are none.
     """
     arguments.instance("posterior", posterior, Posterior, "a Posterior")
-    name, components = _checked_factor(group)
+    group = group_of(group)
+    name, components = _components(group)
     _check_probabilities(probabilities, posterior, components)
     arguments.whole("starts", starts, 1)
     arguments.whole("max_rounds", max_rounds, 1)
     shape = torch.Size((probabilities.shape[2], components))
-    problem = problem_of(PermutationGroup.declare({SITE: (None, name)}, {SITE: shape}))
-    moments = {SITE: probabilities.detach().double().flatten(0, 1).unsqueeze(-1)}
-    ends = [_settled(problem, moments, max_rounds) for _ in range(starts)]
-    _, best = min(ends, key=lambda end: end[0])
-    image = at_home(problem, best).images[name]
-    element = Permutation(group, {name: image.reshape(posterior.num_chains, posterior.num_samples, components)})
-    return posterior.moved(element)
+    labels = Group.declare({SITE: (None, name)}, {SITE: shape})
+    moments = {SITE: probabilities.detach().double().flatten(0, 1).unsqueeze(0)}
+    ends = [Common(labels, AllocationScores, moments, Search(0, 1, ROUNDED)) for _ in range(starts)]
+    for end in ends:
+        end.settle(max_rounds)
+    best = min(ends, key=lambda end: end.fallen()[-1])
+    image = at_home(best.element)[name]
+    return posterior.map(group.element({name: image.reshape(posterior.num_chains, posterior.num_samples, -1)}))
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _settled(problem: Problem, moments: Moments, max_rounds: int) -> tuple[float, State]:
-    """Where one start ends: the mean cost and the labels."""
-    common = Common(problem, ALLOCATION, moments, 1, ROUNDED)
-    common.settle(Search(problem, ALLOCATION, 0, 1, ROUNDED), max_rounds)
-    return common.fallen()[-1], common.state
-
-
-def _checked_factor(group: PermutationGroup) -> tuple[str, int]:
-    arguments.instance("group", group, PermutationGroup, "a PermutationGroup of the components")
-    if len(group.factors) != 1:
-        raise ValueError(f"group has the factors {list(group.factors)}; it must have one, the components")
+def _components(group: Group) -> tuple[str, int]:
+    if len(group.factors) != 1 or group.moves != {"permute"}:
+        raise ValueError(
+            f"group has the units {list(group.factors)} with {sorted(group.moves)}; it must permute one set, the "
+            "components"
+        )
     return next(iter(group.factors.items()))
 
 

@@ -23,6 +23,7 @@ from pyro_symmetric.compare.invariance import FactorInvariance, InvarianceResult
 from pyro_symmetric.compare.mmd import LayerMMD, MMDResult, mmd
 from pyro_symmetric.compare.orbit import OrbitMMD, orbit_mmd
 from pyro_symmetric.compare.sliced import SlicedDistance, SlicedResult, sliced_wasserstein
+from pyro_symmetric.compare.summary import summary
 from pyro_symmetric.compare.two_sample import MMDTest, mmd_test
 from pyro_symmetric.compare.wasserstein import LayerWasserstein, WassersteinResult, marginal_wasserstein
 
@@ -62,4 +63,5 @@ __all__ = [
     "predictive_entropy",
     "scores",
     "sliced_wasserstein",
+    "summary",
 ]

@@ -11,32 +11,32 @@ SIMULATIONS = 9_999
 _CHUNK_ENTRIES = 2**22
 
 
-def chi_square_uniform(counts: Tensor, *, simulations: int = SIMULATIONS) -> tuple[float, str, float]:
-    """Pearson's test that ``counts`` ``(n,)`` come from a uniform multinomial.
+def chi_square_uniform(counts: Tensor, *, simulations: int = SIMULATIONS) -> tuple[Tensor, str, Tensor]:
+    """Pearson's test that ``counts`` ``batch_shape + (n,)`` come from a uniform multinomial, of equal totals.
 
-    Where the expected count is under 5 (the usual rule of Cochran), the p-value is the rank of the statistic among
-    those of ``simulations`` uniform multinomial draws (Davison & Hinkley 1997, section 4.2.1): exact in size, at least
-    ``1 / (simulations + 1)``.
+    If the expected count is under 5 (the usual rule of Cochran), the p-value is the rank of the statistic among those
+    of ``simulations`` uniform multinomial draws (Davison & Hinkley 1997, section 4.2.1): exact in size, at least ``1 /
+    (simulations + 1)``.
 
-    :returns: the statistic, ``"chi-square"`` or ``"simulated multinomial"``, the p-value.
+    :returns: the statistics ``batch_shape``, ``"chi-square"`` or ``"simulated multinomial"``, the p-values
+        ``batch_shape``.
     """
     counts = counts.double()
-    n, draws = counts.numel(), float(counts.sum())
+    n, draws = counts.shape[-1], float(counts.sum(-1).max())
     expected = draws / n
-    statistic = float(((counts - expected) ** 2).sum() / expected)
+    statistic = ((counts - expected) ** 2).sum(-1) / expected
     if expected >= 5:
-        upper = torch.special.gammaincc(
-            torch.tensor((n - 1) / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
-        )
-        return statistic, "chi-square", float(upper)
-    reached = 0
+        upper = torch.special.gammaincc(torch.tensor((n - 1) / 2, dtype=torch.float64), statistic / 2)
+        return statistic, "chi-square", upper
+    reached = torch.zeros_like(statistic)
     total = round(draws)
     step = max(1, _CHUNK_ENTRIES // max(n, total))
     for start in range(0, simulations, step):
         rows = min(step, simulations - start)
         cells = torch.randint(n, (rows, total)) + n * torch.arange(rows)[:, None]
         simulated = torch.bincount(cells.reshape(-1), minlength=rows * n).reshape(rows, n).double()
-        reached += int((((simulated - expected) ** 2).sum(1) / expected >= statistic * (1 - 1e-12)).sum())
+        drawn = (((simulated - expected) ** 2).sum(1) / expected).sort().values
+        reached += rows - torch.searchsorted(drawn, statistic * (1 - 1e-12))
     return statistic, "simulated multinomial", (reached + 1) / (simulations + 1)
 
 
@@ -48,7 +48,7 @@ def kolmogorov_smirnov(x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> t
     :param y: samples of the same size, ``(rows, h)``.
     :param first: which rows of ``x``, ``(T,)``.
     :param second: which rows of ``y``, ``(T,)``.
-    :returns: statistics ``(T,)``, p-values ``(T,)`` (conservative where values are tied), the smallest possible
+    :returns: statistics ``(T,)``, p-values ``(T,)`` (conservative if values are tied), the smallest possible
         p-value.
     """
     h = x.shape[-1]

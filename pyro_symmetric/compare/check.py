@@ -55,7 +55,7 @@ class Finding:
     """One check.
 
     :param name: what was looked at.
-    :param status: ``"pass"``, ``"warn"``, ``"fail"``, or ``"unknown"`` where the draws don't suffice to tell.
+    :param status: ``"pass"``, ``"warn"``, ``"fail"``, or ``"unknown"`` if the draws don't suffice to tell.
     :param words: what was found, and what to do about it.
     :param value: the number that it rests on; NaN if there is none.
     """
@@ -96,9 +96,9 @@ class CheckResult:
 
 @turn()
 def check(posterior: Posterior, *, num_draws: int = 256) -> CheckResult:
-    """Check what a sampler returned; also as ``posterior.check()``.
+    """Check what a sampler returned.
 
-    >>> print(sample(SGHMC(model, batch_size=64), args=(x, y)).check())
+    >>> print(check(sample(SGHMC(model, batch_size=64), args=(x, y))))
 
     The checks, of which a posterior gets those that it has the numbers for:
 
@@ -112,7 +112,7 @@ def check(posterior: Posterior, *, num_draws: int = 256) -> CheckResult:
       alone). 400 are enough for means, deviations and this battery to be trusted; below that it warns, below 50 fails.
     * ``acceptance``, ``divergences``, ``tree depth``, ``energy`` (the fraction E-BFMI): the sampler's own numbers.
     * ``level``: no chain's log density stays far below the others'.
-    * ``kinetic temperature``: mean squared momentum, 1 where a stochastic-gradient sampler's steps are small enough.
+    * ``kinetic temperature``: mean squared momentum, 1 if a stochastic-gradient sampler's steps are small enough.
     * ``temperature`` and ``virial``: how widely draws spread, in units of how widely they should: the mean of
       ``z · ∇U(z) / D`` over ``D`` unconstrained coordinates, which is 1 under every posterior (the virial theorem) and
       larger for draws that spread too widely. ``virial`` is the sampler's own average over its mini-batches,
@@ -267,7 +267,7 @@ def _largest(found: dict[str, tuple[float, float]]) -> tuple[str, float]:
 
 
 def _is_network(posterior: Posterior) -> bool:
-    """Whether the sites are a network's weights, by the model or, where none is known, by names like ``0.weight``."""
+    """Whether the sites are a network's weights, by the model or, if none is known, by names like ``0.weight``."""
     if posterior.is_attached:
         return isinstance(posterior.model, nn.Module)
     return any("." in site for site in posterior.samples)

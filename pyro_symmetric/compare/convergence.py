@@ -8,7 +8,7 @@ of :mod:`pyro_symmetric.chain_statistics`.
 
 A frame is a function of a draw's orbit and of all draws together, never of the chain that the draw belongs to. So if
 the chains' orbits are distributed alike, they are so in every frame, and disagreement in any one is real. Agreement in
-one alone proves little: a canonical form sorts units by a key, and where two units' keys overlap it mixes them, which
+one alone proves little: a canonical form sorts units by a key, and if two units' keys overlap it mixes them, which
 hides that chains are apart.
 """
 
@@ -36,13 +36,12 @@ from pyro_symmetric.chain_statistics import (
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.verdict import verdict
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups.group import Group
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import placed, promoted
+from pyro_symmetric.predict import predict
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.canonical import Symmetry
-from pyro_symmetric.symmetry.finite import FiniteGroup
-from pyro_symmetric.symmetry.permutation import PermutationGroup
-from pyro_symmetric.symmetry.rescaling import SignGroup
 
 FEW_ABOVE = 0.01  # of thousands of quantities some exceed any threshold by chance
 MOST_ROWS = 256
@@ -133,7 +132,7 @@ class ConvergenceResult:
     :param still: the chains of which no weight ever changes.
     :param settled: whether each chain's predictions move, and stay the same from its first to its second half; ``None``
         without predictions.
-    :param divergent: share of the draws that diverged; ``None`` where the sampler doesn't say.
+    :param divergent: share of the draws that diverged; ``None`` if the sampler doesn't say.
     :param energy_fraction: E-BFMI of each chain, ``(chains,)``, or ``None``.
     :param acceptance: mean acceptance rate of each chain, ``(chains,)``, or ``None``.
     :param step_size: mean step size of each chain, ``(chains,)``, or ``None``.
@@ -202,7 +201,7 @@ class ConvergenceResult:
 @torch.no_grad()
 def convergence(
     posterior: Posterior,
-    symmetry: Symmetry | PermutationGroup | SignGroup | FiniteGroup | None = None,
+    symmetry: Symmetry | Group | None = None,
     *,
     aligned: Posterior | None = None,
     model: BayesianModel | None = None,
@@ -230,7 +229,7 @@ def convergence(
     :param predictions: instead of ``model`` and ``x``: anything that is a function of the weights alone, ``(chains,
         draws, ...)``, such as ``predict(posterior.samples, any_model, x, kind="mean")``.
     :param threshold: R-hat above which chains disagree.
-    :param canonical: options of :func:`~pyro_symmetric.symmetry.canonicalize`.
+    :param canonical: options of :func:`~pyro_symmetric.canonical.forms.canonicalize`.
     :raises TypeError: if ``model`` is no ``BayesianModel``.
     :raises ValueError: if arguments don't fit.
     """
@@ -276,7 +275,7 @@ def convergence(
 
 def _frames(
     posterior: Posterior,
-    symmetry: Symmetry | PermutationGroup | SignGroup | FiniteGroup | None,
+    symmetry: Symmetry | Group | None,
     aligned: Posterior | None,
     options: Mapping[str, Any],
     threshold: float,
@@ -324,8 +323,6 @@ def _from_origin(
 def _predictions(posterior: Posterior, model: BayesianModel, x: Tensor) -> Tensor:
     """Expected targets ``(chains, draws, rows, ...)``."""
     rows = x if len(x) <= MOST_ROWS else x[evenly_spaced(len(x), MOST_ROWS)]
-    from pyro_symmetric.predict import predict  # a floor above this one
-
     return predict(posterior.samples, model, rows, kind="mean", progress=False)
 
 

@@ -5,7 +5,7 @@ entropy of the mean prediction minus the mean entropy of the predictions,
 
 .. math:: I = H\Big[\frac{1}{S} \sum_s p_s\Big] - \frac{1}{S} \sum_s H[p_s] \in [0, \log \min(S, C)],
 
-zero where all members predict alike. Of two members it is their Jensen-Shannon divergence, at most log 2; where many
+zero if all members predict alike. Of two members it is their Jensen-Shannon divergence, at most log 2; where many
 pairs are close to 0 the ensemble has collapsed in function space (Laurent et al. 2024, section 5). All entropies in
 nats.
 """
@@ -98,7 +98,7 @@ class FunctionalCollapse:
 
     :param within: mutual information of every pair of members on inputs from the distribution, ``(S, S)`` in nats.
     :param outside: the same on inputs from elsewhere, ``(S, S)``.
-    :param correlation: Pearson's correlation of the two over pairs; NaN where one of them is constant.
+    :param correlation: Pearson's correlation of the two over pairs; NaN if one of them is constant.
     :param rank_correlation: Spearman's.
     """
 

@@ -1,13 +1,13 @@
 r"""What symmetries do along training and at its end.
 
 Units of a layer may be sorted by a key that is read off their weights (see
-:func:`~pyro_symmetric.symmetry.canonicalize`). How far the sorting permutation still changes from one training step to
-the next tells whether units keep changing places (Laurent et al. 2024, arXiv 2310.08287, section 5 and figure 4):
-Kendall's :math:`\tau` between the two orders is one minus twice the share of the pairs of units that swapped,
+:func:`~pyro_symmetric.canonical.forms.canonicalize`). How far the sorting permutation still changes from one training
+step to the next tells whether units keep changing places (Laurent et al. 2024, arXiv 2310.08287, section 5 and figure
+4): Kendall's :math:`\tau` between the two orders is one minus twice the share of the pairs of units that swapped,
 
 .. math:: \tau = 1 - \frac{4 \cdot \#\text{swapped pairs}}{n (n - 1)} \in [-1, 1],
 
-1 where no pair did, 0 on average between independent random orders.
+1 if no pair did, 0 on average between independent random orders.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import described
+from pyro_symmetric.canonical.minimal_mass import minimal_mass
+from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
 from pyro_symmetric.compare._results import table
-from pyro_symmetric.compare.layers import Samples, permutations_of, samples_of
-from pyro_symmetric.symmetry.canonical import PermutationKey, sorting_permutation
-from pyro_symmetric.symmetry.finite import FiniteGroup
-from pyro_symmetric.symmetry.minimal_mass import HasScalings, minimal_mass
-from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
-from pyro_symmetric.symmetry.rescaling import ScalingGroup
-from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
-from pyro_symmetric.symmetry.weights import require_finite
+from pyro_symmetric.compare.layers import Samples, samples_of
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.weights import require_finite
 
 _CHUNK_ENTRIES = 2**24  # pairs of units at a time
 
@@ -38,7 +36,7 @@ _CHUNK_ENTRIES = 2**24  # pairs of units at a time
 def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     """Kendall's rank correlation between batches of permutations.
 
-    Two orders of the same units, as :class:`~pyro_symmetric.symmetry.Permutation` holds them: entry ``i`` is the unit
+    Two orders of the same units, as :class:`~pyro_symmetric.groups.element.Element` holds them: entry ``i`` is the unit
     in place ``i``. Time and memory are ``n²`` for each pair, by chunks; no loop over pairs.
 
     >>> kendall_tau(torch.tensor([0, 1, 2]), torch.tensor([[0, 1, 2], [2, 1, 0], [1, 0, 2]]))
@@ -46,7 +44,7 @@ def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
 
     :param first: ``batch_shape + (n,)``, each row a permutation of ``0 .. n-1``; batch shapes broadcast.
     :param second: likewise.
-    :returns: ``batch_shape``, float64; 1 where ``n < 2``.
+    :returns: ``batch_shape``, float64; 1 if ``n < 2``.
     :raises ValueError: if the lengths differ or a row is no permutation.
     """
     for name, value in (("first", first), ("second", second)):
@@ -67,9 +65,9 @@ def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
 class SortingTracker:
     """Follows the order of units along any training loop.
 
-    Call it after every step (or every so many); it keeps one number per factor, not the weights. Before and after the
-    scales of units are removed the order may differ: for the order of the canonical form give weights with unit norms,
-    ``tracker(canonicalize(weights, symmetry, permutations=None))``.
+    Call it after every step (or every so many); it keeps one number for each set of units, not the weights. Before and
+    after the scales of units are removed the order may differ: for the order of the canonical form give weights with
+    unit norms, ``tracker(canonicalize(weights, symmetry, permutations=None))``.
 
     >>> net = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1))
     >>> tracker = SortingTracker(find_symmetry(net, torch.randn(3, 2)))
@@ -80,16 +78,15 @@ class SortingTracker:
     torch.Size([9])
 
     :param symmetry: the group, or a network's symmetry.
-    :param key: what units are sorted by, see :func:`~pyro_symmetric.symmetry.canonicalize`.
+    :param key: what units are sorted by, see :func:`~pyro_symmetric.canonical.forms.canonicalize`.
     """
 
-    def __init__(self, symmetry: WeightSymmetry | FiniteGroup | PermutationGroup, key: PermutationKey = "max"):
+    def __init__(self, symmetry: Symmetry | Group, key: PermutationKey = "max"):
         arguments.one_of("key", key, get_args(PermutationKey))
-        group = permutations_of(symmetry)
-        self.group: PermutationGroup = group
+        self.group: Group = group_of(symmetry, "symmetry").permutations
         self.key: PermutationKey = key
-        self._last: Permutation | None = None
-        self._taus: dict[str, list[Tensor]] = {name: [] for name, size in group.factors.items() if size > 1}
+        self._last: Element | None = None
+        self._taus: dict[str, list[Tensor]] = {name: [] for name, size in self.group.factors.items() if size > 1}
 
     @torch.no_grad()
     def __call__(self, weights: nn.Module | Mapping[str, Tensor]) -> None:
@@ -110,19 +107,21 @@ class SortingTracker:
                     "time; a tracker follows one run (or one batch of runs)"
                 )
             for name, taus in self._taus.items():
-                taus.append(kendall_tau(self._last[name].to(now[name].device), now[name]).cpu())
+                tau = kendall_tau(self._last[name].to(now[name].device), now[name]).cpu()
+                taus.append(tau.mean(-1) if self.group[name].copies > 1 else tau)
         self._last = now
 
     @property
     def history(self) -> dict[str, Tensor]:
-        """Factor -> Kendall's tau between successive calls, ``(calls - 1,) + batch_shape``."""
+        """Units -> Kendall's tau between successive calls, ``(calls - 1,) + batch_shape``. Of units that have several
+        copies (rows of each attention head), the mean over copies."""
         return {name: torch.stack(taus) if taus else torch.zeros(0) for name, taus in self._taus.items()}
 
     @property
     def mean(self) -> Tensor:
-        """Kendall's tau averaged over factors, weighted by their number of pairs of units."""
+        """Kendall's tau averaged over all pairs of units."""
         history = self.history
-        pairs = {name: self.group.factors[name] * (self.group.factors[name] - 1) / 2 for name in history}
+        pairs = {name: self.group[name].count * (self.group[name].size - 1) / 2 for name in history}
         if not history:
             raise ValueError("the group permutes no two units; there is no order to follow")
         return torch.stack([pairs[name] * value for name, value in history.items()]).sum(0) / sum(pairs.values())
@@ -133,8 +132,8 @@ class EquivalentModes:
     """How many modes of a posterior are copies of one; see :func:`equivalent_modes`.
 
     :param log_number: natural logarithm of the number.
-    :param permutations: factor -> (units, log of their number of orders); nested factors count once for each copy.
-    :param signs: factor -> (units, log of their number of signs; flips that others do together don't count).
+    :param permutations: units -> (their number in all copies, log of their number of orders).
+    :param signs: units -> (likewise, log of their number of signs; flips that others do together don't count).
     """
 
     log_number: float
@@ -156,48 +155,44 @@ class EquivalentModes:
         }
 
     def __repr__(self) -> str:
-        rows = [("factor", "units", "kind", "log number")]
+        rows = [("units", "number", "kind", "log number")]
         for kind, entries in (("orders", self.permutations), ("signs", self.signs)):
             rows += [(name, f"{size:,}", kind, f"{log:,.1f}") for name, (size, log) in entries.items()]
         head = f"exp({self.log_number:,.1f}) = 10^{self.log10_number:,.1f} equivalent modes"
         return f"{head}\n{table(rows, left=(0, 2))}" if len(rows) > 1 else head
 
 
-def equivalent_modes(symmetry: WeightSymmetry | FiniteGroup | PermutationGroup) -> EquivalentModes:
+def equivalent_modes(symmetry: Symmetry | Group) -> EquivalentModes:
     """The number of equivalent modes of an architecture's posterior: the order of its finite symmetry group.
 
-    It is that of modes without symmetry of their own; where two units of a mode are alike it has fewer copies. Scalings
+    It is that of modes without symmetry of their own; if two units of a mode are alike it has fewer copies. Scalings
     are left out: a proper prior allows one scale of each unit only.
 
     :param symmetry: the group, or a network's symmetry.
     """
-    permutations = permutations_of(symmetry)
-    signs = {} if isinstance(symmetry, PermutationGroup) else symmetry.signs.independent
-    orders = {name: (size, math.lgamma(size + 1)) for name, size in permutations.factors.items()}
-    flips = {name: (len(units), int(units.sum()) * math.log(2)) for name, units in signs.items()}
-    return EquivalentModes(symmetry.log_order(), orders, flips)
+    group = group_of(symmetry, "symmetry").finite
+    permuted = {name: group[name] for name in group.names("permute")}
+    orders = {name: (units.count, units.copies * math.lgamma(units.size + 1)) for name, units in permuted.items()}
+    free = group.independent("flip")
+    flips = {name: (units.numel(), int(units.sum()) * math.log(2)) for name, units in free.items()}
+    return EquivalentModes(group.log_order(), orders, flips)
 
 
-def excess_mass(weights: Samples, symmetry: HasScalings | ScalingGroup) -> Tensor:
+def excess_mass(weights: Samples, symmetry: Symmetry | Group) -> Tensor:
     r"""The share of the weights' mass that scalings alone could take away,
     :math:`1 - \min_\lambda \|\lambda \cdot w\|^2 / \|w\|^2`, biases left out.
 
-    0 where weights lie at the minimum of their orbit, where weight decay would end; how far from it training ended is
+    0 if weights lie at the minimum of their orbit, where weight decay would end; how far from it training ended is
     figure 2 of Laurent et al. (2024). Units that have no best scale (dead ones, those before batch normalisation) are
     held at the scale they have, in both masses.
 
     :param weights: site -> tensor ``batch_shape + site_shape``; or a ``Posterior``, chains end to end.
     :param symmetry: the scalings, or a network's symmetry.
-    :returns: ``batch_shape``, float64, in [0, 1); NaN where all weights are 0.
+    :returns: ``batch_shape``, float64, in [0, 1); NaN if all weights are 0.
     """
     weights = samples_of(weights)
-    if not isinstance(symmetry, ScalingGroup) and not hasattr(symmetry, "scalings"):
-        raise TypeError(
-            f"symmetry is {described(symmetry)}; it must be a network's symmetry, such as find_symmetry(net, x), or "
-            "its scalings"
-        )
-    group = symmetry if isinstance(symmetry, ScalingGroup) else symmetry.scalings
-    minimum = minimal_mass(weights, group.without_buffers(), scale_free="hold").mass
+    group = group_of(symmetry, "symmetry").scalings.without_buffers()
+    minimum = minimal_mass(weights, group, scale_free="hold").mass
     dims = minimum.dim()
     mass = torch.zeros_like(minimum)
     for site in group.weight_sites:

@@ -9,7 +9,7 @@ import torch
 
 from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, evenly_spaced
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import Weights, require_finite
+from pyro_symmetric.weights import Weights, require_finite
 
 
 def is_chain(posterior: Any) -> TypeGuard[Posterior]:
@@ -22,7 +22,7 @@ def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatis
     size over the weights, since draws that are thinned to all of it keep a correlation of about 0.1; but one of each
     chain, as chains know nothing of each other. Weights that never move are left out.
 
-    :param statistics: site -> its :func:`~pyro_symmetric.chain_statistics.chain_statistics`, where they are at hand.
+    :param statistics: site -> its :func:`~pyro_symmetric.chain_statistics.chain_statistics`, if they are at hand.
     """
     if statistics is None:
         statistics = {site: chain_statistics(value) for site, value in posterior.samples.items()}

@@ -5,11 +5,12 @@ distributed alike for every element ``p``. A corollary (Laurent et al. 2024, arX
 B) can be seen in samples: all units of a layer have equal marginals. A chain that stays in one copy of a mode, or an
 approximation of one mode, betrays itself there.
 
-For each factor :math:`S_n` of the group two null hypotheses are tested, both implied by invariance:
+For each set of :math:`n` units that the group permutes two null hypotheses are tested, both implied by invariance:
 
 * **index**: the unit that holds the largest weight of the layer is each unit with probability :math:`1/n`. Pearson's
-  :math:`\chi^2` on its counts; by simulated multinomial counts where :math:`S/n < 5` makes the :math:`\chi^2` law
-      unreliable.
+  :math:`\chi^2` on its counts; by simulated multinomial counts if :math:`S/n < 5` makes the :math:`\chi^2` law
+  unreliable. If the units have several copies (the rows of each attention head), each copy is tested by itself, and the
+  smallest p-value counts as many times as there are copies (Bonferroni).
 * **marginals**: a weight of one unit and the corresponding weight of another are distributed alike. Two-sample
   Kolmogorov-Smirnov tests of all pairs of units and positions, with exact p-values, corrected by Holm's method.
 
@@ -34,29 +35,30 @@ from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare._tests import chi_square_uniform, holm, holm_rejections, kolmogorov_smirnov
 from pyro_symmetric.compare.independence import independent_draws, is_chain
-from pyro_symmetric.compare.layers import Samples, permutations_of, samples_of
-from pyro_symmetric.symmetry.permutation import Axis, PermutationGroup
-from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
-from pyro_symmetric.symmetry.weights import require_finite
+from pyro_symmetric.compare.layers import Samples, samples_of
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.units import Axis
+from pyro_symmetric.weights import require_finite
 
 
 @dataclass(frozen=True, eq=False)
 class FactorInvariance:
-    """The two tests of one factor.
+    """The two tests of one set of units.
 
-    :param size: the number of units ``n``.
+    :param size: the number of units ``n`` of one copy.
     :param sites: the sites whose weights were looked at.
-    :param index_counts: in how many draws each unit held the largest weight, ``(n,)``.
-    :param index_statistic: Pearson's statistic of these counts.
+    :param index_counts: in how many draws each unit held the largest weight of its copy, ``(n,)`` or ``(copies, n)``.
+    :param index_statistic: Pearson's statistic of these counts; of several copies the largest.
     :param index_method: ``"chi-square"`` or ``"simulated multinomial"`` (expected counts under 5).
-    :param index_p_value: p-value of the null hypothesis that the index is uniform.
-    :param marginal_tests: number of Kolmogorov-Smirnov tests (pairs of units times positions).
+    :param index_p_value: p-value of the null hypothesis that the index is uniform in each copy.
+    :param marginal_tests: number of Kolmogorov-Smirnov tests (pairs of units of one copy, times positions).
     :param marginal_p_value: p-value of the null hypothesis that all tested marginals are equal: the smallest of theirs,
         by Holm.
     :param marginal_rejected: how many of them Holm's method rejects at the level.
     :param marginal_largest: the largest Kolmogorov-Smirnov statistic.
     :param marginal_smallest_possible: the smallest ``marginal_p_value`` that so few draws can give at all.
-    :param index_adjusted: ``index_p_value``, adjusted by Holm for all tests of all factors.
+    :param index_adjusted: ``index_p_value``, adjusted by Holm for all tests of all sets of units.
     :param marginal_adjusted: likewise.
     """
 
@@ -86,7 +88,7 @@ class FactorInvariance:
 class InvarianceResult:
     """What the tests found; see :func:`invariance_tests`.
 
-    :param per_factor: factor -> :class:`FactorInvariance`.
+    :param per_factor: units -> :class:`FactorInvariance`.
     :param level: the probability that an invariant posterior's independent draws are called not invariant is at most
         this.
     :param num_draws: how many draws were used, after thinning.
@@ -108,19 +110,19 @@ class InvarianceResult:
         """What was found, in one line."""
         count = 2 * len(self.per_factor)
         if not self.per_factor:
-            return "nothing to test: no factor of the group permutes two units or more"
+            return "nothing to test: the group permutes no two units"
         if not self.rejected:
             text = (
                 f"no sign against invariance: none of {count} tests rejects at level {self.level:g} "
                 f"(smallest adjusted p-value {_p(self.p_value)}, {self.num_draws:,} draws)"
             )
             weak = sum(f.marginal_smallest_possible * count > self.level for f in self.per_factor.values())
-            return text + (f"; too few draws for the marginal tests of {weak} factors" if weak else "")
+            return text + (f"; too few draws for the marginal tests of {weak} sets of units" if weak else "")
         failed = [name for name, f in self.per_factor.items() if self._failed(f)]
         worst = min(self.per_factor, key=lambda name: self._smallest(self.per_factor[name]))
         return (
             f"not invariant at level {self.level:g} (p-value {_p(self.p_value)}, {self.num_draws:,} draws): "
-            f"{len(failed)} of {len(self.per_factor)} factors fail, worst {worst!r}, where "
+            f"{len(failed)} of {len(self.per_factor)} sets of units fail, worst {worst!r}, where "
             + self._reason(self.per_factor[worst])
         )
 
@@ -134,10 +136,11 @@ class InvarianceResult:
     def _reason(self, factor: FactorInvariance) -> str:
         reasons = []
         if factor.index_adjusted <= self.level:
-            unit = int(factor.index_counts.argmax())
+            copy, unit = divmod(int(factor.index_counts.argmax()), factor.size)
             share = float(factor.index_counts.max()) / self.num_draws
+            of = f" of copy {copy}" if factor.index_counts.dim() > 1 else ""
             reasons.append(
-                f"unit {unit} holds the largest weight in {share:.0%} of draws instead of {1 / factor.size:.1%}"
+                f"unit {unit}{of} holds the largest weight in {share:.0%} of draws instead of {1 / factor.size:.1%}"
             )
         if factor.marginal_adjusted <= self.level:
             reasons.append(f"{factor.marginal_rejected:,} of {factor.marginal_tests:,} pairs of marginals differ")
@@ -155,7 +158,7 @@ class InvarianceResult:
         }
 
     def __repr__(self) -> str:
-        rows = [("factor", "units", "index p", "marginal p", "pairs that differ", "verdict")]
+        rows = [("units", "number", "index p", "marginal p", "pairs that differ", "verdict")]
         rows += [
             (
                 name,
@@ -173,7 +176,7 @@ class InvarianceResult:
 @torch.no_grad()
 def invariance_tests(
     weights: Samples,
-    group: PermutationGroup | WeightSymmetry,
+    group: Group | Symmetry,
     *,
     level: float = 0.05,
     effective_size: float | None = None,
@@ -181,24 +184,24 @@ def invariance_tests(
 ) -> InvarianceResult:
     """Test whether samples of weights are invariant under ``group``.
 
-    The weights of a unit are those of the sites that its factor moves along their first axis: for linear and
-    convolutional layers its incoming weights and its bias, for normalisation its scale and shift. A factor that moves
-    no site along the first axis is tested on all sites that it moves. Units of several blocks (gates, flattened pixels)
-    are compared block by block. Where the same factor moves a second axis of the site too (recurrent weights), unit
-    ``i``'s weight from unit ``i + k`` is compared with unit ``j``'s from ``j + k`` (modulo ``n``): only those must be
-    distributed alike.
+    The weights of a unit are those of the sites along whose first axis it lies: for linear and convolutional layers its
+    incoming weights and its bias, for normalisation its scale and shift. Units that lie along no first axis are tested
+    on all their sites. Units of several blocks (gates, flattened pixels) are compared block by block. If they lie along
+    a second axis of the site too (recurrent weights), unit ``i``'s weight from unit ``i + k`` is compared with unit
+    ``j``'s from ``j + k`` (modulo ``n``): only those must be distributed alike. Units of different copies are not
+    compared: if their parents may change places, the parents' own tests see to that.
 
-    Holm's method over both tests of all factors keeps the probability of any false rejection under ``level``.
+    Holm's method over both tests of all sets of units keeps the probability of any false rejection under ``level``.
 
     :param weights: site -> samples ``batch_shape + site_shape``, of which batch dimensions are flattened; or a
         ``Posterior``.
-    :param group: the permutation group, or a network's symmetry, which has one; factors of size 1 are passed over.
+    :param group: the group, or a network's symmetry, of which the permutations count; single units are passed over.
     :param level: the family-wise level of the tests.
     :param effective_size: how many draws may be taken as independent. That many, evenly spaced over the flattened
         batch, are kept, rounded down. Default: of a ``Posterior`` that a sampler drew,
         :func:`~pyro_symmetric.compare.independent_draws`; else all. Of chains in a dictionary give half of the smallest
         effective sample size over the weights, as draws thinned to all of it keep a correlation of about 0.1.
-    :param max_tests: Kolmogorov-Smirnov tests of one factor. Where pairs of units times positions are more, a fixed
+    :param max_tests: Kolmogorov-Smirnov tests of one set of units. If pairs of units times positions are more, a fixed
         pseudo-random part of the positions (and of the pairs, if needed) is tested.
     :raises ValueError: if weights don't fit the group, aren't finite, or fewer than 2 draws are left.
     """
@@ -207,7 +210,7 @@ def invariance_tests(
     _check_arguments(level, effective_size, max_tests)
     effective_size = None if effective_size in (None, math.inf) else int(effective_size)
     weights = samples_of(weights)
-    group = permutations_of(group)
+    group = group_of(group).permutations
     shape = group.batch_shape(weights)
     require_finite({site: weights[site] for site in group.required_sites}, "weights")
     keep = _thinned(shape.numel(), effective_size)
@@ -222,7 +225,7 @@ def invariance_tests(
         found[name] = (
             tuple(dict.fromkeys(a.site for a in axes)),
             *_index_test(units),
-            *_marginal_tests(units, level, max_tests),
+            *_marginal_tests([part.transpose(1, 2).flatten(2) for part in units], level, max_tests),
         )
     adjusted = holm(torch.tensor([[f[4], f[6]] for f in found.values()], dtype=torch.float64).reshape(-1)).tolist()
     per_factor = {
@@ -250,9 +253,9 @@ def _thinned(draws: int, effective_size: int | None) -> slice | Tensor:
     return evenly_spaced(draws, effective_size)
 
 
-def _unit_axes(group: PermutationGroup, name: str) -> list[Axis]:
-    """Where to look at a factor's units: their rows if it has any. Axes are those of the group's view."""
-    pairs = [pair for pair in zip(group.factor(name).axes, group.axes(name), strict=True) if not pair[0].buffer]
+def _unit_axes(group: Group, name: str) -> list[Axis]:
+    """Where to look at units: at their rows if they have any. Axes are those of the group's view."""
+    pairs = [pair for pair in zip(group[name].axes, group.axes(name), strict=True) if not pair[0].buffer]
     viewed = [axis for _, axis in pairs]
     # Units that meet themselves on one flattened axis (tied grouped convolutions) have no position of their own there.
     alone = [a for a in viewed if sum((a.site, a.dim) == (b.site, b.dim) for b in viewed) == 1]
@@ -260,46 +263,53 @@ def _unit_axes(group: PermutationGroup, name: str) -> list[Axis]:
     return [axis for axis in rows if any(axis is a for a in alone)] or alone
 
 
-def _unit_weights(
-    weights: Mapping[str, Tensor], group: PermutationGroup, name: str, axis: Axis, keep: slice | Tensor
-) -> Tensor:
-    """Each unit's weights in one site, ``(draws, n, positions)``; invariance makes those of one position alike."""
-    shape = group.view_shapes[axis.site]
-    value = weights[axis.site].detach().reshape(-1, *shape)
+def _unit_weights(weights: Mapping[str, Tensor], group: Group, name: str, axis: Axis, keep: slice | Tensor) -> Tensor:
+    """Each unit's weights in one site, ``(draws, copies, n, positions)``; invariance makes those of one copy and
+    position alike."""
+    value = weights[axis.site].detach().reshape(-1, *group.view_shapes[axis.site])
     value = value[keep].movedim(1 + axis.dim, 1)
-    n = axis.index.shape[1]
-    if torch.equal(axis.index.cpu(), torch.arange(value.shape[1])[None]):
-        value = value.unsqueeze(2)
-    else:
-        value = value[:, axis.index.T.to(value.device)]  # (draws, n, blocks, other axes)
+    plain, units = group.is_plain(axis), group[name]
+    value = value.unsqueeze(2) if plain else value[:, axis.index.T.to(value.device)]
+    value = value.unflatten(1, (units.copies, units.size))  # (draws, copies, n, blocks, other axes)
     for dim, members in group.members(axis.site).items():
         if dim == axis.dim or all(owner != name for owner, _ in members):
             continue
-        # The same factor moves another axis: for unit i, rotate that axis so that its own place comes first.
-        shifts = (torch.arange(n)[:, None] + torch.arange(n)) % n
-        index = group.element({name: shifts}).axis_index(axis.site, dim).to(value.device)
-        place = 3 + dim - (dim > axis.dim)
+        # They lie along another axis as well: for unit i of each copy, rotate that axis so that its own place comes
+        # first.
+        places = torch.arange(units.size)
+        turned = (places[:, None] + places) % units.size
+        turned = turned.reshape(units.size, *[1] * (len(units.shape) - 1), units.size).expand(-1, *units.shape)
+        index = group.element({name: turned}).axis_index(axis.site, dim).to(value.device)
+        place = 4 + dim - (dim > axis.dim)
         view = [1] * value.dim()
-        view[1], view[place] = index.shape
+        view[2], view[place] = index.shape
         value = value.take_along_dim(index.reshape(view), dim=place)
-    return value.reshape(len(value), n, -1)
+    return value.reshape(len(value), units.copies, units.size, -1)
 
 
 def _index_test(units: list[Tensor]) -> tuple[Tensor, float, str, float]:
-    """Counts of the unit with the largest weight, Pearson's statistic, the method and the p-value."""
-    largest = torch.stack([part.amax(-1) for part in units]).amax(0)
+    """Counts of the unit with the largest weight of each copy, Pearson's statistic, the method and the p-value."""
+    largest = torch.stack([part.amax(-1) for part in units]).amax(0)  # (draws, copies, n)
     winners = largest == largest.amax(-1, keepdim=True)
     if bool((winners.sum(-1) > 1).any()):
         # ties, as of weights that are exactly 0: drawn, so that the index stays uniform under invariance
         index = (winners * torch.rand(winners.shape, device=winners.device).add_(1)).argmax(-1)
     else:
         index = winners.long().argmax(-1)
-    counts = torch.bincount(index, minlength=largest.shape[1]).cpu()
-    return (counts, *chi_square_uniform(counts))
+    copies, n = largest.shape[1:]
+    counts = torch.bincount((index + n * torch.arange(copies, device=index.device)).flatten(), minlength=copies * n)
+    counts = counts.reshape(copies, n).cpu()
+    statistic, method, p_values = chi_square_uniform(counts)
+    p_value = min(1.0, copies * float(p_values.min()))
+    return counts if copies > 1 else counts[0], float(statistic.max()), method, p_value
 
 
 def _marginal_tests(units: list[Tensor], level: float, max_tests: int) -> tuple[int, float, int, float, float]:
-    """Number of tests, adjusted smallest p-value, rejections, largest statistic, smallest possible p-value."""
+    """Number of tests, adjusted smallest p-value, rejections, largest statistic, smallest possible p-value.
+
+    :param units: each site's weights, ``(draws, n, positions)``; units of several copies are compared copy by copy, a
+        copy's positions beside the next one's.
+    """
     draws, n, _ = units[0].shape
     positions = sum(part.shape[-1] for part in units)
     first, second = torch.triu_indices(n, n, 1)

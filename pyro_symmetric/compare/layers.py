@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
 from pyro_symmetric.compare.frames import canonical_frame, is_group, one_frame
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups.group import Group
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.canonical import Symmetry
-from pyro_symmetric.symmetry.finite import FiniteGroup
-from pyro_symmetric.symmetry.permutation import PermutationGroup
-from pyro_symmetric.symmetry.rescaling import SignGroup
-from pyro_symmetric.symmetry.weights import (
+from pyro_symmetric.weights import (
     Shapes,
     batch_shape,
     is_running_statistic,
@@ -34,9 +32,7 @@ from pyro_symmetric.symmetry.weights import (
 
 Layers = Mapping[str, Sequence[str]]
 Samples = Mapping[str, Tensor] | Posterior
-AnySymmetry = (
-    Symmetry | PermutationGroup | SignGroup | FiniteGroup | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-)
+AnySymmetry = Symmetry | Group | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 def samples_of(weights: Samples, name: str = "weights") -> Mapping[str, Tensor]:
@@ -53,19 +49,6 @@ def samples_of(weights: Samples, name: str = "weights") -> Mapping[str, Tensor]:
             "take draws: Predictive(model, guide=guide, num_samples=1000))"
         )
     return arguments.weights(name, weights)
-
-
-def permutations_of(symmetry: Any) -> PermutationGroup:
-    """The permutations of a symmetry, or the group itself.
-
-    :raises TypeError: if it is neither.
-    """
-    if not isinstance(symmetry, PermutationGroup) and not hasattr(symmetry, "permutations"):
-        raise TypeError(
-            f"symmetry is {described(symmetry)}; it must be a network's symmetry, such as find_symmetry(net, x), or a "
-            "permutation group"
-        )
-    return symmetry if isinstance(symmetry, PermutationGroup) else symmetry.permutations
 
 
 def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str, tuple[str, ...]]:
@@ -106,8 +89,8 @@ def removal(symmetry: Any) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tens
         return lambda weights: canonical_frame(weights, symmetry)
     if not callable(symmetry) or isinstance(symmetry, nn.Module):
         raise TypeError(
-            f"symmetry is {described(symmetry)}; it must be a symmetry, such as find_symmetry(net, x), a group of it, "
-            "or a function of weights that removes it"
+            f"symmetry is {described(symmetry)}; it must be a symmetry, such as find_symmetry(net, x), a declared "
+            "group, or a function of weights that removes it"
         )
 
     def removed(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -182,7 +165,7 @@ class PairedSamples:
                 raise ValueError(
                     f"{site!r} has shape {tuple(weights_p[site].shape)} in weights_p and "
                     f"{tuple(weights_q[site].shape)} in weights_q; both must be (samples,) + the same site shape. "
-                    "Pass site_shapes= where there are more batch dimensions, such as (chains, draws)"
+                    "Pass site_shapes= if there are more batch dimensions, such as (chains, draws)"
                 )
         _warn_of_chains(weights_p)
         return shapes

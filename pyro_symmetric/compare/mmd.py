@@ -6,7 +6,7 @@ the squared discrepancy (Gretton et al. 2012, Lemma 6) is
 .. math:: \widehat{\mathrm{MMD}}^2 = \frac{1}{m(m-1)} \sum_{i \ne j} k(x_i, x_j)
     + \frac{1}{n(n-1)} \sum_{i \ne j} k(y_i, y_j) - \frac{2}{mn} \sum_{i, j} k(x_i, y_j).
 
-Under a fixed kernel it is zero on average where :math:`p = q`, so that a small value may well be negative. As in
+Under a fixed kernel it is zero on average if :math:`p = q`, so that a small value may well be negative. As in
 Laurent et al. (2024, arXiv 2310.08287) it is taken layer by layer under ten Gaussian kernels :math:`\exp(-(\|x - y\|_2
 / \lambda)^2)` and ten Laplace kernels :math:`\exp(-\|x - y\|_1 / \lambda)`, with the bandwidths of MMDAgg (Schrab et
 al. 2023, arXiv 2110.15073): see :func:`bandwidth_grid`. That grid is chosen by the distances *between* the samples
@@ -29,7 +29,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.compare._pairs import Pairs
 from pyro_symmetric.compare._results import layer_table
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
-from pyro_symmetric.symmetry.weights import Shapes
+from pyro_symmetric.weights import Shapes
 
 NUM_BANDWIDTHS = 10
 
@@ -174,10 +174,11 @@ def mmd(
         running statistics left out.
     :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
     :param symmetry: remove it first: both sides are brought to their canonical forms, by the default rules of
-        :func:`~pyro_symmetric.symmetry.canonicalize`; or by a function of weights, such as ``lambda w: canonicalize(w,
-        symmetry, scalings="minimal_mass")``, which ``pyro-symmetric compare`` uses: at unit norm nearly dead units have
-        biases so large that they decide the distance. Where a prior sees the scales (a Gaussian one), they are no
-        symmetry of the posterior: ``symmetry.finite`` removes permutations and signs only.
+        :func:`~pyro_symmetric.canonical.forms.canonicalize`; or by a function of weights, such as
+        ``lambda w: canonicalize(w, symmetry, scalings="minimal_mass")``, which ``pyro-symmetric compare`` uses: at unit
+        norm nearly dead units have biases so large that they decide the distance. If a prior sees the scales (a
+        Gaussian one does), they are no symmetry of the posterior: ``symmetry.finite`` removes permutations and signs
+        only.
     :param bandwidths: an earlier result whose bandwidths are used again, so that several comparisons use the same
         kernels. Default: a grid chosen for these samples by :func:`bandwidth_grid`.
     :param chunk: how many weights are taken at a time; by default as many as stay in the cache.
@@ -208,7 +209,7 @@ def bandwidth_grid(cross_distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS
     r"""Bandwidths on a geometric grid that covers the distances between two samples.
 
     The grid runs from half the smallest to twice the largest distance between a point of one sample and a point of the
-    other. Where the smallest is under 0.1, the 5 % quantile (the order statistic of rank :math:`\lfloor 0.05 N
+    other. If the smallest is under 0.1, the 5 % quantile (the order statistic of rank :math:`\lfloor 0.05 N
     \rfloor`, counted from 0) stands in its place. Two floors keep the grid sane for samples that coincide: the lower
     distance is never taken under 0.1 and the upper never under 0.3, *before* they are halved and doubled, so that no
     bandwidth is under 0.05. This is MMDAgg's rule (Schrab et al. 2023), which the paper uses, applied to all

@@ -7,7 +7,7 @@ orbit,
 
 is a kernel on orbits (Haasdonk & Burkhardt 2007, "transformation integration"; Raj et al. 2017), and its discrepancy
 is that of the symmetrised distributions: :math:`\mathrm{MMD}_{\bar k}(p, q) = \mathrm{MMD}_k(\bar p, \bar q)` with
-:math:`\bar p = E_g\, g \# p`. It compares posteriors modulo symmetry where canonical forms are in doubt: a canonical
+:math:`\bar p = E_g\, g \# p`. It compares posteriors modulo symmetry if canonical forms are in doubt: a canonical
 form cuts orbits open, and near the cut it tears apart what lies close together.
 
 Nothing is enumerated. With :math:`g_i, h_j` independent and uniform, :math:`k(g_i x_i, h_j y_j)` has the mean
@@ -37,11 +37,9 @@ from pyro_symmetric.compare._results import layer_table
 from pyro_symmetric.compare.frames import canonical_frame
 from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples, samples_of
 from pyro_symmetric.compare.mmd import LayerMMD, MMDResult, bandwidth_grid, over_layers
-from pyro_symmetric.symmetry.finite import AnyFiniteGroup, FiniteGroup, finite_part
-from pyro_symmetric.symmetry.permutation import PermutationGroup
-from pyro_symmetric.symmetry.rescaling import SignGroup
-from pyro_symmetric.symmetry.weight_symmetry import SymmetryElement, WeightSymmetry
-from pyro_symmetric.symmetry.weights import Shapes
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.weights import Shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +49,7 @@ class OrbitMMD(MMDResult):
     :param element_errors: layer -> standard error of each kernel's estimate, *given the samples*, from the spread over
         draws of group elements, ``(20,)`` (Gaussian kernels first); it falls as ``num_elements ** -0.5``.
     :param standard_errors: layer -> standard error that counts the samples too (jackknife over samples, each with its
-        elements), ``(20,)``. Where ``p = q`` the estimate's law is not normal and this is a rough guide only.
+        elements), ``(20,)``. If ``p = q``, the estimate's law is not normal and this is a rough guide only.
     :param num_elements: group elements drawn for every sample.
     """
 
@@ -80,7 +78,7 @@ class OrbitMMD(MMDResult):
 def orbit_mmd(
     weights_p: Samples,
     weights_q: Samples,
-    symmetry: WeightSymmetry | PermutationGroup | SignGroup | FiniteGroup,
+    symmetry: Symmetry | Group,
     *,
     num_elements: int = 8,
     layers: Layers | None = None,
@@ -90,7 +88,7 @@ def orbit_mmd(
 ) -> OrbitMMD:
     """Squared discrepancy modulo symmetry under orbit-averaged kernels, unbiased, per layer and over twenty kernels.
 
-    >>> group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+    >>> group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> p = {"w": torch.randn(100, 3, 2) + torch.tensor([[5.0], [0.0], [-5.0]])}  # in one copy
     >>> q = {"w": torch.randn(100, 3, 2) + torch.tensor([[-5.0], [0.0], [5.0]])}  # in another
     >>> result = orbit_mmd(p, q, group)
@@ -119,12 +117,13 @@ def orbit_mmd(
     arguments.whole("chunk", chunk, 1, none="as many as stay in the cache")
     if bandwidths is not None:
         arguments.instance("bandwidths", bandwidths, MMDResult, "an earlier result of mmd")
-    if isinstance(symmetry, WeightSymmetry):
+    whole = group_of(symmetry, "symmetry")
+    if whole.names("scale") or whole.names("shift"):
         weights_p, weights_q = (
-            canonical_frame(weights, symmetry, permutations=None, signs=False)
+            canonical_frame(weights, whole, permutations=None, signs=False)
             for weights in (samples_of(weights_p), samples_of(weights_q))
         )
-    group = finite_part(symmetry)
+    group = whole.finite
     samples = PairedSamples(weights_p, weights_q, layers, site_shapes, minimum=3)
     kernels = {} if bandwidths is None else bandwidths.kernels(samples.layers)
     per_layer, element_errors, standard_errors = {}, {}, {}
@@ -151,14 +150,13 @@ def orbit_mmd(
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _moved_distances(samples: PairedSamples, layer: str, group: AnyFiniteGroup, chunk: int | None) -> Iterator[Tensor]:
+def _moved_distances(samples: PairedSamples, layer: str, group: Group, chunk: int | None) -> Iterator[Tensor]:
     """Euclid's, then city-block distances of all pairs, each sample moved by a random element of its own."""
 
     def moved(weights: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
         element = group.sample((rows,))
-        steps = SymmetryElement(getattr(element, "steps", (element,)))
         sites = {site: weights[site].detach().reshape(rows, *samples.shapes[site]) for site in samples.layers[layer]}
-        return {site: steps.moved(site, value) if site in group.sites else value for site, value in sites.items()}
+        return {site: element.on_site(site, value) if site in group.sites else value for site, value in sites.items()}
 
     (p, q), (m, n) = samples.weights, samples.num_samples
     both = PairedSamples(moved(p, m), moved(q, n), {layer: samples.layers[layer]})
@@ -167,9 +165,7 @@ def _moved_distances(samples: PairedSamples, layer: str, group: AnyFiniteGroup, 
         yield pairs.distances(both, layer, norm, chunk)
 
 
-def _sums(
-    samples: PairedSamples, layer: str, group: AnyFiniteGroup, grids: Sequence[Tensor], chunk: int | None
-) -> Tensor:
+def _sums(samples: PairedSamples, layer: str, group: Group, grids: Sequence[Tensor], chunk: int | None) -> Tensor:
     """For one draw of elements and every kernel, sums over the pairs of each sample: with its own side, with the other
     side; ``(kernels, 2, m + n)``."""
     m, n = samples.num_samples

@@ -42,7 +42,7 @@ class CalibrationCurve(Scores):
     """Reliability of the top label, in bins of equal width.
 
     :param edges: bounds of the bins, ``(num_bins + 1,)``.
-    :param confidence: mean confidence in each bin, ``(num_bins,)``; NaN (``None`` in ``to_dict``) where it is empty.
+    :param confidence: mean confidence in each bin, ``(num_bins,)``; NaN (``None`` in ``to_dict``) if it is empty.
     :param accuracy: share of correct predictions in each bin, ``(num_bins,)``; likewise.
     :param count: number of predictions in each bin, ``(num_bins,)``.
     """

@@ -22,7 +22,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
 from pyro_symmetric.compare.wasserstein import transport_cost
-from pyro_symmetric.symmetry.weights import Shapes
+from pyro_symmetric.weights import Shapes
 
 _CHUNK = 4096
 
@@ -101,7 +101,7 @@ def sliced_wasserstein(
     >>> round(result.value, 1)  # |shift| / sqrt(D) = 2
     2.0
 
-    The plain estimate from samples: of order ``samples ** -0.5`` and positive, not 0, where the distributions are equal
+    The plain estimate from samples: of order ``samples ** -0.5`` and positive, not 0, if the distributions are equal
     (unlike :func:`~pyro_symmetric.compare.mmd`). Directions are drawn from PyTorch's generator; the same seed gives two
     comparisons the same directions.
 

@@ -32,7 +32,7 @@ from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Sa
 from pyro_symmetric.compare.mmd import bandwidth_grid
 from pyro_symmetric.generators import turn
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import Shapes
+from pyro_symmetric.weights import Shapes
 
 _LEAST_PERMUTATIONS = 19
 
@@ -131,7 +131,7 @@ def mmd_test(
     :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given;
         or a ``Posterior``, chains end to end.
     :param weights_q: the same sites, ``n`` samples.
-    :param level: probability of rejecting where there is no difference.
+    :param level: probability of rejecting if there is no difference.
     :param num_permutations: ``B``; the smallest possible p-value is ``1 / (B + 1)``.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
         running statistics left out.
@@ -139,7 +139,7 @@ def mmd_test(
     :param symmetry: remove it first: the test is then one of equality modulo symmetry. Canonical forms, as of
         :func:`~pyro_symmetric.compare.mmd`, are moved by permutations and signs to where they lie closest to the mean
         of both samples together (see :func:`~pyro_symmetric.alignment.align_many`). This doesn't look at which sample
-        a draw belongs to, so the test keeps its level, and it sees differences that canonical forms blur where units'
+        a draw belongs to, so the test keeps its level, and it sees differences that canonical forms blur if units'
         keys overlap. A function of weights is applied as it is.
     :param chunk: how many weights are taken at a time; by default as many as stay in the cache.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, a weight isn't finite, or
@@ -220,7 +220,7 @@ def _upper_ranks(values: Tensor) -> Tensor:
 
 
 def _score(ranks: Tensor, values: Tensor) -> Tensor:
-    """One number for each order, small where some kernel sees a difference: the smallest rank. Where these tie, which
+    """One number for each order, small if some kernel sees a difference: the smallest rank. If these tie, which
     they often do among so few orders, the largest standardised statistic decides; it adds less than a rank's step."""
     standardised = ((values - values.mean(0)) / values.std(0).clamp(min=1e-300)).amax(1)
     tie_breaker = torch.sigmoid(-standardised) / (len(values) + 1)

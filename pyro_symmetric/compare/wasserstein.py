@@ -21,7 +21,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.compare._results import layer_table
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
-from pyro_symmetric.symmetry.weights import Shapes
+from pyro_symmetric.weights import Shapes
 
 _CHUNK_ENTRIES = 2**23
 
@@ -104,7 +104,7 @@ def marginal_wasserstein(
 ) -> WassersteinResult:
     """One-dimensional Wasserstein distance between the marginals of every weight.
 
-    The plain estimate from samples: of order ``samples ** -0.5`` and positive, not 0, where the marginals are equal.
+    The plain estimate from samples: of order ``samples ** -0.5`` and positive, not 0, if the marginals are equal.
 
     :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given;
         or a ``Posterior``, chains end to end.

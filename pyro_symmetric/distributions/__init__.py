@@ -1,21 +1,19 @@
 """Symmetrised distributions and the estimators of their log-density."""
 
-from pyro_symmetric.distributions.bethe import BetheBound
-from pyro_symmetric.distributions.constrained import ConstrainedAction
 from pyro_symmetric.distributions.exact import ExactOrbit
 from pyro_symmetric.distributions.infonce import InfoNCE
 from pyro_symmetric.distributions.modes import Modes
-from pyro_symmetric.distributions.orbit import OrbitEstimator
+from pyro_symmetric.distributions.orbit import ESTIMATORS, OrbitEstimator, Suggestion
 from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
 from pyro_symmetric.distributions.symmetrized import Symmetrized
 
 __all__ = [
-    "BetheBound",
-    "ConstrainedAction",
+    "ESTIMATORS",
     "ExactOrbit",
     "InfoNCE",
     "Modes",
     "OrbitEstimator",
     "SinkhornImportance",
+    "Suggestion",
     "Symmetrized",
 ]

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
-from torch.utils.checkpoint import checkpoint
 
 from pyro_symmetric import arguments
 from pyro_symmetric.distributions.modes import Modes
-from pyro_symmetric.distributions.normals import Normals, is_mean_field, normals_of, sites_of
-from pyro_symmetric.distributions.orbit import CHUNK_NUMBERS, Action, Bound, log_mean_exp, log_prob_on_orbit
-from pyro_symmetric.distributions.permanent import LARGEST_PERMANENT, log_permanent
-from pyro_symmetric.distributions.unit_sets import unit_sets
-from pyro_symmetric.distributions.units import UnitDensities, independent_factors, pair_log_densities
-from pyro_symmetric.symmetry.factored import moved_weights
-from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.distributions.normals import Normals, is_mean_field, normals_of
+from pyro_symmetric.distributions.orbit import (
+    CHUNK_NUMBERS,
+    Bound,
+    OrbitEstimator,
+    Suggestion,
+    in_chunks,
+    log_mean_exp,
+    log_prob_on_orbit,
+)
+from pyro_symmetric.distributions.permanent import LARGEST_PERMANENT
+from pyro_symmetric.distributions.unit_scores import ExactScores
+from pyro_symmetric.distributions.unit_sets import log_order_of, nested_order
+from pyro_symmetric.groups.action import Action
+from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.group import Group
+from pyro_symmetric.weights import Weights
+
+# Exact sums that cost about as much as an estimate: group elements to enumerate, each of which needs the density of
+# all weights, and terms of permanents, each a single number; reports can afford more of both.
+LISTED, TERMS = 30, 5_000
+LISTED_TO_REPORT, TERMS_TO_REPORT = 1_000, 200_000
 
 
 @dataclass(frozen=True)
-class ExactOrbit:
+class ExactOrbit(OrbitEstimator):
     r"""The whole sum over the orbit, for groups small enough: the ruler for every other estimator.
 
-    In general by enumeration, ``|G|`` evaluations of ``q``. For a mean-field base, the sum over one factor is a
-    permanent (:mod:`~pyro_symmetric.distributions.permanent`): :math:`n\,2^{n-1}` terms instead of :math:`n!`, up to
-    width 20. Factors that share no site (one hidden layer; every second layer of a deep network, given the others) are
-    summed so, and only the rest is enumerated.
+    In general by enumeration, ``|G|`` evaluations of ``q``. For a mean-field base, the sum over one set of units is a
+    permanent (:mod:`~pyro_symmetric.distributions.permanent`) of numbers that are sums over the units' signs:
+    :math:`n\,2^{n-1}` terms instead of :math:`n!\,2^n`, up to width 20. Of units inside others, the permanent of the
+    outer ones is made of those of the inner ones. Sets that share no site (one hidden layer; every second layer of a
+    deep network, given the others) are summed so, and only the rest is enumerated.
 
     :param limit: the largest number of elements to enumerate.
     """
@@ -45,82 +59,122 @@ class ExactOrbit:
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
         if isinstance(base, Modes):
             return base.mixed([self.log_prob(component, action, value) for component in base.components])
-        group = action.group
-        summed: tuple[str, ...] = ()
-        if isinstance(group, PermutationGroup) and is_mean_field(base, action):
-            summed = independent_factors(group, LARGEST_PERMANENT)
-        enumerated = without(group, summed) if summed else group
+        summed, enumerated = _divided(action.group.finite, is_mean_field(base, action))
         order = enumerated.order()
         if order > self.limit:
-            how = f", besides permanents of the factors {list(summed)}," if summed else ""
+            how = f", besides permanents of the units {list(summed.units)}," if summed.units else ""
             raise ValueError(
                 f"ExactOrbit would enumerate exp({enumerated.log_order():.1f}) group elements{how} more than its limit "
                 f"of {self.limit}; use a bound such as SinkhornImportance(16), or raise the limit"
             )
-        if summed and value.numel():
+        if summed.units and value.numel():
             return self._by_permanents(base, action, value, summed, enumerated)
         return self._by_enumeration(base, action, value)
 
     def _by_enumeration(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
+        group = action.group.finite
         batch_dims = max(value.dim() - 1, len(base.batch_shape))
         everywhere = (slice(None), *([None] * batch_dims))
         own = base.log_prob(value)[None]
-        if action.group.order() == 1:
+        if group.order() == 1:
             return own[0]
         # The identity comes first; its term is the density itself, not what a bijection there and back makes of it.
-        others = action.group.enumerate().to(value.device).select(slice(1, None)).select(everywhere)
+        others = group.enumerate().to(value.device).select(slice(1, None)).select(everywhere)
         return log_mean_exp(torch.cat([own, log_prob_on_orbit(base, action, value, others)]))
 
     def _by_permanents(
-        self, base: Distribution, action: Action, value: Tensor, summed: tuple[str, ...], enumerated: PermutationGroup
+        self, base: Distribution, action: Action, value: Tensor, summed: Group, enumerated: Group
     ) -> Tensor:
-        r"""``log 1/|G| Σ_e q(e·w) Π_f perm(A^f(e·w)) / exp(trace A^f(e·w))``, ``e`` over the enumerated factors."""
+        r"""``log mean_e mean_s q(s·e·w)``, ``e`` over the enumerated group, ``s`` over that which is summed."""
         own = base.log_prob(value)
         flat = value.expand(*own.shape, value.shape[-1]).reshape(-1, value.shape[-1])
-        normals = normals_of(base, action, own.shape).double()
-        permuted = PermutationGroup([action.group.factor(name) for name in summed], action.group.site_shapes)
+        normals = normals_of(base, action, own.shape).each(Tensor.double)
         elements = enumerated.enumerate().to(value.device).select((slice(None), None))
 
-        def score(part: Permutation, rows: slice) -> Tensor:
-            draws = sites_of(action, flat[rows].double())
-            return _summed_over(permuted, normals.rows(rows), draws, part)
+        def score(part: slice) -> Tensor:
+            chosen = elements.select(part)
+            return in_chunks(lambda rows: _summed_over(summed, normals, action, flat, rows, chosen), len(flat), few, -1)
 
         # What is held for one element and one draw: a few copies of it, and the largest level of each permanent.
-        levels = sum(math.comb(n, n // 2) * n for n in permuted.factors.values())
-        at_once = max(1, CHUNK_NUMBERS // (4 * flat.shape[-1] + levels))
-        few_rows, few_elements = max(1, min(len(flat), at_once)), max(1, at_once // max(1, len(flat)))
-        terms = []
-        for start in range(0, enumerated.order(), few_elements):
-            part = elements.select(slice(start, start + few_elements))
-            rows = [slice(row, row + few_rows) for row in range(0, len(flat), few_rows)]
-            whole = len(rows) == 1 and few_elements >= enumerated.order()
-            if whole or not torch.is_grad_enabled():
-                terms.append(torch.cat([score(part, some) for some in rows], -1))
-            else:
-                terms.append(torch.cat([checkpoint(score, part, some, use_reentrant=False) for some in rows], -1))
-        total = torch.logsumexp(torch.cat(terms), 0) - action.group.log_order()
+        levels = sum(math.comb(u.size, u.size // 2) * u.size * u.copies**2 for u in summed.units.values())
+        few = CHUNK_NUMBERS // (4 * flat.shape[-1] + levels)
+        terms = in_chunks(score, enumerated.order(), few // max(1, len(flat)))
+        total = torch.logsumexp(terms, 0) - math.log(enumerated.order())
         return total.to(own.dtype).reshape(own.shape)
 
+    @classmethod
+    def suggested(cls, group: Group, mean_field: bool, training: bool) -> Suggestion | None:
+        summed, enumerated = _divided(group, mean_field)
+        listed = math.exp(min(enumerated.log_order(), 700.0))
+        terms = listed * sum(u.copies**2 * u.size * 2.0 ** (u.size - 1) for u in summed.units.values())
+        if listed > (LISTED if training else LISTED_TO_REPORT) or terms > (TERMS if training else TERMS_TO_REPORT):
+            return None
+        how = f"all {listed:.0f} elements of the group can be added up"
+        if summed.units:
+            besides = f" for each of {listed:.0f} elements of the other units" if listed > 1.5 else ""
+            how = f"the permanents of {list(summed.units)} have {terms:.0f} terms{besides}"
+        return Suggestion(cls(), f"{how}: exact, without chance")
 
-def without(group: PermutationGroup, names: Sequence[str]) -> PermutationGroup:
-    """The subgroup of the other factors."""
-    return PermutationGroup([group.factor(name) for name in group.factors if name not in names], group.site_shapes)
+
+# small steps --------------------------------------------------------------------------------------------------------
 
 
-def _summed_over(group: PermutationGroup, normals: Normals, draws: Weights, elements: Permutation) -> Tensor:
-    """``log Σ_p q(p·e·w)`` over a group of factors that share no site, for elements ``e`` ``(E, 1)``: ``(E, N)``."""
-    rows = len(next(iter(draws.values())))
-    moved = moved_weights(elements, draws, (rows,)) if elements.images else {s: v[None] for s, v in draws.items()}
-    count, batch = next(iter(moved.values())).shape[:2]
-    total: Tensor | float = 0.0
-    for site, value in moved.items():
-        loc, scale = normals.loc[site], normals.scale[site]
-        terms = torch.distributions.Normal(loc, scale, validate_args=False).log_prob(value)
-        total = total + terms.reshape(count, batch, -1).sum(-1)
-    flat = {site: value.flatten(0, 1) for site, value in moved.items()}
-    units = UnitDensities(unit_sets(group), normals.repeated(count), flat)
-    for name in units.factors:
-        pairs = pair_log_densities(units, name)
-        gain = log_permanent(pairs) - pairs.diagonal(dim1=-2, dim2=-1).sum(-1)
-        total = total + gain.reshape(count, batch)
-    return torch.as_tensor(total)
+@functools.lru_cache(maxsize=64)
+def _divided(group: Group, mean_field: bool) -> tuple[Group, Group]:
+    """The part of a group that permanents sum over, and that which is left to enumerate."""
+    names = summable(group) if mean_field else ()
+    rest = [name for name in group.units if name not in names]
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        return group.without(rest) if rest else group, group.without(names) if names else group
+
+
+def summable(group: Group, widest: int = LARGEST_PERMANENT) -> tuple[str, ...]:
+    """Sets of units, with all that lies inside them, of which no two share a site, chosen from the largest on.
+
+    Left out are sets with units that meet others of the set otherwise than by lying inside them (inputs and outputs of
+    a grouped convolution), or that lie along two axes of a site.
+
+    :param widest: leave out sets of more units.
+    """
+    chosen: dict[str, set[str]] = {}
+    trees = {name: nested_order(group, [name]) for name in group.units}
+    for name in sorted(trees, key=lambda name: -log_order_of(group, trees[name])):
+        tree = trees[name]
+        sites = {axis.site for part in tree for axis in group.axes(part)}
+        apart = all(sites.isdisjoint(others) for others in chosen.values())
+        narrow = all(group[part].size <= widest or "permute" not in group[part].moves for part in tree)
+        if log_order_of(group, tree) > 0 and apart and narrow and _is_nested(group, tree, sites):
+            chosen |= dict.fromkeys(tree, sites)
+    return tuple(name for name in group.units if name in chosen)
+
+
+def _is_nested(group: Group, tree: list[str], sites: set[str]) -> bool:
+    """Whether all positions of each site are moved along one axis, and by units of which each lies in the next."""
+    for site in sites:
+        here = [(dim, name, axis) for dim, ms in group.members(site).items() for name, axis in ms if name in tree]
+        if len({dim for dim, _, _ in here}) > 1 or len({name for _, name, _ in here}) < len(here):
+            return False
+        for i, (_, one, first) in enumerate(here):
+            for _, other, second in here[:i]:
+                inside = one in group.ancestors(other) or other in group.ancestors(one)
+                if not inside and bool(torch.isin(first.index, second.index).any()):
+                    return False
+    return True
+
+
+def _summed_over(
+    group: Group, normals: Normals, action: Action, flat: Tensor, rows: slice, elements: Element
+) -> Tensor:
+    """``log mean_s q(s·e·w)`` over a group of nested units, for elements ``e``, ``(E, 1)``, and some draws."""
+    draws, count = flat[rows].double(), elements.batch_shape[0]
+    normals, total = normals.rows(rows, count), draws.new_zeros(())
+    moved: Weights = {}
+    for site, piece in action.unflatten(draws).items():
+        shape, loc, scale = action.shapes[site], normals.loc[site], normals.scale[site]
+        own_dims = None if shape == group.site_shapes.get(site) else len(shape)
+        value = group.view(site, elements.on_site(site, piece, own_dims))
+        moved[site] = value.expand(count, len(draws), *loc.shape[1:]).flatten(0, 1)
+        terms = torch.distributions.Normal(loc, scale, validate_args=False).log_prob(moved[site])
+        total = total + terms.reshape(count, len(draws), -1).sum(-1)
+    scores = ExactScores(group, normals, moved)
+    return total + scores.gain().reshape(count, len(draws)) - log_order_of(group, scores.sets)

@@ -10,36 +10,36 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_symmetric import arguments
-from pyro_symmetric.distributions.orbit import Action, Bound, log_mean_exp, log_prob_on_orbit
+from pyro_symmetric.distributions.orbit import Bound, OrbitEstimator, log_mean_exp, log_prob_on_orbit
+from pyro_symmetric.groups.action import Action
 
 
 @dataclass(frozen=True)
-class InfoNCE:
-    r"""``K`` terms of the orbit sum: the identity and ``K - 1`` uniform elements, drawn anew at each call.
+class InfoNCE(OrbitEstimator):
+    r"""The identity and ``K`` uniform elements, drawn anew at each call.
 
-    .. math:: \log \frac{1}{K} \Big[ q(w) + \sum_{k=2}^{K} q(g_k \cdot w) \Big]
+    .. math:: \log \frac{1}{K+1} \Big[ q(w) + \sum_{k=1}^{K} q(g_k \cdot w) \Big]
 
     For :math:`w \sim q` its mean is an upper bound of the mean of :math:`\log \bar q(w)` that falls with ``K`` and
-    can't get below ``log q(w) - log K``: of the ``log |G|`` nats at stake it sees at most ``log K``;
+    can't get below ``log q(w) - log(K + 1)``: of the ``log |G|`` nats at stake it sees at most ``log(K + 1)``;
     :class:`~pyro_symmetric.distributions.SinkhornImportance` has no such cap. At ``w`` that are
-    not drawn from ``q`` (a uniformly permuted draw, say) it is no bound. Cost: ``K`` evaluations of ``q``.
+    not drawn from ``q`` (a uniformly permuted draw, say) it is no bound. Cost: ``K + 1`` evaluations of ``q``.
 
     Reference: Gelberg et al. 2024, "Variational Inference Failures Under Model Symmetries" (arXiv 2408.05496),
-    Theorem 4.3.
+    Theorem 4.3, whose ``K`` counts the identity.
 
-    :param K: number of terms, at least 1 (which gives ``log q`` itself).
+    :param K: number of elements beside the identity; 0 gives ``log q`` itself.
     """
 
-    K: int = 16
+    K: int = 15
     bound: ClassVar[Bound] = "upper"
 
     def __post_init__(self) -> None:
-        arguments.whole("K", self.K, 1)
+        arguments.whole("K", self.K, 0)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        own = base.log_prob(value)
-        if self.K == 1 or action.group.order() == 1:
+        own, group = base.log_prob(value), action.group.finite
+        if self.K == 0 or group.log_order() == 0:
             return own
-        proposals = action.group.sample((self.K - 1, *own.shape), device=value.device)
-        moved = log_prob_on_orbit(base, action, value, proposals)
-        return log_mean_exp(torch.cat([own[None], moved]))
+        proposals = group.sample((self.K, *own.shape), device=value.device)
+        return log_mean_exp(torch.cat([own[None], log_prob_on_orbit(base, action, value, proposals)]))

@@ -8,19 +8,17 @@ included, only less sharp.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
-from pyro_symmetric.distributions.orbit import Action
-from pyro_symmetric.symmetry.finite import SignedFlatAction
-from pyro_symmetric.symmetry.flat import FlatAction
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.groups.action import Action
+from pyro_symmetric.weights import Weights
 
-# Draws from which moments are fitted where a base can't tell them.
+# Draws from which moments are fitted if a base can't tell them.
 FIT_DRAWS = 128
 
 
@@ -28,32 +26,20 @@ FIT_DRAWS = 128
 class Normals:
     """Independent normal densities of weights.
 
-    :param loc: site -> means, ``(N, *site_shape)``, or ``(1, *site_shape)`` where all draws share them.
+    :param loc: site -> means, ``(N, *view_shape)``, or ``(1, *view_shape)`` if all draws share them.
     :param scale: site -> deviations, likewise.
     """
 
     loc: Weights
     scale: Weights
 
-    def double(self) -> Normals:
-        """In float64."""
-        return Normals({k: v.double() for k, v in self.loc.items()}, {k: v.double() for k, v in self.scale.items()})
+    def each(self, change: Callable[[Tensor], Tensor]) -> Normals:
+        """All means and deviations, changed."""
+        return Normals(*({site: change(value) for site, value in part.items()} for part in (self.loc, self.scale)))
 
-    def rows(self, part: slice) -> Normals:
-        """For some of the ``N`` draws; unchanged where all draws share them."""
-
-        def some(weights: Weights) -> Weights:
-            return {k: v if len(v) == 1 else v[part] for k, v in weights.items()}
-
-        return Normals(some(self.loc), some(self.scale))
-
-    def repeated(self, count: int) -> Normals:
-        """For ``count`` stacks of the same ``N`` draws, flattened; unchanged where all draws share them."""
-
-        def repeat(weights: Weights) -> Weights:
-            return {k: v if len(v) == 1 else v.repeat(count, *([1] * (v.dim() - 1))) for k, v in weights.items()}
-
-        return Normals(repeat(self.loc), repeat(self.scale))
+    def rows(self, part: slice, count: int) -> Normals:
+        """For some of the ``N`` draws, stacked ``count`` times; unchanged if all draws share them."""
+        return self.each(lambda v: v if len(v) == 1 else v[part].repeat(count, *([1] * (v.dim() - 1))))
 
 
 def mean_field_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
@@ -64,26 +50,24 @@ def mean_field_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
 
 
 def is_mean_field(base: Distribution, action: Action) -> bool:
-    """Whether weights are independent normals and the group merely permutes them, so that unit densities are exact."""
-    return isinstance(action, FlatAction) and mean_field_moments(base) is not None
+    """Whether weights are independent normals that elements move themselves, so that unit scores are exact."""
+    return not action.nonlinear_sites and mean_field_moments(base) is not None
 
 
 def sites_of(action: Action, flat: Tensor) -> Weights:
-    """Flat vectors -> what the group permutes, by site: constrained values where the action acts on those."""
-    if isinstance(action, FlatAction | SignedFlatAction):
-        return action.unflatten(flat)
-    return action.constrain(flat)  # type: ignore[attr-defined]
+    """Flat vectors -> what the group moves, by site, in the group's view: constrained values if it moves those."""
+    return action.group.viewed(action.constrain(flat) if action.nonlinear_sites else action.unflatten(flat))
 
 
 def normals_of(base: Distribution, action: Action, batch: Sequence[int]) -> Normals:
-    """The base as independent normals of what the group permutes.
+    """The base as independent normals of what the group moves.
 
     :param batch: batch shape of the draws; the moments are laid out for its ``N`` draws unless all share them.
     """
-    if not isinstance(action, FlatAction | SignedFlatAction):
+    if action.nonlinear_sites:
         return _fitted_sites(base, action, batch)
     loc, scale = (_laid_out(moment, batch, 1) for moment in mean_field_moments(base) or _moments(base))
-    return Normals(action.unflatten(loc), action.unflatten(scale))
+    return Normals(sites_of(action, loc), sites_of(action, scale))
 
 
 @torch.no_grad()
@@ -97,12 +81,12 @@ def _moments(base: Distribution) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _fitted_sites(base: Distribution, action: Action, batch: Sequence[int]) -> Normals:
-    draws = sites_of(action, base.sample(torch.Size([FIT_DRAWS])))
-    event = {site: len(action.group.site_shapes[site]) for site in draws}
-    tiny = torch.finfo(next(iter(draws.values())).dtype).tiny ** 0.25  # its inverse square is finite
+    flat = base.sample(torch.Size([FIT_DRAWS]))
+    draws, lead = sites_of(action, flat), flat.dim() - 1
+    tiny = torch.finfo(flat.dtype).tiny ** 0.25  # its inverse square is finite
     return Normals(
-        {site: _laid_out(value.mean(0), batch, event[site]) for site, value in draws.items()},
-        {site: _laid_out(value.std(0).clamp(min=tiny), batch, event[site]) for site, value in draws.items()},
+        {site: _laid_out(value.mean(0), batch, value.dim() - lead) for site, value in draws.items()},
+        {site: _laid_out(value.std(0).clamp(min=tiny), batch, value.dim() - lead) for site, value in draws.items()},
     )
 
 

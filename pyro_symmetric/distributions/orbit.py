@@ -8,47 +8,61 @@ is too long a sum for most groups. An estimator is asked for :math:`\log \bar q(
 in ``bound`` what its expected answer is: ``"exact"``, or ``"upper"``, an upper bound, so that the ELBO made of it is a
 lower bound of that of :math:`\bar q`.
 
-Each estimator has a module of its own; :func:`~pyro_symmetric.guides.suggest_estimator` picks one.
+Each estimator has a module of its own. A new one is a frozen dataclass that inherits from :class:`OrbitEstimator`; that
+alone makes it known to saved guides and to :func:`~pyro_symmetric.guides.suggest_estimator`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, ClassVar, Literal, Protocol
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint
 
+from pyro_symmetric.groups.action import Action
+from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.group import Group, group_of
+
 Bound = Literal["upper", "exact"]
 
 # Moved copies of the weights that are held at once, in numbers; beyond, the orbit is scored chunk by chunk.
 CHUNK_NUMBERS = 2**25
 
+# All estimators by the names of their classes, in the order of their definition.
+ESTIMATORS: dict[str, type[OrbitEstimator]] = {}
 
-class Action(Protocol):
-    """How a group acts on flat vectors; :class:`~pyro_symmetric.symmetry.permutation.FlatAction` is one.
 
-    The group is a ``PermutationGroup``, or a ``FiniteGroup`` of permutations and signs; an estimator that needs more
-    than draws from it, or a list of its elements, says which groups it takes.
+class Suggestion(NamedTuple):
+    """An estimator, and the reason for it."""
+
+    estimator: OrbitEstimator
+    reason: str
+
+    def __repr__(self) -> str:
+        return f"{self.estimator!r}: {self.reason}"
+
+
+class OrbitEstimator(ABC):
+    """What :class:`~pyro_symmetric.distributions.Symmetrized` needs: a value, and what that value is.
+
+    The average is over ``action.group.finite``, the permutations and signs of the group.
     """
-
-    group: Any
-    dim: int
-
-    def __call__(self, vector: Tensor, element: Any) -> Tensor:
-        """The moved vectors, batch shapes broadcast."""
-
-    def log_abs_det(self, vector: Tensor, element: Any) -> Tensor:
-        """Log-determinant of the action's Jacobian at ``vector``."""
-
-
-class OrbitEstimator(Protocol):
-    """What :class:`~pyro_symmetric.distributions.Symmetrized` needs: a value, and what that value is."""
 
     bound: ClassVar[Bound]
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        ESTIMATORS[cls.__name__] = cls
+
+    @abstractmethod
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
         r"""Estimate :math:`\log \bar q` at ``value``.
 
@@ -58,14 +72,67 @@ class OrbitEstimator(Protocol):
         :return: ``batch_shape``, differentiable in ``value`` and in the parameters of ``base``.
         """
 
+    def leaves_out(self, group: Group) -> dict[str, float]:
+        """The units over which the estimate doesn't average, and the nats at stake: the log-order of each.
+
+        None by default. :class:`~pyro_symmetric.distributions.Symmetrized` warns of them.
+        """
+        group_of(group)
+        return {}
+
+    @classmethod
+    def suggested(cls, group: Group, mean_field: bool, training: bool) -> Suggestion | None:
+        """The estimator of this class that suits a group, and why; ``None``, as here, if another one suits better.
+
+        :param group: permutations and signs.
+        :param mean_field: whether the base is a product of normals over the coordinates that the group moves.
+        :param training: whether it is evaluated once a step; otherwise for a report, where time matters less than nats.
+        """
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: the name of the class and its fields."""
+        return {"name": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+
+
+def estimator_from_dict(data: Mapping[str, Any]) -> OrbitEstimator:
+    """The inverse of :meth:`OrbitEstimator.to_dict`.
+
+    :raises ValueError: if no estimator of that name has been defined.
+    """
+    fields = dict(data)
+    name = fields.pop("name", None)
+    if name not in ESTIMATORS:
+        raise ValueError(f"data names the estimator {name!r}; defined are {list(ESTIMATORS)}")
+    return ESTIMATORS[name](**fields)
+
+
+def suggested(group: Group, mean_field: bool, training: bool) -> Suggestion:
+    """What the estimators suggest: exact ones are asked first, then those that were defined last."""
+    asked = sorted(reversed(ESTIMATORS.values()), key=lambda kind: getattr(kind, "bound", "upper") != "exact")
+    suggestions = (kind.suggested(group, mean_field, training) for kind in asked)
+    return next(suggestion for suggestion in suggestions if suggestion is not None)
+
 
 def require_estimator(estimator: Any) -> None:
     """:raises TypeError: unless this is an estimator (a class of them is none)."""
-    if isinstance(estimator, type) or not callable(getattr(estimator, "log_prob", None)):
-        raise TypeError(f"estimator is {estimator!r}; it must be an estimator such as SinkhornImportance(4)")
+    if not isinstance(estimator, OrbitEstimator):
+        raise TypeError(f"estimator is {estimator!r}; it must be an OrbitEstimator such as SinkhornImportance(4)")
 
 
-def log_prob_on_orbit(base: Distribution, action: Action, value: Tensor, elements: Any) -> Tensor:
+@functools.lru_cache(maxsize=256)
+def warn_of_left_out(estimator: OrbitEstimator, group: Group) -> None:
+    """Warn, once for each estimator and group, of units over which an estimate doesn't average."""
+    left_out = estimator.leaves_out(group)
+    if left_out:
+        warnings.warn(
+            f"{estimator!r} doesn't average over the units {list(left_out)}: of the group's {group.log_order():.1f} "
+            f"nats, {sum(left_out.values()):.1f} are left out. The bound holds, but is looser by up to as much",
+            stacklevel=3,
+        )
+
+
+def log_prob_on_orbit(base: Distribution, action: Action, value: Tensor, elements: Element) -> Tensor:
     r""":math:`\log q(g \cdot w) + \log|\det J_g(w)|` for a stack of elements.
 
     :param value: ``batch_shape + (D,)``.
@@ -74,17 +141,22 @@ def log_prob_on_orbit(base: Distribution, action: Action, value: Tensor, element
         recomputed in the backward pass, so that memory stays bounded.
     """
 
-    def score(vector: Tensor, part: Any) -> Tensor:
-        return base.log_prob(action(vector, part)) + action.log_abs_det(vector, part)
+    def score(part: slice) -> Tensor:
+        chosen = elements.select(part)
+        return base.log_prob(action(value, chosen)) + action.log_abs_det(value, chosen)
 
-    count = elements.batch_shape[0]
-    chunk = max(1, CHUNK_NUMBERS // max(1, value.numel()))
+    return in_chunks(score, elements.batch_shape[0], CHUNK_NUMBERS // max(1, value.numel()))
+
+
+def in_chunks(score: Callable[[slice], Tensor], count: int, chunk: int, dim: int = 0) -> Tensor:
+    """Scores of ``count`` things, at most ``chunk`` at once, joined along ``dim``; recomputed in the backward pass."""
+    chunk = max(1, chunk)
     if chunk >= count:
-        return score(value, elements)
-    parts = [elements.select(slice(start, start + chunk)) for start in range(0, count, chunk)]
+        return score(slice(0, count))
+    parts = [slice(start, start + chunk) for start in range(0, count, chunk)]
     if not torch.is_grad_enabled():
-        return torch.cat([score(value, part) for part in parts])
-    return torch.cat([checkpoint(score, value, part, use_reentrant=False) for part in parts])
+        return torch.cat([score(part) for part in parts], dim)
+    return torch.cat([checkpoint(score, part, use_reentrant=False) for part in parts], dim)
 
 
 def log_mean_exp(log_terms: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 r"""Random group elements that bring a draw close to the base density: the proposal of ``SinkhornImportance``.
 
-For each factor in turn, the matrix ``A`` of unit densities is made doubly stochastic and a matching is drawn from it.
-The factors drawn before enter ``A`` by their matchings, those still to come by their doubly stochastic matrices, which
-a sweep of the same kind (mean-field, without draws) has found before. The probability of an element is the product of
-those of its factors, conditional on the ones before.
+For each set of units in turn, the matrix ``A`` of unit scores is made doubly stochastic and a matching is drawn from
+it, then signs, given the matching. What lies inside units follows its outer units: the heads are matched first, by what
+a matching of their rows would be worth; then the rows of each head, to those of the head that has come to its place.
+Sets drawn before enter ``A`` by their matchings, those still to come by their doubly stochastic matrices, which a sweep
+of the same kind (mean-field, without draws) has found before. The probability of an element is the product of those of
+its sets, conditional on the ones before.
 
-Where factors share sites, such a walk may start with a confident mistake, which gives the identity a tiny probability
-and the bound a heavy tail. So the proposal is then a mixture of several walks, each of which makes other mistakes.
+If sets share sites, such a walk may start with a confident mistake, which gives the identity a tiny probability and the
+bound a heavy tail. So the proposal is then a mixture of several walks, each of which makes other mistakes.
 
 The proposal depends on the draw's orbit alone: moving the draw by ``h`` moves what is proposed along, whatever ``h``.
 """
@@ -28,151 +30,204 @@ from pyro_symmetric.distributions.matchings import (
     log_probability,
     with_spread,
 )
-from pyro_symmetric.distributions.units import Placement, UnitDensities, UnitScores
+from pyro_symmetric.distributions.placements import Drawn, Expected, Placements
+from pyro_symmetric.distributions.unit_scores import UnitScores, blocks, own_blocks
+from pyro_symmetric.groups.element import Element
 
 
 @dataclass(frozen=True)
 class Walk:
-    """One way through the factors: in which order, and how many sweeps find out what to expect of those to come."""
+    """One way through the sets of units: in which order, and how many sweeps find out what to expect of those to
+    come."""
 
     order: Sequence[str]
     sweeps: int
 
 
-@dataclass(frozen=True)
-class Proposals:
-    """The identity and ``K`` drawn elements, for each of ``N`` draws.
-
-    :param images: set of units -> ``(K, N, n)``, without the identity.
-    :param signs: set of units -> ``(K, N, n)``, for those that are flipped.
-    :param log_probability: of the identity and of the drawn elements, ``(K + 1, N)``.
-    """
-
-    images: dict[str, Tensor]
-    signs: dict[str, Tensor]
-    log_probability: Tensor
-
-
 @torch.no_grad()
-def propose(units: UnitDensities, count: int, batch: int, like: Tensor) -> Proposals:
+def propose(units: UnitScores, count: int, batch: int, like: Tensor) -> tuple[Element, Tensor]:
     """Draw ``count`` elements for each of ``batch`` draws.
 
-    :param units: the densities to match by.
+    :param units: the scores to match by.
     :param like: a tensor whose dtype and device are used.
+    :return: the elements, batch shape ``(count, batch)``, and the log-probabilities of the identity and of these,
+        ``(count + 1, batch)``.
     """
-    walkers = [_Walker(units, walk, count, batch, like) for walk in walks(units)]
+    walkers = [Walker(units, walk, count, batch, like) for walk in walks(units)]
     drawn, log_tau = zip(*(walker.walk(None) for walker in walkers), strict=True)
-    elements, log_probability = drawn[0], log_tau[0]
+    moves, log_probability = drawn[0], log_tau[0]
     if len(walkers) > 1:
-        elements = _one_of(drawn, torch.randint(len(walkers), (count + 1, batch, 1), device=like.device))
-        scores = torch.stack([walker.walk(elements)[1] for walker in walkers])
+        moves = _one_of(drawn, torch.randint(len(walkers), (count + 1, batch, 1), device=like.device))
+        scores = torch.stack([walker.walk(moves)[1] for walker in walkers])
         log_probability = scores.logsumexp(0) - math.log(len(walkers))
-    images = {name: placement.where[1:] for name, placement in elements.items()}
-    signs = {name: placement.signs[1:] for name, placement in elements.items() if placement.signs is not None}
-    return Proposals(images, signs, log_probability)
+    return _element(units, moves, count, batch, like), log_probability
 
 
-def _one_of(drawn: Sequence[Mapping[str, Placement]], which: Tensor) -> dict[str, Placement]:
+def _element(units: UnitScores, moves: Mapping[str, Drawn], count: int, batch: int, like: Tensor) -> Element:
+    """The moves as elements, without the identity."""
+    permutations, signs = {}, {}
+    for name, drawn in moves.items():
+        one = units.group[name]
+        if drawn.images is not None:
+            permutations[name] = (drawn.images[1:] % one.size).reshape(count, batch, *one.shape)
+        if drawn.signs is not None:
+            signs[name] = drawn.signs[1:].reshape(count, batch, *one.shape)
+    return Element(units.group, permutations, signs, batch_shape=(count, batch), device=like.device, dtype=like.dtype)
+
+
+def _one_of(drawn: Sequence[Mapping[str, Drawn]], which: Tensor) -> dict[str, Drawn]:
     """For each element that of the walk whose number is drawn."""
-    result = {}
-    for name, first in drawn[0].items():
-        where, signs = first.where, first.signs
-        for m, other in enumerate(drawn[1:], 1):
-            where = torch.where(which == m, other[name].where, where)
-            flipped = other[name].signs
-            if signs is not None and flipped is not None:
-                signs = torch.where(which == m, flipped, signs)
-        result[name] = Placement(where, signs)
-    return result
+
+    def chosen(parts: Sequence[Tensor | None]) -> Tensor | None:
+        result = parts[0]
+        for m, other in enumerate(parts[1:], 1):
+            result = None if result is None or other is None else torch.where(which == m, other, result)
+        return result
+
+    return {
+        name: Drawn(chosen([moves[name].images for moves in drawn]), chosen([moves[name].signs for moves in drawn]))
+        for name in drawn[0]
+    }
 
 
-def walks(units: UnitDensities) -> list[Walk]:
+def walks(units: UnitScores) -> tuple[Walk, ...]:
     """The walks that are mixed; the choice is by trial on random bases, from overlapping to separated units."""
-    forward, backward = units.factors, units.factors[::-1]
-    if not any(units.neighbours(name) for name in forward):
-        return [Walk(forward, 0)]  # no factor waits for another
-    if units.sets.sign_of or any(name in units.neighbours(name) for name in forward):
-        # Signs, and matrices that one factor moves on both sides, mislead a sweep that starts from nothing more often.
-        return [Walk(forward, 0), Walk(forward, 1), Walk(backward, 2)]
-    return [Walk(forward, 1), Walk(backward, 1)]
+    sets, forward = units.sets, tuple(units.sets)
+    if not any(one.neighbours for one in sets.values()):
+        return (Walk(forward, 0),)  # no set waits for another
+    # The last sets first, but what lies inside units after these.
+    backward: list[str] = []
+    for name in forward:
+        parent = sets[name].parent
+        backward.insert(0 if parent is None else backward.index(parent) + 1, name)
+    if any(one.parent is not None for one in sets.values()):
+        return Walk(forward, 0), Walk(backward, 0), Walk(forward, 1), Walk(backward, 1)
+    if any(one.is_flipped or name in one.neighbours for name, one in sets.items()):
+        # Signs, and matrices that one set moves on both sides, mislead a sweep that starts from nothing more often.
+        return Walk(forward, 0), Walk(forward, 1), Walk(backward, 2)
+    return Walk(forward, 1), Walk(backward, 1)
 
 
-class _Walker:
-    """Walks through the factors, drawing elements or scoring given ones."""
+class Walker:
+    """Goes through the sets of units, and draws elements or scores given ones."""
 
-    def __init__(self, units: UnitDensities, walk: Walk, count: int, batch: int, like: Tensor):
+    def __init__(self, units: UnitScores, walk: Walk, count: int, batch: int, like: Tensor):
         self._units, self._order, self._like = units, walk.order, like
         self._shape = (count + 1, batch)
-        self._soft = _expected_placements(units, walk, like)
+        self._expected = _expectations(units, walk)
 
-    def walk(self, given: Mapping[str, Placement] | None) -> tuple[dict[str, Placement], Tensor]:
-        """Elements (the identity first), each ``(K + 1, N, n)``, and their log-probabilities, ``(K + 1, N)``.
+    def walk(self, given: Mapping[str, Drawn] | None) -> tuple[dict[str, Drawn], Tensor]:
+        """Moves (the identity first), each ``(K + 1, N, count)``, and their log-probabilities, ``(K + 1, N)``.
 
-        :param given: elements to score; drawn where ``None``.
+        :param given: moves to score; drawn if ``None``.
         """
-        placements: dict[str, Placement] = dict(self._soft)
-        elements: dict[str, Placement] = {}
+        drawn: dict[str, Drawn] = {}
+        shared: dict[str, Drawn] = {}
+        where: dict[str, Tensor] = {}
         total = self._like.new_zeros(self._shape)
         for name in self._order:
-            scores = _scores(self._units, name, placements, self._like)
-            where, log_tau = self._match(name, scores.total, None if given is None else given[name].where)
-            total = total + log_tau
-            signs = None
-            if name in self._units.sets.sign_of:
-                signs, log_tau = self._flip(scores.odd, where, None if given is None else given[name].signs)
+            scores = self._units.scores(name, Placements(shared, self._expected))
+            own = Drawn(None) if given is None else given[name]
+            parent = self._units.sets[name].parent
+            outer = None if parent is None else where.get(parent)
+            images, where[name], log_tau = self._match(name, scores.total, outer, own.images)
+            total, signs = total + log_tau, None
+            if self._units.sets[name].is_flipped:
+                assert scores.odd is not None
+                signs, log_tau = self._flip(scores.odd, where[name], own.signs)
                 total = total + log_tau
-            elements[name] = placements[name] = Placement(where, signs)
-            # Where no draw moves a unit, all of them see the same neighbour, and one matrix serves all.
-            if signs is None and torch.equal(where, where[:1].expand_as(where)):
-                placements[name] = Placement(where[:1])
-        return elements, total
+            drawn[name] = shared[name] = Drawn(images, signs)
+            # If no draw moves a unit, all of them see the same neighbour, and one matrix serves all.
+            if signs is None and images is not None and torch.equal(images, images[:1].expand_as(images)):
+                shared[name] = Drawn(images[:1])
+        return drawn, total
 
-    def _match(self, name: str, scores: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor | float]:
-        """Draw, or take, the images of one set of units; with their log-probabilities."""
-        n = scores.shape[-1]
-        identity = torch.arange(n, device=scores.device).expand(1, self._shape[1], n)
-        if name in self._units.sets.fixed:
-            return identity.expand(*self._shape, n), 0.0
-        # Constants of a position don't matter, but would swallow what does when late rows are added up.
-        scores = (scores - scores.amax(-1, keepdim=True)).expand(-1, self._shape[1], -1, -1)
+    def _match(
+        self, name: str, scores: Tensor, outer: Tensor | None, given: Tensor | None
+    ) -> tuple[Tensor | None, Tensor, Tensor | float]:
+        """Draw, or take, the moves of one set of units.
+
+        :param outer: the unit outside that comes to each place, ``(K + 1, N, copies)``; None if these lie in none.
+        :return: the moves within copies as they are before the outer ones, where each unit comes from with both, and
+            log-probabilities.
+        """
+        units = self._units.sets[name].units
+        copies, n = units.copies, units.size
+        start = torch.arange(0, units.count, n, device=scores.device).unsqueeze(-1)
+        source = start if outer is None else outer.unsqueeze(-1) * n  # the first unit of the copy that comes to a place
+        if not self._units.sets[name].is_permuted:
+            inside = torch.arange(n, device=scores.device)
+            return None, (source + inside).expand(*self._shape, copies, n).flatten(-2), 0.0
+        scores = own_blocks(scores, copies) if outer is None else _picked_blocks(scores, outer)
+        if given is not None and outer is not None:
+            given = given.unflatten(-1, (copies, n)).gather(-2, outer.unsqueeze(-1).expand(*self._shape, copies, n))
+        elif given is not None:
+            given = given.unflatten(-1, (copies, n))
+        inside, log_tau = self._match_copies(scores, None if given is None else given - source)
+        images = inside + source
+        where = images.flatten(-2)
+        if outer is not None:  # from the places of copies to the copies that come to them
+            images = images.scatter(-2, outer.unsqueeze(-1).expand_as(images), images)
+        return images.flatten(-2), where, log_tau
+
+    def _match_copies(self, scores: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Match the units of each copy, ``(L, N, copies, n, n)``: ``(K + 1, N, copies, n)``, and log-probabilities."""
+        copies, n = scores.shape[2], scores.shape[-1]
+        batch = self._shape[1] * copies
+        # Constants of a place don't matter, but would swallow what does when late rows are added up.
+        scores = (scores - scores.amax(-1, keepdim=True)).expand(-1, self._shape[1], -1, -1, -1).flatten(1, 2)
         rows = with_spread(doubly_stochastic(scores))
-        rank = certain_first(rows).expand(*self._shape, n)
+        rank = certain_first(rows).expand(self._shape[0], batch, n)
         if given is None:
             own = (scores[1:], rows[1:]) if len(rows) > 1 else (scores, rows)
-            given = torch.cat([identity, draw_matchings(*own, rank[1:])])
-        return given, log_probability(scores, rows, rank, given)
+            identity = torch.arange(n, device=scores.device).expand(1, batch, n)
+            matched = torch.cat([identity, draw_matchings(*own, rank[1:])])
+        else:
+            matched = given.flatten(1, 2)
+        log_tau = log_probability(scores, rows, rank, matched).unflatten(1, (-1, copies)).sum(-1)
+        return matched.unflatten(1, (-1, copies)), log_tau
 
-    def _flip(self, odd: Tensor | None, where: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _flip(self, odd: Tensor, where: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
         """Draw, or take, the signs of matched units: independent, given the matching."""
-        log_odds = torch.zeros_like(where, dtype=self._like.dtype)
-        if odd is not None:
-            shape = (*self._shape, *odd.shape[-2:])
-            log_odds = 2 * odd.expand(shape).gather(-1, where.unsqueeze(-1)).squeeze(-1)
+        log_odds = 2 * odd.expand(*self._shape, *odd.shape[-2:]).gather(-1, where.unsqueeze(-1)).squeeze(-1)
         if given is None:
             drawn = torch.where(torch.rand_like(log_odds) < log_odds.sigmoid(), 1.0, -1.0).to(log_odds.dtype)
             drawn[0] = 1.0
-            given = torch.empty_like(drawn).scatter_(-1, where, drawn)  # from positions to units
+            given = torch.empty_like(drawn).scatter_(-1, where, drawn)  # from places to units
         return given, logsigmoid(given.gather(-1, where) * log_odds).sum(-1)
 
 
-def _expected_placements(units: UnitDensities, walk: Walk, like: Tensor) -> dict[str, Placement]:
-    """What to expect of the factors that others wait for; those known so far sharpen the next."""
-    placements: dict[str, Placement] = {}
+def _picked_blocks(scores: Tensor, outer: Tensor) -> Tensor:
+    """The block of the copy that comes to each place: ``(L, N, count, count)`` -> ``(K + 1, N, copies, n, n)``."""
+    copies = outer.shape[-1]
+    pairs = blocks(scores, copies)
+    if torch.equal(outer, torch.arange(copies, device=outer.device).expand_as(outer)):
+        return pairs.diagonal(dim1=-4, dim2=-3).movedim(-1, -3)
+    n = pairs.shape[-1]
+    shape = torch.broadcast_shapes(pairs.shape[:2], outer.shape[:2])
+    where = outer[..., None, None, None].expand(*shape, copies, 1, n, n)
+    return pairs.expand(*shape, *pairs.shape[2:]).gather(-3, where).squeeze(-3)
+
+
+def _expectations(units: UnitScores, walk: Walk) -> dict[str, Expected]:
+    """What to expect of the sets that others wait for; those known so far sharpen the next."""
+    axes = (axis for one in units.sets.values() for axis in one.axes)
+    awaited = {member.name for axis in axes for members in axis.across for member in members}
+    expected: dict[str, Expected] = {}
     for _ in range(walk.sweeps):
         for name in walk.order:
-            if units.neighbours(name):
-                scores = _scores(units, name, placements, like)
-                n = scores.even.shape[-1]
-                fixed = name in units.sets.fixed
-                matrix = torch.eye(n).to(scores.even) if fixed else doubly_stochastic(scores.total)
-                placements[name] = scores.expected_placement(matrix)
-    return placements
+            if name in awaited:
+                expected[name] = _expectation(units, name, expected)
+    return expected
 
 
-def _scores(units: UnitDensities, name: str, placements: Mapping[str, Placement], like: Tensor) -> UnitScores:
-    scores = units.scores(name, placements)
-    if scores is None:  # nothing is known of this factor yet: all its units are alike
-        n = units.group.factors[name]
-        zeros = like.new_zeros(1, 1, n, n)
-        return UnitScores(zeros, zeros if name in units.sets.sign_of else None)
-    return scores
+def _expectation(units: UnitScores, name: str, expected: Mapping[str, Expected]) -> Expected:
+    scores, one = units.scores(name, Placements({}, expected)), units.sets[name]
+    copies, n = one.units.copies, one.units.size
+    if one.is_permuted:
+        matrix = doubly_stochastic(blocks(scores.total, copies))
+    else:
+        matrix = torch.eye(n).to(scores.even).expand(*scores.even.shape[:2], copies, copies, n, n)
+    around = torch.eye(copies).to(matrix) if one.parent is None else expected[one.parent].matrix
+    matrix = (matrix * around[..., None, None]).transpose(-2, -3).flatten(-2).flatten(-3, -2)
+    return Expected(matrix, None if scores.odd is None else scores.odd.tanh())

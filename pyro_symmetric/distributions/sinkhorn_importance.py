@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_symmetric import arguments
+from pyro_symmetric.distributions.density_gain import log_density_gain
 from pyro_symmetric.distributions.modes import Modes
-from pyro_symmetric.distributions.moved import log_density_gain
 from pyro_symmetric.distributions.normals import is_mean_field, normals_of, sites_of
-from pyro_symmetric.distributions.orbit import Action, Bound, log_prob_on_orbit
-from pyro_symmetric.distributions.proposal import Proposals, propose
-from pyro_symmetric.distributions.unit_sets import UnitSets, unit_sets
-from pyro_symmetric.distributions.units import UnitDensities
-from pyro_symmetric.symmetry.finite import AnyFiniteGroup
-from pyro_symmetric.symmetry.permutation import Permutation, PermutationGroup
+from pyro_symmetric.distributions.orbit import Bound, OrbitEstimator, Suggestion, log_prob_on_orbit
+from pyro_symmetric.distributions.proposal import propose
+from pyro_symmetric.distributions.unit_scores import UnitScores
+from pyro_symmetric.distributions.unit_sets import log_order_of
+from pyro_symmetric.groups.action import Action
+from pyro_symmetric.groups.group import Group
 
 
 @dataclass(frozen=True)
-class SinkhornImportance:
+class SinkhornImportance(OrbitEstimator):
     r"""``K`` elements drawn by matching the units of the draw to those of the base, and the identity.
 
     .. math:: \log \frac{1}{K+1} \sum_{k=0}^{K} \frac{q(g_k \cdot w)\,|\det J_{g_k}(w)|}{|G|\, \tau(g_k \mid w)},
@@ -63,15 +63,13 @@ class SinkhornImportance:
     base of another problem lost 0.34 at ``K = 4``. If training such a base, take a larger ``K``, or ``ExactOrbit`` if
     the group allows.
 
-    Cost: three products of ``n × n`` by ``n × (weights of a unit)`` matrices a factor, ``K`` matchings of ``n`` units,
-    and ``K`` densities of those weights that the matchings move; where two factors share a site (two hidden layers or
+    Cost: three products of ``n × n`` by ``n × (weights of a unit)`` matrices a set, ``K`` matchings of ``n`` units,
+    and ``K`` densities of those weights that the matchings move; if two sets share a site (two hidden layers or
     more), ``2 K`` such products. Memory: ``samples · K · n²`` and the moved weights.
 
-    Signs of units (odd activations, factor analysis) are drawn after the matching, which sums over them. Where units of
-    a factor hold factors of their own (heads of attention), only the outer ones are averaged over; inputs within the
-    groups of a grouped convolution, and signs of units that aren't those of a factor, are left out: still an upper
-    bound, but short of those nats. Base distributions that aren't mean-field are matched by their means and
-    deviations.
+    Signs of units (odd activations, factor analysis) are drawn after the matching, which sums over them. Units that
+    hold others (heads of attention, groups of a convolution) are matched by what matching those inside them would be
+    worth, and those inside follow. Base distributions that aren't mean-field are matched by their means and deviations.
 
     Of a mixture (:class:`~pyro_symmetric.distributions.Modes`) each component is matched by itself: ``K + 1`` elements
     for each, the identity among those of the component that made the draw. Drawing the component that made it, too,
@@ -100,69 +98,69 @@ class SinkhornImportance:
                 "Trace_ELBO, or JitTrace_ELBO with InfoNCE(K) or ExactOrbit()"
             )
         own = base.log_prob(value)
-        sets = unit_sets(action.group)
-        if not sets.permutations.factors or own.numel() == 0:
+        if not action.group.finite.sites or own.numel() == 0:
             return own
         with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits
-            return self._log_mean(base, action, value, own, sets)
+            return self._log_mean(base, action, value, own)
 
-    def _log_mean(self, base: Distribution, action: Action, value: Tensor, own: Tensor, sets: UnitSets) -> Tensor:
+    def _log_mean(self, base: Distribution, action: Action, value: Tensor, own: Tensor) -> Tensor:
         if isinstance(base, Modes):
-            total = self._log_mean_of_modes(base, action, value, own, sets)
+            total = self._log_mean_of_modes(base, action, value, own)
         else:
-            total = _log_sum_with_identity(_log_ratios(base, action, value, own, sets, self.K))
-        total = total - math.log(self.K + 1) - sets.log_order()
-        return total.to(own.dtype).reshape(own.shape)
+            total = _log_sum_with_identity(_log_ratios(base, action, value, own, self.K))
+        return (total - math.log(self.K + 1)).to(own.dtype).reshape(own.shape)
 
-    def _log_mean_of_modes(self, base: Modes, action: Action, value: Tensor, own: Tensor, sets: UnitSets) -> Tensor:
+    def _log_mean_of_modes(self, base: Modes, action: Action, value: Tensor, own: Tensor) -> Tensor:
         r""":math:`\sum_k r_k(w) \log S_k`, ``S_k`` the sum as it is if component ``k`` made the draw, ``(N,)``."""
         made, others = [], []
         for component in base.components:
             mine = component.log_prob(value).expand(own.shape)
-            ratios = _log_ratios(component, action, value, mine, sets, self.K + 1)
+            ratios = _log_ratios(component, action, value, mine, self.K + 1)
             made.append(_log_sum_with_identity(ratios[:-1]))  # the identity, and K proposals
             others.append(torch.logsumexp(ratios[1:], 0))  # K + 1 proposals
         known = torch.stack(others).repeat(len(made), 1, 1)
         this = torch.eye(len(made), dtype=torch.bool, device=own.device).unsqueeze(-1)
         cases = torch.where(this, torch.stack(made), known)  # (who made it, component, N)
         log_sums = torch.logsumexp(cases + base.log_weights.double().unsqueeze(-1), 1)
-        # Held fixed in gradients, like the proposals: where those are exact, all cases agree.
+        # Held fixed in gradients, like the proposals: if those are exact, all cases agree.
         responsibilities = base.responsibilities(value).detach().expand(*own.shape, -1).reshape(-1, len(made))
         return (responsibilities.double().mT * log_sums).sum(0)
+
+    @classmethod
+    def suggested(cls, group: Group, mean_field: bool, training: bool) -> Suggestion:
+        reason = (
+            f"the group has exp({group.log_order():.1f}) elements, too many to add up; elements proposed by matching "
+            f"units find most of those nats at any width, of which InfoNCE(K) can see no more than log(K + 1)"
+        )
+        if not mean_field:
+            reason += "; this base is matched by its means and deviations, so take a larger K if units overlap"
+        return Suggestion(cls(4 if training else 16), reason)
 
 
 def _log_sum_with_identity(log_ratios: Tensor) -> Tensor:
     """The log of the sum ``S`` of the identity's ratio and ``K`` others, ``(N,)``, with the gradient of
     ``((K+1) log S - log q(w)) / K``: see :class:`SinkhornImportance`."""
     total = torch.logsumexp(log_ratios, 0)
-    # Infinite where the draw has no density under the base: a value of zero all the same.
+    # Infinite if the draw has no density under the base: a value of zero all the same.
     excess = ((total - log_ratios[0]) / (len(log_ratios) - 1)).nan_to_num()
     return total + (excess - excess.detach())
 
 
-def _log_ratios(base: Distribution, action: Action, value: Tensor, own: Tensor, sets: UnitSets, count: int) -> Tensor:
-    r""":math:`\log q(g_k \cdot w) |\det J| / \tau(g_k|w)` of the identity and ``count`` proposals, ``(count + 1, N)``.
+def _log_ratios(base: Distribution, action: Action, value: Tensor, own: Tensor, count: int) -> Tensor:
+    r""":math:`\log q(g_k \cdot w) |\det J| / (|G|\, \tau(g_k|w))` of the identity and ``count`` proposals,
+    ``(count + 1, N)``.
 
     :param own: the log-density of the base at the draws, of batch shape.
     """
     batch = own.shape
     flat = value.expand(*batch, value.shape[-1]).reshape(-1, value.shape[-1])
-    normals, draws = normals_of(base, action, batch), sites_of(action, flat)
-    units = UnitDensities(sets, normals, draws)
-    proposals = propose(units, count, len(flat), flat.detach())
+    units = UnitScores(action.group.finite, normals_of(base, action, batch), sites_of(action, flat))
+    if not units.sets:
+        return own.reshape(1, -1).double().expand(count + 1, -1)
+    elements, log_tau = propose(units, count, len(flat), flat.detach())
     if is_mean_field(base, action):
-        gain = log_density_gain(normals, draws, units, Permutation(sets.permutations, proposals.images))
-        moved = own.reshape(-1) + gain
+        moved = own.reshape(-1) + log_density_gain(units, elements)
     else:
-        elements = _elements(action.group, sets, proposals, torch.Size([count, *batch]))
+        elements = elements.select((slice(None), torch.arange(len(flat), device=value.device).reshape(batch)))
         moved = log_prob_on_orbit(base, action, value, elements).reshape(count, -1)
-    return torch.cat([own.reshape(1, -1), moved]).double() - proposals.log_probability.double()
-
-
-def _elements(group: AnyFiniteGroup, sets: UnitSets, proposals: Proposals, shape: torch.Size) -> Any:
-    """The proposals as elements of the whole group, of the given batch shape."""
-    images = {name: p.reshape(*shape, -1) for name, p in proposals.images.items() if name not in sets.fixed}
-    if isinstance(group, PermutationGroup):
-        return group.element(images)
-    signs = {sets.sign_of[name]: s.reshape(*shape, -1) for name, s in proposals.signs.items()}
-    return group.element(images, signs)
+    return torch.cat([own.reshape(1, -1), moved]).double() - log_tau.double() - log_order_of(units.group, units.sets)

@@ -17,8 +17,9 @@ from torch.distributions import constraints
 
 from pyro_symmetric import arguments
 from pyro_symmetric.distributions.modes import Modes, score_parts
-from pyro_symmetric.distributions.orbit import Action, OrbitEstimator, require_estimator
+from pyro_symmetric.distributions.orbit import OrbitEstimator, require_estimator, warn_of_left_out
 from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
+from pyro_symmetric.groups.action import Action
 
 
 class Symmetrized(TorchDistribution):
@@ -31,18 +32,19 @@ class Symmetrized(TorchDistribution):
     ``log_prob`` is the estimator's answer, which for a bound is random and evaluated once for each draw by
     :class:`~pyro.infer.Trace_ELBO`. An ELBO made of it never exceeds that of :math:`\bar q` in expectation, **if** the
     model is invariant under the group: then only are draws of the base as good as those of :math:`\bar q`. This class
-    sees no model, so check yours by ``group.verify(model, *args)``;
+    sees no model, so check yours by ``ps.verify_model(group, model, *args)``;
     :class:`~pyro_symmetric.guides.AutoSymmetrized` and :func:`~pyro_symmetric.guides.evidence` do so.
 
     :param base_distribution: over vectors of event shape ``(D,)``.
-    :param flat: the group's action on those vectors, e.g. ``group.flat(sites)``.
+    :param action: the group's action on those vectors, e.g. ``ps.Action(group, sites)``; the average is over its
+        permutations and signs.
     :param estimator: of :math:`\log \bar q`; :class:`~pyro_symmetric.distributions.SinkhornImportance` by default.
     :param sticking_the_landing: differentiate ``log_prob`` through the draw only, not through the base's own parameters
         (Roeder, Wu & Duvenaud 2017, arXiv 1703.09194). What is left out, :math:`\mathbb E_q\,
         \partial_\theta \log \bar q_\theta(w)`, is zero for ``ExactOrbit``: averaged over :math:`w \sim q` it is the
         same as over :math:`\bar q`, whose score it is. It is zero for ``InfoNCE`` too, as its terms are
         exchangeable, so that gradients of its bound stay unbiased, and for ``SinkhornImportance``, whose proposals are
-        held fixed. For ``BetheBound`` it need not be zero. Gaussian bases only.
+        held fixed. Gaussian bases only.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
@@ -50,7 +52,7 @@ class Symmetrized(TorchDistribution):
     def __init__(
         self,
         base_distribution: TorchDistribution,
-        flat: Action,
+        action: Action,
         estimator: OrbitEstimator | None = None,
         sticking_the_landing: bool = False,
         validate_args: bool | None = None,
@@ -58,21 +60,19 @@ class Symmetrized(TorchDistribution):
         arguments.instance(
             "base_distribution", base_distribution, torch.distributions.Distribution, "a distribution over flat vectors"
         )
-        if not isinstance(getattr(flat, "dim", None), int) or not callable(flat):
-            raise TypeError(
-                f"flat is {arguments.shown(flat)}; it must be an action on vectors, as group.flat(sites) is"
-            )
+        arguments.instance("action", action, Action, "an Action(group, sites) on those vectors")
         if estimator is not None:
             require_estimator(estimator)
         arguments.flag("sticking_the_landing", sticking_the_landing)
-        if tuple(base_distribution.event_shape) != (flat.dim,):
+        if tuple(base_distribution.event_shape) != (action.dim,):
             raise ValueError(
                 f"base_distribution has event shape {tuple(base_distribution.event_shape)}, but the group acts on "
-                f"vectors of {flat.dim} numbers"
+                f"vectors of {action.dim} numbers"
             )
         self.base_distribution = base_distribution
-        self.flat = flat
+        self.action = action
         self.estimator = SinkhornImportance() if estimator is None else estimator
+        warn_of_left_out(self.estimator, action.group.finite)
         self.sticking_the_landing = sticking_the_landing
         if sticking_the_landing:
             detached(base_distribution)  # which base can't be is reported here
@@ -81,7 +81,7 @@ class Symmetrized(TorchDistribution):
     def __repr__(self) -> str:
         return (
             f"Symmetrized({type(self.base_distribution).__name__}, batch_shape={tuple(self.batch_shape)}, "
-            f"event_shape={tuple(self.event_shape)}, log_order={self.flat.group.log_order():.1f}, "
+            f"event_shape={tuple(self.event_shape)}, log_order={self.action.group.log_order():.1f}, "
             f"estimator={self.estimator!r} [{self.estimator.bound}])"
         )
 
@@ -96,7 +96,7 @@ class Symmetrized(TorchDistribution):
     def expand(self, batch_shape: Sequence[int], _instance: Symmetrized | None = None) -> Symmetrized:
         new = self._get_checked_instance(Symmetrized, _instance)
         new.base_distribution = self.base_distribution.expand(arguments.shape("batch_shape", batch_shape))
-        new.flat = self.flat
+        new.action = self.action
         new.estimator = self.estimator
         new.sticking_the_landing = self.sticking_the_landing
         super(Symmetrized, new).__init__(torch.Size(batch_shape), self.event_shape, validate_args=False)
@@ -115,12 +115,12 @@ class Symmetrized(TorchDistribution):
     def sample_orbit(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         r"""Draws of :math:`\bar q` itself: draws of the base, each moved by a uniform group element."""
         value = self.sample(sample_shape)
-        return self.flat(value, self.flat.group.sample(value.shape[:-1], device=value.device))
+        return self.action(value, self.action.group.finite.sample(value.shape[:-1], device=value.device))
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
-        return self.estimator.log_prob(self.scored_distribution, self.flat, value)
+        return self.estimator.log_prob(self.scored_distribution, self.action, value)
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
         """What Pyro's objectives ask for; of a mixture, with the score of its weights."""

@@ -1,89 +1,193 @@
-"""The sets of units that a finite group exchanges, flips, or both: what a proposal goes through, one by one."""
+"""The sets of units of a group, as a matching goes through them: where each set's entries lie, and what else moves
+them."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from pyro_symmetric.symmetry.factor import Axis, Factor, RescaledAxis
-from pyro_symmetric.symmetry.finite import AnyFiniteGroup, FiniteGroup
-from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.units import Axis, Units, fills
 
 
 @dataclass(frozen=True, eq=False)
-class UnitSets:
-    """A subgroup that can be proposed from, as sets of units.
+class Member:
+    """Units that lie along one axis of a site, as other units meet them there.
 
-    :param permutations: one factor for each set.
-    :param sign_of: set -> the factor of signs that flips its units.
-    :param flipped: set -> the (site, axis) pairs that its signs flip.
-    :param fixed: sets whose units aren't exchanged, only flipped.
+    :param index: their positions, ``(blocks, count)``.
+    :param plain: whether unit ``i`` simply is position ``i``.
+    :param own: those that no units inside them hold; None if there are none.
+    :param flips: whether the units' own signs flip them.
+    :param flipping: the sets whose signs flip them: this one, and what it lies in.
     """
 
-    permutations: PermutationGroup
-    sign_of: dict[str, str]
-    flipped: dict[str, frozenset[tuple[str, int]]]
-    fixed: frozenset[str]
+    name: str
+    dim: int
+    index: Tensor
+    plain: bool
+    own: Tensor | None
+    flips: bool
+    flipping: tuple[str, ...]
 
-    def log_order(self) -> float:
-        """Logarithm of the number of elements."""
-        sizes = self.permutations.factors
-        exchanges = sum(math.lgamma(n + 1) for name, n in sizes.items() if name not in self.fixed)
-        return exchanges + math.log(2) * sum(sizes[name] for name in self.sign_of)
 
-    def flips(self, name: str, site: str, dim: int) -> bool:
-        """Whether the signs of a set's units flip this axis."""
-        return (site, dim) in self.flipped.get(name, ())
+@dataclass(frozen=True, eq=False)
+class UnitAxis:
+    """One axis of a set of units, and what else moves the same entries.
 
-    def is_flipped(self, site: str) -> bool:
-        """Whether any signs flip this site."""
-        return any(site == other for pairs in self.flipped.values() for other, _ in pairs)
+    :param own: the positions that no units inside these hold, ``(blocks, count)``.
+    :param plain: whether unit ``i`` simply is position ``i``.
+    :param flips: whether the units' signs flip these entries.
+    :param around: units that these lie inside of and that flip the same entries.
+    :param beside: other units on the same axis, the inner ones first: inputs beside the outputs of a grouped kernel.
+    :param across: those of each other axis, the inner ones first.
+    """
+
+    site: str
+    dim: int
+    own: Tensor
+    plain: bool
+    flips: bool
+    around: tuple[Member, ...]
+    beside: tuple[Member, ...]
+    across: tuple[tuple[Member, ...], ...]
+
+    def rows(self, value: Tensor, lead: int) -> Tensor:
+        """``lead dims + site`` -> ``lead dims + (count, everything else of a unit)``."""
+        dim = lead + self.dim
+        if self.plain:
+            return value.movedim(dim, lead).flatten(lead + 1) if value.dim() > lead + 1 else value.unsqueeze(-1)
+        picked = value.index_select(dim, self.own.reshape(-1)).unflatten(dim, tuple(self.own.shape))
+        return picked.movedim(dim + 1, lead).flatten(lead + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class UnitSet:
+    """A set of units that has entries to move, or holds one that has.
+
+    :param is_permuted: whether there is anything to exchange.
+    :param is_flipped: whether the units have signs.
+    :param parent: the set that these lie inside of, if any.
+    :param inside: the sets that lie inside these.
+    :param outer_signs: the sets around these whose signs flip entries of these, or inside these.
+    :param neighbours: the sets that move entries of these along other axes, or beside these; this one, if it lies along
+        two axes of a site.
+    :param waits: whether these, or what lies inside them, have neighbours.
+    :param alone: whether no other units move any of their sites, and they move each along one axis, without signs.
+    """
+
+    units: Units
+    is_permuted: bool
+    is_flipped: bool
+    axes: tuple[UnitAxis, ...]
+    parent: str | None
+    inside: tuple[str, ...]
+    outer_signs: frozenset[str]
+    neighbours: frozenset[str]
+    waits: bool
+    alone: bool
 
 
 @functools.lru_cache(maxsize=64)
-def unit_sets(group: AnyFiniteGroup) -> UnitSets:
-    """The outer factors of a group with the signs of their units, and signs of units that aren't exchanged.
-
-    Left out, so that an estimate averages over a subgroup only: factors inside the units of others, factors of one
-    unit, units that lie along several axes at once (inputs of grouped convolutions), and signs whose units are neither
-    those of a factor nor apart from all factors.
-    """
-    permutations = group.permutations if isinstance(group, FiniteGroup) else group
-    kept = [permutations.factor(name) for name, n in permutations.factors.items() if n > 1]
-    kept = [factor for factor in kept if factor.parent is None and all(axis.span == 1 for axis in factor.axes)]
-    sign_of: dict[str, str] = {}
-    flipped: dict[str, frozenset[tuple[str, int]]] = {}
-    fixed: list[Factor] = []
-    if isinstance(group, FiniteGroup):
-        for name in group.signs.factors:
-            signs = group.signs.factor(name)
-            if any(axis.span > 1 for axis in signs.axes):
-                continue
-            axes = [axis for axis in signs.axes if axis.exponent % 2]
-            partner = next((factor for factor in kept if _has_units_of(factor, axes)), None)
-            if partner is None and not _meets(permutations, axes):
-                lying = tuple(Axis(axis.site, axis.dim, axis.index, axis.buffer) for axis in axes)
-                partner = Factor(f"signs of {name}", signs.size, lying)
-                fixed.append(partner)
-            if partner is not None and partner.name not in sign_of:
-                sign_of[partner.name] = name
-                flipped[partner.name] = frozenset((axis.site, axis.dim) for axis in axes)
-    shapes = group.site_shapes
-    return UnitSets(PermutationGroup([*kept, *fixed], shapes), sign_of, flipped, frozenset(f.name for f in fixed))
+def unit_sets(group: Group, sites: tuple[str, ...], device: torch.device) -> dict[str, UnitSet]:
+    """All sets that move entries of these sites, each followed by what lies inside it; other sites are buffers."""
+    order = nested_order(group, group.roots)
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        axes = {
+            name: tuple(
+                _unit_axis(group, name, axis, own, device)
+                for axis in group.axes(name)
+                if axis.site in sites and (own := _own_rows(group, name, axis)) is not None
+            )
+            for name in order
+        }
+    holding = {name for name in order if any(axes[part] for part in nested_order(group, (name,)))}
+    return {name: _unit_set(group, name, axes) for name in order if name in holding}
 
 
-def _has_units_of(factor: Factor, axes: Sequence[RescaledAxis]) -> bool:
-    """Whether signs on these axes belong to the units that the factor exchanges, in the same order."""
-    own = {(axis.site, axis.dim): axis.index for axis in factor.axes}
-    return bool(axes) and all(
-        (axis.site, axis.dim) in own and torch.equal(own[axis.site, axis.dim].cpu(), axis.index.cpu()) for axis in axes
+def nested_order(group: Group, names: Iterable[str]) -> list[str]:
+    """These sets, each followed by what lies inside it."""
+    return [part for name in names for part in (name, *nested_order(group, group.children(name)))]
+
+
+def log_order_of(group: Group, names: Iterable[str]) -> float:
+    """Logarithm of the number of permutations and signs that some sets of units have."""
+    total = 0.0
+    for units in map(group.__getitem__, names):
+        total += units.copies * math.lgamma(units.size + 1) * ("permute" in units.moves)
+        total += units.count * math.log(2.0) * ("flip" in units.moves)
+    return total
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _unit_set(group: Group, name: str, axes: dict[str, tuple[UnitAxis, ...]]) -> UnitSet:
+    units, subtree = group[name], nested_order(group, (name,))
+    inner = [axis for part in subtree for axis in axes[part]]
+    around = {member.name for axis in inner for member in axis.around}
+    sites = [axis.site for axis in axes[name]]
+    moving = [other for other in axes if any(axis.site in sites for axis in axes[other])]
+    single = moving == [name] and len(set(sites)) == len(sites) and "flip" not in units.moves
+    return UnitSet(
+        units,
+        units.size > 1 and "permute" in units.moves,
+        "flip" in units.moves,
+        axes[name],
+        units.parent,
+        tuple(child for child in group.children(name) if any(axes[part] for part in nested_order(group, (child,)))),
+        frozenset(around - set(subtree)),
+        frozenset().union(*map(_neighbours, axes[name])),
+        any(_neighbours(axis) for axis in inner),
+        single and units.copies == 1 and units.parent is None and not group.children(name),
     )
 
 
-def _meets(permutations: PermutationGroup, axes: Sequence[RescaledAxis]) -> bool:
-    """Whether any of these axes is one along which something is exchanged."""
-    return any(axis.dim in permutations.dims(axis.site) for axis in axes)
+def _neighbours(axis: UnitAxis) -> set[str]:
+    return {member.name for members in (axis.beside, *axis.across) for member in members}
+
+
+def _unit_axis(group: Group, name: str, axis: Axis, own: Tensor, device: torch.device) -> UnitAxis:
+    met = {
+        dim: [_member(group, other, there, device) for other, there in members]
+        for dim, members in group.members(axis.site).items()
+    }
+    here = met.pop(axis.dim)
+    outside = group.ancestors(name)
+    around = (member for member in here if member.name in outside and member.flips)
+    beside = (
+        member
+        for member in here
+        if member.name not in (name, *outside)
+        and name not in group.ancestors(member.name)
+        and bool(torch.isin(member.index.cpu(), own.cpu()).any())
+    )
+    plain = fills(replace(axis, index=own), group.view_shapes[axis.site][axis.dim])
+    flips = _flips(group, name, axis)
+    across = tuple(map(tuple, met.values()))
+    return UnitAxis(axis.site, axis.dim, own.to(device), plain, flips, tuple(around), tuple(beside), across)
+
+
+def _member(group: Group, name: str, axis: Axis, device: torch.device) -> Member:
+    line, here = (name, *group.ancestors(name)), group.members(axis.site)[axis.dim]
+    flipping = tuple(other for other, there in here if other in line and _flips(group, other, there))
+    own, index = _own_rows(group, name, axis), axis.index.to(device)
+    if own is not None:
+        own = index if len(own) == len(index) else own.to(device)
+    return Member(name, axis.dim, index, group.is_plain(axis), own, name in flipping, flipping)
+
+
+def _own_rows(group: Group, name: str, axis: Axis) -> Tensor | None:
+    """The positions of units that no units inside them hold: whole rows, as exchanged units are alike inside."""
+    here = group.members(axis.site)[axis.dim]
+    inner = [there.index.reshape(-1) for other, there in here if name in group.ancestors(other)]
+    own = axis.index[~torch.isin(axis.index[:, 0], torch.cat(inner))] if inner else axis.index
+    return own if len(own) else None
+
+
+def _flips(group: Group, name: str, axis: Axis) -> bool:
+    return "flip" in group[name].moves and axis.exponent % 2 == 1

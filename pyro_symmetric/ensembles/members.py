@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # parameters, buffers, inputs, targets of one network -> its loss

@@ -33,7 +33,7 @@ from pyro_symmetric.mcmc.batches import Batches
 from pyro_symmetric.mcmc.data_checks import require_data as require_model_data
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 OutlierRule = Callable[[Tensor], Tensor]

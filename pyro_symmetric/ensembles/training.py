@@ -28,7 +28,7 @@ from pyro_symmetric.generators import drawn_seed
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.storage import PathLike
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 _DEFAULT = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 

@@ -1,30 +1,43 @@
-"""Guides that know the symmetries of their model; all plug into stock :class:`~pyro.infer.SVI`."""
+"""Guides that know the symmetries of their model; all plug into stock :class:`~pyro.infer.SVI`.
 
-from pyro_symmetric.guides.aligned import AutoAligned, push_forward
-from pyro_symmetric.guides.base import WeightsGuide, distinct, sample_posterior
+They pickle, also to workers of process pools and dask. Several processes, each with a part of every mini-batch, train
+one guide by PyTorch's own tool (start the script by ``torchrun --nproc-per-node=2``):
+
+>>> pyro.set_rng_seed(0)  # all ranks start from the same guide
+>>> guide = AutoSymmetrized(BayesianModel(net, num_data=len(x)), group).setup(x, y)
+>>> loss_of = DistributedDataParallel(Trace_ELBO()(model, guide))
+>>> for step, rows in enumerate(batches):
+...     part = rows.tensor_split(world_size)[rank]  # of the same length on each rank
+...     pyro.set_rng_seed(step)  # all ranks draw the same weights
+...     optimizer.zero_grad()
+...     loss_of(x[part], y[part]).backward()
+...     optimizer.step()
+"""
+
+from pyro_symmetric.guides.base import WeightsGuide, sample_posterior
+from pyro_symmetric.guides.bound_tensor import NotADensityError
 from pyro_symmetric.guides.bounds import Evidence, evidence
 from pyro_symmetric.guides.files import load_guide, save_guide
-from pyro_symmetric.guides.gaussian import AutoFullRank, AutoLowRank, AutoMeanField
+from pyro_symmetric.guides.flow import AutoFlow
+from pyro_symmetric.guides.gaussian import AutoGaussian
 from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.modes_elbo import Modes_ELBO
 from pyro_symmetric.guides.objectives import SymmetrizedMeanField_ELBO
-from pyro_symmetric.guides.one_sided import NotADensityError
-from pyro_symmetric.guides.suggest import Suggestion, suggest_estimator
+from pyro_symmetric.guides.own_parameters import distinct
+from pyro_symmetric.guides.push_forward import push_forward
+from pyro_symmetric.guides.suggest import suggest_estimator
 from pyro_symmetric.guides.swag import swag
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.guides.transport import barycentre, interpolate, wasserstein
 
 __all__ = [
-    "AutoAligned",
-    "AutoFullRank",
-    "AutoLowRank",
-    "AutoMeanField",
+    "AutoFlow",
+    "AutoGaussian",
     "AutoModes",
     "AutoSymmetrized",
     "Evidence",
     "Modes_ELBO",
     "NotADensityError",
-    "Suggestion",
     "SymmetrizedMeanField_ELBO",
     "WeightsGuide",
     "barycentre",

@@ -1,75 +1,65 @@
-"""What all guides of this library share: names of their own, set-up without a step, draws without data, files."""
+"""What all guides of this library share: parameters of their own, set-up without a step, draws without data."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, Self
 
 import torch
 from pyro.infer.autoguide import AutoContinuous, AutoDelta, AutoGuide, AutoNormal
-from torch import Tensor
+from pyro.nn import PyroModule
+from torch import Tensor, nn
 from torch.distributions import biject_to
 
 from pyro_symmetric import arguments
 from pyro_symmetric.guides.layout import layout_of
-from pyro_symmetric.guides.quantiles import checked
-from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.guides.own_parameters import distinct
+from pyro_symmetric.weights import Weights
 
-AnyGuide = TypeVar("AnyGuide", bound=AutoGuide)
-
-_counter = itertools.count()
-
-
-def distinct(guide: AnyGuide) -> AnyGuide:
-    """Give a guide a name of its own in Pyro's parameter store, and return it.
-
-    Pyro names every stock guide after its class, so that two guides of one class silently share all parameters. Our own
-    guides are distinct from the start; wrap stock guides, before their first use:
-
-    >>> first, second = distinct(AutoNormal(model)), distinct(AutoNormal(model))
-    """
-    arguments.instance("guide", guide, AutoGuide, "an automatic guide")
-    if getattr(guide, "prototype_trace", None) is not None:
-        raise ValueError("the guide has been used already, under its old name; call distinct() right after building it")
-    guide._pyro_name = f"{type(guide).__name__}_{next(_counter)}"
-    return guide
+# What a guide knows of its model after it has been set up.
+_PROTOTYPE = ("prototype_trace", "_prototype_frames", "_unconstrained_shapes", "_cond_indep_stacks", "latent_dim")
 
 
 class WeightsGuide(AutoContinuous):
     """An :class:`~pyro.infer.autoguide.AutoContinuous` guide over weights.
 
-    Beyond Pyro's: its parameters are never shared with another guide by accident; :meth:`setup` creates them before the
-    first step; :meth:`sample_posterior` draws weights and needs no data.
+    Beyond Pyro's: it shares its parameters with no other guide; :meth:`setup` creates them before the first step;
+    :meth:`sample_posterior` draws weights and needs no data. Pickles and copies leave the guide as it is, and have
+    parameters of their own in whatever process. A guide that has been set up is pickled without its model, which it
+    needs no longer.
 
     :ivar starts: log-densities of the starts that were compared, ``log p(w, D)`` of unconstrained sites; the guide
         began at the largest. A guide that was told where to start compared none.
     """
 
-    chooses_starts: ClassVar[bool] = False
     starts: tuple[float, ...] = ()
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any):
         super().__init__(arguments.function("model", model, "a Pyro model"), *args, **kwargs)
-        distinct(self)
+        self._given: tuple[Any, ...] | None = (model,)  # in a tuple, so that a module isn't a part of the guide
+        distinct(self, type(self).__name__)
 
-    def setup(self, *args: Any, **kwargs: Any) -> WeightsGuide:
+    @property
+    def plain(self) -> AutoContinuous:
+        """The guide before any symmetrisation."""
+        return self
+
+    def setup(self, *args: Any, **kwargs: Any) -> Self:
         """Create the parameters, by tracing the model on its own arguments; does nothing the second time.
 
-        Afterwards ``guide.parameters()``, ``guide.to(...)`` and ``load_state_dict`` see everything there is. Parameters
-        under that guide's name in the parameter store are reset, so call it before training.
+        Afterwards ``guide.parameters()``, ``guide.to(...)`` and ``load_state_dict`` see everything there is.
         """
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
         return self
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.setup(*args, **kwargs)  # before Pyro's store comes into play: parameters belong to the module
+        return super().__call__(*args, **kwargs)
+
     def sample_posterior(self, sample_shape: Sequence[int] = ()) -> Weights:
         """Draws of the weights, ``sample_shape + site_shape``, detached and on the guide's device. Needs no data."""
         return sample_posterior(self, sample_shape)
-
-    def get_base_posterior(self, *args: Any, **kwargs: Any) -> Any:
-        """The distribution over flat unconstrained vectors, before any symmetrisation."""
-        return self.get_posterior(*args, **kwargs)
 
     def median(self, *args: Any, **kwargs: Any) -> Weights:
         """Medians of the weights, by site."""
@@ -79,32 +69,23 @@ class WeightsGuide(AutoContinuous):
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
         """Marginal quantiles of the weights, by site, ``(len(quantiles), *site_shape)``."""
         layout_of(self)
-        return super().quantiles(checked(quantiles).tolist(), *args, **kwargs)
+        return super().quantiles(checked_quantiles(quantiles).tolist(), *args, **kwargs)
+
+    def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError(
+            f"{type(self).__name__} has no formula for its marginals; take quantiles of guide.sample_posterior((2000,))"
+        )
 
     def unpack(self, latent: Tensor) -> Weights:
         """Flat unconstrained vectors ``batch_shape + (D,)`` -> weights."""
-        sites = layout_of(self)
-        dim = sum(site.unconstrained_shape.numel() for site in sites)
-        if arguments.tensor("latent", latent).shape[-1:] != (dim,):
-            raise ValueError(f"latent has shape {tuple(latent.shape)}; its last axis must be {dim} long")
-        pieces = latent.split([site.unconstrained_shape.numel() for site in sites], dim=-1)
-        return {
-            site.name: biject_to(site.support)(piece.reshape((*latent.shape[:-1], *site.unconstrained_shape)))
-            for site, piece in zip(sites, pieces, strict=True)
-        }
+        layout = layout_of(self)
+        if arguments.tensor("latent", latent).shape[-1:] != (layout.dim,):
+            raise ValueError(f"latent has shape {tuple(latent.shape)}; its last axis must be {layout.dim} long")
+        return layout.unpack(latent)
 
     def pack(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Weights -> flat unconstrained vectors; the inverse of :meth:`unpack`."""
-        sites = layout_of(self)
-        shapes = {site.name: torch.Size(site.shape) for site in sites}
-        require_sites(weights, shapes)
-        batch_shape(weights, shapes)
-        pieces = []
-        for site in sites:
-            value = biject_to(site.support).inv(weights[site.name])
-            batch = value.shape[: value.dim() - len(site.unconstrained_shape)]
-            pieces.append(value.reshape(*batch, -1))
-        return torch.cat(pieces, dim=-1)
+        return layout_of(self).pack(weights)
 
     def __repr__(self) -> str:
         if self.prototype_trace is None:
@@ -114,6 +95,31 @@ class WeightsGuide(AutoContinuous):
         starts = f", starts={len(self.starts)} of log-density {spread}" if self.starts else ""
         return f"{type(self).__name__}(latent_dim={self.latent_dim}, parameters={parameters}{starts})"
 
+    def _adopt(self, guide: AutoContinuous) -> None:
+        """Know of the model what a guide that was set up on it knows."""
+        for name in _PROTOTYPE:
+            setattr(self, name, getattr(guide, name))
+        trace: Any = self.prototype_trace
+        for name in {"_INPUT", "_RETURN"} & set(trace.nodes):  # the data
+            trace.remove_node(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Pyro's own makes this guide the master of one that it holds, by a weak reference that dask can't pickle.
+        PyroModule.__setattr__(self, name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)
+        for value in (*self.parameters(), *self.buffers()):
+            if value.is_shared():  # pools of processes send tensors by reference
+                value.data = value.data.clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pyro's own takes the model away from the guide that is pickled.
+        state = {**PyroModule.__getstate__(self), "master": None}
+        if self.prototype_trace is not None:
+            state |= {"_model": None, "_given": None}
+        return state
+
 
 def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weights:
     """Draws of the weights of any automatic guide, stock ones included, without data: ``sample_shape + site_shape``.
@@ -121,14 +127,25 @@ def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weig
     :raises TypeError: for a guide that is neither continuous nor ``AutoNormal`` nor ``AutoDelta``.
     """
     shape = arguments.shape("sample_shape", sample_shape)
-    sites = layout_of(guide)
+    layout = layout_of(guide)
     with torch.no_grad():
         if isinstance(guide, AutoContinuous):
-            return WeightsGuide.unpack(guide, guide.get_posterior().sample(shape))  # type: ignore[arg-type]
+            return layout.unpack(guide.get_posterior().sample(shape))
         if isinstance(guide, AutoNormal):
-            moments = {site.name: guide._get_loc_and_scale(site.name) for site in sites}
+            moments = {site.name: guide._get_loc_and_scale(site.name) for site in layout}
             draws = {name: torch.distributions.Normal(*pair).sample(shape) for name, pair in moments.items()}
-            return {site.name: biject_to(site.support)(draws[site.name]) for site in sites}
+            return {site.name: biject_to(site.support)(draws[site.name]) for site in layout}
         if isinstance(guide, AutoDelta):
             return {name: value.expand(*shape, *value.shape) for name, value in guide.median().items()}
     raise TypeError(f"sample_posterior doesn't know the guide {type(guide).__name__}; use pyro.infer.Predictive for it")
+
+
+def checked_quantiles(quantiles: Any) -> Tensor:
+    """Quantiles as a tensor ``(n,)`` in float64.
+
+    :raises ValueError: unless each lies between 0 and 1.
+    """
+    given = arguments.numbers("quantiles", quantiles).double().reshape(-1)
+    if not len(given) or not bool(((given > 0) & (given < 1)).all()):
+        raise ValueError(f"quantiles are {given.tolist()}; each must lie between 0 and 1")
+    return given

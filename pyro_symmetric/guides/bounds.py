@@ -14,21 +14,18 @@ from typing import Any
 import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
-from torch.distributions import biject_to
 
 from pyro_symmetric import arguments
+from pyro_symmetric.discovery.model_check import check_function
+from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator
 from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.generators import kept
-from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.gaussian import base_posterior
-from pyro_symmetric.guides.layout import action_on, layout_of
+from pyro_symmetric.groups import Group, group_of
+from pyro_symmetric.guides.gaussian import plain_posterior
+from pyro_symmetric.guides.layout import Layout, layout_of
 from pyro_symmetric.guides.suggest import suggest_estimator
-from pyro_symmetric.symmetry.finite import AnyFiniteGroup, finite_part
-from pyro_symmetric.symmetry.function_check import check_function
-from pyro_symmetric.symmetry.rescaling import SignGroup
-from pyro_symmetric.symmetry.weight_symmetry import WeightSymmetry
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 # So many draws show whether log_joint has the group, and how large its rounding errors are.
 CHECKED = 4
@@ -43,8 +40,8 @@ class Evidence:
     :param symmetrized_elbo: of the guide averaged over the group.
     :param symmetrized_error: its standard error.
     :param estimator: by which the symmetrised density was estimated.
-    :param bound: ``"lower"`` where the expectation of ``symmetrized_elbo`` is a lower bound of the symmetrised guide's
-        ELBO, ``"exact"`` where it is that ELBO.
+    :param bound: ``"lower"`` if the expectation of ``symmetrized_elbo`` is a lower bound of the symmetrised guide's
+        ELBO, ``"exact"`` if it is that ELBO.
     :param log_order: the most that symmetrisation can add, ``log |G|``.
     """
 
@@ -69,7 +66,7 @@ class Evidence:
 def evidence(
     guide: AutoGuide,
     log_joint: Callable[[Weights], Tensor],
-    group: AnyFiniteGroup | SignGroup | WeightSymmetry,
+    group: Group | Symmetry,
     estimator: OrbitEstimator | None = None,
     *,
     num_samples: int = 512,
@@ -85,32 +82,27 @@ def evidence(
     :param guide: a set-up guide of this library, or a stock ``AutoNormal`` or ``AutoContinuous``.
     :param log_joint: e.g. :func:`log_joint(model, *args) <pyro_symmetric.mcmc.log_joint>`; weights of batch shape
         ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``.
-    :param group: the symmetry of the model: permutations, signs, or both. Of a ``WeightSymmetry``, the finite part.
+    :param group: the symmetry of the model: permutations, signs, or both. Of a symmetry, the finite part.
     :param estimator: of the symmetrised log-density; by default what
         :func:`~pyro_symmetric.guides.suggest_estimator` picks for reports.
     :param num_samples: Monte Carlo samples, at least 2.
     :param chunk: how many are evaluated at once.
-    :raises ValueError: naming the factors of the group that ``log_joint`` lacks.
+    :raises ValueError: naming the units whose exchange changes ``log_joint``.
     """
     arguments.whole("num_samples", num_samples, 2)
     arguments.whole("chunk", chunk, 1)
-    group = finite_part(group)
+    group = group_of(group).finite
     estimator = estimator or suggest_estimator(guide, group, training=False).estimator
     require_estimator(estimator)
-    if not callable(log_joint):
-        raise TypeError(
-            f"log_joint is a {type(log_joint).__name__}; it must be a function, e.g. ps.log_joint(model, *args)"
-        )
-    sites = layout_of(guide)
-    base = base_posterior(guide)
-    action = action_on(sites, group)
+    arguments.function("log_joint", log_joint, "a function of weights, e.g. ps.log_joint(model, *args)")
+    layout = layout_of(guide)
+    base, action = plain_posterior(guide), layout.action(group)
     plain, symmetrized = [], []
     for start in range(0, num_samples, chunk):
         latent = base.sample((min(chunk, num_samples - start),))
-        weights = WeightsGuide.unpack(guide, latent)  # type: ignore[arg-type]  # needs the layout alone
-        log_target = _checked(log_joint(weights), len(latent)).double() + _log_volume(sites, weights)
+        log_target = _checked(log_joint(layout.unpack(latent)), len(latent)).double() + layout.log_volume(latent)
         if start == 0:
-            _require_invariance(guide, log_joint, group, latent[:CHECKED])
+            _require_invariance(layout, log_joint, group, latent[:CHECKED])
         plain.append(log_target - base.log_prob(latent).double())
         symmetrized.append(log_target - estimator.log_prob(base, action, latent).double())
     elbo, elbo_error = _mean_and_error(torch.cat(plain))
@@ -119,23 +111,18 @@ def evidence(
     return Evidence(elbo, elbo_error, symmetrized_elbo, symmetrized_error, repr(estimator), bound, group.log_order())
 
 
-def _require_invariance(
-    guide: AutoGuide, log_joint: Callable[[Weights], Tensor], group: AnyFiniteGroup, latent: Tensor
-) -> None:
+def _require_invariance(layout: Layout, log_joint: Callable[[Weights], Tensor], group: Group, latent: Tensor) -> None:
     """:raises ValueError: if ``log_joint`` changes when draws of the guide are moved."""
     with kept():
         last_digit = torch.finfo(latent.dtype).eps * (4 * torch.randint(2, latent.shape) - 2)
-    draws, nearby = (
-        WeightsGuide.unpack(guide, value)  # type: ignore[arg-type]
-        for value in (latent, latent * (1 + last_digit.to(latent)))
-    )
+    draws, nearby = (layout.unpack(value) for value in (latent, latent * (1 + last_digit.to(latent))))
     found = check_function(group, log_joint, draws, nearby)
     if not found:
         raise ValueError(
             f"at draws of the guide, {found}\nWithout that symmetry the symmetrised ELBO would be no bound of the "
-            "evidence: give the group that the model has (group.verify(model, ...) names the sites; of a network with "
-            "running statistics it is symmetry.holding(net)), or mend the prior or the likelihood that treats units "
-            "differently"
+            "evidence: give the group that the model has (verify_model(group, model, ...) names the sites; of networks "
+            "with running statistics it is symmetry.holding(net)), or mend the prior or the likelihood that treats "
+            "units differently"
         )
 
 
@@ -147,17 +134,6 @@ def _checked(log_target: Any, num_samples: int) -> Tensor:
             f"give one number for each, shape ({num_samples},)"
         )
     return log_target
-
-
-def _log_volume(sites: Any, weights: Weights) -> Tensor | float:
-    """Log-determinants of the maps from unconstrained coordinates to the sites' supports, ``(S,)``."""
-    total: Tensor | float = 0.0
-    for site in sites:
-        transform = biject_to(site.support)
-        value = weights[site.name]
-        density = transform.log_abs_det_jacobian(transform.inv(value), value)
-        total = total + density.reshape(len(density), -1).double().sum(-1)
-    return total
 
 
 def _mean_and_error(values: Tensor) -> tuple[float, float]:

@@ -1,194 +1,165 @@
-r"""Gaussian guides with given moments, and the moments of guides that others have made.
-
-Three families over the concatenated unconstrained sites, of dimension ``D``:
-
-* :class:`AutoMeanField`, :math:`\mathcal N(m, \mathrm{diag}(s^2))`;
-* :class:`AutoLowRank`, :math:`\mathcal N(m, \mathrm{diag}(s^2) + F F^\top)`;
-* :class:`AutoFullRank`, :math:`\mathcal N(m, L L^\top)`.
-
-They have parameters of their own from the start, need no model to draw from, and can be trained further with stock SVI:
-pushing forward, interpolating and loading make them.
-"""
+r"""Gaussian guides with given moments, and the moments of Gaussian guides, stock or ours."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import pyro.distributions as dist
 import torch
-from pyro.infer.autoguide import (
-    AutoContinuous,
-    AutoDiagonalNormal,
-    AutoGuide,
-    AutoLowRankMultivariateNormal,
-    AutoMultivariateNormal,
-    AutoNormal,
-)
+from pyro.distributions import constraints
+from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoNormal
+from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
-from pyro_symmetric.guides.affine import triangular
+from pyro_symmetric.alignment.gaussian import to_gaussian
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.layout import LayoutModel, SiteLayout, layout_of
+from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of
 
 Moments = Mapping[str, Tensor]
 
 
-class GaussianGuide(WeightsGuide):
-    """What the three families share: a guide over a layout instead of a model, set up at once."""
+class AutoGaussian(WeightsGuide):
+    r"""A Gaussian guide with given moments over the concatenated unconstrained sites, of dimension ``D``:
 
-    def __init__(self, sites: tuple[SiteLayout, ...], loc: Tensor, **options: Any):
-        model = LayoutModel(sites, loc)
-        super().__init__(model, init_loc_fn=model.init_loc_fn, **options)
+    * of ``scale`` alone, the mean-field :math:`\mathcal N(m, \mathrm{diag}(s^2))`;
+    * with ``cov_factor``, of low rank, :math:`\mathcal N(m, \mathrm{diag}(s^2) + F F^\top)`;
+    * of ``scale_tril``, of full rank, :math:`\mathcal N(m, L L^\top)`.
+
+    It is set up from the start, needs no model to draw from, and can be trained further with stock SVI. Its parameters
+    are those of Pyro's ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal`` and ``AutoMultivariateNormal``.
+    Pushing forward, interpolating and loading make such guides.
+
+    :param layout: the sites, e.g. ``layout_of(other_guide)``.
+    :param loc: means ``m``, ``(D,)``.
+    :param scale: standard deviations ``s``, ``(D,)``.
+    :param cov_factor: ``F``, ``(D, rank)``. (The parameter of that name is ``F / s``, row by row.)
+    :param scale_tril: the Cholesky factor ``L``, lower triangular with a positive diagonal, ``(D, D)``. (The parameter
+        of that name has ones on its diagonal.)
+    """
+
+    loc: Any
+    scale: Any
+    cov_factor: Any
+    scale_tril: Any
+
+    def __init__(
+        self,
+        layout: Layout,
+        loc: Tensor,
+        scale: Tensor | None = None,
+        cov_factor: Tensor | None = None,
+        *,
+        scale_tril: Tensor | None = None,
+    ):
+        given = {"loc": loc, "scale": scale, "cov_factor": cov_factor, "scale_tril": scale_tril}
+        self.moment_names = tuple(name for name, value in given.items() if value is not None or name == "loc")
+        _require_moments(layout, {name: given[name] for name in self.moment_names})
+        model = LayoutModel(layout, loc)
+        super().__init__(model, model.init_loc_fn)
         self.setup()
         with torch.no_grad():
-            self.loc.copy_(loc)
+            diagonal = (scale_tril.diagonal() if scale is None else scale).clone()  # type: ignore[union-attr]
+            self.loc = nn.Parameter(loc.clone())
+            self.scale = PyroParam(diagonal, constraints.softplus_positive)
+            if cov_factor is not None:
+                self.cov_factor = nn.Parameter(cov_factor / diagonal.unsqueeze(-1))
+            if scale_tril is not None:
+                self.scale_tril = PyroParam(scale_tril / diagonal.unsqueeze(-1), constraints.unit_lower_cholesky)
 
+    @property
+    def is_mean_field(self) -> bool:
+        """Whether it has no correlations."""
+        return self.moment_names == ("loc", "scale")
 
-class AutoMeanField(GaussianGuide, AutoDiagonalNormal):
-    """A mean-field Gaussian guide with given moments.
+    def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
+        """The Gaussian over flat unconstrained vectors."""
+        loc, scale = self.loc, self.scale
+        if "scale_tril" in self.moment_names:
+            return dist.MultivariateNormal(loc, scale_tril=self.scale_tril * scale.unsqueeze(-1))
+        if "cov_factor" in self.moment_names:
+            return dist.LowRankMultivariateNormal(loc, self.cov_factor * scale.unsqueeze(-1), scale.square())
+        return dist.Normal(loc, scale).to_event(1)
 
-    :param sites: the layout, e.g. ``layout_of(other_guide)``.
-    :param loc: means of the concatenated unconstrained sites, ``(D,)``.
-    :param scale: standard deviations, ``(D,)``.
-    """
-
-    def __init__(self, sites: tuple[SiteLayout, ...], loc: Tensor, scale: Tensor):
-        require_moments(sites, {"loc": loc, "scale": scale})
-        super().__init__(sites, loc)
-        self.scale = scale.detach().clone()  # type: ignore[assignment]  # a PyroParam by its class
-
-
-class AutoLowRank(GaussianGuide, AutoLowRankMultivariateNormal):
-    """A Gaussian guide whose covariance is a diagonal plus a matrix of low rank.
-
-    :param sites: the layout, e.g. ``layout_of(other_guide)``.
-    :param loc: means of the concatenated unconstrained sites, ``(D,)``.
-    :param scale: standard deviations of the diagonal part, ``(D,)``.
-    :param cov_factor: ``F`` of the low-rank part ``F F^T``, ``(D, rank)``. (Pyro's parameter of that name is ``F /
-        scale``, row by row.)
-    """
-
-    def __init__(self, sites: tuple[SiteLayout, ...], loc: Tensor, scale: Tensor, cov_factor: Tensor):
-        require_moments(sites, {"loc": loc, "scale": scale, "cov_factor": cov_factor})
-        super().__init__(sites, loc, rank=cov_factor.shape[-1])
-        self.scale = scale.detach().clone()  # type: ignore[assignment]
-        with torch.no_grad():
-            self.cov_factor.copy_(cov_factor / scale.unsqueeze(-1))
-
-
-class AutoFullRank(GaussianGuide, AutoMultivariateNormal):
-    """A Gaussian guide with any covariance.
-
-    :param sites: the layout, e.g. ``layout_of(other_guide)``.
-    :param loc: means of the concatenated unconstrained sites, ``(D,)``.
-    :param scale_tril: Cholesky factor of the covariance, lower triangular with a positive diagonal, ``(D, D)``.
-    """
-
-    def __init__(self, sites: tuple[SiteLayout, ...], loc: Tensor, scale_tril: Tensor):
-        require_moments(sites, {"loc": loc, "scale_tril": scale_tril})
-        super().__init__(sites, loc)
-        diagonal = scale_tril.detach().diagonal().clone()
-        self.scale = diagonal  # type: ignore[assignment]
-        self.scale_tril = scale_tril.detach() / diagonal.unsqueeze(-1)  # type: ignore[assignment]
-
-
-# Each holds those before it.
-FAMILIES: dict[str, type[GaussianGuide]] = {
-    "AutoMeanField": AutoMeanField,
-    "AutoLowRank": AutoLowRank,
-    "AutoFullRank": AutoFullRank,
-}
+    def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        scale = self.scale
+        if "scale_tril" in self.moment_names:
+            scale = scale * self.scale_tril.square().sum(-1).sqrt()
+        elif "cov_factor" in self.moment_names:
+            scale = scale * (self.cov_factor.square().sum(-1) + 1).sqrt()
+        return self.loc, scale
 
 
 @torch.no_grad()
-def family_and_moments(guide: AutoGuide) -> tuple[type[GaussianGuide], dict[str, Tensor]]:
-    """Our family of a set-up Gaussian guide, stock or ours, and the arguments that make its equal; of a symmetrised
-    guide, those of its base.
+def moments_of(guide: AutoGuide) -> dict[str, Tensor]:
+    """What makes an :class:`AutoGaussian` the equal of a set-up Gaussian guide; of a symmetrised one, of its base.
 
     :raises TypeError: for a guide that isn't Gaussian.
     """
-    if isinstance(guide, AutoLowRankMultivariateNormal):
-        posterior = base_posterior(guide)
-        scale, factor = posterior.cov_diag.sqrt(), posterior.cov_factor
-        return AutoLowRank, {"loc": posterior.loc.detach(), "scale": scale, "cov_factor": factor}
-    if isinstance(guide, AutoMultivariateNormal):
-        posterior = base_posterior(guide)
-        return AutoFullRank, {"loc": posterior.loc.detach(), "scale_tril": posterior.scale_tril}
-    if isinstance(guide, AutoDiagonalNormal | AutoNormal):
-        loc, scale = flat_moments(to_gaussian(guide), layout_of(guide))
-        return AutoMeanField, {"loc": loc, "scale": scale}
+    layout, guide = layout_of(guide), plain(guide)
+    if isinstance(guide, AutoNormal):
+        moments = to_gaussian(guide)
+        return {"loc": layout.flatten(moments.loc), "scale": layout.flatten(moments.scale)}
+    found = guide.get_posterior() if isinstance(guide, AutoContinuous) else None
+    if isinstance(found, dist.LowRankMultivariateNormal):
+        return {"loc": found.loc.detach(), "scale": found.cov_diag.sqrt(), "cov_factor": found.cov_factor}
+    if isinstance(found, dist.MultivariateNormal):
+        return {"loc": found.loc.detach(), "scale_tril": found.scale_tril}
+    if isinstance(found, dist.Independent) and isinstance(found.base_dist, dist.Normal):
+        return {"loc": found.base_dist.loc.detach(), "scale": found.base_dist.scale}
     raise TypeError(
-        f"{type(guide).__name__} isn't a Gaussian guide; known are AutoNormal, AutoDiagonalNormal, "
-        f"AutoLowRankMultivariateNormal, AutoMultivariateNormal and {', '.join(FAMILIES)}"
+        f"{type(guide).__name__} isn't a Gaussian guide, as AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, "
+        "AutoLowRankMultivariateNormal and AutoGaussian are"
     )
 
 
-def require_moments(sites: Sequence[SiteLayout], moments: Moments) -> None:
-    """Check what a Gaussian guide over these sites is made of.
+def gaussian_copy(guide: AutoGuide) -> AutoGaussian:
+    """A guide with copies of the moments of a set-up Gaussian guide.
 
-    :raises ValueError: naming the moment whose shape or values don't fit.
+    :raises TypeError: for a guide that isn't Gaussian.
     """
-    given = arguments.listed("sites", sites, SiteLayout, "layouts, as layout_of(guide) gives them")
-    dim = sum(site.unconstrained_shape.numel() for site in given)
-    if not dim:
-        raise ValueError("sites holds no weights; a guide needs at least one")
-    for name, value in moments.items():
-        columns = {"scale_tril": (dim,), "cov_factor": value.shape[1:2] if isinstance(value, Tensor) else ()}
-        if arguments.tensor(name, value).shape != (dim, *columns.get(name, ())) or (
-            name in columns and value.dim() != 2
-        ):
-            wanted = f"({dim}, rank)" if name == "cov_factor" else str((dim, *columns.get(name, ())))
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; the sites' {dim} weights need {wanted}")
-        positive = {"scale": value, "scale_tril": value.diagonal() if value.dim() == 2 else value}.get(name)
-        if not bool(value.isfinite().all()) or (positive is not None and not bool((positive > 0).all())):
-            raise ValueError(f"{name} must hold finite numbers{'' if positive is None else ', deviations above 0'}")
-        if name == "scale_tril" and bool(value.triu(1).any()):
-            raise ValueError("scale_tril holds numbers above its diagonal; it must be lower triangular")
+    return AutoGaussian(layout_of(guide), **moments_of(guide))
 
 
-def one_family(names: Sequence[str], moments: Sequence[Moments]) -> tuple[str, list[Moments]]:
-    """The smallest family that holds Gaussians of all these families, and the moments of each as of one of it."""
-    family = max(names, key=list(FAMILIES).index)
-    if family == "AutoFullRank":
-        return family, [m if "scale_tril" in m else {"loc": m["loc"], "scale_tril": _root(m)} for m in moments]
-    if family == "AutoLowRank":
-        rank = max(m["cov_factor"].shape[-1] for m in moments if "cov_factor" in m)
-        none = moments[0]["loc"].new_zeros(len(moments[0]["loc"]), 0)
-        factors = [m.get("cov_factor", none) for m in moments]
-        padded = [nn.functional.pad(factor, (0, rank - factor.shape[-1])) for factor in factors]
-        return family, [{**m, "cov_factor": factor} for m, factor in zip(moments, padded, strict=True)]
-    return family, list(moments)
+def plain(guide: AutoGuide) -> AutoGuide:
+    """The guide before any symmetrisation."""
+    return guide.plain if isinstance(guide, WeightsGuide) else guide
 
 
-def base_posterior(guide: AutoGuide) -> Any:
-    """The distribution of a set-up guide over flat unconstrained vectors; of a symmetrised guide, that of its base.
+def plain_posterior(guide: AutoGuide) -> Any:
+    """The distribution of a set-up guide over flat unconstrained vectors, before any symmetrisation.
 
     :raises TypeError: for a guide that is neither continuous nor ``AutoNormal``.
     """
-    if isinstance(guide, WeightsGuide):
-        return guide.get_base_posterior()
-    if isinstance(guide, AutoContinuous):
-        return guide.get_posterior()
-    if isinstance(guide, AutoNormal):
-        sites = layout_of(guide)
-        return AutoMeanField(sites, *flat_moments(to_gaussian(guide), sites)).get_posterior()
+    guide = plain(guide)
+    if isinstance(guide, AutoContinuous | AutoNormal):
+        return (gaussian_copy(guide) if isinstance(guide, AutoNormal) else guide).get_posterior()
     raise TypeError(f"the density of {type(guide).__name__} isn't known; pass an AutoContinuous or AutoNormal")
 
 
-def flat_moments(moments: GaussianWeights, sites: tuple[SiteLayout, ...]) -> tuple[Tensor, Tensor]:
-    """Means and marginal deviations concatenated in the layout's order."""
-
-    def flat(values: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([values[site.name].reshape(-1) for site in sites])
-
-    return flat(moments.loc), flat(moments.scale)
+def triangular(rows: Tensor) -> Tensor:
+    """The Cholesky factor of ``rows @ rows.mT``, by a QR decomposition in float64: no squares, no lost digits."""
+    upper = torch.linalg.qr(rows.double().mT, mode="r").R
+    signs = torch.where(upper.diagonal() < 0, -1.0, 1.0).to(upper)
+    return (upper * signs.unsqueeze(-1)).mT.to(rows.dtype)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _root(moments: Moments) -> Tensor:
-    diagonal = moments["scale"].diag()
-    return triangular(torch.cat([diagonal, moments["cov_factor"]], -1)) if "cov_factor" in moments else diagonal
+def _require_moments(layout: Layout, moments: Mapping[str, Any]) -> None:
+    """:raises ValueError: naming the moment that is missing or whose shape or values don't fit."""
+    dim = arguments.instance("layout", layout, Layout, "a layout, as layout_of(guide) gives it").dim
+    if set(moments) - {"loc"} not in ({"scale"}, {"scale", "cov_factor"}, {"scale_tril"}):
+        raise ValueError(f"found {sorted(moments)}; give loc and scale, cov_factor with them, or loc and scale_tril")
+    for name, value in moments.items():
+        shape = arguments.tensor(name, value).shape
+        wanted = {"cov_factor": (dim, *shape[1:2]), "scale_tril": (dim, dim)}.get(name, (dim,))
+        if shape != wanted or (name == "cov_factor" and value.dim() != 2):
+            raise ValueError(f"{name} has shape {tuple(shape)}; of the layout's {dim} weights it must tell {wanted}")
+        positive = {"scale": value, "scale_tril": value.diagonal() if value.dim() == 2 else value}.get(name)
+        if not bool(value.isfinite().all()) or (positive is not None and not bool((positive > 0).all())):
+            raise ValueError(f"{name} must hold finite numbers{'' if positive is None else ', deviations above 0'}")
+        if name == "scale_tril" and bool(value.triu(1).any()):
+            raise ValueError("scale_tril holds numbers above its diagonal; it must be lower triangular")

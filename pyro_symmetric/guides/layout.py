@@ -1,33 +1,34 @@
-"""What a guide needs to know of its model to draw weights: the latent sites, their shapes, supports and plates.
+"""The latent sites of a guide, and the flat vector of their unconstrained values.
 
 A layout is read off a guide that has been set up, written to JSON, and turned back into a tiny Pyro model with the same
-latent sites and no data. Guides that are pushed forward or loaded from a file are built over that model.
+latent sites and no data. Guides with given moments and guides from files are built over that model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pyro
 import pyro.distributions as dist
 import torch
 from pyro.distributions import constraints as pyro_constraints
+from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
-from pyro_symmetric.distributions.constrained import ConstrainedAction, action_on_unconstrained
-from pyro_symmetric.symmetry.finite import AnyFiniteGroup, SignedFlatAction
-from pyro_symmetric.symmetry.permutation import FlatAction
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric import arguments
+from pyro_symmetric.groups import Action, Group
+from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 
-@dataclass(frozen=True)
-class PlateLayout:
+class Plate(NamedTuple):
     """A plate around a site: its name, dimension, (sub)sample size and full size."""
 
     name: str
@@ -38,43 +39,111 @@ class PlateLayout:
 
 @dataclass(frozen=True)
 class SiteLayout:
-    """One latent site: its name, the shape of its (constrained) value, its support and event dimension, and its
-    plates."""
+    """One latent site: its name, the shape of its (constrained) value, its support, event dimension and plates."""
 
     name: str
     shape: tuple[int, ...]
     support: Constraint
     event_dim: int
-    plates: tuple[PlateLayout, ...] = ()
+    plates: tuple[Plate, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Latent sites, in the order in which a guide's vector concatenates their unconstrained values.
+
+    Vectors have shape ``batch_shape + (dim,)``.
+    """
+
+    sites: tuple[SiteLayout, ...]
+
+    def __iter__(self) -> Iterator[SiteLayout]:
+        return iter(self.sites)
 
     @property
-    def unconstrained_shape(self) -> torch.Size:
-        """Shape of the site's unconstrained coordinates."""
-        return biject_to(self.support).inverse_shape(torch.Size(self.shape))
+    def dim(self) -> int:
+        return self._still.dim
 
-    def unconstrain(self, value: Tensor) -> Tensor:
-        """Values ``batch_shape + shape`` -> ``batch_shape + unconstrained_shape``."""
-        return biject_to(self.support).inv(value)
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Site -> shape of its constrained value."""
+        return {site.name: torch.Size(site.shape) for site in self}
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "support": support_to_dict(self.support, self.name),
-            "event_dim": self.event_dim,
-            "plates": [asdict(plate) for plate in self.plates],
-        }
+    @property
+    def supports(self) -> dict[str, Constraint]:
+        """Site -> support."""
+        return {site.name: site.support for site in self}
+
+    @functools.cached_property
+    def _still(self) -> Action:
+        """The action of a group that moves nothing: it knows how vectors are made of sites."""
+        return Action(Group([], self.shapes), self.supports)
+
+    def unpack(self, vector: Tensor) -> Weights:
+        """Vectors -> weights."""
+        return self._still.constrain(vector)
+
+    def pack(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Weights -> vectors; the inverse of :meth:`unpack`."""
+        require_sites(weights, self.shapes)
+        batch_shape(weights, self.shapes)
+        return self.flatten({site.name: biject_to(site.support).inv(weights[site.name]) for site in self})
+
+    def flatten(self, pieces: Mapping[str, Tensor]) -> Tensor:
+        """Unconstrained values by site -> vectors."""
+        return self._still.flatten(pieces)
+
+    def log_volume(self, vector: Tensor) -> Tensor:
+        """Log-determinant of the map to the supports, ``batch_shape``, in float64."""
+        total = torch.zeros(vector.shape[:-1], dtype=torch.float64, device=vector.device)
+        pieces = self._still.unflatten(vector)
+        for site in self:
+            transform, piece = biject_to(site.support), pieces[site.name]
+            density = transform.log_abs_det_jacobian(piece, transform(piece)).double()
+            total = total + sum_rightmost(density, density.dim() - total.dim())
+        return total
+
+    def action(self, group: Group) -> Action:
+        """How a group acts on the vectors.
+
+        :raises ValueError: if the group moves sites that aren't there, or whose shapes or supports don't fit.
+        """
+        for site in group.required_sites:
+            if site not in self.shapes:
+                raise ValueError(
+                    f"the group moves the site {site!r}, which the guide doesn't have; the guide's sites are "
+                    f"{list(self.shapes)}. If the network is an attribute 'net' of the model, take "
+                    "symmetry.prefixed('net')"
+                )
+            if self.shapes[site] != group.site_shapes[site]:
+                raise ValueError(
+                    f"site {site!r} has shape {tuple(self.shapes[site])} in the guide, but "
+                    f"{tuple(group.site_shapes[site])} in the group"
+                )
+        return Action(group, self.supports, self.shapes)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """As JSON.
+
+        :raises ValueError: for a support that has no such form (bounds that are tensors, a user's own constraint).
+        """
+        return [
+            {**site.__dict__, "support": _support_to_dict(site.support, site.name), "plates": list(site.plates)}
+            for site in self
+        ]
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SiteLayout:
+    def from_dict(cls, data: Sequence[Mapping[str, Any]]) -> Layout:
         """From JSON."""
-        plates = tuple(PlateLayout(**plate) for plate in data["plates"])
-        support = support_from_dict(data["support"])
-        return cls(data["name"], tuple(data["shape"]), support, data["event_dim"], plates)
+        sites = []
+        for site in data:
+            shape, plates = tuple(site["shape"]), tuple(Plate(*plate) for plate in site["plates"])
+            support = _support_from_dict(site["support"])
+            sites.append(SiteLayout(site["name"], shape, support, site["event_dim"], plates))
+        return cls(tuple(sites))
 
 
-def layout_of(guide: AutoGuide) -> tuple[SiteLayout, ...]:
+def layout_of(guide: AutoGuide) -> Layout:
     """The layout of a guide, in the order in which it concatenates its sites.
 
     :raises ValueError: if the guide hasn't seen its model yet.
@@ -88,65 +157,49 @@ def layout_of(guide: AutoGuide) -> tuple[SiteLayout, ...]:
     sites = []
     for name, site in trace.iter_stochastic_nodes():
         plates = tuple(
-            PlateLayout(frame.name, frame.dim, int(frame.size), int(frame.full_size or frame.size))
+            Plate(frame.name, frame.dim, int(frame.size), int(frame.full_size or frame.size))
             for frame in site["cond_indep_stack"]
         )
         sites.append(SiteLayout(name, tuple(site["value"].shape), site["fn"].support, site["fn"].event_dim, plates))
-    return tuple(sites)
+    return Layout(tuple(sites))
 
 
-def one_layout_of(guides: Sequence[AutoGuide]) -> tuple[SiteLayout, ...]:
+def one_layout_of(guides: Sequence[AutoGuide]) -> Layout:
     """The layout that all guides share.
 
     :raises ValueError: naming the first guide whose sites differ from those of ``guides[0]``.
     """
-
-    def described(sites: Sequence[SiteLayout]) -> dict[str, str]:
-        return {site.name: f"{tuple(site.shape)} {site.support}" for site in sites}
-
-    sites = layout_of(guides[0])
-    expected = described(sites)
-    for number, guide in enumerate(guides):
-        found = described(layout_of(guide))
-        if list(found.items()) != list(expected.items()):
+    layouts = [layout_of(guide) for guide in guides]
+    found = [{site.name: f"{tuple(site.shape)} {site.support}" for site in layout} for layout in layouts]
+    for number, sites in enumerate(found):
+        if list(sites.items()) != list(found[0].items()):
             raise ValueError(
-                f"guides[{number}] has the sites {found}, but guides[0] has {expected}; all must be guides of one model"
+                f"guides[{number}] has the sites {sites}, but guides[0] has {found[0]}; all must be guides of one model"
             )
-    return sites
-
-
-def action_on(sites: Sequence[SiteLayout], group: AnyFiniteGroup) -> FlatAction | SignedFlatAction | ConstrainedAction:
-    """How a group acts on the flat unconstrained vectors of a guide with these sites."""
-    supports = {site.name: site.support for site in sites}
-    return action_on_unconstrained(group, supports, {site.name: torch.Size(site.shape) for site in sites})
+    return layouts[0]
 
 
 class LayoutModel:
     """A Pyro model with given latent sites and no data; its arguments are ignored.
 
-    :param sites: the layout.
+    :param layout: the sites.
     :param like: a tensor whose dtype and device the sites' values take.
     """
 
-    def __init__(self, sites: Sequence[SiteLayout], like: Tensor):
-        self.sites = tuple(sites)
-        self.like = like.detach().new_empty(0)
-
-    def example(self) -> Weights:
-        """A feasible value of every site: the image of zero."""
-        return {
-            site.name: biject_to(site.support)(self.like.new_zeros(site.unconstrained_shape)) for site in self.sites
-        }
+    def __init__(self, layout: Layout, like: Tensor):
+        self.layout = arguments.instance("layout", layout, Layout, "a layout, as layout_of(guide) gives it")
+        if not layout.dim:
+            raise ValueError("layout holds no weights; a guide needs at least one")
+        self.like = arguments.tensor("like", like).detach().new_empty(0)
 
     def init_loc_fn(self, site: dict[str, Any]) -> Tensor:
-        """For :class:`~pyro.infer.autoguide.AutoContinuous`: start at :meth:`example`."""
-        return self.example()[site["name"]]
+        """For :class:`~pyro.infer.autoguide.AutoContinuous`: start at the image of zero."""
+        return self.layout.unpack(self.like.new_zeros(self.layout.dim))[site["name"]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         plates: dict[str, pyro.plate] = {}
-        for site in self.sites:
-            split = len(site.shape) - site.event_dim
-            shape = torch.Size(site.shape)
+        for site in self.layout:
+            split, shape = len(site.shape) - site.event_dim, torch.Size(site.shape)
             prior = dist.ImproperUniform(site.support, shape[:split], shape[split:])
             with ExitStack() as stack:
                 for p in site.plates:
@@ -158,56 +211,39 @@ class LayoutModel:
 
 # supports as JSON ---------------------------------------------------------------------------------------------------
 
-_BY_NAME = {
-    name: getattr(pyro_constraints, name)
-    for name in (
-        "real",
-        "simplex",
-        "lower_cholesky",
-        "positive_definite",
-        "corr_cholesky",
-        "unit_lower_cholesky",
-        "ordered_vector",
-        "positive_ordered_vector",
-        "softplus_positive",
-        "softplus_lower_cholesky",
-        "sphere",
+_KNOWN = [*vars(constraints).values(), *vars(pyro_constraints).values()]
+_KINDS = {kind.__name__: kind for kind in _KNOWN if isinstance(kind, type) and issubclass(kind, Constraint)}
+_SINGLE = {type(value).__name__: value for value in _KNOWN if isinstance(value, Constraint)}
+
+
+def _fields(kind: type) -> list[str]:
+    """The arguments that make a constraint of this kind, which it keeps as attributes."""
+    parameters = inspect.signature(kind).parameters.values()
+    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
+def _support_to_dict(support: Constraint, site: str) -> dict[str, Any]:
+    kind = type(support)
+    known = _KINDS.get(kind.__name__) is kind
+    result: dict[str, Any] = {"kind": kind.__name__}
+    for field in _fields(kind) if known else ():
+        value = getattr(support, field, None)
+        if isinstance(value, Constraint):
+            result[field] = _support_to_dict(value, site)
+        elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+            result[field] = value if isinstance(value, int) else float(value)
+        else:
+            known = False
+    if not known:
+        raise ValueError(f"the support {support} of site {site!r} can't be written to a file")
+    return result
+
+
+def _support_from_dict(data: Mapping[str, Any]) -> Constraint:
+    kind = _KINDS[data["kind"]]
+    given = {field: data[field] for field in _fields(kind)}
+    if not given:
+        return _SINGLE[data["kind"]]
+    return kind(
+        **{name: _support_from_dict(value) if isinstance(value, dict) else value for name, value in given.items()}
     )
-}
-_BY_BOUNDS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "greater_than": (constraints.greater_than, ("lower_bound",)),
-    "greater_than_eq": (constraints.greater_than_eq, ("lower_bound",)),
-    "less_than": (constraints.less_than, ("upper_bound",)),
-    "interval": (constraints.interval, ("lower_bound", "upper_bound")),
-    "half_open_interval": (constraints.half_open_interval, ("lower_bound", "upper_bound")),
-}
-
-
-def support_to_dict(support: Constraint, site: str) -> dict[str, Any]:
-    """A support as JSON.
-
-    :raises ValueError: for a support that has no such form (bounds that are tensors, a user's own constraint).
-    """
-    if isinstance(support, constraints.independent):
-        inner = support_to_dict(support.base_constraint, site)
-        return {"kind": "independent", "of": inner, "ndims": support.reinterpreted_batch_ndims}
-    for name, simple in _BY_NAME.items():
-        if type(support) is type(simple):
-            return {"kind": name}
-    for name, (bounded, fields) in _BY_BOUNDS.items():
-        if type(support) is bounded:
-            bounds = {field: torch.as_tensor(getattr(support, field)) for field in fields}
-            if all(bound.numel() == 1 for bound in bounds.values()):
-                return {"kind": name, **{field: float(bound) for field, bound in bounds.items()}}
-    raise ValueError(f"the support {support} of site {site!r} can't be written to a file")
-
-
-def support_from_dict(data: Mapping[str, Any]) -> Constraint:
-    """The inverse of :func:`support_to_dict`."""
-    kind = data["kind"]
-    if kind == "independent":
-        return constraints.independent(support_from_dict(data["of"]), data["ndims"])
-    if kind in _BY_NAME:
-        return _BY_NAME[kind]
-    bounded, fields = _BY_BOUNDS[kind]
-    return bounded(*(data[field] for field in fields))

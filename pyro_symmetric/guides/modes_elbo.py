@@ -15,13 +15,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import pyro
 import torch
 from pyro.infer.util import torch_item
 from torch import Tensor
 
-from pyro_symmetric.distributions import Modes
-from pyro_symmetric.guides.objectives import OwnParticle_ELBO, base_of
+from pyro_symmetric.guides.gaussian import plain
+from pyro_symmetric.guides.modes import AutoModes
+from pyro_symmetric.guides.objectives import OwnParticle_ELBO, base_of, flat_latent_site
 
 
 class Modes_ELBO(OwnParticle_ELBO):
@@ -37,55 +37,44 @@ class Modes_ELBO(OwnParticle_ELBO):
     :raises TypeError: in the first step, for a guide without modes.
     """
 
-    def __init__(self, num_particles: int = 1, *args: Any, **kwargs: Any):
-        super().__init__(num_particles, *args, **kwargs)
-        self._alone = num_particles == 1  # Pyro then makes no room for a plate of particles, but there are the modes'
-        if self.vectorize_particles and self._alone:
-            self.max_plate_nesting += 1
+    num_modes = 2  # of the guide that ran last; before the first, it makes room for a plate of particles
 
-    def _guess_max_plate_nesting(self, *args: Any) -> None:
-        super()._guess_max_plate_nesting(*args)
-        if self.vectorize_particles and self._alone:
-            self.max_plate_nesting += 1
+    @property
+    def num_particles(self) -> int:
+        """All draws of a step."""
+        return self._draws_of_each * self.num_modes
+
+    @num_particles.setter
+    def num_particles(self, value: int) -> None:
+        self._draws_of_each = value
 
     def _get_traces(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-        if not hasattr(guide, "stratified"):
+        modes = plain(guide)
+        if not isinstance(modes, AutoModes):
             raise TypeError(
                 f"Modes_ELBO needs a guide with several modes, AutoModes or AutoSymmetrized over it; found "
                 f"{type(guide).__name__}. Use Trace_ELBO for it"
             )
-        if not self.vectorize_particles:
-            for draw in range(self.num_particles * guide.num_modes):
-                with guide.stratified(draw % guide.num_modes):
-                    traces = self._get_trace(model, guide, args, kwargs)
-                yield traces
-            return
-        if math.isinf(self.max_plate_nesting):
+        self.num_modes = modes.num_modes
+        if self.vectorize_particles and math.isinf(self.max_plate_nesting):
             self._guess_max_plate_nesting(model, guide, args, kwargs)
-        count = self.num_particles * guide.num_modes
-        plate = pyro.plate("modes_vectorized", count, dim=-self.max_plate_nesting)
-        with guide.stratified(0):
-            traces = self._get_trace(plate(model), plate(guide), args, kwargs)
-        yield traces
+        run = self._get_vectorized_trace if self.vectorize_particles else self._get_trace
+        for draw in range(1 if self.vectorize_particles else self.num_particles):
+            with modes.stratified(draw % self.num_modes):
+                traces = run(model, guide, args, kwargs)
+            yield traces
 
     def _differentiable_loss_particle(self, model_trace: Any, guide_trace: Any) -> tuple[float, Tensor]:
-        mixture, count = _mixture(guide_trace)
+        latent = flat_latent_site(model_trace, guide_trace)
+        mixture, count = base_of(latent["fn"]), latent["value"].shape[:-1].numel()
         log_ratio: Any = 0.0
         for trace, sign in ((model_trace, 1), (guide_trace, -1)):
             for site in trace.nodes.values():
                 if site["type"] == "sample":
                     log_ratio = log_ratio + sign * _by_draw(site["log_prob"], count)
-        which = ((mixture.stratum or 0) + torch.arange(count, device=log_ratio.device)) % len(mixture.components)
-        elbo = (mixture.log_weights.exp()[which] * log_ratio).sum()
+        which = ((mixture.stratum or 0) + torch.arange(count, device=log_ratio.device)) % self.num_modes
+        elbo = self.num_modes * (mixture.log_weights.exp()[which] * log_ratio).sum()
         return -torch_item(elbo), -elbo
-
-
-def _mixture(guide_trace: Any) -> tuple[Modes, int]:
-    """The guide's distribution, and of how many draws the trace is made."""
-    for site in guide_trace.nodes.values():
-        if site["type"] == "sample" and site["infer"].get("is_auxiliary"):
-            return base_of(site["fn"]), site["value"].shape[:-1].numel()
-    raise TypeError("the guide draws no flat vector of all sites")
 
 
 def _by_draw(log_prob: Tensor, count: int) -> Tensor:

@@ -13,13 +13,12 @@ Reference: Gelberg et al. 2024 (arXiv 2408.05496), Section 4.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.infer import Trace_ELBO
 from pyro.infer.util import torch_item
-from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.distributions import (
     Distribution,
@@ -29,7 +28,6 @@ from torch.distributions import (
     MultivariateNormal,
     Normal,
     biject_to,
-    constraints,
 )
 
 from pyro_symmetric import arguments
@@ -50,11 +48,7 @@ class OwnParticle_ELBO(Trace_ELBO):
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """An estimate of the negative ELBO."""
-        total = 0.0
-        for model_trace, guide_trace in self._get_traces(model, guide, args, kwargs):
-            total += self._differentiable_loss_particle(model_trace, guide_trace)[0] / self.num_particles
-        warn_if_nan(total, "loss")  # type: ignore[call-overload]
-        return total
+        return torch_item(self.differentiable_loss(model, guide, *args, **kwargs))
 
 
 class SymmetrizedMeanField_ELBO(OwnParticle_ELBO):
@@ -81,26 +75,27 @@ class SymmetrizedMeanField_ELBO(OwnParticle_ELBO):
     """
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        # Which prior depends on which site is told by gradients, also where the caller has switched them off.
+        # Which prior depends on which site is told by gradients, even if the caller has switched them off.
         with torch.enable_grad():
             return super()._get_trace(model, guide, args, kwargs)
 
     def _differentiable_loss_particle(self, model_trace: Any, guide_trace: Any) -> tuple[float, Tensor]:
-        latent = _flat_latent_site(model_trace, guide_trace)
+        latent = flat_latent_site(model_trace, guide_trace)
         base = base_of(latent["fn"])
         if isinstance(base, Modes):
             raise TypeError("SymmetrizedMeanField_ELBO has no formula for a guide with several modes; use Modes_ELBO")
-        moments = _Moments.of(base)
-        elbo = _entropy_and_information(latent, base, analytic=moments is not None)
+        marginals = _marginals_of(base)
+        elbo = _entropy_and_information(latent, base, analytic=marginals is not None)
         position = 0
         for name, site in guide_trace.nodes.items():
             if site["type"] != "sample" or site is latent or name not in model_trace.nodes:
                 continue
             prior = model_trace.nodes[name]
-            size = _unconstrained_size(prior["fn"], site["value"], latent["value"])
+            shape = biject_to(prior["fn"].support).inverse_shape(site["value"].shape)
+            size = shape.numel() // latent["value"].shape[:-1].numel()  # coordinates of the flat vector
             expected = None
-            if moments is not None:
-                expected = moments.expected_log_prob(prior, latent["value"], slice(position, position + size))
+            if marginals is not None:
+                expected = marginals.expected_log_prob(prior, latent["value"], slice(position, position + size))
             # A sampled prior needs the volume of the map to its support; the guide's delta carries it.
             elbo = elbo + (prior["log_prob_sum"] - site["log_prob_sum"] if expected is None else expected)
             position += size
@@ -115,7 +110,8 @@ def base_of(distribution: Any) -> Any:
     return distribution.base_distribution if isinstance(distribution, Symmetrized) else distribution
 
 
-def _flat_latent_site(model_trace: Any, guide_trace: Any) -> Any:
+def flat_latent_site(model_trace: Any, guide_trace: Any) -> Any:
+    """The site of the guide's flat vector, of which all its other sites are pieces."""
     sites = [
         site
         for name, site in guide_trace.nodes.items()
@@ -142,27 +138,22 @@ def _entropy_and_information(latent: Any, base: Distribution, analytic: bool) ->
     return entropy + scale_and_mask(own, latent["scale"], latent["mask"]).sum() + sampled
 
 
-def _unconstrained_size(prior: Any, value: Tensor, latent: Tensor) -> int:
-    """How many coordinates of the flat vector a site has."""
-    batch = latent.shape[:-1].numel()
-    return biject_to(prior.support).inverse_shape(value.shape).numel() // batch
+def _marginals_of(base: Distribution) -> _Marginals | None:
+    inner = base.base_dist if isinstance(base, Independent) else base
+    if not isinstance(inner, Normal | MultivariateNormal | LowRankMultivariateNormal):
+        return None
+    return _Marginals(inner.mean, inner.variance, isinstance(inner, Normal))
 
 
-class _Moments:
-    """Mean and variance of each coordinate of a Gaussian base."""
+class _Marginals(NamedTuple):
+    """Mean and variance of each coordinate of a Gaussian base, ``batch_shape + (D,)``."""
 
-    def __init__(self, loc: Tensor, variance: Tensor, mean_field: bool):
-        self.loc, self.variance, self.mean_field = loc, variance, mean_field
-
-    @classmethod
-    def of(cls, base: Distribution) -> _Moments | None:
-        inner = base.base_dist if isinstance(base, Independent) else base
-        if not isinstance(inner, Normal | MultivariateNormal | LowRankMultivariateNormal):
-            return None
-        return cls(inner.mean, inner.variance, isinstance(inner, Normal))
+    loc: Tensor
+    variance: Tensor
+    mean_field: bool
 
     def expected_log_prob(self, prior: Any, latent: Tensor, where: slice) -> Tensor | None:
-        r""":math:`\mathbb E_q \log p` of one site in unconstrained coordinates; ``None`` where there's no formula.
+        r""":math:`\mathbb E_q \log p` of one site in unconstrained coordinates; None if there is no formula.
 
         .. math:: \mathbb E_{\mathcal N(m, v)} \log \mathcal N(u; \mu, s) = \log \mathcal N(m; \mu, s) - v / 2 s^2
         """
@@ -187,8 +178,6 @@ def _as_normal(prior: Distribution) -> Normal | None:
     """The prior as independent normals in unconstrained coordinates, if it is that."""
     while isinstance(prior, Independent):
         prior = prior.base_dist
-    if isinstance(prior, Normal):
-        return Normal(prior.loc, prior.scale, validate_args=False)
-    if isinstance(prior, LogNormal) and prior.support is constraints.positive:
-        return Normal(prior.loc, prior.scale, validate_args=False)  # the bijection to positive numbers is exp
-    return None
+    if not isinstance(prior, Normal | LogNormal):  # the bijection to positive numbers is exp
+        return None
+    return Normal(prior.loc, prior.scale, validate_args=False)

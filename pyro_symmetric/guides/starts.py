@@ -9,68 +9,70 @@ unconstrained sites decides. Up to a constant that is the ELBO of a narrow guide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_median, init_to_sample
 from torch import Tensor
-from torch.distributions import biject_to
 
-from pyro_symmetric.guides.layout import SiteLayout
+from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.models import BayesianModel
 
 InitLocFn = Callable[[dict[str, Any]], Tensor]
 
 
-def init_loc_fn(
-    model: Any, moved: Collection[str] | None = None, *, fresh: bool = False, drawn: bool = False
-) -> InitLocFn:
+class Start:
     """A way to start, for ``init_loc_fn`` of any automatic guide.
 
-    :param moved: the sites that a group moves; ``None``: all but a likelihood's.
+    :param exchanged: the sites that a group moves; ``None``: all but a likelihood's.
     :param fresh: start a network at freshly initialised values instead of its own.
     :param drawn: draw the other sites from their prior, too, instead of starting at its median.
     """
-    values = model.initial_weights(fresh) if isinstance(model, BayesianModel) else {}
 
-    def start(site: dict[str, Any]) -> Tensor:
+    def __init__(
+        self, model: Any, exchanged: Collection[str] | None = None, *, fresh: bool = False, drawn: bool = False
+    ):
+        self.values = model.initial_weights(fresh) if isinstance(model, BayesianModel) else {}
+        self.exchanged = exchanged
+        self.drawn = drawn
+
+    def __call__(self, site: dict[str, Any]) -> Tensor:
         name = site["name"]
-        if name in values:
-            return values[name].clone()
-        moves = not values if moved is None else name in moved
-        return init_to_sample(site) if moves or drawn else init_to_median(site)
-
-    return start
+        if name in self.values:
+            return self.values[name].clone()
+        exchanged = not self.values if self.exchanged is None else name in self.exchanged
+        return init_to_sample(site) if exchanged or self.drawn else init_to_median(site)
 
 
-def candidates(
-    model: Any, sites: Sequence[SiteLayout], moved: Collection[str] | None, number: int, *, fresh: bool = False
-) -> list[InitLocFn]:
-    """Ways to start that are worth comparing: ``number`` of them, or one if a network's own values leave no choice."""
-    if isinstance(model, BayesianModel) and not fresh and {site.name for site in sites} <= set(model.initial_weights()):
-        number = 1
-    return [init_loc_fn(model, moved, fresh=fresh, drawn=k > 0) for k in range(number)]
+def start_at_best(
+    guide: Any,
+    model: Any,
+    exchanged: Collection[str] | None,
+    number: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    fresh: bool = False,
+) -> tuple[float, ...]:
+    """Move the means ``guide.loc`` of a set-up guide to the best of ``number`` starts.
 
-
-def best_start(
-    model: Any, sites: Sequence[SiteLayout], ways: Sequence[InitLocFn], *args: Any, **kwargs: Any
-) -> tuple[Tensor, tuple[float, ...]]:
-    """The candidate at which the joint density of the model is largest, as a flat unconstrained vector ``(D,)``, and
-    the log-densities of all of them, none if there is but one."""
+    :return: the log-densities of all of them; none if a network's own values leave no choice.
+    """
+    layout = layout_of(guide)
+    known = isinstance(model, BayesianModel) and not fresh and set(layout.shapes) <= set(model.initial_weights())
+    if number == 1 or known:
+        return ()
     starts, found = [], []
     with torch.no_grad(), poutine.block(), pyro.validation_enabled(False):
-        for way in ways:
-            trace = poutine.trace(InitMessenger(way)(model)).get_trace(*args, **kwargs)
-            parts, density = [], trace.log_prob_sum()
-            for site in sites:
-                value = cast(Tensor, trace.nodes[site.name]["value"]).detach()
-                transform, free = biject_to(site.support), site.unconstrain(value)
-                density = density + transform.log_abs_det_jacobian(free, value).sum()
-                parts.append(free.reshape(-1))
-            starts.append(torch.cat(parts))
-            found.append(float(density))
-    found = [value if value == value else -torch.inf for value in found]
-    return starts[found.index(max(found))], tuple(found) if len(found) > 1 else ()
+        for k in range(number):
+            start = Start(model, exchanged, fresh=fresh, drawn=k > 0)
+            trace: Any = poutine.trace(InitMessenger(start)(model)).get_trace(*args, **kwargs)
+            starts.append(layout.pack({site: trace.nodes[site]["value"] for site in layout.shapes}).detach())
+            found.append(float(trace.log_prob_sum() + layout.log_volume(starts[-1])))
+        found = [-torch.inf if math.isnan(value) else value for value in found]
+        guide.loc.copy_(starts[found.index(max(found))])
+    return tuple(found)

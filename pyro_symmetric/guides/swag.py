@@ -5,7 +5,7 @@ Of iterates :math:`w_1 \dots w_S` of SGD at a constant step size,
 .. math:: \mathcal N\Big(\bar w,\ \tfrac12 \operatorname{diag}\big(\overline{w^2} - \bar w^2\big)
     + \frac{1}{2 (K - 1)} \hat D \hat D^\top\Big)
 
-where the columns of :math:`\hat D` are the last :math:`K` iterates' deviations. The paper takes them from the mean as
+The columns of :math:`\hat D` are the last :math:`K` iterates' deviations. The paper takes them from the mean as
 it stood at each iterate; here they are taken from the final mean, so that with :math:`K = S` the low-rank part is half
 of the iterates' sample covariance.
 """
@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.guides.gaussian import AutoLowRank
-from pyro_symmetric.guides.layout import SiteLayout
+from pyro_symmetric.guides.gaussian import AutoGaussian
+from pyro_symmetric.guides.layout import Layout, SiteLayout
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry.weights import batch_shape, require_finite, require_sites
+from pyro_symmetric.weights import batch_shape, require_finite, require_sites
 
 # Iterates that agree to the last bit would make a deviation of zero, which no density has.
 LEAST_DEVIATION = 1e-8
 
 
 @torch.no_grad()
-def swag(model: BayesianModel, iterates: Mapping[str, Tensor], rank: int = 20) -> AutoLowRank:
+def swag(model: BayesianModel, iterates: Mapping[str, Tensor], rank: int = 20) -> AutoGaussian:
     """The SWAG posterior of a Bayesian network, as a guide.
 
     >>> guide = swag(model, iterates)
@@ -47,12 +47,14 @@ def swag(model: BayesianModel, iterates: Mapping[str, Tensor], rank: int = 20) -
         raise ValueError(f"iterates have batch shape {tuple(batch)}; SWAG needs (S,) with at least 2 iterates")
     arguments.whole("rank", rank, 2)
     require_finite(iterates, "iterates")
-    sites = tuple(
-        SiteLayout(name, tuple(shapes[name]), prior.support, len(prior.event_shape))  # type: ignore[arg-type]
-        for name, prior in model.priors().items()
+    layout = Layout(
+        tuple(
+            SiteLayout(name, tuple(shapes[name]), prior.support, len(prior.event_shape))  # type: ignore[arg-type]
+            for name, prior in model.priors().items()
+        )
     )
-    path = torch.cat([site.unconstrain(iterates[site.name]).reshape(batch[0], -1) for site in sites], dim=1)
+    path = layout.pack({name: iterates[name] for name in layout.shapes})
     mean = path.mean(0)
     deviations = path[-rank:] - mean
     scale = (0.5 * path.var(0, correction=0)).sqrt().clamp(min=LEAST_DEVIATION)
-    return AutoLowRank(sites, mean, scale, deviations.T / math.sqrt(2 * (len(deviations) - 1)))
+    return AutoGaussian(layout, mean, scale, deviations.T / math.sqrt(2 * (len(deviations) - 1)))

@@ -1,6 +1,6 @@
 """The loop of a run: step the kernel, adapt in warm-up, keep draws, and commit them where there is a store.
 
-What a run needs to go on is one value, :class:`Boundary`, which is replaced between two iterations and never changed.
+What a run needs to resume is one value, :class:`Boundary`, which is replaced between two iterations and never changed.
 So wherever an interruption falls, the last boundary is whole: state, generators and draws belong together.
 """
 

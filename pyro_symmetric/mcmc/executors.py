@@ -186,7 +186,7 @@ def _gather(job: Job, jobs: Sequence[Job], outcome: Outcome) -> Draws:
                 outcome.done[task].unpack() if store is None else read_store(store, verify=False), job.num_samples
             )
         )
-    kept = f" What is done is kept in {job.store}; the same call goes on from there." if job.store is not None else ""
+    kept = f" What is done is kept in {job.store}; the same call resumes there." if job.store is not None else ""
     if outcome.failed:
         first = min(outcome.failed)
         alike: dict[str, list[int]] = {}

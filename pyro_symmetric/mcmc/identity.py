@@ -1,4 +1,4 @@
-"""Whether a store holds the run that a call asks for, so that one never goes on with another's draws.
+"""Whether a store holds the run that a call asks for, so that one never resumes from another's draws.
 
 Runs are the same if all that decides their draws is: the kernel and its settings, sites, counts, seed, dtype, data
 (compared by their hash, see :mod:`~pyro_symmetric.mcmc.digest`), and the density itself: whatever changed it, be it a
@@ -99,7 +99,7 @@ def surroundings() -> dict[str, Any]:
 def require_same(path: Path, found: Mapping[str, Any], now: Mapping[str, Any], tolerant: bool) -> None:
     """Check the ``identity``, ``versions``, ``chain_chunk`` and ``surroundings`` of a store against those of a call.
 
-    :param tolerant: go on in spite of other versions, with a warning.
+    :param tolerant: resume in spite of other versions, with a warning.
     :raises OtherRun: naming what differs.
     """
     differing = differences(found["identity"], now["identity"], tolerance_of(found, now))
@@ -107,11 +107,11 @@ def require_same(path: Path, found: Mapping[str, Any], now: Mapping[str, Any], t
         differing.append(f"chain_chunk: {found['chain_chunk']} there, {now['chain_chunk']} here")
     newer = _differences(found["versions"], now["versions"], 0)
     if differing or (newer and not tolerant):
-        hint = "" if differing else "; or pass resume=True to go on in spite of it"
+        hint = "" if differing else "; or pass resume=True to resume in spite of it"
         raise OtherRun.of(path, differing + newer, hint)
     if newer or (loose := _differences(found["surroundings"], now["surroundings"], 0)):
         warnings.warn(
-            f"the draw store {path} goes on, but from here its draws may differ from an unbroken run's, since what "
+            f"the draw store {path} is resumed, but from here its draws may differ from an unbroken run's, since what "
             f"decides their rounding has changed: {'; '.join(newer or loose)}",
             RuntimeWarning,
             stacklevel=2,

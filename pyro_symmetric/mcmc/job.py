@@ -119,7 +119,7 @@ def run_job(job: Job, progress: bool, watch: Callable[[int], None] | None = None
         if job.store is not None:
             require_resumable(job, last is not None)
         if last is not None and not set(_PREAMBLE) <= last.checkpoint.keys():
-            raise StoreError(f"the draw store {job.store} holds draws, but no run that could go on")
+            raise StoreError(f"the draw store {job.store} holds draws, but no run that could resume")
         potential = job.potential(last.checkpoint["chain_chunk"] if last is not None else None)
         preamble = {} if store is None else _preamble(job, potential)
         if last is not None:
@@ -146,7 +146,7 @@ def require_resumable(job: Job, exists: bool) -> None:
     if exists and job.resume is False:
         raise FileExistsError(f"{job.store} is a draw store already; with resume=False, name a new folder")
     if not exists and job.resume is True:
-        raise FileNotFoundError(f"resume is True, but there is no run to go on with at {job.store}")
+        raise FileNotFoundError(f"resume is True, but there is no run to resume at {job.store}")
 
 
 def asked_for(draws: Draws, num_samples: int) -> Draws:
@@ -193,5 +193,5 @@ def _how_to_go_on(job: Job, iteration: int) -> tuple[str, ...]:
         return ()
     return (
         f"interrupted in warm-up, after {iteration} of {job.num_warmup} iterations; they are kept in {job.store}, and "
-        "the same call goes on from there",
+        "the same call resumes there",
     )

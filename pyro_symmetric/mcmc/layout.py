@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform, biject_to, constraints
 from torch.distributions.transforms import ComposeTransform, IndependentTransform
 
-from pyro_symmetric.symmetry.weights import Weights, batch_shape, flatten, require_sites, unflatten
+from pyro_symmetric.weights import Weights, batch_shape, flatten, require_sites, unflatten
 
 
 @dataclass(frozen=True, eq=False)

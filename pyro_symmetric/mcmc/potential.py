@@ -36,7 +36,7 @@ from pyro_symmetric.mcmc.starts import initial_points
 from pyro_symmetric.mcmc.targets import NetworkTarget, Rows, Target, TracedTarget
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import placed, promoted
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
 CACHE_BYTES = 2**22  # that the largest intermediate result of a chunk of chains should fit into, on a CPU

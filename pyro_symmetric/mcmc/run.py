@@ -87,10 +87,10 @@ def sample(
         builds once, in a few seconds, and that is kept; everything else runs as it is. ``True``: any other model goes
         through ``torch.compile``, which takes tens of seconds in every process. ``False``: nothing is compiled.
     :param store: a folder for the draws, new or of this very run.
-    :param resume: ``"auto"``: go on with the store if there is one; ``False``: there must be none; ``True``: there must
-        be one, and it may come from another version of PyTorch or of this library, which changes rounding.
+    :param resume: ``"auto"``: resume from the store if there is one; ``False``: there must be none; ``True``: there
+        must be one, and it may come from another version of PyTorch or of this library, which changes rounding.
     :param seed: makes the run reproducible and leaves PyTorch's own generators as they were. ``None``: they are used;
-        a store then remembers where they stood, and going on sets them. Since all threads of a process share them, runs
+        a store then remembers where they stood, and resuming sets them. Since all threads of a process share them, runs
         in several threads take turns.
     :param device: where to compute; draws are moved to the CPU as they are made.
     :param dtype: of the chains, ``torch.float64`` for delicate posteriors.
@@ -137,7 +137,7 @@ def _warn_of_trouble(posterior: Posterior, job: Job) -> None:
         held = f"{posterior.num_samples} of {job.num_samples} draws of each chain"
         if posterior.num_chains < job.num_chains:
             held = f"{posterior.num_chains} of {job.num_chains} chains"
-        advice = "" if job.store is None else f"; the same call goes on from what is kept in {job.store}"
+        advice = "" if job.store is None else f"; the same call resumes from what is kept in {job.store}"
         warnings.warn(f"interrupted: the posterior holds {held}{advice}", RuntimeWarning, stacklevel=3)
     rates = posterior.statistics.get("acceptance_rate", torch.ones(1, 1)).double().mean(1)
     stuck = (~(rates >= STUCK)).nonzero().flatten().tolist()  # NaN is no move

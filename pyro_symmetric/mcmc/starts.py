@@ -14,7 +14,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.batches import independent_rows
 from pyro_symmetric.mcmc.targets import NetworkTarget, not_a_number
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 if TYPE_CHECKING:  # which asks this module for its starting points
     from pyro_symmetric.mcmc.potential import Potential

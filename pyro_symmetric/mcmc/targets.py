@@ -23,7 +23,7 @@ from pyro_symmetric.mcmc.data_checks import require_data
 from pyro_symmetric.mcmc.layout import Layout
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood
 from pyro_symmetric.placement import Placement, promoted
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 Rows = Mapping[str, Tensor]
 ROWS = "rows"  # the name of mini-batches that are cut from the arguments, rather than by a plate

@@ -26,7 +26,7 @@ from pyro_symmetric.storage import dtype_of, raw_bytes, save_json
 from pyro_symmetric.store import Draws, read_tasks
 from pyro_symmetric.store.layout import CHECKPOINT, LOCK, TASKS, VERSION
 from pyro_symmetric.store.writer import lock_folder
-from pyro_symmetric.symmetry.weights import batch_shape
+from pyro_symmetric.weights import batch_shape
 
 _is_forked = False
 
@@ -163,7 +163,7 @@ def _starts_of_tasks(job: Job, tasks: Sequence[slice]) -> list[Any]:
 
 
 def _identity(job: Job, seed: int) -> dict[str, Any]:
-    """What decides the draws, known before any task goes on: one that did would mix two runs.
+    """What decides the draws, known before any task resumes: one that did would mix two runs.
 
     CUDA isn't woken up for it: this process may have none, and its forks couldn't use it any more.
     """

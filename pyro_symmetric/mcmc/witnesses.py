@@ -1,4 +1,4 @@
-"""Places that a run has passed, with their energies there and then: by them its model is known again when it goes on.
+"""Places that a run has passed, with their energies there and then: by them its model is known again when it resumes.
 
 The chains' last states and some earlier ones, spread over the run. Where the chains have been, a model that differs
 shows, however alike it is at any points that could be fixed beforehand.

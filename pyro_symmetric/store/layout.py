@@ -89,7 +89,7 @@ class Commit:
     :param draws: how many of each chain are safe.
     :param chunks: in how many commits they came.
     :param metadata: of the posterior.
-    :param checkpoint: what the writer needs to go on, with ``tensors``.
+    :param checkpoint: what the writer needs to resume, with ``tensors``.
     """
 
     token: int

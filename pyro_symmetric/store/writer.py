@@ -1,4 +1,4 @@
-"""The one process that writes a store: append draws, commit them, go on after an interruption."""
+"""The one process that writes a store: append draws, commit them, resume after an interruption."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ class DrawStore:
         tensors: Mapping[str, Tensor],
         mark: Mark | None = None,
     ) -> None:
-        """Make the draws up to ``mark`` safe, and with them what is needed to go on from there.
+        """Make the draws up to ``mark`` safe, and with them what is needed to resume from there.
 
         :param metadata: of the posterior that a reader gets.
-        :param checkpoint: JSON for whoever goes on; ``tensors`` likewise.
+        :param checkpoint: JSON for whoever resumes; ``tensors`` likewise.
         :param mark: by default the last draw; any after it are cut off.
         :raises OSError: if it can't be written; what was committed before is safe.
         """
@@ -206,7 +206,7 @@ class DrawStore:
             raise OSError(
                 error.errno,
                 f"the draw store {self.path} couldn't be written: {error}. {self.committed} draws of each chain are "
-                "safe there; when the cause is mended (is the disk full?), the same call goes on from them",
+                "safe there; when the cause is mended (is the disk full?), the same call resumes from them",
             ) from error
 
 

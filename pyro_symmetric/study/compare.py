@@ -78,7 +78,7 @@ def run_study(
     """Do the study that ``settings`` describe, in the folder ``out``.
 
     Every method is written to ``out/samples`` when it finishes; chains and ensembles are written to ``out/unfinished``
-    as they go. Run again with the same settings and folder, the study goes on where it stopped; with other settings it
+    as they go. Run again with the same settings and folder, the study resumes where it stopped; with other settings it
     is refused, unless ``overwrite``. A folder that holds other things in their place is refused in any case.
 
     Parameters and random generators are the study's own meanwhile: the caller's are afterwards as they were.

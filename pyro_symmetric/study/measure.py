@@ -17,7 +17,7 @@ from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.study.tables import OWN_HALF
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 # Training rows and draws that are enough to tell an underfit from an overfit.
 TRAINING_ROWS, TRAINING_DRAWS = 1_000, 100

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from pyro_symmetric import datasets
 from pyro_symmetric._torchvision import import_torchvision
+from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.datasets import Dataset
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior, Likelihood
 from pyro_symmetric.networks import NETWORKS
 from pyro_symmetric.study.settings import ACTIVATIONS, StudySettings
-from pyro_symmetric.symmetry import WeightSymmetry, find_symmetry
-from pyro_symmetric.symmetry.canonical import canonical_form
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 STATISTICS_ROWS = 256  # at a time
 
@@ -39,14 +40,14 @@ class Problem:
     :param dataset: training, test and out-of-distribution rows.
     :param model: the Bayesian network.
     :param symmetry: of the posterior: of the network with its running statistics, if any, held as they are.
-    :param scratch: where the method that is being fitted may keep what it has so far, to go on from after a stop; a
-        folder that needn't exist yet. ``None``: nowhere.
+    :param scratch: where the method that is being fitted may keep what it has so far, to resume after a stop; a folder
+        that needn't exist yet. ``None``: nowhere.
     """
 
     settings: StudySettings
     dataset: Dataset
     model: BayesianModel
-    symmetry: WeightSymmetry
+    symmetry: Symmetry
     scratch: Path | None = None
 
     @property
@@ -70,7 +71,7 @@ class Problem:
         Balanced (least total norm) rather than at unit norm: there, nearly dead units, common in trained networks,
         would have enormous biases.
         """
-        return canonical_form(weights, self.symmetry, permutations="max", scalings="minimal_mass")
+        return canonicalize(weights, self.symmetry, scalings="minimal_mass", warn=False)
 
 
 def build_problem(settings: StudySettings) -> Problem:

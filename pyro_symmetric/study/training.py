@@ -13,7 +13,7 @@ from torch.distributions import biject_to
 from tqdm import tqdm
 
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 
 def fit_guide(

@@ -7,16 +7,14 @@ import torch
 from torch import nn
 
 from pyro_symmetric.alignment import Frame, GaussianWeights, align, align_many, many
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.groups import Group
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry import find_symmetry
-from pyro_symmetric.symmetry.finite import FiniteGroup
-from pyro_symmetric.symmetry.permutation import PermutationGroup
-from pyro_symmetric.symmetry.rescaling import SignGroup
 
 SHAPES = {"in": torch.Size((6, 3)), "mid": torch.Size((5, 6)), "out": torch.Size((2, 5))}
 AXES = {"in": ("a", None), "mid": ("b", "a"), "out": (None, "b")}
-GROUP = PermutationGroup.declare(AXES, SHAPES)
-SIGNED = FiniteGroup(GROUP, SignGroup.declare(AXES, SHAPES))
+GROUP = Group.declare(AXES, SHAPES)
+SIGNED = Group.declare(AXES, SHAPES, ("permute", "flip"))
 
 
 def random_weights(*batch):
@@ -33,8 +31,7 @@ def scattered(group, *batch, spread=0.2):
 def one_frame(frame, planted):
     """Whether the found elements equal the planted ones up to one common element."""
     relative = frame.element @ planted.inverse()
-    moves = relative.steps if hasattr(relative, "steps") else (relative,)
-    images = [image for step in moves for image in step.images.values()]
+    images = [*relative.permutations.values(), *relative.signs.values()]
     return all(bool((image == image[:1]).all()) for image in images)
 
 
@@ -85,7 +82,7 @@ def test_independent_members_end_where_no_member_can_improve_and_below_the_best_
     # A star: everybody is aligned to one member, the best of all.
     stars = []
     for k in range(8):
-        moved = align(members, {s: v[k] for s, v in members.items()}, GROUP, restarts=5).permutation(members)
+        moved = align(members, {s: v[k] for s, v in members.items()}, GROUP, restarts=5).element(members)
         stars.append(float(sum((v - v.mean(0)).square().flatten(1).sum(1) for v in moved.values()).mean()))
     assert frame.history[-1] < min(stars)
     assert frame.cycles.fixed < 1.0  # aligned pair by pair, independent members don't agree
@@ -96,7 +93,7 @@ def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
     posterior = Posterior(members, {"lp": torch.zeros(3, 20)}, {"kernel": "HMC"}, rows="chains")
     frame = align_many(posterior, GROUP, progress=False)
     assert frame.element.batch_shape == (3, 20)
-    aligned = posterior.align(GROUP, progress=False)
+    aligned = align_many(posterior, GROUP, progress=False).posterior
     assert aligned.metadata == {"kernel": "HMC"}
     assert aligned.statistics.keys() == {"lp"}
     assert float(aligned.samples["mid"].flatten(0, 1).std(0).max()) < 0.5
@@ -119,16 +116,16 @@ def test_scales_without_a_counterpart_stay():
     weights = {site: value.detach().double() for site, value in symmetry.weights_of(net).items()}
     element = symmetry.sample((7,), spread=0.3)
     frame = align_many(element(weights), symmetry, progress=False)
-    (scaling,) = (step for step in frame.element.steps if type(step).__name__ == "Scaling")
     two_sided = {
         name
-        for name in symmetry.scalings.factors
-        if {axis.exponent > 0 for axis in symmetry.scalings.axes(name) if not axis.buffer} == {True, False}
+        for name in symmetry.group.names("scale")
+        if {axis.exponent > 0 for axis in symmetry.group[name].axes if axis.exponent and not axis.buffer}
+        == {True, False}
     }
     assert two_sided
-    assert set(symmetry.scalings.factors) - two_sided
-    for name in symmetry.scalings.factors:
-        assert bool((scaling[name] == 1).all()) == (name not in two_sided)
+    assert set(symmetry.group.names("scale")) - two_sided
+    assert set(frame.element.log_scales) == two_sided
+    assert all(bool(logs.any()) for logs in frame.element.log_scales.values())
 
 
 def test_bad_members_are_named():
@@ -233,7 +230,7 @@ def test_modules_are_their_weights():
 
 
 def test_few_members_come_into_one_frame_of_a_group_that_moves_nothing():
-    none = PermutationGroup.declare({"in": (None, None)}, {"in": SHAPES["in"]})
+    none = Group.declare({"in": (None, None)}, {"in": SHAPES["in"]})
     members = {"in": torch.randn(6, 6, 3)}
     torch.testing.assert_close(align_many(members, none, progress=False).aligned, members)
 
@@ -245,4 +242,4 @@ def test_sites_that_no_group_knows_are_passed_on_whatever_they_hold():
     assert aligned["count"].equal(counters)
     posterior = Posterior.from_samples({**members, "count": counters}, rows="chains", num_chains=2)
     for each in ("draw", "chain"):
-        assert posterior.align(GROUP, each=each, progress=False).get_samples()["count"].equal(counters)
+        assert align_many(posterior, GROUP, each=each, progress=False).posterior.get_samples()["count"].equal(counters)

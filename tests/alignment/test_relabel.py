@@ -11,14 +11,14 @@ from torch.distributions import Dirichlet, Normal
 
 import pyro_symmetric as ps
 from pyro_symmetric.alignment import relabel
+from pyro_symmetric.groups import Group
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry import FiniteGroup, PermutationGroup, SignGroup
 
 AXES = {"mu": ("k",), "weights": ("k",)}
 
 
 def group_of(n):
-    return PermutationGroup.declare(AXES, {"mu": torch.Size((n,)), "weights": torch.Size((n,))})
+    return Group.declare(AXES, {"mu": torch.Size((n,)), "weights": torch.Size((n,))})
 
 
 def posterior_of(probabilities, components):
@@ -79,9 +79,7 @@ def test_labels_of_overlapping_clusters_are_found_again():
     mu = means + 0.15 * torch.randn(4, 100, 3)
     sd = scales * (0.1 * torch.randn(4, 100, 3)).exp()
     shape = torch.Size((3,))
-    group = PermutationGroup.declare(
-        {"mu": ("k",), "sd": ("k",), "label": ("k",)}, dict.fromkeys(("mu", "sd", "label"), shape)
-    )
+    group = Group.declare({"mu": ("k",), "sd": ("k",), "label": ("k",)}, dict.fromkeys(("mu", "sd", "label"), shape))
     moved = group.sample((4, 100))({"mu": mu, "sd": sd, "label": torch.arange(3.0).expand(4, 100, 3)})
     density = Normal(moved["mu"].unsqueeze(-2), moved["sd"].unsqueeze(-2)).log_prob(x[:, None])
     share = weights[moved["label"].long()].log().unsqueeze(-2)
@@ -122,9 +120,9 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="starts is 0"):
         relabel(posterior, group, draws, starts=0)
     shapes = {"mu": torch.Size((3,)), "weights": torch.Size((3,))}
-    signed = FiniteGroup(group, SignGroup.declare({"mu": ("k",)}, shapes))
-    with pytest.raises(TypeError, match="it must be a PermutationGroup"):
+    signed = Group.declare(AXES, shapes, ("permute", "flip"))
+    with pytest.raises(ValueError, match="group has the units"):
         relabel(posterior, signed, draws)
-    two = PermutationGroup.declare({"mu": ("k",), "weights": ("j",)}, shapes)
-    with pytest.raises(ValueError, match=r"factors \['k', 'j'\]; it must have one"):
+    two = Group.declare({"mu": ("k",), "weights": ("j",)}, shapes)
+    with pytest.raises(ValueError, match=r"units \['k', 'j'\]"):
         relabel(posterior, two, draws)

@@ -5,26 +5,25 @@ fewer than 1 of 100 seeds, in each of which the search would have to miss that f
 """
 
 import math
-import re
 from itertools import product
 
 import pytest
 import torch
 from torch.distributions import Dirichlet, Normal
 
+from pyro_symmetric import Group, find_symmetry
 from pyro_symmetric.alignment import align_many
+from pyro_symmetric.canonical.overlap import uncertain_share
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry import FiniteGroup, PermutationGroup, SignGroup, find_symmetry
-from pyro_symmetric.symmetry.overlap import uncertain_share
 
 SHAPES = {"mu": torch.Size((4, 2)), "scale": torch.Size((4, 2, 2)), "weights": torch.Size((4,))}
 AXES = {"mu": ("k", None), "scale": ("k", None, None), "weights": ("k",)}
-MIXTURE = PermutationGroup.declare(AXES, SHAPES)
+MIXTURE = Group.declare(AXES, SHAPES)
 MU = torch.tensor([[0.0, 0.0], [2.5, 0.5], [0.3, 2.8], [3.0, 3.0]])
 LOADINGS = torch.tensor([[0.9, 0.8, 0.7, 0, 0, 0.3], [0, 0.2, 0.9, 0.8, 0.1, 0], [0.5, 0, -0.2, 0.1, 0.9, 0.8]])
 FACTORS = {"loadings": ("factor", None)}
 FACTOR_SHAPES = {"loadings": LOADINGS.shape, "noise": torch.Size((6,))}
-SIGNED = FiniteGroup(PermutationGroup.declare(FACTORS, FACTOR_SHAPES), SignGroup.declare(FACTORS, FACTOR_SHAPES))
+SIGNED = Group.declare(FACTORS, FACTOR_SHAPES, moves=("permute", "flip"))
 
 
 def mixture(*batch, unit=1.0):
@@ -56,7 +55,7 @@ def flat(posterior, site):
 def test_every_component_of_a_mixture_has_its_own_mean_and_deviation(unit):
     planted = mixture(8, 500, unit=unit)
     posterior = Posterior(MIXTURE.sample((8, 500))(planted), rows="chains")
-    aligned = posterior.align(MIXTURE, progress=False)
+    aligned = align_many(posterior, MIXTURE, progress=False).posterior
     truth = Posterior(planted, rows="chains")
     order = torch.cdist(MU, flat(aligned, "mu").mean(0)).argmin(-1)
     assert sorted(order.tolist()) == [0, 1, 2, 3]
@@ -80,7 +79,7 @@ def test_the_units_of_a_site_do_not_matter():
 @pytest.mark.stochastic
 def test_loadings_up_to_order_and_sign_are_near_the_truth():
     posterior = Posterior(SIGNED.sample((4, 250))(factor_analysis(4, 250)), rows="chains")
-    found = posterior.align(SIGNED, progress=False).samples
+    found = align_many(posterior, SIGNED, progress=False).posterior.samples
     means = found["loadings"].mean((0, 1))
     distance = torch.stack([(LOADINGS - sign * means[:, None]).abs().amax(-1) for sign in (1, -1)]).amin(0)
     assert float(distance.amin(0).max()) < 0.12
@@ -102,7 +101,7 @@ def best_by_enumeration(draws, order):
 @pytest.mark.stochastic
 def test_the_gaussian_cost_of_a_few_draws_is_the_enumerated_least():
     shape = {"w": torch.Size((3, 2))}
-    group = PermutationGroup.declare({"w": ("k", None)}, shape)
+    group = Group.declare({"w": ("k", None)}, shape)
     centre = torch.tensor([[0.0, 0.0], [3.0, 30.0], [6.0, -30.0]], dtype=torch.float64)
     draws = centre + torch.tensor([0.5, 5.0]) * torch.randn(6, 3, 2, dtype=torch.float64)
     draws = group.sample((6,))({"w": draws})["w"]
@@ -116,15 +115,15 @@ def test_the_gaussian_cost_of_a_few_draws_is_the_enumerated_least():
 @pytest.mark.stochastic
 def test_labels_are_those_in_which_most_draws_came():
     planted = mixture(8, 100)
-    moved = MIXTURE.element({"k": torch.tensor([2, 0, 3, 1])})
+    element = MIXTURE.element({"k": torch.tensor([2, 0, 3, 1])})
     draws = {
-        site: torch.cat([moved({site: v[:3] for site, v in planted.items()})[site], planted[site][3:]])
+        site: torch.cat([element({site: v[:3] for site, v in planted.items()})[site], planted[site][3:]])
         for site in planted
     }
     posterior = Posterior(draws, rows="chains")
     frame = align_many(posterior, MIXTURE, progress=False)
-    assert frame.moved.shape == (8, 100)
-    stays = ~frame.moved
+    assert frame.displaced.shape == (8, 100)
+    stays = ~frame.displaced
     assert float(stays[3:].float().mean()) > 0.97
     assert float(stays[:3].float().mean()) < 0.03
     for site in planted:
@@ -136,48 +135,16 @@ def test_signs_and_orders_are_counted_from_the_commonest():
     planted, element = factor_analysis(300), SIGNED.sample((300,))
     frame = align_many(element(planted), SIGNED, progress=False)
     relative = frame.element @ element
-    for step in (relative.permutation, relative.sign):
-        assert all(bool((image == image[:1]).all()) for image in step.images.values())
-    counts = torch.cat([element.permutation["factor"], element.sign["factor"]], -1).unique(dim=0, return_counts=True)[1]
-    assert int((~frame.moved).sum()) == int(counts.max())
-
-
-@pytest.mark.stochastic
-def test_the_summary_modulo_a_symmetry_shows_aligned_draws_and_says_so(capsys):
-    posterior = Posterior(MIXTURE.sample((4, 200))(mixture(4, 200)), rows="chains")
-    torch.manual_seed(0)
-    posterior.summary(symmetry=MIXTURE, progress=False)
-    shown = capsys.readouterr().out
-    head = shown.splitlines()[0]
-    assert head.startswith("modulo PermutationGroup of log-order 3.2: aligned, ")
-    assert re.search(r"aligned, \d+ of 800 draws moved, mean gaussian cost [\d.e+-]+ -> [\d.e+-]+$", head)
-    torch.manual_seed(0)
-    posterior.align(MIXTURE, progress=False).summary()
-    assert shown.split("\n\n", 1)[1] == capsys.readouterr().out
-    deviations = [float(line.split()[2]) for line in shown.splitlines() if line.strip().startswith("mu[")]
-    assert len(deviations) == 8
-    assert max(deviations) < 0.55
-    torch.manual_seed(0)
-    assert posterior.summary_table(MIXTURE, progress=False).splitlines()[0] == head
-
-
-def test_units_that_are_alike_are_said_to_have_uncertain_labels(capsys):
-    group = PermutationGroup.declare({"u": ("k",)}, {"u": torch.Size((4,))})
-    Posterior({"u": torch.randn(4, 250, 4)}, rows="chains").summary(symmetry=group, progress=False)
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("modulo ")
-    assert shown[1].startswith("labels are uncertain: in ")
-    means = [float(line.split()[1]) for line in shown if line.startswith("u[")]
-    assert max(means) - min(means) > 1.5  # though all of them are 0: what the line is about
-
-    signs = SignGroup.declare({"u": ("k",)}, {"u": torch.Size((4,))})
-    Posterior({"u": torch.randn(4, 250, 4)}, rows="chains").summary(symmetry=signs, progress=False)
-    assert "labels are uncertain" in capsys.readouterr().out
+    for numbers in (relative.permutations["factor"], relative.signs["factor"]):
+        assert bool((numbers == numbers[:1]).all())
+    counts = torch.cat([element.permutations["factor"], element.signs["factor"]], -1).unique(dim=0, return_counts=True)[
+        1
+    ]
+    assert int((~frame.displaced).sum()) == int(counts.max())
 
 
 def test_the_uncertain_share_is_that_of_the_enumerated_exchanges_and_flips():
     axes, shapes = {"loadings": ("factor", None)}, {"loadings": torch.Size((3, 2))}
-    permutations, signs = PermutationGroup.declare(axes, shapes), SignGroup.declare(axes, shapes)
     centre = torch.tensor([[1.0, 0.5], [0.3, 0.9], [1.5, -0.6]], dtype=torch.float64)
     draws = centre + torch.tensor([[0.3], [0.5], [0.7]]) * torch.randn(200, 3, 2, dtype=torch.float64)
 
@@ -187,23 +154,15 @@ def test_the_uncertain_share_is_that_of_the_enumerated_exchanges_and_flips():
     orders = torch.tensor([[1, 0, 2], [0, 2, 1], [2, 1, 0]])
     exchanged = torch.stack([log_density(draws[:, order]) for order in orders])
     flipped = torch.stack([log_density(draws * sign[:, None]) for sign in 1 - 2 * torch.eye(3)])
-    for others, parts in ((exchanged, (permutations, None)), (flipped, (None, signs))):
+    for others, moves in ((exchanged, "permute"), (flipped, "flip")):
         expected = float((log_density(draws) - others.amax(0) < math.log(3)).double().mean())
         assert 0.02 < expected < 0.9
-        assert uncertain_share({"loadings": draws}, *parts) == pytest.approx(expected)
-
-
-def test_options_of_alignment_need_a_symmetry():
-    posterior = Posterior(mixture(2, 5), rows="chains")
-    for call in (posterior.summary, posterior.summary_table):
-        with pytest.raises(TypeError, match="'cost' can only be an option of alignment, which needs symmetry="):
-            call(cost="l2")
+        assert uncertain_share({"loadings": draws}, Group.declare(axes, shapes, moves=moves)) == pytest.approx(expected)
 
 
 def test_an_aligned_posterior_remembers_its_model():
     posterior = Posterior(mixture(2, 5), rows="chains").attach(print, 3)
-    assert posterior.align(MIXTURE, progress=False).model is print
-    assert posterior.moved(MIXTURE.identity()).model is print
+    assert align_many(posterior, MIXTURE, progress=False).posterior.model is print
 
 
 def test_few_draws_and_groups_with_scales_are_compared_by_distance():

@@ -7,7 +7,6 @@ import pyro_symmetric as ps
 from .table import (
     ARRAY,
     COUNTS,
-    INF,
     NAN,
     NOT_NEGATIVE,
     THINGS,
@@ -40,7 +39,7 @@ CURVE = ps.BarrierCurve(torch.linspace(0, 1, 3), {"data": torch.tensor([1.0, 2.0
 
 def two_factors():
     """A group of more than a mixture's components."""
-    return ps.PermutationGroup.declare({"w": ("rows", "columns")}, {"w": torch.zeros(2, 3)})
+    return ps.Group.declare({"w": ("rows", "columns")}, {"w": torch.zeros(2, 3)})
 
 
 CALLS = (
@@ -53,7 +52,6 @@ CALLS = (
             "reference": (*bad_weights(), *not_finite(), Made("batch", lambda: weights(4))),
             "group": NO_GROUP,
             "cost": ("euclid", None, 3),
-            "draws": ("median", None, 3),
             "restarts": NOT_NEGATIVE,
             "max_sweeps": COUNTS,
             "tolerance": TOLERANCES,
@@ -62,10 +60,9 @@ CALLS = (
     ),
     Calls(
         "align",
-        lambda **o: ps.align(weights(), weights(), group(), cost="activation", progress=False, **o),
-        lambda: {"net": network(), "inputs": data()[0]},
-        {"net": (*THINGS, ARRAY), "inputs": (None, ARRAY, 3, torch.zeros(3, 3))},
-        words={"inputs": "input"},
+        lambda cost: ps.align(weights(), weights(), group(), cost, progress=False),
+        lambda: {"cost": ps.ActivationCost(network(), data()[0])},
+        {"cost": (lambda sources, reference, group: None, lambda sources, reference, group: torch.zeros(3, 3))},
         misspelt=False,
     ),
     Calls(
@@ -139,14 +136,14 @@ CALLS = (
     Calls(
         "ActivationCost.__call__",
         lambda **o: ps.ActivationCost(network(), data()[0])(**o),
-        lambda: {"source": weights(), "reference": weights(), "permutations": group()},
-        {"source": (*THINGS, ARRAY), "reference": (*THINGS, ARRAY), "permutations": THINGS},
+        lambda: {"sources": weights(2), "reference": weights(), "group": group()},
+        {"sources": (*THINGS, ARRAY, Made("one", weights)), "reference": (*THINGS, ARRAY), "group": THINGS},
     ),
     Calls(
-        "ActivationCost.of_many",
-        lambda **o: ps.ActivationCost(network(), data()[0]).of_many(**o),
-        lambda: {"sources": [weights()], "reference": weights(), "permutations": group()},
-        {"sources": (*THINGS, [], [3]), "reference": THINGS, "permutations": THINGS},
+        "TableScores",
+        lambda **o: ps.TableScores(**o),
+        lambda: {"group": group(), "tables": {name: torch.zeros(1, n, n) for name, n in group().factors.items()}},
+        {"group": THINGS, "tables": (*THINGS, {}, Made("numbers", lambda: dict.fromkeys(group().factors, 3)))},
     ),
     Calls(
         "loss_barrier",
@@ -157,10 +154,8 @@ CALLS = (
             "guide_1": (*THINGS, ARRAY, {}),
             "log_likelihood": (*THINGS, ARRAY, {}, Made("network", network)),
             "data": (*THINGS, ARRAY, {}, torch.zeros(3), (ARRAY, ARRAY), (torch.zeros(3, 2), torch.zeros(4)), [None]),
-            "metrics": (3, "banana", {"m": 3}, [lambda w: 1.0]),
             "num_points": (2, 1.5, True, "3", None),
             "num_samples": (*COUNTS, None),
-            "chunk_size": COUNTS,
             "repair": (3, "banana", ARRAY),
         },
         words={"guide_0": "", "guide_1": ""},
@@ -172,11 +167,5 @@ CALLS = (
         dict,
         {"ax": (3, "banana"), "label": (3, None), "names": ("data", ["test"], 3, [3])},
         quick=False,
-    ),
-    Calls(
-        "Posterior.align",
-        lambda **o: posterior().align(**o),
-        lambda: {"group": group(), "progress": False},
-        {"group": NO_GROUP, "cost": ("kl",), "max_rounds": (0, INF)},
     ),
 )

@@ -150,7 +150,7 @@ CALLS = (
         "excess_mass",
         ps.excess_mass,
         lambda: {"weights": weights(4), "symmetry": symmetry()},
-        {"weights": (*bad_weights(4), *not_finite(4)), "symmetry": (None, *NO_SYMMETRY, Made("no-scalings", group))},
+        {"weights": (*bad_weights(4), *not_finite(4)), "symmetry": (None, *NO_SYMMETRY)},
     ),
     Calls(
         "SortingTracker",

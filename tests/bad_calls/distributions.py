@@ -5,7 +5,7 @@ import torch
 
 import pyro_symmetric as ps
 
-from .table import COUNTS, FLAGS, THINGS, Calls, exchanges
+from .table import COUNTS, FLAGS, NOT_NEGATIVE, THINGS, Calls, exchanges
 
 SHAPES = (3, "34", 1.5, (1.5,), (-1,), None)
 BASE = dist.Normal(torch.zeros(18), torch.ones(18)).to_event(1)
@@ -13,18 +13,21 @@ BASE = dist.Normal(torch.zeros(18), torch.ones(18)).to_event(1)
 
 def symmetrized():
     """A Gaussian over the orbits of a factor analysis."""
-    return ps.Symmetrized(BASE, exchanges().flat(["loadings", "scores"]))
+    return ps.Symmetrized(BASE, ps.Action(exchanges(), ["loadings", "scores"]))
 
 
 CALLS = (
-    Calls("InfoNCE", ps.InfoNCE, dict, {"K": (*COUNTS, None)}),
+    Calls("InfoNCE", ps.InfoNCE, dict, {"K": (*NOT_NEGATIVE, None)}),
     Calls("SinkhornImportance", ps.SinkhornImportance, dict, {"K": (*COUNTS, None)}),
-    Calls("BetheBound", ps.BetheBound, dict, {"iterations": (*COUNTS, None)}),
     Calls("ExactOrbit", ps.ExactOrbit, dict, {"limit": (*COUNTS, None)}),
+    *(
+        Calls(f"{kind.__name__}.leaves_out", kind().leaves_out, lambda: {"group": exchanges()}, {"group": THINGS})
+        for kind in (ps.InfoNCE, ps.SinkhornImportance, ps.ExactOrbit)
+    ),
     Calls(
         "Symmetrized",
         ps.Symmetrized,
-        lambda: {"base_distribution": BASE, "flat": exchanges().flat(["loadings", "scores"])},
+        lambda: {"base_distribution": BASE, "action": ps.Action(exchanges(), ["loadings", "scores"])},
         {
             "base_distribution": (
                 *THINGS,
@@ -32,7 +35,7 @@ CALLS = (
                 dist.Normal(0.0, 1.0),
                 dist.Normal(torch.zeros(5), torch.ones(5)).to_event(1),
             ),
-            "flat": (*THINGS, exchanges()),
+            "action": (*THINGS, exchanges()),
             "estimator": (3, "InfoNCE", ps.InfoNCE),
             "sticking_the_landing": FLAGS,
         },

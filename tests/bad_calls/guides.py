@@ -1,7 +1,7 @@
 """Bad calls of guides, of what is made of them and of what they are judged by."""
 
 import torch
-from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
+from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoIAFNormal
 
 import pyro_symmetric as ps
 from pyro_symmetric.guides.layout import layout_of
@@ -55,34 +55,40 @@ def delta():
     return result
 
 
-def gaussian(kind, **bad):
-    """Calls of a Gaussian guide's constructor."""
-    moments = {"loc": torch.zeros(17), "scale": torch.ones(17)}
-    if kind is ps.AutoLowRank:
-        moments["cov_factor"] = torch.zeros(17, 2)
-    if kind is ps.AutoFullRank:
-        moments = {"loc": torch.zeros(17), "scale_tril": torch.eye(17)}
+def flow():
+    """A set-up guide with a flow."""
+    result = ps.AutoFlow(model(), hidden_dim=[20])
+    result.setup(*data())
+    return result
+
+
+def gaussian(words=None, **moments):
+    """Calls of a Gaussian guide's constructor; each moment with bad values of it."""
+    good = {
+        "loc": torch.zeros(17),
+        "scale": torch.ones(17),
+        "cov_factor": torch.zeros(17, 2),
+        "scale_tril": torch.eye(17),
+    }
     return Calls(
-        kind.__name__,
-        kind,
-        lambda: {"sites": layout_of(guide()), **moments},
-        {
-            "sites": (*THINGS, (), ["0.weight"]),
-            "loc": (*THINGS, ARRAY, torch.zeros(16), torch.zeros(2, 17), torch.full((17,), NAN)),
-            **bad,
-        },
+        "AutoGaussian",
+        ps.AutoGaussian,
+        lambda: {"layout": layout_of(guide()), **{name: good[name] for name in moments}},
+        {"layout": (*THINGS, (), layout_of), **moments},
+        words=words or {},
     )
 
 
+LOCS = (*THINGS, ARRAY, torch.zeros(16), torch.zeros(2, 17), torch.full((17,), NAN))
 SCALES = (*THINGS, ARRAY, torch.ones(16), torch.zeros(17), -torch.ones(17), torch.full((17,), NAN))
 NO_PATH = (None, 3, "", "missing/folder/guide")
 
 CALLS = (
-    gaussian(ps.AutoMeanField, scale=SCALES),
-    gaussian(ps.AutoLowRank, scale=SCALES, cov_factor=(*THINGS, ARRAY, torch.ones(17), torch.ones(16, 2))),
+    gaussian(loc=LOCS, scale=SCALES),
+    gaussian(loc=LOCS, scale=SCALES, cov_factor=(*THINGS[1:], ARRAY, torch.ones(17), torch.ones(16, 2))),
     gaussian(
-        ps.AutoFullRank,
-        scale_tril=(*THINGS, ARRAY, torch.eye(16), -torch.eye(17), torch.ones(17), torch.ones(17, 17)),
+        loc=LOCS,
+        scale_tril=(*THINGS[1:], ARRAY, torch.eye(16), -torch.eye(17), torch.ones(17), torch.ones(17, 17)),
     ),
     Calls(
         "AutoModes",
@@ -91,11 +97,11 @@ CALLS = (
         {
             "model": (*THINGS, ARRAY),
             "num_modes": (*COUNTS, None),
-            "family": ("AutoNormal", None, 3, ps.AutoMeanField),
+            "base": (*THINGS, AutoDelta, AutoIAFNormal, ps.AutoGaussian),
             "rank": COUNTS,
             "init_loc_fn": (3, "banana"),
             "num_starts": (*COUNTS, None),
-            "moved": (3, "0.weight", [3]),
+            "exchanged": (3, "0.weight", [3]),
             "init_scale": (*POSITIVE, None),
             "train_weights": FLAGS,
         },
@@ -103,34 +109,17 @@ CALLS = (
     Calls(
         "AutoModes.from_guides",
         ps.AutoModes.from_guides,
-        lambda: {"guides": [guide(), guide()], "group": group()},
+        lambda: {"guides": [guide(), guide()]},
         {
             "guides": (*THINGS, [], [3], Made("one", guide), Made("unused", lambda: [unused_guide()])),
             "weights": ([1.0], [0.0, 1.0], [-1.0, 2.0], [NAN, 1.0], "11", 3, ["1", "2"], [INF, 1.0]),
-            "group": (3, "banana", ARRAY),
-            "align_to": (2, -3, "banana", 0.5),
-            "cost": ("euclid", None, 3),
             "train_weights": FLAGS,
         },
-        words={"guides": "guide", "align_to": ""},
-    ),
-    Calls(
-        "AutoModes.of_moments",
-        ps.AutoModes.of_moments,
-        lambda: {
-            "sites": layout_of(guide()),
-            "family": "AutoMeanField",
-            "moments": [{"loc": torch.zeros(17), "scale": torch.ones(17)}],
-            "logits": torch.zeros(1),
-        },
-        {
-            "sites": (*THINGS, ()),
-            "family": ("AutoNormal", None),
-            "moments": (*THINGS, [], [3]),
-            "logits": (*THINGS, [0.0], torch.zeros(2)),
-        },
+        words={"guides": "guide"},
     ),
     Calls("AutoModes.get_posterior", lambda **o: modes().get_posterior(**o), dict, {}, misspelt=False),
+    Calls("AutoGaussian.get_posterior", lambda **o: guide().get_posterior(**o), dict, {}, misspelt=False),
+    Calls("AutoFlow.get_posterior", lambda **o: flow().get_posterior(**o), dict, {}, misspelt=False),
     Calls("AutoModes.median", lambda **o: modes().median(**o), dict, {}, misspelt=False),
     Calls(
         "AutoModes.quantiles",
@@ -140,18 +129,11 @@ CALLS = (
         misspelt=False,
     ),
     Calls(
-        "AutoModes.quantiles",
+        "WeightsGuide.quantiles",
         lambda **o: guide().quantiles(**o),
         lambda: {"quantiles": [0.1, 0.5]},
         {"quantiles": QUANTILES},
         misspelt=False,
-    ),
-    Calls(
-        "AutoModes.symmetrized",
-        lambda **o: modes().symmetrized(**o),
-        lambda: {"group": group()},
-        {"group": NO_GROUP, "estimator": (3, "InfoNCE", ps.InfoNCE)},
-        words={"group": ""},
     ),
     Calls(
         "AutoSymmetrized",
@@ -178,15 +160,20 @@ CALLS = (
     Calls(
         "AutoSymmetrized.quantiles",
         lambda **o: symmetrized().quantiles(**o),
-        lambda: {"quantiles": [0.1, 0.5], "orbit": True},
-        {"quantiles": QUANTILES, "orbit": FLAGS, "num_samples": (*COUNTS, None)},
+        lambda: {"quantiles": [0.1, 0.5]},
+        {"quantiles": QUANTILES},
         misspelt=False,
     ),
     Calls(
-        "AutoSymmetrized.median",
-        lambda **o: symmetrized().median(**o),
-        lambda: {"orbit": True},
-        {"orbit": FLAGS, "num_samples": (*COUNTS, None)},
+        "AutoFlow",
+        ps.AutoFlow,
+        lambda: {"model": model(), "hidden_dim": [20]},
+        {
+            "model": (*THINGS, ARRAY),
+            "flow": (*THINGS, AutoDelta, AutoDiagonalNormal),
+            "init_loc_fn": (3, "banana", None),
+            "init_scale": (*POSITIVE, None),
+        },
         misspelt=False,
     ),
     *(
@@ -197,14 +184,7 @@ CALLS = (
             {},
             misspelt=False,
         )
-        for name in ("get_base_posterior", "get_posterior", "sample_latent")
-    ),
-    Calls(
-        "AutoAligned",
-        ps.AutoAligned,
-        lambda: {"guide": guide(), "element": group().identity()},
-        {"guide": (*NO_GUIDE, Made("modes", modes)), "element": NO_ELEMENT},
-        words={"guide": "uide"},
+        for name in ("get_posterior", "sample_latent", "median")
     ),
     Calls(
         "push_forward",
@@ -236,7 +216,7 @@ CALLS = (
         "distinct",
         ps.distinct,
         lambda: {"guide": unused_guide()},
-        {"guide": (*THINGS, AutoDiagonalNormal, Made("used", guide))},
+        {"guide": (*THINGS, AutoDiagonalNormal, Made("used", guide)), "name": (3, 0.5, ["a"])},
     ),
     Calls(
         "sample_posterior",

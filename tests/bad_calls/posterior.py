@@ -5,7 +5,7 @@ import torch
 
 import pyro_symmetric as ps
 
-from .table import ARRAY, COUNTS, DEVICES, FRACTIONS, THINGS, Calls, data, group, model, posterior, symmetry
+from .table import ARRAY, COUNTS, DEVICES, FRACTIONS, THINGS, Calls, data, group, model, posterior
 
 BAD_SAMPLES = (
     *(*THINGS, ARRAY, {}, {"w": ARRAY}, {"w": None}, {"w": torch.zeros(3)}, {3: torch.zeros(2, 3)}),
@@ -52,22 +52,32 @@ CALLS = (
     Calls(
         "Posterior.summary",
         lambda **o: posterior().summary(**o),
-        lambda: {"symmetry": group()},
-        {"prob": (*FRACTIONS, None), "symmetry": (3, "banana", ARRAY, {})},
-        words={"symmetry": "group"},
+        dict,
+        {"prob": (*FRACTIONS, None)},
     ),
     Calls(
-        "Posterior.summary_table",
-        lambda **o: posterior().summary_table(**o),
-        lambda: {"symmetry": group()},
-        {"symmetry": (3, "banana", ARRAY, {})},
-        words={"symmetry": "group"},
+        "Posterior.map",
+        lambda **o: posterior().map(**o),
+        lambda: {"function": group().identity()},
+        {
+            "function": (
+                *(*THINGS, ARRAY, ps.Posterior),
+                lambda weights: None,
+                lambda weights: {},
+                lambda weights: {site: value[:1] for site, value in weights.items()},
+            )
+        },
+        misspelt=False,
     ),
     Calls(
-        "Posterior.canonicalize",
-        lambda **o: posterior().canonicalize(**o),
-        lambda: {"symmetry": symmetry()},
-        {"symmetry": (*THINGS, ARRAY), "permutations": ("maximum",), "scalings": ("unit",)},
+        "summary",
+        ps.summary,
+        lambda: {"posterior": posterior(), "symmetry": group(), "progress": False},
+        {
+            "posterior": (*THINGS, ARRAY, {}),
+            "symmetry": (*THINGS, ARRAY, {}),
+            "prob": (*FRACTIONS, None),
+        },
     ),
     Calls(
         "Posterior.attach",
@@ -98,10 +108,11 @@ CALLS = (
         quick=False,
     ),
     Calls(
-        "Posterior.to_arviz",
-        lambda **o: posterior().attach(model(), *data()).to_arviz(**o),
-        dict,
+        "to_arviz",
+        ps.to_arviz,
+        lambda: {"posterior": posterior().attach(model(), *data())},
         {
+            "posterior": (*THINGS, ARRAY, {}),
             "dims": (3, "banana", {"0.weight": 3}, {"0.weight": ["only one"]}),
             "coords": (3, "banana"),
             "log_likelihood": (3, "banana", None, (3,), ()),

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.symmetry.rescaling import SignGroup
 
 NAN, INF = math.nan, math.inf
 COUNTS = (0, -1, 1.5, True, "3", NAN)  # for a whole number that is at least 1
@@ -102,12 +101,12 @@ def model(**options: Any) -> ps.BayesianModel:
 
 
 @functools.cache
-def symmetry() -> ps.WeightSymmetry:
+def symmetry() -> ps.Symmetry:
     """Of the network."""
     return ps.find_symmetry(network(), data()[0])
 
 
-def group() -> ps.PermutationGroup:
+def group() -> ps.Group:
     """Its permutations."""
     return symmetry().permutations
 
@@ -158,7 +157,7 @@ def posterior(chains: int = 2, draws: int = 8) -> ps.Posterior:
     return ps.Posterior(weights(chains, draws), {"lp": torch.randn(chains, draws)}, rows="chains")
 
 
-def guide(kind: type = ps.AutoMeanField) -> Any:
+def guide() -> Any:
     """A set-up Gaussian guide of the model."""
     torch.manual_seed(3)
     stock = ps.distinct(pyro.infer.autoguide.AutoDiagonalNormal(model()))
@@ -176,14 +175,15 @@ def unused_guide() -> Any:
     return pyro.infer.autoguide.AutoDiagonalNormal(model())
 
 
-def signs() -> SignGroup:
-    """Sign flips of a factor analysis's factors."""
-    return SignGroup.declare({"loadings": (None, "factor"), "scores": ("factor", None)}, FACTORS)
+def exchanges() -> ps.Group:
+    """Exchanges of a factor analysis's factors."""
+    return ps.Group.declare({"loadings": (None, "factor"), "scores": ("factor", None)}, FACTORS)
 
 
-def exchanges() -> ps.PermutationGroup:
-    """Exchanges of the same factors."""
-    return ps.PermutationGroup.declare({"loadings": (None, "factor"), "scores": ("factor", None)}, FACTORS)
+def signed() -> ps.Group:
+    """Exchanges and flips of the same factors."""
+    axes = {"loadings": (None, "factor"), "scores": ("factor", None)}
+    return ps.Group.declare(axes, FACTORS, moves=("permute", "flip"))
 
 
 FACTORS = {"loadings": torch.zeros(4, 2), "scores": torch.zeros(2, 5)}

@@ -61,7 +61,7 @@ def test_exact_draws_of_a_conjugate_model_pass(data):
         *("finite", "moving", "convergence", "effective draws", "temperature", "mini-batch scale")
     ]
     assert result.ok, result
-    assert posterior.check().ok
+    assert check(posterior).ok
     json.dumps(result.to_dict())
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from pyro_symmetric import Group, canonicalize, find_symmetry
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.compare.convergence import convergence
 from pyro_symmetric.compare.frames import one_frame
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry import PermutationGroup, find_symmetry
 
 CHAINS, DRAWS = 4, 500
 
@@ -83,7 +83,7 @@ def test_chains_in_copies_of_a_mode_agree_on_the_function_and_in_every_common_fr
 @pytest.mark.stochastic
 def test_an_aligned_posterior_is_a_frame_too(model, x, symmetry):
     posterior = Posterior(in_copies(one_mode(), symmetry), rows="chains")
-    result = convergence(posterior, aligned=posterior.canonicalize(symmetry), model=model, x=x)
+    result = convergence(posterior, aligned=posterior.map(canonicalize, symmetry), model=model, x=x)
     assert result.spaces["aligned"].agrees
     assert "different copies" in result.verdict
 
@@ -126,7 +126,7 @@ def test_modes_that_predict_alike_are_not_called_copies(model, x, symmetry):
 
 # exchangeable units about known centres ------------------------------------------------------------------------------
 
-UNITS = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([5, 3])})
+UNITS = Group.declare({"w": ("unit", None)}, {"w": torch.Size([5, 3])})
 KEYS = torch.arange(5.0)
 CENTRES = {
     "separated": torch.stack([8 * KEYS + 8, -3 * KEYS, -KEYS], 1),
@@ -182,7 +182,7 @@ def test_the_aligned_frame_depends_on_orbits_alone():
     frames = []
     for drawn in (weights, symmetry.sample((4, 20))(weights)):
         torch.manual_seed(0)
-        frames.append(one_frame(Posterior(drawn, rows="chains").canonicalize(symmetry), symmetry).samples)
+        frames.append(one_frame(Posterior(drawn, rows="chains").map(canonicalize, symmetry), symmetry).samples)
     for site, value in frames[0].items():
         assert torch.allclose(value, frames[1][site], atol=1e-5)
 
@@ -264,7 +264,7 @@ def test_without_a_model_the_samplers_log_density_stands_for_the_function():
     assert list(result.spaces["function"].by_site) == ["log density"]
     assert result.verdict == "The chains agree on the log density and on the weights."
     weights["w"][..., 1] = 5.0 * torch.arange(CHAINS)[:, None] + torch.randn(CHAINS, DRAWS)
-    group = PermutationGroup.declare({"w": ("k",)}, {"w": torch.Size((2,))})
+    group = Group.declare({"w": ("k",)}, {"w": torch.Size((2,))})
     apart = convergence(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"), group).verdict
     assert "different modes of like density" in apart
     assert "predict alike" not in apart.replace("Give predictions= to see whether they predict alike", "")

@@ -87,6 +87,31 @@ def test_tracker_follows_a_batch_of_runs_and_refuses_another_batch():
         tracker({site: value[:2] for site, value in runs[0].items()})
 
 
+def nested_group():
+    """Three rows in each of two heads."""
+    every, heads = torch.arange(6)[None], torch.tensor([[0, 3], [1, 4], [2, 5]])
+    rows = ps.Units("row", 3, (ps.Axis("w", 0, every),), parent="head", copies=2)
+    return ps.Group([ps.Units("head", 2, (ps.Axis("w", 0, heads),)), rows], {"w": torch.Size([6, 2])})
+
+
+def test_the_order_of_units_in_several_copies_is_averaged_over_copies():
+    tracker = SortingTracker(nested_group(), key="first")
+    values = torch.tensor([1.0, 2.0, 3.0, 11.0, 12.0, 13.0])
+    for changed in ({}, {0: 2.5}, {3: 12.5, 4: 9.0}):  # one pair of the first copy swaps, then two of the second
+        for unit, value in changed.items():
+            values[unit] = value
+        tracker({"w": torch.stack([values, torch.zeros(6)], 1)})
+    assert tracker.history["row"].tolist() == pytest.approx([(1 - 2 / 3 + 1) / 2, (1 + 1 - 2 / 3) / 2])
+    assert tracker.history["head"].tolist() == [1, 1]
+    assert tracker.mean.tolist() == pytest.approx([(6 * 2 / 3 + 1) / 7] * 2)  # 6 pairs of rows and one of heads
+
+
+def test_equivalent_modes_of_nested_units_count_every_copy():
+    found = equivalent_modes(nested_group())
+    assert found.log_number == pytest.approx(math.log(2 * 6**2))
+    assert found.permutations == {"head": (2, pytest.approx(math.log(2))), "row": (6, pytest.approx(2 * math.log(6)))}
+
+
 def test_equivalent_modes_are_the_orders_and_signs_of_the_hidden_units():
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
     found = equivalent_modes(ps.find_symmetry(net, torch.randn(3, 2)))
@@ -121,9 +146,10 @@ def test_what_is_no_symmetry_or_no_weights_is_named():
     symmetry = ps.find_symmetry(net, torch.randn(3, 2))
     weights = {name: value.detach()[None] for name, value in net.named_parameters()}
     for call in (SortingTracker, equivalent_modes):
-        with pytest.raises(TypeError, match=r"symmetry is a .*Sequential; it must be a network's symmetry"):
+        with pytest.raises(TypeError, match=r"symmetry is a .*Sequential; it must be a Group or a Symmetry"):
             call(net)
-    with pytest.raises(TypeError, match="or its scalings"):
-        excess_mass(weights, symmetry.permutations)
+    with pytest.raises(TypeError, match="symmetry is 3; it must be a Group or a Symmetry"):
+        excess_mass(weights, 3)
+    assert excess_mass(weights, symmetry.permutations).tolist() == [0]  # nothing can be scaled
     with pytest.raises(TypeError, match=r"weights are a .*Sequential"):
         excess_mass(net, symmetry)

@@ -1,14 +1,14 @@
 import pytest
 import torch
 
+from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.compare import independent_draws, invariance_tests, mmd_test
 from pyro_symmetric.compare.independence import is_chain, thinned
+from pyro_symmetric.groups.group import Group
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.canonical import canonicalize
-from pyro_symmetric.symmetry.permutation import PermutationGroup
 
 RHO = 0.95
-GROUP = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([4, 2])})
+GROUP = Group.declare({"w": ("unit", None)}, {"w": torch.Size([4, 2])})
 
 
 def autoregression(chains=4, draws=400):

@@ -6,7 +6,8 @@ import torch
 from scipy import stats
 
 from pyro_symmetric.compare import invariance_tests
-from pyro_symmetric.symmetry.permutation import Axis, Factor, PermutationGroup
+from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.units import Axis, Units
 
 
 def mlp_group(inputs=3, hidden=6, outputs=2):
@@ -17,7 +18,7 @@ def mlp_group(inputs=3, hidden=6, outputs=2):
         "2.bias": torch.Size([outputs]),
     }
     axes = {"0.weight": ("hidden", None), "0.bias": ("hidden",), "2.weight": (None, "hidden")}
-    return PermutationGroup.declare(axes, shapes)
+    return Group.declare(axes, shapes)
 
 
 def one_copy(group, draws, spread=0.3):
@@ -70,7 +71,7 @@ def test_size_is_at_most_the_level_on_invariant_samples():
 def test_units_that_depend_on_each_other_within_a_draw_do_no_harm():
     # w_1 = -w_0 is invariant under the exchange; comparing both from the same draws would reject twice as often.
     # p-values of the one test: share under 0.1 in 400 repetitions beyond 0.1 + 0.06 has probability under 1e-4.
-    group = PermutationGroup.declare({"w": ("unit",)}, {"w": torch.Size([2])})
+    group = Group.declare({"w": ("unit",)}, {"w": torch.Size([2])})
     p_values = []
     for _ in range(400):
         w = torch.randn(60, 1)
@@ -81,7 +82,7 @@ def test_units_that_depend_on_each_other_within_a_draw_do_no_harm():
 @pytest.mark.stochastic
 def test_equal_index_with_unequal_marginals_is_found_by_the_marginals():
     # the largest weight is always the shared second position; only the first position's spread tells the units apart
-    group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([4, 2])})
+    group = Group.declare({"w": ("unit", None)}, {"w": torch.Size([4, 2])})
     w = torch.randn(400, 4, 2)
     w[..., 1] += 50
     w[:, 2, 0] *= 5
@@ -128,7 +129,7 @@ def test_marginal_p_value_equals_a_loop_with_scipy():
 
 def test_overall_p_value_is_holms_over_factors_and_tests():
     shapes = {"a": torch.Size([4, 2]), "b": torch.Size([3, 4])}
-    group = PermutationGroup.declare({"a": ("first", None), "b": ("second", "first")}, shapes)
+    group = Group.declare({"a": ("first", None), "b": ("second", "first")}, shapes)
     result = invariance_tests({site: torch.randn(100, *shape) for site, shape in shapes.items()}, group)
     p_values = sorted(
         p for factor in result.per_factor.values() for p in (factor.index_p_value, factor.marginal_p_value)
@@ -142,7 +143,7 @@ def convolutional_group():
     shapes = {"c.weight": torch.Size([4, 3, 2, 2]), "c.bias": torch.Size([4]), "l.weight": torch.Size([2, 12])}
     plain, blocks = torch.arange(4)[None], (torch.arange(4) * 3 + torch.arange(3)[:, None])
     axes = (Axis("c.weight", 0, plain), Axis("c.bias", 0, plain), Axis("l.weight", 1, blocks))
-    return PermutationGroup([Factor("channel", 4, axes)], shapes)
+    return Group([Units("channel", 4, axes)], shapes)
 
 
 def gate_group():
@@ -150,15 +151,28 @@ def gate_group():
     shapes = {"ih": torch.Size([15, 2]), "hh": torch.Size([15, 5])}
     gates = torch.arange(5) + 5 * torch.arange(3)[:, None]
     axes = (Axis("ih", 0, gates), Axis("hh", 0, gates), Axis("hh", 1, torch.arange(5)[None]))
-    return PermutationGroup([Factor("cell", 5, axes)], shapes)
+    return Group([Units("cell", 5, axes)], shapes)
+
+
+def nested_group():
+    """Three rows in each of two heads, and what leaves them."""
+    shapes = {"in": torch.Size([6, 2]), "out": torch.Size([2, 6])}
+    every, heads = torch.arange(6)[None], torch.tensor([[0, 3], [1, 4], [2, 5]])
+    return Group(
+        [
+            Units("head", 2, (Axis("in", 0, heads), Axis("out", 1, heads))),
+            Units("row", 3, (Axis("in", 0, every), Axis("out", 1, every)), parent="head", copies=2),
+        ],
+        shapes,
+    )
 
 
 def outgoing_group():
-    return PermutationGroup.declare({"topics": (None, "topic")}, {"topics": torch.Size([3, 4])})
+    return Group.declare({"topics": (None, "topic")}, {"topics": torch.Size([3, 4])})
 
 
 @pytest.mark.stochastic
-@pytest.mark.parametrize("make", [convolutional_group, gate_group, outgoing_group])
+@pytest.mark.parametrize("make", [convolutional_group, gate_group, nested_group, outgoing_group])
 def test_blocks_convolutions_and_recurrent_weights_keep_size_and_power(make):
     # per repetition a false alarm has probability at most 1e-3: more than 2 in 40 have probability 1e-5
     group = make()
@@ -177,6 +191,29 @@ def test_recurrent_diagonals_are_compared_with_diagonals():
     assert result.per_factor["cell"].marginal_tests == 10 * 3 * (2 + 5)
 
 
+def test_units_of_several_copies_are_tested_copy_by_copy():
+    weights = {"in": torch.randn(60, 6, 2), "out": torch.randn(60, 2, 6)}
+    together = invariance_tests(weights, nested_group()).per_factor["row"]
+    alone = []
+    for copy in (slice(0, 3), slice(3, 6)):
+        group = Group.declare({"in": ("row", None)}, {"in": torch.Size([3, 2])})
+        alone.append(invariance_tests({"in": weights["in"][:, copy]}, group).per_factor["row"])
+    assert together.size == 3
+    assert together.index_counts.tolist() == [one.index_counts.tolist() for one in alone]
+    assert together.index_statistic == pytest.approx(max(one.index_statistic for one in alone))
+    assert together.index_p_value == pytest.approx(min(1, 2 * min(one.index_p_value for one in alone)))
+    assert together.marginal_tests == sum(one.marginal_tests for one in alone) == 2 * 3 * 2
+    assert together.marginal_largest == max(one.marginal_largest for one in alone)
+    assert together.marginal_p_value == pytest.approx(min(1, 2 * min(one.marginal_p_value for one in alone)))
+
+
+def test_the_copy_that_is_not_invariant_is_named():
+    weights = {"in": torch.randn(200, 6, 2), "out": torch.randn(200, 2, 6)}
+    weights["in"][:, 4] += 9
+    result = invariance_tests(weights, nested_group())
+    assert "worst 'row', where unit 1 of copy 1 holds the largest weight in 100% of draws" in result.verdict
+
+
 def test_few_tests_can_be_asked_for():
     group = mlp_group(inputs=20, hidden=8)
     weights = one_copy(group, 100)
@@ -192,7 +229,7 @@ def test_few_tests_can_be_asked_for():
 @pytest.mark.stochastic
 def test_thinning_mends_the_size_on_autocorrelated_draws():
     # an autoregression of 0.9 has an effective size of 1/19 of its draws; as if independent it is rejected wrongly
-    group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([3, 2])})
+    group = Group.declare({"w": ("unit", None)}, {"w": torch.Size([3, 2])})
 
     def draw():
         noise = torch.randn(800, 3, 2)
@@ -231,7 +268,7 @@ def test_equal_weights_break_ties_at_random():
 
 
 def test_a_group_without_units_to_exchange_has_nothing_to_test():
-    group = PermutationGroup.declare({"w": ("unit",)}, {"w": torch.Size([1])})
+    group = Group.declare({"w": ("unit",)}, {"w": torch.Size([1])})
     result = invariance_tests({"w": torch.randn(10, 1)}, group)
     assert not result.rejected
     assert result.p_value == 1

@@ -140,7 +140,7 @@ def test_chains_and_draws_that_are_not_flattened_are_warned_of():
 @pytest.mark.parametrize("chunk", [0, -1])
 def test_a_chunk_of_nothing_is_refused(chunk):
     weights = {"w": torch.randn(5, 3, 1)}
-    group = ps.PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.Size([3, 1])})
+    group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.Size([3, 1])})
     for distance in (ps.mmd, ps.mmd_test, lambda p, q, chunk: ps.orbit_mmd(p, q, group, chunk=chunk)):
         with pytest.raises(ValueError, match=f"chunk is {chunk}"):
             distance(weights, weights, chunk=chunk)

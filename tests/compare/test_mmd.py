@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyro_symmetric.compare.mmd import bandwidth_grid, mmd
-from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.groups.group import Group
 
 
 def naive_mmd(x, y, kernel):
@@ -209,7 +209,7 @@ def test_mmd_on_cuda_equals_mmd_on_cpu():
 
 
 def test_a_symmetry_is_removed_from_both_sides():
-    group = PermutationGroup.declare({"0.w": ("unit", None)}, {"0.w": torch.zeros(4, 2)})
+    group = Group.declare({"0.w": ("unit", None)}, {"0.w": torch.zeros(4, 2)})
     p, q = ({"0.w": torch.randn(40, 4, 2) + 5 * torch.arange(4.0)[:, None]} for _ in range(2))
     moved = group.sample((40,))(q)
     assert mmd(p, moved).mean > 0.05

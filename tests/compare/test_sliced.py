@@ -6,7 +6,7 @@ import torch
 from scipy.stats import wasserstein_distance
 
 from pyro_symmetric.compare.sliced import sliced_wasserstein
-from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.groups.group import Group
 
 
 def test_one_weight_has_two_directions_and_gives_the_wasserstein_distance():
@@ -42,7 +42,7 @@ def test_equal_samples_are_at_distance_zero_and_dependence_is_seen():
 
 
 def test_symmetry_can_be_removed_first():
-    group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
+    group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
     p = {"w": torch.randn(30, 4, 2)}
     q = group.sample((30,))(p)
     assert sliced_wasserstein(p, q).value > 0.05

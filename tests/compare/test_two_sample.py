@@ -7,7 +7,7 @@ import torch
 from pyro_symmetric.compare import _pairs
 from pyro_symmetric.compare.mmd import mmd
 from pyro_symmetric.compare.two_sample import _score, _statistics, _upper_ranks, mmd_test
-from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.groups.group import Group
 
 
 def two_normals(m, n, shift=0.0, dimension=3):
@@ -77,7 +77,7 @@ def test_the_layer_that_differs_is_named_and_the_other_is_not():
 def test_a_frame_found_from_both_samples_keeps_the_level_however_unequal_they_are():
     # Overlapping units, 12 draws against 40: the frame follows the larger sample, but never knows whose draw is whose.
     # 50 repetitions at level 0.1: over 12 rejections with probability 0.001.
-    group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
+    group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
     rejected = 0
     for _ in range(50):
         p, q = ({"w": torch.randn(count, 4, 2)} for count in (12, 40))
@@ -89,7 +89,7 @@ def test_a_frame_found_from_both_samples_keeps_the_level_however_unequal_they_ar
 def test_a_difference_is_seen_where_units_tie_in_the_key():
     # The canonical form sorts by the largest weight, alike for all units, and mixes what the other tells apart: of a
     # shift of 1 deviation in 200 draws it sees next to nothing, alignment nearly always (missed in under 1 of 1,000).
-    group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
+    group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
     centres = torch.stack([torch.full((4,), 50.0), 10 * torch.arange(4.0)], 1)
     p, q = ({"w": centres + torch.randn(200, 4, 2)} for _ in range(2))
     q["w"][:, 1, 1] += 1
@@ -99,7 +99,7 @@ def test_a_difference_is_seen_where_units_tie_in_the_key():
 
 @pytest.mark.stochastic
 def test_copies_differ_before_the_symmetry_is_removed_and_not_after():
-    group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+    group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     centres = torch.tensor([[3.0, 0.0], [0.0, 3.0], [-3.0, -3.0]])
     p, q = ({"w": centres + torch.randn(50, 3, 2)} for _ in range(2))
     moved = group.sample((50,))(q)

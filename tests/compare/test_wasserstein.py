@@ -8,7 +8,7 @@ from scipy.optimize import linprog
 from scipy.stats import wasserstein_distance
 
 from pyro_symmetric.compare import marginal_wasserstein
-from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.groups.group import Group
 
 
 @pytest.mark.parametrize(("m", "n"), [(20, 20), (20, 30), (17, 5), (1, 4), (12, 18)])
@@ -87,7 +87,7 @@ def test_weights_that_are_not_finite_are_named():
 
 
 def test_a_symmetry_is_removed_from_both_sides():
-    group = PermutationGroup.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
+    group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
     p = {"w": torch.randn(40, 4, 2) + 3 * torch.arange(4.0)[:, None]}
     moved = group.sample((40,))(p)
     assert marginal_wasserstein(p, moved).mean > 0.5

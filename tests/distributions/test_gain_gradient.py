@@ -11,18 +11,19 @@ from torch import Tensor
 
 from pyro_symmetric.distributions import ExactOrbit, Modes, SinkhornImportance, sinkhorn_importance
 from pyro_symmetric.distributions.symmetrized import detached
-from pyro_symmetric.symmetry import PermutationGroup, SignGroup
-from pyro_symmetric.symmetry.finite import FiniteGroup
+from pyro_symmetric.groups import Action, Group
 
-ONE_LAYER = PermutationGroup.declare(
+from .groups import grouped, heads
+
+ONE_LAYER = Group.declare(
     {"weight": ("unit", None), "out": (None, "unit")}, {"weight": torch.Size([3, 2]), "out": torch.Size([1, 3])}
 )
-TWO_LAYERS = PermutationGroup.declare(
+TWO_LAYERS = Group.declare(
     {"a": ("first", None), "b": ("second", "first"), "c": (None, "second")},
     {"a": torch.Size([3, 2]), "b": torch.Size([2, 3]), "c": torch.Size([1, 2])},
 )
-SIGNED = FiniteGroup(
-    ONE_LAYER, SignGroup.declare({"weight": ("unit", None), "out": (None, "unit")}, ONE_LAYER.site_shapes)
+SIGNED = Group.declare(
+    {"weight": ("unit", None), "out": (None, "unit")}, ONE_LAYER.site_shapes, moves=("permute", "flip")
 )
 BATCHES, BATCH = 40, 200
 
@@ -51,13 +52,15 @@ CASES: dict[str, tuple[Any, Callable[..., Any], int]] = {
     "two layers": (TWO_LAYERS, mean_field, 1),
     "signs": (SIGNED, mean_field, 1),
     "mixture": (ONE_LAYER, mixture, 2),
+    "heads": (heads(), mean_field, 1),
+    "grouped": (grouped(), mean_field, 1),
 }
 
 
 def start(group: Any, count: int) -> Parameters:
     """Means of units that overlap, and log-deviations."""
     generator = torch.Generator().manual_seed(2)
-    shape = (count, group.flat(list(group.site_shapes)).dim)
+    shape = (count, Action(group, list(group.site_shapes)).dim)
     loc = 0.7 * torch.randn(shape, dtype=torch.float64, generator=generator)
     return loc, (0.3 + torch.rand(shape, dtype=torch.float64, generator=generator)).log()
 
@@ -84,14 +87,14 @@ def test_the_gain_s_gradient_is_that_of_enumeration(name: str, k: int, sticking:
     draw only.
     """
     group, family, count = CASES[name]
-    flat, parameters = group.flat(list(group.site_shapes)), start(group, count)
+    action, parameters = Action(group, list(group.site_shapes)), start(group, count)
     gradients, differences = [], []
     for _ in range(BATCHES):
         theta = leaves(parameters)
         base = family(*theta)
         w = base.rsample((BATCH,))
         scored = detached(base) if sticking else base
-        exact, found = (e.log_prob(scored, flat, w) for e in (ExactOrbit(), SinkhornImportance(k)))
+        exact, found = (e.log_prob(scored, action, w) for e in (ExactOrbit(), SinkhornImportance(k)))
         for rows, value in ((gradients, base.log_prob(w) - exact), (differences, exact - found)):
             parts = torch.autograd.grad(value.mean(), theta, retain_graph=True)
             rows.append(torch.cat([part.flatten() for part in parts]))
@@ -111,14 +114,14 @@ def test_through_the_parameters_alone_the_gradient_has_mean_zero(name: str, k: i
     """However good the proposals are: what makes sticking the landing right. 5 standard errors in each of at most 50
     coordinates, false alarms below 1 in 10^3 a case (39 degrees of freedom)."""
     group, family, count = {**CASES, "full rank": (ONE_LAYER, full_rank, 1)}[name]
-    flat, parameters = group.flat(list(group.site_shapes)), start(group, count)
+    action, parameters = Action(group, list(group.site_shapes)), start(group, count)
     if name == "mixture":
         parameters = (*parameters, torch.tensor([0.4, -0.4], dtype=torch.float64))
     rows = []
     for _ in range(BATCHES):
         theta = leaves(parameters)
         base = family(*theta)
-        value = SinkhornImportance(k).log_prob(base, flat, base.sample((BATCH,)))
+        value = SinkhornImportance(k).log_prob(base, action, base.sample((BATCH,)))
         rows.append(torch.cat([part.flatten() for part in torch.autograd.grad(value.mean(), theta)]))
     mean, error = mean_and_error(rows)
     assert bool((mean.abs() < 5 * error).all())
@@ -138,9 +141,9 @@ def test_the_sum_keeps_its_value_and_takes_the_identity_s_share_out_of_its_gradi
 
 
 def test_second_derivatives_are_refused_where_they_would_be_wrong() -> None:
-    flat, parameters = ONE_LAYER.flat(["weight", "out"]), leaves(start(ONE_LAYER, 1))
+    action, parameters = Action(ONE_LAYER, ["weight", "out"]), leaves(start(ONE_LAYER, 1))
     base = mean_field(*parameters)
-    value = SinkhornImportance(2).log_prob(base, flat, base.rsample((3,))).sum()
+    value = SinkhornImportance(2).log_prob(base, action, base.rsample((3,))).sum()
     (first, *_) = torch.autograd.grad(value, parameters, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.square().sum().backward()
@@ -150,9 +153,9 @@ def test_second_derivatives_are_refused_where_they_would_be_wrong() -> None:
 def test_in_single_precision_layers_may_need_double_for_their_matching_one_by_one(far):
     """At draws a hundred deviations from the base, as another posterior's are."""
     loc, log_scale = (value[0].float() for value in start(TWO_LAYERS, 1))
-    base, flat = dist.Normal(loc, log_scale.exp()).to_event(1), TWO_LAYERS.flat(list(TWO_LAYERS.site_shapes))
+    base, action = dist.Normal(loc, log_scale.exp()).to_event(1), Action(TWO_LAYERS, list(TWO_LAYERS.site_shapes))
     torch.manual_seed(0)
     value = base.sample((20,))
     value[:, far] += 100.0
-    found = SinkhornImportance(4).log_prob(base, flat, value)
-    torch.testing.assert_close(found, ExactOrbit().log_prob(base, flat, value), rtol=0.05, atol=0.1)
+    found = SinkhornImportance(4).log_prob(base, action, value)
+    torch.testing.assert_close(found, ExactOrbit().log_prob(base, action, value), rtol=0.05, atol=0.1)

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.distributions import BetheBound, ExactOrbit, InfoNCE, Modes, SinkhornImportance, Symmetrized
+from pyro_symmetric.distributions import ExactOrbit, InfoNCE, Modes, SinkhornImportance, Symmetrized
 from pyro_symmetric.distributions.modes import score_parts
-from pyro_symmetric.symmetry import PermutationGroup
+from pyro_symmetric.groups import Action, Group
 
-GROUP = PermutationGroup.declare(
+GROUP = Group.declare(
     {"weight": ("hidden", None), "out": (None, "hidden")},
     {"weight": torch.Size([4, 2]), "out": torch.Size([1, 4])},
 )
-FLAT = GROUP.flat(["weight", "out"])
+FLAT = Action(GROUP, ["weight", "out"])
 LOGITS = torch.tensor([0.7, -0.4, 0.1], dtype=torch.float64)
 
 
@@ -128,18 +128,9 @@ def test_the_exact_sum_over_the_orbit_of_a_mixture_is_enumeration() -> None:
     torch.testing.assert_close(ExactOrbit().log_prob(base, FLAT, draws), by_hand)
 
 
-def test_the_bethe_bracket_of_a_mixture_holds_at_every_draw() -> None:
-    base = Modes(components(FLAT.dim), LOGITS)
-    draws = torch.cat([base.sample((50,)), 3 * torch.randn(50, FLAT.dim, dtype=torch.float64)])
-    lower, upper = BetheBound().bracket(base, FLAT, draws)
-    exact = ExactOrbit().log_prob(base, FLAT, draws)
-    assert bool((lower <= exact + 1e-9).all())
-    assert bool((exact <= upper + 1e-9).all())
-
-
 @pytest.mark.stochastic
 @pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
-@pytest.mark.parametrize("estimator", [SinkhornImportance(1), SinkhornImportance(4), InfoNCE(4)])
+@pytest.mark.parametrize("estimator", [SinkhornImportance(1), SinkhornImportance(4), InfoNCE(3)])
 def test_bounds_of_a_symmetrised_mixture_are_bounds(estimator: Any, spread: float) -> None:
     """4000 draws; the mean may fall short of the exact one by 5 standard errors. False alarms below 1e-6 a case."""
     base = Modes(components(FLAT.dim, spread), LOGITS)

@@ -22,10 +22,12 @@ from pyro.infer.autoguide import (
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, Symmetrized
+from pyro_symmetric.groups import Action, Group
 from pyro_symmetric.guides import AutoSymmetrized, load_guide, save_guide
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry import PermutationGroup, WeightSymmetry, find_symmetry
 
 GAUSSIAN = [AutoDiagonalNormal, AutoNormal, AutoLowRankMultivariateNormal, AutoMultivariateNormal]
 FLOWS: list[tuple[type, dict[str, Any]]] = [
@@ -35,7 +37,7 @@ FLOWS: list[tuple[type, dict[str, Any]]] = [
 EVERY: list[tuple[type, dict[str, Any]]] = [(base, {}) for base in GAUSSIAN] + FLOWS
 
 
-def network(width: int = 3) -> tuple[BayesianModel, WeightSymmetry, torch.Tensor, torch.Tensor]:
+def network(width: int = 3) -> tuple[BayesianModel, Symmetry, torch.Tensor, torch.Tensor]:
     net = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1))
     x = torch.linspace(-2, 2, 20)[:, None]
     return BayesianModel(net, 1.0, "gaussian"), find_symmetry(net, x), x, torch.sin(2 * x[:, 0])
@@ -60,7 +62,7 @@ class HandWritten(PyroModule):
         return mean
 
 
-HAND_WRITTEN_GROUP = PermutationGroup.declare(
+HAND_WRITTEN_GROUP = Group.declare(
     {"first.weight": ("hidden", None), "first.bias": ("hidden",), "last.weight": (None, "hidden")},
     {"first.weight": torch.Size([3, 1]), "first.bias": torch.Size([3]), "last.weight": torch.Size([1, 3])},
 )
@@ -69,7 +71,7 @@ HAND_WRITTEN_GROUP = PermutationGroup.declare(
 @pytest.mark.parametrize(("base", "options"), EVERY)
 def test_every_base_is_set_up_trained_and_drawn_from(base: type, options: dict[str, Any]) -> None:
     model, symmetry, x, y = network()
-    estimator = InfoNCE(4) if base in GAUSSIAN else InfoNCE(2)
+    estimator = InfoNCE(3) if base in GAUSSIAN else InfoNCE(1)
     guide = AutoSymmetrized(model, symmetry.permutations, base=base, estimator=estimator, **options).setup(x, y)
     parameters = {name for name, _ in guide.named_parameters()}
     assert parameters
@@ -88,8 +90,8 @@ def test_every_base_starts_at_the_networks_own_values_and_off_the_fixed_point(
     """Means of 400 draws of scale about 0.1 (flows: of that order): far within 0.1 of the values, which are further
     apart."""
     model, symmetry, x, y = network()
-    guide = AutoSymmetrized(model, symmetry, base=base, estimator=InfoNCE(2), init_scale=0.02, **options).setup(x, y)
-    start = guide.unpack(guide.loc.detach())["0.weight"]
+    guide = AutoSymmetrized(model, symmetry, base=base, estimator=InfoNCE(1), init_scale=0.02, **options).setup(x, y)
+    start = guide.unpack(guide.base.loc.detach())["0.weight"]
     torch.testing.assert_close(start, model.initial_weights()["0.weight"])
     draws = guide.sample_posterior((400,))["0.weight"]
     assert float(draws.std(0).max()) < 0.1
@@ -100,8 +102,8 @@ def test_every_base_starts_at_the_networks_own_values_and_off_the_fixed_point(
 def test_every_base_starts_off_the_fixed_point_of_a_hand_written_network(base: type, options: dict[str, Any]) -> None:
     model = HandWritten()
     x = torch.linspace(-2, 2, 20)[:, None]
-    guide = AutoSymmetrized(model, HAND_WRITTEN_GROUP, base=base, estimator=InfoNCE(2), **options).setup(x, x[:, 0])
-    start = guide.unpack(guide.loc.detach())
+    guide = AutoSymmetrized(model, HAND_WRITTEN_GROUP, base=base, estimator=InfoNCE(1), **options).setup(x, x[:, 0])
+    start = guide.unpack(guide.base.loc.detach())
     for site in HAND_WRITTEN_GROUP.required_sites:
         values = start[site].flatten()
         assert float((values[:, None] - values).abs().fill_diagonal_(1.0).min()) > 1e-3
@@ -113,10 +115,10 @@ def test_every_base_starts_off_the_fixed_point_of_a_hand_written_network(base: t
 def test_a_fresh_guide_takes_the_parameters_of_another(base: type, options: dict[str, Any]) -> None:
     model, symmetry, x, y = network()
     first, second = (
-        AutoSymmetrized(model, symmetry, base=base, estimator=InfoNCE(2), **options).setup(x, y) for _ in range(2)
+        AutoSymmetrized(model, symmetry, base=base, estimator=InfoNCE(1), **options).setup(x, y) for _ in range(2)
     )
     with torch.no_grad():
-        first.loc.add_(1.0)
+        first.base.loc.add_(1.0)
     second.load_state_dict(first.state_dict())
     draws = []
     for one in (first, second):
@@ -125,33 +127,42 @@ def test_a_fresh_guide_takes_the_parameters_of_another(base: type, options: dict
     assert all(torch.equal(draws[0][site], draws[1][site]) for site in draws[0])
 
 
-@pytest.mark.parametrize(("base", "options"), EVERY)
-def test_medians_and_quantiles_are_those_of_the_base(base: type, options: dict[str, Any]) -> None:
-    """Against 20,000 draws: quantiles at 10 % to 90 % of a scale of 0.3 err by 0.005, for flows by twice that."""
+@pytest.mark.parametrize("base", GAUSSIAN)
+def test_medians_and_quantiles_are_those_of_the_base(base: type) -> None:
+    """Against 20,000 draws: quantiles at 10 % to 90 % of a scale of 0.3 err by 0.005."""
     model, symmetry, x, y = network()
-    guide = AutoSymmetrized(model, symmetry, base=base, init_scale=0.3, **options).setup(x, y)
+    guide = AutoSymmetrized(model, symmetry, base=base, init_scale=0.3).setup(x, y)
     levels = [0.1, 0.5, 0.9]
-    found = guide.quantiles(levels, num_samples=20_000)
+    found = guide.quantiles(levels)
     draws = guide.sample_posterior((20_000,))
     for site, value in found.items():
         assert value.shape == (3, *model.site_shapes[site])
         expected = torch.quantile(draws[site], torch.tensor(levels), dim=0)
         torch.testing.assert_close(value, expected, atol=0.08, rtol=0.08)
-    for site, value in guide.median(num_samples=20_000).items():
-        torch.testing.assert_close(value, found[site][1], atol=0.08, rtol=0.08)
+    for site, value in guide.median().items():
+        torch.testing.assert_close(value, found[site][1])
 
 
-def test_quantiles_over_the_orbit_are_alike_for_all_units_and_symmetric_around_zero() -> None:
+def test_draws_over_the_orbit_are_alike_for_all_units_and_symmetric_around_zero() -> None:
     """Two units at 1 and -3 with signs: marginals on ±1 and ±3, a quarter each."""
     model, symmetry, x, y = network(2)
     guide = AutoSymmetrized(model, symmetry, init_scale=1e-3).setup(x, y)
     with torch.no_grad():
-        guide.loc[:2] = torch.tensor([1.0, -3.0])  # 0.weight
-    found = guide.quantiles([0.125, 0.375, 0.625, 0.875], orbit=True, num_samples=4000)["0.weight"]
+        guide.base.loc[:2] = torch.tensor([1.0, -3.0])  # 0.weight
+    draws = guide.sample_posterior((4000,), orbit=True)["0.weight"]
+    found = torch.quantile(draws, torch.tensor([0.125, 0.375, 0.625, 0.875]), dim=0)
     expected = torch.tensor([-3.0, -1.0, 1.0, 3.0]).reshape(4, 1, 1).expand(4, 2, 1)
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
     plain = guide.median()["0.weight"].flatten()
     torch.testing.assert_close(plain, torch.tensor([1.0, -3.0]))
+
+
+def test_a_flow_s_quantiles_are_those_of_its_draws() -> None:
+    model, symmetry, x, y = network()
+    guide = AutoSymmetrized(model, symmetry, base=AutoIAFNormal, hidden_dim=[16]).setup(x, y)
+    for call in (guide.median, lambda: guide.quantiles([0.5])):
+        with pytest.raises(NotImplementedError, match="sample_posterior"):
+            call()
 
 
 @pytest.mark.parametrize("base", GAUSSIAN)
@@ -168,7 +179,7 @@ def test_gaussian_bases_survive_the_disk_with_their_quantiles(base: type, tmp_pa
 
 # sticking the landing -----------------------------------------------------------------------------------------------
 
-THREE = PermutationGroup.declare({"w": ("u",)}, {"w": torch.Size([3])})
+THREE = Group.declare({"w": ("u",)}, {"w": torch.Size([3])})
 TARGET = torch.tensor([-1.0, 0.2, 1.5])
 
 
@@ -183,13 +194,13 @@ def gradient_rows(estimator: Any, sticking: bool, number: int = 3000) -> torch.T
     loc = TARGET.double().expand(number, 3).clone().requires_grad_()
     log_scale = torch.tensor([-0.5, 0.0, 0.3], dtype=torch.float64).expand(number, 3).clone().requires_grad_()
     q = dist.Normal(loc, log_scale.exp()).to_event(1)
-    symmetrized = Symmetrized(q, THREE.flat(["w"]), estimator, sticking)
+    symmetrized = Symmetrized(q, Action(THREE, ["w"]), estimator, sticking)
     w = symmetrized.rsample()
     return torch.cat(torch.autograd.grad(symmetrized.log_prob(w).sum(), (loc, log_scale)), -1)
 
 
 @pytest.mark.stochastic
-@pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(2), InfoNCE(4), SinkhornImportance(1)])
+@pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(1), InfoNCE(3), SinkhornImportance(1)])
 def test_sticking_the_landing_is_unbiased(estimator: Any) -> None:
     """For the exact density, and for estimates whose terms are exchangeable given their shares: 6 standard errors over
     6 numbers."""
@@ -201,12 +212,12 @@ def test_sticking_the_landing_is_unbiased(estimator: Any) -> None:
 
 def test_the_score_that_is_left_out_has_mean_zero_by_enumeration() -> None:
     r"""On a grid: :math:`\sum_w q(w)\, \partial \log \bar q(w) \Delta w = 0` for two exchangeable coordinates."""
-    two = PermutationGroup.declare({"w": ("u",)}, {"w": torch.Size([2])})
+    two = Group.declare({"w": ("u",)}, {"w": torch.Size([2])})
     axis = torch.linspace(-8, 8, 801, dtype=torch.float64)
     grid = torch.cartesian_prod(axis, axis)
     parameters = torch.tensor([-1.0, 0.7, 0.6, 1.1], dtype=torch.float64, requires_grad=True)
     q = dist.Normal(parameters[:2], parameters[2:]).to_event(1)
-    log_prob = Symmetrized(q, two.flat(["w"]), ExactOrbit()).log_prob(grid)
+    log_prob = Symmetrized(q, Action(two, ["w"]), ExactOrbit()).log_prob(grid)
     weights = q.log_prob(grid).exp().detach() * (axis[1] - axis[0]) ** 2
     assert float(weights.sum()) == pytest.approx(1.0, abs=1e-6)
     (score,) = torch.autograd.grad((weights * log_prob).sum(), parameters)
@@ -227,10 +238,10 @@ def test_gradients_vanish_where_the_guide_is_the_posterior(base: type) -> None:
             model, THREE, base=base, estimator=ExactOrbit(), sticking_the_landing=sticking, init_scale=1.0
         ).setup()
         with torch.no_grad():
-            guide.loc.zero_()
+            guide.base.loc.zero_()
             if base is AutoLowRankMultivariateNormal:
-                guide.cov_factor.zero_()
-                guide.scale = torch.ones(3)
+                guide.base.cov_factor.zero_()
+                guide.base.scale = torch.ones(3)
         guide.zero_grad()
         Trace_ELBO(num_particles=3).loss_and_grads(model, guide)
         norms[sticking] = sum(float(p.grad.norm()) for p in guide.parameters() if p.grad is not None)
@@ -243,7 +254,7 @@ def test_a_flow_cannot_stick_the_landing() -> None:
         AutoSymmetrized(exchangeable, THREE, base=AutoIAFNormal, hidden_dim=[8], sticking_the_landing=True)
     cauchy = dist.Cauchy(torch.zeros(3), 1.0).to_event(1)
     with pytest.raises(TypeError, match="Gaussian base"):
-        Symmetrized(cauchy, THREE.flat(["w"]), ExactOrbit(), sticking_the_landing=True)
+        Symmetrized(cauchy, Action(THREE, ["w"]), ExactOrbit(), sticking_the_landing=True)
 
 
 def test_a_flow_without_an_inverse_is_refused_at_set_up() -> None:
@@ -255,7 +266,7 @@ def test_a_flow_without_an_inverse_is_refused_at_set_up() -> None:
 
 
 def test_it_trains_when_sticking_the_landing() -> None:
-    guide = AutoSymmetrized(exchangeable, THREE, estimator=InfoNCE(4), sticking_the_landing=True)
+    guide = AutoSymmetrized(exchangeable, THREE, estimator=InfoNCE(3), sticking_the_landing=True)
     svi = SVI(exchangeable, guide, pyro.optim.Adam({"lr": 0.05}), Trace_ELBO())
     losses = [svi.step() for _ in range(150)]
     assert sum(losses[-30:]) < sum(losses[:30])

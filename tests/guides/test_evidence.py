@@ -9,9 +9,10 @@ import torch
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoLowRankMultivariateNormal, AutoNormal
 
 import pyro_symmetric as ps
+from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import bounds
 
-GROUP = ps.PermutationGroup.declare({"locs": ("k",)}, {"locs": torch.Size([3])})
+GROUP = Group.declare({"locs": ("k",)}, {"locs": torch.Size([3])})
 
 
 def model(data: torch.Tensor) -> None:
@@ -44,7 +45,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     joint = ps.log_joint(model, DATA)
     with pytest.raises(ValueError, match=r"shape \(\) for 64"):
         ps.evidence(guide, lambda w: joint(w).sum(), GROUP)
-    with pytest.raises(TypeError, match="log_joint is a Tensor"):
+    with pytest.raises(TypeError, match="log_joint"):
         ps.evidence(guide, torch.zeros(3), GROUP)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="estimator is"):
         ps.evidence(guide, joint, GROUP, ps.InfoNCE)  # type: ignore[arg-type]
@@ -94,8 +95,8 @@ def test_a_group_that_the_model_lacks_is_refused() -> None:
     def lopsided() -> None:
         pyro.sample("locs", dist.Normal(locs, 0.1).to_event(1))
 
-    group = ps.PermutationGroup.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
-    with pytest.raises(ValueError, match=r"factors \['k'\].*\n.*changes by 3\..*e\+03 nats.*(.|\n)*no bound"):
+    group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
+    with pytest.raises(ValueError, match=r"\['k'\].*\n.*changes by 3\..*e\+03 nats"):
         ps.evidence(gaussian_guide(lopsided, locs), ps.log_joint(lopsided), group)
 
 
@@ -109,18 +110,18 @@ def test_the_axis_that_a_declaration_lacks_is_named() -> None:
     shapes = {"locs": torch.Size([3]), "scales": torch.Size([3])}
     guide = ps.distinct(AutoDiagonalNormal(scaled, init_scale=0.5))
     guide()
-    right = ps.PermutationGroup.declare({"locs": ("k",), "scales": ("k",)}, shapes)
+    right = Group.declare({"locs": ("k",), "scales": ("k",)}, shapes)
     ps.evidence(guide, ps.log_joint(scaled), right, num_samples=64)
     with pytest.raises(ValueError, match="with axis 0 of 'scales'"):
-        ps.evidence(guide, ps.log_joint(scaled), ps.PermutationGroup.declare({"locs": ("k",)}, shapes))
+        ps.evidence(guide, ps.log_joint(scaled), Group.declare({"locs": ("k",)}, shapes))
 
 
 def test_signs_that_a_prior_lacks_are_refused() -> None:
     def shifted() -> None:
         pyro.sample("locs", dist.Normal(torch.ones(2), 1.0).to_event(1))
 
-    group = ps.SignGroup.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
-    with pytest.raises(ValueError, match="units are flipped"):
+    group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])}, moves="flip")
+    with pytest.raises(ValueError, match=r"\['k'\](.|\n)*flipped"):
         ps.evidence(gaussian_guide(shifted, torch.ones(2)), ps.log_joint(shifted), group)
 
 
@@ -131,7 +132,7 @@ def test_a_density_of_zero_at_moved_draws_is_refused() -> None:
     def flat() -> None:
         pyro.sample("locs", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
-    group = ps.PermutationGroup.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
+    group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
     with pytest.raises(ValueError, match="changes by inf nats"):
         ps.evidence(gaussian_guide(flat, torch.tensor([-3.0, 3.0])), ordered, group)
 
@@ -151,7 +152,7 @@ def test_rounding_errors_of_large_float32_densities_are_no_broken_symmetry(size:
         hidden = (w["locs"][:, None, :] + features[:, :1]).tanh()
         return -size * hidden.cumsum(-1)[..., -1].square().sum(-1) + offset * size - offset * size
 
-    group = ps.PermutationGroup.declare({"locs": ("k",)}, {"locs": torch.Size([40])})
+    group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([40])})
     guide = gaussian_guide(symmetric, torch.randn(40))
     worth = ps.evidence(guide, joint, group, ps.SinkhornImportance(1), num_samples=8)
     assert worth.log_order > 0
@@ -193,7 +194,7 @@ def test_the_check_leaves_the_random_numbers_of_the_estimate_alone(
 
     def worth() -> Any:
         pyro.set_rng_seed(3)
-        return ps.evidence(guide, noisy, GROUP, ps.InfoNCE(3), num_samples=32)
+        return ps.evidence(guide, noisy, GROUP, ps.InfoNCE(2), num_samples=32)
 
     checked = worth()
     monkeypatch.setattr(bounds, "_require_invariance", lambda *_: None)

@@ -11,12 +11,12 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
+from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE
+from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import AutoSymmetrized, evidence
 from pyro_symmetric.guides.objectives import SymmetrizedMeanField_ELBO
 from pyro_symmetric.mcmc import log_joint
-from pyro_symmetric.symmetry import PermutationGroup, SignGroup
-from pyro_symmetric.symmetry.finite import FiniteGroup
 
 
 def train(model: Any, guide: Any, *data: Any, number: int, loss: Any = None, lr: float = 0.03) -> list[float]:
@@ -36,7 +36,7 @@ def mixture(data: torch.Tensor) -> None:
         pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, scales)), obs=data)
 
 
-MIXTURE_GROUP = PermutationGroup.declare(
+MIXTURE_GROUP = Group.declare(
     {"weights": ("k",), "locs": ("k",), "scales": ("k",)},
     {site: torch.Size([3]) for site in ("weights", "locs", "scales")},
 )
@@ -47,10 +47,10 @@ MIXTURE_GROUP = PermutationGroup.declare(
 def test_a_mixture_is_declared_verified_and_trained_and_gains_log_6(base: type) -> None:
     """Three clusters far apart: the guide settles on one labelling, and symmetrising is worth all of log 3! nats."""
     data = torch.cat([torch.randn(20) - 8, torch.randn(30), torch.randn(25) + 8])
-    assert MIXTURE_GROUP.verify(mixture, data)
+    assert verify_model(MIXTURE_GROUP, mixture, data)
     guide = AutoSymmetrized(mixture, MIXTURE_GROUP, base=base, estimator=ExactOrbit()).setup(data)
     with torch.no_grad():
-        guide.loc.copy_(
+        guide.base.loc.copy_(
             guide.pack({"weights": torch.ones(3) / 3, "locs": torch.tensor([-8.0, 0, 8]), "scales": torch.ones(3)})
         )
     losses = train(mixture, guide, data, number=60)
@@ -88,13 +88,13 @@ def known_evidence(data: torch.Tensor) -> float:
 
 
 @pytest.mark.stochastic
-@pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(2)])
+@pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(1)])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_symmetrised_elbo_of_a_conjugate_mixture_stays_below_the_evidence(seed: int, estimator: Any) -> None:
     """One-sided at 5 standard errors over 8 cases: false alarm below 1 in 10^5. Before training and after."""
     pyro.set_rng_seed(seed)
     data = torch.cat([torch.randn(4) - 1, torch.randn(4) + 1])
-    group = PermutationGroup.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
+    group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
     guide = AutoSymmetrized(known_mixture, group, estimator=estimator, init_scale=0.5).setup(data)
     truth, density = known_evidence(data), log_joint(known_mixture, data)
     for number in (0, 150):
@@ -120,7 +120,7 @@ def regressions(x: torch.Tensor, y: torch.Tensor) -> None:
         pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(logits=design @ gates.mT), lines), obs=y)
 
 
-REGRESSION_GROUP = PermutationGroup.declare(
+REGRESSION_GROUP = Group.declare(
     {"gates": ("line", None), "coefficients": ("line", None), "noise": ("line",)},
     {"gates": torch.Size([2, 2]), "coefficients": torch.Size([2, 2]), "noise": torch.Size([2])},
 )
@@ -130,10 +130,9 @@ REGRESSION_GROUP = PermutationGroup.declare(
 def test_a_mixture_of_regressions_is_declared_verified_and_trained() -> None:
     x = torch.linspace(-2, 2, 40)
     y = torch.where(torch.arange(40) % 2 == 0, 1 + 2 * x, -1 - x) + 0.1 * torch.randn(40)
-    assert REGRESSION_GROUP.verify(regressions, x, y)
-    wrong = PermutationGroup.declare(
-        {"coefficients": ("line", None), "noise": ("line",)}, REGRESSION_GROUP.site_shapes
-    ).verify(regressions, x, y)
+    assert verify_model(REGRESSION_GROUP, regressions, x, y)
+    fewer = Group.declare({"coefficients": ("line", None), "noise": ("line",)}, REGRESSION_GROUP.site_shapes)
+    wrong = verify_model(fewer, regressions, x, y)
     assert wrong.broken[0].missing == (("gates", 0),)
     guide = AutoSymmetrized(regressions, REGRESSION_GROUP, estimator=ExactOrbit()).setup(x, y)
     losses = train(regressions, guide, x, y, number=150)
@@ -150,9 +149,9 @@ def factors_marginalised(data: torch.Tensor) -> None:
         pyro.sample("x", dist.MultivariateNormal(torch.zeros(2), covariance), obs=data)
 
 
-def factor_group() -> FiniteGroup:
+def factor_group() -> Group:
     axes, shapes = {"loadings": (None, "factor")}, {"loadings": torch.Size([2, 2])}
-    return FiniteGroup(PermutationGroup.declare(axes, shapes), SignGroup.declare(axes, shapes))
+    return Group.declare(axes, shapes, moves=("permute", "flip"))
 
 
 def factor_evidence(data: torch.Tensor, points: int = 41) -> float:
@@ -179,7 +178,7 @@ def test_the_symmetrised_elbo_of_a_factor_analysis_stays_below_the_evidence(seed
     pyro.set_rng_seed(seed)
     data = torch.randn(15, 2) @ torch.tensor([[1.5, 0.6], [0.0, 0.8]])
     group = factor_group()
-    assert group.verify(factors_marginalised, data)
+    assert verify_model(group, factors_marginalised, data)
     truth = factor_evidence(data)
     assert truth == pytest.approx(factor_evidence(data, 33), abs=1e-3)
     guide = AutoSymmetrized(factors_marginalised, group, estimator=ExactOrbit(), init_scale=0.3).setup(data)
@@ -200,9 +199,9 @@ def test_factor_scores_can_stay_explicit() -> None:
 
     axes: dict[str, tuple[str | None, ...]] = {"loadings": (None, "factor"), "scores": ("factor", None)}
     shapes = {"loadings": torch.Size([5, 3]), "scores": torch.Size([3, 20])}
-    group = FiniteGroup(PermutationGroup.declare(axes, shapes), SignGroup.declare(axes, shapes))
+    group = Group.declare(axes, shapes, moves=("permute", "flip"))
     data = torch.randn(5, 3) @ torch.randn(3, 20)
-    assert group.verify(model, data)
+    assert verify_model(group, model, data)
     assert group.order() == 48
     guide = AutoSymmetrized(model, group, estimator=ExactOrbit(), init_scale=0.05).setup(data)
     losses = train(model, guide, data, number=100)
@@ -230,9 +229,9 @@ def test_a_topic_model_is_declared_verified_and_trained() -> None:
     true_content = torch.eye(3).repeat_interleave(2, dim=1) / 2
     words = torch.stack([dist.Multinomial(50, p @ true_content).sample() for p in torch.eye(3)[torch.arange(8) % 3]])
     shapes = {"content": torch.Size([3, 6]), "proportions": torch.Size([8, 3])}
-    group = PermutationGroup.declare({"content": ("topic", None), "proportions": (None, "topic")}, shapes)
-    assert group.verify(topics, words)
-    wrong = PermutationGroup.declare({"content": ("topic", None)}, shapes).verify(topics, words)
+    group = Group.declare({"content": ("topic", None), "proportions": (None, "topic")}, shapes)
+    assert verify_model(group, topics, words)
+    wrong = verify_model(Group.declare({"content": ("topic", None)}, shapes), topics, words)
     assert wrong.broken[0].missing == (("proportions", 1),)
     guide = AutoSymmetrized(topics, group, estimator=ExactOrbit()).setup(words)
     losses = train(topics, guide, words, number=80)
@@ -247,21 +246,21 @@ def test_the_density_of_a_topic_guide_is_that_of_loops_over_topics() -> None:
     volume of the map is the mean over 3! orders of the same for q."""
     words = torch.randint(5, (4, 6)).float()
     shapes = {"content": torch.Size([3, 6]), "proportions": torch.Size([4, 3])}
-    group = PermutationGroup.declare({"content": ("topic", None), "proportions": (None, "topic")}, shapes)
+    group = Group.declare({"content": ("topic", None), "proportions": (None, "topic")}, shapes)
     guide = AutoSymmetrized(topics, group, estimator=ExactOrbit(), init_scale=0.5).setup(words)
     to_simplex = torch.distributions.biject_to(dist.constraints.simplex)
 
     def on_simplexes(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        total = guide.get_base_posterior().log_prob(guide.pack(weights).float()).double()
+        total = guide.base.get_posterior().log_prob(guide.pack(weights).float()).double()
         for site in shapes:
             value = weights[site]
             total = total - to_simplex.log_abs_det_jacobian(to_simplex.inv(value), value).sum(-1)
         return total
 
     with torch.no_grad():
-        latent = guide.get_base_posterior().sample((5,))
+        latent = guide.base.get_posterior().sample((5,))
         weights = {site: value.double() for site, value in guide.unpack(latent).items()}
-        volume = guide.get_base_posterior().log_prob(latent).double() - on_simplexes(weights)
+        volume = guide.base.get_posterior().log_prob(latent).double() - on_simplexes(weights)
         terms = [
             on_simplexes({"content": weights["content"][:, p], "proportions": weights["proportions"][..., p]})
             for p in map(list, itertools.permutations(range(3)))

@@ -20,30 +20,31 @@ from pyro.infer.autoguide import (
 from torch import nn
 
 from pyro_symmetric.alignment import align, to_gaussian
+from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE
+from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import (
-    AutoAligned,
-    AutoMeanField,
+    AutoGaussian,
     AutoSymmetrized,
     distinct,
     evidence,
     interpolate,
     load_guide,
+    push_forward,
     sample_posterior,
     save_guide,
 )
 from pyro_symmetric.mcmc import log_joint
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry import PermutationGroup, find_symmetry
 
 HIDDEN = 3
 
 
-def network() -> tuple[BayesianModel, PermutationGroup, torch.Tensor, torch.Tensor]:
+def network() -> tuple[BayesianModel, Group, torch.Tensor, torch.Tensor]:
     """A small regression with learnt noise, so that one site is constrained and unknown to the group."""
     net = nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
     model = BayesianModel(net, 1.0, "gaussian")
-    group = PermutationGroup.declare(
+    group = Group.declare(
         {"0.weight": ("hidden", None), "0.bias": ("hidden",), "2.weight": (None, "hidden")},
         {name: parameter.shape for name, parameter in net.named_parameters()},
     )
@@ -61,7 +62,7 @@ def mixture(data: torch.Tensor) -> None:
         pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, scales)), obs=data)
 
 
-MIXTURE_GROUP = PermutationGroup.declare(
+MIXTURE_GROUP = Group.declare(
     {"weights": ("k",), "locs": ("k",), "scales": ("k",)},
     {"weights": torch.Size([3]), "locs": torch.Size([3]), "scales": torch.Size([3])},
 )
@@ -84,7 +85,7 @@ BASES = [AutoDiagonalNormal, AutoNormal, AutoLowRankMultivariateNormal, AutoMult
 @pytest.mark.parametrize("vectorized", [False, True])
 def test_every_base_trains_with_stock_svi(base: type, elbo: type, vectorized: bool) -> None:
     model, group, x, y = network()
-    guide = AutoSymmetrized(model, group, base=base, estimator=InfoNCE(4), init_scale=0.05)
+    guide = AutoSymmetrized(model, group, base=base, estimator=InfoNCE(3), init_scale=0.05)
     particles = {"num_particles": 4, "vectorize_particles": True, "max_plate_nesting": 1} if vectorized else {}
     losses = steps(model, guide, x, y, number=150, elbo=elbo(**particles))
     assert sum(losses[-20:]) < 0.9 * sum(losses[:20])
@@ -117,7 +118,7 @@ def test_the_symmetrised_elbo_is_the_elbo_plus_the_information(elbo: type) -> No
         terms = model.log_joint(weights, x, y) + log_volume - guide.get_posterior().log_prob(latent)
         particles = elbo(num_particles=8000, vectorize_particles=True, max_plate_nesting=1)
         loss = particles.loss(model, guide, x, y)
-        information = guide.get_base_posterior().log_prob(latent) - guide.get_posterior().log_prob(latent)
+        information = guide.base.get_posterior().log_prob(latent) - guide.get_posterior().log_prob(latent)
     error = 5 * math.sqrt(2) * float(terms.std()) / math.sqrt(8000)
     assert -loss == pytest.approx(float(terms.mean()), abs=error)
     # The orbit's copies are further than q's own draws from q: without symmetrising, the same terms would differ.
@@ -140,7 +141,7 @@ def test_default_start_is_off_the_groups_fixed_point() -> None:
     """Where all units are equal, the gradient can't tell them apart; stock AutoNormal starts there."""
     model, group, x, y = network()
     guide = AutoSymmetrized(model, group).setup(x, y)
-    weights = guide.unpack(guide.loc)
+    weights = guide.unpack(guide.base.loc)
     assert len(set(weights["0.weight"].flatten().tolist())) == HIDDEN
     torch.testing.assert_close(weights["0.weight"], model.initial_weights()["0.weight"])
     stock = AutoNormal(model)
@@ -150,10 +151,10 @@ def test_default_start_is_off_the_groups_fixed_point() -> None:
 
 def test_a_group_of_another_model_is_refused_by_site() -> None:
     model, _, x, y = network()
-    other = PermutationGroup.declare({"5.weight": ("unit",)}, {"5.weight": torch.Size([3])})
+    other = Group.declare({"5.weight": ("unit",)}, {"5.weight": torch.Size([3])})
     with pytest.raises(ValueError, match=r"5\.weight.*0\.weight"):
         AutoSymmetrized(model, other).setup(x, y)
-    wider = PermutationGroup.declare({"0.bias": ("unit",)}, {"0.bias": torch.Size([4])})
+    wider = Group.declare({"0.bias": ("unit",)}, {"0.bias": torch.Size([4])})
     with pytest.raises(ValueError, match=r"0\.bias.*\(3,\).*\(4,\)"):
         AutoSymmetrized(model, wider).setup(x, y)
 
@@ -167,7 +168,7 @@ def test_a_model_that_treats_units_differently_is_refused() -> None:
         ).to_event(value.dim()),
         "gaussian",
     )
-    with pytest.raises(ValueError, match=r"not invariant under the factors \['hidden'\]"):
+    with pytest.raises(ValueError, match=r"\['hidden'\]"):
         AutoSymmetrized(lopsided, group).setup(x, y)
 
 
@@ -196,7 +197,7 @@ def test_wrong_bases_and_groups_are_refused() -> None:
     model, group, _, _ = network()
     with pytest.raises(TypeError, match="AutoDelta"):
         AutoSymmetrized(model, group, base=AutoDelta)
-    with pytest.raises(TypeError, match="PermutationGroup"):
+    with pytest.raises(TypeError, match="Group"):
         AutoSymmetrized(model, {"0.weight": ("hidden", None)})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="InfoNCE"):
         AutoSymmetrized(model, group, estimator=InfoNCE)  # type: ignore[arg-type]
@@ -292,7 +293,7 @@ def trained_pair() -> tuple[Any, ...]:
 def test_the_push_forward_has_the_permuted_moments() -> None:
     _, group, _, _, first, _ = trained_pair()
     permutation = group.element({"hidden": [2, 0, 1]})
-    moved, original = to_gaussian(AutoAligned(first, permutation)), to_gaussian(first)
+    moved, original = to_gaussian(push_forward(first, permutation)), to_gaussian(first)
     for values, permuted in ((original.loc, moved.loc), (original.scale, moved.scale)):
         torch.testing.assert_close(permuted["0.weight"], values["0.weight"][[2, 0, 1]])
         torch.testing.assert_close(permuted["0.bias"], values["0.bias"][[2, 0, 1]])
@@ -303,9 +304,9 @@ def test_the_push_forward_has_the_permuted_moments() -> None:
 @pytest.mark.stochastic
 def test_the_push_forward_has_the_same_elbo_and_can_be_trained() -> None:
     model, group, x, y, first, _ = trained_pair()
-    moved = AutoAligned(first, group.element({"hidden": [1, 2, 0]}))
+    moved = push_forward(first, group.element({"hidden": [1, 2, 0]}))
     before = {site: value.clone() for site, value in to_gaussian(first).loc.items()}
-    original = AutoAligned(first, group.identity())
+    original = push_forward(first, group.identity())
 
     def loss(guide: Any) -> float:
         return evidence(guide, lambda w: model.log_joint(w, x, y), group, ExactOrbit(), num_samples=4000).elbo
@@ -319,7 +320,7 @@ def test_the_push_forward_has_the_same_elbo_and_can_be_trained() -> None:
 
 def test_interpolation_runs_from_one_guide_to_the_other() -> None:
     _, group, _, _, first, second = trained_pair()
-    aligned = AutoAligned(second, align(second, first, group).permutation)
+    aligned = push_forward(second, align(second, first, group).element)
     ends = to_gaussian(first), to_gaussian(aligned)
     for t in (0.0, 0.3, 1.0):
         between = to_gaussian(interpolate(first, aligned, t))
@@ -335,21 +336,21 @@ def test_positive_sites_are_pushed_forward_as_they_are_aligned() -> None:
 
     guide = AutoDiagonalNormal(model)
     guide()
-    group = PermutationGroup.declare({"scales": ("k",)}, {"scales": torch.Size([3])})
-    moved = AutoAligned(guide, group.element({"k": [2, 0, 1]}))
+    group = Group.declare({"scales": ("k",)}, {"scales": torch.Size([3])})
+    moved = push_forward(guide, group.element({"k": [2, 0, 1]}))
     torch.testing.assert_close(moved.median()["scales"], guide.median()["scales"][[2, 0, 1]])
 
 
 def test_a_batch_of_permutations_and_a_simplex_cannot_push_forward() -> None:
     _, group, _, _, first, _ = trained_pair()
     with pytest.raises(TypeError, match=r"align\(guide"):
-        AutoAligned(first, align(first, first, group))  # type: ignore[arg-type]
+        push_forward(first, align(first, first, group))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch of shape"):
-        AutoAligned(first, group.sample((2,)))
+        push_forward(first, group.sample((2,)))
     guide = AutoDiagonalNormal(mixture)
     guide(torch.randn(20))
     with pytest.raises(ValueError, match="constrained together"):
-        AutoAligned(guide, MIXTURE_GROUP.sample())
+        push_forward(guide, MIXTURE_GROUP.sample())
 
 
 # on disk ------------------------------------------------------------------------------------------------------------
@@ -358,13 +359,13 @@ def test_a_batch_of_permutations_and_a_simplex_cannot_push_forward() -> None:
 @pytest.mark.parametrize("base", BASES)
 def test_a_symmetrised_guide_survives_the_disk(base: type, tmp_path: Path) -> None:
     model, group, x, y = network()
-    guide = AutoSymmetrized(model, group, base=base, estimator=InfoNCE(5), init_scale=0.1)
+    guide = AutoSymmetrized(model, group, base=base, estimator=InfoNCE(4), init_scale=0.1)
     steps(model, guide, x, y, number=10)
     save_guide(guide, tmp_path / "guide.safetensors")
     pyro.clear_param_store()
     loaded = load_guide(tmp_path / "guide.safetensors")
     assert isinstance(loaded, AutoSymmetrized)
-    assert loaded.estimator == InfoNCE(5)
+    assert loaded.estimator == InfoNCE(4)
     assert loaded.group == group
     draws = []
     for one in (guide, loaded):
@@ -391,7 +392,7 @@ def test_stock_mean_field_guides_come_back_as_ours(kind: type, tmp_path: Path) -
     steps(model, guide, x, y, number=5)
     save_guide(guide, tmp_path / "guide.safetensors")
     loaded = load_guide(tmp_path / "guide.safetensors")
-    assert isinstance(loaded, AutoMeanField)
+    assert isinstance(loaded, AutoGaussian)
     for site, loc in to_gaussian(guide).loc.items():
         torch.testing.assert_close(to_gaussian(loaded).loc[site], loc)
 
@@ -402,10 +403,7 @@ def test_what_is_no_guide_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.safetensors").write_text("not a guide")
     with pytest.raises(ValueError, match="no guide or is damaged"):
         load_guide(tmp_path / "text.safetensors")
-    model, group, x, y = network()
-    flow = AutoSymmetrized(model, group, base=AutoIAFNormal, hidden_dim=[20]).setup(x, y)
-    with pytest.raises(TypeError, match="AutoIAFNormal"):
-        save_guide(flow, tmp_path / "flow.safetensors")
+    model, _, x, y = network()
     stock = AutoDelta(model)
     stock(x, y)
     with pytest.raises(TypeError, match="AutoDelta"):
@@ -426,7 +424,7 @@ def test_evidence_of_a_hand_written_model_lies_below_that_of_importance_sampling
                 "x", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), dist.Normal(locs, scale)), obs=data
             )
 
-    group = PermutationGroup.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
+    group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
     guide = AutoSymmetrized(model, group, estimator=ExactOrbit())
     steps(model, guide, data, number=300)
     worth = evidence(guide, log_joint(model, data), group, ExactOrbit(), num_samples=2000)

@@ -14,11 +14,12 @@ from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoLowRankMultivariateNormal, AutoMultivariateNormal
 from torch import Tensor, nn
 
+from pyro_symmetric.alignment import align
+from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.distributions import ExactOrbit, SinkhornImportance
+from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import (
-    AutoFullRank,
-    AutoLowRank,
-    AutoMeanField,
+    AutoGaussian,
     AutoModes,
     AutoSymmetrized,
     Modes_ELBO,
@@ -29,16 +30,16 @@ from pyro_symmetric.guides import (
     push_forward,
     save_guide,
 )
-from pyro_symmetric.guides.layout import SiteLayout
+from pyro_symmetric.guides.gaussian import moments_of
+from pyro_symmetric.guides.layout import Layout, LayoutModel, SiteLayout
 from pyro_symmetric.mcmc import log_joint
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry import PermutationGroup, find_symmetry
 
 DATA = torch.tensor([1.6, 2.1], dtype=torch.float64)
 FAMILIES = {
-    "AutoMeanField": AutoDiagonalNormal,
-    "AutoLowRank": AutoLowRankMultivariateNormal,
-    "AutoFullRank": AutoMultivariateNormal,
+    "mean-field": AutoDiagonalNormal,
+    "low rank": AutoLowRankMultivariateNormal,
+    "full rank": AutoMultivariateNormal,
 }
 
 
@@ -54,10 +55,25 @@ def one_dimensional(**options: Any) -> AutoModes:
     guide = AutoModes(two_sided, 3, **options)
     guide.setup(DATA)
     with torch.no_grad():
-        guide.loc.copy_(torch.tensor([[-1.5], [0.3], [2.0]]))
         guide.logits.copy_(torch.tensor([0.4, -0.8, 0.1]))
-    guide.scale = torch.tensor([[0.5], [0.8], [0.3]])
+    place(guide, torch.tensor([[-1.5], [0.3], [2.0]]), torch.tensor([[0.5], [0.8], [0.3]]))
     return guide
+
+
+def locs(guide: AutoModes) -> Tensor:
+    return torch.stack([mode.loc.detach().clone() for mode in guide.modes])
+
+
+def scales(guide: AutoModes) -> Tensor:
+    return torch.stack([mode.scale.detach().clone() for mode in guide.modes])
+
+
+def place(guide: AutoModes, loc: Tensor, scale: Tensor) -> None:
+    """Give mean-field modes their moments."""
+    for mode, m, s in zip(guide.modes, loc, scale, strict=True):
+        with torch.no_grad():
+            mode.loc.copy_(m)
+        mode.scale = s
 
 
 def exact_elbo(guide: AutoModes) -> Tensor:
@@ -119,7 +135,7 @@ def test_drawing_every_mode_has_less_noise_in_the_weights() -> None:
 def test_the_loop_and_the_batch_of_modes_give_one_estimate() -> None:
     """With deviations next to nothing there is no noise left, but there are the weights."""
     guide = one_dimensional()
-    guide.scale = torch.full((3, 1), 1e-6)
+    place(guide, locs(guide), torch.full((3, 1), 1e-6))
     batch = Modes_ELBO(vectorize_particles=True).loss(two_sided, guide, DATA)
     assert batch == pytest.approx(Modes_ELBO().loss(two_sided, guide, DATA), rel=0.05)
 
@@ -129,8 +145,7 @@ def test_fitted_to_a_posterior_of_two_modes_it_finds_both_and_nearly_all_evidenc
     guide = AutoModes(two_sided, 2, init_loc_fn=lambda site: torch.randn(1, dtype=torch.float64), init_scale=0.3)
     torch.set_default_dtype(torch.float64)
     guide.setup(DATA)
-    with torch.no_grad():
-        guide.loc.copy_(torch.tensor([[-1.0], [1.2]]))
+    place(guide, torch.tensor([[-1.0], [1.2]]), scales(guide))
     svi = SVI(two_sided, guide, pyro.optim.Adam({"lr": 0.03}), Modes_ELBO(16, vectorize_particles=True))
     for _ in range(200):
         svi.step(DATA)
@@ -156,7 +171,7 @@ def test_held_weights_are_no_parameters_and_please_stock_objectives() -> None:
 # networks -----------------------------------------------------------------------------------------------------------
 
 
-def problem() -> tuple[BayesianModel, PermutationGroup, Tensor, Tensor]:
+def problem() -> tuple[BayesianModel, Group, Tensor, Tensor]:
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
     x = torch.randn(20, 2)
     y = x[:, 0].sin() + 0.1 * torch.randn(20)
@@ -174,9 +189,9 @@ def trained(model: Any, kind: Any, x: Tensor, y: Tensor) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stock_svi_and_predictive_take_it_and_each_mode_starts_elsewhere(family: Any) -> None:
     model, _, x, y = problem()
-    guide = AutoModes(model, 3, family=family)
+    guide = AutoModes(model, 3, base=FAMILIES[family])
     guide.setup(x, y)
-    starts = guide.loc.detach()
+    starts = locs(guide)
     assert float((starts[0] - starts[1]).abs().max()) > 0.05
     before = {name: p.detach().clone() for name, p in guide.named_parameters()}
     for loss in (Trace_ELBO(), Modes_ELBO(vectorize_particles=True)):
@@ -197,20 +212,21 @@ def test_two_guides_of_a_kind_share_nothing() -> None:
     first, second = AutoModes(model, 2), AutoModes(model, 2)
     first.setup(x, y)
     second.setup(x, y)
-    before = second.loc.detach().clone()
+    before = locs(second)
     SVI(model, first, pyro.optim.Adam({"lr": 0.1}), Modes_ELBO()).step(x, y)
-    assert torch.equal(second.loc, before)
+    assert torch.equal(locs(second), before)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_bring_back_the_same_mixture(family: Any, tmp_path: Path) -> None:
     model, group, x, y = problem()
-    guide = AutoModes(model, 2, family=family)
+    guide = AutoModes(model, 2, base=FAMILIES[family])
     guide.setup(x, y)
     with torch.no_grad():
         guide.logits.copy_(torch.tensor([0.3, -1.0]))
     points = guide.get_posterior().sample((5,))
-    for original in (guide, guide.symmetrized(group, ExactOrbit())):
+    symmetrized = AutoSymmetrized(model, group, base=guide, estimator=ExactOrbit()).setup(x, y)
+    for original in (guide, symmetrized):
         save_guide(original, tmp_path / "guide.safetensors")
         loaded = load_guide(tmp_path / "guide.safetensors")
         assert type(loaded) is type(original)
@@ -228,34 +244,30 @@ def test_a_mixture_of_given_guides_has_their_densities(family: Any) -> None:
     expected = torch.logsumexp(terms + torch.tensor([0.25, 0.75]).log(), -1)
     torch.testing.assert_close(mixture.get_posterior().log_prob(points), expected)
     torch.testing.assert_close(mixture.mixture_weights, torch.tensor([0.25, 0.75]))
-    kinds = {"AutoMeanField": AutoMeanField, "AutoLowRank": AutoLowRank, "AutoFullRank": AutoFullRank}
-    for part, guide in zip(mixture.components(), guides, strict=True):
-        assert type(part) is kinds[family]
+    for part, guide in zip(mixture.modes, guides, strict=True):
+        assert set(part.moment_names) == set(moments_of(guide))
         torch.testing.assert_close(part.get_posterior().log_prob(points), guide.get_posterior().log_prob(points))
 
 
-def test_guides_of_different_families_meet_in_the_smallest_that_holds_all() -> None:
+def test_guides_of_different_families_are_mixed_as_they_are() -> None:
     model, _, x, y = problem()
-    plain, low, full = (trained(model, kind, x, y) for kind in FAMILIES.values())
-    for guides, family in (((plain, low), "AutoLowRank"), ((plain, low, full), "AutoFullRank")):
-        mixture = AutoModes.from_guides(guides)
-        assert mixture.family == family
-        points = mixture.get_posterior().sample((4,))
-        for part, guide in zip(mixture.components(), guides, strict=True):
-            found, expected = (g.get_posterior().log_prob(points) for g in (part, guide))
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    guides = [trained(model, kind, x, y) for kind in FAMILIES.values()]
+    mixture = AutoModes.from_guides(guides)
+    points = mixture.get_posterior().sample((4,))
+    for part, guide in zip(mixture.modes, guides, strict=True):
+        found, expected = (g.get_posterior().log_prob(points) for g in (part, guide))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_aligned_modes_are_the_same_functions_in_one_frame() -> None:
     model, group, x, y = problem()
     first = trained(model, AutoDiagonalNormal, x, y)
     copy = push_forward(first, group.element({name: torch.tensor([2, 0, 3, 1]) for name in group.factors}))
-    apart, together = AutoModes.from_guides([first, copy]), AutoModes.from_guides([first, copy], group=group)
-    assert not torch.allclose(apart.loc[0], apart.loc[1])
-    torch.testing.assert_close(together.loc[0], together.loc[1])
-    torch.testing.assert_close(together.scale[0], together.scale[1])
-    other_way = AutoModes.from_guides([first, copy], group=group, align_to=copy)
-    torch.testing.assert_close(other_way.loc[0], copy.loc)
+    back = push_forward(copy, align(copy, first, group).element)
+    apart, together = AutoModes.from_guides([first, copy]), AutoModes.from_guides([first, back])
+    assert not torch.allclose(*locs(apart))
+    torch.testing.assert_close(*locs(together))
+    torch.testing.assert_close(*scales(together))
 
 
 def test_a_pushed_mixture_has_pushed_components() -> None:
@@ -268,7 +280,7 @@ def test_a_pushed_mixture_has_pushed_components() -> None:
     back = mixture.pack(element.inverse()(pushed.unpack(points)))
     torch.testing.assert_close(pushed.get_posterior().log_prob(points), mixture.get_posterior().log_prob(back))
     assert pushed.train_weights
-    held = AutoModes.from_guides(mixture.components(), train_weights=False)
+    held = AutoModes.from_guides(mixture.modes, train_weights=False)
     assert not push_forward(held, element).logits.requires_grad
 
 
@@ -276,7 +288,7 @@ def test_quantiles_are_those_of_the_marginal_mixture() -> None:
     guide = one_dimensional()
     levels = [0.05, 0.5, 0.9]
     found = guide.quantiles(levels)["w"].reshape(-1, 1)
-    weights, loc, scale = guide.mixture_weights, guide.loc.detach(), guide.scale.detach()
+    weights, loc, scale = guide.mixture_weights, locs(guide), scales(guide)
     cdf = (weights * torch.distributions.Normal(loc.T, scale.T).cdf(found)).sum(-1)
     torch.testing.assert_close(cdf, torch.tensor(levels), rtol=0, atol=1e-9)
     torch.testing.assert_close(guide.median()["w"], found[1])
@@ -293,14 +305,13 @@ def test_the_symmetrised_mixture_counts_copies_and_modes() -> None:
     model, group, x, y = problem()
     one = trained(model, AutoDiagonalNormal, x, y)
     mixture = AutoModes.from_guides([one, one])
-    with torch.no_grad():
-        mixture.loc.copy_(20 * torch.randn_like(mixture.loc))
-    mixture.scale = torch.full_like(mixture.scale, 0.05)
-    points = mixture.components()[1].get_posterior().sample((10,))
-    own = mixture.components()[1].get_posterior().log_prob(points)
+    place(mixture, 20 * torch.randn_like(locs(mixture)), torch.full_like(scales(mixture), 0.05))
+    points = mixture.modes[1].get_posterior().sample((10,))
+    own = mixture.modes[1].get_posterior().log_prob(points)
     torch.testing.assert_close(mixture.get_posterior().log_prob(points), own - math.log(2))
     for estimator in (ExactOrbit(), SinkhornImportance(4)):
-        found = mixture.symmetrized(group, estimator).get_posterior().log_prob(points)
+        guide = AutoSymmetrized(model, group, base=mixture, estimator=estimator).setup(x, y)
+        found = guide.get_posterior().log_prob(points)
         torch.testing.assert_close(found, own - math.log(2) - group.log_order(), atol=1e-6, rtol=0)
 
 
@@ -322,18 +333,17 @@ def test_gradients_of_a_symmetrised_mixture_are_unbiased() -> None:
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.5).to_event(1))
         pyro.sample("y", dist.Normal(w.relu().sum(-1) - (-w).relu().sum(-1) ** 2, 0.5), obs=torch.tensor(0.7))
 
-    group = PermutationGroup.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    group = Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
     guide = AutoSymmetrized(model, group, base=AutoModes, estimator=ExactOrbit(), num_modes=2)
     guide.setup()
     with torch.no_grad():
-        guide.loc.copy_(torch.tensor([[1.0, -0.4], [0.2, 0.6]]))
-        guide.logits.copy_(torch.tensor([0.5, -0.5]))
-    guide.scale = torch.tensor([[0.3, 0.4], [0.5, 0.3]])
+        guide.base.logits.copy_(torch.tensor([0.5, -0.5]))
+    place(guide.base, torch.tensor([[1.0, -0.4], [0.2, 0.6]]), torch.tensor([[0.3, 0.4], [0.5, 0.3]]))
 
     axis = torch.linspace(-6, 6, 601)
     w = torch.cartesian_prod(axis, axis)
-    log_q = guide.get_base_posterior().log_prob(w)
-    log_q_bar = torch.logaddexp(log_q, guide.get_base_posterior().log_prob(w.flip(-1))) - math.log(2)
+    log_q = guide.base.get_posterior().log_prob(w)
+    log_q_bar = torch.logaddexp(log_q, guide.base.get_posterior().log_prob(w.flip(-1))) - math.log(2)
     log_p = dist.Normal(0.0, 1.5).log_prob(w).sum(-1)
     log_p = log_p + dist.Normal(w.relu().sum(-1) - (-w).relu().sum(-1) ** 2, 0.5).log_prob(torch.tensor(0.7))
     exact = -(log_q.exp() * (log_p - log_q_bar)).sum() * (axis[1] - axis[0]) ** 2
@@ -361,11 +371,14 @@ def test_gradients_by_sinkhorn_s_proposals_are_those_of_finite_differences_of_th
     standard errors (false alarms below 1e-3), which together are less than 0.3 of the gradient."""
     torch.set_default_dtype(torch.float64)
     support = dist.constraints.independent(dist.constraints.real, 2)
-    sites = (SiteLayout("w", (3, 2), support, 2),)
-    group = PermutationGroup.declare({"w": ("k", None)}, {"w": torch.Size([3, 2])})
-    modes = [AutoMeanField(sites, torch.randn(6), 0.5 * torch.rand(6) + 0.5) for _ in range(2)]
+    layout = Layout((SiteLayout("w", (3, 2), support, 2),))
+    group = Group.declare({"w": ("k", None)}, {"w": torch.Size([3, 2])})
+    modes = [AutoGaussian(layout, torch.randn(6), 0.5 * torch.rand(6) + 0.5) for _ in range(2)]
     mixture = AutoModes.from_guides(modes, [1.0, 2.0])
-    exact, estimated = (mixture.symmetrized(group, kind) for kind in (ExactOrbit(), SinkhornImportance(4)))
+    exact, estimated = (
+        AutoSymmetrized(LayoutModel(layout, torch.zeros(0)), group, base=mixture, estimator=kind).setup()
+        for kind in (ExactOrbit(), SinkhornImportance(4))
+    )
 
     def mean_log_density(guide: Any, points: Tensor) -> Tensor:
         return guide.get_posterior().log_prob(points).mean()
@@ -407,20 +420,18 @@ def test_symmetrised_mixtures_train_by_bounds_and_draw_over_the_orbit() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    model, group, x, y = problem()
+    model, _, x, y = problem()
     guide = trained(model, AutoDiagonalNormal, x, y)
     other = BayesianModel(nn.Linear(2, 1), 1.0, "gaussian")
     stranger = trained(other, AutoDiagonalNormal, x, y)
     for call, message in (
         (lambda: AutoModes(model, 0), "num_modes is 0"),
-        (lambda: AutoModes(model, 2, family="flow"), "family is 'flow'"),  # type: ignore[arg-type]
-        (lambda: AutoModes(model, 2, family="AutoLowRank", rank=0), "rank is 0"),
+        (lambda: AutoModes(model, 2, base=AutoLowRankMultivariateNormal, rank=0), "rank is 0"),
         (lambda: AutoModes(model, 2, init_scale=0.0), "init_scale is 0"),
         (lambda: AutoModes.from_guides([]), "guides is empty"),
         (lambda: AutoModes.from_guides([guide, stranger]), r"guides\[1\] has the sites .*'weight'"),
         (lambda: AutoModes.from_guides([guide, guide], weights=[1.0]), "2 positive numbers"),
         (lambda: AutoModes.from_guides([guide, guide], weights=[1.0, 0.0]), "2 positive numbers"),
-        (lambda: AutoModes.from_guides([guide], group=group, align_to=3), "align_to is 3"),
         (lambda: AutoModes(model, 2).mixture_weights, "hasn't been set up"),
         (lambda: AutoModes(model, 2).quantiles([0.5]), "hasn't been set up"),
     ):

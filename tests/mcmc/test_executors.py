@@ -316,7 +316,7 @@ def test_ctrl_c_keeps_the_tasks_that_finished(at, expected, tmp_path, monkeypatc
         with pytest.raises(KeyboardInterrupt, match=r"before any of 3 tasks had finished\. What is done is kept"):
             sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK)
     else:
-        with pytest.warns(RuntimeWarning, match="2 of 5 chains; the same call goes on"):
+        with pytest.warns(RuntimeWarning, match="2 of 5 chains; the same call resumes"):
             posterior = sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK)
         assert torch.equal(posterior.samples["0.bias"], expected.samples["0.bias"][:2])
     assert_same_draws(sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK), expected)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric.mcmc import Potential
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry.weights import unflatten
+from pyro_symmetric.weights import unflatten
 
 X, Y = torch.linspace(-2, 2, 24).reshape(8, 3), torch.linspace(-1, 1, 8)
 

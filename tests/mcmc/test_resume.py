@@ -218,7 +218,7 @@ def test_a_store_can_be_read_while_it_is_written(tmp_path, monkeypatch):
 
 def test_ctrl_c_in_warm_up_keeps_it_and_says_how_to_go_on(tmp_path, break_after):
     break_after(10, KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt, match=r"after 9 of 24 iterations; they are kept in .*the same call goes on"):
+    with pytest.raises(KeyboardInterrupt, match=r"after 9 of 24 iterations; they are kept in .*the same call resumes"):
         run("HMC", seed=1, store=tmp_path / "s")
     with pytest.raises(ValueError, match="no draws yet"):
         Posterior.load(tmp_path / "s")
@@ -228,7 +228,7 @@ def test_ctrl_c_in_warm_up_keeps_it_and_says_how_to_go_on(tmp_path, break_after)
 def test_ctrl_c_while_sampling_returns_the_stored_draws_and_says_how_to_go_on(tmp_path, break_after):
     break_after(24 + 7, KeyboardInterrupt)
     kernel = hmc()
-    with pytest.warns(RuntimeWarning, match=r"3 of 8 draws of each chain; the same call goes on"):
+    with pytest.warns(RuntimeWarning, match=r"3 of 8 draws of each chain; the same call resumes"):
         posterior = sample(kernel, args=(Y,), seed=1, store=tmp_path / "s", **QUICK)
     assert posterior.num_samples == 3
     assert posterior.metadata["interrupted"]
@@ -343,7 +343,7 @@ def test_networks_that_differ_only_in_values_that_are_sampled_are_the_same_model
 def test_resume_false_wants_a_new_folder_and_true_an_old_one(stored, tmp_path):
     with pytest.raises(FileExistsError, match="is a draw store already"):
         run("HMC", seed=1, store=stored, resume=False)
-    with pytest.raises(FileNotFoundError, match="no run to go on with"):
+    with pytest.raises(FileNotFoundError, match="no run to resume"):
         run("HMC", seed=1, store=tmp_path / "s", resume=True)
     with pytest.raises(ValueError, match="resume is 'maybe'"):
         run("HMC", seed=1, store=stored, resume="maybe")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 
-from pyro_symmetric.guides import AutoMeanField
+from pyro_symmetric.guides import AutoGaussian
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.mcmc import HMC, Potential, sample
 from pyro_symmetric.mcmc.starts import resolve, starting_points
@@ -39,12 +39,12 @@ def test_a_posteriors_last_draws_are_where_its_chains_go_on():
         start(posterior, 13)
 
 
-@pytest.mark.parametrize("kind", [AutoMeanField, AutoDiagonalNormal, AutoNormal])
+@pytest.mark.parametrize("kind", [AutoGaussian, AutoDiagonalNormal, AutoNormal])
 def test_a_guides_draws_start_the_chains(kind):
-    guide = kind(model, init_scale=1e-3) if kind is not AutoMeanField else AutoDiagonalNormal(model, init_scale=1e-3)
+    guide = kind(model, init_scale=1e-3) if kind is not AutoGaussian else AutoDiagonalNormal(model, init_scale=1e-3)
     guide()
-    if kind is AutoMeanField:
-        guide = AutoMeanField(layout_of(guide), guide.loc.detach(), guide.scale.detach())
+    if kind is AutoGaussian:
+        guide = AutoGaussian(layout_of(guide), guide.loc.detach(), guide.scale.detach())
     centre = guide.median()
     found = start(guide, 6)
     assert found["a"].shape == (6, 2)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_symmetric.compare import mmd_test
+from pyro_symmetric import Group, find_symmetry, verify_model
+from pyro_symmetric.compare import check, mmd_test
 from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, job, log_joint, sample
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.predict import predict
 from pyro_symmetric.store import DrawStore
-from pyro_symmetric.symmetry import PermutationGroup, find_symmetry
 
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
 NET = BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
@@ -49,10 +49,10 @@ RUNS = [
 
 def test_seeded_runs_of_several_threads_give_the_draws_that_they_give_alone():
     alone = [one() for one in RUNS]
-    group = PermutationGroup.declare({"locs": ("component",)}, {"locs": torch.zeros(2)})
+    group = Group.declare({"locs": ("component",)}, {"locs": torch.zeros(2)})
     others = [
         functools.partial(run, HMC(components, num_steps=3), (Y,)),  # unseeded
-        lambda: [bool(group.verify(components, Y)) for _ in range(20)],
+        lambda: [bool(verify_model(group, components, Y)) for _ in range(20)],
         lambda: [log_joint(components, Y)({"locs": torch.zeros(3, 2)}) for _ in range(20)],
     ]
     gate = threading.Barrier(len(RUNS) + len(others))
@@ -166,7 +166,7 @@ def test_a_seeded_run_is_not_disturbed_by_what_other_threads_ask_of_its_network_
         lambda: predict(posterior, NET, X, kind="mean", progress=False),
         lambda: NET.log_joint(weights, X, Y),
         lambda: mmd_test(posterior, posterior, num_permutations=19),
-        posterior.check,
+        lambda: check(posterior),
     ]
     done = threading.Event()
 

@@ -6,7 +6,7 @@ from scipy import stats
 
 from pyro_symmetric.compare import invariance_tests, mmd
 from pyro_symmetric.compare._tests import _exact_table
-from pyro_symmetric.symmetry.permutation import PermutationGroup
+from pyro_symmetric.groups.group import Group
 
 REPETITIONS = 500
 LEVEL = 0.05
@@ -16,7 +16,7 @@ def group():
     shapes = {"0.weight": torch.Size([5, 3]), "0.bias": torch.Size([5]), "2.weight": torch.Size([4, 5])}
     shapes |= {"2.bias": torch.Size([4]), "4.weight": torch.Size([1, 4])}
     axes = {"0.weight": ("first", None), "0.bias": ("first",), "2.weight": ("second", "first"), "2.bias": ("second",)}
-    return PermutationGroup.declare(axes | {"4.weight": (None, "second")}, shapes)
+    return Group.declare(axes | {"4.weight": (None, "second")}, shapes)
 
 
 def one_copy(symmetry, draws):
@@ -72,7 +72,7 @@ def test_invariance_tests_find_a_mixture_of_two_copies():
 def test_single_marginal_tests_are_exact():
     # one pair, one position: 1,000 exact p-values against their discrete uniform law; a bound of 4 standard errors on
     # each of three levels: false alarm under 2e-4
-    symmetry = PermutationGroup.declare({"w": ("unit",)}, {"w": torch.Size([2])})
+    symmetry = Group.declare({"w": ("unit",)}, {"w": torch.Size([2])})
     p_values = torch.tensor(
         [
             invariance_tests({"w": torch.randn(200, 2)}, symmetry).per_factor["unit"].marginal_p_value

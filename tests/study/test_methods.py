@@ -176,7 +176,7 @@ def test_several_aligned_runs_lie_in_the_frame_of_the_first() -> None:
     # Means of 400 draws are within a twentieth of a deviation of the guides': aligning them again moves nothing.
     means = [{site: value[run].mean(0) for site, value in together.posterior.samples.items()} for run in range(3)]
     for other in means[1:]:
-        again = ps.align(other, means[0], problem.symmetry.permutations, "l2", progress=False).permutation
+        again = ps.align(other, means[0], problem.symmetry.permutations, "l2", progress=False).element
         assert torch.equal(again(other)["1.weight"], other["1.weight"])
     assert together.details["squared_wasserstein_after"] < together.details["squared_wasserstein_before"]
     for fit in (midpoint, unaligned):

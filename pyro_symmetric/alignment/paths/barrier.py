@@ -11,7 +11,7 @@ Reference: Rossi et al. 2023 (arXiv 2310.10171), Definition 2.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +21,20 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of
-from pyro_symmetric.alignment.paths.geodesic import draw, interpolate_gaussians, require_ends, standard_normals
+from pyro_symmetric.alignment.paths.geodesic import barycentre_gaussians, draw, require_ends
 from pyro_symmetric.alignment.paths.marginalise import MarginalLikelihood, MarginalPrediction
 from pyro_symmetric.alignment.paths.repair import Repair
 from pyro_symmetric.calls import described
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry.weights import Weights, require_finite
+from pyro_symmetric.weights import Weights, require_finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PointwiseLogLikelihood = Callable[[Weights], Tensor]
-Metric = Callable[[Weights], Tensor]
 Data = tuple[Tensor, Tensor]
 
-# Weights of all draws that a model evaluates at once, unless the caller says how many draws.
+# Weights of all draws that are evaluated at once.
 CHUNK_WEIGHTS = 2**24
 LOSS_LABEL = "marginalised loss (nats per row)"
 
@@ -46,8 +45,7 @@ class BarrierCurve:
 
     :param t: positions on the path, ``(T,)``, from 0 to 1.
     :param losses: name of the data (``"train"``, ``"test"`` ...) -> marginalised loss in nats per row, ``(T,)``.
-    :param metrics: name -> error of the mean prediction (``"train error"``, ``"test RMSE"``), and any other measure
-        asked for, ``(T,)``.
+    :param metrics: name -> error of the mean prediction (``"train error"``, ``"test RMSE"``), ``(T,)``.
     """
 
     t: Tensor
@@ -87,9 +85,9 @@ class BarrierCurve:
         return f"BarrierCurve({len(self.t)} points, barriers {{{values}}})"
 
     def plot(self, ax: Axes | None = None, label: str = "", names: Sequence[str] | None = None) -> Axes:
-        """Draw curves along the path, and the straight lines between their ends.
+        """Draw curves along the path, and the straight lines between their ends, dashed.
 
-        :param ax: where to draw; a new figure by default. What is drawn there already keeps its name beside the axis.
+        :param ax: where to draw; a new figure by default.
         :param label: what the legend says before the name of each curve.
         :param names: which losses or metrics; all losses by default.
         """
@@ -102,23 +100,11 @@ class BarrierCurve:
             raise TypeError(f"ax is {arguments.shown(ax)}; it must be Matplotlib axes, or None for a new figure")
         if ax is None:
             ax = plt.subplots()[1]
-        chord = "between the ends"  # one entry of the legend for the chords of all curves of these axes
-        for name in drawn:
-            values = known[name]
+        for name, values in known.items():
             (line,) = ax.plot(self.t, values, marker=".", label=f"{label} {name}".strip())
-            named = chord in ax.get_legend_handles_labels()[1]
-            ax.plot(
-                self.t[[0, -1]],
-                values[[0, -1]],
-                ls="--",
-                lw=0.8,
-                color=line.get_color(),
-                label=None if named else chord,
-            )
-        kinds = [LOSS_LABEL if name in self.losses else name for name in drawn]
-        # What the axes hold already keeps its place.
-        ylabel = ", ".join(dict.fromkeys([*filter(None, ax.get_ylabel().split(", ")), *kinds]))
-        ax.set(xlabel="position on the path t", ylabel=ylabel)
+            ax.plot(self.t[[0, -1]], values[[0, -1]], ls="--", lw=0.8, color=line.get_color())
+        kinds = dict.fromkeys(LOSS_LABEL if name in self.losses else name for name in drawn)
+        ax.set(xlabel="position on the path t", ylabel=", ".join(kinds))
         ax.legend()
         return ax
 
@@ -130,10 +116,8 @@ def loss_barrier(
     log_likelihood: BayesianModel | PointwiseLogLikelihood | Mapping[str, PointwiseLogLikelihood],
     data: Data | Mapping[str, Data] | None = None,
     *,
-    metrics: Mapping[str, Metric] | None = None,
     num_points: int = 11,
     num_samples: int = 64,
-    chunk_size: int | None = None,
     repair: Tensor | None = None,
     progress: bool = False,
 ) -> BarrierCurve:
@@ -152,11 +136,8 @@ def loss_barrier(
         temperature it was trained at) and error are measured on ``data``; or a function: weights of batch shape
         ``(S,)`` -> log-likelihood of every row ``(S, N)``; one, or one for each name of data.
     :param data: with a model, ``(x, y)``, or a name for each: ``{"train": (x, y), "test": ...}``.
-    :param metrics: name -> weights of batch shape ``(S,)`` -> a scalar, measured along the path as well.
     :param num_points: how many points, ends included; at least 3.
     :param num_samples: draws at each point; plain networks need, and take, one.
-    :param chunk_size: how many draws one batched forward evaluates; by default all for a function, and for a model as
-        many as have 2**24 weights together.
     :param repair: inputs, without labels, from which statistics of activations are put right at every point: the
         running statistics of batch normalisation are computed anew or, in a network without it, units are rescaled to
         means and deviations between those of the ends; see :mod:`pyro_symmetric.alignment.paths.repair`. Needs a
@@ -167,9 +148,6 @@ def loss_barrier(
     """
     arguments.whole("num_points", num_points, 3)
     arguments.whole("num_samples", num_samples, 1)
-    arguments.whole("chunk_size", chunk_size, 1, none="a number that suits")
-    for name, metric in arguments.mapping("metrics", metrics or {}, "name -> function of weights").items():
-        arguments.function(f"metrics[{name!r}]", metric, "a function of weights")
     first, second = gaussian_of(guide_0, "guide_0"), gaussian_of(guide_1, "guide_1")
     require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
@@ -180,29 +158,25 @@ def loss_barrier(
     repairing = _repair(model, repair, first, second, plain)
     if model is not None and repairing is None:
         _warn_of_borrowed_statistics(model, first, second)
-    chunk_size = min(num_samples, chunk_size or _chunk_of(model, first, num_samples))
-    if metrics and chunk_size < num_samples:
-        raise ValueError(
-            f"metrics see all draws at once, but chunk_size is {chunk_size} of {num_samples}; raise chunk_size"
-        )
-    noise = _SharedNoise(first, num_samples, chunk_size)
+    values = list(first.loc.values())
+    parts = torch.arange(num_samples).split(max(1, CHUNK_WEIGHTS // sum(value.numel() for value in values)))
+    seed = int(torch.randint(2**62, ()))
     t = torch.linspace(0, 1, num_points, dtype=torch.float64)
     found: dict[str, list[Tensor]] = {}
     for position in tqdm(t.tolist(), desc="path", disable=not progress):
-        between = interpolate_gaussians(first, second, position)
+        between = barycentre_gaussians((first, second), (1 - position, position))
+        generator = torch.Generator(values[0].device).manual_seed(seed)
         here = measures()
-        for part in noise:
-            weights = draw(between, part)
+        for part in parts:
+            weights = draw(between, len(part), generator)
             if repairing is not None:
                 weights = repairing(weights, position)
             for measure in here:
-                measure.add(weights, len(next(iter(weights.values()))))
-        values = {name: value for measure in here for name, value in measure.results().items()}
-        for name, metric in (metrics or {}).items():
-            values[name] = torch.as_tensor(metric(weights)).double().cpu()
-        for name, value in values.items():
-            found.setdefault(name, []).append(value)
-    curves = {name: torch.stack(values) for name, values in found.items()}
+                measure.add(weights, len(part))
+        for measure in here:
+            for name, value in measure.results().items():
+                found.setdefault(name, []).append(value)
+    curves = {name: torch.stack(points) for name, points in found.items()}
     losses = {measure.name: curves.pop(measure.name) for measure in here}
     return BarrierCurve(t, losses, curves)
 
@@ -249,12 +223,12 @@ def _repair(
         return None
     if model is None:
         raise ValueError("repair needs a BayesianModel as log_likelihood, whose network it looks into")
-    repairing = Repair(model.net, inputs)
+    repairing = Repair(model.net, inputs, (first.loc, second.loc))
     if repairing.kind == "rescaling" and not plain:
         raise ValueError(
             "the network has no batch normalisation, and rescaling is for plain networks: these ends have deviations"
         )
-    return repairing.between(first.loc, second.loc)
+    return repairing
 
 
 def _warn_of_borrowed_statistics(model: BayesianModel, first: GaussianWeights, second: GaussianWeights) -> None:
@@ -271,23 +245,3 @@ def _warn_of_borrowed_statistics(model: BayesianModel, first: GaussianWeights, s
             UserWarning,
             stacklevel=4,  # past loss_barrier and the no_grad around it
         )
-
-
-def _chunk_of(model: BayesianModel | None, gaussian: GaussianWeights, num_samples: int) -> int:
-    size = sum(value.numel() for value in gaussian.loc.values())
-    return num_samples if model is None else max(1, CHUNK_WEIGHTS // size)
-
-
-class _SharedNoise:
-    """The same standard normals at every pass, chunk by chunk; drawn again rather than held."""
-
-    def __init__(self, like: GaussianWeights, num_samples: int, chunk_size: int):
-        self._like = like
-        self._sizes = [min(chunk_size, num_samples - start) for start in range(0, num_samples, chunk_size)]
-        self._seed = int(torch.randint(2**62, ()))
-
-    def __iter__(self) -> Iterator[Weights]:
-        device = next(iter(self._like.loc.values())).device
-        generator = torch.Generator(device).manual_seed(self._seed)
-        for size in self._sizes:
-            yield standard_normals(self._like, (size,), generator)

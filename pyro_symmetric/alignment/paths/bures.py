@@ -6,10 +6,9 @@ polar factor of :math:`L_1^\top L_0`. Then :math:`L_1 R` is the root of :math:`\
 .. math:: W_2^2 = \|m_0 - m_1\|^2 + \|L_0 - L_1 R\|^2
           = \|m_0 - m_1\|^2 + \|L_0\|^2 + \|L_1\|^2 - 2 \|L_1^\top L_0\|_*
 
-with the nuclear norm :math:`\|\cdot\|_*`; the geodesic has roots :math:`(1-t)\, L_0 + t\, L_1 R`, and the barycentre is
-the fixed point of :math:`L \leftarrow \sum_i \lambda_i\, L_i R_i(L)`. These are the formulas of Bures and of the
-optimal map :math:`T`, as :math:`T L_0 = L_1 R`, without inverses or squares of roots: nothing is lost where a
-covariance is nearly singular.
+with the nuclear norm :math:`\|\cdot\|_*`; the barycentre is the fixed point of
+:math:`L \leftarrow \sum_i \lambda_i\, L_i R_i(L)`. These are the formulas of Bures and of the optimal map :math:`T`, as
+:math:`T L_0 = L_1 R`, without inverses or squares of roots: nothing is lost where a covariance is nearly singular.
 
 References: Bhatia, Jain & Lim 2019 (arXiv 1712.01504), Theorem 1; Álvarez-Esteban, del Barrio, Cuesta-Albertos & Matrán
 2016 (arXiv 1511.05355), Theorem 4.2 (the fixed point).
@@ -31,12 +30,6 @@ def squared_distance(first: Tensor, second: Tensor) -> Tensor:
     a, b = _alike([first, second])
     # As a sum of squares: the formula with traces would lose half of the digits where the two are close.
     return (a - _nearest_root(b, a)).square().sum()
-
-
-def between(first: Tensor, second: Tensor, t: float) -> Tensor:
-    """A root of the covariance at ``t`` of the geodesic, ``(D, k)``, in float64."""
-    a, b = _alike([first, second])
-    return torch.lerp(a, _nearest_root(b, a), t)
 
 
 def barycentre_root(
@@ -71,14 +64,10 @@ def _nearest_root(root: Tensor, reference: Tensor) -> Tensor:
 
 def _alike(roots: Sequence[Tensor]) -> list[Tensor]:
     """In float64, with as many columns as the widest."""
-    _require_small(roots[0])
-    columns = max(root.shape[-1] for root in roots)
-    return [torch.nn.functional.pad(root.double(), (0, columns - root.shape[-1])) for root in roots]
-
-
-def _require_small(root: Tensor) -> None:
-    if len(root) > LARGEST:
+    if len(roots[0]) > LARGEST:
         raise ValueError(
-            f"the Gaussians have correlations and {len(root)} weights; transport between their full covariances is "
+            f"the Gaussians have correlations and {len(roots[0])} weights; transport between their full covariances is "
             f"computed up to {LARGEST}. Pass correlations=False to compare the marginals"
         )
+    columns = max(root.shape[-1] for root in roots)
+    return [torch.nn.functional.pad(root.double(), (0, columns - root.shape[-1])) for root in roots]

@@ -10,7 +10,6 @@ real targets, the root of the mean squared distance.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 # Outputs of the widest layer that one forward may hold for all draws and rows; it sets how many rows go at once.
 CHUNK_NUMBERS = 2**24
@@ -69,12 +68,6 @@ class MarginalPrediction(MarginalLikelihood):
         self._latents = set(model.site_shapes) - set(dict(model.net.named_parameters()))
         self._mean: Tensor | None = None
 
-    @property
-    def error_name(self) -> str:
-        """``"error"`` of classes, ``"RMSE"`` of real targets; after the name of the data where that is one."""
-        kind = "RMSE" if self._targets.is_floating_point() else "error"
-        return kind if self.name == "loss" else f"{self.name} {kind}"
-
     def add(self, weights: Weights, count: int) -> None:
         parts = [self._scored(weights, part) for part in _parts(weights, count, len(self._x))]
         total, prediction = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -84,8 +77,9 @@ class MarginalPrediction(MarginalLikelihood):
     def _scored(self, weights: Weights, part: slice) -> tuple[Tensor, Tensor]:
         """``log Σ_s p(y|x,w_s)``, ``(N,)``, and ``Σ_s E[y|x,w_s]``, ``(N, ...)``, in float64."""
         likelihood = self._model.likelihood
-        outputs = network_outputs(self._model, weights, self._x[part])
         latents = {name: weights[name] for name in self._latents}
+        of_net = {name: value for name, value in weights.items() if name not in latents}
+        outputs = torch.func.vmap(lambda w: self._model.call(w, self._x[part]))(of_net)
         distribution = likelihood.distribution(outputs, latents)
         self._require_fit(distribution)
         log_prob = distribution.log_prob(self._targets[part])
@@ -109,16 +103,11 @@ class MarginalPrediction(MarginalLikelihood):
             )
 
     def results(self) -> dict[str, Tensor]:
-        """The marginalised loss, and the error of the mean prediction."""
+        """The marginalised loss, and the error of the mean prediction (of real targets: RMSE)."""
         assert self._mean is not None
-        return {**super().results(), self.error_name: _error(self._mean / self._count, self._targets).cpu()}
-
-
-def network_outputs(model: BayesianModel, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """The network's outputs ``(S, N, ...)`` for weights, and where given buffers, of batch shape ``(S,)``."""
-    known = {**dict(model.net.named_parameters()), **dict(model.net.named_buffers())}
-    given = {name: value for name, value in weights.items() if name in known}
-    return torch.func.vmap(lambda w: model.call(w, x))(given)
+        kind = "RMSE" if self._targets.is_floating_point() else "error"
+        name = kind if self.name == "loss" else f"{self.name} {kind}"
+        return {**super().results(), name: _error(self._mean / self._count, self._targets).cpu()}
 
 
 def _parts(weights: Weights, draws: int, num_rows: int) -> list[slice]:

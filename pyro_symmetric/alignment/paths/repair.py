@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 _AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-Statistics = dict[str, tuple[Tensor, Tensor]]
 
 
 class Repair:
@@ -36,17 +35,18 @@ class Repair:
 
     :param net: the network, in eval mode; it stays as it is.
     :param inputs: inputs ``(N, ...)`` from which the statistics are computed, without labels; training data.
-    :param batch_size: how many of them, at most, go through the network at once; batches are equally large. With batch
-        normalisation, whose layers use statistics of their batch meanwhile, as in training, batches should be large;
-        their statistics are averaged.
+    :param ends: weights of both ends of the path, without batch shape; statistics of batches don't need them.
+    :param batch_size: how many inputs, at least 2, go through the network at once, at most; batches are equally large.
+        With batch normalisation, whose layers use statistics of their batch meanwhile, as in training, batches should
+        be large; their statistics are averaged.
     :raises ValueError: if the network has nothing to repair.
     """
 
-    def __init__(self, net: nn.Module, inputs: Tensor, batch_size: int = 512):
+    def __init__(
+        self, net: nn.Module, inputs: Tensor, ends: Sequence[Mapping[str, Tensor]] = (), batch_size: int = 512
+    ):
         if not isinstance(inputs, Tensor) or len(inputs) < 2:
             raise ValueError("repair needs inputs, a tensor of at least 2 rows, to compute statistics from")
-        if batch_size < 2:
-            raise ValueError(f"batch_size is {batch_size}; statistics need at least 2 rows")
         self._net = copy.deepcopy(net).eval()
         # Equally large, up to one row: layers that see a small last batch normalise by the noise of its statistics.
         self._batches = inputs.tensor_split(min(math.ceil(len(inputs) / batch_size), len(inputs) // 2))
@@ -63,27 +63,19 @@ class Repair:
             )
         for module in self._norms.values():
             module.running_mean = module.running_var = None  # so that it uses statistics of the batch
-        self._ends: list[Statistics] | None = None
+        with torch.no_grad():
+            self._ends = [{name: self._statistics(self._own(end), name) for name in self._affine} for end in ends]
 
     @property
     def kind(self) -> str:
         """``"statistics"`` (batch normalisation) or ``"rescaling"``."""
         return "statistics" if self._norms else "rescaling"
 
-    def between(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Repair:
-        """Look at the two ends of the path, each without batch shape; needed before :meth:`__call__`."""
-        if self._affine:
-            self._ends = [self._measured(self._own(end)) for end in (first, second)]
-        return self
-
     @torch.no_grad()
     def __call__(self, weights: Weights, t: float) -> Weights:
         """Weights of batch shape ``(S,)`` at the point ``t`` -> the same, put right; with buffers, if there are any."""
-        if self._norms:
-            return {**weights, **torch.func.vmap(self._recomputed)(self._own(weights))}
-        if self._ends is None:
-            raise ValueError("call repair.between(first, second) with the ends of the path first")
-        return {**weights, **torch.func.vmap(lambda w: self._rescaled(w, t))(self._own(weights))}
+        mended = self._recomputed if self._norms else lambda own: self._rescaled(own, t)
+        return {**weights, **torch.func.vmap(mended)(self._own(weights))}
 
     def _own(self, weights: Mapping[str, Tensor]) -> Weights:
         return {name: weights[name] for name, _ in self._net.named_parameters()}
@@ -95,9 +87,9 @@ class Repair:
         rows = sum(map(len, self._batches))
         averages: Weights = {}
         for batch in self._batches:
-            with _before(self._norms) as seen:
+            with _calls(self._norms) as seen:
                 torch.func.functional_call(self._net, weights, (batch,))
-            for name, (value,) in seen.items():
+            for name, value in {name: given for name, given, _ in seen}.items():
                 variance, mean = torch.var_mean(value, _all_but_units(value))
                 for key, part in ((f"{name}.running_mean", mean), (f"{name}.running_var", variance)):
                     averages[key] = averages.get(key, 0.0) + part * (len(batch) / rows)
@@ -105,28 +97,20 @@ class Repair:
 
     # rescaling ------------------------------------------------------------------------------------------------------
 
-    def _measured(self, weights: Weights) -> Statistics:
-        """Means and deviations of the layers' units, over all inputs."""
-        with torch.no_grad():
-            return {name: self._statistics(weights, name) for name in self._affine}
-
     def _statistics(self, weights: Weights, name: str) -> tuple[Tensor, Tensor]:
-        value = torch.cat([self._preactivations(weights, name, batch) for batch in self._batches])
+        """Means and deviations of a layer's units, over all inputs."""
+        layer = self._affine[name]
+        with _calls({name: layer}) as seen:
+            for batch in self._batches:
+                torch.func.functional_call(self._net, weights, (batch,))
+        value = torch.cat([output for _, _, output in seen])
+        if isinstance(layer, nn.Linear):  # whose units lie in the last axis; those of convolutions in the second
+            value = value.movedim(-1, 1)
         deviation, mean = torch.std_mean(value, _all_but_units(value), correction=0)
         return mean, deviation
 
-    def _preactivations(self, weights: Weights, name: str, batch: Tensor) -> Tensor:
-        found: list[Tensor] = []
-        handle = self._affine[name].register_forward_hook(lambda m, a, out: found.append(_units_second(out, m)))
-        try:
-            torch.func.functional_call(self._net, weights, (batch,))
-        finally:
-            handle.remove()
-        return found[0]
-
     def _rescaled(self, weights: Weights, t: float) -> Weights:
         """One layer after the other, as each changes what the next one sees."""
-        assert self._ends is not None
         for name in self._affine:
             mean, deviation = self._statistics(weights, name)
             (mean_0, deviation_0), (mean_1, deviation_1) = (end[name] for end in self._ends)
@@ -150,32 +134,19 @@ class Repair:
 def _affine_layers(net: nn.Module, inputs: Tensor) -> dict[str, nn.Module]:
     """Linear and convolutional layers with biases in the order in which they are called, each once, without the
     last."""
-    calls: list[str] = []
-    handles = [
-        module.register_forward_hook(lambda m, a, out, name=name: calls.append(name))
-        for name, module in net.named_modules()
-        if isinstance(module, _AFFINE)
-    ]
-    try:
-        with torch.no_grad():
-            net(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    modules = dict(net.named_modules())
-    return {
-        name: modules[name]
-        for name in calls[:-1]
-        if calls.count(name) == 1 and name != calls[-1] and modules[name].bias is not None
-    }
+    modules = {name: module for name, module in net.named_modules() if isinstance(module, _AFFINE)}
+    with _calls(modules) as seen, torch.no_grad():
+        net(inputs)
+    names = [name for name, _, _ in seen]
+    return {name: modules[name] for name in names[:-1] if names.count(name) == 1 and modules[name].bias is not None}
 
 
 @contextmanager
-def _before(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor]]]:
-    """What goes into each of the modules, by name."""
-    seen: dict[str, tuple[Tensor]] = {}
+def _calls(modules: Mapping[str, nn.Module]) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
+    """The calls of these modules, in their order: the module's name, what goes in and what comes out."""
+    seen: list[tuple[str, Tensor, Tensor]] = []
     handles = [
-        module.register_forward_pre_hook(lambda m, args, name=name: seen.__setitem__(name, (args[0],)))
+        module.register_forward_hook(lambda m, given, out, name=name: seen.append((name, given[0], out)))
         for name, module in modules.items()
     ]
     try:
@@ -183,11 +154,6 @@ def _before(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _units_second(value: Tensor, module: nn.Module) -> Tensor:
-    """Linear layers keep their units in the last axis, convolutions (as normalisation) in the second."""
-    return value.movedim(-1, 1) if isinstance(module, nn.Linear) else value
 
 
 def _all_but_units(value: Tensor) -> list[int]:

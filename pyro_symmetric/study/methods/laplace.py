@@ -16,7 +16,7 @@ from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods.base import Fit, register
 from pyro_symmetric.study.methods.networks import LOSS, _Networks, _on_cpu
 from pyro_symmetric.study.problem import Problem, noise_scale
-from pyro_symmetric.symmetry.weights import Weights, unflatten
+from pyro_symmetric.weights import Weights, unflatten
 
 ABOUT = "A Laplace approximation (Daxberger et al. 2021): a Gaussian at a trained network, with the curvature"
 

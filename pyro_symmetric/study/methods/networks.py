@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.ensembles.parts import Parts, joined
+from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.guides import swag
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, register
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.training import fit_networks
-from pyro_symmetric.symmetry.factor import Axis
-from pyro_symmetric.symmetry.permutation import PermutationGroup
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 LOSS = "negative log-posterior (nats)"
 TOGETHER = 100  # networks of an ensemble that are trained and written at once
@@ -155,22 +155,24 @@ class SWAG(_Networks):
         yield Fit(self.name, Posterior(_on_cpu(samples), rows="independent"), losses, LOSS)
 
 
-def dropped(weights: Weights, group: PermutationGroup, rate: float) -> Weights:
+def dropped(weights: Weights, group: Group, rate: float) -> Weights:
     """Weights with the outgoing weights of random hidden units at zero, and those of the others scaled up in return.
 
     A unit is what the symmetry permutes. Its outgoing weights lie along second axes or, those into grouped
     convolutions, along several axes at once.
 
     :param weights: of any batch shape; each member has its own units dropped.
+    :param group: the permutations.
+    :param rate: the probability with which a unit is dropped.
     """
     result = dict(weights)
-    for name, size in group.factors.items():
-        axes = [axis for axis in group.factor(name).axes if (axis.dim == 1 or axis.span > 1) and axis.site in result]
+    for units in group.units.values():
+        axes = [axis for axis in units.axes if (axis.dim == 1 or axis.span > 1) and axis.site in result]
         if not axes:
             continue
         like = weights[axes[0].site]
         batch = like.shape[: like.dim() - len(group.site_shapes[axes[0].site])]
-        kept = (torch.rand(*batch, size, device=like.device) >= rate).to(like.dtype) / (1 - rate)
+        kept = (torch.rand(*batch, units.count, device=like.device) >= rate).to(like.dtype) / (1 - rate)
         for axis in axes:
             result[axis.site] = _scaled(result[axis.site], axis, kept)
     return result

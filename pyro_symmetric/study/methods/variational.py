@@ -10,20 +10,19 @@ from typing import Any, ClassVar
 from pyro.infer.autoguide import AutoGuide, AutoNormal
 from pyro.infer.autoguide.initialization import init_to_median, init_to_value
 
-from pyro_symmetric.alignment import align, loss_barrier, to_gaussian
+from pyro_symmetric.alignment import align, loss_barrier
 from pyro_symmetric.distributions import SinkhornImportance
 from pyro_symmetric.guides import (
-    AutoAligned,
-    AutoMeanField,
+    AutoGaussian,
     AutoSymmetrized,
     WeightsGuide,
     barycentre,
     distinct,
     evidence,
+    push_forward,
     suggest_estimator,
 )
-from pyro_symmetric.guides.gaussian import flat_moments
-from pyro_symmetric.guides.layout import layout_of
+from pyro_symmetric.guides.gaussian import gaussian_copy
 from pyro_symmetric.samples import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, pooled, register
 from pyro_symmetric.study.problem import Problem
@@ -55,13 +54,12 @@ class _Variational(Method):
             progress=progress,
         )
 
-    def _mean_field(self, problem: Problem, label: str, progress: bool) -> tuple[AutoMeanField, list[float]]:
+    def _mean_field(self, problem: Problem, label: str, progress: bool) -> tuple[AutoGaussian, list[float]]:
         """Fit the stock mean-field guide from fresh initial values of the network; a copy that draws without data."""
         start = init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_median)
         stock = distinct(AutoNormal(problem.model, init_loc_fn=start, init_scale=self.init_scale))
         losses = self._train(problem, stock, label, progress)
-        sites = layout_of(stock)
-        return AutoMeanField(sites, *flat_moments(to_gaussian(stock), sites)), losses
+        return gaussian_copy(stock), losses
 
     def _fit(self, problem: Problem, guide: WeightsGuide, label: str, losses: list[float], **more: Any) -> Fit:
         shape, group = (problem.settings.num_draws,), problem.symmetry.permutations
@@ -156,7 +154,7 @@ class AlignedMeanField(_Variational):
         first, *others = (guide for guide, _ in fits)
         group = problem.symmetry.permutations
         found = [align(other, first, group, cost="wasserstein", progress=progress) for other in others]
-        moved = [AutoAligned(other, alignment.permutation) for other, alignment in zip(others, found, strict=True)]
+        moved = [push_forward(other, alignment.element) for other, alignment in zip(others, found, strict=True)]
         ends = {"aligned": moved[0], "unaligned": others[0]}
         curves = {name: self._path(problem, first, end, progress) for name, end in ends.items()}
         details = {

@@ -2,17 +2,19 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from pyro.distributions import constraints
 from torch import Tensor, nn
 
-from pyro_symmetric.alignment import GaussianWeights, interpolate_gaussians, loss_barrier
-from pyro_symmetric.alignment.paths import marginalise
+from pyro_symmetric.alignment import GaussianWeights, loss_barrier
+from pyro_symmetric.alignment.paths import barrier, marginalise
+from pyro_symmetric.guides import interpolate
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood
 from pyro_symmetric.samples import Posterior
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 GRID = torch.tensor([-1.0, 0.5])
 
@@ -43,12 +45,10 @@ def test_the_barrier_is_the_largest_excess_over_the_chord() -> None:
         {"w": torch.tensor([-2.0])},
         {"w": torch.tensor([2.0])},
         {"hill": lambda w: -(4 - w["w"] ** 2), "valley": lambda w: -(w["w"] ** 2)},
-        metrics={"error": lambda w: (w["w"].abs() < 1).float().mean()},
         num_samples=1,
     )
     assert curve.barriers["hill"] == pytest.approx(4.0)
     assert curve.barriers["valley"] == pytest.approx(0.0)
-    assert curve.barriers["error"] == pytest.approx(1.0)
     assert curve.barrier == curve.barriers["hill"]
     assert set(curve.to_dict()) == {"t", "losses", "metrics", "barriers"}
 
@@ -56,9 +56,8 @@ def test_the_barrier_is_the_largest_excess_over_the_chord() -> None:
 def test_the_marginalised_loss_averages_probabilities_not_their_logarithms() -> None:
     log_p = torch.tensor([[0.2, 0.5], [0.6, 0.1]]).log()
     ends = gaussian(0.0, 1.0), gaussian(0.0, 1.0)
-    for chunk_size in (None, 2):
-        curve = loss_barrier(*ends, lambda w: log_p, num_points=3, num_samples=2, chunk_size=chunk_size)
-        assert float(curve.losses["loss"][1]) == pytest.approx(-(math.log(0.4) + math.log(0.3)) / 2, rel=1e-6)
+    curve = loss_barrier(*ends, lambda w: log_p, num_points=3, num_samples=2)
+    assert float(curve.losses["loss"][1]) == pytest.approx(-(math.log(0.4) + math.log(0.3)) / 2, rel=1e-6)
 
 
 def test_positive_sites_travel_in_unconstrained_space() -> None:
@@ -72,9 +71,9 @@ def test_positive_sites_travel_in_unconstrained_space() -> None:
 
 def test_a_path_needs_ends_that_fit() -> None:
     with pytest.raises(ValueError, match="same sites"):
-        interpolate_gaussians(gaussian(0.0, 1.0), GaussianWeights({"v": torch.ones(1)}, {"v": torch.ones(1)}), 0.5)
+        interpolate(gaussian(0.0, 1.0), GaussianWeights({"v": torch.ones(1)}, {"v": torch.ones(1)}), 0.5)
     with pytest.raises(ValueError, match="from 0 to 1"):
-        interpolate_gaussians(gaussian(0.0, 1.0), gaussian(1.0, 1.0), 1.5)
+        interpolate(gaussian(0.0, 1.0), gaussian(1.0, 1.0), 1.5)
     with pytest.raises(ValueError, match="num_points"):
         loss_barrier(gaussian(0.0, 1.0), gaussian(1.0, 1.0), log_likelihood, num_points=2)
     for bad in (math.nan, math.inf):
@@ -117,18 +116,21 @@ def classifier(width: int = 6) -> tuple[BayesianModel, GaussianWeights, Gaussian
     return model, *ends, torch.randn(40, 2), torch.randint(3, (40,))
 
 
-def test_a_model_with_data_gives_the_losses_and_errors_of_a_loop_over_draws() -> None:
+def test_a_model_with_data_gives_the_losses_and_errors_of_a_loop_over_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     model, first, second, x, y = classifier()
     data = {"train": (x[:25], y[:25]), "test": (x[25:], y[25:])}
     kept: list[Weights] = []
 
-    def keep(weights: Weights) -> Tensor:
-        kept.append(weights)
-        return torch.tensor(0.0)
+    def keep(*settings: Any) -> Weights:
+        kept.append(draw(*settings))
+        return kept[-1]
 
-    curve = loss_barrier(first, second, model, data, num_points=3, num_samples=8, metrics={"seen": keep})
+    draw = barrier.draw
+    monkeypatch.setattr(barrier, "draw", keep)
+    curve = loss_barrier(first, second, model, data, num_points=3, num_samples=8)
     assert list(curve.losses) == ["train", "test"]
-    assert list(curve.metrics) == ["train error", "test error", "seen"]
+    assert list(curve.metrics) == ["train error", "test error"]
+    assert len(kept) == 3
     for point, weights in enumerate(kept):
         for name, (rows, labels) in data.items():
             probabilities = torch.stack(
@@ -147,22 +149,25 @@ def test_chunks_of_draws_and_of_rows_change_nothing(monkeypatch: pytest.MonkeyPa
     """Neither does which data are measured: all points, data and chunks see the same noise."""
     model, first, second, x, y = classifier()
     curves = []
-    for chunk_size, numbers in ((None, 2**24), (3, 2**24), (8, 40)):
+    size = sum(shape.numel() for shape in model.site_shapes.values())
+    for draws, numbers in ((8, 40), (8, 2**24), (3, 2**24)):
+        monkeypatch.setattr(barrier, "CHUNK_WEIGHTS", draws * size)
         monkeypatch.setattr(marginalise, "CHUNK_NUMBERS", numbers)
         torch.manual_seed(3)
-        whole = loss_barrier(first, second, model, (x, y), num_points=3, num_samples=8, chunk_size=chunk_size)
+        whole = loss_barrier(first, second, model, (x, y), num_points=3, num_samples=8)
         curves.append(whole)
     # Chunks of three draw other noise than one of eight, so those two are compared at the ends of other settings.
-    torch.testing.assert_close(curves[0].losses["loss"], curves[2].losses["loss"])
+    torch.testing.assert_close(curves[0].losses["loss"], curves[1].losses["loss"])
     torch.manual_seed(3)
-    again = loss_barrier(first, second, model, {"a": (x, y), "b": (x, y)}, num_points=3, num_samples=8, chunk_size=3)
-    torch.testing.assert_close(again.losses["a"], curves[1].losses["loss"])
+    again = loss_barrier(first, second, model, {"a": (x, y), "b": (x, y)}, num_points=3, num_samples=8)
+    torch.testing.assert_close(again.losses["a"], curves[2].losses["loss"])
     torch.testing.assert_close(again.losses["b"], again.losses["a"])
 
 
-def test_noise_is_shared_by_all_points() -> None:
+def test_noise_is_shared_by_all_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(barrier, "CHUNK_WEIGHTS", 2)
     same = gaussian(1.0, 0.7)
-    curve = loss_barrier(same, same, log_likelihood, num_points=4, num_samples=5, chunk_size=2)
+    curve = loss_barrier(same, same, log_likelihood, num_points=4, num_samples=5)
     assert curve.losses["loss"].tolist() == pytest.approx([float(curve.losses["loss"][0])] * 4, rel=1e-6)
 
 
@@ -216,20 +221,6 @@ def test_plotting_takes_the_names_of_curves() -> None:
         curve.plot(names="test error")
 
 
-def test_curves_on_shared_axes_keep_the_names_of_all_and_explain_the_chords() -> None:
-    from matplotlib.figure import Figure
-
-    model, first, second, x, y = classifier()
-    curve = loss_barrier(first, second, model, {"train": (x, y), "test": (x, y)}, num_points=3, num_samples=2)
-    ax = Figure().subplots()
-    curve.plot(ax)
-    curve.plot(ax, names=["test error"])
-    curve.plot(ax, names=["test error"], label="again")
-    assert ax.get_ylabel() == "marginalised loss (nats per row), test error"
-    shown = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert shown == ["train", "between the ends", "test", "test error", "again test error"]
-
-
 def test_a_posterior_is_an_end_by_its_moments() -> None:
     model, first, second, x, y = classifier()
     draws = {site: second.loc[site] + torch.randn(2, 5, *shape) for site, shape in model.site_shapes.items()}
@@ -255,7 +246,6 @@ def test_what_a_model_lacks_is_named() -> None:
         ((model, (x / 0, y)), {}, r"data\['loss'\]\['x'\] holds 80 NaN or infinite"),
         ((lambda w: x, (x, y)), {}, "data go with a BayesianModel"),
         ((model, (x, y)), {"num_samples": 0}, "num_samples is 0"),
-        ((model, (x, y)), {"chunk_size": 2, "metrics": {"a": lambda w: torch.tensor(0.0)}}, "chunk_size is 2 of 64"),
         ((lambda w: x,), {"repair": x}, "repair needs a BayesianModel"),
         ((model, (x, y)), {"repair": x}, "rescaling is for plain networks"),
     ):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pyro_symmetric.alignment import loss_barrier
 from pyro_symmetric.alignment.paths.repair import Repair
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.symmetry.weights import Weights
+from pyro_symmetric.weights import Weights
 
 
 def convolutional() -> nn.Sequential:
@@ -68,7 +68,7 @@ def test_a_few_rows_over_a_batch_leave_statistics_near_those_of_all_rows_at_once
     """Equal batches of 52 rows and more are within 15 % of the variances of all; a last batch of 2 rows, weighed like
     the others, was off by half of them. Means of the first layer, which no batch changes, are exact."""
     net, x = dense(), torch.randn(rows, 3)
-    parts, whole = (Repair(net, x, size)(stacked([net]), 0.0) for size in (batch_size, rows))
+    parts, whole = (Repair(net, x, batch_size=size)(stacked([net]), 0.0) for size in (batch_size, rows))
     for name in ("1.running_var", "4.running_var"):
         ratio = parts[name] / whole[name]
         assert float(ratio.min()) > 0.85
@@ -107,7 +107,7 @@ def preactivations(net: nn.Module, weights: Weights, x: Tensor, name: str) -> Te
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
 def test_rescaled_units_have_means_and_deviations_between_those_of_the_ends(t: float) -> None:
     first, second, x = deep(), deep(), torch.randn(50, 3)
-    repair = Repair(first, x, batch_size=20).between(parameters(first), parameters(second))
+    repair = Repair(first, x, (parameters(first), parameters(second)), batch_size=20)
     assert repair.kind == "rescaling"
     ends = parameters(first), parameters(second)
     middle = {name: torch.lerp(ends[0][name], ends[1][name], t) for name in ends[0]}
@@ -130,7 +130,7 @@ def test_convolutions_are_rescaled_channel_by_channel_and_dead_ones_stay() -> No
             net[0].weight[0] = 0.0
     x = torch.randn(30, 1, 6, 6)
     ends = [parameters(net) for net in nets]
-    repair = Repair(nets[0], x).between(*ends)
+    repair = Repair(nets[0], x, ends)
     middle = {name: (ends[0][name] + ends[1][name])[None] / 2 for name in ends[0]}
     found = {name: value[0] for name, value in repair(middle, 0.5).items()}
     z, z0, z1 = (preactivations(nets[0], weights, x, "0") for weights in (found, *ends))
@@ -163,7 +163,7 @@ def test_repair_helps_plain_networks() -> None:
     nets = [deep(200).eval() for _ in range(2)]
     x = torch.randn(100, 3)
     middle = {name: value.mean(0, keepdim=True) for name, value in stacked([*nets]).items()}
-    repair = Repair(nets[0], x).between(parameters(nets[0]), parameters(nets[1]))
+    repair = Repair(nets[0], x, (parameters(nets[0]), parameters(nets[1])))
     found = repair(middle, 0.5)
     ends = torch.stack([preactivations(nets[0], parameters(net), x, "4").std(0).mean() for net in nets]).mean()
     fallen, mended = (
@@ -178,7 +178,3 @@ def test_what_cannot_be_repaired_is_named() -> None:
         Repair(nn.Linear(2, 2), torch.randn(4, 2))
     with pytest.raises(ValueError, match="at least 2 rows"):
         Repair(deep(), torch.randn(1, 3))
-    with pytest.raises(ValueError, match="batch_size is 1"):
-        Repair(deep(), torch.randn(4, 3), batch_size=1)
-    with pytest.raises(ValueError, match="ends of the path first"):
-        Repair(deep(), torch.randn(4, 3))(stacked([deep()]), 0.5)

@@ -1,0 +1,320 @@
+r"""Scores by weights: squared distances of means, and of standard deviations.
+
+.. math:: \|m_0 - g \cdot m_1\|^2 + \|s_0 - |g| \cdot s_1\|^2
+
+is ``"l2"`` of the means alone, weight matching of plain networks (Ainsworth et al. 2023, arXiv 2209.04836), and, with
+the deviations, ``"wasserstein"``, the squared 2-Wasserstein distance of mean-field Gaussians (Rossi et al. 2023, arXiv
+2310.10171). It falls linearly, over all permutations, with the inner product of the reference's *features* :math:`A`
+and the moved features :math:`g \cdot B` of the source, here means and deviations themselves. With all but one set of
+units held, it is linear in the permutation of that one,
+
+.. math:: S_{ij} = \max_{\sigma, t} \sum_{\text{axes}} \langle A_i, \sigma e^t (g_{\text{others}} \cdot B)_j \rangle -
+    \tfrac12 e^{2t} \|B_j\|^2,
+
+over every axis on which the units lie, with the best sign of each pair and, for its scale, that which makes norms
+equal (:func:`~pyro_symmetric.alignment.scores.scale.balanced`): once units are matched, :meth:`WeightScores.matched`
+finds the best one. Where units lie on two axes of one site (a recurrent matrix, tied streams) the objective is
+quadratic and :math:`S` its linearisation at the present element.
+
+Moments and features are tensors ``(channels, batch, *site_shape)``: means first, then deviations, if there are any. A
+sign flips the first channel only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.alignment.elements import some
+from pyro_symmetric.alignment.scores.protocol import Matched, Scores
+from pyro_symmetric.alignment.scores.scale import balanced, best_scale, score_at
+from pyro_symmetric.alignment.scores.terms import Term, plan_of
+from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.places import rows as rows_of
+from pyro_symmetric.groups.units import Units
+
+Moments = dict[str, Tensor]
+# Newton steps for the scales of all pairs, and of the pairs in place.
+PAIR_STEPS, STEPS = 3, 40
+
+
+class WeightScores(Scores):
+    """The squared 2-Wasserstein distance of mean-field Gaussians; of moments of one channel, of plain weights.
+
+    :param group: the group.
+    :param reference: site -> moments ``(channels, 1, *site_shape)``, or of one reference for each source.
+    :param source: site -> features ``(channels, B, *site_shape)``, see :meth:`features`.
+    """
+
+    deviations = True  # whether moments need a second channel if there are deviations
+    squared = True  # whether scales have a best value
+
+    def __init__(self, group: Group, reference: Mapping[str, Tensor], source: Mapping[str, Tensor]):
+        self.group, self.sites = group, list(source)
+        self._reference, self._source = dict(reference), dict(source)
+        example = next(iter(source.values()), torch.zeros(1, 1))
+        self.batch, self.device = example.shape[1], example.device
+        self._plan = plan_of(group, tuple(source))
+        self.parts = self._plan.parts
+        self._rows: dict[Term, Tensor] = {}
+        self._kept: dict[Term, tuple[Tensor, list[Tensor]]] = {}
+
+    # what a cost is made of -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def features(cls, moments: Tensor) -> Tensor:
+        """The features of a source's moments."""
+        return moments
+
+    @classmethod
+    def reference_features(cls, moments: Tensor) -> Tensor:
+        """The features of a reference's moments."""
+        return moments
+
+    @classmethod
+    def distance(cls, reference: Tensor, moved: Tensor) -> Tensor:
+        """The cost, elementwise: moments of the reference, features of the moved source, ``(channels, ...)`` each."""
+        return (reference - moved).square()
+
+    @classmethod
+    def site_cost(cls, reference: Tensor, moved: Tensor) -> Tensor:
+        """The cost of one site, float64 ``(B,)``, on the CPU."""
+        distance = cls.distance(reference, moved)
+        distance = distance.reshape(-1, *moved.shape[1:]).transpose(0, 1).flatten(1)
+        return distance.sum(1, dtype=torch.float64).cpu()
+
+    @classmethod
+    def total(cls, reference: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> Tensor:
+        """The cost of all sites, ``(B,)``."""
+        return torch.stack([cls.site_cost(reference[site], value) for site, value in moved.items()]).sum(0)
+
+    @classmethod
+    def centre(cls, features: Tensor) -> Tensor:
+        """The moments of the best reference of many sources, from the mean of their features."""
+        return features
+
+    @classmethod
+    def alone(cls, member: Tensor, every: Tensor, exchanged: Sequence[int]) -> Tensor:
+        """The moments of the reference that some members are by themselves.
+
+        :param member: their moments; ``every``: those of all members.
+        :param exchanged: the site's axes along which entries can be exchanged.
+        """
+        return member
+
+    # the protocol ---------------------------------------------------------------------------------------------------
+
+    def pairs(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Tensor:
+        units = self.group[name]
+        shape = (*element.batch_shape, units.copies, units.size)
+        total = torch.zeros(*shape, units.size, dtype=torch.float64, device=self.device)
+        for terms, whole in self._usable(name, known):
+            sums = Sums(terms)
+            for term in terms:
+                values = self._kept_products(term, element, rows, units)
+                if term.scale:
+                    values.insert(-1, _norms(self._reference_rows(term, rows)).reshape(-1, *shape[-2:], 1))
+                sums.add(term, values)
+            total += sums.best(PAIR_STEPS if whole else 0)[0]
+        return total
+
+    def matched(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Matched:
+        total = torch.zeros(*element.batch_shape, self.group[name].count, dtype=torch.float64, device=self.device)
+        pulls: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
+        for terms, whole in self._usable(name, known):
+            sums = Sums(terms)
+            for term in terms:
+                source = self._source_rows(term, element, rows, term.placed)
+                reference = self._reference_rows(term, rows)
+                norms = (_norms(reference), _norms(source)) if term.scale else ()
+                products = [(a * b).sum(-1, dtype=torch.float64) for a, b in zip(reference, source, strict=True)]
+                sums.add(term, [*products, *norms])
+            present = {}
+            for scale in {term.scale for term in terms if term.scale and whole}:
+                before = element.log_scales[scale].flatten(len(element.batch_shape)).double()
+                present[scale] = before.gather(-1, element.unit_index(scale))
+            score, own, logs = sums.best(STEPS if whole else 0, present)
+            total += score
+            pulls |= own
+            found |= logs
+        return Matched(total, pulls, found)
+
+    def costs(self, element: Element | None, rows: Tensor, parts: Sequence[int] | None = None) -> Tensor:
+        sites = self.sites if parts is None else [self.sites[part] for part in parts]
+        columns = [
+            self.site_cost(_some(self._reference[site], rows), self._moved(site, self.group, element, rows))
+            for site in sites
+        ]
+        return torch.stack(columns, 1) if columns else torch.zeros(len(rows), 0, dtype=torch.float64)
+
+    def share(self, name: str, known: Collection[str]) -> float:
+        every = [term for terms in self._plan.terms[name] for term in terms]
+        sizes = [(self._reference_rows(term)[0][0].numel(), term.depends <= set(known)) for term in every]
+        return sum(size for size, usable in sizes if usable) / max(1, sum(size for size, _ in sizes))
+
+    def riders(self, name: str) -> tuple[str, ...]:
+        return self._plan.riders[name]
+
+    def coupled(self, one: str, other: str) -> bool:
+        return self._plan.coupled(one, other)
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def moved(self, element: Element) -> Moments:
+        """The features of all sources, moved."""
+        rows = torch.arange(self.batch)
+        return {site: self._moved(site, self.group, element, rows) for site in self.sites}
+
+    def _usable(self, name: str, known: Collection[str]) -> list[tuple[list[Term], bool]]:
+        """Terms that compare by known units alone, in parts that share no multiplier, and whether a part is whole."""
+        names = set(known)
+        parts = [([t for t in terms if t.depends <= names], len(terms)) for terms in self._plan.terms[name]]
+        return [(terms, len(terms) == count) for terms, count in parts if terms]
+
+    def _moved(self, site: str, group: Group, element: Element | None, rows: Tensor) -> Tensor:
+        """A site of some sources as a group moves it that knows some of the element's numbers."""
+        value = _some(self._source[site], rows)
+        if element is None or not group.members(site):
+            shape = value.shape[1:2] if element is None else element.batch_shape
+            return value.expand(len(value), *shape, *value.shape[2:])
+        own = element.within(group)
+        if own.batch_shape.numel() == 1:  # one element for all that there is takes half the time
+            for numbers in (own.permutations, own.signs, own.log_scales):
+                numbers.update([(name, n.reshape(n.shape[len(own.batch_shape) :])) for name, n in numbers.items()])
+            own.batch_shape = torch.Size()
+            if len(value) == 1 or not own.signs:
+                return own.on_site(site, value)
+        elif len(own.batch_shape) > 1:
+            value = value.expand(len(value), *own.batch_shape, *value.shape[2:])
+        first = own.on_site(site, value[0])
+        own.signs = {}  # of the first channel only
+        return torch.stack([first, *(own.on_site(site, channel) for channel in value[1:])])
+
+    def _kept_products(self, term: Term, element: Element, rows: Tensor, units: Units) -> list[Tensor]:
+        """The products, kept with the numbers that they come from, until these are others."""
+        if element.batch_shape != rows.shape:
+            return self._products(term, element, rows, units)
+        own, at = element.within(term.released), rows.to(self.device)
+        numbers = [
+            v.flatten(1).double() for part in (own.permutations, own.signs, own.log_scales) for v in part.values()
+        ]
+        now = torch.cat([torch.zeros(len(rows), 0, device=self.device), *numbers], 1)
+        if term not in self._kept:
+            if len(rows) < self.batch:
+                return self._products(term, element, rows, units)
+            self._kept[term] = torch.full_like(now, torch.nan), self._products(term, element, rows, units)
+            self._kept[term][0].copy_(now)
+        known, kept = self._kept[term]
+        stale = (known[at] != now).any(1).nonzero().flatten().cpu()
+        if len(stale):
+            known[at[stale]] = now[stale]
+            fresh = self._products(term, some(element, stale), rows[stale], units)
+            for value, other in zip(kept, fresh, strict=True):
+                value[at[stale]] = other
+        return [value if len(rows) == self.batch else value[at] for value in kept]
+
+    def _products(self, term: Term, element: Element, rows: Tensor, units: Units) -> list[Tensor]:
+        """The inner products of each channel, ``batch_shape + (copies, size, size)``; the source's norms, if there is a
+        scale."""
+        source = self._source_rows(term, element, rows, term.released).unflatten(-2, (units.copies, units.size))
+        reference = self._reference_rows(term, rows).unflatten(-2, (units.copies, units.size))
+        products = [a @ b.mT for a, b in zip(reference, source, strict=True)]
+        return [*products, _norms(source).unsqueeze(-2)] if term.scale else products
+
+    def _source_rows(self, term: Term, element: Element, rows: Tensor, group: Group) -> Tensor:
+        site = term.axis.site
+        value = self.group.view(site, self._moved(site, group, element, rows))
+        return rows_of(value, term.axis, len(self.group.view_shapes[site]))
+
+    def _reference_rows(self, term: Term, rows: Tensor | None = None) -> Tensor:
+        if term not in self._rows:
+            site = term.axis.site
+            value = self.group.view(site, self.reference_features(self._reference[site]))
+            self._rows[term] = rows_of(value, term.axis, len(self.group.view_shapes[site]))
+        return self._rows[term] if rows is None else _some(self._rows[term], rows)
+
+
+class PlainScores(WeightScores):
+    """The squared distance of means alone."""
+
+    deviations = False
+
+
+class Sums:
+    """The inner products and norms of terms, and the best signs and scales that enter them.
+
+    :param terms: the terms to come.
+    """
+
+    def __init__(self, terms: Sequence[Term]):
+        self._flipped = list(dict.fromkeys(name for term in terms for name in term.flips))
+        # (whose signs enter, whose scale): exponent -> what the signs flip, what they don't, squared norms.
+        self._sums: dict[tuple[tuple[str, ...], str | None], dict[int, list[Tensor]]] = {}
+
+    def add(self, term: Term, values: list[Tensor]) -> None:
+        """Take in the inner products of one or two channels; if there is a scale, the norms of reference and source."""
+        if len(values) % 2:
+            values = [values[0], torch.zeros((), device=values[0].device), *values[1:]]
+        own = self._sums.setdefault((term.flips, term.scale), {})
+        before = own.get(term.axis.exponent)
+        own[term.axis.exponent] = values if before is None else [a + b for a, b in zip(before, values, strict=True)]
+
+    def best(
+        self, steps: int, present: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """The best score, what speaks for each sign minus what against, and the best log-scales.
+
+        :param steps: Newton steps for the scales; without any, norms are made equal: the best guess while not all that
+            a scale enters can be compared.
+        :param present: log-scales, by name, that stay if no finite ones are best.
+        """
+        scales = list(dict.fromkeys(scale for _, scale in self._sums if scale is not None))
+        equal = {scale: balanced(self._gathered(scale, None, 2), self._gathered(scale, None, 3)) for scale in scales}
+        choices = torch.tensor(list(product((1.0, -1.0), repeat=len(self._flipped))), dtype=torch.float64)
+        scores, logs = [], {scale: list[Tensor]() for scale in scales}
+        for values in choices.tolist():
+            signs = dict(zip(self._flipped, values, strict=True))
+            score = sum(self._linear(None, signs).values(), 0.0)
+            for scale in scales:
+                linear, norms = self._linear(scale, signs), self._gathered(scale, None, 3)
+                starts = [*([present[scale]] if present else []), equal[scale]]
+                logs[scale].append(best_scale(linear, norms, starts, steps) if steps else equal[scale])
+                score = score + score_at(linear, norms, logs[scale][-1])
+            scores.append(torch.as_tensor(score))
+        every = torch.stack(scores)
+        pulls = {}
+        for name, side in zip(self._flipped, choices.to(every.device).unbind(-1), strict=True):
+            pulls[name] = every[side > 0].amax(0) - every[side < 0].amax(0)
+        best, which = every.max(0)
+        return best, pulls, {s: torch.stack(own).gather(0, which.unsqueeze(0))[0] for s, own in logs.items()}
+
+    def _linear(self, scale: str | None, signs: Mapping[str, Any]) -> dict[int, Tensor]:
+        odd, even = self._gathered(scale, signs, 0), self._gathered(scale, None, 1)
+        return {exponent: value + even[exponent] for exponent, value in odd.items()}
+
+    def _gathered(self, scale: str | None, signs: Mapping[str, Any] | None, which: int) -> dict[int, Tensor]:
+        """Sums by exponent of all that one scale enters, with signs, if they are given."""
+        found: dict[int, Tensor] = {}
+        for (flips, own), sums in self._sums.items():
+            for exponent, values in sums.items() if own == scale else ():
+                value = values[which]
+                for name in flips:
+                    value = value if signs is None else value * signs[name]
+                found[exponent] = found[exponent] + value if exponent in found else value
+        return found
+
+
+def _norms(value: Tensor) -> Tensor:
+    """``(channels, ..., entries)`` -> squared norms over both."""
+    return value.square().sum(-1, dtype=torch.float64).sum(0)
+
+
+def _some(value: Tensor, rows: Tensor) -> Tensor:
+    """Some of a batch ``(channels, B, ...)``; of one for all, that one."""
+    return value if value.shape[1] in (1, len(rows)) else value[:, rows.to(value.device)]

@@ -1,0 +1,1 @@
+"""Canonical forms: one representative per orbit."""

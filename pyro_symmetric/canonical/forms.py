@@ -1,0 +1,126 @@
+r"""Canonical forms: one representative per orbit, so that equal functions get equal weights.
+
+What is removed, in this order, each step leaving the function as it is:
+
+1. *scalings*: every unit's incoming weights get norm (or standard deviation) one, or the network its minimal mass;
+2. *signs*: every odd unit's largest incoming weight, by magnitude, becomes positive;
+3. *permutations*: units are sorted by a key that is read off their weights;
+4. *shifts*: the biases in front of a softmax get mean zero.
+
+Two sets of weights of one orbit get the same canonical form, up to rounding: what a step reads is either unchanged by
+everything that later steps remove, or was put in canonical form before (units nearer the input come first).
+
+Source: Laurent, Aldea & Franchi 2024, arXiv 2310.08287, section 3 and appendix (removal of symmetries).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric import arguments
+from pyro_symmetric.canonical.minimal_mass import minimal_mass
+from pyro_symmetric.canonical.overlap import warn_of_overlap
+from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
+from pyro_symmetric.canonical.unit_measures import largest_sign, norm, removing_element, spread
+from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.places import rows
+from pyro_symmetric.weights import Weights, require_finite
+
+ScalingRule = Literal["unit_norm", "unit_std", "minimal_mass"]
+
+
+def canonicalize(
+    weights: Mapping[str, Tensor],
+    symmetry: Any,
+    permutations: PermutationKey | None = "max",
+    scalings: ScalingRule | None = "unit_norm",
+    signs: bool = True,
+    shifts: bool = True,
+    warn: bool = True,
+) -> Weights:
+    """One representative of the orbit of each set of weights; the function that they compute stays the same.
+
+    *What it is for.* Comparing orbits: two sets of weights compute the same function if they have the same canonical
+    form, and tests and distances between posteriors may be taken between forms. It is not for means, deviations and
+    R-hat of many draws: if two units' keys overlap, a label stands for one of them in some draws and for the other in
+    others, and their average for neither. Of 100 draws or more this is warned of; bring the draws into one frame by
+    :func:`~pyro_symmetric.alignment.align_many` or :func:`~pyro_symmetric.compare.summary` instead.
+
+    *Incoming* weights of a unit are the matrix entries of its row, biases left out (for a permutation: axis 0 of sites
+    with two axes or more). If weights are shared in circles (recurrent nets, residual streams), only those incoming
+    weights count whose other side is canonical already: a recurrent unit goes by its input weights.
+
+    *Dead units.* A unit whose incoming weights are all zero takes its scale and sign from its bias. If that is zero too
+    the unit says nothing: it is left out of what the units behind it are measured by, and its outgoing weights get norm
+    one. A unit that is zero on both sides stays as it is.
+
+    *Ties.* Units that tie in the sort key are ordered by their largest incoming weight, then the smallest, then their
+    biases, then the largest and smallest outgoing weight; if all of these tie they stay in the order in which they
+    came. Keys tie if they differ by no more than rounding.
+
+    *Running statistics.* If the symmetry moves buffers (batch normalisation), ``weights`` must hold them: moved without
+    them, the network computes something else. A posterior over parameters alone, of a network whose statistics stay,
+    has the symmetries ``symmetry.holding(net)``.
+
+    :param weights: site -> tensor ``batch_shape + site_shape``; every element of the batch gets its own canonical form.
+    :param symmetry: the symmetries to remove: ``find_symmetry(net, x)``, or a group.
+    :param permutations: the key that units are sorted by, ascending: their ``"first"`` incoming weight, the largest one
+        (``"max"``), the ``"norm"`` of all their weights, in- and outgoing; ``None`` leaves the order.
+    :param scalings: ``"unit_norm"`` or ``"unit_std"`` of each unit's incoming weights (units with one incoming weight
+        get norm one for both), ``"minimal_mass"`` (see :func:`~pyro_symmetric.canonical.minimal_mass.minimal_mass`;
+        units that have no minimum get norm one), ``None`` leaves the scales.
+    :param signs: whether to remove the signs of odd units.
+    :param shifts: whether to remove the shift of a softmax.
+    :param warn: whether to warn if labels are mixed; not needed for forms that are only compared.
+    :raises ValueError: if an option is unknown, weights are missing, misshaped, NaN or infinite, or another network's.
+    """
+    arguments.one_of("permutations", permutations, (*get_args(PermutationKey), None))
+    arguments.one_of("scalings", scalings, (*get_args(ScalingRule), None))
+    for name, flag in {"signs": signs, "shifts": shifts, "warn": warn}.items():
+        arguments.flag(name, flag)
+    group = group_of(symmetry)
+    require_finite(weights)
+    form: Weights = dict(weights)
+    if scalings and group.names("scale"):
+        if scalings == "unit_std" and signs and group.names("flip"):
+            # A deviation depends on the signs of the units behind: these are fixed first, at scales that don't.
+            form = _without_signs(_without_scales(form, group, "unit_norm"), group)
+        form = _without_scales(form, group, scalings)
+    if signs and group.names("flip"):
+        form = _without_signs(form, group)
+    if permutations and group.names("permute"):
+        form = sorting_permutation(form, group, permutations)(form)
+    if shifts and group.names("shift"):
+        form = _centring(form, group.shifts)(form)
+    if warn:
+        removed: dict[Literal["permute", "flip"], bool] = {"permute": permutations is not None, "flip": signs}
+        warn_of_overlap(form, group, *(move for move, done in removed.items() if done))
+    return form
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _without_scales(weights: Weights, group: Group, rule: ScalingRule) -> Weights:
+    if rule == "minimal_mass":
+        minimum = minimal_mass(weights, group)
+        return removing_element(minimum.weights, group, "scale", norm, minimum.pinned)(minimum.weights)
+    return removing_element(weights, group, "scale", spread if rule == "unit_std" else norm)(weights)
+
+
+def _without_signs(weights: Weights, group: Group) -> Weights:
+    return removing_element(weights, group, "flip", largest_sign)(weights)
+
+
+def _centring(weights: Weights, group: Group) -> Element:
+    """The shift after which the entries of each shifted unit (biases in front of a softmax) have mean zero."""
+    shape, found = group.batch_shape(weights), {}
+    for name in group.names("shift"):
+        parts = [rows(group.view(a.site, weights[a.site]), a, len(group.view_shapes[a.site])) for a in group.axes(name)]
+        found[name] = -torch.cat(parts, -1).mean(-1).reshape(*shape, *group[name].shape)
+    return group.element(shifts=found)

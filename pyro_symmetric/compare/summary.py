@@ -1,0 +1,60 @@
+"""A table of means, deviations and R-hat of draws that are aligned first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyro_symmetric import arguments
+from pyro_symmetric.alignment.many import Frame, align_many
+from pyro_symmetric.canonical.overlap import RARE, uncertain_share
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.samples import Posterior
+
+
+def summary(posterior: Posterior, symmetry: Symmetry | Group, *, prob: float = 0.9, **alignment: Any) -> None:
+    """Print the summary of a posterior modulo a symmetry: all draws are aligned first.
+
+    The lines above the table say how many draws were moved, and whether labels are uncertain in many of them: units
+    that are alike get means of their own all the same. The labels are those in which most draws came. A declared group
+    is taken as it is: :func:`~pyro_symmetric.discovery.model_check.verify_model` tests it.
+
+    >>> summary(posterior, find_symmetry(net, x))
+
+    The aligned draws themselves are ``align_many(posterior, symmetry).posterior``.
+
+    :param posterior: the draws.
+    :param symmetry: whose copies count as one, e.g. ``find_symmetry(net, x)`` or a declared group.
+    :param prob: how much of an entry's draws its interval holds, between quantiles.
+    :param alignment: options of :func:`~pyro_symmetric.alignment.align_many`.
+    """
+    arguments.instance("posterior", posterior, Posterior, "a Posterior")
+    arguments.fraction("prob", prob)
+    group = group_of(symmetry, "symmetry")
+    frame = align_many(posterior, group, **alignment)
+    print("\n".join([_head(frame, group), *_doubt(frame, group), ""]))
+    frame.posterior.summary(prob)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _head(frame: Frame, group: Group) -> str:
+    """What was done to the draws."""
+    posterior, cost = frame.posterior, frame.history
+    displaced = frame.displaced.expand(posterior.num_chains, posterior.num_samples)
+    return (
+        f"modulo {str(group).splitlines()[0]}: aligned, {int(displaced.sum()):,} of {displaced.numel():,} draws moved, "
+        f"mean {frame.objective} cost {cost[0]:.4g} -> {cost[-1]:.4g}{'' if frame.converged else ', cut short'}"
+    )
+
+
+def _doubt(frame: Frame, group: Group) -> list[str]:
+    """Whether the labels could as well be others."""
+    share = uncertain_share(frame.posterior.samples, group)
+    if share <= RARE:
+        return []
+    return [
+        f"labels are uncertain: in {share:.0%} of the draws units could as well change places or signs (odds under "
+        "3 : 1), so means and deviations of single units depend on how they were labelled"
+    ]

@@ -1,0 +1,210 @@
+"""Which units the multipliers belong to: the last step from solved facts to a group.
+
+Multipliers that belong one to one to units that permute are recorded on these units, once: their axes get exponents.
+The second multiplier of the same units (batch normalisation leaves one before it and one after it) is one unit inside
+each of them, and rides along. What permutations leave alone (one scale of a whole stream, units that are pinned) is
+units of its own. Anything else would be no group together with the permutations, and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.discovery.assembly import module_name, unused
+from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups.views import views_of
+
+Axes = tuple[Axis, ...]
+Place = tuple[str, int, int]  # a site, an axis of it, and how many axes count as one
+
+
+class _Table(NamedTuple):
+    """Some units' axes at one place: for each position the unit and the block there (-1: none), and all blocks."""
+
+    unit: Tensor
+    block: Tensor
+    blocks: Tensor
+
+
+def attached(
+    units: Sequence[Units],
+    found: Mapping[Move, Sequence[Axes]],
+    others: Sequence[Units],
+    site_shapes: Mapping[str, torch.Size],
+) -> Group:
+    """The group of units that permute, with multipliers.
+
+    :param units: the units that permute.
+    :param found: ``"scale"`` and ``"flip"`` -> the axes of each set of multipliers.
+    :param others: units that are neither permuted nor multiplied.
+    """
+    attachment = _Attachment(units, found, site_shapes)
+    for move, every in found.items():
+        for axes in every:
+            attachment.add(move, axes)
+    return attachment.group(others)
+
+
+class _Attachment:
+    def __init__(
+        self, units: Sequence[Units], found: Mapping[Move, Sequence[Axes]], site_shapes: Mapping[str, torch.Size]
+    ):
+        self.units = {one.name: one for one in units}
+        self.permuting = tuple(sorted(self.units, key=lambda name: -self.units[name].count))
+        self.shapes = site_shapes
+        every = [*(a for u in units for a in u.axes), *(a for own in found.values() for axes in own for a in axes)]
+        self.views = views_of({(a.site, a.dim, a.span) for a in every if a.span > 1}, site_shapes)
+        self.tables: dict[Place, dict[str, _Table]] = {}
+        for name in self.permuting:
+            own, lifted = self.units[name].axes, [self._spanning(axis) for axis in self.units[name].axes]
+            for axes in (own, lifted):  # in the form in which they were given, if there is one for a place
+                for place in dict.fromkeys(map(_place, axes)):
+                    alike = [axis for axis in axes if _place(axis) == place]
+                    self.tables.setdefault(place, {}).setdefault(name, self._table(alike))
+
+    def add(self, move: Move, axes: Axes) -> None:
+        """Attach multipliers to the units that they fit, the innermost first; the rest are units of their own."""
+        left = torch.arange(axes[0].index.shape[1])
+        for name in self.permuting:
+            fits = self._fits(name, axes, left)
+            for chosen, own in fits:
+                before = dict(self.units)
+                self._record(move, self.units[name], own)
+                changed = [one for key, one in self.units.items() if before.get(key) is not one]
+                if len(fits) > 1 and not all(map(self._is_carried, changed)):
+                    self.units = before  # something else exchanges the units inside: no unit can own their multipliers
+                else:
+                    left = left[~torch.isin(left, chosen)]
+        if len(left):
+            rest = tuple(replace(axis, index=axis.index[:, left]) for axis in axes)
+            self._put(Units(self._name(rest), len(left), rest, moves=frozenset({move})))
+
+    def group(self, others: Sequence[Units]) -> Group:
+        """All units; multipliers that permutations don't carry onto one another are left out."""
+        try:
+            return Group([*self.units.values(), *others], self.shapes)
+        except ValueError:
+            alone = {one.name for one in self.units.values() if one.parent is None and "permute" not in one.moves}
+            kept = [one for one in self.units.values() if one.name not in alone or self._is_carried(one)]
+            return Group([*kept, *others], self.shapes)
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _name(self, axes: Sequence[Axis]) -> str:
+        return unused(module_name(axes[0].site), self.units)
+
+    def _is_carried(self, one: Units) -> bool:
+        """Whether all that permutes on the sites of some units carries their multipliers along."""
+        sites = {axis.site for axis in one.axes}
+        near = {one.name: one}
+        waiting = [one.parent, *(n for n in self.permuting if sites & {axis.site for axis in self.units[n].axes})]
+        while waiting:
+            name = waiting.pop()
+            if name is not None and name not in near:
+                near[name] = self.units[name]
+                waiting.append(near[name].parent)
+        try:
+            Group(near.values(), {a.site: self.shapes[a.site] for units in near.values() for a in units.axes})
+        except ValueError:
+            return False
+        return True
+
+    def _put(self, units: Units) -> None:
+        self.units[units.name] = units
+
+    def _record(self, move: Move, host: Units, own: Axes) -> None:
+        """Let units, or one unit inside each of them, be multiplied along these axes."""
+        riders = [one for one in self.units.values() if one.parent == host.name and one.size == 1]
+        for one in (host, *riders):  # the other move multiplies the same
+            if one.moves & {"scale", "flip"} and move not in one.moves and _odd(one.axes) == _odd(own):
+                return self._put(replace(one, moves=one.moves | {move}))
+        if not host.moves & {"scale", "flip"}:
+            axes = self._with_exponents(host, own)
+            if axes is not None:
+                return self._put(replace(host, axes=axes, moves=host.moves | {move}))
+        self._put(Units(self._name(own), 1, own, host.name, host.count, frozenset({move})))
+
+    def _with_exponents(self, host: Units, multiplied: Axes) -> Axes | None:
+        """The axes of units, cut into those that multipliers enter, and the rest; None if some enter elsewhere."""
+        result: list[Axis] = []
+        recorded, places = 0, set(map(_place, multiplied))
+        for axis in host.axes:
+            spanning = self._spanning(axis)
+            if _place(axis) not in places and _place(spanning) in places:
+                axis = spanning
+            rows = {tuple(row): i for i, row in enumerate(axis.index.tolist())}
+            untouched = set(rows.values())
+            for other in multiplied:
+                if _place(other) != _place(axis):
+                    continue
+                own = sorted(rows[key] for key in map(tuple, other.index.tolist()) if key in rows)
+                if own:
+                    index = axis.index if len(own) == len(axis.index) else axis.index[own]
+                    result.append(replace(axis, index=index, exponent=other.exponent, epsilon=other.epsilon))
+                    untouched -= set(own)
+                    recorded += len(own)
+            if untouched:
+                whole = len(untouched) == len(axis.index)
+                result.append(axis if whole else replace(axis, index=axis.index[sorted(untouched)]))
+        return tuple(result) if recorded == sum(len(axis.index) for axis in multiplied) else None
+
+    def _fits(self, name: str, axes: Axes, left: Tensor) -> list[tuple[Tensor, Axes]]:
+        """The multipliers among ``left`` that belong to some units: one to each unit, or several, each in its place.
+
+        :return: the numbers of the multipliers, unit by unit, and the units' blocks that they enter.
+        """
+        owner: Tensor | None = None
+        met: list[tuple[Axis, _Table, Tensor]] = []
+        for axis in axes:
+            if name not in self.tables.get(_place(axis), {}):
+                axis = self._spanning(axis)
+            table = self.tables.get(_place(axis), {}).get(name)
+            if table is None:
+                return []
+            index = axis.index[:, left]
+            owner = table.unit[index[0]] if owner is None else owner
+            owner = torch.where(((table.unit[index] == owner) & (owner >= 0)).all(0), owner, -1)
+            met.append((axis, table, table.block[index]))
+        assert owner is not None
+        chosen = (owner >= 0).nonzero().flatten()
+        if not len(chosen):
+            return []
+        places = torch.cat([block[:, chosen].sort(0).values for _, _, block in met])
+        place = places.unique(dim=1, return_inverse=True)[1]
+        result = []
+        for own in (chosen[place == number] for number in range(int(place.max()) + 1)):
+            own = own[owner[own].argsort()]
+            if torch.equal(owner[own], torch.arange(self.units[name].count)):
+                entered = (replace(a, index=t.blocks[block[:, own[0]].sort().values]) for a, t, block in met)
+                result.append((left[own], tuple(entered)))
+        return result
+
+    def _spanning(self, axis: Axis) -> Axis:
+        """An axis as one that spans the whole run of axes that its site's view flattens."""
+        if axis.site not in self.views:
+            return axis
+        view = self.views[axis.site]
+        first = view.start[axis.dim]
+        return replace(view.lift(axis), dim=first, span=len(view.runs[first]))
+
+    def _table(self, axes: Sequence[Axis]) -> _Table:
+        blocks = torch.cat([axis.index for axis in axes])
+        unit, block = torch.full((2, axes[0].length(self.shapes)), -1)
+        unit[blocks] = torch.arange(blocks.shape[1])
+        block[blocks] = torch.arange(len(blocks))[:, None]
+        return _Table(unit, block, blocks)
+
+
+def _place(axis: Axis) -> Place:
+    return axis.site, axis.dim, axis.span
+
+
+def _odd(axes: Iterable[Axis]) -> set[tuple[Place, tuple[int, ...]]]:
+    """The blocks that a sign flips."""
+    return {(_place(axis), tuple(row)) for axis in axes if axis.exponent % 2 for row in axis.index.tolist()}

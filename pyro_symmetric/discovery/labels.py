@@ -1,0 +1,122 @@
+"""What discovery knows about a tensor: which of its entries belong to which unit.
+
+A network's symmetry moves *units*: channels, features, heads. While the traced graph is walked, every tensor carries a
+:class:`Value` that says, for each entry, whose it is. Labels are integers, *atoms*, laid out like the data, so that
+reshape, transpose, slice and cat move them exactly as they move numbers, and flattening, channel shuffles, dense
+connections and fused projections need no special treatment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A labelling of entries by atoms that depends on some axes only.
+
+    :param axes: the axes that it depends on, ascending.
+    :param atoms: int64 array, one axis for each entry of ``axes``.
+    """
+
+    axes: tuple[int, ...]
+    atoms: Array
+
+    def moved(self, to: Mapping[int, int]) -> Part:
+        """The same labels after its axes were renumbered."""
+        axes = [to[axis] for axis in self.axes]
+        order = sorted(range(len(axes)), key=axes.__getitem__)
+        return Part(tuple(axes[i] for i in order), self.atoms.transpose(order))
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What is known about a tensor.
+
+    Along an axis, entries either belong to labelled units (the axis lies in one of ``parts``), or differ in a way that
+    no symmetry touches (the axis is ``fixed``: batch, time, pixels, classes), or are all equal (neither).
+
+    :param parts: labellings with disjoint axes; an entry is found by its atoms and its place along the fixed axes.
+        (A grouped kernel's rows and columns overlap, see :class:`~pyro_symmetric.discovery.facts.Leaf`.)
+    :param zero: whether all entries are known to be zero.
+    :param constant: the value itself, if it is known while tracing (index maps).
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+    fixed: frozenset[int] = frozenset()
+    zero: bool = False
+    constant: torch.Tensor | None = None
+
+    @property
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def axis(self, axis: int) -> int:
+        """A possibly negative axis, counted from the front."""
+        return axis % self.dim if self.dim else 0
+
+    def part_on(self, axis: int) -> Part | None:
+        """The labelling that depends on this axis."""
+        return next((part for part in self.parts if axis in part.axes), None)
+
+
+def opaque(shape: Iterable[int], constant: torch.Tensor | None = None) -> Value:
+    """A tensor of which nothing is known: data, masks, whatever a rule gave up on."""
+    shape = tuple(int(n) for n in shape)
+    return Value(shape, (), frozenset(i for i, n in enumerate(shape) if n > 1), constant=constant)
+
+
+def spread(part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
+    """A part's atoms, broadcast to more axes (ascending, a superset of its own)."""
+    shape = [sizes[a] if a in part.axes else 1 for a in axes]
+    return np.broadcast_to(part.atoms.reshape(shape), [sizes[a] for a in axes])
+
+
+def positions(along: Iterable[int], axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
+    """For every entry over ``axes``, its place along the axes ``along``, as one integer."""
+    along = set(along)
+    place = np.zeros([1] * len(axes), dtype=np.int64)
+    for i, axis in enumerate(axes):
+        if axis in along:
+            step = np.arange(sizes[axis]).reshape([-1 if j == i else 1 for j in range(len(axes))])
+            place = place * sizes[axis] + step
+    return np.broadcast_to(place, [sizes[a] for a in axes])
+
+
+def distinct_rows(*columns: Array) -> tuple[Array, Array, Array]:
+    """Rows of several integer columns: (index of the first of each distinct row, inverse, counts), rows sorted."""
+    order = np.lexsort(columns[::-1])
+    new = np.zeros(len(order), dtype=bool)
+    new[:1] = True
+    for column in columns:
+        new[1:] |= column[order][1:] != column[order][:-1]
+    number = np.cumsum(new) - 1
+    inverse = np.empty(len(order), dtype=np.int64)
+    inverse[order] = number
+    return order[new], inverse, np.bincount(number)
+
+
+def rank_within(owner: Array, by: Array | None = None) -> Array:
+    """For each entry, how many of the same owner come before it, sorted by another array or as they lie."""
+    order = np.argsort(owner, kind="stable") if by is None else np.lexsort([by, owner])
+    place = np.arange(len(owner))
+    starts = np.r_[True, owner[order][1:] != owner[order][:-1]][: len(owner)]
+    rank = np.empty(len(owner), dtype=np.int64)
+    rank[order] = place - np.maximum.accumulate(np.where(starts, place, 0))
+    return rank
+
+
+def components(size: int, one: Array, other: Array) -> tuple[int, Array]:
+    """Connected components of a graph: their number, and the component of each node."""
+    graph = coo_matrix((np.ones(len(one), dtype=np.int8), (one, other)), shape=(size, size))
+    count, label = connected_components(graph, directed=False)
+    return count, label.astype(np.int64)

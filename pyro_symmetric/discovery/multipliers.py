@@ -1,0 +1,263 @@
+"""Scales and signs: the solutions of linear equations between the log-multipliers of atoms.
+
+Equations tie few atoms at a time, unit by unit, so the system falls into many small components that look alike: each is
+brought to a canonical form and solved once (exactly, in rational numbers or modulo two) for all that look alike.
+:mod:`~pyro_symmetric.discovery.attachment` then says which units the multipliers belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+
+from pyro_symmetric.discovery.facts import Facts, Leaf, Multiple
+from pyro_symmetric.discovery.labels import Array, components
+from pyro_symmetric.discovery.nullspace import nullspace
+from pyro_symmetric.discovery.structure import mix
+from pyro_symmetric.groups import Axis
+
+# A component with so many unknowns, or so many free ones, is no unit but a tangle; its members aren't rescaled.
+TANGLE, FREE = 1_000, 16
+
+
+@dataclass(frozen=True, eq=False)
+class _Entries:
+    """All terms of all equations as flat arrays: which equation (of which kind), which atom, with which coefficient."""
+
+    kind: Array
+    equation: Array
+    slot: Array
+    atom: Array
+    coefficient: Array
+
+
+def multipliers(facts: Facts, move: str) -> list[tuple[Axis, ...]]:
+    """All scales or all signs: for each set of things that are multiplied alike, the axes along which they lie.
+
+    :param move: ``"scale"`` or ``"flip"``.
+    """
+    signs = move == "flip"
+    equations: Sequence[Sequence[Multiple]] = facts.sign_equations if signs else facts.scale_equations
+    if signs:
+        equations = [[(1.0, atoms) for c, atoms in terms if int(c) % 2] for terms in equations]
+    zero = _still(facts.size, equations)
+    used = [terms for terms in equations if any(not zero[atoms].all() for _, atoms in terms)]
+    entries = _entries(used, zero)
+    axes = [(leaf, dim) for leaf in facts.leaves.values() for dim in range(len(leaf.parts))]
+    axis, position = _leaf_axes(facts.size, axes)
+    dims = np.array([*(dim for _, dim in axes), np.iinfo(int).max])
+    found: list[_Alike] = []
+    for atoms, local in _alike(facts.size, entries, axis):
+        # Rows are free before columns, which follow what enters the units: so each unit has a multiplier of its own.
+        members = atoms[:, dims[axis[atoms[0]]].argsort(kind="stable")]
+        found += [_Alike(members, vector) for vector in _solve(members[0], local, entries, signs)]
+    return _placed(found, axes, axis, position, facts.epsilons)
+
+
+def _still(size: int, equations: Sequence[Sequence[Multiple]]) -> Array:
+    """Which atoms have multiplier one, as the only unknown that is left in some equation, again and again."""
+    zero = np.zeros(size, dtype=bool)
+    todo = list(equations)
+    while todo:
+        before, later = int(zero.sum()), []
+        for terms in todo:
+            if not terms:
+                continue
+            free = np.stack([~zero[atoms] for _, atoms in terms])
+            count = free.sum(0)
+            for (_, atoms), open_ in zip(terms, free, strict=True):
+                zero[atoms[open_ & (count == 1)]] = True
+            if (count > 1).any():
+                later.append(terms)
+        todo = later
+        if int(zero.sum()) == before:
+            break
+    return zero
+
+
+def _entries(equations: Sequence[Sequence[Multiple]], zero: Array) -> _Entries:
+    pieces: list[tuple[Array, ...]] = []
+    start = 0
+    for kind, terms in enumerate(equations):
+        length = max(len(atoms) for _, atoms in terms)
+        for slot, (coefficient, atoms) in enumerate(terms):
+            keep = np.flatnonzero(~zero[atoms])
+            pieces.append(
+                (
+                    np.full(len(keep), kind),
+                    start + keep,
+                    np.full(len(keep), slot),
+                    atoms[keep],
+                    np.full(len(keep), coefficient),
+                )
+            )
+        start += length
+    if not pieces:
+        pieces = [(np.empty(0, dtype=np.int64),) * 5]
+    return _Entries(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Alike:
+    """Units that are rescaled alike.
+
+    :param atoms: (units, unknowns): the atoms of each unit in corresponding order.
+    :param exponents: (unknowns,): the exponent with which the unit's multiplier enters each.
+    """
+
+    atoms: Array
+    exponents: Sequence[int]
+
+
+def _alike(size: int, entries: _Entries, site_of: Array) -> list[tuple[Array, Array]]:
+    """Components of the system, by what they look like: (atoms (units, unknowns), rows of entries of the first)."""
+    if not len(entries.atom):
+        return []
+    order = np.argsort(entries.equation, kind="stable")
+    equation, atom = entries.equation[order], entries.atom[order]
+    same = np.flatnonzero(equation[1:] == equation[:-1])
+    _, component = components(size, atom[same], atom[same + 1])
+    order = np.lexsort([entries.slot, entries.equation, component[entries.atom]])
+    own, equation, atom = component[entries.atom[order]], entries.equation[order], entries.atom[order]
+    starts = np.flatnonzero(np.r_[True, own[1:] != own[:-1]])
+    lengths = np.diff(np.r_[starts, len(own)])
+    local, unknowns, atoms = _local_numbers(own, atom)
+    # What one entry looks like from within its component; the sum of these is what the component looks like.
+    key = np.zeros(len(own), dtype=np.uint64)
+    rank = np.arange(len(own)) - np.repeat(starts, lengths)
+    coefficient = entries.coefficient[order].astype(np.float64).view(np.int64)
+    for aspect in (rank, entries.kind[order], entries.slot[order], local, _equation_numbers(own, equation),
+                   coefficient, site_of[atom]):  # fmt: skip
+        with np.errstate(over="ignore"):
+            key = mix(key * np.uint64(3) + mix(aspect))
+    with np.errstate(over="ignore"):
+        look = np.add.reduceat(key, starts)
+    sorted_ = np.argsort(look, kind="stable")
+    cuts = np.flatnonzero(look[sorted_][1:] != look[sorted_][:-1]) + 1
+    offsets = np.r_[0, np.cumsum(unknowns)]
+    alike = []
+    for which in np.split(sorted_, cuts):
+        count = int(unknowns[which[0]])
+        if count <= TANGLE:
+            first = which[0]
+            rows = order[starts[first] : starts[first] + lengths[first]]
+            alike.append((atoms[offsets[which][:, None] + np.arange(count)], rows))
+    return alike
+
+
+def _local_numbers(own: Array, atom: Array) -> tuple[Array, Array, Array]:
+    """Number the atoms of each component as they appear: (number of each entry, how many, all atoms in order)."""
+    distinct, first, where = np.unique(atom, return_index=True, return_inverse=True)
+    by_appearance = np.argsort(first)  # entries are sorted by component, so components stay together
+    position = np.empty(len(distinct), dtype=np.int64)
+    position[by_appearance] = np.arange(len(distinct))
+    component = own[first][by_appearance]
+    starts = np.flatnonzero(np.r_[True, component[1:] != component[:-1]]) if len(component) else np.empty(0, np.int64)
+    counts = np.diff(np.r_[starts, len(component)])
+    number = np.arange(len(component)) - np.repeat(starts, counts)
+    return number[position[where.reshape(-1)]], counts, distinct[by_appearance]
+
+
+def _equation_numbers(own: Array, equation: Array) -> Array:
+    """Number the equations of each component in order."""
+    if not len(own):
+        return own
+    new = np.r_[False, (equation[1:] != equation[:-1]) & (own[1:] == own[:-1])]
+    total = np.cumsum(new)
+    starts = np.flatnonzero(np.r_[True, own[1:] != own[:-1]])
+    return total - np.repeat(total[starts], np.diff(np.r_[starts, len(own)]))
+
+
+def _solve(members: Array, rows: Array, entries: _Entries, signs: bool) -> list[list[int]]:
+    """A basis of the solutions of one component, in small whole numbers; none if too many unknowns are free."""
+    number = {int(atom): i for i, atom in enumerate(members)}
+    equations: dict[int, dict[int, Fraction]] = {}
+    for row in rows.tolist():
+        terms = equations.setdefault(int(entries.equation[row]), {})
+        unknown, coefficient = number[int(entries.atom[row])], Fraction(float(entries.coefficient[row]))
+        terms[unknown] = terms.get(unknown, Fraction(0)) + coefficient.limit_denominator(64)
+    if len(members) - len(equations) > FREE:
+        return []
+    basis = nullspace(list(equations.values()), len(members), modulo_two=signs)
+    return basis if len(basis) <= FREE else []
+
+
+def _is_idle(axes: Sequence[Axis], shapes: Mapping[str, torch.Size]) -> bool:
+    """Whether multipliers cancel within every site: all of one axis times, all of another axis divided by the same."""
+    total: dict[str, int] = {}
+    for axis in axes:
+        if axis.index.shape[1] > 1 or axis.index.shape[0] < axis.length(shapes):
+            return False
+        total[axis.site] = total.get(axis.site, 0) + axis.exponent
+    return not any(total.values())
+
+
+def _leaf_axes(size: int, axes: Sequence[tuple[Leaf, int]]) -> tuple[Array, Array]:
+    """For each atom: the number of the leaf axis that it lies on (-1: none), and its (first) position there."""
+    axis, position = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    for number, (leaf, dim) in enumerate(axes):
+        atoms, place = leaf.parts[dim].atoms, np.arange(leaf.shape[dim])
+        if leaf.groups > 1 and dim == 1:
+            first = np.arange(0, leaf.shape[0], leaf.shape[0] // leaf.groups)
+            atoms, place = leaf.columns, first[:, None] * leaf.shape[1] + place
+        axis[atoms], position[atoms] = number, place
+    return axis, position
+
+
+def _axis(leaf: Leaf, dim: int, index: Array, exponent: int, epsilon: float | None) -> Axis:
+    """One axis of a leaf, at these positions; columns of a grouped kernel lie in all rows of their group."""
+    span = 1
+    if leaf.groups > 1 and dim == 1:
+        rows = np.arange(leaf.shape[0] // leaf.groups) * leaf.shape[1]
+        index = (index[:, None] + rows[:, None]).reshape(-1, index.shape[1])
+        dim, span = 0, 1 if leaf.shape[1] == 1 else 2
+    positions = torch.from_numpy(np.ascontiguousarray(index))
+    return Axis(leaf.site, dim, positions, exponent, leaf.buffer, epsilon, span)
+
+
+def _placed(
+    alike: Sequence[_Alike],
+    axes: Sequence[tuple[Leaf, int]],
+    leaf_axis: Array,
+    position: Array,
+    epsilons: Mapping[str, float],
+) -> list[tuple[Axis, ...]]:
+    """Where the atoms lie in the leaves, in order of first use.
+
+    Those that enter the same axes alike are one: the equations may have tangled them up, unit by unit.
+    """
+    shapes = {leaf.site: torch.Size(leaf.shape) for leaf, _ in axes}
+    found: list[tuple[int, int, tuple[Axis, ...]]] = []
+    for one in alike:
+        rows: dict[tuple[int, int], list[Array]] = {}
+        for column, exponent in zip(one.atoms.T, one.exponents, strict=True):
+            where = leaf_axis[column]
+            if exponent == 0 or where[0] < 0:
+                continue
+            if (where != where[0]).any():
+                raise RuntimeError("units that are multiplied alike lie in different sites")
+            rows.setdefault((int(where[0]), exponent), []).append(position[column])
+        if not rows:
+            continue
+        leading = min(rows, key=lambda key: (key[0], int(np.min(rows[key]))))
+        sign = 1 if leading[1] > 0 else -1  # what enters the units has a positive exponent
+        order = np.argsort(rows[leading][0], kind="stable")
+        placed = tuple(
+            _axis(*axes[number], np.stack(own)[:, order], sign * exponent, epsilons.get(axes[number][0].site))
+            for (number, exponent), own in sorted(rows.items())
+        )
+        if not _is_idle(placed, shapes):
+            found.append((leading[0], int(placed[0].index.min()), placed))
+    same: dict[tuple[Any, ...], list[tuple[Axis, ...]]] = {}
+    for *_, placed in sorted(found, key=lambda item: item[:2]):
+        look = tuple((a.site, a.dim, a.span, a.exponent, len(a.index)) for a in placed)
+        same.setdefault(look, []).append(placed)
+    return [
+        tuple(replace(own[0], index=torch.cat([a.index for a in own], 1)) for own in zip(*every, strict=True))
+        for every in same.values()
+    ]

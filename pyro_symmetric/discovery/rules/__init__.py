@@ -1,0 +1,14 @@
+"""How labels pass through operators: each module registers the rules of some of them."""
+
+from pyro_symmetric.discovery.rules import (  # noqa: F401
+    attention,
+    contraction,
+    creation,
+    elementwise,
+    indexing,
+    normalisation,
+    recurrent,
+    reduction,
+    shape,
+    spatial,
+)

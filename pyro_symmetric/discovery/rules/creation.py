@@ -1,0 +1,35 @@
+"""Operators that make tensors out of nothing: constants, which no symmetry moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from pyro_symmetric.discovery.labeller import Labeller
+from pyro_symmetric.discovery.labels import Value, opaque
+from pyro_symmetric.discovery.rules.registry import Call, as_value, register_rule
+
+
+@register_rule("full", "full_like", "scalar_tensor")
+def full(labeller: Labeller, call: Call) -> Value:
+    filling = call.get("fill_value", call.get("s"))
+    constant = torch.full(call.shape, filling) if isinstance(filling, int) and not call.floating else None
+    return replace(labeller.expand(as_value(filling), call.shape), constant=constant)
+
+
+@register_rule("arange")
+def arange(labeller: Labeller, call: Call) -> Value:
+    start, step = call.get("start", 0), call.get("step", 1)
+    whole = all(isinstance(n, int) for n in (start, step))
+    return opaque(call.shape, torch.arange(call.shape[0]) * step + start if whole else None)
+
+
+@register_rule("empty_like", "new_empty", "new_empty_strided", "rand_like", "randn_like", "randint_like")
+def something(labeller: Labeller, call: Call) -> Value:
+    return opaque(call.shape)
+
+
+@register_rule("copy")
+def copy(labeller: Labeller, call: Call) -> Value:
+    return labeller.expand(call["src"], call.shape)

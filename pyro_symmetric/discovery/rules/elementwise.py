@@ -1,0 +1,110 @@
+"""Operators that work entry by entry."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from pyro_symmetric.discovery.labeller import HOMOGENEOUS, LINEAR, NOTHING, ODD, Labeller, Passes
+from pyro_symmetric.discovery.labels import Value
+from pyro_symmetric.discovery.rules.registry import Call, as_value, register_rule
+
+# The multipliers that functions of one entry let through.
+UNARY = {
+    LINEAR: "alias clone detach lift lift_fresh lift_fresh_copy _to_copy type_as neg _conj _neg_view",
+    HOMOGENEOUS: "relu leaky_relu",
+    ODD: "asin asinh atan atanh erf erfinv hardshrink round sgn sign sin sinh softshrink tan tanh trunc",
+    NOTHING: """acos acosh bernoulli bitwise_not ceil celu cos cosh digamma elu erfc exp exp2 expm1 floor frac gelu
+        hardsigmoid hardswish i0 isfinite isinf isnan lgamma log log10 log1p log2 log_sigmoid logical_not logit mish
+        nan_to_num relu6 rrelu selu sigmoid silu softplus special_expit threshold""",
+}
+# Functions of two entries that let no multiplier through; a sum keeps the units of both together.
+BINARY = """atan2 bitwise_and bitwise_or bitwise_xor eq floor_divide fmod ge gt hypot le logaddexp logical_and
+    logical_or logical_xor lt ne polar remainder __and__ __or__ bitwise_left_shift bitwise_right_shift
+    pow.Tensor_Tensor pow.Scalar lerp addcmul addcdiv"""
+
+
+def _unary(labeller: Labeller, call: Call, passes: Passes) -> Value:
+    value = call.value
+    labeller.still(value, passes if call.floating else NOTHING)  # rounding and comparing know nothing of scales
+    return replace(value, zero=value.zero and passes is LINEAR)
+
+
+for _passes, _names in UNARY.items():
+    register_rule(*_names.split())(functools.partial(_unary, passes=_passes))
+
+
+@register_rule("abs")
+def absolute(labeller: Labeller, call: Call) -> Value:
+    return labeller.unscaled(call.value, HOMOGENEOUS)
+
+
+@register_rule("native_dropout")
+def native_dropout(labeller: Labeller, call: Call) -> list[Value]:
+    """The mask is random, and knows nothing of the operand but its units."""
+    return [call.value, labeller.unscaled(call.value)]
+
+
+@register_rule("hardtanh", "clamp")
+def clamp(labeller: Labeller, call: Call) -> Value:
+    """Odd if the bounds are opposite; positively homogeneous if each bound is zero or missing."""
+    if len(call.operands) > 1:
+        return labeller.elementwise(call.operands, "sum", HOMOGENEOUS)
+    bounds = [bound for name in ("min", "min_val", "max", "max_val") if (bound := call.get(name)) is not None]
+    odd = len(bounds) == 2 and sum(bounds) == 0
+    return _unary(labeller, call, Passes(scale=all(b == 0 for b in bounds), sign=odd))
+
+
+@register_rule("sqrt", "rsqrt", "reciprocal", "pow.Tensor_Scalar")
+def power(labeller: Labeller, call: Call) -> Value:
+    """``x ** p`` multiplies multipliers p times; a whole p keeps or cancels signs."""
+    exponent = call.get("exponent", {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}.get(call.name))
+    value = replace(call.value, zero=False)  # 0 ** 0 = 1
+    passes = Passes(scale=True, sign=float(exponent).is_integer())
+    return labeller.elementwise([value], "product", passes, [float(exponent)])
+
+
+def _binary(labeller: Labeller, call: Call, kind: str, passes: Passes, coefficients: tuple[float, ...] = ()) -> Value:
+    operands = [as_value(call["self"]), as_value(call["other"])]
+    return labeller.elementwise(operands, kind, passes if call.floating else NOTHING, coefficients)
+
+
+# Sums keep one multiplier for both operands; products multiply theirs.
+for _names, _kind, _passes in (
+    ("add sub rsub", "sum", LINEAR),
+    ("mul", "product", LINEAR),
+    ("maximum minimum fmax fmin max.other min.other", "sum", HOMOGENEOUS),
+):
+    register_rule(*_names.split())(functools.partial(_binary, kind=_kind, passes=_passes))
+
+
+@register_rule("complex")
+def real_and_imaginary(labeller: Labeller, call: Call) -> Value:
+    return labeller.elementwise(call.operands)
+
+
+@register_rule("div")
+def div(labeller: Labeller, call: Call) -> Value:
+    passes = LINEAR if call.get("rounding_mode") is None else NOTHING
+    return _binary(labeller, call, "product", passes, (1.0, -1.0))
+
+
+@register_rule(*BINARY.split())
+def any_entries(labeller: Labeller, call: Call) -> Value:
+    """Any function of entries in the same place."""
+    return replace(labeller.elementwise(call.operands, "sum", NOTHING), zero=False)
+
+
+@register_rule("where.self", "masked_fill")
+def where(labeller: Labeller, call: Call) -> Value:
+    """One of two entries; the mask keeps its units together with those, and has no multipliers."""
+    mask, *choices = (call["mask"], call["value"], call["self"]) if "mask" in call.arguments else call.operands
+    chosen = labeller.elementwise([as_value(choice) for choice in choices])
+    labeller.still(mask)
+    return replace(labeller.elementwise([replace(mask, zero=False), chosen], "product"), zero=chosen.zero)
+
+
+@register_rule("_prelu_kernel")
+def prelu(labeller: Labeller, call: Call) -> Value:
+    labeller.still(call["weight"])
+    return labeller.elementwise([call["self"], call["weight"]], "product", HOMOGENEOUS)

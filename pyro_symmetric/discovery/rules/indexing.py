@@ -1,0 +1,91 @@
+"""Lookups: embeddings, constant index maps, writes into slices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from pyro_symmetric.discovery.labeller import Labeller
+from pyro_symmetric.discovery.labels import Value
+from pyro_symmetric.discovery.rules.registry import Call, register_rule
+from pyro_symmetric.discovery.rules.shape import places
+
+
+@register_rule("embedding")
+def embedding(labeller: Labeller, call: Call) -> Value:
+    """Rows by number: the vocabulary can't move."""
+    weight, indices = call["weight"], call["indices"]
+    labeller.pin(indices)
+    weight = labeller.restrict(weight, [1])
+    last = indices.dim
+    parts = [part.moved({1: last}) for part in weight.parts]
+    return labeller.value(call.shape, parts, [*range(last), *([last] if 1 in weight.fixed else [])])
+
+
+@register_rule("index_select")
+def index_select(labeller: Labeller, call: Call) -> Value:
+    return _look_up(labeller, call.value, {call.axis: call["index"]}, call.shape)
+
+
+@register_rule("index")
+def index(labeller: Labeller, call: Call) -> Value:
+    indices = {axis: value for axis, value in enumerate(call["indices"]) if value is not None}
+    return _look_up(labeller, call.value, indices, call.shape)
+
+
+def _look_up(labeller: Labeller, value: Value, indices: dict[int, Value], shape: tuple[int, ...]) -> Value:
+    for entry in indices.values():
+        labeller.pin(entry)
+    if len(indices) == 1:
+        ((axis, entry),) = indices.items()
+        if entry.constant is not None and entry.dim == 1 and entry.constant.dtype != torch.bool:
+            return labeller.take(value, axis, entry.constant.numpy().astype(np.int64) % value.shape[axis])
+    kept = [axis for axis in range(value.dim) if axis not in indices]
+    value = labeller.restrict(value, kept)
+    axes = sorted(indices)
+    together = axes == list(range(axes[0], axes[-1] + 1))
+    new = len(shape) - len(kept)
+    first = axes[0] if together else 0
+    to = {axis: i + (new if i >= first else 0) for i, axis in enumerate(kept)}
+    parts = [part.moved(to) for part in value.parts]
+    fixed = [*(to[axis] for axis in value.fixed if axis in to), *range(first, first + new)]
+    return labeller.value(shape, parts, fixed)
+
+
+@register_rule("gather")
+def gather(labeller: Labeller, call: Call) -> Value:
+    """Each entry from a place of its own: units may be exchanged if their entries come from the same places."""
+    axis, chosen = call.axis, call["index"]
+    labeller.pin(chosen)
+    value = labeller.restrict(call.value, set(range(call.value.dim)) - {axis})
+    for other in set(range(value.dim)) - {axis}:
+        value = labeller.take(value, other, np.arange(chosen.shape[other]))
+    thin = replace(value, shape=_with_length(value, axis, 1), fixed=value.fixed - {axis})
+    return replace(labeller.elementwise([thin, chosen], "product"), zero=value.zero)
+
+
+@register_rule("slice_scatter", "select_scatter")
+def scatter(labeller: Labeller, call: Call) -> Value:
+    """Some places along an axis get other entries: those places and the rest are told apart."""
+    value, source, axis, written = call.value, call["src"], call.axis, places(call)
+    if call.name == "select_scatter":
+        source = labeller.unsqueeze(source, axis)
+    if np.array_equal(written, np.arange(value.shape[axis])):
+        return source
+    if value.part_on(axis) is None:
+        labels = [labeller.restrict(source, [a for a in range(source.dim) if a != axis]), value]
+        thin = [replace(v, shape=_with_length(v, axis, 1), fixed=v.fixed - {axis}) for v in labels]
+        tied = labeller.elementwise(thin)
+        return labeller.value(value.shape, tied.parts, tied.fixed | {axis})
+    # Units keep their labels; what is written must be made of the same units, or equal everywhere (zeros). Taking the
+    # places out notes them as a tensor of their own, which tells them and the rest apart.
+    old = labeller.take(value, axis, written)
+    labeller.elementwise([old, source])
+    fixed = value.fixed | {a for a in source.fixed if a != axis}
+    return labeller.value(value.shape, value.parts, fixed)
+
+
+def _with_length(value: Value, axis: int, length: int) -> tuple[int, ...]:
+    return tuple(length if i == axis else n for i, n in enumerate(value.shape))

@@ -1,0 +1,155 @@
+"""What a rule is, what it may say, and how to add one.
+
+A rule states how the labels of an operator's operands pass to its results, and under which facts about units and their
+multipliers. It is a function ``rule(labeller, call)`` that returns a :class:`~pyro_symmetric.discovery.labels.Value`,
+or a list with one for each result. This operator subtracts the mean of the features; the units of an operand may be
+exchanged, but not rescaled:
+
+>>> @torch.library.custom_op("mylib::centred", mutates_args=())
+... def centred(x: torch.Tensor) -> torch.Tensor:
+...     return x - x.mean(-1, keepdim=True)
+>>> @centred.register_fake
+... def _(x):
+...     return torch.empty_like(x)
+>>> @register_rule(torch.ops.mylib.centred)
+... def centring(labeller, call):
+...     return labeller.normalise(call["x"], axes=[-1])
+
+Operators without a rule are taken apart by PyTorch's own decompositions. What can't be taken apart pins all that
+reaches it, with a warning.
+
+A glossary. A rule is written in the methods of its ``labeller``:
+
+* ``elementwise``: operands meet entry by entry, as a sum (one multiplier for all) or a product (multipliers multiply).
+* ``combine``: the same for axes that carry letters, with a sum over the letters that the result lacks.
+* ``reduce``: a symmetric function (sum, mean, largest entry) of all entries along some axes.
+* ``normalise``: a function of an entry and of symmetric statistics along some axes.
+* ``restrict``: units may be exchanged along these axes only; along all others they are told apart by their place.
+* ``reshape``, ``permute``, ``squeeze``, ``unsqueeze``, ``expand``, ``take``: labels move like the entries.
+* ``unscaled``: the same units without the operand's multipliers, or some kinds of them.
+* ``still``: multipliers don't pass, apart from those that are named.
+* ``pin``: nothing may move in this operand.
+* ``give_up``: pin all operands, with a warning that says why.
+
+The labeller in turn states facts about atoms, entry by entry, in ``labeller.facts``:
+
+* ``unify``: two atoms belong to one unit.
+* ``relate``: the unit of one atom is a member of the unit of another.
+* ``refine``: units can't be exchanged if their atoms have different colours.
+* ``occur``: these atoms are all that lie in one tensor, so that a symmetry maps them onto each other.
+* ``balance``: a linear equation between the logarithms of multipliers.
+* ``still``: these multipliers are one.
+* ``pin``: every unit has a colour of its own, and no multiplier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from pyro_symmetric.discovery.labeller import Labeller
+from pyro_symmetric.discovery.labels import Value
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator in the traced graph.
+
+    :param target: the operator.
+    :param arguments: its arguments by the names of its schema, defaults filled in; tensors are :class:`Value` objects.
+    :param shapes: the shapes of its results.
+    :param floating: whether its (first) result holds real or complex numbers.
+    :param read: which of its results something reads.
+    """
+
+    target: Any
+    arguments: dict[str, Any]
+    shapes: tuple[tuple[int, ...], ...]
+    floating: bool = True
+    read: tuple[bool, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument that not all overloads of the operator take."""
+        return self.arguments.get(name, default)
+
+    @property
+    def name(self) -> str:
+        """The operator's name, without its overload."""
+        packet = getattr(self.target, "overloadpacket", self.target)
+        return getattr(packet, "__name__", str(packet))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the first result."""
+        return self.shapes[0]
+
+    @property
+    def operands(self) -> list[Value]:
+        """All tensors among the arguments, also those in lists."""
+        found: list[Value] = []
+        for argument in self.arguments.values():
+            for item in argument if isinstance(argument, list | tuple) else [argument]:
+                found += [item] if isinstance(item, Value) else []
+        return found
+
+    @property
+    def value(self) -> Value:
+        """The first operand."""
+        return self.operands[0]
+
+    @property
+    def axis(self) -> int:
+        """The axis ``dim`` of the first operand, counted from the front."""
+        return self.value.axis(self["dim"])
+
+
+Rule = Callable[[Labeller, Call], Value | Sequence[Value]]
+R = TypeVar("R", bound=Rule)
+RULES: dict[Any, Rule] = {}
+
+
+def register_rule(*operators: Any) -> Callable[[R], R]:
+    """Register a rule for operators (``torch.ops.aten.relu``, or an overload of one); a later rule replaces an earlier.
+
+    Operators of PyTorch may be given by name (``"relu"``, ``"where.self"``). Names that this version doesn't have are
+    passed over.
+    """
+    for operator in operators:
+        if not isinstance(operator, str) and not callable(operator):
+            raise TypeError(
+                f"operators holds {operator!r}; it must hold operators, such as torch.ops.aten.relu, or names"
+            )
+
+    def decorate(rule: R) -> R:
+        for operator in operators:
+            found = _operator(operator) if isinstance(operator, str) else operator
+            if found is not None:
+                RULES[found] = rule
+        return rule
+
+    return decorate
+
+
+def rule_for(target: Any) -> Rule | None:
+    """The rule of an operator overload: its own, or that of all overloads."""
+    return RULES.get(target) or RULES.get(getattr(target, "overloadpacket", None))
+
+
+def as_value(argument: Any) -> Value:
+    """A tensor's value; a number is a tensor without axes."""
+    if isinstance(argument, Value):
+        return argument
+    return Value((), zero=argument == 0)
+
+
+def _operator(name: str) -> Any | None:
+    found: Any = torch.ops.aten
+    for piece in name.split("."):
+        found = getattr(found, piece, None)
+    return found

@@ -1,0 +1,306 @@
+"""The symmetry of one network's weights: its group, and why every axis moves or stays."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from pyro_symmetric import arguments
+from pyro_symmetric.discovery.explain import Explanation
+from pyro_symmetric.groups import Element, Group
+from pyro_symmetric.groups.table import table
+from pyro_symmetric.samples import Posterior
+from pyro_symmetric.weights import Weights, require_sites
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Symmetry:
+    """What leaves a network's function unchanged: what :func:`~pyro_symmetric.find_symmetry` returns.
+
+    :param group: units with all that they may do.
+    :param explanation: for every axis of every parameter, what moves it or why it stays.
+    :param logits: whether the outputs go through a softmax, so that they matter up to a constant only.
+    """
+
+    group: Group
+    explanation: Explanation = field(default_factory=Explanation)
+    logits: bool = False
+
+    def __post_init__(self) -> None:
+        arguments.instance("group", self.group, Group, "a Group")
+        arguments.instance("explanation", self.explanation, Explanation, "an Explanation")
+        arguments.flag("logits", self.logits)
+
+    def __repr__(self) -> str:
+        group = self.group
+        permuted = sum(group[name].count for name in group.names("permute"))
+        scales, flips = (
+            sum(int(units.sum()) for units in group.independent(move).values()) if group.names(move) else 0
+            for move in ("scale", "flip")
+        )
+        head = (
+            f"Symmetry of log-order {group.log_order():.1f}: {permuted} units that permute, {scales} scales, "
+            f"{flips} signs, {len(group.names('shift'))} shifts"
+        )
+        return "\n".join([head, *table(group)]) if group.units else head
+
+    # the group and its parts ----------------------------------------------------------------------------------------
+
+    @property
+    def finite(self) -> Group:
+        """Permutations and signs: what a guide can be averaged over."""
+        return self.group.finite
+
+    @property
+    def permutations(self) -> Group:
+        """The permutations alone."""
+        return self.group.permutations
+
+    @property
+    def signs(self) -> Group:
+        """The flips of signs alone."""
+        return self.group.signs
+
+    @property
+    def scalings(self) -> Group:
+        """The positive scalings alone."""
+        return self.group.scalings
+
+    @property
+    def shifts(self) -> Group:
+        """The shifts alone."""
+        return self.group.shifts
+
+    @property
+    def site_shapes(self) -> dict[str, torch.Size]:
+        """Shape of every site, buffers with running statistics included."""
+        return self.group.site_shapes
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The buffers (running statistics) that the symmetry moves along with the parameters."""
+        return self.group.buffers
+
+    def log_order(self) -> float:
+        """Natural logarithm of the number of permutations with signs.
+
+        It is the number of equivalent modes of a posterior whose prior has these symmetries.
+        """
+        return self.group.log_order()
+
+    # elements -------------------------------------------------------------------------------------------------------
+
+    def identity(self, shape: Sequence[int] = (), device: torch.device | str | None = None) -> Element:
+        """The neutral element, as a batch of the given shape."""
+        return self.group.identity(shape, device)
+
+    def sample(
+        self, shape: Sequence[int] = (), spread: float = 1.0, device: torch.device | str | None = None
+    ) -> Element:
+        """A batch of independent elements: permutations and signs uniform, log-scales and shifts normal.
+
+        :param spread: standard deviation of log-scales and shifts.
+        """
+        return self.group.sample(shape, spread, device)
+
+    @overload
+    def act(self, element: Element, target: nn.Module) -> nn.Module: ...
+    @overload
+    def act(self, element: Element, target: Mapping[str, Tensor]) -> Weights: ...
+    @overload
+    def act(self, element: Element, target: P) -> P: ...
+    def act(self, element: Element, target: Any) -> Any:
+        """Transform a network, weights, a posterior, or a Gaussian guide; the input isn't changed.
+
+        :param element: of the group or of a restriction of it; batch shapes broadcast against those of weights.
+        :param target: a module (a new one is returned, with transformed weights and running statistics); a dict of
+            weights; a ``Posterior``; or a Gaussian guide (see :func:`~pyro_symmetric.guides.push_forward`).
+        :raises ValueError: if a module or a guide meets a batch of elements: it holds one set of weights; if the
+            element, or what it acts on, is of another network, or lacks running statistics that the element moves (see
+            :meth:`holding`).
+        """
+        arguments.instance("element", element, Element, "an element, such as symmetry.sample()")
+        self._require_own(element)
+        return acted_on(target, element, self)
+
+    def weights_of(self, net: nn.Module) -> Weights:
+        """The network's own tensors, site -> parameter or buffer.
+
+        :raises ValueError: if its parameters aren't those, with the shapes, of the network that the symmetry was found
+            in.
+        """
+        arguments.instance("net", net, nn.Module, "a torch.nn.Module")
+        parameters = dict(net.named_parameters())
+        tensors = parameters | dict(net.named_buffers())
+        same = "is it the network that the symmetry was found for?"
+        if missing := [site for site in self.site_shapes if site not in tensors]:
+            raise ValueError(
+                f"net lacks the sites {missing}; {same} (A Pyro model's invariance is checked by verify_model, and its "
+                "sites are moved as a dict)"
+            )
+        if unknown := [name for name in parameters if name not in self.site_shapes]:
+            raise ValueError(f"net has the parameters {unknown}, which the symmetry doesn't know; {same}")
+        for site, shape in self.site_shapes.items():
+            if not is_lazy(tensors[site]) and tensors[site].shape != shape:
+                found = f"{tuple(tensors[site].shape)} in net, but {tuple(shape)} in the symmetry"
+                raise ValueError(f"{site!r} has shape {found}; {same}")
+        return {site: tensors[site] for site in self.site_shapes}
+
+    def _require_own(self, element: Element) -> None:
+        """:raises ValueError: if an element is of a network with other sites or other shapes."""
+        shapes = element.group.site_shapes
+        others = [site for site in {**self.site_shapes, **shapes} if self.site_shapes.get(site) != shapes.get(site)]
+        # A subgroup that holds running statistics doesn't know them.
+        others = [site for site in others if site in shapes or site not in self.buffers]
+        if others:
+            raise ValueError(
+                f"element is of another network: its sites and those of the symmetry differ in {others[:10]}. Draw it "
+                "from the symmetry itself, or from one of its groups"
+            )
+
+    # parts of it, under other names ---------------------------------------------------------------------------------
+
+    def holding(self, net: nn.Module | Mapping[str, Tensor]) -> Symmetry:
+        """What is left of the symmetry if running statistics stay as they are: for weights that hold parameters alone.
+
+        A posterior over parameters alone, of a network with batch normalisation in eval mode, has these symmetries and
+        no more: units whose running statistics differ aren't interchangeable, and can't be rescaled in front of the
+        normalisation. In a fresh network all have mean 0 and variance 1, so that permutations stay.
+
+        :param net: the network, or its buffers by site.
+        :raises ValueError: if it lacks some.
+        """
+        held = dict(net.named_buffers()) if isinstance(net, nn.Module) else net
+        arguments.instance("net", held, Mapping, "a torch.nn.Module, or its buffers by site")
+        if not self.buffers:
+            return self
+        require_sites(held, self.buffers, "net")
+        for site in self.buffers:
+            if arguments.tensor(f"net[{site!r}]", held[site]).shape != self.site_shapes[site]:
+                raise ValueError(
+                    f"{site!r} has shape {tuple(held[site].shape)} in net, but {tuple(self.site_shapes[site])} in the "
+                    "symmetry; is it the network that the symmetry was found for?"
+                )
+        group = self.group
+        for move in ("permute", "flip", "scale"):
+            group = group.without([name for name in group.names(move) if not _leaves(group, name, move, held)], move)
+        return replace(self, group=group.leaving(self.buffers))
+
+    def without_buffers(self) -> Symmetry:
+        """The same symmetry acting on parameters alone, whatever that does to predictions: to compare weights."""
+        return self.leaving(self.buffers)
+
+    def leaving(self, sites: Sequence[str]) -> Symmetry:
+        """The same units without their axes along ``sites``, of which the symmetry then knows nothing.
+
+        :raises ValueError: if it doesn't know one of them.
+        """
+        sites = arguments.listed("sites", sites, str, "sites")
+        if unknown := [site for site in sites if site not in self.site_shapes]:
+            raise ValueError(f"sites holds {unknown}; the symmetry knows {list(self.site_shapes)}")
+        return replace(self, group=self.group.leaving(sites))
+
+    def without(self, names: Sequence[str], moves: str | Sequence[str] | None = None) -> Symmetry:
+        """Leave units out, or some moves of theirs; what lies inside them stays.
+
+        :param moves: the moves to take from them; all by default.
+        """
+        return replace(self, group=self.group.without(names, moves))
+
+    def renamed(self, rename: Callable[[str], str]) -> Symmetry:
+        """The same symmetry for weights whose sites have other names."""
+        group = self.group.renamed(rename)
+        explained = tuple(replace(axis, site=rename(axis.site)) for axis in self.explanation.axes)
+        return replace(self, group=group, explanation=Explanation(explained))
+
+    def prefixed(self, prefix: str) -> Symmetry:
+        """The same symmetry for a network that is an attribute of a larger one: ``0.weight`` -> ``net.0.weight``."""
+        arguments.instance("prefix", prefix, str, "the name of an attribute")
+        return self.renamed(lambda site: f"{prefix.rstrip('.')}.{site}" if prefix else site)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON; :meth:`from_dict` reads it back."""
+        return {"group": self.group.to_dict(), "explanation": self.explanation.to_dict(), "logits": self.logits}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Symmetry:
+        """From JSON."""
+        arguments.entries("data", data, ("group", "explanation", "logits"))
+        return cls(Group.from_dict(data["group"]), Explanation.from_dict(data["explanation"]), data["logits"])
+
+
+@functools.singledispatch
+def acted_on(target: Any, element: Element, symmetry: Symmetry) -> Any:
+    """What :meth:`Symmetry.act` does for one kind of target; higher floors register kinds of their own."""
+    raise TypeError(
+        f"target is a {type(target).__name__}; elements act on a module, on a dict of weights, on a Posterior, or on a "
+        "Gaussian guide"
+    )
+
+
+@acted_on.register(Posterior)
+def _(target: Posterior, element: Element, symmetry: Symmetry) -> Posterior:
+    return target.map(element)
+
+
+@acted_on.register(Mapping)
+def _(target: Mapping[str, Tensor], element: Element, symmetry: Symmetry) -> Weights:
+    return element(target)
+
+
+@acted_on.register(nn.Module)
+def _(target: nn.Module, element: Element, symmetry: Symmetry) -> nn.Module:
+    if element.batch_shape.numel() != 1:
+        raise ValueError(f"element has batch shape {tuple(element.batch_shape)}; one module takes one element")
+    result = copied(target)
+    weights = symmetry.weights_of(result)
+    with torch.no_grad():
+        for site, value in element(weights).items():
+            weights[site].copy_(value.reshape(weights[site].shape))
+    return result
+
+
+def copied(net: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A deep copy, also of modules that keep computed weights as attributes (the old weight and spectral norm).
+
+    :param dtype: of the copy's real numbers; complex ones get the same precision. Each keeps its own by default.
+    """
+    memo: dict[int, Any] = {}
+    for module in net.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    copied_net = copy.deepcopy(net, memo)
+    return copied_net if dtype is None else copied_net._apply(lambda value: value.to(in_precision(value.dtype, dtype)))
+
+
+def in_precision(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """``dtype`` in place of other real numbers, its complex companion in place of complex ones; integers stay."""
+    if dtype is None or not (own.is_floating_point or own.is_complex):
+        return own
+    return dtype.to_complex() if own.is_complex else dtype
+
+
+def _leaves(group: Group, name: str, move: str, held: Mapping[str, Tensor]) -> bool:
+    """Whether one move of some units leaves all buffers as they are."""
+    touched = {axis.site for axis in group[name].axes if axis.site in group.buffers}
+    if not touched:
+        return True
+    one = group[name]
+    if move == "permute":
+        elements = group.generators(name)
+    else:
+        each = torch.eye(one.count, dtype=torch.float64).reshape(one.count, *one.shape)
+        changed = {name: 1 - 2 * each} if move == "flip" else {name: each}
+        elements = group.element(signs=changed) if move == "flip" else group.element(log_scales=changed)
+    buffers = {site: held[site].detach().double() for site in touched}
+    return all(bool((elements.on_site(site, value) == value).all()) for site, value in buffers.items())

@@ -1,0 +1,183 @@
+r"""Acting on flat vectors, constrained or not, which never travel without their layout.
+
+A vector concatenates sites in a fixed order. If supports are given, it holds unconstrained coordinates ``u`` of values
+``w = t(u)``, with ``t`` the bijection to a site's support. The group acts on the values, so it acts on ``u`` by
+:math:`u \mapsto t^{-1}(g \cdot t(u))`, whose Jacobian is
+
+.. math:: \log|\det J_g(u)| = \log|\det t'(u)| - \log|\det t'(t^{-1}(g \cdot t(u)))| + \log|\det g| .
+
+It vanishes for permutations and signs if ``t`` works entry by entry (positive sites), and also for stick-breaking
+(simplex sites), which doesn't commute with permutations but whose determinant, the product of all entries of ``w``, is
+symmetric; the formula is evaluated all the same, for supports where it doesn't vanish. Scales contribute
+:math:`\log|\det g|`, the sum of all log-multipliers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from pyro.distributions.util import sum_rightmost
+from torch import Tensor
+from torch.distributions import biject_to, constraints
+from torch.distributions.constraints import Constraint, independent
+from torch.distributions.transforms import Transform
+
+from pyro_symmetric import arguments
+from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.places import owners
+from pyro_symmetric.weights import Weights
+
+
+class Action:
+    """How a group acts on vectors ``batch_shape + (D,)``.
+
+    :param group: the group, or a symmetry that has one.
+    :param sites: the sites in the order in which the vector concatenates them; as a mapping, site -> support, and the
+        vector holds unconstrained coordinates.
+    :param shapes: shapes of (constrained) sites that the group doesn't know, and that it therefore leaves alone.
+    :ivar shapes: site -> shape of its piece of the vector.
+    :ivar nonlinear_sites: sites on whose unconstrained coordinates the group acts through a bijection there and back,
+        as on a simplex whose entries are permuted. Elements move and multiply the coordinates of all others.
+    :raises ValueError: if the group acts on a site that isn't among ``sites``, or doesn't know one whose shape isn't
+        given; if it flips or scales a site whose support isn't all real numbers.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        sites: Sequence[str] | Mapping[str, Constraint],
+        shapes: Mapping[str, torch.Size] | None = None,
+    ):
+        self.group = group_of(group)
+        supports = sites if isinstance(sites, Mapping) else {}
+        self.sites = tuple(arguments.listed("sites", list(sites) if supports else sites, str, "sites"))
+        if len(set(self.sites)) < len(self.sites) or not self.sites:
+            raise ValueError(f"sites is {list(self.sites)}; it must name at least one site, and each once")
+        values = {**(shapes or {}), **self.group.site_shapes}
+        if unknown := [site for site in self.sites if site not in values]:
+            raise ValueError(f"the group doesn't know the sites {unknown}; it knows {sorted(self.group.site_shapes)}")
+        if left_out := [site for site in self.group.required_sites if site not in self.sites]:
+            raise ValueError(f"the group moves the sites {left_out}, which the vector doesn't hold: {list(self.sites)}")
+        self._transforms: dict[str, Transform] = {}
+        self._value_shapes = {site: torch.Size(values[site]) for site in self.sites}
+        self.shapes: dict[str, torch.Size] = dict(self._value_shapes)
+        for site, support in supports.items():
+            arguments.instance(f"sites[{site!r}]", support, Constraint, "a support, such as constraints.positive")
+            self._require_real(site, support)
+            if not is_real(support):
+                self._transforms[site] = biject_to(support)
+                self.shapes[site] = self._transforms[site].inverse_shape(self.shapes[site])
+        self.dim = sum(math.prod(shape) for shape in self.shapes.values())
+        self.nonlinear_sites = tuple(site for site in self._transforms if not self._commutes(site, supports[site]))
+
+    def __repr__(self) -> str:
+        return f"Action(dim={self.dim}, sites={list(self.sites)}, log_order={self.group.log_order():.1f})"
+
+    def flatten(self, pieces: Mapping[str, Tensor]) -> Tensor:
+        """Pieces by site, unconstrained if supports were given -> vectors."""
+        first = self.sites[0]
+        batch = pieces[first].shape[: pieces[first].dim() - len(self.shapes[first])]
+        return torch.cat([pieces[site].reshape(*batch, -1) for site in self.sites], -1)
+
+    def unflatten(self, vector: Tensor) -> Weights:
+        """The inverse of :meth:`flatten`."""
+        pieces = vector.split([math.prod(shape) for shape in self.shapes.values()], dim=-1)
+        return {
+            site: piece.reshape((*vector.shape[:-1], *shape))
+            for (site, shape), piece in zip(self.shapes.items(), pieces, strict=True)
+        }
+
+    def constrain(self, vector: Tensor) -> Weights:
+        """Vectors -> values of all sites."""
+        pieces = self.unflatten(vector)
+        return {site: self._transforms[site](v) if site in self._transforms else v for site, v in pieces.items()}
+
+    def __call__(self, vector: Tensor, element: Element) -> Tensor:
+        """Act on vectors; batch shapes broadcast.
+
+        Where a bijection is needed, it is computed in float64: near the boundary of a simplex, in float32, a bijection
+        and its inverse lose the value.
+        """
+        if vector.shape[-1:] != (self.dim,):
+            raise ValueError(f"vector has shape {tuple(vector.shape)}, but this action needs a last axis of {self.dim}")
+        batch = torch.broadcast_shapes(vector.shape[:-1], element.batch_shape)
+        parts = []
+        for site, piece in self.unflatten(vector).items():
+            if site in self.nonlinear_sites:
+                bijection = self._transforms[site]
+                acted = bijection.inv(element.on_site(site, bijection(piece.double()))).to(vector.dtype)
+            else:
+                reshaped = self.shapes[site] != self._value_shapes[site]
+                acted = element.on_site(site, piece, len(self.shapes[site]) if reshaped else None)
+            own = acted.shape[: acted.dim() - len(self.shapes[site])]
+            parts.append(acted.reshape(*own, -1).expand(*batch, -1))
+        return torch.cat(parts, -1)
+
+    def log_abs_det(self, vector: Tensor, element: Element) -> Tensor:
+        """Log-determinant of the action's Jacobian at ``vector``, ``batch_shape``."""
+        total = vector.new_zeros(torch.broadcast_shapes(vector.shape[:-1], element.batch_shape))
+        if self.nonlinear_sites:
+            total = total + (self._log_volume(vector) - self._log_volume(self(vector.double(), element))).to(total)
+        for site in self.sites if element.log_scales else ():
+            total = total + self._log_scale(site, element).to(total)
+        return total
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _log_volume(self, vector: Tensor) -> Tensor:
+        """The log-determinant of the bijections of the sites that the action goes through, float64."""
+        total = vector.new_zeros(vector.shape[:-1], dtype=torch.float64)
+        pieces = self.unflatten(vector)
+        for site in self.nonlinear_sites:
+            transform, value = self._transforms[site], pieces[site].double()
+            density = transform.log_abs_det_jacobian(value, transform(value))
+            total = total + sum_rightmost(density, density.dim() - len(vector.shape[:-1]))
+        return total
+
+    def _log_scale(self, site: str, element: Element) -> Tensor:
+        """The sum of the log-multipliers of all entries of a site."""
+        shape, total = self.group.view_shapes.get(site, self.shapes[site]), torch.zeros(())
+        scales = [value.flatten(len(element.batch_shape)) for value in element.log_scales.values()]
+        numbers = torch.nn.functional.pad(torch.cat(scales, -1), (0, 1))
+        for dim in self.group.members(site):
+            units, exponents = owners(self.group, site, dim, "scale", numbers.device)
+            along = (numbers[..., units] * exponents.to(numbers)).sum((-1, -2))
+            total = total.to(along) + along * (math.prod(shape) // shape[dim])
+        return total
+
+    def _require_real(self, site: str, support: Constraint) -> None:
+        """:raises ValueError: if units flip, scale or shift a site that can't take every real number."""
+        members = [pair for axes in self.group.members(site).values() for pair in axes]
+        changing = {name for name, axis in members if axis.exponent and self.group[name].moves & {"flip", "scale"}}
+        changing |= {name for name, _ in members if "shift" in self.group[name].moves}
+        if changing and not is_real(support):
+            raise ValueError(
+                f"the units {sorted(changing)} flip, scale or shift the site {site!r}, whose support is {support}; "
+                "that needs a site that can take every real number. Declare the site as even, or leave it out"
+            )
+
+    def _commutes(self, site: str, support: Constraint) -> bool:
+        """Whether the group moves single entries, or whole constrained blocks (topics, each on its simplex)."""
+        if not self.group.members(site):
+            return True
+        base = support
+        while isinstance(base, independent):
+            base = base.base_constraint
+        bounds = (getattr(base, name, 0.0) for name in ("lower_bound", "upper_bound"))
+        if not all(torch.as_tensor(bound).numel() == 1 for bound in bounds):
+            return False
+        if base.event_dim == 0 and biject_to(base).domain.event_dim == 0:
+            return True
+        blocks = len(self._value_shapes[site]) - base.event_dim  # leading axes, along which all blocks are alike
+        flattened = self.group.view_shapes[site] != self._value_shapes[site]
+        return not flattened and all(dim < blocks for dim in self.group.dims(site))
+
+
+def is_real(support: Constraint) -> bool:
+    """Whether every number is feasible, entry by entry."""
+    while isinstance(support, independent):
+        support = support.base_constraint
+    return isinstance(support, type(constraints.real))

@@ -1,0 +1,167 @@
+"""Units: named sets of interchangeable things, and the axes of sites along which they lie."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric import arguments
+
+Move = Literal["permute", "flip", "scale", "shift"]
+MOVES: tuple[Move, ...] = get_args(Move)
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of one site along which units lie.
+
+    :param site: the site (for a network, the parameter's or buffer's name).
+    :param dim: the axis, counted from the front of the site's shape.
+    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``. A row is the same
+        place in every unit. A plain axis is ``arange(n)[None]``; a flattened channel of ``hw`` pixels has ``hw`` rows;
+        positions that aren't listed stay.
+    :param exponent: a sign or scale ``f`` of a unit multiplies these entries by ``f ** exponent``: 1 for what enters a
+        unit (its rows and bias), -1 for what leaves it, 2 for a running variance, 0 for what no multiplier touches.
+    :param buffer: whether the site is a buffer (running statistics), which guides and models needn't hold.
+    :param epsilon: if given, a stored value ``v`` becomes ``f ** exponent * (v + epsilon) - epsilon``, which is exact
+        for the running variances of batch normalisation.
+    :param span: how many axes, from ``dim`` on, count as one that is flattened. Input channels of a grouped convolution
+        span two: those of group ``g`` occupy columns (axis 1) of the rows (axis 0) of that group only.
+    """
+
+    site: str
+    dim: int
+    index: Tensor
+    exponent: int = 0
+    buffer: bool = False
+    epsilon: float | None = None
+    span: int = 1
+
+    def __post_init__(self) -> None:
+        arguments.instance("site", self.site, str, "a site's name")
+        arguments.whole("dim", self.dim, 0)
+        arguments.whole("exponent", self.exponent)
+        arguments.flag("buffer", self.buffer)
+        arguments.number("epsilon", self.epsilon, least=0, below=math.inf, none="no offset")
+        arguments.whole("span", self.span, 1)
+        index = arguments.tensor("index", self.index)
+        if index.dtype != torch.long or index.dim() != 2:
+            raise ValueError(
+                f"index has dtype {index.dtype} and shape {tuple(index.shape)}; it must be a LongTensor of shape "
+                "(blocks, count)"
+            )
+
+    def __str__(self) -> str:
+        dims = ", ".join(map(str, range(self.dim, self.dim + self.span)))
+        return f"{self.site}[{dims}]" + (f"^{self.exponent}" if self.exponent else "")
+
+    def length(self, site_shapes: Mapping[str, torch.Size]) -> int:
+        """The number of positions along the axis; those along all of its axes, if it spans several."""
+        return math.prod(site_shapes[self.site][self.dim : self.dim + self.span])
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether unit ``i`` is position ``i``."""
+        blocks, count = self.index.shape
+        return blocks == 1 and torch.equal(self.index[0], torch.arange(count, device=self.index.device))
+
+    def to_dict(self, site_shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
+        """As JSON; the index is left out if the units fill the axis in order."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**data, "index": None if fills(self, self.length(site_shapes)) else self.index.tolist()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> Axis:
+        """The inverse of :meth:`to_dict`."""
+        arguments.entries("axis", data, [field.name for field in fields(cls)])
+        site, index = data["site"], data["index"]
+        if site not in site_shapes:
+            raise ValueError(f"an axis lies on the site {site!r}; the known sites are {list(site_shapes)}")
+        if index is None:
+            index = [range(math.prod(site_shapes[site][data["dim"] : data["dim"] + data["span"]]))]
+        return cls(**{**data, "index": torch.tensor([list(row) for row in index])})
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """A named set of interchangeable things: hidden units, heads, mixture components, factors.
+
+    Units may lie inside others: the rows of every attention head are ``Units("rows", size=d, parent="heads",
+    copies=H)``, one copy of ``d`` units in each head. Unit ``i`` of copy ``c`` has the number ``c * size + i`` in the
+    indices of the axes. A multiplier that rides along with other units is a set of one unit inside each of them.
+
+    :param name: what they are called, after the layer or the plate that they come from.
+    :param size: the number of units in one copy.
+    :param axes: the axes along which they lie.
+    :param parent: the units inside which these lie, if any.
+    :param copies: the number of the parent's units; without a parent, of copies that move independently.
+    :param moves: what the units may do: exchange places within their copy (``"permute"``), flip their sign
+        (``"flip"``), be multiplied by a positive number (``"scale"``), be shifted by a constant (``"shift"``); nothing,
+        if they only say what lies inside what.
+    """
+
+    name: str
+    size: int
+    axes: tuple[Axis, ...] = ()
+    parent: str | None = None
+    copies: int = 1
+    moves: frozenset[Move] = frozenset({"permute"})
+
+    def __post_init__(self) -> None:
+        arguments.instance("name", self.name, str, "the name of the units")
+        object.__setattr__(self, "axes", tuple(arguments.listed("axes", self.axes, Axis, "Axis objects")))
+        object.__setattr__(self, "moves", moves_of("moves", self.moves) if self.moves != frozenset() else self.moves)
+        arguments.whole(f"size of {self.name!r}", self.size, 1)
+        arguments.whole(f"copies of {self.name!r}", self.copies, 1)
+        if self.parent is not None:
+            arguments.instance("parent", self.parent, str, "the name of the units inside which these lie, or None")
+        for axis in self.axes:
+            if axis.index.shape[1] != self.count:
+                raise ValueError(
+                    f"the index of {self.name!r} on axis {axis.dim} of {axis.site!r} has shape "
+                    f"{tuple(axis.index.shape)}; it must be (blocks, {self.count}), one column for each unit"
+                )
+
+    @property
+    def count(self) -> int:
+        """The number of units in all copies together."""
+        return self.copies * self.size
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one element's numbers, one for each unit: ``(size,)``, or ``(copies, size)``."""
+        return (self.size,) if self.copies == 1 else (self.copies, self.size)
+
+    def to_dict(self, site_shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
+        """As JSON."""
+        return {**vars(self), "axes": [axis.to_dict(site_shapes) for axis in self.axes], "moves": sorted(self.moves)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> Units:
+        """The inverse of :meth:`to_dict`."""
+        arguments.entries("data", data, [field.name for field in fields(cls)])
+        axes = tuple(Axis.from_dict(axis, site_shapes) for axis in data["axes"])
+        return cls(**{**data, "axes": axes, "moves": frozenset(data["moves"])})
+
+
+def moves_of(name: str, value: str | Iterable[str]) -> frozenset[Move]:
+    """One move, or several, as a set.
+
+    :raises ValueError: if there is none, or one is unknown.
+    """
+    moves = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
+    unknown = [move for move in moves if move not in MOVES]
+    if unknown or not moves:
+        raise ValueError(f"{name} is {value!r}; it must hold one or several of {list(MOVES)}")
+    return frozenset(moves)  # type: ignore[arg-type]
+
+
+def fills(axis: Axis, length: int) -> bool:
+    """Whether unit ``i`` simply is position ``i`` of an axis of that length, and nothing else lies there."""
+    return axis.index.shape[1] == length and axis.in_order

@@ -1,0 +1,51 @@
+"""The guides that other guides hold: the base of a symmetrised guide, the modes of a mixture."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide, AutoNormal, AutoNormalizingFlow
+
+from pyro_symmetric import arguments
+from pyro_symmetric.guides.base import WeightsGuide
+from pyro_symmetric.guides.flow import AutoFlow
+from pyro_symmetric.guides.gaussian import gaussian_copy
+from pyro_symmetric.guides.layout import layout_of
+from pyro_symmetric.guides.starts import InitLocFn
+
+
+def held_guide(base: Any, model: Any, start: InitLocFn, options: Mapping[str, Any]) -> AutoContinuous:
+    """A guide for another one to hold.
+
+    :param base: its class (``AutoNormal`` is taken as ``AutoDiagonalNormal``, a flow as an ``AutoFlow``), or a guide
+        that has been set up, of which a copy is made.
+    :param start: where its means start, unless ``options`` hold ``init_loc_fn``.
+    :param options: arguments of the class.
+    """
+    if isinstance(base, AutoGuide):
+        if options:
+            raise ValueError(f"base is a guide, which takes no more arguments; found {sorted(options)}")
+        return _copied(base)
+    if "init_scale" in options:
+        arguments.positive("init_scale", options["init_scale"])
+    arguments.whole("rank", options.get("rank"), 1, none="the square root of the number of weights")
+    if base is AutoNormal:
+        base = AutoDiagonalNormal
+    if not (isinstance(base, type) and issubclass(base, AutoContinuous)):
+        raise TypeError(f"base is {arguments.shown(base)}; it must be AutoDiagonalNormal or another AutoContinuous")
+    if issubclass(base, AutoNormalizingFlow):
+        return AutoFlow(model, base, init_loc_fn=start, **options)
+    if "init_loc_fn" in inspect.signature(base.__init__).parameters:
+        options = {"init_loc_fn": start, **options}
+    return base(model, **options)
+
+
+def _copied(guide: AutoGuide) -> AutoContinuous:
+    layout_of(guide)
+    guide = guide.plain if isinstance(guide, WeightsGuide) else guide
+    copied = copy.deepcopy(guide) if isinstance(guide, WeightsGuide) else gaussian_copy(guide)
+    copied._pyro_context.used = False  # it hasn't run under any name yet
+    return copied

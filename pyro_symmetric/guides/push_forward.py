@@ -1,0 +1,101 @@
+r"""Push-forward guides.
+
+If ``w ~ q`` and the model is invariant under ``g``, then ``g·w`` explains the data as well as ``w``. The push-forward
+:math:`g_\# q` is the distribution of ``g·w``. Permutations, scales, signs and shifts act on real sites by affine maps
+:math:`g \cdot w = A w + b`, so the push-forward of a Gaussian is one:
+
+.. math:: g_\# \mathcal N(m, \Sigma) = \mathcal N(A m + b,\; A \Sigma A^\top) .
+
+``A`` has one entry in each row: mean-field guides stay mean-field, and low-rank guides keep their rank.
+
+Reference: Rossi et al. 2023 (arXiv 2310.10171), sections 3 and 4 (permutations of mean-field Gaussians).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor
+
+from pyro_symmetric import arguments
+from pyro_symmetric.discovery.symmetry import Symmetry, acted_on
+from pyro_symmetric.groups import Action, Element
+from pyro_symmetric.groups.element import require_buffers
+from pyro_symmetric.guides.gaussian import AutoGaussian, Moments, moments_of, plain, triangular
+from pyro_symmetric.guides.layout import Layout, layout_of
+from pyro_symmetric.guides.modes import AutoModes
+from pyro_symmetric.weights import require_same_network
+
+
+@torch.no_grad()
+def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian | AutoModes:
+    """The distribution of ``element(w)`` for ``w`` drawn from a Gaussian guide, as a guide of its own.
+
+    >>> aligned = push_forward(guide, align(guide, reference, group).element)
+
+    The moments are copied, so training either guide later doesn't change the other. The result needs no model to draw
+    from, can be trained further with stock SVI, and can be saved. ``symmetry.act(element, guide)`` does the same.
+    Running statistics aren't sites of a guide: elements that move some are refused; those of ``symmetry.holding(net)``
+    don't.
+
+    :param guide: a set-up Gaussian guide, stock or ours; of a symmetrised guide, its base is pushed forward. All modes
+        of an :class:`AutoModes` are moved alike.
+    :param element: permutations, scales, signs and shifts. Permutations may also move sites that are constrained entry
+        by entry (positive ones), the others move real sites only.
+    :raises TypeError: if the guide isn't Gaussian, or ``element`` is no element of a group.
+    :raises ValueError: for a batch of elements, for sites that the guide lacks or whose supports don't fit.
+    """
+    layout, guide = layout_of(guide), plain(guide)
+    if isinstance(guide, AutoModes):
+        modes = [push_forward(mode, element) for mode in guide.modes]
+        return AutoModes._holding(layout, modes, guide.logits.detach().clone(), guide.train_weights)
+    return AutoGaussian(layout, **_pushed(moments_of(guide), element, _affine(element, layout)))
+
+
+@acted_on.register(AutoGuide)
+def _(target: AutoGuide, element: Element, symmetry: Symmetry) -> AutoGaussian | AutoModes:
+    return push_forward(target, element)
+
+
+def _pushed(moments: Moments, element: Element, action: Action) -> dict[str, Tensor]:
+    """The moments of a Gaussian pushed forward: ``loc`` and ``scale``, ``cov_factor`` or ``scale_tril``."""
+    matrix = element.group.element(element.permutations, signs=element.signs, log_scales=element.log_scales)
+
+    def linear(columns: Tensor) -> Tensor:
+        return action(columns.mT, matrix).mT
+
+    result = {"loc": action(moments["loc"], element)}
+    if "scale_tril" in moments:
+        return result | {"scale_tril": triangular(linear(moments["scale_tril"]))}
+    result["scale"] = action(moments["scale"], matrix).abs()
+    if "cov_factor" in moments:
+        result["cov_factor"] = linear(moments["cov_factor"])
+    return result
+
+
+def _affine(element: Any, layout: Layout) -> Action:
+    """The action on a guide's vectors.
+
+    :raises TypeError: for what is no element of a group.
+    :raises ValueError: unless a single element acts affinely on the unconstrained coordinates of these sites.
+    """
+    arguments.instance(
+        "element", element, Element, "an element of a group, e.g. align(guide, reference, group).element"
+    )
+    if element.batch_shape:
+        raise ValueError(
+            f"element is a batch of shape {tuple(element.batch_shape)}; a guide is pushed forward by one element "
+            "(element.select(0) is the first)"
+        )
+    group = element.group
+    require_same_network(layout.shapes, group.site_shapes, "the guide")
+    require_buffers(layout.shapes, group.buffers, "the guide")
+    action = layout.action(group)
+    for site in action.nonlinear_sites:
+        raise ValueError(
+            f"the element permutes the entries of site {site!r}, which are constrained together (its support is "
+            f"{layout.supports[site]}); the push-forward of a Gaussian need not be one"
+        )
+    return action

@@ -1,0 +1,46 @@
+"""Assignments are optimal, one or many."""
+
+import itertools
+
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from pyro_symmetric.alignment import assignment
+from pyro_symmetric.alignment.assignment import assign
+
+
+def total(scores, found):
+    return scores.gather(-1, found.unsqueeze(-1)).sum((-1, -2))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_assignments_of_a_batch_are_the_enumerated_optima(n):
+    scores = torch.randn(3, 5, n, n)
+    every = torch.tensor(list(itertools.permutations(range(n))))
+    best = scores[..., torch.arange(n), every].sum(-1).amax(-1) if n > 1 else scores[..., 0, 0]
+    torch.testing.assert_close(total(scores, assign(scores)), best)
+
+
+@pytest.mark.parametrize("n", [100, 150])
+def test_large_assignments_are_as_good_as_those_of_the_scores_themselves(n):
+    for scores in (torch.randn(n, n, dtype=torch.float64), 100 + torch.rand(n, n, dtype=torch.float64)):
+        rows, columns = linear_sum_assignment(scores.numpy(), maximize=True)
+        found = assign(scores)
+        assert found.sort().values.tolist() == list(range(n))
+        assert float(total(scores, found)) == pytest.approx(float(scores.numpy()[rows, columns].sum()), rel=1e-12)
+
+
+def test_an_assignment_that_is_already_best_row_by_row_is_kept():
+    p = torch.randperm(40)
+    assert torch.equal(assign(torch.eye(40)[p]), p)
+
+
+def test_scores_that_all_tie_still_give_a_permutation():
+    assert assign(torch.zeros(2, 6, 6)).sort(-1).values.tolist() == [list(range(6))] * 2
+
+
+def test_small_problems_are_decided_without_the_solver(monkeypatch):
+    monkeypatch.setattr(assignment, "linear_sum_assignment", None)
+    scores = torch.randn(50, 3, 4, 4)
+    assert assign(scores).sort(-1).values.tolist() == [[list(range(4))] * 3] * 50

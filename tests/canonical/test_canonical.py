@@ -1,0 +1,424 @@
+"""Canonical forms: the function stays, points of one orbit meet, a second pass changes nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+from pyro_symmetric.canonical.forms import canonicalize
+from pyro_symmetric.canonical.sorting import sorting_permutation
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.groups import Axis, Group, Units
+
+KEYS = st.sampled_from(["first", "max", "norm"])
+RULES = st.sampled_from(["unit_norm", "unit_std", "minimal_mass"])
+WIDTHS = st.lists(st.integers(1, 6), min_size=3, max_size=5)
+SEEDS = st.integers(0, 2**31 - 1)
+BATCHES = st.sampled_from([(), (3,), (2, 3)])
+quick = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def assert_same(a: dict, b: dict, tolerance: float) -> None:
+    assert a.keys() == b.keys()
+    for site in a:
+        torch.testing.assert_close(a[site], b[site], rtol=tolerance, atol=tolerance, msg=lambda m, s=site: f"{s}: {m}")
+
+
+# the properties that make a form canonical --------------------------------------------------------------------------
+
+
+@quick
+@given(widths=WIDTHS, seed=SEEDS, batch=BATCHES, key=KEYS, rule=RULES, activation=st.sampled_from(["relu", "tanh"]))
+def test_all_points_of_an_orbit_share_one_canonical_form_that_computes_their_function(
+    mlp, widths, seed, batch, key, rule, activation
+):
+    torch.manual_seed(seed)
+    net = mlp(widths, activation)
+    weights, x = net.weights(*batch), torch.randn(5, widths[0], dtype=torch.float64)
+    form = canonicalize(weights, net, key, rule)
+    torch.testing.assert_close(net(form, x).softmax(-1), net(weights, x).softmax(-1), rtol=1e-8, atol=1e-10)
+    assert_same(canonicalize(net.anywhere_on_orbit(weights, *batch), net, key, rule), form, 1e-8)
+    assert_same(canonicalize(form, net, key, rule), form, 1e-8)
+
+
+@quick
+@given(widths=WIDTHS, seed=SEEDS, key=KEYS)
+def test_permutations_alone_are_removed_exactly(mlp, widths, seed, key):
+    torch.manual_seed(seed)
+    net = mlp(widths)
+    weights = net.weights(4, dtype=torch.float32)
+    form = canonicalize(weights, net.permutations, key)
+    assert_same(canonicalize(net.permutations.sample((4,))(weights), net.permutations, key), form, 0.0)
+    assert_same(canonicalize(form, net.permutations, key), form, 0.0)
+
+
+def test_a_batch_is_canonicalised_like_a_loop_over_samples(mlp):
+    net = mlp([3, 5, 4, 2])
+    weights = net.weights(6)
+    form = canonicalize(weights, net)
+    for i in range(6):
+        assert_same(canonicalize({k: v[i] for k, v in weights.items()}, net), {k: v[i] for k, v in form.items()}, 1e-12)
+
+
+# what the form looks like -------------------------------------------------------------------------------------------
+
+
+def test_units_get_norm_one_standard_deviation_one_or_stay(mlp):
+    net = mlp([5, 7, 6, 2])
+    weights = net.weights(4)
+    for site in ("0.weight", "1.weight"):
+        norm = canonicalize(weights, net, scalings="unit_norm")[site].norm(dim=-1)
+        torch.testing.assert_close(norm, torch.ones_like(norm))
+        std = canonicalize(weights, net, scalings="unit_std")[site].std(-1, correction=0)
+        torch.testing.assert_close(std, torch.ones_like(std))
+        assert torch.equal(canonicalize(weights, net, None, None, False, False)[site], weights[site])
+
+
+def test_units_are_sorted_by_the_key(mlp):
+    net = mlp([5, 7, 6, 2])
+    weights = net.weights(4)
+    first = canonicalize(weights, net, "first", None)
+    largest = canonicalize(weights, net, "max", None)
+    norm = canonicalize(weights, net, "norm", None)
+    for l in range(2):
+        assert bool((first[f"{l}.weight"][..., 0].diff(dim=-1) > 0).all())
+        assert bool((largest[f"{l}.weight"].amax(-1).diff(dim=-1) > 0).all())
+        mass = norm[f"{l}.weight"].square().sum(-1) + norm[f"{l + 1}.weight"].square().sum(-2)
+        assert bool((mass.diff(dim=-1) > 0).all())
+
+
+def test_the_largest_incoming_weight_of_an_odd_unit_is_positive_and_shifts_are_gone(mlp):
+    net = mlp([5, 7, 6, 3], "tanh")
+    form = canonicalize(net.weights(4), net)
+    for site in ("0.weight", "1.weight"):
+        biggest = form[site].gather(-1, form[site].abs().argmax(-1, keepdim=True))
+        assert bool((biggest > 0).all())
+    torch.testing.assert_close(form["2.bias"].mean(-1), torch.zeros(4, dtype=torch.float64))
+
+
+def test_the_sorting_permutation_leads_to_the_form(mlp):
+    net = mlp([3, 5, 4, 2])
+    weights = net.weights(6)
+    element = sorting_permutation(weights, net.permutations, "first")
+    assert_same(element(weights), canonicalize(weights, net.permutations, "first"), 0.0)
+
+
+def test_norm_and_unit_norm_go_together(mlp):
+    """With unit norms, the norm of incoming weights alone would leave the order to rounding."""
+    net = mlp([4, 6, 2])
+    weights = net.weights(50)
+    form = canonicalize(weights, net, "norm", "unit_norm")
+    assert_same(canonicalize(net.anywhere_on_orbit(weights, 50), net, "norm", "unit_norm"), form, 1e-10)
+    assert bool((form["1.weight"].norm(dim=-2).diff(dim=-1) > 0).all())
+
+
+# hard cases ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass"])
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+def test_dead_units_have_canonical_forms_too(mlp, rule, activation, key):
+    net = mlp([3, 5, 4, 4, 2], activation)
+    weights, x = net.weights(6), torch.randn(5, 3, dtype=torch.float64)
+    weights["0.weight"][:, 1] = 0.0  # constant: its bias is left
+    weights["0.weight"][:, 2], weights["0.bias"][:, 2] = 0.0, 0.0  # dead, though it has outgoing weights
+    weights["0.weight"][0, 3], weights["0.bias"][0, 3], weights["1.weight"][0, :, 3] = 0.0, 0.0, 0.0  # nothing at all
+    weights["1.weight"][1, 0, [0, 1, 3, 4]], weights["1.bias"][1, 0] = 0.0, 0.0  # fed by a dead unit only
+    weights["2.weight"][2, :, 1] = 0.0  # feeds nothing
+    form = canonicalize(weights, net, key, rule)
+    torch.testing.assert_close(net(form, x).softmax(-1), net(weights, x).softmax(-1), rtol=1e-8, atol=1e-10)
+    assert_same(canonicalize(net.anywhere_on_orbit(weights, 6), net, key, rule), form, 1e-8)
+    assert_same(canonicalize(form, net, key, rule), form, 1e-8)
+
+
+def test_dead_units_take_their_scale_from_the_bias_or_what_leaves_them(mlp):
+    net = mlp([3, 4, 2])
+    weights = net.weights()
+    weights["0.weight"][1] = 0.0
+    weights["0.weight"][2], weights["0.bias"][2] = 0.0, 0.0
+    form = canonicalize(weights, net, None)
+    assert float(form["0.bias"][1].abs()) == pytest.approx(1.0)
+    assert float(form["1.weight"][:, 2].norm()) == pytest.approx(1.0)
+    assert not bool(form["0.bias"][2])
+
+
+def test_ties_in_the_first_weight_are_broken_by_the_others(mlp):
+    net = mlp([2, 3, 2])
+    weights = net.weights()
+    weights["0.weight"] = torch.tensor([[1.0, 3.0], [1.0, 2.0], [1.0, -1.0]], dtype=torch.float64)
+    everywhere = net.permutations.enumerate()(weights)
+    form = canonicalize(everywhere, net.permutations, "first")
+    assert_same(form, {k: v[:1].expand_as(v) for k, v in form.items()}, 0.0)
+    assert form["0.weight"][0].tolist() == [[1.0, -1.0], [1.0, 2.0], [1.0, 3.0]]
+
+
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+def test_equal_rows_are_told_apart_by_bias_and_outgoing_weights(mlp, key):
+    net = mlp([2, 4, 2])
+    weights = net.weights()
+    weights["0.weight"][:] = 1.0
+    weights["0.bias"][:2] = 0.5
+    form = canonicalize(net.permutations.enumerate()(weights), net.permutations, key)
+    assert_same(form, {k: v[:1].expand_as(v) for k, v in form.items()}, 0.0)
+
+
+def test_constant_rows_do_not_break_unit_std(mlp):
+    net = mlp([3, 4, 2])
+    weights = net.weights()
+    weights["0.weight"][0] = 2.0
+    form = canonicalize(weights, net, None, "unit_std")
+    assert float(form["0.weight"][0].norm()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+def test_exchangeable_components_of_a_mixture_are_ordered(key):
+    group = Group.declare({"locs": ("component", None), "weights": ("component",)}, {"locs": (3, 2), "weights": (3,)})
+    weights = {"locs": torch.randn(5, 3, 2), "weights": torch.rand(5, 3)}
+    form = canonicalize(weights, group, key)
+    assert_same(canonicalize(group.sample((5,))(weights), group, key), form, 0.0)
+    if key == "first":
+        assert bool((form["locs"][..., 0].diff(dim=-1) > 0).all())
+
+
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+def test_a_matrix_with_two_exchangeable_axes_and_nothing_else(key):
+    group = Group.declare({"w": ("row", "column")}, {"w": (4, 3)})
+    weights = {"w": torch.randn(20, 4, 3)}
+    form = canonicalize(weights, group, key)
+    assert_same(canonicalize(group.sample((20,))(weights), group, key), form, 0.0)
+    assert_same(canonicalize(form, group, key), form, 0.0)
+
+
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+def test_heads_and_the_rows_within_them_are_sorted(key):
+    row = torch.arange(12)[None]
+    head = row.view(3, 4).T
+    heads = Units("head", 3, (Axis("v", 0, head), Axis("o", 1, head)))
+    within = Units("row", 4, (Axis("v", 0, row), Axis("o", 1, row)), parent="head", copies=3)
+    group = Group([heads, within], {"v": (12, 5), "o": (5, 12)})
+    weights = {"v": torch.randn(30, 12, 5), "o": torch.randn(30, 5, 12)}
+    form = canonicalize(weights, group, key)
+    assert_same(canonicalize(group.sample((30,))(weights), group, key), form, 0.0)
+    assert_same(canonicalize(form, group, key), form, 0.0)
+    if key == "first":
+        rows = form["v"][..., 0].unflatten(-1, (3, 4))
+        assert bool((rows.diff(dim=-1) > 0).all())
+        assert bool((rows[..., 0].diff(dim=-1) > 0).all())
+
+
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+def test_heads_wait_for_the_rows_within_them_even_if_those_wait_for_a_neighbour(key):
+    row, column = torch.arange(6)[None], torch.arange(5)[None]
+    units = [
+        Units("head", 2, (Axis("a", 0, torch.arange(2)[None]), Axis("b", 0, row.view(2, 3).T))),
+        Units("row", 3, (Axis("b", 0, row),), parent="head", copies=2),
+        Units("column", 5, (Axis("b", 1, column), Axis("c", 0, column))),
+    ]
+    group = Group(units, {"a": (2, 3), "b": (6, 5), "c": (5, 2)})
+    weights = {site: torch.randn(30, *shape) for site, shape in group.site_shapes.items()}
+    form = canonicalize(weights, group, key)
+    assert_same(canonicalize(group.sample((30,))(weights), group, key), form, 0.0)
+    assert_same(canonicalize(form, group, key), form, 0.0)
+
+
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass"])
+def test_residual_streams_and_recurrent_weights_have_canonical_forms(key, rule):
+    """A stream fed by two layers, and weights from a layer to itself: circles among the incoming weights."""
+    s, h = torch.arange(4)[None], torch.arange(3)[None]
+    shapes = {"in": (4, 5), "up": (3, 4), "loop": (3, 3), "down": (4, 3), "out": (2, 4)}
+    where = {"stream": [("in", 0, 1), ("up", 1, -1), ("down", 0, 1), ("out", 1, -1)]}
+    where["inner"] = [("up", 0, 1), ("loop", 0, 1), ("loop", 1, -1), ("down", 1, -1)]
+    # The inner units come first, so that the order of work has to be found.
+    group = Group(
+        [
+            Units(n, i.shape[1], tuple(Axis(site, d, i, e) for site, d, e in where[n]), moves={"permute", "scale"})
+            for n, i in {"inner": h, "stream": s}.items()
+        ],
+        shapes,
+    )
+    weights = {site: torch.randn(10, *shape, dtype=torch.float64) for site, shape in shapes.items()}
+
+    def function(w: dict) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 5, dtype=torch.float64)
+        stream = (w["in"] @ x).relu()
+        state = torch.zeros(10, 3, dtype=torch.float64)
+        for _ in range(3):
+            state = ((w["up"] @ stream.unsqueeze(-1)) + (w["loop"] @ state.unsqueeze(-1))).squeeze(-1).relu()
+        stream = stream + (w["down"] @ state.unsqueeze(-1)).squeeze(-1)
+        return (w["out"] @ stream.unsqueeze(-1)).squeeze(-1)
+
+    form = canonicalize(weights, group, key, rule)
+    torch.testing.assert_close(function(form), function(weights), rtol=1e-9, atol=1e-9)
+    moved = group.sample((10,), dtype=torch.float64)(weights)
+    assert_same(canonicalize(moved, group, key, rule), form, 1e-8)
+    assert_same(canonicalize(form, group, key, rule), form, 1e-8)
+
+
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass"])
+def test_networks_with_batch_normalisation_have_canonical_forms(rule):
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    net = net.double().eval()
+    net[1].running_mean.normal_()
+    net[1].running_var.uniform_(0.5, 2.0)
+    n = torch.arange(4)[None]
+    pixels = torch.arange(16).view(4, 4).T
+    before = (
+        Axis("0.weight", 0, n, 1),
+        Axis("0.bias", 0, n, 1),
+        Axis("1.running_mean", 0, n, 1, buffer=True),
+        Axis("1.running_var", 0, n, 2, buffer=True, epsilon=1e-5),
+    )
+    after = (Axis("1.weight", 0, n, 1), Axis("1.bias", 0, n, 1), Axis("4.weight", 1, pixels, -1))
+    carried = tuple(replace(axis, exponent=0) for axis in after)
+    weights = {**{k: v.detach().clone() for k, v in net.named_parameters()}, **dict(net.named_buffers())}
+    weights["1.weight"] = torch.tensor([0.5, -2.0, 1.5, 0.0], dtype=torch.float64)
+    shapes = {k: v.shape for k, v in weights.items()}
+    units = [
+        Units("channel", 4, (*before, *carried), moves={"permute", "scale"}),
+        Units("after", 1, after, parent="channel", copies=4, moves={"scale"}),
+        Units("constant", 1, (Axis("4.bias", 0, torch.arange(3)[:, None]),), moves={"shift"}),
+    ]
+    group = Group(units, shapes)
+    form = canonicalize(weights, group, "first", rule)
+    x = torch.randn(6, 2, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(
+        functional_call(net, form, x).softmax(-1), functional_call(net, weights, x).softmax(-1), rtol=1e-10, atol=1e-10
+    )
+    moved = group.sample(dtype=torch.float64)(weights)
+    assert_same(canonicalize(moved, group, "first", rule), form, 1e-8)
+
+
+def grouped_network() -> tuple[nn.Module, dict, Group]:
+    """Two groups of five channels, each behind one channel: groups move as wholes, channels within them."""
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 4, bias=False),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(2, 10, 5, groups=2, bias=False),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(10, 10),
+    ).double()
+    shapes = {site: value.shape for site, value in net.named_parameters()}
+    ten, two = torch.arange(10)[None], torch.arange(2)[None]
+    block = ten.view(2, 5).T
+    groups = (Axis("0.weight", 0, two, 1), Axis("3.weight", 0, block, -1), Axis("7.weight", 1, block))
+    channels = (Axis("3.weight", 0, ten, 1), Axis("7.weight", 1, ten, -1))
+    units = [
+        Units("group", 2, groups, moves={"permute", "scale"}),
+        Units("channel", 5, channels, parent="group", copies=2, moves={"permute", "scale"}),
+        Units("constant", 1, (Axis("7.bias", 0, ten.T),), moves={"shift"}),
+    ]
+    weights = {site: torch.randn(20, *shape, dtype=torch.float64) for site, shape in shapes.items()}
+    return net, weights, Group(units, shapes)
+
+
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass"])
+def test_grouped_convolutions_have_canonical_forms(key, rule):
+    net, weights, group = grouped_network()
+    form = canonicalize(weights, group, key, rule)
+    x = torch.randn(3, 1, 28, 28, dtype=torch.float64)
+    for i in range(3):
+        before, after = ({site: value[i] for site, value in w.items()} for w in (weights, form))
+        torch.testing.assert_close(
+            functional_call(net, after, x).softmax(-1),
+            functional_call(net, before, x).softmax(-1),
+            rtol=1e-9,
+            atol=1e-9,
+        )
+    moved = group.sample((20,), dtype=torch.float64)(weights)
+    assert_same(canonicalize(moved, group, key, rule), form, 1e-8)
+    assert_same(canonicalize(form, group, key, rule), form, 1e-8)
+    if rule == "unit_norm":
+        for site in ("0.weight", "3.weight"):
+            norm = form[site].flatten(2).norm(dim=-1)
+            torch.testing.assert_close(norm, torch.ones_like(norm))
+
+
+def test_an_empty_batch_has_an_empty_form(mlp):
+    for activation in ("relu", "tanh"):
+        net = mlp([3, 4, 2], activation)
+        for key in ("first", "max", "norm"):
+            form = canonicalize(net.weights(0), net, key)
+            assert {site: value.shape for site, value in form.items()} == {
+                site: (0, *shape) for site, shape in net.site_shapes.items()
+            }
+
+
+# errors -------------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_options_and_bad_weights_are_refused(mlp):
+    net = mlp([2, 3, 2])
+    weights = net.weights()
+    with pytest.raises(ValueError, match=r"permutations.*'largest'"):
+        canonicalize(weights, net, permutations="largest")
+    with pytest.raises(ValueError, match=r"scalings.*'l2'"):
+        canonicalize(weights, net, scalings="l2")
+    with pytest.raises(ValueError, match="NaN"):
+        canonicalize({**weights, "0.bias": weights["0.bias"] * float("nan")}, net)
+    with pytest.raises(ValueError, match="lacks the sites"):
+        canonicalize({"0.weight": weights["0.weight"]}, net)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass"])
+def test_canonical_forms_are_made_on_the_device_of_the_weights(mlp, activation, rule):
+    net = mlp([3, 5, 4, 2], activation)
+    weights = net.weights(6)
+    there = {site: value.cuda() for site, value in weights.items()}
+    for key in ("first", "max", "norm"):
+        form = canonicalize(there, net, key, rule)
+        assert all(value.is_cuda for value in form.values())
+        assert_same({site: v.cpu() for site, v in form.items()}, canonicalize(weights, net, key, rule), 1e-8)
+
+
+@pytest.mark.parametrize("moves", ["flip", ("permute", "flip")])
+def test_declared_signs_and_order_are_removed(moves: object) -> None:
+    shapes = {"loadings": torch.Size([5, 3]), "scores": torch.Size([3, 7])}
+    axes = {"loadings": (None, "factor"), "scores": ("factor", None)}
+    group = Group.declare(axes, shapes, moves)
+    weights = {site: torch.randn(6, *shape) for site, shape in shapes.items()}
+    first = canonicalize(weights, group)
+    moved = canonicalize(group.sample((6,))(weights), group)
+    for site in shapes:
+        torch.testing.assert_close(moved[site], first[site])
+    product = [w["loadings"] @ w["scores"] for w in (weights, first)]
+    torch.testing.assert_close(product[1], product[0])
+
+
+def test_unit_deviations_on_a_residual_stream_do_not_depend_on_signs() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.a = nn.Linear(4, 6), nn.Linear(6, 6, bias=False)
+            self.bn, self.head = nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.stem(x).relu()
+            return self.head((h + self.bn(self.a(h))).relu())
+
+    net = Residual().double().eval()
+    symmetry = find_symmetry(net, torch.randn(3, 4, dtype=torch.float64))
+    weights = {
+        site: 0.5 + torch.rand(8, *shape, dtype=torch.float64)
+        if "running_var" in site
+        else torch.randn(8, *shape, dtype=torch.float64)
+        for site, shape in symmetry.site_shapes.items()
+    }
+    assert symmetry.group.names("flip")
+    first = canonicalize(weights, symmetry, scalings="unit_std")
+    again = canonicalize(first, symmetry, scalings="unit_std")
+    moved = canonicalize(symmetry.group.sample((8,), dtype=torch.float64)(weights), symmetry, scalings="unit_std")
+    for site in weights:
+        torch.testing.assert_close(again[site], first[site])
+        torch.testing.assert_close(moved[site], first[site])

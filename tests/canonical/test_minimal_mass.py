@@ -1,0 +1,375 @@
+"""The minimum scaled representation against closed forms, SciPy, a convex solver, and itself from elsewhere."""
+
+import importlib
+import itertools
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from torch import nn
+from torch.func import functional_call
+
+from pyro_symmetric.canonical.minimal_mass import minimal_mass
+from pyro_symmetric.groups import Axis, Group, Units
+
+SEEDS = st.integers(0, 2**31 - 1)
+quick = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def scaled(name: str, size: int, axes: list[tuple], **options) -> Units:
+    """Units that are scaled: [(site, dim, exponent)], each along a plain axis."""
+    own = tuple(Axis(site, dim, torch.arange(size)[None], exponent) for site, dim, exponent in axes)
+    return Units(name, size, own, moves={"scale"}, **options)
+
+
+def group_of(where: dict, shapes: dict) -> Group:
+    """Name -> [(site, dim, exponent)]."""
+    return Group([scaled(name, shapes[axes[0][0]][axes[0][1]], axes) for name, axes in where.items()], shapes)
+
+
+def by_scipy(weights: dict, group: Group) -> float:
+    """The minimum by a trust-region method on the sum written out entry by entry."""
+    offsets = dict(zip(group.factors, np.cumsum([0, *group.factors.values()]), strict=False))
+    rows, masses = [], []
+    for site in group.weight_sites:
+        for where in itertools.product(*map(range, group.site_shapes[site])):
+            row = np.zeros(sum(group.factors.values()))
+            for dim, members in group.members(site).items():
+                for name, axis in members:
+                    for unit in (axis.index == where[dim]).nonzero()[:, 1].tolist():
+                        row[offsets[name] + unit] += axis.exponent
+            rows.append(row)
+            masses.append(float(weights[site][where]) ** 2)
+    a, m = np.array(rows), np.array(masses)
+
+    def value(u: np.ndarray) -> float:
+        return float((m * np.exp(2 * a @ u)).sum())
+
+    def gradient(u: np.ndarray) -> np.ndarray:
+        return 2 * a.T @ (m * np.exp(2 * a @ u))
+
+    def hessian(u: np.ndarray) -> np.ndarray:
+        return 4 * (a.T * (m * np.exp(2 * a @ u))) @ a
+
+    start = np.zeros(a.shape[1])
+    found = minimize(value, start, jac=gradient, hess=hessian, method="trust-exact", options={"gtol": 1e-10})
+    return found.fun
+
+
+def norm(weights: dict, sites: tuple[str, ...]) -> float:
+    return sum(float(weights[site].square().sum()) for site in sites)
+
+
+# the minimum --------------------------------------------------------------------------------------------------------
+
+
+def test_one_hidden_layer_has_mass_twice_the_product_of_in_and_out_norms(mlp):
+    net = mlp([5, 30, 3])
+    weights = net.weights(7)
+    found = minimal_mass(weights, net)
+    expected = (2 * weights["0.weight"].norm(dim=-1) * weights["1.weight"].norm(dim=-2)).sum(-1)
+    torch.testing.assert_close(found.mass, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.weights["0.weight"].norm(dim=-1), found.weights["1.weight"].norm(dim=-2))
+    ratio = (weights["1.weight"].norm(dim=-2) / weights["0.weight"].norm(dim=-1)).log() / 2
+    torch.testing.assert_close(found.log_scales["hidden.0"], ratio)
+
+
+@pytest.mark.parametrize("widths", [[3, 4, 5, 2], [2, 3, 3, 3, 3, 2], [1, 6, 1, 4, 1]])
+def test_deep_networks_reach_the_minimum_that_scipy_finds(mlp, widths):
+    net = mlp(widths)
+    weights = net.weights()
+    assert float(minimal_mass(weights, net).mass) == pytest.approx(by_scipy(weights, net.scalings), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("where", "shapes"),
+    [
+        pytest.param(
+            {"h": [("in", 0, 1), ("loop", 0, 1), ("loop", 1, -1), ("out", 1, -1)]},
+            {"in": (4, 3), "loop": (4, 4), "out": (2, 4)},
+            id="recurrent",
+        ),
+        pytest.param(
+            {"s": [("in", 0, 1), ("up", 1, -1), ("down", 0, 1), ("out", 1, -1)], "h": [("up", 0, 1), ("down", 1, -1)]},
+            {"in": (4, 5), "up": (3, 4), "down": (4, 3), "out": (2, 4)},
+            id="residual",
+        ),
+        pytest.param(
+            {"a": [("t", 0, 1), ("out", 1, -1)], "b": [("t", 1, -1), ("in", 0, 1)], "c": [("t", 2, -1), ("in2", 0, 1)]},
+            {"t": (3, 4, 5), "in": (4, 2), "in2": (5, 2), "out": (2, 3)},
+            id="three axes",
+        ),
+        pytest.param(
+            {"a": [("x", 0, 1), ("y", 1, -1)], "b": [("x", 0, 1), ("z", 0, -1)]},
+            {"x": (4, 3), "y": (2, 4), "z": (4, 2)},
+            id="two factors on one axis",
+        ),
+        pytest.param(
+            {"a": [("x", 0, 2), ("y", 1, -1)], "b": [("y", 0, 1), ("z", 1, -3)]},
+            {"x": (4, 3), "y": (3, 4), "z": (2, 3)},
+            id="other exponents",
+        ),
+    ],
+)
+def test_any_pattern_of_axes_and_exponents_reaches_the_minimum_that_scipy_finds(where, shapes):
+    group = group_of(where, shapes)
+    weights = {site: torch.randn(shape, dtype=torch.float64) for site, shape in shapes.items()}
+    found = minimal_mass(weights, group)
+    assert float(found.mass) == pytest.approx(by_scipy(weights, group), rel=1e-9)
+    assert float(found.mass) == pytest.approx(norm(found.weights, group.weight_sites), rel=1e-12)
+    assert not found.pinned_factors
+
+
+def test_a_convex_solver_agrees(mlp):
+    cvxpy = pytest.importorskip("cvxpy")
+    net = mlp([8, 128, 16, 4])
+    weights = net.weights()
+    u = [np.zeros(8), cvxpy.Variable(128), cvxpy.Variable(16), np.zeros(4)]
+    terms = []
+    for l in range(3):
+        logs = 2 * weights[f"{l}.weight"].abs().log().numpy()
+        rows = cvxpy.reshape(u[l + 1], (logs.shape[0], 1), order="C") @ np.ones((1, logs.shape[1]))
+        columns = np.ones((logs.shape[0], 1)) @ cvxpy.reshape(u[l], (1, logs.shape[1]), order="C")
+        terms.append(cvxpy.sum(cvxpy.exp(logs + 2 * rows - 2 * columns)))
+    problem = cvxpy.Problem(cvxpy.Minimize(sum(terms)))
+    problem.solve(solver="CLARABEL")
+    assert float(minimal_mass(weights, net).mass) == pytest.approx(problem.value, rel=1e-6)
+
+
+@quick
+@given(
+    widths=st.lists(st.integers(1, 6), min_size=3, max_size=6), seed=SEEDS, batch=st.sampled_from([(), (4,), (2, 3)])
+)
+def test_the_answer_is_the_same_from_any_rescaled_copy_and_the_function_stays(mlp, widths, seed, batch):
+    torch.manual_seed(seed)
+    net = mlp(widths)
+    weights, x = net.weights(*batch), torch.randn(5, widths[0], dtype=torch.float64)
+    found = minimal_mass(weights, net)
+    other = minimal_mass(net.scalings.sample(batch, spread=3.0, dtype=torch.float64)(weights), net)
+    torch.testing.assert_close(other.mass, found.mass, rtol=1e-10, atol=0)
+    for site in weights:
+        torch.testing.assert_close(other.weights[site], found.weights[site], rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(net(found.weights, x), net(weights, x), rtol=1e-8, atol=1e-8)
+    assert found.mass.shape == batch
+    assert bool((found.imbalance <= 1e-12).all())
+
+
+def test_log_scales_lead_from_the_given_weights_to_the_minimum(mlp):
+    net = mlp([3, 5, 4, 2])
+    weights = net.weights(6)
+    found = minimal_mass(weights, net)
+    scaled = net.scalings.element(log_scales=found.log_scales)(weights)
+    for site in weights:
+        torch.testing.assert_close(scaled[site], found.weights[site], rtol=1e-12, atol=0)
+
+
+def test_a_batch_is_solved_like_a_loop_over_samples_and_in_chunks(mlp, monkeypatch):
+    net = mlp([3, 5, 4, 2])
+    weights = net.weights(6)
+    weights["0.weight"][2, 1] = 0.0
+    found = minimal_mass(weights, net)
+    monkeypatch.setattr(importlib.import_module("pyro_symmetric.canonical.minimal_mass"), "CHUNK_ENTRIES", 100)
+    chunked = minimal_mass(weights, net)
+    torch.testing.assert_close(chunked.mass, found.mass, rtol=1e-12, atol=0)
+    for i in range(6):
+        one = minimal_mass({site: value[i] for site, value in weights.items()}, net)
+        assert float(one.mass) == pytest.approx(float(found.mass[i]), rel=1e-12)
+        assert torch.equal(one.pinned["hidden.0"], found.pinned["hidden.0"][i])
+        assert torch.equal(chunked.pinned["hidden.0"], found.pinned["hidden.0"])
+
+
+def test_single_precision_weights_are_solved_in_double_and_come_back_in_single(mlp):
+    net = mlp([3, 5, 4, 2])
+    weights = net.weights(dtype=torch.float32)
+    found = minimal_mass(weights, net)
+    assert found.weights["0.weight"].dtype == torch.float32
+    assert found.mass.dtype == found.log_scales["hidden.0"].dtype == torch.float64
+    precise = minimal_mass({site: value.double() for site, value in weights.items()}, net)
+    assert float(found.mass) == pytest.approx(float(precise.mass), rel=1e-14)
+
+
+def test_flattened_channels_are_weighed_over_all_their_pixels():
+    shapes = {"conv": (3, 2, 2, 2), "head": (5, 12)}
+    index = torch.arange(12).view(3, 4).T
+    axes = (Axis("conv", 0, torch.arange(3)[None], 1), Axis("head", 1, index, -1))
+    group = Group([Units("channel", 3, axes, moves={"scale"})], shapes)
+    weights = {site: torch.randn(shape, dtype=torch.float64) for site, shape in shapes.items()}
+    inside, outside = weights["conv"].flatten(1).norm(dim=1), weights["head"].unflatten(1, (3, 4)).norm(dim=(0, 2))
+    assert float(minimal_mass(weights, group).mass) == pytest.approx(float(2 * (inside * outside).sum()), rel=1e-12)
+
+
+# units without a best scale -----------------------------------------------------------------------------------------
+
+
+def test_dead_units_and_those_that_hang_on_them_are_pinned_and_left_out(mlp):
+    net = mlp([3, 4, 5, 2])
+    weights = net.weights()
+    weights["0.weight"][1] = 0.0  # nothing enters
+    weights["2.weight"][:, 3] = 0.0  # nothing leaves
+    weights["1.weight"][0, [0, 2, 3]] = 0.0  # fed by the dead unit only
+    found = minimal_mass(weights, net)
+    assert found.pinned["hidden.0"].tolist() == [False, True, False, False]
+    assert found.pinned["hidden.1"].tolist() == [True, False, False, True, False]
+    assert found.pinned_factors == {"hidden.0": 1, "hidden.1": 2}
+    assert not bool(found.log_scales["hidden.0"][1])
+    small = mlp([3, 3, 3, 2])
+    kept = {
+        "0.weight": weights["0.weight"][[0, 2, 3]],
+        "0.bias": weights["0.bias"][[0, 2, 3]],
+        "1.weight": weights["1.weight"][[1, 2, 4]][:, [0, 2, 3]],
+        "1.bias": weights["1.bias"][[1, 2, 4]],
+        "2.weight": weights["2.weight"][:, [1, 2, 4]],
+        "2.bias": weights["2.bias"],
+    }
+    assert float(found.mass) == pytest.approx(float(minimal_mass(kept, small).mass), rel=1e-12)
+    moved = minimal_mass(net.scalings.sample(dtype=torch.float64)(weights), net)
+    assert float(moved.mass) == pytest.approx(float(found.mass), rel=1e-12)
+
+
+def test_a_loop_that_nothing_feeds_is_pinned():
+    group = group_of(
+        {"h": [("in", 0, 1), ("loop", 0, 1), ("loop", 1, -1), ("out", 1, -1)]},
+        {"in": (3, 2), "loop": (3, 3), "out": (2, 3)},
+    )
+    weights = {site: torch.randn(shape, dtype=torch.float64) for site, shape in group.site_shapes.items()}
+    weights["in"][1:] = 0.0
+    weights["loop"][1:, 0] = 0.0
+    found = minimal_mass(weights, group)
+    assert found.pinned["h"].tolist() == [False, True, True]
+    assert all(bool(torch.isfinite(value).all()) for value in found.weights.values())
+
+
+def normalised_network() -> tuple[nn.Module, dict, Group]:
+    net = nn.Sequential(
+        nn.Linear(3, 4),
+        nn.BatchNorm1d(4),
+        nn.ReLU(),
+        nn.Linear(4, 5),
+        nn.BatchNorm1d(5),
+        nn.ReLU(),
+        nn.Linear(5, 6),
+        nn.ReLU(),
+        nn.Linear(6, 2),
+    )
+    net = net.double().eval()
+    weights = {**{k: v.detach().clone() for k, v in net.named_parameters()}, **dict(net.named_buffers())}
+    for site in ("1.weight", "4.weight", "1.bias", "4.bias"):
+        weights[site].normal_()
+    units = []
+    for linear, bn, after, n in ((0, 1, 3, 4), (3, 4, 6, 5)):
+        index = torch.arange(n)[None]
+        before = [Axis(f"{linear}.{kind}", 0, index, 1) for kind in ("weight", "bias")]
+        before.append(Axis(f"{bn}.running_mean", 0, index, 1, buffer=True))
+        before.append(Axis(f"{bn}.running_var", 0, index, 2, buffer=True, epsilon=1e-5))
+        units.append(Units(f"{linear}", n, tuple(before), moves={"scale"}))
+        units.append(scaled(f"{bn}", n, [(f"{bn}.weight", 0, 1), (f"{bn}.bias", 0, 1), (f"{after}.weight", 1, -1)]))
+    units.append(scaled("6", 6, [("6.weight", 0, 1), ("6.bias", 0, 1), ("8.weight", 1, -1)]))
+    return net, weights, Group(units, {site: value.shape for site, value in weights.items()})
+
+
+def test_layers_before_batch_normalisation_are_pinned_reported_and_left_out():
+    net, weights, group = normalised_network()
+    found = minimal_mass(weights, group)
+    # "1" feeds only the scale-free "3", so it has no best scale either; "4" and "6" have.
+    assert found.pinned_factors == {"0": 4, "1": 4, "3": 5}
+    counted = ("4.weight", "6.weight", "8.weight")
+    assert float(found.mass) == pytest.approx(norm(found.weights, counted), rel=1e-12)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    torch.testing.assert_close(functional_call(net, found.weights, x), functional_call(net, weights, x))
+    moved = minimal_mass(group.sample(dtype=torch.float64)(weights), group)
+    assert float(moved.mass) == pytest.approx(float(found.mass), rel=1e-10)
+    for site in counted:
+        torch.testing.assert_close(moved.weights[site], found.weights[site], rtol=1e-8, atol=1e-8)
+
+
+def test_scale_free_layers_count_where_they_are_if_held():
+    _, weights, group = normalised_network()
+    found = minimal_mass(weights, group, scale_free="hold")
+    assert found.pinned_factors == {"0": 4, "3": 5}
+    assert float(found.mass) == pytest.approx(norm(found.weights, group.weight_sites), rel=1e-12)
+    held = group_of({}, group.site_shapes)
+    free = Group([group[name] for name in ("1", "4", "6")], group.site_shapes)
+    assert float(found.mass) == pytest.approx(by_scipy(weights, free), rel=1e-9)
+    assert float(minimal_mass(weights, held).mass) > float(found.mass)
+
+
+def test_sites_to_count_can_be_chosen(mlp):
+    net = mlp([3, 4, 2])
+    weights = net.weights()
+    everything = minimal_mass(weights, net, sites=["0.weight", "0.bias", "1.weight"])
+    inside = (weights["0.weight"].square().sum(-1) + weights["0.bias"].square()).sqrt()
+    expected = float((2 * inside * weights["1.weight"].norm(dim=0)).sum())
+    assert float(everything.mass) == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_scalings_the_mass_is_the_squared_norm(mlp):
+    net = mlp([3, 4, 2], "tanh")
+    weights = net.weights(5)
+    found = minimal_mass(weights, net)
+    expected = weights["0.weight"].square().sum((-1, -2)) + weights["1.weight"].square().sum((-1, -2))
+    torch.testing.assert_close(found.mass, expected)
+    assert found.log_scales == {} == found.pinned
+
+
+# errors and time ----------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_refused_by_name(mlp):
+    net = mlp([3, 4, 2])
+    weights = net.weights()
+    with pytest.raises(TypeError, match="Group"):
+        minimal_mass(weights, {})
+    with pytest.raises(ValueError, match="scale_free"):
+        minimal_mass(weights, net, scale_free="drop")
+    with pytest.raises(ValueError, match="nowhere"):
+        minimal_mass(weights, net, sites=["nowhere"])
+    with pytest.raises(ValueError, match=r"lacks the sites \['1.weight'\]"):
+        minimal_mass({site: value for site, value in weights.items() if site != "1.weight"}, net)
+    with pytest.raises(ValueError, match="NaN"):
+        minimal_mass({**weights, "0.weight": weights["0.weight"] / 0}, net)
+
+
+def test_an_answer_that_is_not_exact_comes_with_a_warning(mlp, monkeypatch):
+    net = mlp([3, 8, 8, 8, 2])
+    monkeypatch.setattr("pyro_symmetric.canonical.balancing.STEPS", 1)
+    with pytest.warns(UserWarning, match="relative imbalance"):
+        minimal_mass(net.weights(), net)
+
+
+def test_an_empty_batch_gives_an_empty_answer(mlp):
+    net = mlp([3, 8, 2])
+    found = minimal_mass(net.weights(0), net)
+    assert found.mass.shape == (0,)
+    assert "MinimalMass" in repr(found)
+
+
+def test_wildly_unbalanced_and_nearly_dead_units_are_solved_too(mlp):
+    net = mlp([4, 6, 6, 6, 3])
+    weights = net.weights(5)
+    weights["1.weight"][:, 0] *= 1e-12
+    weights["2.weight"][:, :, 1] *= 1e-20
+    found = minimal_mass(weights, net)
+    other = minimal_mass(net.scalings.sample((5,), spread=8.0, dtype=torch.float64)(weights), net)
+    assert bool((found.imbalance <= 1e-12).all())
+    assert bool((other.imbalance <= 1e-12).all())
+    for site in weights:
+        torch.testing.assert_close(other.weights[site], found.weights[site], rtol=1e-8, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("widths", "seconds"), [([784, 512, 512, 512, 10], 0.1), ([64] * 51, 2.0)])
+def test_large_and_deep_networks_are_solved_in_time(mlp, widths, seconds):
+    net = mlp(widths)
+    weights = {site: value / value.shape[-1] ** 0.5 for site, value in net.weights().items()}
+    minimal_mass(weights, net)
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        found = minimal_mass(weights, net)
+        times.append(time.process_time() - start)
+    assert min(times) < seconds
+    assert float(found.imbalance) < 1e-12

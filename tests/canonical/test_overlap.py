@@ -1,0 +1,105 @@
+"""Canonical forms whose labels are mixed are noticed.
+
+Shares above 0.05 of the 200 draws that are looked at are warned of. Here it is 0.27 or more if keys overlap and 0 if
+they don't: a test fails for fewer than 1 of 10^4 seeds.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+import pyro_symmetric as ps
+from pyro_symmetric.canonical.forms import canonicalize
+from pyro_symmetric.canonical.overlap import mixed_share, uncertain_share
+from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.samples import Posterior
+
+SHAPES = {"mu": torch.Size((4, 2)), "weights": torch.Size((4,))}
+GROUP = Group.declare({"mu": ("k", None), "weights": ("k",)}, SHAPES)
+SQUARE = torch.tensor([[0.0, 0.0], [2.5, 0.5], [0.3, 2.8], [3.0, 3.0]])
+LINE = torch.tensor([[1.0, 1.0], [4.0, 4.0], [7.0, 7.0], [10.0, 10.0]])
+
+
+def scattered(centre, *batch, spread=0.4):
+    draws = {"mu": centre + spread * torch.randn(*batch, 4, 2), "weights": torch.rand(*batch, 4)}
+    return GROUP.sample(batch)(draws)
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+def test_mixed_labels_are_warned_of_under_every_key(key):
+    draws = scattered(SQUARE, 8, 100)
+    with pytest.warns(UserWarning, match=r"the units' keys overlap: labels are mixed in \d+% of draws"):
+        canonicalize(draws, GROUP, key)
+    with pytest.warns(UserWarning, match="align_many or summary"):
+        Posterior(draws, rows="chains").map(canonicalize, GROUP, permutations=key)
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+def test_separated_keys_are_not_warned_of(key):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        canonicalize(scattered(LINE, 8, 100), GROUP, key)
+
+
+def test_sorting_one_number_mixes_nothing():
+    group = Group.declare({"w": ("k",)}, {"w": torch.Size((5,))})
+    assert mixed_share(canonicalize({"w": torch.randn(1000, 5)}, group), group, "permute") == 0
+
+
+@pytest.mark.stochastic
+def test_the_share_is_that_of_draws_which_an_exchange_of_neighbours_brings_nearer():
+    form = canonicalize(scattered(SQUARE, 240), GROUP, "first", warn=False)
+    units = torch.cat([form["mu"], form["weights"].unsqueeze(-1)], -1).double()
+    units = units / (units - units.mean(0)).square().mean((0, 1)).sqrt()
+    mean, nearer = units.mean(0), torch.zeros(240, dtype=torch.bool)
+    for k in range(3):
+        pair, target = units[:, k : k + 2], mean[k : k + 2]
+        nearer |= (pair.flip(1) - target).square().sum((1, 2)) < (pair - target).square().sum((1, 2))
+    assert 0.05 < float(nearer.double().mean()) < 0.95
+    assert mixed_share(form, GROUP, "permute") == pytest.approx(float(nearer.double().mean()), abs=1e-9)
+
+
+@pytest.mark.stochastic
+def test_signs_of_tied_largest_weights_are_warned_of():
+    shapes = {"w": torch.Size((2, 3))}
+    group = Group.declare({"w": ("f", None)}, shapes, "flip")
+    clear = torch.tensor([[5.0, 1.0, 1.0], [1.0, 5.0, 1.0]]) + 0.1 * torch.randn(200, 2, 3)
+    tied = torch.tensor([[2.0, -2.0, 1.0], [1.0, 2.0, -2.0]]) + 0.1 * torch.randn(200, 2, 3)
+    assert mixed_share(canonicalize({"w": clear}, group), group, "flip") == 0
+    with pytest.warns(UserWarning, match="the units' keys overlap"):
+        canonicalize({"w": tied}, group)
+    both = Group.declare({"w": ("f", None)}, shapes, ("permute", "flip"))
+    with pytest.warns(UserWarning, match="the units' keys overlap"):
+        canonicalize({"w": tied}, both)
+
+
+def test_few_draws_aren_t_judged_and_comparisons_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        canonicalize(scattered(SQUARE, 99), GROUP)
+        ps.mmd(scattered(SQUARE, 120), scattered(SQUARE, 120), symmetry=GROUP)
+        ps.convergence(Posterior(scattered(SQUARE, 4, 50), rows="chains"), GROUP)
+
+
+@pytest.mark.stochastic
+def test_units_inside_others_are_judged_copy_by_copy() -> None:
+    """Units of one copy that lie apart, and of another that can't be told apart.
+
+    Of 400 draws of the second copy half are nearer to the means if its units change places: a share below 0.2 or above
+    0.8 has a probability below 1e-20.
+    """
+    place = torch.arange(4)[None]
+    units = [
+        Units("head", 2, (Axis("w", 0, place.view(2, 2).T), Axis("head", 0, torch.arange(2)[None]))),
+        Units("row", 2, (Axis("w", 0, place),), parent="head", copies=2),
+    ]
+    group = Group(units, {"w": (4, 3), "head": (2,)})
+    centre = torch.tensor([[5.0, 0, 0], [9, 0, 0], [-2, 0, 0], [-2, 0, 0]])
+    draws = {"w": centre + 0.1 * torch.randn(400, 4, 3), "head": torch.tensor([3.0, -3.0]).expand(400, 2)}
+    assert 0.2 < uncertain_share(draws, group) <= 1.0
+    assert 0.2 < mixed_share(draws, group, "permute") < 0.8
+    apart = {**draws, "w": draws["w"] + torch.tensor([0.0, 0.0, 0.0, 4.0])[:, None]}
+    assert uncertain_share(apart, group) == mixed_share(apart, group, "permute") == 0.0

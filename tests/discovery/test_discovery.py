@@ -1,0 +1,572 @@
+"""find_symmetry on small networks: exactly the groups that theory says, and nothing that changes the function."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.rules import registry
+from pyro_symmetric.discovery.rules.registry import RULES, register_rule
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.discovery.trace import UnknownOperator, UntraceableError
+from pyro_symmetric.discovery.verify import verify
+
+
+class Net(nn.Module):
+    """A network from a function and its parts."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: nn.Module | nn.Parameter):
+        super().__init__()
+        self.function = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def checked(net: nn.Module, *inputs: Tensor) -> Symmetry:
+    """The symmetry as the rules propose it, after a check that it is one."""
+    symmetry = find_symmetry(net, *inputs, verify=False)
+    result = verify(symmetry, net, *inputs, trials=2)
+    assert result, result
+    return symmetry
+
+
+def sizes(symmetry: Symmetry) -> dict[str, int]:
+    return symmetry.permutations.factors
+
+
+def scales(symmetry: Symmetry) -> int:
+    """The number of independent scales."""
+    return sum(int(units.sum()) for units in symmetry.group.independent("scale").values())
+
+
+def columns(n: int = 4) -> Tensor:
+    return torch.randn(n, 3)
+
+
+def images(channels: int = 3, pixels: int = 6) -> Tensor:
+    return torch.randn(2, channels, pixels, pixels)
+
+
+def test_an_mlp_has_one_factor_for_each_hidden_layer() -> None:
+    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 2))
+    symmetry = checked(net, columns())
+    assert sizes(symmetry) == {"0": 8, "2": 5}
+    assert symmetry.scalings.factors == {"0": 8}  # ReLU is positively homogeneous, tanh isn't
+    assert symmetry.signs.factors == {"2": 5}  # tanh is odd, ReLU isn't
+    assert symmetry.log_order() == pytest.approx(math.log(math.factorial(8) * math.factorial(5) * 2**5))
+
+
+def test_a_sequence_of_linear_layers_needs_no_example_input() -> None:
+    assert sizes(find_symmetry(nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2)))) == {"1": 4}
+    with pytest.raises(TypeError, match="example input"):
+        find_symmetry(nn.Conv2d(3, 3, 1))
+
+
+def test_the_network_keeps_its_modes_and_its_weights() -> None:
+    net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    net[1].eval()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    find_symmetry(net, columns())
+    assert net.training
+    assert not net[1].training
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_running_statistics_move_with_their_channels_and_flattened_channels_become_blocks() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5)
+    )
+    symmetry = checked(net, images())
+    moved = {(axis.site, axis.dim): axis for axis in symmetry.permutations["0"].axes}
+    assert set(moved) == {
+        ("0.weight", 0), ("0.bias", 0), ("1.weight", 0), ("1.bias", 0), ("1.running_mean", 0),
+        ("1.running_var", 0), ("5.weight", 1),
+    }  # fmt: skip
+    assert moved["1.running_var", 0].buffer
+    assert not moved["1.weight", 0].buffer
+    assert moved["5.weight", 1].index.tolist() == [[c * 4 + pixel for c in range(4)] for pixel in range(4)]
+    # What enters a batch normalisation may be rescaled without any compensation; what leaves it is compensated.
+    before, after = symmetry.scalings["0"], symmetry.scalings["1"]
+    exponents = {axis.site: (axis.exponent, axis.epsilon) for axis in before.axes}
+    assert exponents == {
+        "0.weight": (1, None), "0.bias": (1, None), "1.running_mean": (1, None), "1.running_var": (2, 1e-5),
+    }  # fmt: skip
+    assert {axis.site: axis.exponent for axis in after.axes} == {"1.weight": 1, "1.bias": 1, "5.weight": -1}
+
+
+def test_residual_streams_tie_all_layers_that_write_to_them() -> None:
+    net = Net(
+        lambda s, x: s.out(s.b(F.relu(s.a(F.relu(s.stem(x))))) + F.relu(s.stem(x))),
+        stem=nn.Linear(3, 6), a=nn.Linear(6, 7), b=nn.Linear(7, 6), out=nn.Linear(6, 2),
+    )  # fmt: skip
+    symmetry = checked(net, columns())
+    assert sizes(symmetry) == {"stem": 6, "a": 7}
+    assert {axis.site for axis in symmetry.permutations["stem"].axes} == {
+        "stem.weight", "stem.bias", "a.weight", "b.weight", "b.bias", "out.weight",
+    }  # fmt: skip
+
+
+def test_zero_padded_shortcuts_leave_the_new_channels_to_themselves() -> None:
+    net = Net(
+        lambda s, x: s.out(F.relu(s.h(F.relu(s.i(x))) + F.pad(F.relu(s.i(x)), (0, 0, 0, 0, 2, 2)))),
+        i=nn.Conv2d(3, 4, 1), h=nn.Conv2d(4, 8, 1), out=nn.Conv2d(8, 2, 1),
+    )  # fmt: skip
+    assert sizes(checked(net, images())) == {"i": 4, "h": 4}
+
+
+def test_concatenation_slices_and_shuffles_move_labels_like_data() -> None:
+    net = Net(
+        lambda s, x: s.out(s.shuffle(torch.cat([F.relu(s.a(x)), F.relu(s.b(x))], 1))),
+        a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(3, 2, 1), shuffle=nn.ChannelShuffle(2), out=nn.Conv2d(6, 2, 1),
+    )  # fmt: skip
+    symmetry = checked(net, images())
+    assert sizes(symmetry) == {"a": 4, "b": 2}
+    into = {axis.site: axis.index.tolist() for axis in symmetry.permutations["a"].axes}
+    assert into["out.weight"] == [[0, 2, 4, 1]]
+    halves = Net(
+        lambda s, x: s.p(F.relu(s.i(x))[:, :5]) + s.q(F.relu(s.i(x))[:, 3:]),
+        i=nn.Linear(3, 8), p=nn.Linear(5, 2), q=nn.Linear(5, 2),
+    )  # fmt: skip
+    assert sorted(sizes(checked(halves, columns())).values()) == [2, 3, 3]
+
+
+def test_a_unit_that_occurs_twice_is_a_block() -> None:
+    net = Net(
+        lambda s, x: s.out(torch.cat([F.relu(s.i(x)), F.relu(-s.i(x))], -1)), i=nn.Linear(3, 5), out=nn.Linear(10, 2)
+    )
+    symmetry = checked(net, columns())
+    assert sizes(symmetry) == {"i": 5}
+    into = {axis.site: axis.index.shape for axis in symmetry.permutations["i"].axes}
+    assert into["out.weight"] == (2, 5)
+
+
+def test_pixel_shuffle_moves_blocks_of_channels() -> None:
+    net = Net(lambda s, x: s.out(F.pixel_shuffle(F.relu(s.i(x)), 2)), i=nn.Conv2d(3, 12, 1), out=nn.Conv2d(3, 2, 1))
+    symmetry = checked(net, images(pixels=4))
+    assert sizes(symmetry) == {"i": 3}
+    assert symmetry.permutations["i"].axes[0].index.shape == (4, 3)
+
+
+def test_units_shifted_along_their_own_axis_are_pinned() -> None:
+    net = Net(lambda s, x: s.out(s.h(x) + s.h(x).roll(1, -1)), h=nn.Linear(3, 6), out=nn.Linear(6, 2))
+    symmetry = checked(net, columns())
+    assert sizes(symmetry) == {}
+    assert symmetry.scalings.factors == {"h": 1}  # all units together
+
+
+def test_weights_used_twice_are_one_site() -> None:
+    shared = Net(
+        lambda s, x: s.o(s.h(F.relu(s.h(F.relu(s.i(x)))))), i=nn.Linear(3, 6), h=nn.Linear(6, 6), o=nn.Linear(6, 2)
+    )
+    assert sizes(checked(shared, columns())) == {"i": 6}
+    tied = Net(lambda s, x: F.linear(F.relu(s.h(s.e(x))), s.e.weight), e=nn.Embedding(11, 6), h=nn.Linear(6, 6))
+    symmetry = checked(tied, torch.randint(0, 11, (2, 4)))
+    assert sizes(symmetry) == {"e": 6}
+    assert {(axis.site, axis.dim) for axis in symmetry.permutations["e"].axes} == {
+        ("e.weight", 1), ("h.weight", 0), ("h.weight", 1), ("h.bias", 0),
+    }  # fmt: skip
+    twin = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    twin[2].bias = twin[0].bias
+    assert sizes(checked(twin, columns())) == {"0": 4}
+
+
+def test_grouped_convolutions_have_groups_and_channels_within() -> None:
+    net = Net(
+        lambda s, x: s.d(F.relu(s.c(F.relu(s.b(F.relu(s.a(x))))))),
+        a=nn.Conv2d(3, 6, 1), b=nn.Conv2d(6, 12, 3, groups=3), c=nn.Conv2d(12, 12, 3, groups=12), d=nn.Conv2d(12, 2, 1),
+    )  # fmt: skip
+    symmetry = checked(net, images())
+    found = {name: (one.size, one.copies, one.parent) for name, one in symmetry.permutations.units.items()}
+    assert found == {"a.groups": (3, 1, None), "a": (2, 3, "a.groups"), "b": (4, 3, "a.groups")}
+
+
+def test_depthwise_convolutions_with_a_multiplier_keep_outputs_of_a_channel_together() -> None:
+    net = Net(
+        lambda s, x: s.c(F.relu(s.b(s.a(x)))),
+        a=nn.Conv2d(3, 4, 1),
+        b=nn.Conv2d(4, 8, 1, groups=4),
+        c=nn.Conv2d(8, 2, 1),
+    )
+    symmetry = checked(net, images())
+    assert symmetry.permutations.order() == 24 * 2**4
+
+
+def test_group_normalisation_allows_channels_within_groups_and_whole_groups() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 6, 1), nn.GroupNorm(3, 6), nn.ReLU(), nn.Conv2d(6, 2, 1))
+    symmetry = checked(net, images())
+    assert symmetry.permutations.order() == 6 * 2**3
+
+
+@pytest.mark.parametrize(
+    ("norm", "signs"),
+    [
+        (nn.LayerNorm(6), True),
+        (nn.RMSNorm(6), True),
+        (nn.InstanceNorm1d(6, affine=True, track_running_stats=True), True),
+        (nn.BatchNorm1d(6, affine=False), True),
+    ],
+)
+def test_normalisations_keep_permutations_and_rescale_their_weights(norm: nn.Module, signs: bool) -> None:
+    net = Net(lambda s, x: s.b(s.n(s.a(x))), a=nn.Linear(3, 6), n=norm, b=nn.Linear(6, 2))
+    if isinstance(norm, nn.InstanceNorm1d):
+        net.function = lambda s, x: s.b(s.n(s.a(x).transpose(1, 2)).transpose(1, 2))
+        symmetry = checked(net, torch.randn(2, 5, 3))
+    else:
+        symmetry = checked(net, columns())
+    assert sizes(symmetry) == {"a": 6}
+    assert bool(symmetry.signs.factors) == signs
+
+
+def test_filter_response_normalisation_written_by_hand_is_understood() -> None:
+    class FRN(nn.Module):
+        def __init__(self, channels: int):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(1, channels, 1, 1))
+            self.b = nn.Parameter(torch.zeros(1, channels, 1, 1))
+            self.t = nn.Parameter(torch.zeros(1, channels, 1, 1))
+            self.epsilon = nn.Parameter(torch.tensor(1e-6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * torch.rsqrt(x.pow(2).mean((2, 3), keepdim=True) + self.epsilon.abs())
+            return torch.max(self.w * x + self.b, self.t)
+
+    symmetry = checked(nn.Sequential(nn.Conv2d(3, 5, 1), FRN(5), nn.SiLU(), nn.Conv2d(5, 2, 1)), images())
+    assert sizes(symmetry) == {"0": 5}
+    assert symmetry.scalings.factors == {}  # epsilon stands in the way
+    assert symmetry.signs.factors == {"0": 5}  # x / |x|: the sign reaches the weight, which takes it back
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_have_one_factor_for_each_layer_and_direction(kind: Any, batch_first: bool) -> None:
+    layer = kind(3, 4, num_layers=2, bidirectional=True, batch_first=batch_first)
+    symmetry = checked(Net(lambda s, x: s.o(s.l(x)[0]), l=layer, o=nn.Linear(8, 2)), torch.randn(2, 5, 3))
+    assert sizes(symmetry) == {"l.l0": 4, "l.l0_reverse": 4, "l.l1": 4, "l.l1_reverse": 4}
+    gates = 4 if kind is nn.LSTM else 3
+    index = {(a.site, a.dim): a.index for a in symmetry.permutations["l.l0"].axes}["l.weight_ih_l0", 0]
+    assert index.tolist() == [[gate * 4 + unit for unit in range(4)] for gate in range(gates)]
+
+
+def test_what_enters_a_recurrent_layer_is_rescaled_by_its_input_weights() -> None:
+    net = Net(
+        lambda s, x: s.o(s.l(torch.tanh(s.a(x)))[0]) + s.p(s.m(F.relu(s.b(x)))[0]),
+        a=nn.Linear(3, 6), l=nn.LSTM(6, 4), o=nn.Linear(4, 2), b=nn.Linear(3, 5), m=nn.GRU(5, 4), p=nn.Linear(4, 2),
+    )  # fmt: skip
+    symmetry = checked(net, torch.randn(5, 2, 3))
+    assert symmetry.signs.factors == {"a": 6}
+    assert symmetry.scalings.factors == {"b": 5}
+
+
+def test_the_last_hidden_state_belongs_to_the_last_layer() -> None:
+    net = Net(lambda s, x: s.o(s.l(x)[1][0][-1]), l=nn.LSTM(3, 4, 2), o=nn.Linear(4, 2))
+    assert sizes(checked(net, torch.randn(5, 2, 3))) == {"l.l0": 4, "l.l1": 4}
+
+
+def test_a_projected_lstm_has_cells_and_projected_units() -> None:
+    net = Net(lambda s, x: s.o(s.l(x)[0]), l=nn.LSTM(3, 4, proj_size=3), o=nn.Linear(3, 2))
+    assert sorted(sizes(checked(net, torch.randn(5, 2, 3))).values()) == [3, 4]
+
+
+def test_a_state_that_comes_from_outside_pins_the_layer() -> None:
+    net = Net(lambda s, x, h: s.o(s.l(x, h)[0]), l=nn.GRU(3, 4), o=nn.Linear(4, 2))
+    assert sizes(checked(net, torch.randn(5, 2, 3), torch.randn(1, 2, 4))) == {}
+
+
+@pytest.mark.parametrize(("nonlinearity", "scales", "signs"), [("relu", 4, 0), ("tanh", 0, 4)])
+def test_plain_recurrent_layers_rescale_like_their_activation(nonlinearity: str, scales: int, signs: int) -> None:
+    net = Net(lambda s, x: s.o(s.l(x)[0]), l=nn.RNN(3, 4, nonlinearity=nonlinearity), o=nn.Linear(4, 2))
+    symmetry = checked(net, torch.randn(5, 2, 3))
+    assert sizes(symmetry) == {"l.l0": 4}
+    assert sum(symmetry.scalings.factors.values()) == scales
+    assert sum(symmetry.signs.factors.values()) == signs
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_attention_permutes_heads_and_rows_within_heads(need_weights: bool, batch_first: bool) -> None:
+    net = Net(
+        lambda s, x: s.o(s.a(s.i(x), s.i(x), s.i(x), need_weights=need_weights)[0]),
+        i=nn.Linear(3, 12), a=nn.MultiheadAttention(12, 3, batch_first=batch_first), o=nn.Linear(12, 2),
+    )  # fmt: skip
+    symmetry = checked(net, torch.randn(2, 5, 3))
+    head = math.factorial(4) ** 2  # rows of queries and keys together, rows of values
+    assert symmetry.permutations.order() == math.factorial(12) ** 2 * math.factorial(3) * head**3
+    assert symmetry.permutations["a.heads"].size == 3
+
+
+def attention(s: Any, x: Tensor, heads: int, shared: int = 1, rotary: bool = False) -> Tensor:
+    """Attention by hand, with grouped queries and rotary positions if wanted."""
+    batch, time, _ = x.shape
+    q = s.q(x).view(batch, time, heads, -1).transpose(1, 2)
+    k, v = (f(x).view(batch, time, heads // shared, -1).transpose(1, 2) for f in (s.k, s.v))
+    if rotary:
+        angle = torch.arange(time)[:, None] * torch.tensor([1.0, 0.3])
+        cos, sin = (torch.cat([f(angle)] * 2, -1) for f in (torch.cos, torch.sin))
+        q, k = (y * cos + torch.cat([-y[..., 2:], y[..., :2]], -1) * sin for y in (q, k))
+    k, v = (y.repeat_interleave(shared, 1) for y in (k, v))
+    scores = (q @ k.transpose(-1, -2) / 2).softmax(-1)
+    return s.o((scores @ v).transpose(1, 2).reshape(batch, time, -1))
+
+
+def attention_net(**options: Any) -> Net:
+    shared = options.get("shared", 1)
+    return Net(
+        lambda s, x: attention(s, x, 4, **options),
+        q=nn.Linear(3, 16), k=nn.Linear(3, 16 // shared), v=nn.Linear(3, 16 // shared), o=nn.Linear(16, 2),
+    )  # fmt: skip
+
+
+def test_attention_by_hand_has_the_same_group() -> None:
+    symmetry = checked(attention_net(), torch.randn(2, 5, 3))
+    assert symmetry.permutations.order() == 24 * 24**8
+    assert scales(symmetry) == 32  # every row of queries against keys, of values against outputs
+
+
+def test_grouped_queries_move_with_the_head_of_keys_that_serves_them() -> None:
+    symmetry = checked(attention_net(shared=2), torch.randn(2, 5, 3))
+    # Two heads of keys; inside each two heads of queries, four rows of queries and keys, four rows of values.
+    assert symmetry.permutations.order() == 2 * (2 * 24 * 24) ** 2
+
+
+def test_rotary_positions_pin_queries_and_keys_but_not_heads() -> None:
+    symmetry = checked(attention_net(rotary=True), torch.randn(2, 5, 3))
+    assert symmetry.permutations.order() == 24 * 24**4
+    assert scales(symmetry) == 8 + 16  # pairs of rows of queries and keys; rows of values
+
+
+def test_grouped_queries_inside_scaled_dot_product_attention() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (s.q, s.k, s.v))
+        return s.o(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+
+    net = Net(forward, q=nn.Linear(3, 16), k=nn.Linear(3, 8), v=nn.Linear(3, 8), o=nn.Linear(16, 2))
+    assert checked(net, torch.randn(2, 5, 3)).permutations.order() == 2 * (2 * 24 * 24) ** 2
+
+
+def test_a_bias_for_each_head_moves_with_the_heads() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = s.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        place = torch.arange(5)
+        bias = s.table[(place[:, None] - place + 4).flatten()].view(5, 5, 2).permute(2, 0, 1)
+        return s.o(((q @ k.transpose(-1, -2) + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    net = Net(forward, qkv=nn.Linear(3, 24), table=nn.Parameter(torch.randn(9, 2)), o=nn.Linear(8, 2))
+    symmetry = checked(net, torch.randn(2, 5, 3))
+    assert symmetry.permutations.order() == 2 * 24**4
+    assert any(a.site == "table" and a.dim == 1 for a in symmetry.permutations["table.heads"].axes)
+
+
+def test_a_mask_that_differs_between_heads_pins_them_but_not_what_is_inside() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = s.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        place = torch.arange(5.0)
+        mask = (
+            -(place[:, None] - place).abs() * torch.tensor([0.5, 2.0])[:, None, None]
+        )  # linear biases, one slope a head
+        return s.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype)).transpose(1, 2).flatten(2))
+
+    symmetry = checked(Net(forward, qkv=nn.Linear(3, 24), o=nn.Linear(8, 2)), torch.randn(2, 5, 3))
+    assert symmetry.permutations.order() == 24**4
+
+
+def test_a_transformer_encoder_has_a_stream_heads_and_feedforward_units() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    net = Net(
+        lambda s, x: s.o(s.e(s.i(x)).mean(1)),
+        i=nn.Linear(3, 8), e=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), o=nn.Linear(8, 2),
+    )  # fmt: skip
+    symmetry = checked(net, torch.randn(2, 5, 3))
+    layers = 2 * (24 * 24) ** 2 * math.factorial(16)
+    assert symmetry.permutations.order() == math.factorial(8) * layers**2
+
+
+def test_a_transformer_with_a_decoder() -> None:
+    net = Net(
+        lambda s, x: s.o(s.t(s.i(x), s.i(x))),
+        i=nn.Linear(3, 8), t=nn.Transformer(8, 2, 1, 1, 16, batch_first=True), o=nn.Linear(8, 2),
+    )  # fmt: skip
+    block = 2 * (24 * 24) ** 2
+    order = checked(net, torch.randn(2, 5, 3)).permutations.order()
+    assert order == math.factorial(8) * block**3 * math.factorial(16) ** 2
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parametrised_weights_move_through_their_parts(wrap: Any) -> None:
+    net = nn.Sequential(wrap(nn.Linear(3, 6)), nn.ReLU(), wrap(nn.Linear(6, 2)))
+    symmetry = checked(net, columns())
+    assert sizes(symmetry) == {"0": 6}
+
+
+def test_gates_multiply() -> None:
+    net = Net(lambda s, x: s.c(F.silu(s.a(x)) * s.b(x)), a=nn.Linear(3, 6), b=nn.Linear(3, 6), c=nn.Linear(6, 2))
+    symmetry = checked(net, columns())
+    assert sizes(symmetry) == {"a": 6}
+    assert {axis.site for axis in symmetry.scalings["a"].axes if axis.exponent} == {"b.weight", "b.bias", "c.weight"}
+
+
+def test_einsum_and_bare_parameters() -> None:
+    net = Net(
+        lambda s, x: torch.einsum("bi,ij->bj", F.relu(torch.einsum("bk,ki->bi", x, s.w)), s.v),
+        w=nn.Parameter(torch.randn(3, 6)), v=nn.Parameter(torch.randn(6, 2)),
+    )  # fmt: skip
+    symmetry = checked(net, columns())
+    assert sizes(symmetry) == {"w": 6}
+    assert {(axis.site, axis.dim) for axis in symmetry.permutations["w"].axes} == {("w", 1), ("v", 0)}
+
+
+def test_units_of_one_are_rescaled_though_not_permuted() -> None:
+    symmetry = checked(nn.Sequential(nn.Linear(3, 1), nn.ReLU(), nn.Linear(1, 2)), columns())
+    assert sizes(symmetry) == {}
+    assert symmetry.scalings.factors == {"0": 1}
+
+
+def test_symmetric_functions_of_the_outputs_free_the_last_layer() -> None:
+    net = Net(lambda s, x: s.o(F.relu(s.h(x))).max(-1)[0], h=nn.Linear(3, 4), o=nn.Linear(4, 5))
+    symmetry = checked(net, columns())
+    assert sorted(sizes(symmetry).values()) == [4, 5]
+
+
+def test_the_last_bias_is_shifted_in_front_of_a_softmax() -> None:
+    layers = [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5)]
+    assert checked(nn.Sequential(*layers), columns()).shifts.sites == ()
+    assert checked(nn.Sequential(*layers, nn.LogSoftmax(-1)), columns()).shifts.sites == ("2.bias",)
+    assert checked(nn.Sequential(*layers, nn.Softmax(0)), columns()).shifts.sites == ()
+    symmetry = find_symmetry(nn.Sequential(*layers), columns(), logits=True)
+    assert symmetry.shifts.sites == ("2.bias",)
+    assert verify(symmetry, nn.Sequential(*layers), columns())
+
+
+def test_in_place_operations_on_parts_of_a_tensor_are_followed() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = F.relu(s.a(x), inplace=True).clone()
+        h[:, :2] = 0.0
+        return s.b(h)
+
+    net = Net(forward, a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    assert sorted(sizes(checked(net, columns())).values()) == [2, 4]
+
+
+def test_training_branches_are_followed_where_the_eval_pass_leaves_parameters_out() -> None:
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.extra = nn.Linear(3, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            h = F.relu(self.a(x))
+            return (self.b(h), self.extra(h)) if self.training else self.b(h)
+
+    symmetry = checked(Auxiliary(), columns())
+    assert {axis.site for axis in symmetry.permutations["a"].axes} >= {"extra.weight", "b.weight"}
+
+
+def test_parameters_that_no_pass_uses_stay_where_they_are() -> None:
+    net = Net(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2), unused=nn.Linear(4, 4))
+    symmetry = checked(net, columns())
+    assert sizes(symmetry) == {"a": 6}
+    reasons = {axis.site: axis.reasons for axis in symmetry.explanation.pinned()}
+    assert "no forward pass uses it" in reasons["unused.weight"][0]
+
+
+def test_constant_buffers_are_no_weights_and_pin_what_they_are_added_to() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 2)
+            self.register_buffer("table", torch.randn(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(F.relu(self.a(x) + self.table))
+
+    symmetry = checked(Positions(), columns())
+    assert sizes(symmetry) == {}
+    assert "add in the network" not in str(symmetry.explanation)
+    assert "pinned by add" in str(symmetry.explanation)
+
+
+def test_unknown_operators_pin_and_are_named() -> None:
+    net = Net(lambda s, x: s.b(torch.special.bessel_j0(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    with pytest.warns(UnknownOperator, match="special_bessel_j0"):
+        symmetry = find_symmetry(net, columns())
+    assert sizes(symmetry) == {}
+    pinned = {(axis.site, axis.dim): axis.reasons for axis in symmetry.explanation.pinned()}
+    assert "special_bessel_j0" in pinned["a.weight", 0][0]
+    with pytest.raises(ValueError, match="special_bessel_j0"):
+        find_symmetry(net, columns(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("forward", "operator"),
+    [
+        (lambda s, x: torch.einsum("bii->bi", s.a(x).unflatten(1, (2, 2))), "einsum"),
+        (lambda s, x: torch.scatter_add(s.a(x)[:, :2], 1, torch.zeros(4, 2, dtype=torch.long), s.a(x)), "scatter_add"),
+    ],
+)
+def test_a_rule_that_gives_up_says_so_and_where(forward: Any, operator: str) -> None:
+    net = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(2, 2))
+    net.function = lambda s, x: s.b(forward(s, x))
+    with pytest.warns(UnknownOperator, match=f"{operator} in Net"):
+        symmetry = find_symmetry(net, columns())
+    assert sizes(symmetry) == {}
+    with pytest.raises(ValueError, match=f"{operator} in Net"):
+        find_symmetry(net, columns(), strict=True)
+
+
+def test_operators_without_a_rule_are_taken_apart() -> None:
+    net = Net(lambda s, x: s.b(F.relu(F.pixel_shuffle(s.a(x), 2))), a=nn.Conv2d(3, 12, 1), b=nn.Conv2d(3, 2, 1))
+    assert torch.ops.aten.pixel_shuffle not in RULES
+    assert sizes(find_symmetry(net, images(pixels=4), strict=True)) == {"a": 3}
+
+
+def test_the_example_of_a_rule_works() -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(registry, globs={**vars(registry)})
+    runner = doctest.DocTestRunner()
+    assert runner.run(example, clear_globs=False) == (0, 3)  # no failures in three steps
+    net = Net(lambda s, x: s.b(torch.ops.mylib.centred(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    assert sizes(checked(net, columns())) == {"a": 6}
+
+
+def test_a_registered_rule_is_used() -> None:
+    operator = torch.ops.aten.special_bessel_j1
+    net = Net(lambda s, x: s.b(torch.special.bessel_j1(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    register_rule(operator)(RULES[torch.ops.aten.gelu])
+    try:
+        assert sizes(checked(net, columns())) == {"a": 6}
+    finally:
+        del RULES[operator]
+
+
+def test_what_cannot_be_traced_gets_an_error_that_shows_how_to_declare_the_group() -> None:
+    net = Net(lambda s, x: s.a(x) if x.sum() > 0 else s.b(x), a=nn.Linear(3, 2), b=nn.Linear(3, 2))
+    with pytest.raises(UntraceableError, match=r"Group\.declare"):
+        find_symmetry(net, columns())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18",
+        "squeezenet1_1",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mobilenet_v3_small", "googlenet")),
+    ],
+)
+def test_torchvision_networks(name: str) -> None:
+    from pyro_symmetric._torchvision import import_torchvision
+
+    options = {"init_weights": False} if name == "googlenet" else {}
+    net = import_torchvision().models.get_model(name, weights=None, num_classes=3, **options)
+    symmetry = checked(net, torch.randn(2, 3, 32, 32))
+    if name == "resnet18":
+        assert len(sizes(symmetry)) == 12

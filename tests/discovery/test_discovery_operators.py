@@ -1,0 +1,206 @@
+"""Operator by operator: which permutations, scalings and signs of six hidden units an operator lets through.
+
+Each network is ``b(f(a(x)))`` with a linear layer ``a`` of six units. What must come out follows from the operator: an
+order of permutations, the number of free scales, the number of free signs. The numerical check excludes wrong groups
+that are too large, the expected numbers those that are too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import factorial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.discovery.verify import verify
+
+ALL = factorial(6)
+
+
+class Case(NamedTuple):
+    """What lies between the layers, and what is let through.
+
+    :param forward: from the six hidden units to the inputs of the last layer, of which there are ``width``.
+    :param parts: modules and parameters that ``forward`` finds on its first argument.
+    """
+
+    forward: Callable[[Any, Tensor], Tensor]
+    order: int
+    scales: int
+    signs: int
+    width: int = 6
+    parts: dict[str, Any] = {}  # noqa: RUF012
+
+
+def counts(symmetry: Symmetry) -> tuple[int, int, int]:
+    """The order of the permutations, the number of independent scales, and the number of signs."""
+    group = symmetry.group
+    scales = sum(int(units.sum()) for units in group.independent("scale").values())
+    return group.permutations.order(), scales, sum(group[name].count for name in group.names("flip"))
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def overwritten(s: Any, h: Tensor) -> Tensor:
+    h = F.relu(h).clone()
+    h[:, :2] = s.w
+    return h
+
+
+def halves_with_own_softmax(s: Any, h: Tensor) -> Tensor:
+    """Units of two layers that are tied by a sum, but belong to two groups in between."""
+    one, other = torch.tanh(h), torch.tanh(s.c(s.x))
+    apart = torch.cat([one, other], -1).view(4, 2, 6).softmax(-1)
+    return apart[:, 0] + 2 * apart[:, 1] + one + other
+
+
+MASK = torch.tensor([True, True, False, False, False, False])
+CASES = {
+    "identity": Case(lambda s, h: h.clone(), ALL, 6, 6),
+    "relu": Case(lambda s, h: F.relu(h), ALL, 6, 0),
+    "leaky_relu": Case(lambda s, h: F.leaky_relu(h, 0.1), ALL, 6, 0),
+    "abs": Case(lambda s, h: h.abs(), ALL, 6, 6),  # the sign ends here: rows and biases flip on their own
+    "tanh": Case(lambda s, h: torch.tanh(h), ALL, 0, 6),
+    "gelu": Case(lambda s, h: F.gelu(h), ALL, 0, 0),
+    "clamp from zero": Case(lambda s, h: h.clamp(min=0.0), ALL, 6, 0),
+    "clamp on both sides": Case(lambda s, h: h.clamp(-1.0, 1.0), ALL, 0, 6),
+    "clamp elsewhere": Case(lambda s, h: h.clamp(-1.0, 2.0), ALL, 0, 0),
+    "square": Case(lambda s, h: h**2, ALL, 6, 6),
+    "cube": Case(lambda s, h: h.pow(3), ALL, 6, 6),
+    "root": Case(lambda s, h: h.abs().sqrt(), ALL, 6, 6),
+    "exp": Case(lambda s, h: h.exp(), ALL, 0, 0),
+    "add a number": Case(lambda s, h: F.relu(h + 1.0), ALL, 0, 0),
+    "multiply by a number": Case(lambda s, h: F.relu(h * 2.0), ALL, 6, 0),
+    "multiply by a parameter": Case(lambda s, h: torch.tanh(h) * s.w, ALL, 6, 12, parts={"w": parameter(6)}),
+    "divide by a parameter": Case(lambda s, h: torch.tanh(h) / s.w, ALL, 6, 12, parts={"w": parameter(6)}),
+    "add a parameter": Case(lambda s, h: F.relu(h + s.w), ALL, 6, 0, parts={"w": parameter(6)}),
+    "add one bias for all": Case(lambda s, h: F.relu(h + s.w), ALL, 0, 0, parts={"w": parameter(1)}),
+    "maximum with a parameter": Case(lambda s, h: torch.maximum(h, s.w), ALL, 6, 0, parts={"w": parameter(6)}),
+    "divide by a norm": Case(lambda s, h: F.normalize(h, dim=-1), ALL, 0, 6),
+    "prelu": Case(lambda s, h: s.p(h), ALL, 6, 0, parts={"p": nn.PReLU(6)}),
+    "glu": Case(lambda s, h: F.glu(h), factorial(3), 3, 3, 3),
+    "masked_fill": Case(lambda s, h: F.relu(h).masked_fill(MASK, 0.0), 1, 6, 0),  # a mask tells all places apart
+    "where": Case(lambda s, h: torch.where(MASK, F.relu(h), h), 1, 6, 0),
+    "where with its own sign": Case(lambda s, h: torch.where(h > 1.0, h, 0.0), ALL, 0, 0),
+    "dropout": Case(lambda s, h: F.dropout(F.relu(h), 0.5, s.training), ALL, 6, 0),
+    "softmax": Case(lambda s, h: h.softmax(-1), ALL, 0, 0),
+    "cumsum": Case(lambda s, h: F.relu(h).cumsum(-1), 1, 0, 0),
+    "sort": Case(lambda s, h: h.sort(-1).values, ALL, 0, 0),
+    "flip": Case(lambda s, h: F.relu(h) + F.relu(h).flip(-1), 1, 3, 0),  # (pairs could turn round: they are pinned)
+    "select": Case(lambda s, h: F.relu(h)[:, 2:3] * 2.0, 120, 6, 0, 1),
+    "split": Case(lambda s, h: sum(p * (k + 1) for k, p in enumerate(F.relu(h).split(2, -1))), 2, 2, 0, 2),
+    "chunk": Case(lambda s, h: F.relu(h).chunk(2, -1)[1], 36, 6, 0, 3),
+    "unbind": Case(lambda s, h: F.relu(h).unflatten(-1, (2, 3)).unbind(1)[0], 36, 6, 0, 3),
+    "repeat": Case(lambda s, h: F.relu(h).repeat(1, 2), ALL * 2**6, 6, 0, 12),
+    "repeat_interleave": Case(lambda s, h: F.relu(h).repeat_interleave(2, -1), ALL * 2**6, 6, 0, 12),
+    "stack": Case(lambda s, h: torch.stack([F.relu(h), torch.tanh(h)], -1).flatten(1), ALL, 0, 0, 12),
+    "cat with a constant": Case(lambda s, h: torch.cat([F.relu(h), torch.ones(4, 2)], -1), 2 * ALL, 6, 0, 8),
+    "cat with data": Case(lambda s, h: torch.cat([F.relu(h), s.x], -1), ALL, 6, 0, 9),
+    "an index map": Case(lambda s, h: F.relu(h)[:, torch.tensor([4, 2, 0])], 36, 6, 0, 3),
+    "an index map with copies": Case(lambda s, h: F.relu(h)[:, torch.tensor([1, 1, 5])], 24, 6, 0, 3),
+    "places of the two largest units": Case(lambda s, h: h.topk(2, -1).indices.to(h.dtype), 1, 0, 0, 2),
+    "the two largest units": Case(lambda s, h: h.topk(2, -1).values, ALL, 0, 0, 2),
+    "place of the largest number": Case(lambda s, h: h.view(2, 2, 6).argmax(1).to(h.dtype), ALL, 6, 0),
+    "einsum with an ellipsis": Case(
+        lambda s, h: torch.einsum("...i,ij->...j", F.relu(h), s.w), ALL * 120, 11, 5, 5, {"w": parameter(6, 5)}
+    ),
+    "einsum without an arrow": Case(
+        lambda s, h: torch.einsum("ji,bi", s.w, F.relu(h)), ALL * 120, 11, 5, 5, {"w": parameter(5, 6)}
+    ),
+    "gather rows": Case(lambda s, h: F.relu(h).gather(0, torch.tensor([[2], [0]]).expand(2, 6)), ALL, 6, 0),
+    "gather": Case(lambda s, h: F.relu(h).gather(1, torch.tensor([[0, 1]] * 4)), 1, 0, 0, 2),
+    "places written by a parameter": Case(overwritten, 48, 6, 0, parts={"w": parameter(2)}),
+    "tied units of two groups": Case(halves_with_own_softmax, 1, 0, 0, parts={"c": nn.Linear(3, 6)}),
+    "mean over units": Case(lambda s, h: F.relu(h).mean(-1, keepdim=True), ALL, 0, 0, 1),
+    "largest unit": Case(lambda s, h: h.amax(-1, keepdim=True), ALL, 0, 0, 1),
+    "place of the largest unit": Case(lambda s, h: h.max(-1, keepdim=True).indices.to(h.dtype), 1, 0, 0, 1),
+    "variance over units": Case(lambda s, h: h.var(-1, keepdim=True), ALL, 0, 0, 1),
+    "addmm": Case(
+        lambda s, h: torch.addmm(s.c, F.relu(h), s.w), ALL * 120, 11, 5, 5, {"c": parameter(5), "w": parameter(6, 5)}
+    ),
+    "outer product": Case(
+        lambda s, h: (F.relu(h)[:, :, None] * s.w).flatten(1), ALL * 6, 9, 3, 18, {"w": parameter(3)}
+    ),
+    "merged axes": Case(lambda s, h: F.relu(h).view(2, 12).view(4, 6), ALL, 6, 0),
+    "movedim": Case(lambda s, h: F.relu(h)[:, None].movedim(2, 1).flatten(1), ALL, 6, 0),
+    "two heads by view": Case(lambda s, h: F.relu(h).view(4, 2, 3).sum(1), 6 * 8, 3, 0, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operator_lets_through_what_it_should(name: str) -> None:
+    case = CASES[name]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 6), nn.Linear(case.width, 2)
+            for part, value in case.parts.items():
+                setattr(self, part, value)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.x = x
+            return self.b(case.forward(self, self.a(x)))
+
+    net, x = Net(), torch.randn(4, 3)
+    symmetry = find_symmetry(net, x, verify=False)
+    result = verify(symmetry, net, x, trials=2)
+    assert result, result
+    assert counts(symmetry) == (case.order, case.scales, case.signs)
+
+
+IMAGE_CASES = {
+    "max pooling": Case(lambda s, h: F.max_pool2d(h, 2), ALL, 6, 0),
+    "mean pooling": Case(lambda s, h: F.avg_pool2d(h, 2), ALL, 6, 6),
+    "adaptive pooling": Case(lambda s, h: F.adaptive_avg_pool2d(torch.tanh(h), 1), ALL, 0, 6),
+    "upsampling": Case(lambda s, h: F.interpolate(F.relu(h), scale_factor=2), ALL, 6, 0),
+    "bilinear upsampling": Case(lambda s, h: F.interpolate(h, scale_factor=2, mode="bilinear"), ALL, 6, 6),
+    "reflected borders": Case(lambda s, h: F.pad(F.relu(h), (1, 1, 1, 1), mode="reflect"), ALL, 6, 0),
+    "zero borders": Case(lambda s, h: F.pad(F.relu(h), (1, 1, 1, 1)), ALL, 6, 0),
+    "local mixing": Case(lambda s, h: s.c(F.relu(h)), ALL * ALL, 12, 6, parts={"c": nn.Conv2d(6, 6, 3, padding=1)}),
+    "transposed": Case(lambda s, h: s.c(F.relu(h)), ALL * 24, 10, 4, 4, {"c": nn.ConvTranspose2d(6, 4, 2)}),
+    "squeeze and excite": Case(
+        lambda s, h: F.relu(h) * s.c(F.relu(h).mean((2, 3), keepdim=True)).sigmoid(), ALL, 6, 0,
+        parts={"c": nn.Conv2d(6, 6, 1)},
+    ),
+    "patches": Case(
+        lambda s, h: s.c(F.unfold(F.relu(h), 2).transpose(1, 2)).transpose(1, 2)[..., None], ALL * 24, 10, 4, 4,
+        {"c": nn.Linear(24, 4)},
+    ),
+    "space to depth": Case(lambda s, h: F.pixel_unshuffle(F.relu(h), 2), ALL, 6, 0, 24),
+    "places of maxima": Case(
+        lambda s, h: F.max_pool2d(h, 2, return_indices=True)[1].to(h.dtype) * s.w, ALL, 12, 6,
+        parts={"w": parameter(6, 1, 1)},
+    ),
+    "cropped borders": Case(lambda s, h: F.pad(F.relu(h), (-1, 1, 0, -2)), ALL, 6, 0),
+    "pixels in order": Case(lambda s, h: F.relu(h).flatten(2).cumsum(-1).unflatten(2, (4, 4)), ALL, 6, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMAGE_CASES)
+def test_an_operator_on_images_lets_through_what_it_should(name: str) -> None:
+    case = IMAGE_CASES[name]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 6, 1), nn.Conv2d(case.width, 2, 1)
+            for part, value in case.parts.items():
+                setattr(self, part, value)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(case.forward(self, self.a(x)))
+
+    net, x = Net(), torch.randn(2, 3, 4, 4)
+    symmetry = find_symmetry(net, x, verify=False)
+    result = verify(symmetry, net, x, trials=2)
+    assert result, result
+    assert counts(symmetry) == (case.order, case.scales, case.signs)

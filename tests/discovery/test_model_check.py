@@ -1,0 +1,303 @@
+"""Declarations that are right pass; wrong ones are named by units, site and axis."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import config_enumerate
+from torch import nn
+
+from pyro_symmetric.discovery.densities import InconclusiveError, JointDensity
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.model_check import verify_model
+from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.models import BayesianModel
+
+DATA = torch.tensor([-2.0, -1.5, 0.3, 0.7, 2.5, 3.0, 3.1])
+SHAPES = {
+    "weights": torch.Size([3]),
+    "locs": torch.Size([3]),
+    "scales": torch.Size([3]),
+    "offsets": torch.Size([3]),
+}
+RIGHT = {"weights": ("k",), "locs": ("k",), "scales": ("k",)}
+
+
+def mixture(data: torch.Tensor) -> None:
+    """A mixture of three, and three offsets of ordered groups of data that have nothing to do with its components."""
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("components", 3):
+        locs = pyro.sample("locs", dist.Normal(0.0, 5.0))
+        scales = pyro.sample("scales", dist.LogNormal(0.0, 1.0))
+    offsets = pyro.sample("offsets", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    shift = offsets @ torch.tensor([1.0, 2.0, 3.0])
+    with pyro.plate("data", len(data)):
+        pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs + shift, scales)), obs=data)
+
+
+def declare(axes: dict[str, tuple[str | None, ...]]) -> Group:
+    return Group.declare(axes, SHAPES)
+
+
+def test_a_right_declaration_holds() -> None:
+    result = verify_model(declare(RIGHT), mixture, DATA)
+    assert result
+    assert "invariant" in str(result)
+    result.require()
+
+
+@pytest.mark.parametrize("left_out", ["weights", "locs", "scales"])
+def test_an_axis_that_was_left_out_is_named(left_out: str) -> None:
+    result = verify_model(declare({site: axes for site, axes in RIGHT.items() if site != left_out}), mixture, DATA)
+    (broken,) = result.broken
+    assert (broken.name, broken.sites) == ("k", ("x",))
+    assert (broken.missing, broken.superfluous) == (((left_out, 0),), ())
+    with pytest.raises(ValueError, match=rf"\['k'\](.|\n)*density of 'x'(.|\n)*with axis 0 of '{left_out}'"):
+        result.require()
+
+
+def test_two_axes_that_were_left_out_are_named() -> None:
+    (broken,) = verify_model(declare({"locs": ("k",)}), mixture, DATA).broken
+    assert set(broken.missing) == {("weights", 0), ("scales", 0)}
+
+
+def test_an_axis_too_many_is_named() -> None:
+    result = verify_model(declare({**RIGHT, "offsets": ("k",)}), mixture, DATA)
+    (broken,) = result.broken
+    assert (broken.superfluous, broken.missing) == ((("offsets", 0),), ())
+    assert broken.sites == ("x",)
+    assert "without axis 0 of 'offsets'" in str(result)
+
+
+def test_only_the_wrong_factor_is_named() -> None:
+    def two() -> None:
+        pyro.sample("a", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("b", dist.Normal(torch.zeros(4), torch.tensor([1.0, 1.0, 1.0, 1.1])).to_event(1))
+
+    group = Group.declare({"a": ("fair",), "b": ("lopsided",)}, {"a": (3,), "b": (4,)})  # type: ignore[dict-item]
+    (broken,) = verify_model(group, two).broken
+    assert (broken.name, broken.sites) == ("lopsided", ("b",))
+
+
+def test_the_other_axis_of_a_square_site_is_found() -> None:
+    def square() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(3, 3), torch.tensor([1.0, 2.0, 3.0])).to_event(2))
+
+    def model() -> None:
+        square()
+        pyro.sample("v", dist.Normal(torch.arange(3.0), 1.0).to_event(1))
+
+    group = Group.declare({"w": ("k", None), "v": ("k",)}, {"w": (3, 3), "v": (3,)})  # type: ignore[dict-item]
+    (broken,) = verify_model(group, model).broken
+    assert broken.superfluous == (("v", 0),)
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_an_ordered_prior_breaks_the_symmetry_outside_of_its_support(validate: bool) -> None:
+    def ordered(data: torch.Tensor) -> None:
+        prior = dist.TransformedDistribution(
+            dist.Normal(torch.zeros(3), 1.0, validate_args=validate).to_event(1), dist.transforms.OrderedTransform()
+        )
+        locs = pyro.sample("locs", prior)
+        with pyro.plate("data", len(data)):
+            pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(torch.ones(3)), dist.Normal(locs, 1.0)), obs=data)
+
+    result = verify_model(declare({"locs": ("k",)}), ordered, DATA)
+    (broken,) = result.broken
+    assert broken.change == float("inf")
+    assert "locs" in broken.sites
+    assert broken.missing == broken.superfluous == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("noise", [0.1, 0.01, 0.001])
+def test_a_sharp_likelihood_hides_no_lopsided_prior(dtype: torch.dtype, noise: float) -> None:
+    """What passes as rounding of a log-likelihood of up to 10^10 is no excuse for the prior's own nats."""
+    y = torch.randn(2000, dtype=dtype)
+
+    def model(prior_mean: float) -> None:
+        loc = torch.tensor([0.0, prior_mean, 0.0], dtype=dtype)
+        w = pyro.sample("w", dist.Normal(loc, 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(w.square().sum(), noise).expand([2000]).to_event(1), obs=y)
+
+    group = Group.declare({"w": ("k",)}, {"w": torch.Size([3])})
+    assert verify_model(group, model, 0.0)
+    (broken,) = verify_model(group, model, 2.0).broken
+    assert broken.sites == ("w",)
+
+
+def test_a_prior_that_the_likelihood_makes_up_for_breaks_nothing() -> None:
+    """The joint density counts, not its factors: here the likelihood takes the prior's mean back."""
+
+    def model(size: float) -> None:
+        w = pyro.sample("w", dist.Normal(torch.tensor([0.0, 2.0], dtype=torch.float64), 1.0).to_event(1))
+        pyro.factor("y", size * w.sum().cos() - 2 * w[1])
+
+    group = Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    for size in (1.0, 1e6):
+        assert verify_model(group, model, size)
+
+
+def test_a_likelihood_of_zero_for_moved_units_breaks_the_symmetry() -> None:
+    density = JointDensity(lambda: None, (), {}, 1e-4)
+    before = {"w": torch.zeros(1).double(), "y": torch.zeros(1).double()}
+    broken, size, sites = density._compare(before, {**before, "y": torch.full((1,), -torch.inf).double()})
+    assert (broken, size, sites) == (True, float("inf"), ("y",))
+
+
+def test_a_cyclic_symmetry_does_not_pass_for_all_permutations() -> None:
+    def ring() -> None:
+        a = pyro.sample("a", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal((a * a.roll(1)).sum(), 1.0), obs=torch.tensor(0.3))
+
+    assert not verify_model(Group.declare({"a": ("k",)}, {"a": torch.Size([5])}), ring)
+
+
+@pytest.mark.stochastic
+def test_one_unit_of_many_with_another_prior_is_noticed() -> None:
+    """Each of 4 draws is compared twice with another value at the odd unit, whose square passes for alike with
+    probability 0.15: false alarms below 1e-6."""
+    scale = torch.ones(5000)
+    scale[137] = 1.1
+
+    def model() -> None:
+        pyro.sample("a", dist.Normal(torch.zeros(5000), scale).to_event(1))
+
+    group = Group.declare({"a": ("k",)}, {"a": torch.Size([5000])})
+    assert not verify_model(group, model, trials=4, explain=False)
+
+
+def test_masks_and_scales_are_those_of_the_batch_where_events_have_entries_of_their_own() -> None:
+    mask = torch.tensor([True, False])
+
+    def model() -> None:
+        with pyro.plate("rows", 2), pyro.poutine.mask(mask=mask), pyro.poutine.scale(scale=3.0):
+            pyro.sample("a", dist.Normal(torch.zeros(2, 2), torch.tensor([[1.0], [2.0]])).to_event(1))
+
+    trace = pyro.poutine.trace(model).get_trace()
+    trace.compute_log_prob()
+    point = JointDensity(model, (), {}, 1e-4).draw(Group.declare({"a": (None, "k")}, {"a": torch.Size([2, 2])}))
+    again = pyro.poutine.trace(pyro.poutine.condition(model, data=point.weights)).get_trace()
+    assert point.log_probs["a"].shape == (4,)
+    assert float(point.log_probs["a"].sum()) == pytest.approx(float(again.log_prob_sum()))
+
+
+def test_signs_of_a_factor_model_hold_and_wrong_ones_are_named() -> None:
+    axes = {"loadings": (None, "factor"), "scores": ("factor", None)}
+    shapes = {"loadings": torch.Size([4, 2]), "scores": torch.Size([2, 20])}
+
+    def model(data: torch.Tensor, mean: float = 0.0) -> None:
+        loadings = pyro.sample("loadings", dist.Normal(torch.full((4, 2), mean), 1.0).to_event(2))
+        scores = pyro.sample("scores", dist.Normal(torch.zeros(2, 20), 1.0).to_event(2))
+        pyro.sample("x", dist.Normal(loadings @ scores, 0.5).to_event(2), obs=data)
+
+    data = torch.randn(4, 20)
+    group = Group.declare(axes, shapes, ("permute", "flip"))
+    assert verify_model(group, model, data)
+    (lopsided,) = verify_model(group, model, data, mean=0.5).broken
+    assert (lopsided.move, lopsided.name, lopsided.sites) == ("flip", "factor", ("loadings",))
+    (partial,) = verify_model(Group.declare({"loadings": (None, "factor")}, shapes, "flip"), model, data).broken
+    assert partial.missing == (("scores", 0),)
+
+
+def test_signs_and_permutations_of_a_discovered_network_hold() -> None:
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(500, 2), torch.randint(3, (500,))
+    group = find_symmetry(net, x).finite
+    assert verify_model(group, BayesianModel(net, 1.0), x, y)
+    relu = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    broken = verify_model(group, BayesianModel(relu, 1.0), x, y).broken
+    assert {found.move for found in broken} == {"flip"}
+    assert len(broken) == 2
+
+
+@config_enumerate
+def assigned(data: torch.Tensor) -> None:
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("components", 3):
+        locs = pyro.sample("locs", dist.Normal(0.0, 5.0))
+    with pyro.plate("data", len(data)):
+        z = pyro.sample("z", dist.Categorical(weights))
+        pyro.sample("x", dist.Normal(locs[z], 1.0), obs=data)
+
+
+def test_discrete_assignments_are_summed_out() -> None:
+    shapes = {"weights": torch.Size([3]), "locs": torch.Size([3])}
+    assert verify_model(Group.declare({"weights": ("k",), "locs": ("k",)}, shapes), assigned, DATA)
+    (broken,) = verify_model(Group.declare({"locs": ("k",)}, shapes), assigned, DATA).broken
+    assert broken.missing == (("weights", 0),)
+
+
+def test_rows_of_a_subsampled_plate_are_kept() -> None:
+    def model(data: torch.Tensor) -> None:
+        with pyro.plate("components", 3):
+            locs = pyro.sample("locs", dist.Normal(0.0, 5.0))
+        with pyro.plate("data", len(data), subsample_size=3) as rows:
+            pyro.sample(
+                "x", dist.MixtureSameFamily(dist.Categorical(torch.ones(3)), dist.Normal(locs, 1.0)), obs=data[rows]
+            )
+
+    assert verify_model(declare({"locs": ("k",)}), model, DATA)
+
+
+def test_a_density_with_randomness_of_its_own_is_inconclusive() -> None:
+    dropout = nn.Dropout(0.5)
+
+    def model() -> None:
+        a = pyro.sample("a", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(dropout(a).sum(), 1.0), obs=torch.tensor(0.3))
+
+    with pytest.raises(InconclusiveError, match="dropout"):
+        verify_model(Group.declare({"a": ("k",)}, {"a": torch.Size([5])}), model)
+
+
+def test_sites_that_the_model_lacks_or_shapes_otherwise_are_named() -> None:
+    group = Group.declare({"absent": ("k",)}, {"absent": torch.Size([3])})
+    with pytest.raises(ValueError, match=r"'absent'.*'locs'"):
+        verify_model(group, mixture, DATA)
+    group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([4])})
+    with pytest.raises(ValueError, match=r"'locs'.*\(3,\).*\(4,\)"):
+        verify_model(group, mixture, DATA)
+    with pytest.raises(ValueError, match="trials"):
+        verify_model(group, mixture, DATA, trials=0)
+
+
+def test_the_check_leaves_the_generator_and_the_parameters_alone() -> None:
+    state = torch.get_rng_state()
+    verify_model(declare(RIGHT), mixture, DATA)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not list(pyro.get_param_store().keys())
+
+
+def nested(*, within: bool) -> Group:
+    """Two heads of two rows each; of ``w``, and of ``v`` if rows within heads are exchanged together with those of
+    ``w``."""
+    row = torch.arange(4)[None]
+    sites = ("w", "v") if within else ("w",)
+    heads = Units("head", 2, tuple(Axis(site, 0, row.view(2, 2).T) for site in ("w", "v")))
+    rows = Units("row", 2, tuple(Axis(site, 0, row) for site in sites), parent="head", copies=2)
+    return Group([heads, rows], {"w": torch.Size([4]), "v": torch.Size([4])})
+
+
+def test_units_inside_others_hold_and_are_named() -> None:
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        v = pyro.sample("v", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal((w * v).reshape(2, 2).sum(-1).square().sum(), 1.0), obs=torch.tensor(0.3))
+
+    assert verify_model(nested(within=True), model)
+    (broken,) = verify_model(nested(within=False), model).broken
+    assert (broken.move, broken.name, broken.missing) == ("permute", "row", (("v", 0),))
+
+
+def test_copies_that_only_move_together_do_not_pass() -> None:
+    """The rows of both heads may be exchanged at once, but not those of one alone."""
+
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        v = pyro.sample("v", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        first, second = (w * v).reshape(2, 2)
+        pyro.sample("y", dist.Normal(first @ second, 1.0), obs=torch.tensor(0.3))
+
+    (broken,) = verify_model(nested(within=True), model).broken
+    assert broken.name == "row"

@@ -1,0 +1,213 @@
+"""Symmetry: elements of all moves together, tables, formats, priors, sites with other names."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import pyro_symmetric as ps
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.priors import check_priors
+from pyro_symmetric.discovery.symmetry import Symmetry
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.LogSoftmax(-1)
+    ).double()
+
+
+def found(net: nn.Module) -> Symmetry:
+    return find_symmetry(net, torch.randn(4, 3, dtype=torch.float64))
+
+
+def outputs(net: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.vmap(lambda w: functional_call(net, w, (x,)))(weights)
+
+
+def test_elements_leave_the_function_of_a_batch_of_weights_unchanged() -> None:
+    net = network()
+    symmetry, x = found(net), torch.randn(7, 3, dtype=torch.float64)
+    weights = {name: torch.randn(10, *p.shape, dtype=p.dtype) for name, p in net.named_parameters()}
+    moved = symmetry.sample((10,))(weights)
+    torch.testing.assert_close(outputs(net, moved, x), outputs(net, weights, x), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(moved["0.weight"], weights["0.weight"])
+
+
+def test_products_and_inverses_act_like_their_parts() -> None:
+    net = network()
+    symmetry = found(net)
+    weights = {name: torch.randn_like(p) for name, p in net.named_parameters()}
+    g, h = symmetry.sample(), symmetry.sample()
+    for site, value in (g @ h)(weights).items():
+        torch.testing.assert_close(value, g(h(weights))[site])
+    for site, value in (g.inverse() @ g)(weights).items():
+        torch.testing.assert_close(value, weights[site], rtol=1e-6, atol=1e-6)
+    for site, value in symmetry.identity()(weights).items():
+        assert torch.equal(value, weights[site])
+    mixed = symmetry.permutations.sample()
+    product = g @ mixed
+    for site, value in product(weights).items():
+        torch.testing.assert_close(value, g(mixed(weights))[site])
+
+
+def test_batches_of_elements_and_of_weights_broadcast() -> None:
+    net = network()
+    symmetry = found(net)
+    weights = {name: torch.randn(1, 3, *p.shape, dtype=p.dtype) for name, p in net.named_parameters()}
+    element = symmetry.sample((5, 1))
+    assert element.batch_shape == (5, 1)
+    assert element(weights)["0.weight"].shape == (5, 3, 6, 3)
+    one = element.select(2)(weights)["2.weight"]
+    torch.testing.assert_close(one[0], element(weights)["2.weight"][2])
+
+
+def test_act_returns_a_new_module_and_leaves_the_old_one() -> None:
+    net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+    net(torch.randn(50, 3, dtype=torch.float64))
+    net.eval()
+    x = torch.randn(6, 3, dtype=torch.float64)
+    symmetry = find_symmetry(net, x)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    # Every kind of element; log-scales stay small, so that running variances stay positive.
+    elements = [
+        symmetry.sample(spread=0.1),
+        symmetry.permutations.sample(),
+        symmetry.scalings.sample(),
+        symmetry.signs.sample(),
+    ]
+    for element in elements:
+        moved = symmetry.act(element, net)
+        torch.testing.assert_close(moved(x), net(x), rtol=1e-6, atol=1e-6)
+        assert moved is not net
+    assert not torch.equal(symmetry.act(elements[0], net)[1].running_mean, net[1].running_mean)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    with pytest.raises(ValueError, match="one module takes one element"):
+        symmetry.act(symmetry.sample((3,)), net)
+    with pytest.raises(ValueError, match="lacks the sites"):
+        symmetry.act(symmetry.sample(), nn.Linear(3, 3))
+
+
+def test_tied_weights_stay_tied() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    net[2].bias = net[0].bias
+    x = torch.randn(4, 3, dtype=torch.float64)
+    symmetry = find_symmetry(net, x)
+    moved = symmetry.act(symmetry.permutations.sample(), net)
+    assert moved[2].bias is moved[0].bias
+    torch.testing.assert_close(moved(x), net(x))
+
+
+def test_act_takes_posteriors_and_dicts() -> None:
+    net = network()
+    symmetry = found(net)
+    weights = {name: torch.randn(2, 7, *p.shape, dtype=p.dtype) for name, p in net.named_parameters()}
+    weights["noise_scale"] = torch.rand(2, 7, dtype=torch.float64)
+    element = symmetry.permutations.sample()
+    posterior = ps.Posterior(weights, {"lp": torch.randn(2, 7)}, rows="chains")
+    moved = symmetry.act(element, posterior)
+    assert torch.equal(moved.statistics["lp"], posterior.statistics["lp"])
+    assert torch.equal(moved.samples["0.weight"], symmetry.act(element, weights)["0.weight"])
+    assert torch.equal(moved.samples["noise_scale"], weights["noise_scale"])
+    for target in (3, [weights], None):
+        with pytest.raises(TypeError, match="target"):
+            symmetry.act(element, target)
+
+
+def test_the_table_names_all_units() -> None:
+    text = repr(found(network()))
+    assert "Symmetry of log-order 14.8: 11 units that permute, 6 scales, 5 signs, 1 shifts" in text
+    assert "0.weight[0]^1, 0.bias[0]^1, 2.weight[1]^-1" in text
+    assert "2.weight[0]^1, 2.bias[0]^1, 4.weight[1]^1" in text
+
+
+def test_json_brings_everything_back() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2), nn.Softmax(-1)
+    )
+    symmetry = find_symmetry(net, torch.randn(2, 3, 4, 4))
+    again = Symmetry.from_dict(json.loads(json.dumps(symmetry.to_dict())))
+    for kind in ("group", "permutations", "scalings", "signs", "shifts", "finite", "explanation", "logits"):
+        assert getattr(again, kind) == getattr(symmetry, kind)
+    assert repr(again) == repr(symmetry)
+
+
+def test_symmetries_are_pickled_and_copied() -> None:
+    net, x = network(), torch.randn(4, 3, dtype=torch.float64)
+    symmetry = found(net)
+    for again in (pickle.loads(pickle.dumps(symmetry)), copy.deepcopy(symmetry)):
+        assert again.group == symmetry.group
+        torch.testing.assert_close(again.act(again.sample(), net)(x), net(x), rtol=1e-6, atol=1e-6)
+
+
+def test_parts_of_a_symmetry() -> None:
+    net, x = network(), torch.randn(4, 3, dtype=torch.float64)
+    symmetry = found(net)
+    for part in (
+        symmetry.without(["0"]),
+        symmetry.without(["0", "2"], "permute"),
+        symmetry.without(["2"], ["flip"]),
+        symmetry.without(["shift of 4.bias"]),
+    ):
+        assert part.explanation == symmetry.explanation
+        torch.testing.assert_close(symmetry.act(part.sample(), net)(x), net(x), rtol=1e-6, atol=1e-6)
+    assert symmetry.without(["0"]).permutations.factors == {"2": 5}
+    assert symmetry.without(["0"], "permute").scalings == symmetry.scalings
+    left = symmetry.leaving(["4.bias"])
+    assert "4.bias" not in left.site_shapes
+    assert not left.shifts.units
+    for call in (lambda: symmetry.leaving(["nowhere"]), lambda: symmetry.without(["nowhere"])):
+        with pytest.raises(ValueError, match="nowhere"):
+            call()
+
+
+def test_sites_of_a_larger_model_have_a_prefix() -> None:
+    net = network()
+    symmetry = found(net).prefixed("net")
+    assert set(symmetry.site_shapes) == {f"net.{name}" for name, _ in net.named_parameters()}
+    weights = {f"net.{name}": p.detach() for name, p in net.named_parameters()}
+    assert set(symmetry.sample()(weights)) == set(weights)
+    with pytest.raises(ValueError, match="same name"):
+        symmetry.renamed(lambda site: "all")
+
+
+def priors(net: nn.Module) -> dict[str, dist.Distribution]:
+    return {name: dist.Normal(torch.zeros_like(p), 1.0).to_event(p.dim()) for name, p in net.named_parameters()}
+
+
+def test_exchangeable_priors_pass() -> None:
+    net = network()
+    result = check_priors(found(net), priors(net))
+    assert result
+    assert not result.signs
+    assert "all symmetries" in str(result)
+
+
+def test_a_prior_with_different_scales_within_a_layer_is_named() -> None:
+    net = network()
+    given = priors(net)
+    scale = torch.ones(6, dtype=torch.float64)
+    scale[2] = 1.001
+    given["0.bias"] = dist.Normal(torch.zeros(6, dtype=torch.float64), scale).to_event(1)
+    result = check_priors(found(net), given)
+    assert result.permutations == {"0": ("0.bias",)}
+    assert not result
+    assert "0.bias" in str(result)
+
+
+def test_a_prior_that_is_not_even_breaks_signs_only() -> None:
+    net = network()
+    given = priors(net)
+    given["2.bias"] = dist.Normal(torch.ones(5, dtype=torch.float64), 1.0).to_event(1)
+    result = check_priors(found(net), given)
+    assert result
+    assert result.signs == {"2": ("2.bias",)}
+    with pytest.raises(ValueError, match=r"lacks the sites \['2.bias'\]"):
+        check_priors(found(net), {k: v for k, v in given.items() if k != "2.bias"})

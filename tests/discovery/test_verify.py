@@ -1,0 +1,239 @@
+"""verify accepts right groups and catches wrong ones: an axis dropped, added, merged, scrambled."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.discovery.verify import BrokenSymmetry, repaired, verify
+from pyro_symmetric.groups import Axis, Group, Units
+
+
+class Convolutional(nn.Module):
+    """Convolutions, batch normalisation, a residual sum, flattening, tanh, and zero-initialised last weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.a, self.norm_a = nn.Conv2d(4, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5)
+        self.b = nn.Conv2d(5, 4, 1)
+        self.hidden, self.odd, self.out = nn.Linear(16, 6), nn.Linear(6, 5), nn.Linear(5, 3)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        x = F.relu(x + self.b(F.relu(self.norm_a(self.a(x)))))
+        x = F.relu(self.hidden(F.adaptive_avg_pool2d(x, 2).flatten(1)))
+        return self.out(torch.tanh(self.odd(x)))
+
+
+class Attending(nn.Module):
+    """Attention, layer normalisation and a feed-forward block around a stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 6, dropout=0.1, batch_first=True)
+        self.lstm, self.out = nn.LSTM(8, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(self.layer(self.embed(x)))[0])
+
+
+@functools.cache
+def examples() -> list[tuple[nn.Module, Tensor, Symmetry]]:
+    torch.manual_seed(0)
+    found = []
+    for net, x in ((Convolutional(), torch.randn(2, 3, 4, 4)), (Attending(), torch.randn(2, 5, 3))):
+        found.append((net, x, find_symmetry(net, x, verify=False)))
+    return found
+
+
+def with_units(symmetry: Symmetry, *changed: Units) -> Symmetry:
+    """The same symmetry with other units in place of those of the same name."""
+    units = {**symmetry.group.units, **{one.name: one for one in changed}}
+    return replace(symmetry, group=Group(units.values(), symmetry.site_shapes, symmetry.group.spans))
+
+
+def declared(axes: dict[str, tuple[str | None, ...]], net: nn.Module) -> Symmetry:
+    return Symmetry(Group.declare(axes, dict(net.named_parameters())))
+
+
+def wrong_groups(symmetry: Symmetry) -> Iterator[tuple[str, Symmetry]]:
+    """Every group that differs from the right one in one axis of some units, or in two sets of units merged.
+
+    Where a changed axis makes no group of all moves together (permutations that carry no multiplier along, say), it is
+    one of permutations or of multipliers alone that is tried.
+    """
+    for kind, change in (("permute", wrong_permutations), ("scale", wrong_multipliers), ("flip", wrong_multipliers)):
+        part = replace(symmetry, group=symmetry.group.restricted(kind))
+        for name, units in change(part.group):
+            yield f"{kind}: {name}", with_units(part, *units)
+
+
+def wrong_permutations(group: Group) -> Iterator[tuple[str, list[Units]]]:
+    used = {(axis.site, axis.dim) for one in group.units.values() for axis in one.axes}
+    earlier: list[Units] = []
+    for one in group.units.values():
+        if group.children(one.name):
+            continue  # what lies inside would no longer do so
+        for k, axis in enumerate(one.axes):
+            where = f"{axis.site}[{axis.dim}]"
+            rest = [a for j, a in enumerate(one.axes) if j != k]
+            yield f"{one.name} without {where}", [replace(one, axes=tuple(rest))]
+            if one.parent is None:
+                scrambled = replace(axis, index=axis.index.roll(1, 1))
+                yield f"{one.name} with {where} scrambled", [replace(one, axes=(*rest, scrambled))]
+        if one.parent is not None:
+            continue
+        for site, shape in group.site_shapes.items():
+            for dim, length in enumerate(shape):
+                if (site, dim) not in used and length == one.size:
+                    extra = Axis(site, dim, torch.arange(length)[None], buffer="running" in site)
+                    yield f"{one.name} with {site}[{dim}]", [replace(one, axes=(*one.axes, extra))]
+        for other in earlier:
+            if other.size == one.size:
+                mixed = (*one.axes[:1], *other.axes[:1])  # the inputs of two layers as if they were one
+                yield f"{one.name} merged with {other.name}", [replace(one, axes=mixed), replace(other, axes=())]
+        earlier.append(one)
+
+
+def wrong_multipliers(group: Group) -> Iterator[tuple[str, list[Units]]]:
+    for one in group.units.values():
+        for k, axis in enumerate(one.axes):
+            if axis.site == "layer.self_attn.in_proj_bias":
+                continue  # biases of keys change nothing behind a softmax, so no group that moves them is wrong
+            rest = tuple(a for j, a in enumerate(one.axes) if j != k)
+            yield f"{one.name} without {axis.site}", [replace(one, axes=rest)]
+            if "scale" in one.moves:
+                inverse = replace(axis, exponent=-axis.exponent)
+                yield f"{one.name} with {axis.site} inverse", [replace(one, axes=(*rest, inverse))]
+
+
+def test_right_groups_pass() -> None:
+    for net, x, symmetry in examples():
+        result = verify(symmetry, net, x, trials=3)
+        assert result, result
+        assert result.error < 1e-12
+
+
+@pytest.mark.stochastic
+def test_a_hundred_wrong_groups_are_all_caught() -> None:
+    wrong = [(name, group, net, x) for net, x, symmetry in examples() for name, group in wrong_groups(symmetry)]
+    chosen = random.Random(0).sample(wrong, 110)
+    # A random permutation of four units is the identity once in 24 times: a wrong group passes all of four trials with
+    # probability 3e-6.
+    missed = [name for name, group, net, x in chosen if all(verify(group, net, x) for _ in range(4))]
+    assert not missed
+
+
+def test_zero_initialised_weights_hide_nothing() -> None:
+    net, x, symmetry = examples()[0]
+    odd = symmetry.group["odd"]
+    # With its zeros the network's output doesn't depend on anything: only a randomised copy can tell.
+    assert bool((net(x) == net.out.bias).all())
+    assert not verify(with_units(symmetry, replace(odd, axes=odd.axes[:-1])), net, x)
+
+
+def test_guilty_moves_are_dropped_and_named_and_the_others_kept() -> None:
+    net, x, symmetry = examples()[0]
+    group = symmetry.permutations
+    broken = [replace(group[name], axes=group[name].axes[:-1]) for name in ("a", "hidden")]
+    with pytest.warns(BrokenSymmetry, match=r"a \(permute\), hidden \(permute\)"):
+        left = repaired(with_units(replace(symmetry, group=group), *broken), net, [x])
+    assert left.group == group.without(["a", "hidden"])
+
+
+def test_a_guilty_scale_leaves_the_permutations_of_the_same_units() -> None:
+    net, x, symmetry = examples()[0]
+    hidden = symmetry.group["hidden"]
+    assert {"permute", "scale"} <= hidden.moves
+    axes = (replace(hidden.axes[0], exponent=0), *hidden.axes[1:])
+    with pytest.warns(BrokenSymmetry, match=r"units hidden \(scale\):"):
+        left = repaired(with_units(symmetry, replace(hidden, axes=axes)), net, [x])
+    assert left.group["hidden"].moves == hidden.moves - {"scale"}
+    assert left.group.names("permute") == symmetry.group.names("permute")
+    assert verify(left, net, x)
+
+
+def test_guilty_units_inside_others_leave_those_outside() -> None:
+    net, x, symmetry = examples()[1]
+    group = symmetry.permutations
+    inner = next(one for one in group.units.values() if one.parent is not None)
+    with pytest.warns(BrokenSymmetry):
+        left = repaired(with_units(replace(symmetry, group=group), replace(inner, axes=inner.axes[:1])), net, [x])
+    assert verify(left, net, x)
+    assert left.group == group.without([inner.name])
+
+
+def test_the_network_is_untouched() -> None:
+    net, x, symmetry = examples()[0]
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    verify(symmetry, net, x)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert next(net.parameters()).dtype == torch.float32
+
+
+def test_batch_statistics_and_training_branches_are_compared_in_train_mode() -> None:
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.extra = nn.Linear(3, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.dropout(F.relu(self.a(x)), 0.5, self.training)
+            return self.b(h) + self.extra(h) if self.training else self.b(h)
+
+    net, x = Auxiliary(), torch.randn(4, 3)
+    axes = {"a.weight": ("a", None), "a.bias": ("a",), "b.weight": (None, "a")}
+    result = verify(declared(axes, net), net, x)
+    assert not result
+    assert result.error < 1e-12 < 1e-3 < result.train_error
+    assert verify(declared({**axes, "extra.weight": (None, "a")}, net), net, x)
+
+
+class Seen(nn.Module):
+    """A convolutional network that remembers how many images it saw, and may refuse to see few."""
+
+    def __init__(self, least: int = 1):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+        self.least = least
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < self.least:
+            raise RuntimeError("too few images")
+        SEEN.append(len(x))
+        return self.net(x)
+
+
+SEEN: list[int] = []
+
+
+@pytest.mark.parametrize(("pixels", "least", "compared"), [(256, 1, 1), (256, 3, 5), (128, 1, 3), (8, 1, 5)])
+def test_of_large_images_no_more_are_compared_than_it_takes(pixels: int, least: int, compared: int) -> None:
+    net, x = Seen(least), torch.randn(5, 3, pixels, pixels)
+    axes = {"net.0.weight": ("a", None, None, None), "net.0.bias": ("a",), "net.2.weight": (None, "a", None, None)}
+    SEEN.clear()
+    assert verify(declared(axes, net), net, x)
+    assert SEEN[-1] == compared
+    wrong = {site: names for site, names in axes.items() if site != "net.0.bias"}
+    # A random permutation of four units is the identity once in 24 times.
+    assert not all(verify(declared(wrong, net), net, x) for _ in range(4))
+
+
+def test_inputs_that_do_not_fit_are_named() -> None:
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"fails on the example inputs, of shapes \[\(3,\)\]: IndexError"):
+        find_symmetry(net, torch.tensor([1, 2, 7]))
+    with pytest.raises(ValueError, match="Linear fails on the example inputs"):
+        find_symmetry(nn.Linear(4, 2), torch.randn(2, 3))

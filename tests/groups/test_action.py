@@ -1,0 +1,220 @@
+"""The action on flat vectors against that on weights, and its log-determinant against autograd."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.distributions import biject_to, constraints
+from torch.func import jacrev
+
+from pyro_symmetric.groups import Action, Axis, Group, Units
+
+from .cases import ALL, GROUPS, apart, close, factors, layers, plain, units, weights_of
+
+BATCHES = [((), (6,)), ((6,), ()), ((4, 1), (3,)), ((2,), (2,))]
+
+
+def by_jacobian(action: Action, vector, element):
+    """The log-determinant of the action's Jacobian at one vector, by autograd."""
+    return torch.linalg.slogdet(jacrev(lambda u: action(u, element))(vector)).logabsdet
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPS])
+@pytest.mark.parametrize("batches", BATCHES, ids=str)
+def test_the_action_on_vectors_equals_the_action_on_weights(name, batches):
+    group = GROUPS[name]()
+    action = Action(group, list(reversed(group.site_shapes)))
+    w, g = weights_of(group, *batches[0]), group.sample(batches[1], dtype=torch.float64)
+    vector = action.flatten(w)
+    moved = action(vector, g)
+    assert moved.shape == (*torch.broadcast_shapes(*batches), action.dim)
+    assert close(action.unflatten(moved), g(w))
+    assert close(action.unflatten(vector), w)
+    assert close(action.constrain(vector), w)
+    assert torch.equal(action.flatten(action.unflatten(vector)), vector)
+    assert not action.nonlinear_sites
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPS])
+def test_the_log_determinant_is_that_of_the_jacobian(name):
+    group = GROUPS[name]()
+    action = Action(group, list(group.site_shapes))
+    vector, g = action.flatten(weights_of(group)), group.sample((3,), dtype=torch.float64)
+    found = action.log_abs_det(vector, g)
+    assert found.shape == (3,)
+    for k in range(3):
+        torch.testing.assert_close(found[k], by_jacobian(action, vector, g.select(k)), rtol=1e-9, atol=1e-9)
+    if not group.names("scale"):
+        assert torch.equal(found, torch.zeros(3, dtype=torch.float64))
+    else:
+        assert bool((found.abs() > 1e-3).all())
+
+
+TOPICS = {"topics": (3, 4), "weights": (3,), "rates": (3,), "mean": (3, 2)}
+SUPPORTS = {
+    "topics": constraints.independent(constraints.simplex, 1),
+    "weights": constraints.simplex,
+    "rates": constraints.positive,
+    "mean": constraints.independent(constraints.real, 2),
+}
+
+
+def mixture(moves: str | tuple[str, ...] = "permute") -> Group:
+    """Topics: weights on a simplex whose entries are permuted, simplices that are permuted as wholes, rates."""
+    axes = {"topics": ("topic", None), "weights": ("topic",), "rates": ("topic",), "mean": ("topic", None)}
+    return Group.declare(axes, TOPICS, moves=moves, even=["topics", "weights", "rates"])
+
+
+@pytest.mark.parametrize("moves", ["permute", "flip", ("permute", "flip")])
+@pytest.mark.parametrize("batches", BATCHES, ids=str)
+def test_unconstrained_coordinates_move_as_their_values_do(moves, batches):
+    group = mixture(moves)
+    action = Action(group, SUPPORTS)
+    assert action.dim == 3 * 3 + 2 + 3 + 6
+    assert action.shapes["topics"] == (3, 3)
+    u, g = torch.randn(*batches[0], action.dim, dtype=torch.float64), group.sample(batches[1], dtype=torch.float64)
+    moved = action(u, g)
+    assert moved.shape == (*torch.broadcast_shapes(*batches), action.dim)
+    assert close(action.constrain(moved), g(action.constrain(u)))
+    assert action.nonlinear_sites == (("weights",) if "permute" in group.moves else ())
+    back = action(moved, g.inverse())
+    torch.testing.assert_close(back, u.expand_as(back), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "supports",
+    [
+        SUPPORTS,
+        {**SUPPORTS, "topics": constraints.simplex},
+        {**SUPPORTS, "rates": constraints.interval(0.0, 2.0)},
+        {**SUPPORTS, "rates": constraints.greater_than(torch.tensor(0.5))},
+        {**SUPPORTS, "weights": constraints.positive},
+    ],
+)
+def test_the_log_determinant_on_constrained_sites_is_that_of_the_jacobian(supports):
+    group = mixture(("permute", "flip"))
+    action = Action(group, supports)
+    u, g = torch.randn(action.dim, dtype=torch.float64), group.sample((4,), dtype=torch.float64)
+    found = action.log_abs_det(u, g)
+    for k in range(4):
+        torch.testing.assert_close(found[k], by_jacobian(action, u, g.select(k)), rtol=1e-8, atol=1e-8)
+    assert close(action.constrain(action(u, g)), g(action.constrain(u)))
+
+
+def test_a_bijection_whose_determinant_is_not_symmetric_is_counted():
+    """Permuting the entries of a Cholesky factor's diagonal block isn't volume-preserving in general: bounds of each
+    entry's own, through which exchanged values pass."""
+    group = Group.declare({"w": ("u",)}, {"w": (3,)})
+    support = constraints.greater_than(torch.tensor([0.0, 0.0, 0.0]))
+    action = Action(group, {"w": support})
+    u, g = torch.randn(3, dtype=torch.float64), group.sample((4,))
+    for k in range(4):
+        one = g.select(k)
+        torch.testing.assert_close(action.log_abs_det(u, one), by_jacobian(action, u, one), rtol=1e-9, atol=1e-9)
+    values = biject_to(support)(u)
+    torch.testing.assert_close(biject_to(support)(action(u, g)), g({"w": values})["w"])
+
+
+def test_positive_sites_that_are_seen_flattened_move_as_their_values_do():
+    """An axis that spans two: all entries of a table, exchanged."""
+    index = torch.arange(6)[None]
+    group = Group([Units("entry", 6, (Axis("w", 0, index, span=2),))], {"w": (2, 3)})
+    for support in (constraints.positive, constraints.independent(constraints.positive, 2), constraints.simplex):
+        action = Action(group, {"w": support})
+        u, g = torch.randn(5, action.dim, dtype=torch.float64), group.sample((5,))
+        if support is constraints.simplex:  # entries of different simplices; only the exchange of values counts
+            continue
+        assert close(action.constrain(action(u, g)), g(action.constrain(u)))
+
+
+def test_sites_that_the_group_does_not_know_stay():
+    group = factors()
+    action = Action(group, ["noise", *group.site_shapes], {"noise": torch.Size([])})
+    vector, g = torch.randn(4, action.dim, dtype=torch.float64), group.sample((4,))
+    moved = action.unflatten(action(vector, g))
+    assert torch.equal(moved["noise"], vector[:, 0])
+    assert close(
+        {s: moved[s] for s in group.site_shapes}, g({s: action.unflatten(vector)[s] for s in group.site_shapes})
+    )
+
+
+def test_products_act_one_after_the_other_with_the_sum_of_their_determinants():
+    for group in (layers(), apart()):
+        action = Action(group, list(group.site_shapes))
+        vector = torch.randn(5, action.dim, dtype=torch.float64)
+        g, h = (group.sample((5,), dtype=torch.float64) for _ in range(2))
+        torch.testing.assert_close(action(vector, g @ h), action(action(vector, h), g), rtol=1e-9, atol=1e-9)
+        both = action.log_abs_det(vector, h) + action.log_abs_det(action(vector, h), g)
+        torch.testing.assert_close(action.log_abs_det(vector, g @ h), both, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_pass_through_the_action():
+    group = mixture(("permute", "flip"))
+    action, g = Action(group, SUPPORTS), group.sample()
+    u = torch.randn(action.dim, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda value: action(value, g), (u,))
+
+
+def test_actions_are_pickled_and_copied():
+    group = mixture()
+    action, g = Action(group, SUPPORTS), group.sample((3,))
+    u = torch.randn(3, action.dim, dtype=torch.float64)
+    plain_action = Action(layers(), list(layers().site_shapes))
+    for again in (pickle.loads(pickle.dumps(plain_action)), copy.deepcopy(plain_action)):
+        assert again.group == plain_action.group
+        assert (again.sites, again.dim, again.shapes) == (plain_action.sites, plain_action.dim, plain_action.shapes)
+    torch.testing.assert_close(copy.deepcopy(action)(u, g), action(u, g))
+
+
+SITES = list(layers().site_shapes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({"sites": [*SITES, "nowhere"]}, ValueError, "nowhere"),
+        ({"sites": SITES[1:]}, ValueError, "'a'"),
+        ({"sites": [*SITES, "a"]}, ValueError, "sites"),
+        ({"sites": []}, ValueError, "sites"),
+        ({"sites": "a"}, TypeError, "sites"),
+        ({"sites": [3]}, TypeError, "sites"),
+        ({"group": 3}, TypeError, "group"),
+        ({"sites": dict.fromkeys(SITES, constraints.positive)}, ValueError, "'a'"),
+        ({"sites": {**dict.fromkeys(SITES, constraints.real), "c bias": constraints.positive}}, ValueError, "'c bias'"),
+        ({"sites": dict.fromkeys(SITES, 3)}, TypeError, "sites"),
+    ],
+)
+def test_an_action_says_which_of_its_arguments_is_wrong(arguments, error, named):
+    with pytest.raises(error, match=named):
+        Action(**{"group": layers(), "sites": SITES, **arguments})
+
+
+def test_vectors_of_another_length_are_refused():
+    action = Action(layers(), SITES)
+    with pytest.raises(ValueError, match="vector"):
+        action(torch.zeros(action.dim + 1), layers().identity())
+
+
+def test_flips_of_sites_that_are_not_real_are_refused_and_those_of_even_sites_are_not():
+    one = units("u", 3, [("w", 0, 1), ("v", 0, 0)], {"permute", "flip"})
+    group = Group([one], {"w": (3,), "v": (3,)})
+    Action(group, {"w": constraints.real, "v": constraints.positive})
+    with pytest.raises(ValueError, match="'w'"):
+        Action(group, {"w": constraints.positive, "v": constraints.positive})
+    assert plain(3).shape == (1, 3)
+    assert "scale" in ALL
+
+
+@pytest.mark.cuda
+def test_vectors_move_on_their_device():
+    group = mixture(("permute", "flip"))
+    action, g = Action(group, SUPPORTS), group.sample((5,))
+    u = torch.randn(5, action.dim, dtype=torch.float64)
+    for element in (g, g.to("cuda")):
+        moved = action(u.cuda(), element)
+        assert moved.is_cuda
+        torch.testing.assert_close(moved.cpu(), action(u, g))
+        assert action.log_abs_det(u.cuda(), element).is_cuda

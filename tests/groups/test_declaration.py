@@ -1,0 +1,89 @@
+"""Declared groups: units by the names of axes, what they may do, and what a declaration gets wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyro_symmetric.groups import Group
+
+from .cases import close, weights_of
+
+AXES = {"loadings": (None, "factor"), "scores": ("factor", "group"), "scale": (None,)}
+SHAPES = {"loadings": (4, 3), "scores": (3, 2), "scale": (4,), "other": (2, 2)}
+
+
+def test_units_lie_along_the_axes_that_bear_their_name():
+    group = Group.declare(AXES, SHAPES)
+    assert group.factors == {"factor": 3, "group": 2}
+    assert [(axis.site, axis.dim) for axis in group["factor"].axes] == [("loadings", 1), ("scores", 0)]
+    assert group.sites == ("loadings", "scores")
+    assert set(group.site_shapes) == set(SHAPES)
+    assert group.order() == 12
+    assert group.moves == {"permute"}
+
+
+def test_examples_may_be_tensors_or_shapes():
+    tensors = {site: torch.zeros(shape) for site, shape in SHAPES.items()}
+    assert Group.declare(AXES, tensors) == Group.declare(AXES, SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("moves", "order"),
+    [
+        ("permute", 6 * 2),
+        ("flip", 2**4),  # flipping all factors is flipping both groups, but for the loadings
+        (("permute", "flip"), 6 * 2 * 2**5),
+        ({"factor": "flip", "group": "permute"}, 2**3 * 2),
+        ({"factor": ("permute", "flip"), "group": ("permute",)}, 6 * 2**3 * 2),
+    ],
+)
+def test_moves_are_those_of_all_units_or_of_each(moves, order):
+    group = Group.declare(AXES, SHAPES, moves=moves)
+    expected = order if moves != "flip" else 2**5
+    assert group.order() == expected
+    weights = weights_of(group)
+    images = group.enumerate()(weights)
+    distinct = torch.cat([value.flatten(1) for value in images.values()], 1).unique(dim=0)
+    assert len(distinct) == expected
+    g, h = group.sample((20,)), group.sample((20,))
+    assert close((g @ h)(weights), g(h(weights)))
+
+
+def test_even_sites_are_exchanged_and_not_flipped():
+    axes = {"loadings": (None, "factor"), "variances": ("factor",)}
+    shapes = {"loadings": (4, 3), "variances": (3,)}
+    both = Group.declare(axes, shapes, moves=("permute", "flip"), even=["variances"])
+    weights = {site: value.abs() for site, value in weights_of(both).items()}
+    moved = both.sample((50,))(weights)
+    assert bool((moved["variances"] > 0).all())
+    assert bool((moved["loadings"] < 0).any())
+    assert both.sites == ("loadings", "variances")
+    assert both.signs.sites == ("loadings",)
+    flips = Group.declare(axes, shapes, moves="flip", even=["variances"])
+    assert flips.sites == ("loadings",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({"axes": 3}, TypeError, "axes"),
+        ({"axes": {"nowhere": ("u",)}}, ValueError, "nowhere"),
+        ({"axes": {"scores": ("u",)}}, ValueError, "scores"),
+        ({"axes": {"scores": "uv"}}, ValueError, "scores"),
+        ({"axes": {"scores": ("u", 3)}}, TypeError, "scores"),
+        ({"axes": {"loadings": (None, "u"), "scores": (None, "u")}}, ValueError, "'u'"),
+        ({"example_weights": 3}, TypeError, "example_weights"),
+        ({"example_weights": {"loadings": 3}}, TypeError, "example_weights"),
+        ({"moves": "turn"}, ValueError, "moves"),
+        ({"moves": "scale"}, ValueError, "moves"),
+        ({"moves": ()}, ValueError, "moves"),
+        ({"moves": {"factor": "permute"}}, ValueError, "moves"),
+        ({"moves": {"factor": "permute", "group": "permute", "more": "permute"}}, ValueError, "moves"),
+        ({"even": ["nowhere"]}, ValueError, "even"),
+        ({"even": "scores"}, TypeError, "even"),
+    ],
+)
+def test_a_declaration_names_what_does_not_fit(arguments, error, named):
+    with pytest.raises(error, match=named):
+        Group.declare(**{"axes": AXES, "example_weights": SHAPES, **arguments})

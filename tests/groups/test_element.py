@@ -1,0 +1,389 @@
+"""Elements: the action against loops by hand, group axioms, products of restrictions, batches, devices."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyro_symmetric.groups import Axis, Group, Units
+
+from .cases import (
+    ALL,
+    GROUPS,
+    KINDS,
+    alike,
+    attend,
+    attention,
+    by_loops,
+    close,
+    convolve,
+    grouped,
+    plain,
+    weights_of,
+    wreath,
+)
+
+SEEDS = st.integers(0, 2**31 - 1)
+WIDTHS = st.lists(st.integers(1, 6), min_size=3, max_size=5)
+BATCHES = st.sampled_from([(), (1,), (3,), (2, 3)])
+NAMES = st.sampled_from(list(GROUPS))
+quick = settings(max_examples=25, deadline=None, derandomize=True)
+every = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+# acting ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_elements_act_as_loops_by_hand_do(name):
+    group = GROUPS[name]()
+    weights, elements = weights_of(group), group.sample((5,), dtype=torch.float64)
+    moved = elements(weights)
+    for k in range(5):
+        assert close({site: value[k] for site, value in moved.items()}, by_loops(elements.select(k), weights))
+
+
+@every
+@given(shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4)), seed=SEEDS)
+def test_units_inside_units_act_inside_first_and_then_outside(shape, seed):
+    """(p . w)[g, h, i] is the entry [s(g), m(s(g), h), c(s(g), m(s(g), h), i)] of w, by definition."""
+    torch.manual_seed(seed)
+    group, (outer, middle, inner) = wreath(*shape), shape
+    p, w = group.sample(), weights_of(group)
+    assert p["groups"].shape == (outer,)
+    assert p["heads"].shape == ((outer, middle) if outer > 1 else (middle,))
+    heads = p["heads"].view(outer, middle)
+    for site, rows in (("key", "key rows"), ("value", "value rows")):
+        own, images = p(w)[site].unflatten(0, shape), p[rows].view(outer, middle, inner)
+        for g, h, i in itertools.product(*map(range, shape)):
+            g_, h_ = int(p["groups"][g]), int(heads[p["groups"][g], h])
+            assert torch.equal(own[g, h, i], w[site].unflatten(0, shape)[g_, h_, images[g_, h_, i]])
+
+
+def test_unit_i_receives_what_unit_p_of_i_had():
+    group = Group.declare({"a": ("unit", None), "b": (None, "unit")}, {"a": (3, 2), "b": (2, 3)})
+    weights, p = weights_of(group), group.element({"unit": [2, 0, 1]})
+    for i, source in enumerate([2, 0, 1]):
+        assert torch.equal(p(weights)["a"][i], weights["a"][source])
+        assert torch.equal(p(weights)["b"][:, i], weights["b"][:, source])
+
+
+def test_scales_multiply_rows_and_divide_columns(mlp):
+    net = mlp([2, 3, 2])
+    weights, factor = net.weights(), torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    moved = net.group.element(log_scales={"hidden.0": factor.log()})(weights)
+    torch.testing.assert_close(moved["0.weight"], weights["0.weight"] * factor[:, None])
+    torch.testing.assert_close(moved["0.bias"], weights["0.bias"] * factor)
+    torch.testing.assert_close(moved["1.weight"], weights["1.weight"] / factor)
+    assert torch.equal(moved["1.bias"], weights["1.bias"])
+
+
+@quick
+@given(
+    widths=WIDTHS,
+    seed=SEEDS,
+    batch=BATCHES,
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    activation=st.sampled_from(["relu", "tanh"]),
+    kind=st.sampled_from(["permutations", "scalings", "signs", "group"]),
+)
+def test_network_outputs_do_not_change(mlp, widths, seed, batch, dtype, activation, kind):
+    torch.manual_seed(seed)
+    net = mlp(widths, activation)
+    weights, x = net.weights(*batch, dtype=dtype), torch.randn(5, widths[0], dtype=dtype)
+    group = getattr(net, kind)
+    moved = group.sample(batch)(weights)
+    before, after = (net(w, x).softmax(-1) if group.names("shift") else net(w, x) for w in (weights, moved))
+    tolerance = (1e-3 if group.names("scale") else 1e-4) if dtype == torch.float32 else 1e-11
+    torch.testing.assert_close(after, before, rtol=tolerance, atol=tolerance)
+    assert all(moved[site].dtype == dtype for site in moved)
+    if "scale" in group.moves:
+        assert not torch.equal(moved["0.weight"], weights["0.weight"])
+
+
+@quick
+@given(widths=WIDTHS, seed=SEEDS, batch=BATCHES)
+def test_a_softmax_does_not_change_under_shifts(mlp, widths, seed, batch):
+    torch.manual_seed(seed)
+    net = mlp(widths)
+    weights, x = net.weights(*batch), torch.randn(5, widths[0], dtype=torch.float64)
+    moved = net.shifts.sample(batch, dtype=torch.float64)(weights)
+    torch.testing.assert_close(net(moved, x).softmax(-1), net(weights, x).softmax(-1), rtol=1e-12, atol=1e-12)
+    last = f"{net.depth - 1}.bias"
+    assert not torch.equal(moved[last], weights[last])
+
+
+@pytest.mark.parametrize(("make", "function"), [(attention, attend), (grouped, convolve)])
+def test_networks_with_units_inside_units_do_not_change(make, function):
+    """All moves at once, riders and grouped kernels included."""
+    group = make()
+    weights = weights_of(group)
+    x = torch.randn(4, 2, dtype=torch.float64) if make is attention else torch.randn(3, 2, 4, dtype=torch.float64)
+    elements = group.sample((20,), dtype=torch.float64)
+    moved = elements(weights)
+    for k in range(20):
+        one = {site: value[k] for site, value in moved.items()}
+        torch.testing.assert_close(function(one, x), function(weights, x), rtol=1e-9, atol=1e-9)
+        assert not any(torch.allclose(one[site], weights[site]) for site in group.sites)
+
+
+def test_an_index_of_blocks_moves_blocks_and_leaves_the_rest():
+    # Two channels of three pixels, flattened, behind one position that stays.
+    index = torch.tensor([[1, 4], [2, 5], [3, 6]])
+    group = Group([Units("channel", 2, (Axis("w", 0, index),))], {"w": (7,)})
+    assert group.element({"channel": [1, 0]})({"w": torch.arange(7)})["w"].tolist() == [0, 4, 5, 6, 1, 2, 3]
+
+
+def test_units_that_share_an_axis_move_their_own_positions():
+    left, right = torch.tensor([[0, 2, 4]]), torch.tensor([[1, 3]])
+    group = Group([Units("left", 3, (Axis("w", 0, left),)), Units("right", 2, (Axis("w", 0, right),))], {"w": (5,)})
+    moved = group.element({"left": [1, 2, 0], "right": [1, 0]})({"w": torch.arange(5)})
+    assert moved["w"].tolist() == [2, 3, 4, 1, 0]
+
+
+def test_permuted_values_are_copied_bit_by_bit():
+    """Also where scales act around an epsilon: adding and subtracting it would round."""
+    group = GROUPS["normalised"]()
+    weights, p = weights_of(group, dtype=torch.float32), group.permutations.sample()
+    for site, value in p(weights).items():
+        assert torch.equal(value.flatten().sort().values, weights[site].flatten().sort().values)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(("element", "batch"), [((4,), ()), ((), (4,)), ((3, 1), (1, 4)), ((4,), (3, 4)), ((2,), (2,))])
+def test_batches_of_elements_and_weights_broadcast_like_a_loop(name, element, batch):
+    group = GROUPS[name]()
+    p, weights = group.sample(element, dtype=torch.float64), weights_of(group, *batch)
+    moved, shape = p(weights), torch.broadcast_shapes(element, batch)
+    for where in itertools.product(*map(range, shape)):
+        single = {site: v.expand(*shape, *group.site_shapes[site])[where] for site, v in weights.items()}
+        one = p.expand(shape).select(where)(single)
+        assert close({site: v[where] for site, v in moved.items()}, one, 1e-15)
+
+
+def test_acting_on_ten_thousand_networks_of_a_thousand_parameters_takes_under_a_second(mlp):
+    net = mlp([10, 22, 22, 10])
+    weights, p = net.weights(10_000, dtype=torch.float32), net.permutations.sample((10_000,))
+    assert sum(v[0].numel() for v in weights.values()) > 950
+    start = time.process_time()
+    p(weights)
+    assert time.process_time() - start < 1.0
+
+
+# the group ------------------------------------------------------------------------------------------------------------
+
+
+@every
+@given(name=NAMES, seed=SEEDS, batch=BATCHES)
+def test_elements_satisfy_the_group_axioms_and_act_as_a_group(name, seed, batch):
+    torch.manual_seed(seed)
+    group = GROUPS[name]()
+    p, r, s = (group.sample(batch, dtype=torch.float64) for _ in range(3))
+    weights, identity = weights_of(group, *batch), group.identity(batch, dtype=torch.float64)
+    assert alike((p @ r) @ s, p @ (r @ s))
+    assert (p @ identity).equal(p)
+    assert (identity @ p).equal(p)
+    assert alike(p.inverse() @ p, identity)
+    assert alike(p @ p.inverse(), identity)
+    assert close((p @ r)(weights), p(r(weights)), 1e-10)
+    assert close(p.inverse()(p(weights)), weights, 1e-10)
+    assert close(identity(weights), weights, 1e-15)
+
+
+@pytest.mark.parametrize("kind", ["flip", "scale", "shift"])
+def test_multipliers_and_shifts_commute(kind):
+    group = GROUPS["layers"]().restricted(kind)
+    p, r = (group.sample((6,), dtype=torch.float64) for _ in range(2))
+    assert alike(p @ r, r @ p)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(("one", "other"), list(itertools.product(KINDS, KINDS)))
+def test_elements_of_two_restrictions_make_one_of_the_whole(name, one, other):
+    group = GROUPS[name]()
+    p, r = (group.restricted(kind).sample((3,), dtype=torch.float64) for kind in (one, other))
+    weights = weights_of(group, 3)
+    assert close((p @ r)(weights), p(r(weights)), 1e-11)
+    whole = group.sample((3,), dtype=torch.float64)
+    assert close((whole @ p)(weights), whole(p(weights)), 1e-10)
+    assert close((p @ whole)(weights), p(whole(weights)), 1e-10)
+    assert (p @ whole).group is group
+
+
+def test_every_element_is_its_permutation_times_its_multiplier_times_its_shift():
+    for make in GROUPS.values():
+        group = make()
+        g, weights = group.sample(dtype=torch.float64), weights_of(group)
+        parts = [
+            group.permutations.element(g.permutations),
+            group.restricted("flip", "scale").element(signs=g.signs, log_scales=g.log_scales),
+            group.shifts.element(shifts=g.shifts),
+        ]
+        assert close(parts[0](parts[1](parts[2](weights))), g(weights))
+        assert alike(parts[0] @ parts[1] @ parts[2], g) or group.moves <= {"permute"}
+
+
+def test_composition_broadcasts(mlp):
+    group = mlp([2, 4, 3, 2]).group
+    p, r = group.sample((3, 1)), group.sample((4,))
+    composed = p @ r
+    assert composed.batch_shape == (3, 4)
+    assert alike(p.select((2, 0)) @ r.select(1), composed.select((2, 1)))
+
+
+def test_elements_of_different_groups_do_not_compose(mlp):
+    with pytest.raises(ValueError, match="two different groups"):
+        mlp([2, 3, 2]).group.sample() @ mlp([2, 3, 3]).group.sample()
+    with pytest.raises(ValueError, match="two different groups"):
+        mlp([2, 3, 2]).scalings.sample() @ mlp([2, 3, 2], "tanh").signs.sample()
+    with pytest.raises(TypeError):
+        mlp([2, 3, 2]).group.sample() @ 3
+
+
+# batches, devices, files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_elements_index_and_expand_their_batch(name):
+    group = GROUPS[name]()
+    g = group.sample((2, 3))
+    assert g.batch_shape == (2, 3)
+    assert g.select(1).batch_shape == (3,)
+    assert g.select((slice(None), None, 2)).batch_shape == (2, 1)
+    assert g.select(torch.tensor([True, False])).batch_shape == (1, 3)
+    assert g.select(1).select(2).equal(g.select((1, 2)))
+    wide = g.select(0).expand((4, 3))
+    assert wide.batch_shape == (4, 3)
+    assert wide.select(3).equal(g.select(0))
+    assert g.equal(g.select(slice(None)))
+    assert not g.equal(g.select(0))
+    if group.units:
+        assert not g.equal(g.inverse()) or group.log_order() < 1
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_elements_change_their_precision_but_not_their_permutations(name):
+    g = GROUPS[name]().sample((2,), dtype=torch.float32)
+    wide = g.to(dtype=torch.float64)
+    assert all(v.dtype == torch.float64 for part in (wide.signs, wide.log_scales, wide.shifts) for v in part.values())
+    assert all(v.dtype == torch.long for v in wide.permutations.values())
+    assert wide.to("cpu").to(dtype=torch.float32).equal(g)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_and_elements_are_pickled_and_copied(name):
+    group = GROUPS[name]()
+    g, weights = group.sample((3,), dtype=torch.float64), weights_of(group, 3)
+    moved = g(weights)
+    for again in (pickle.loads(pickle.dumps(g)), copy.deepcopy(g)):
+        assert again.equal(g)
+        assert again.group == group
+        assert close(again(weights), moved, 0.0)
+        assert close((again @ g)(weights), (g @ g)(weights), 1e-12)
+        restricted = again.group.permutations.sample()
+        assert close((restricted @ again)(weights), restricted(again(weights)), 1e-10)
+
+
+def test_index_and_multiplier_along_an_axis_say_what_the_action_does():
+    group = wreath(2, 2, 3, ALL)
+    g, weights = group.sample((4,), dtype=torch.float64), weights_of(group)
+    index, factor = g.axis_index("out", 1), g.axis_multiplier("out", 1, torch.float64)
+    expected = (weights["out"] * factor.unsqueeze(-2)).gather(-1, index.unsqueeze(-2).expand(4, 3, 12))
+    torch.testing.assert_close(g(weights)["out"], expected)
+    assert torch.equal(g.unit_index("value rows"), index)
+    assert torch.equal(g.axis_index("out", 0), torch.arange(3).expand(4, 3))
+    assert torch.equal(g.axis_multiplier("out", 0), torch.ones(4, 3))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", GROUPS)
+def test_elements_act_on_the_device_of_the_weights(name):
+    group = GROUPS[name]()
+    weights = weights_of(group, 5)
+    g, h = (group.sample((5,), dtype=torch.float64) for _ in range(2))
+    there = {site: value.cuda() for site, value in weights.items()}
+    for element in (g @ h, g.to("cuda") @ h, g.to("cuda") @ h.to("cuda").inverse().inverse()):
+        moved = element(there)
+        assert all(value.is_cuda for value in moved.values())
+        assert close({site: value.cpu() for site, value in moved.items()}, (g @ h)(weights), 1e-9)
+    drawn = group.sample((3,), device="cuda")
+    assert all(v.is_cuda for v in (drawn.permutations | drawn.signs | drawn.log_scales | drawn.shifts).values())
+
+
+# given elements -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_of_a_given_element_stays():
+    group = GROUPS["layers"]()
+    g = group.element({"first": [[1, 2, 0], [0, 1, 2]]}, signs={"second": [1, -1]}, shifts={"shift": [2.0]})
+    assert g.batch_shape == (2,)
+    assert g["first"].tolist() == [[1, 2, 0], [0, 1, 2]]
+    assert g["second"].tolist() == [[0, 1]] * 2
+    assert g.signs["first"].tolist() == [[1.0] * 3] * 2
+    assert g.signs["second"].tolist() == [[1.0, -1.0]] * 2
+    assert g.shifts["shift"].tolist() == [[2.0]] * 2
+    assert not any(bool(v.any()) for v in g.log_scales.values())
+
+
+@pytest.mark.parametrize(
+    ("argument", "given", "found"),
+    [
+        ("permutations", {"first": [0, 0, 1]}, "no permutation"),
+        ("permutations", {"first": [0, 1]}, "shape"),
+        ("permutations", {"first": [0.0, 1.0, 2.0]}, "integers"),
+        ("permutations", {"first": [False, True, True]}, "integers"),
+        ("permutations", {"third": [0, 1, 2]}, "third"),
+        ("permutations", {"shift": [0]}, "shift"),
+        ("signs", {"first": [1, -1, 2]}, "signs"),
+        ("signs", {"first": [1, -1, math.nan]}, "signs"),
+        ("signs", {"first": [1, -1]}, "signs"),
+        ("log_scales", {"first": [1.0, math.inf, 2.0]}, "log_scales"),
+        ("log_scales", {"first": [1.0, 2.0]}, "log_scales"),
+        ("log_scales", {"shift": [1.0]}, "log_scales"),
+        ("shifts", {"shift": [math.nan]}, "shifts"),
+        ("shifts", {"first": [1.0, 1.0, 1.0]}, "shifts"),
+    ],
+)
+def test_numbers_that_are_no_element_are_refused(argument, given, found):
+    with pytest.raises(ValueError, match=found):
+        GROUPS["layers"]().element(**{argument: given})
+
+
+def test_units_that_do_not_permute_have_no_permutation():
+    with pytest.raises(ValueError, match="shift"):
+        GROUPS["layers"]().identity()["shift"]
+    with pytest.raises(ValueError, match="third"):
+        GROUPS["layers"]().identity()["third"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"b": torch.zeros(3)}, r"lacks the sites \['a'\]"),
+        ({"a": torch.zeros(2)}, "shape"),
+        ({"a": torch.zeros(5, 3), "b": torch.zeros(4, 2)}, "same batch shape"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(weights, words):
+    group = Group.declare({"a": ("unit",)}, {"a": (3,), "b": (2,)})
+    with pytest.raises(ValueError, match=words):
+        group.identity()(weights)
+
+
+def test_buffers_move_along_and_are_missed_if_they_are_absent():
+    axes = (Axis("w", 0, plain(3)), Axis("mean", 0, plain(3), buffer=True))
+    group = Group([Units("channel", 3, axes)], {"w": (3,), "mean": (3,)})
+    p = group.element({"channel": [2, 0, 1]})
+    assert p({"w": torch.arange(3), "mean": torch.arange(3)})["mean"].tolist() == [2, 0, 1]
+    with pytest.raises(ValueError, match=r"running statistics \['mean'\]"):
+        p({"w": torch.arange(3)})
+    alone = group.without_buffers().element({"channel": [2, 0, 1]})
+    assert alone({"w": torch.arange(3)})["w"].tolist() == [2, 0, 1]

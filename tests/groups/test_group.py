@@ -1,0 +1,638 @@
+"""Groups: their orders, all their elements, their draws, parts of them, and what is no group."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from pyro_symmetric.groups import Axis, Group, Units, group_of
+from pyro_symmetric.groups.places import owners, rows
+
+from .cases import (
+    ALL,
+    GROUPS,
+    KINDS,
+    alike,
+    apart,
+    attend,
+    attention,
+    by_loops,
+    close,
+    convolve,
+    grouped,
+    layers,
+    normalised,
+    plain,
+    units,
+    weights_of,
+    wreath,
+)
+
+
+def heads(rows_in_each: int = 2, number: int = 3) -> Group:
+    """Rows inside heads, on one site."""
+    n = rows_in_each * number
+    blocks = torch.arange(n).view(number, rows_in_each).T
+    inner = Units("row", rows_in_each, (Axis("w", 0, plain(n)),), "head", number)
+    return Group([inner, Units("head", number, (Axis("w", 0, blocks),))], {"w": (n,)})
+
+
+def number_of_images(elements, weights) -> int:
+    return len(torch.cat([value.flatten(1) for value in elements(weights).values()], 1).unique(dim=0))
+
+
+# orders and enumeration -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("moves", [("permute",), ("flip",), ("permute", "flip")])
+def test_the_order_counts_distinct_images(n, moves):
+    group = Group.declare({"w": ("u",)}, {"w": (n,)}, moves=moves)
+    expected = (math.factorial(n) if "permute" in moves else 1) * (2**n if "flip" in moves else 1)
+    assert group.order() == expected
+    assert group.log_order() == pytest.approx(math.log(expected))
+    images = group.enumerate()({"w": torch.arange(1.0, n + 1)})["w"]
+    assert len(images) == len(images.unique(dim=0)) == expected
+    assert images[0].tolist() == list(range(1, n + 1))
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_enumeration_lists_every_element_once_and_the_identity_first(name):
+    group = GROUPS[name]()
+    finite = group.finite
+    if finite.order() > 50_000:
+        with pytest.raises(ValueError, match="enumerated"):
+            Group([units("u", 30, [("w", 0, 1)], {"permute"})], {"w": (30,)}).enumerate()
+        return
+    every = group.enumerate()
+    assert every.batch_shape == (finite.order(),) == (group.order(),)
+    assert number_of_images(every, weights_of(group)) == group.order()
+    assert alike(every.select(0), group.identity())
+    assert group.log_order() == pytest.approx(math.log(group.order()))
+
+
+@pytest.mark.parametrize("moves", [{"permute"}, {"flip"}, {"permute", "flip"}])
+def test_random_elements_are_among_those_enumerated(moves):
+    n = 2
+    group = wreath(2, 1, n, frozenset(moves))
+    weights = weights_of(group)
+    every = {tuple(v) for v in torch.cat([v.flatten(1) for v in group.enumerate()(weights).values()], 1).tolist()}
+    drawn = {tuple(v) for v in torch.cat([v.flatten(1) for v in group.sample((2000,))(weights).values()], 1).tolist()}
+    assert drawn <= every
+    assert len(every) == group.order()
+
+
+def test_enumeration_reaches_every_arrangement_of_units_inside_units():
+    group = heads()
+    moved = group.enumerate()({"w": torch.arange(6)})["w"]
+    assert group.order() == 6 * 2**3 == len(moved) == len(moved.unique(dim=0))
+    # Every arrangement keeps the rows of a head together.
+    assert bool((moved.view(-1, 3, 2).sort(-1).values.diff(dim=-1) == 1).all())
+
+
+def test_the_action_of_exchanged_and_flipped_factors_equals_loops_over_both():
+    group = GROUPS["factors"]()
+    w = weights_of(group)
+    moved = group.enumerate()(w)
+    assert moved["loadings"].shape == (48, 4, 3)
+    found = {tuple(row.reshape(-1).tolist()) for row in moved["loadings"]}
+    expected = set()
+    for order in itertools.permutations(range(3)):
+        for signs in itertools.product((1.0, -1.0), repeat=3):
+            flipped = w["loadings"] * torch.tensor(signs, dtype=torch.float64)
+            expected.add(tuple(flipped[:, list(order)].reshape(-1).tolist()))
+    assert found == expected
+    torch.testing.assert_close(moved["loadings"] @ moved["scores"], (w["loadings"] @ w["scores"]).expand(48, 4, 5))
+    assert torch.equal(moved["scale"], w["scale"].expand(48, 4))
+    assert torch.equal(moved["variances"].sort(-1).values, w["variances"].sort().values.expand(48, 3))
+
+
+def test_scales_and_shifts_are_not_enumerated_and_large_groups_are_refused(mlp):
+    every = mlp([2, 3, 2]).group.enumerate()
+    assert every.batch_shape == (6,)
+    assert not any(bool(v.any()) for v in (every.log_scales | every.shifts).values())
+    with pytest.raises(ValueError, match="enumerated"):
+        mlp([2, 30, 2]).permutations.enumerate()
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_generators_are_a_cycle_and_an_exchange_of_each_copy(name):
+    group = GROUPS[name]()
+    for own in group.names("permute"):
+        elements, one = group.generators(own), group[own]
+        assert elements.batch_shape == (2 * one.copies,)
+        images = elements[own].reshape(-1, one.copies, one.size)
+        for k, copy_ in itertools.product(range(2 * one.copies), range(one.copies)):
+            still = torch.equal(images[k, copy_], torch.arange(one.size))
+            assert still == (copy_ != k // 2 or one.size == 1)
+        assert all(
+            torch.equal(v, torch.arange(v.shape[-1]).expand_as(v)) for n, v in elements.permutations.items() if n != own
+        )
+
+
+# draws ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize(
+    ("moves", "size", "bound"),
+    # Chi-squared with 23 and 7 degrees of freedom over 1,000 draws for each: exceeded with probability 2e-5 and 3e-5.
+    [(("permute",), 4, 62), (("flip",), 3, 33), (("permute", "flip"), 2, 33)],
+)
+def test_draws_are_uniform_over_the_group(moves, size, bound):
+    group = Group.declare({"w": ("u",)}, {"w": (size,)}, moves=moves)
+    images = group.sample((1000 * group.order(),))({"w": torch.arange(1.0, size + 1)})["w"]
+    counts = images.unique(dim=0, return_counts=True)[1].double()
+    assert len(counts) == group.order()
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < bound
+
+
+@pytest.mark.stochastic
+def test_products_of_draws_are_uniform_over_units_inside_units():
+    group = heads()
+    moved = (group.sample((24_000,)) @ group.sample())({"w": torch.arange(6)})["w"]
+    counts = moved.unique(dim=0, return_counts=True)[1].double()
+    assert len(counts) == 48
+    # Chi-squared with 47 degrees of freedom: above 100 with probability 1e-5.
+    assert float(((counts - 500) ** 2 / 500).sum()) < 100
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("part", ["log_scales", "shifts"])
+def test_log_scales_and_shifts_are_normal_with_the_given_spread(part):
+    group = Group(
+        [
+            units("scaled", 50, [("w", 0, 1)], {"scale"}),
+            Units("shifted", 50, (Axis("v", 0, plain(50)),), moves=frozenset({"shift"})),
+        ],
+        {"w": (50,), "v": (50,)},
+    )
+    (drawn,) = getattr(group.sample((2000,), spread=0.5, dtype=torch.float64), part).values()
+    # 100,000 draws; five standard errors.
+    assert abs(float(drawn.mean())) < 0.008
+    assert abs(float(drawn.std()) - 0.5) < 0.006
+    assert group.sample(spread=0.0).equal(group.identity())
+
+
+def test_draws_take_a_dtype_and_a_negative_spread_is_refused():
+    drawn = layers().sample((2,), dtype=torch.float64)
+    assert all(v.dtype == torch.float64 for v in (drawn.signs | drawn.log_scales | drawn.shifts).values())
+    with pytest.raises(ValueError, match="spread"):
+        layers().sample(spread=-1.0)
+
+
+def test_making_a_group_leaves_the_random_state_alone():
+    before = torch.get_rng_state()
+    for make in GROUPS.values():
+        make()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# normalisation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_scaling_through_batch_normalisation_is_exact_including_its_epsilon(train):
+    # Large epsilon, small variances: ignoring epsilon would be off by more than a tenth.
+    nn = torch.nn
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, eps=0.1), nn.ReLU(), nn.Linear(4, 2)).double()
+    net[1].running_mean.normal_()
+    net[1].running_var.uniform_(0.05, 0.2)
+    weights = {**{k: v.detach() for k, v in net.named_parameters()}, **dict(net.named_buffers())}
+    group = normalised()
+    if train:  # then the statistics are those of the batch, and only what follows them can be scaled
+        group = group.without(["0"], "scale")
+    x = torch.randn(6, 3, dtype=torch.float64)
+    net = net.train(train)
+    for _ in range(5):
+        moved = group.sample(dtype=torch.float64)(weights)
+        before, after = (functional_call(copy.deepcopy(net), w, x) for w in (weights, moved))
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+    assert moved["1.num_batches_tracked"].dtype == torch.long
+    assert group.required_sites == tuple(s for s in group.sites if "running" not in s)
+    assert set(group.buffers) == {"1.running_mean", "1.running_var"}
+
+
+def test_which_sites_are_weights_and_which_are_biases():
+    axes = [("w", 0, 1), ("b", 0, 1), ("norm.weight", 0, 1), ("v", 0, -1)]
+    one = units("unit", 4, axes, {"scale"})
+    one = replace(one, axes=(*one.axes, Axis("mean", 0, plain(4), 1, buffer=True)))
+    shapes = {"w": (4, 2), "b": (4,), "norm.weight": (4,), "v": (4,), "mean": (4,), "scale": (), "last.bias": (2, 2)}
+    group = Group([one], {**shapes, "free": (3, 3), "c": (3,)})
+    assert group.weight_sites == ("w", "norm.weight", "v", "free")
+
+
+# parts of a group -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("moves", [m for r in (1, 2, 3) for m in itertools.combinations(KINDS, r)], ids="+".join)
+def test_a_restriction_acts_as_the_elements_of_the_whole_without_the_other_moves(name, moves):
+    group = GROUPS[name]()
+    part = group.restricted(*moves)
+    assert part is group.restricted(*reversed(moves))
+    assert part.moves == group.moves & set(moves)
+    assert part.whole is group
+    weights, g = weights_of(group), group.sample((4,), dtype=torch.float64)
+    own = {"permute": "permutations", "flip": "signs", "scale": "log_scales", "shift": "shifts"}
+    given = {own[move]: getattr(g, own[move]) for move in moves if move in group.moves}
+    permutations = given.pop("permutations", None)
+    mine, theirs = (one.element(permutations, **given) for one in (part, group))
+    assert close(part.identity((4,))(weights), group.identity((4,))(weights))
+    if given or permutations:
+        assert close(mine(weights), theirs(weights))
+    for k in range(4 if given or permutations else 0):
+        assert close({s: v[k] for s, v in mine(weights).items()}, by_loops(mine.select(k), weights))
+
+
+def test_restrictions_keep_what_they_need_and_no_more():
+    group = attention()
+    scalings = group.scalings
+    assert set(scalings.units) == {"qk", "v", "after"}
+    assert scalings["qk"].parent is None
+    assert scalings["after"].parent is None
+    assert {axis.site for axis in scalings["v"].axes} == {"v", "gain"}
+    assert group.permutations["qk"].parent == "heads"
+    assert "after" not in group.permutations.units
+    assert set(group.finite.units) == {"heads", "qk", "v", "after"}
+    assert set(group.shifts.units) == set()
+    assert layers().shifts.sites == ("c bias",)
+    assert GROUPS["factors"]().signs.sites == ("loadings", "scores")
+    mlp_like = layers().permutations
+    assert mlp_like.finite is mlp_like
+
+
+def numbers_without(element, name: str, group: Group):
+    """The element of a smaller group with the numbers that it shares with one of a larger group."""
+    parts = (element.permutations, element.signs, element.log_scales, element.shifts)
+    moves = ("permute", "flip", "scale", "shift")
+    own = [{n: v for n, v in part.items() if n in group.names(m)} for part, m in zip(parts, moves, strict=True)]
+    return group.element(own[0], signs=own[1], log_scales=own[2], shifts=own[3])
+
+
+@pytest.mark.parametrize("name", ["wreath", "flipped wreath", "attention", "grouped", "normalised", "layers", "apart"])
+def test_units_that_are_left_out_stay_while_others_move(name):
+    """Outer ones, middle ones, inner ones, one or two of them: as elements of the whole group that leave them alone."""
+    group = GROUPS[name]()
+    weights = weights_of(group)
+    for r in (1, 2):
+        for out in itertools.combinations(group.units, r):
+            part = group.without(out)
+            assert not set(out) & set(part.factors)
+            if not part.moves:
+                continue
+            g = part.sample((3,), dtype=torch.float64)
+            assert close(g(weights), numbers_without(g, "", group)(weights), 1e-12)
+            h = part.sample((3,), dtype=torch.float64)
+            assert close((g @ h)(weights), g(h(weights)), 1e-10)
+            for k in range(3):
+                assert close({s: v[k] for s, v in g(weights).items()}, by_loops(g.select(k), weights))
+
+
+def test_units_that_do_not_move_themselves_still_carry_what_lies_inside_them():
+    group = wreath(2, 2, 2, ALL)
+    part = group.without(["heads"])
+    assert "heads" in part.units
+    assert "heads" not in part.factors
+    assert part["heads"].axes == group["heads"].axes
+    assert Group.from_dict(part.to_dict()) == part
+    assert part["key rows"].parent == "heads"
+    assert part.ancestors("key rows") == ("heads", "groups")
+    assert part.order() == 2 * 2 ** (2 * 4) * 2 ** (2 * 8)
+    outermost = group.without(["groups"])
+    assert outermost["heads"].parent is None
+    assert outermost["heads"].shape == (2, 2)
+    assert set(group.without(["groups", "heads"]).units) == {"key rows", "value rows"}
+    assert group.without(["groups", "heads"])["key rows"].parent is None
+
+
+@pytest.mark.parametrize("move", ["permute", "flip", "scale"])
+def test_single_moves_are_left_out(move):
+    group = layers()
+    part = group.without(["first"], move)
+    assert part["first"].moves == ALL - {move}
+    assert part["second"].moves == ALL
+    with pytest.raises(ValueError, match="third"):
+        group.without(["third"])
+    with pytest.raises(ValueError, match="moves"):
+        group.without(["first"], "turn")
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_sites_that_are_left_out_are_unknown_and_the_rest_moves_as_before(name):
+    group = GROUPS[name]()
+    for site in group.site_shapes:
+        part = group.leaving([site])
+        assert site not in part.site_shapes
+        assert site not in part.sites
+        assert all(part.axes(one) or part.children(one) for one in part.units)
+        if not part.units:
+            continue
+        g, weights = part.sample((3,), dtype=torch.float64), weights_of(group)
+        moved = g({s: v for s, v in weights.items() if s != site})
+        whole = numbers_without(g, "", group)(weights)
+        assert close(moved, {s: whole[s] for s in moved})
+    assert group.leaving(["nowhere"]) is group
+
+
+def test_units_without_any_site_are_gone_and_do_not_count():
+    group = layers().leaving(["c bias", "a", "a bias", "b"])
+    assert set(group.units) == {"second"}
+    assert group.order() == 2 * 2**2
+
+
+def test_sites_get_other_names():
+    group = grouped()
+    other = group.renamed(lambda site: f"net.{site}")
+    assert set(other.site_shapes) == {f"net.{site}" for site in group.site_shapes}
+    g, weights = group.sample((2,), dtype=torch.float64), weights_of(group)
+    theirs = numbers_without(g, "", other)({f"net.{site}": value for site, value in weights.items()})
+    assert close({site.removeprefix("net."): value for site, value in theirs.items()}, g(weights))
+    assert other.renamed(lambda site: site.removeprefix("net.")) == group
+    with pytest.raises(ValueError, match="rename"):
+        group.renamed(lambda site: "same")
+
+
+def test_functions_take_a_symmetry_or_a_group():
+    group = layers()
+
+    class WithGroup:
+        pass
+
+    symmetry = WithGroup()
+    symmetry.group = group
+    assert group_of(group) is group
+    assert group_of(symmetry) is group
+    with pytest.raises(TypeError, match="symmetry"):
+        group_of({"group": group}, "symmetry")
+
+
+# the same group -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_survive_json_and_pickle(name):
+    group = GROUPS[name]()
+    group.permutations.sample()  # what is kept for the next call must not spoil a copy
+    group.sample()(weights_of(group))
+    for again in (
+        Group.from_dict(json.loads(json.dumps(group.to_dict()))),
+        pickle.loads(pickle.dumps(group)),
+        copy.deepcopy(group),
+    ):
+        assert again == group
+        assert hash(again) == hash(group)
+        assert repr(again) == repr(group)
+        assert again.buffers == group.buffers
+        torch.manual_seed(0)
+        g = group.sample((2,), dtype=torch.float64)
+        torch.manual_seed(0)
+        assert close(again.sample((2,), dtype=torch.float64)(weights := weights_of(group)), g(weights), 0.0)
+    others = [other() for key, other in GROUPS.items() if key != name]
+    assert all(group != other for other in others)
+    assert group != 3
+
+
+def test_groups_that_differ_in_one_number_are_different(mlp):
+    assert mlp([2, 3, 2]).group != mlp([2, 3, 3]).group
+    assert mlp([2, 3, 2]).group == mlp([2, 3, 2]).group
+    assert mlp([2, 3, 2]).group != mlp([2, 3, 2], "tanh").group
+    first = layers()
+    for change in ({"exponent": 2}, {"buffer": True}, {"epsilon": 0.1}, {"index": torch.tensor([[1, 0, 2]])}):
+        one = first["first"]
+        other = replace(one, axes=(*one.axes[:1], replace(one.axes[1], **change), *one.axes[2:]))
+        assert Group([other, first["second"], first["shift"]], first.site_shapes) != first
+
+
+def test_the_table_lists_units_inside_what_they_lie_in():
+    text = repr(wreath(2, 3, 2, ALL))
+    lines = text.splitlines()
+    assert "log-order" in lines[0]
+    names = [line.split("  ")[1:] for line in lines]
+    assert [line.index(word) for line, word in zip(lines[2:], ("groups", "heads", "value", "key"), strict=True)] == [
+        2,
+        4,
+        6,
+        6,
+    ]
+    assert "6 x 2" in text
+    assert "permute, flip, scale" in text
+    assert names
+    assert repr(GROUPS["trivial"]()) == "Group(trivial)"
+
+
+def test_units_by_name_and_what_lies_inside_what():
+    group = wreath()
+    assert list(group.units) == ["groups", "heads", "value rows", "key rows"]
+    assert group.roots == ("groups",)
+    assert group.children("groups") == ("heads",)
+    assert group.children("heads") == ("value rows", "key rows")
+    assert group.ancestors("key rows") == ("heads", "groups")
+    assert group.factors == {"groups": 2, "heads": 2, "value rows": 3, "key rows": 3}
+    assert group.dims("out") == (1,)
+    assert grouped().dims("grouped") == (0, 1)
+    for call in (group.children, group.ancestors, group.axes, group.__getitem__):
+        with pytest.raises(ValueError, match="heeds"):
+            call("heeds")
+
+
+# what is no group -----------------------------------------------------------------------------------------------------
+
+SHAPES = {"w": (6,), "v": (6, 6), "u": (4,)}
+PLACE = torch.arange(6).view(2, 3)
+HEAD = Units("head", 2, (Axis("w", 0, PLACE.T), Axis("v", 0, PLACE.T)))
+WHOLE = plain(6)
+
+
+def row(**changes) -> Units:
+    return replace(Units("row", 3, (Axis("w", 0, WHOLE),), "head", 2), **changes)
+
+
+def test_the_good_groups_that_the_bad_ones_change_are_taken():
+    Group([HEAD, row()], SHAPES)
+    Group([HEAD, row(axes=(Axis("w", 0, PLACE.flip(1).reshape(1, -1)),))], SHAPES)
+    Group([units("a", 6, [("w", 0, 0), ("v", 0, 0)], {"permute"}), units("b", 6, [("v", 1, 0)], {"permute"})], SHAPES)
+
+
+NESTED: dict[str, Callable[[], list[Units]]] = {
+    "in a place of its own in each head": lambda: [HEAD, row(axes=(Axis("w", 0, torch.tensor([[0, 1, 2, 5, 4, 3]])),))],
+    "in the other head": lambda: [HEAD, row(axes=(Axis("w", 0, torch.tensor([[3, 4, 5, 0, 1, 2]])),))],
+    "across heads": lambda: [HEAD, row(axes=(Axis("w", 0, torch.tensor([[0, 2, 4, 1, 3, 5]])),))],
+    "where heads do not lie": lambda: [HEAD, row(axes=(Axis("v", 1, WHOLE),))],
+    "in too few copies": lambda: [HEAD, Units("row", 3, (Axis("w", 0, PLACE[:1]),), "head", 1)],
+    "in units that are not there": lambda: [row(parent="heads")],
+    "in themselves": lambda: [row(parent="row")],
+    "in a circle": lambda: [replace(HEAD, parent="row"), row()],
+}
+
+
+@pytest.mark.parametrize("where", NESTED)
+def test_units_lie_in_their_parents_in_the_same_place_of_each(where):
+    with pytest.raises(ValueError, match="row"):
+        Group(NESTED[where](), SHAPES)
+
+
+TANGLED: dict[str, Callable[[], list[Units]]] = {
+    # Two permutations of the same positions that don't commute.
+    "all of one axis twice": lambda: [
+        units("a", 6, [("w", 0, 0)], {"permute"}),
+        units("b", 6, [("w", 0, 0)], {"permute"}),
+    ],
+    "neighbours and halves": lambda: [
+        Units("a", 3, (Axis("w", 0, torch.tensor([[0, 2, 4], [1, 3, 5]])),)),
+        Units("b", 2, (Axis("w", 0, torch.tensor([[0, 3], [1, 4], [2, 5]])),)),
+    ],
+    "rows of heads that are not inside them": lambda: [HEAD, row(parent=None)],
+    "one unit on two axes of one site, in the same place": lambda: [
+        Units("a", 3, (Axis("w", 0, torch.arange(3)[None]), Axis("w", 0, torch.arange(3)[None])))
+    ],
+    # Multipliers that permutations tear apart.
+    "flips of what is exchanged apart": lambda: [
+        units("a", 6, [("w", 0, 0)], {"permute"}),
+        units("f", 6, [("w", 0, 1), ("v", 0, 1)], {"flip"}),
+    ],
+    "scales of what is exchanged apart": lambda: [
+        units("a", 6, [("w", 0, 0)], {"permute"}),
+        units("f", 6, [("w", 0, 1), ("v", 0, 1)], {"scale"}),
+    ],
+    "one scale of some units of a set": lambda: [
+        units("a", 6, [("w", 0, 0)], {"permute"}),
+        Units("f", 1, (Axis("w", 0, torch.tensor([[0], [1]]), 1),), moves=frozenset({"scale"})),
+    ],
+    "a multiplier of one unit only": lambda: [
+        HEAD,
+        Units("row", 3, (Axis("w", 0, PLACE[:1], 1),), moves=frozenset({"flip"})),
+    ],
+    "other exponents in other heads": lambda: [
+        HEAD,
+        row(axes=(Axis("w", 0, PLACE[:1], 1), Axis("w", 0, PLACE[1:], -1)), copies=1, parent=None, moves=ALL),
+    ],
+    # Shifts.
+    "a shift of what is exchanged": lambda: [
+        units("a", 6, [("w", 0, 0)], {"permute"}),
+        Units("s", 2, (Axis("w", 0, torch.tensor([[0, 1], [2, 3], [4, 5]])),), moves=frozenset({"shift"})),
+    ],
+    "a shift of what is scaled": lambda: [
+        units("a", 6, [("w", 0, 1)], {"scale"}),
+        Units("s", 1, (Axis("w", 0, torch.arange(6)[:, None]),), moves=frozenset({"shift"})),
+    ],
+    "a shift along one axis of what is flipped along another": lambda: [
+        units("a", 6, [("v", 0, 1)], {"flip"}),
+        Units("s", 1, (Axis("v", 1, torch.arange(6)[:, None]),), moves=frozenset({"shift"})),
+    ],
+    "a shift of units that permute": lambda: [units("a", 6, [("w", 0, 0)], {"permute", "shift"})],
+    # One epsilon for each site.
+    "two epsilons on one site": lambda: [
+        Units("a", 3, (Axis("w", 0, torch.arange(3)[None], 2, epsilon=0.1),), moves=frozenset({"scale"})),
+        Units("b", 3, (Axis("w", 0, torch.arange(3, 6)[None], 2, epsilon=0.2),), moves=frozenset({"scale"})),
+    ],
+}
+
+
+@pytest.mark.parametrize("what", TANGLED)
+def test_moves_that_make_no_group_together_are_refused(what):
+    with pytest.raises(ValueError, match=r"'[abfs]'|'row'|'head'|'w'"):
+        Group(TANGLED[what](), SHAPES)
+
+
+def test_moves_that_commute_on_the_same_positions_are_a_group():
+    """Rows and columns of a flattened table; a shift along with units that are exchanged within it."""
+    table = torch.arange(6).view(2, 3)
+    grid = Group([Units("row", 2, (Axis("w", 0, table.T),)), Units("column", 3, (Axis("w", 0, table),))], SHAPES)
+    weights = weights_of(grid)
+    g, h = grid.sample((20,)), grid.sample((20,))
+    assert close((g @ h)(weights), g(h(weights)), 0.0)
+    moved = g(weights)["w"].view(20, 2, 3)
+    for k in range(20):
+        expected = weights["w"].view(2, 3)[g["row"][k]][:, g["column"][k]]
+        assert torch.equal(moved[k], expected)
+    assert grid.order() == 12 == number_of_images(grid.enumerate(), weights)
+    shift = Units("s", 1, (Axis("w", 0, torch.arange(6)[:, None]),), moves=frozenset({"shift"}))
+    shifted = Group([units("a", 6, [("w", 0, 0)], {"permute"}), shift], SHAPES)
+    g, h = (shifted.sample((20,), dtype=torch.float64) for _ in range(2))
+    assert close((g @ h)(weights), g(h(weights)))
+
+
+def test_two_sets_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="'u'"):
+        Group([units("u", 6, [("w", 0, 1)]), units("u", 6, [("v", 0, 1)])], SHAPES)
+
+
+# places ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_rows_of_units_move_as_the_units_do(name):
+    """Along an axis in which nothing inside the units moves: row u of the moved weights is row p(u)."""
+    group = GROUPS[name]().permutations
+    for own in group.names("permute"):
+        part = group.without([other for other in group.units if other != own])
+        g, weights = part.sample((4,)), weights_of(group, 4)
+        moved = part.viewed(g(weights))
+        for axis in part.axes(own):
+            dims = len(part.view_shapes[axis.site])
+            if len({a.dim for a in part.axes(own) if a.site == axis.site}) > 1:
+                continue
+            before, after = (rows(w[axis.site], axis, dims) for w in (part.viewed(weights), moved))
+            assert before.shape[:2] == (4, group[own].count)
+            index = g.unit_index(own).unsqueeze(-1).expand_as(before)
+            assert torch.equal(after, before.gather(1, index))
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(("move", "numbers"), [("scale", "log_scales"), ("flip", "signs")])
+def test_owners_of_positions_are_the_units_that_multiply_them(name, move, numbers):
+    group = GROUPS[name]()
+    g = group.restricted(move).sample((3,), dtype=torch.float64)
+    if not group.names(move):
+        return
+    each = [getattr(g, numbers)[own].flatten(1) for own in group.names(move)]
+    logs = torch.cat([*(v if move == "scale" else v.sign().clamp(max=0) for v in each), torch.zeros(3, 1)], 1)
+    for site in group.sites:
+        for dim in group.members(site):
+            owner, exponents = owners(group, site, dim, move)
+            power = (logs[:, owner] * exponents).sum(1)
+            expected = power.exp() if move == "scale" else (-1.0) ** power.abs()
+            on = group.restricted(move)
+            found = (
+                g.axis_multiplier(site, dim, torch.float64) if site in on.sites else torch.ones(1, dtype=torch.float64)
+            )
+            torch.testing.assert_close(found.expand_as(expected), expected)
+
+
+def test_networks_with_all_moves_at_once_keep_their_function_without_any_units():
+    """What is left after any set of units is left out is a symmetry as well."""
+    for make, function, x in (
+        (attention, attend, torch.randn(4, 2, dtype=torch.float64)),
+        (grouped, convolve, torch.randn(3, 2, 4, dtype=torch.float64)),
+    ):
+        group = make()
+        weights = weights_of(group)
+        for name in group.units:
+            moved = group.without([name]).sample((3,), dtype=torch.float64)(weights)
+            for k in range(3):
+                one = {site: value[k] for site, value in moved.items()}
+                torch.testing.assert_close(function(one, x), function(weights, x), rtol=1e-9, atol=1e-9)
+
+
+def test_copies_without_a_parent_move_independently():
+    group = apart().permutations
+    assert group.order() == 4
+    moved = group.enumerate()({"w": torch.arange(9).unsqueeze(-1).expand(9, 2), "v": torch.zeros(1)})["w"][..., 0]
+    assert sorted(moved.tolist()) == sorted(
+        [
+            [0, 1, 2, 3, 4, 5, 6, 7, 8],
+            [2, 3, 0, 1, 4, 5, 6, 7, 8],
+            [0, 1, 2, 3, 4, 7, 8, 5, 6],
+            [2, 3, 0, 1, 4, 7, 8, 5, 6],
+        ]
+    )

@@ -1,0 +1,199 @@
+"""Groups drawn at random: units inside units, at shuffled positions of sites, with any moves and exponents.
+
+What an element does is written down once more, unit by unit in loops, and what groups have in common is checked of all:
+the axioms, restrictions, files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pyro_symmetric.canonical.forms import canonicalize
+from pyro_symmetric.groups import Axis, Element, Group, Units
+from pyro_symmetric.weights import Weights
+
+SEEDS = st.integers(0, 2**31 - 1)
+BATCHES = st.sampled_from([(), (2,), (3, 1)])
+KINDS = ("permute", "flip", "scale")
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def drawn_group(seed: int) -> Group:
+    """Two or three chains of units inside units, along one or two axes of each site, and a shift."""
+    draw = random.Random(seed)
+    chains = [drawn_chain(draw, f"chain {number}") for number in range(draw.randint(2, 3))]
+    shapes: dict[str, torch.Size] = {}
+    axes: dict[str, list[Axis]] = {units.name: [] for chain in chains for units in chain}
+    for number in range(draw.randint(2, 4)):
+        site, lying = f"site {number}", draw.sample(chains, draw.randint(1, 2))
+        lengths = [place(draw, site, dim, chain, axes) for dim, chain in enumerate(lying)]
+        shapes[site] = torch.Size([*lengths, 2] if draw.random() < 0.5 else lengths)
+    shapes["bias"] = torch.Size([3])
+    shift = Units("shift", 1, (Axis("bias", 0, torch.arange(3)[:, None]),), moves=frozenset({"shift"}))
+    units = [
+        Units(one.name, one.size, tuple(axes[one.name]), one.parent, one.copies, one.moves)
+        for chain in chains
+        for one in chain
+    ]
+    draw.shuffle(units)
+    return Group([*units, shift], shapes)
+
+
+def drawn_chain(draw: random.Random, name: str) -> list[Units]:
+    """Units, perhaps units inside them, perhaps units inside these."""
+    chain: list[Units] = []
+    for depth in range(draw.randint(1, 3)):
+        moves = frozenset(move for move in KINDS if draw.random() < 0.7)
+        parent = chain[-1] if chain else None
+        copies = parent.count if parent else draw.choice([1, 1, 2])
+        chain.append(Units(f"{name}, {depth}", draw.randint(1, 3), (), parent.name if parent else None, copies, moves))
+    return chain
+
+
+def place(draw: random.Random, site: str, dim: int, chain: list[Units], axes: dict[str, list[Axis]]) -> int:
+    """Lay a chain along an axis, at shuffled positions, of which some stay free; returns the axis's length."""
+    leaf, blocks = chain[-1], draw.randint(1, 2)
+    used = blocks * leaf.count
+    length = used + draw.randint(0, 2)
+    positions = torch.tensor(draw.sample(range(length), used)).reshape(blocks, leaf.count)
+    for units in reversed(chain):
+        inside = leaf.count // units.count
+        index = positions.reshape(blocks, units.count, inside).transpose(1, 2).reshape(-1, units.count)
+        axes[units.name].append(Axis(site, dim, index, draw.choice([-1, 0, 1, 2])))
+    return length
+
+
+def by_hand(group: Group, element: Element, weights: Weights) -> Weights:
+    """The action of one element on one set of weights: shifts, multipliers, then permutations, the inner ones first."""
+    result = {}
+    for site, value in weights.items():
+        value = value.clone()
+        lying = [(name, axis) for name, one in group.units.items() for axis in one.axes if axis.site == site]
+        for name, axis in lying:
+            for u in range(group[name].count):
+                rows: Tensor = value.movedim(axis.dim, 0)  # a view
+                if name in element.shifts:
+                    rows[axis.index[:, u]] += element.shifts[name].reshape(-1)[u]
+                if name in element.signs:
+                    rows[axis.index[:, u]] *= element.signs[name].reshape(-1)[u] ** axis.exponent
+                if name in element.log_scales:
+                    rows[axis.index[:, u]] *= (axis.exponent * element.log_scales[name].reshape(-1)[u]).exp()
+        for name, axis in sorted(lying, key=lambda pair: -len(group.ancestors(pair[0]))):
+            one = group[name]
+            for copy in range(one.copies if name in element.permutations else 0):
+                image = element.permutations[name].reshape(one.copies, one.size)[copy]
+                own = axis.index[:, copy * one.size : (copy + 1) * one.size]
+                rows = value.movedim(axis.dim, 0)
+                rows[own] = rows[own[:, image]].clone()
+        result[site] = value
+    return result
+
+
+def weights_of(group: Group, *batch: int) -> Weights:
+    return {site: torch.randn(*batch, *shape, dtype=torch.float64) for site, shape in group.site_shapes.items()}
+
+
+def assert_same(one: Weights, other: Weights) -> None:
+    for site in one:
+        torch.testing.assert_close(one[site], other[site], rtol=1e-9, atol=1e-9)
+
+
+@quick
+@given(seed=SEEDS, batch=BATCHES)
+def test_elements_act_as_loops_over_units_do(seed, batch):
+    torch.manual_seed(seed)
+    group = drawn_group(seed)
+    element, weights = group.sample(batch, dtype=torch.float64), weights_of(group, *batch)
+    acted = element(weights)
+    for i in itertools.product(*map(range, batch)):
+        assert_same(
+            {s: v[i] for s, v in acted.items()},
+            by_hand(group, element.select(i), {s: v[i] for s, v in weights.items()}),
+        )
+
+
+@quick
+@given(seed=SEEDS)
+def test_elements_make_a_group(seed):
+    torch.manual_seed(seed)
+    group = drawn_group(seed)
+    g, h, k = (group.sample((2,), dtype=torch.float64) for _ in range(3))
+    weights = weights_of(group, 2)
+    assert_same((g @ h)(weights), g(h(weights)))
+    assert_same(((g @ h) @ k)(weights), (g @ (h @ k))(weights))
+    assert_same((g @ g.inverse())(weights), weights)
+    assert_same((g.inverse() @ g)(weights), weights)
+    assert_same((g @ group.identity(dtype=torch.float64))(weights), g(weights))
+
+
+@quick
+@given(seed=SEEDS)
+def test_restrictions_act_as_the_whole_and_their_elements_compose(seed):
+    torch.manual_seed(seed)
+    group, weights = drawn_group(seed), None
+    weights = weights_of(group, 2)
+    parts = [group.restricted(move).sample((2,), dtype=torch.float64) for move in ("shift", *KINDS[::-1])]
+    numbers = [
+        getattr(part, kind) for part, kind in zip(parts, ("shifts", "log_scales", "signs", "permutations"), strict=True)
+    ]
+    whole = group.element(numbers[3], signs=numbers[2], log_scales=numbers[1], shifts=numbers[0])
+    step = weights
+    for part in parts:
+        step = part(step)
+    assert_same(whole(weights), step)
+    product = parts[3] @ parts[2] @ parts[1] @ parts[0]
+    assert_same(product(weights), step)
+
+
+@quick
+@given(seed=SEEDS)
+def test_groups_and_their_parts_go_through_files(seed):
+    group = drawn_group(seed)
+    parts = [
+        group,
+        *(group.restricted(*moves) for moves in itertools.combinations(("permute", "flip", "scale", "shift"), 2)),
+    ]
+    parts += [group.without([name]) for name in group.units]
+    parts += [group.leaving([site]) for site in group.site_shapes]
+    for part in parts:
+        assert Group.from_dict(json.loads(json.dumps(part.to_dict()))) == part
+        assert part.sample()(weights_of(part)).keys() == part.site_shapes.keys()
+
+
+@quick
+@given(seed=SEEDS)
+def test_finite_groups_of_every_kind_are_enumerated(seed):
+    """As many images of random weights as the group has elements."""
+    torch.manual_seed(seed)
+    group = drawn_group(seed).finite
+    if group.order() > 2000:
+        group = group.permutations
+    if group.order() > 2000:
+        return
+    images = group.enumerate()(weights_of(group))
+    flat = torch.cat([value.flatten(1) for value in images.values()], 1)
+    count = len(torch.unique(flat.round(decimals=9), dim=0))
+    assert len(flat) == group.order()
+    assert count <= group.order()
+
+
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+@quick
+@given(seed=SEEDS)
+def test_permutations_of_any_group_are_removed(key, seed):
+    torch.manual_seed(seed)
+    group = drawn_group(seed).permutations
+    if not group.required_sites:
+        return
+    weights = weights_of(group, 3)
+    form = canonicalize(weights, group, key)
+    assert_same(canonicalize(group.sample((3,))(weights), group, key), form)
+    assert_same(canonicalize(form, group, key), form)

@@ -1,0 +1,354 @@
+"""Guides go to other processes and come back: pickles, pools, dask, copies, files; names that depend on nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.distributions.transforms import affine_coupling, iterated, spline_coupling
+from pyro.infer import SVI, JitTrace_ELBO, Trace_ELBO
+from pyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoIAFNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoNormalizingFlow,
+)
+from torch import Tensor, nn
+
+from pyro_symmetric.distributions import InfoNCE
+from pyro_symmetric.groups import Group
+from pyro_symmetric.guides import (
+    AutoFlow,
+    AutoModes,
+    AutoSymmetrized,
+    distinct,
+    load_guide,
+    push_forward,
+    save_guide,
+)
+from pyro_symmetric.models import BayesianModel
+
+HIDDEN = 3
+X = torch.linspace(-2, 2, 20)[:, None]
+Y = torch.sin(2 * X[:, 0])
+AXES = {"0.weight": ("unit", None), "0.bias": ("unit",), "2.weight": (None, "unit")}
+
+BASES: dict[str, tuple[type, dict[str, Any]]] = {
+    "normal": (AutoNormal, {}),
+    "diagonal": (AutoDiagonalNormal, {}),
+    "full rank": (AutoMultivariateNormal, {}),
+    "low rank": (AutoLowRankMultivariateNormal, {"rank": 2}),
+    "modes": (AutoModes, {"num_modes": 2}),
+    "modes of low rank": (AutoModes, {"num_modes": 2, "base": AutoLowRankMultivariateNormal, "rank": 1}),
+    "IAF": (AutoIAFNormal, {"hidden_dim": [16]}),
+    "splines": (AutoNormalizingFlow, {"init_transform_fn": functools.partial(iterated, 2, spline_coupling)}),
+    "coupling": (AutoNormalizingFlow, {"init_transform_fn": functools.partial(affine_coupling, hidden_dims=[8])}),
+}
+
+
+def network() -> BayesianModel:
+    pyro.set_rng_seed(7)
+    return BayesianModel(nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)), 1.0, "gaussian")
+
+
+def symmetrized(base: str) -> tuple[BayesianModel, AutoSymmetrized]:
+    """A guide that isn't set up, and its model."""
+    model, (kind, options) = network(), BASES[base]
+    shapes = {name: parameter.shape for name, parameter in model.net.named_parameters()}
+    options = dict(options)
+    second = options.pop("base", None)
+    if second is not None:
+        mixture = AutoModes(model, base=second, **options).setup(X, Y)
+        return model, AutoSymmetrized(model, Group.declare(AXES, shapes), mixture, InfoNCE(2))
+    return model, AutoSymmetrized(model, Group.declare(AXES, shapes), kind, InfoNCE(2), **options)
+
+
+def train(model: Any, guide: Any, steps: int = 5, lr: float = 0.02) -> tuple[Any, list[float]]:
+    """Runs here and in other processes; both find the same."""
+    pyro.set_rng_seed(3)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": lr}), Trace_ELBO())
+    return guide, [svi.step(X, Y) for _ in range(steps)]
+
+
+def state(guide: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in guide.state_dict().items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-6)
+
+
+def differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(one[name], other[name]) for name in one)
+
+
+# names --------------------------------------------------------------------------------------------------------------
+
+
+def names_in_store(base: str) -> list[str]:
+    pyro.clear_param_store()
+    train(*symmetrized(base), steps=1)
+    return sorted(pyro.get_param_store().keys())
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_parameters_are_named_alike_whatever_guides_were_made_before(base: str) -> None:
+    first, second = names_in_store(base), names_in_store(base)
+    assert first == second
+    assert all(name.startswith("AutoSymmetrized.base.") for name in first)
+
+
+def test_a_fresh_process_gives_the_same_names(tmp_path: Path) -> None:
+    here = {base: names_in_store(base) for base in ("diagonal", "modes", "IAF")}
+    code = f"import test_travel as t; print({{base: t.names_in_store(base) for base in {list(here)}}} == {here})"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip().endswith("True")
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_guides_of_one_name_train_in_turns_without_touching_each_other(base: str) -> None:
+    """Each as if it were alone, although the store lists the parameters of the one that ran last."""
+    rates, alone = (0.02, 0.05), []
+    for rate in rates:
+        model, guide = symmetrized(base)
+        alone.append(state(train(model, guide.setup(X, Y), lr=rate)[0]))
+        pyro.clear_param_store()
+    assert differ(*alone)
+    pairs = []
+    for _ in rates:
+        model, guide = symmetrized(base)
+        pairs.append((model, guide.setup(X, Y)))
+    optimizers = [
+        SVI(m, g, pyro.optim.Adam({"lr": rate}), Trace_ELBO()) for rate, (m, g) in zip(rates, pairs, strict=True)
+    ]
+    generators = []
+    for _ in pairs:
+        pyro.set_rng_seed(3)
+        generators.append(pyro.util.get_rng_state())
+    for _ in range(5):
+        for number, svi in enumerate(optimizers):
+            pyro.util.set_rng_state(generators[number])
+            svi.step(X, Y)
+            generators[number] = pyro.util.get_rng_state()
+    for number, (_, guide) in enumerate(pairs):
+        assert_same(state(guide), alone[number])
+
+
+def test_a_guide_that_was_thrown_away_leaves_its_parameters_to_no_other() -> None:
+    """The store still lists them, as SVI left them."""
+    model, guide = symmetrized("diagonal")
+    start = state(copy.deepcopy(guide.setup(X, Y)))
+    train(model, guide)
+    del guide
+    gc.collect()
+    model, fresh = symmetrized("diagonal")
+    fresh(X, Y)
+    assert_same(state(fresh), start)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: distinct(AutoNormal(model)),
+        lambda model: AutoModes(model, 2),
+        lambda model: AutoFlow(model, hidden_dim=[16]),
+        lambda model: AutoFlow(model, hidden_dim=[16]).setup(X, Y),
+    ],
+    ids=["stock", "modes", "flow", "flow that is set up"],
+)
+def test_what_the_store_loads_goes_to_the_next_guide_of_the_name(make: Any, tmp_path: Path) -> None:
+    """But for the random order of a flow's coordinates, which is no parameter: hence the seeds."""
+    model = network()
+    pyro.set_rng_seed(3)
+    guide, _ = train(model, make(model))
+    pyro.get_param_store().save(tmp_path / "store.pt")
+    pyro.clear_param_store()
+    pyro.get_param_store().load(tmp_path / "store.pt")
+    pyro.set_rng_seed(3)
+    fresh = make(model)
+    pyro.set_rng_seed(3)
+    fresh(X, Y)
+    assert_same(state(fresh), state(guide))
+
+
+def test_stock_guides_of_another_name_are_left_alone() -> None:
+    model = network()
+    stock, _ = train(model, AutoNormal(model))
+    before = state(stock)
+    train(model, distinct(AutoNormal(model)))
+    train(model, distinct(AutoNormal(model), "second"))
+    stock(X, Y)
+    assert_same(state(stock), before)
+    assert {name.split(".")[0] for name in pyro.get_param_store().keys()} == {  # noqa: SIM118 (no dict)
+        "AutoNormal",
+        "DistinctAutoNormal",
+        "second",
+    }
+
+
+def two_weights(x: Tensor, y: Tensor) -> None:
+    """A model that can be compiled."""
+    w = pyro.sample("0.bias", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(w.sum() + x.sum(), 1.0).expand([len(y)]).to_event(1), obs=y)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_compiled_objective_doesn_t_read_another_guide_s_parameters() -> None:
+    """It looks them up by name in Pyro's store, without a call of the guide."""
+    model = two_weights
+    guide = AutoModes(model, 1, train_weights=False)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), JitTrace_ELBO(ignore_jit_warnings=True))
+    svi.step(X, Y)
+    other = AutoModes(model, 1, train_weights=False).setup(X, Y)
+    with pytest.raises(RuntimeError, match=r"'AutoModes'.*distinct\(guide, name\)"):
+        other(X, Y)
+    before = state(other)
+    train(model, distinct(AutoModes(model, 1, train_weights=False), "other"))
+    svi.step(X, Y)
+    assert_same(state(other), before)
+    pyro.clear_param_store()
+    train(model, other)
+
+
+# pickles and copies -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_copy_trains_alone_and_the_original_goes_on(base: str) -> None:
+    model, guide = symmetrized(base)
+    train(model, guide, steps=2)
+    before = state(guide)
+    for copied in (copy.deepcopy(guide), pickle.loads(pickle.dumps(guide))):
+        assert_same(state(copied), before)
+        train(model, copied, steps=2)
+        assert differ(state(copied), before)
+        assert_same(state(guide), before)
+        assert copied.sample_posterior((4,))["0.bias"].shape == (4, HIDDEN)
+    train(model, guide, steps=1)
+    assert differ(state(guide), before)
+
+
+@pytest.mark.parametrize("make", [lambda model: AutoModes(model, 2), lambda model: AutoFlow(model, hidden_dim=[16])])
+def test_pickling_leaves_a_guide_that_is_not_set_up_its_model(make: Any) -> None:
+    model = network()
+    for guide in (make(model), symmetrized("diagonal")[1]):
+        travelled = pickle.loads(pickle.dumps(guide))
+        for one in (guide, travelled):
+            assert one.setup(X, Y).sample_posterior()["0.bias"].shape == (HIDDEN,)
+
+
+def test_a_guide_over_a_function_in_a_function_travels_once_it_is_set_up() -> None:
+    """As stock guides do: it needs its model no longer."""
+    inner = network()
+
+    def model(x: Tensor, y: Tensor) -> Any:
+        return inner(x, y)
+
+    guide = AutoModes(model, 2).setup(X, Y)
+    travelled = pickle.loads(pickle.dumps(guide))
+    assert_same(state(travelled), state(guide))
+    train(model, travelled)
+    assert guide.model is not None
+
+
+def test_the_data_does_not_travel() -> None:
+    sizes = []
+    for rows in (20, 5000):
+        guide = symmetrized("diagonal")[1].setup(torch.randn(rows, 1), torch.randn(rows))
+        sizes.append(len(pickle.dumps(guide)))
+    assert sizes[1] < 1.1 * sizes[0]
+
+
+def both(model: Any, guide: Any) -> tuple[Any, list[float]]:
+    """A guide that comes set up or not, trained."""
+    return train(model, guide.setup(X, Y))
+
+
+@pytest.mark.parametrize("set_up", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_process_workers_train_guides_as_this_process_does(set_up: bool) -> None:
+    """Flows, mixtures and Gaussians; what comes back draws and trains further."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        for base in ("diagonal", "modes", "IAF"):
+            model, guide = symmetrized(base)
+            if set_up:
+                guide.setup(X, Y)
+            before = state(guide)
+            torch.manual_seed(5)  # before set-up, which the worker does with a seed of its own
+            travelled, losses = pool.submit(both, model, guide).result()
+            assert_same(state(guide), before)
+            if set_up:
+                here, expected = train(model, copy.deepcopy(guide))
+                assert losses == pytest.approx(expected, rel=1e-4)
+                assert_same(state(travelled), state(here))
+            pushed = None if base == "IAF" else push_forward(travelled, guide.group.sample())
+            for one in (travelled, pushed):
+                if one is not None:
+                    assert all(value.isfinite().all() for value in one.sample_posterior((3,)).values())
+                    train(model, one, steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # dask's and its libraries' own
+def test_dask_workers_train_guides_as_this_process_does() -> None:
+    distributed = pytest.importorskip("distributed")
+    model, guide = symmetrized("low rank")
+    guide.setup(X, Y)
+    with (
+        distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        travelled, losses = client.submit(train, model, guide).result()
+    here, expected = train(model, guide)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert_same(state(travelled), state(here))
+
+
+# files --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [name for name, (kind, _) in BASES.items() if kind is not AutoNormalizingFlow])
+def test_a_guide_over_any_base_comes_back_from_a_file(base: str, tmp_path: Path) -> None:
+    model, guide = symmetrized(base)
+    train(model, guide)
+    save_guide(guide, tmp_path / "guide.safetensors")
+    pyro.set_rng_seed(99)
+    loaded = load_guide(tmp_path / "guide.safetensors")
+    assert isinstance(loaded, AutoSymmetrized)
+    assert loaded.group == guide.group
+    assert loaded.estimator == guide.estimator
+    assert_same(state(loaded), state(guide))
+    points = guide.base.get_posterior().sample((6,)) + 0.1
+    found, expected = (one.base.get_posterior().log_prob(points) for one in (loaded, guide))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    _, losses = train(model, loaded, steps=60)
+    assert sum(losses[-20:]) < sum(losses[:20])
+
+
+def test_a_flow_of_one_s_own_making_is_refused_by_a_file(tmp_path: Path) -> None:
+    model = network()
+    flow = AutoFlow(model, AutoNormalizingFlow, init_transform_fn=lambda dim: spline_coupling(dim)).setup(X, Y)
+    with pytest.raises(TypeError, match=r"state_dict"):
+        save_guide(flow, tmp_path / "flow.safetensors")
+    plain = AutoFlow(model, AutoIAFNormal, hidden_dim=[16], num_transforms=2).setup(X, Y)
+    save_guide(plain, tmp_path / "flow.safetensors")
+    loaded = load_guide(tmp_path / "flow.safetensors")
+    assert isinstance(loaded, AutoFlow)
+    assert_same(state(loaded), state(plain))
