@@ -14,7 +14,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.canonical.unit_measures import meeting
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.places import along_axis
+from pyro_symmetric.groups.tensors import along_axis
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.weights import Weights
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.places import along_axis, offsets, owners, rows
+from pyro_symmetric.groups.places import offsets, owners, rows
+from pyro_symmetric.groups.tensors import along_axis
 from pyro_symmetric.groups.units import Axis
 
 Measure = Callable[[Tensor], Tensor]

@@ -26,7 +26,7 @@ from pyro_symmetric.distributions.placements import Placements
 from pyro_symmetric.distributions.unit_scores import UnitScores
 from pyro_symmetric.distributions.unit_sets import UnitAxis
 from pyro_symmetric.groups.element import Element
-from pyro_symmetric.groups.places import along_axis
+from pyro_symmetric.groups.tensors import along_axis
 
 # Beyond this share of moved coordinates, taking a site as a whole is faster than a list (measured).
 LISTED_SHARE = 0.3

@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.groups.arrangement import Arrangement
-from pyro_symmetric.groups.tensors import along_axis, gather_last, lift, permute_axis
 from pyro_symmetric.groups.units import Axis, Move, fills
-
-__all__ = ["along_axis", "fills", "gather_last", "lift", "offsets", "owners", "permute_axis", "rows"]
 
 
 def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
