@@ -3,6 +3,22 @@
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= runs/digits
+# What `make check` runs: the quickest tests of truth of every room. tests/test_makefile.py wants every room in it.
+CHECK := $(addprefix tests/, \
+  bad_calls test_floors.py test_makefile.py test_models.py test_posterior.py test_weights.py \
+  alignment/test_assignment.py alignment/test_textbook.py \
+  canonical/test_overlap.py \
+  compare/test_mmd.py compare/test_scores.py compare/test_wasserstein.py \
+  datasets/test_tables.py \
+  discovery/test_model_check.py discovery/test_nullspace.py discovery/test_verify.py \
+  distributions/test_matchings.py distributions/test_permanent.py distributions/test_signed.py \
+  distributions/test_symmetrized.py \
+  ensembles/test_training.py \
+  groups/test_action.py groups/test_element.py \
+  guides/test_bound_tensor.py guides/test_evidence.py guides/test_transport.py \
+  mcmc/test_integrator.py mcmc/test_kernel.py mcmc/test_mass.py mcmc/test_network.py mcmc/test_density.py \
+  store/test_damage.py \
+  study/test_methods.py)
 # Passed on: make compare ARGS="--methods mean-field,symmetrized", make test PYTEST_ARGS="tests/mcmc -x",
 # make test PYTEST_ARGS="-m 'stochastic and not slow' --seed 7": what tests statistics, from another seed
 ARGS ?=
@@ -16,7 +32,7 @@ STUDY := $(VENV)/.installed-study
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help compare quick test lint types format clean
+.PHONY: help compare quick check test lint types format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -31,8 +47,13 @@ quick: $(STUDY)  ## the same in a short setting, under 2 minutes
 
 # One thread a process: the tests' tensors are small, and the processes share the cores. Work stealing keeps the tests
 # of a module, which share what is costly to set up, together as long as there is enough to do.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(if $(SLOW),,-m "not slow")
+
+check: lint types  ## format, lint, types and the quickest tests of every room, in a minute
+	$(PYTEST) $(CHECK) $(PYTEST_ARGS)
+
 test: lint types  ## format, lint, types and tests; SLOW=1 adds the slow tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(if $(SLOW),,-m "not slow") $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(DEV)  ## ruff: format and lint, changing nothing
 	$(BIN)/ruff format --check .

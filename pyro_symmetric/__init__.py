@@ -26,9 +26,10 @@ from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.sorting import sorting_permutation
 from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
 from pyro_symmetric.compare import (
+    Distance,
+    DistanceResult,
     SortingTracker,
-    check,
-    convergence,
+    diagnose,
     equivalent_modes,
     excess_mass,
     functional_collapse,
@@ -37,14 +38,15 @@ from pyro_symmetric.compare import (
     mmd,
     mmd_test,
     orbit_mmd,
+    register_distance,
     scores,
     sliced_wasserstein,
     summary,
+    total_variation,
 )
 from pyro_symmetric.discovery.densities import InconclusiveError
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.model_check import verify_model
-from pyro_symmetric.discovery.priors import check_priors
+from pyro_symmetric.discovery.model_check import check_priors, verify_model
 from pyro_symmetric.discovery.rules.registry import register_rule
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.trace import UnknownOperator, UntraceableError
@@ -75,10 +77,10 @@ from pyro_symmetric.guides import (
     swag,
     wasserstein,
 )
-from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, ChEES, CyclicalSG, log_joint, pSGLD, sample
+from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, AdaptiveHMC, CyclicalSG, log_joint, pSGLD, sample
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import predict
-from pyro_symmetric.samples import Posterior
 
 __all__ = [
     "HMC",
@@ -87,6 +89,7 @@ __all__ = [
     "SGLD",
     "Action",
     "ActivationCost",
+    "AdaptiveHMC",
     "Alignment",
     "AutoFlow",
     "AutoGaussian",
@@ -97,8 +100,9 @@ __all__ = [
     "BayesianModel",
     "BrokenSymmetry",
     "CategoricalLikelihood",
-    "ChEES",
     "CyclicalSG",
+    "Distance",
+    "DistanceResult",
     "Element",
     "ExactOrbit",
     "Frame",
@@ -125,10 +129,9 @@ __all__ = [
     "align_many",
     "barycentre",
     "canonicalize",
-    "check",
     "check_priors",
-    "convergence",
     "datasets",
+    "diagnose",
     "distinct",
     "ensemble",
     "equivalent_modes",
@@ -152,6 +155,7 @@ __all__ = [
     "predict",
     "push_forward",
     "read_checkpoints",
+    "register_distance",
     "register_rule",
     "relabel",
     "sample",
@@ -165,6 +169,7 @@ __all__ = [
     "swag",
     "to_arviz",
     "to_gaussian",
+    "total_variation",
     "verify",
     "verify_model",
     "wasserstein",

@@ -129,9 +129,11 @@ def tensor(name: str, value: Any) -> Tensor:
 
 
 def numbers(name: str, value: Any) -> Tensor:
-    """A tensor, or numbers or lists of them, or an array, as a tensor."""
+    """A tensor, or numbers or lists of them, or an array, as a tensor; Python's floats in float64."""
     try:
-        return torch.as_tensor(value)
+        found = torch.as_tensor(value)
+        typed = hasattr(value, "dtype") or not found.is_floating_point()
+        return found if typed else torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} is {shown(value)}; it must hold numbers") from error
 

@@ -13,10 +13,11 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import PYRO
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, placed, promoted
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import pointwise_log_likelihood, predict
-from pyro_symmetric.samples import Posterior
 from pyro_symmetric.weights import Shapes
 
 ROW = "row"
@@ -125,7 +126,7 @@ def _observed(
 ) -> dict[str, np.ndarray]:
     dtype = promoted(list(posterior.samples.values()))
     model, args, kwargs = placed(model, args, kwargs, posterior.origin_device, dtype)
-    with torch.no_grad(), poutine.block(), Placement(posterior.origin_device, dtype):
+    with PYRO, torch.no_grad(), poutine.block(), Placement(posterior.origin_device, dtype):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return {site: _numpy(torch.as_tensor(trace.nodes[site]["value"])) for site in sites}
 

@@ -1,7 +1,7 @@
 """Collections of checkpoints: a folder of state dicts, one file for each network, as one posterior, and back.
 
 Published collections hold thousands of trained networks of one architecture as ``.pt``, ``.pth`` or ``.safetensors``
-files. :func:`read_checkpoints` makes a :class:`~pyro_symmetric.samples.Posterior` of them, a network a draw, so that
+files. :func:`read_checkpoints` makes a :class:`~pyro_symmetric.posterior.Posterior` of them, a network a draw, so that
 every distance and test of the library can be applied; :func:`write_checkpoints` writes one file per draw.
 
 Nothing that a file could execute is executed: ``.pt`` files are read with ``torch.load(weights_only=True)``, which
@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.samples import Posterior, Rows
+from pyro_symmetric.posterior import Posterior, Rows
 from pyro_symmetric.storage import PathLike, StoreError, dtype_of, load_json, save_json, write_whole
 from pyro_symmetric.weights import Weights, is_running_statistic
 

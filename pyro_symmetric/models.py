@@ -26,8 +26,8 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import OwnLock
 from pyro_symmetric.calls import described, input_problem
-from pyro_symmetric.generators import turn
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 LIKELIHOOD = ("temperature", "latents", "distribution", "targets", "mean")  # what a likelihood object has
@@ -110,7 +110,7 @@ class CategoricalLikelihood:
     def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
         if outputs.shape[-1] < 2:
             raise ValueError(f"the network has {outputs.shape[-1]} output; a categorical likelihood needs at least 2")
-        return dist.Categorical(logits=outputs)
+        return _with_any_parameters(dist.Categorical(logits=outputs, validate_args=False))
 
     def targets(self, y: Tensor) -> Tensor:
         return y
@@ -145,13 +145,24 @@ class GaussianLikelihood:
         outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
         scale = outputs.new_tensor(self.scale) if self.scale is not None else latents["noise_scale"]
         per_row = outputs.dim() - scale.dim()
-        return dist.Normal(outputs, scale.reshape(*scale.shape, *([1] * per_row)))
+        scale = scale.reshape(*scale.shape, *([1] * per_row))
+        return _with_any_parameters(dist.Normal(outputs, scale, validate_args=False))
 
     def targets(self, y: Tensor) -> Tensor:
         return y.squeeze(-1) if y.dim() > 1 and y.shape[-1] == 1 else y
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs
+
+
+def _with_any_parameters(made: dist.TorchDistribution) -> dist.TorchDistribution:
+    """A distribution made without a look at its parameters looks at the values that it is asked about, as others do.
+
+    One network of many that diverges (a member of an ensemble, a chain) is for the caller to notice, and mustn't stop
+    the others.
+    """
+    del made.__dict__["_validate_args"]
+    return made
 
 
 class BayesianModel(nn.Module):
@@ -191,6 +202,7 @@ class BayesianModel(nn.Module):
         num_data = arguments.whole("num_data", num_data, 1, none="the rows of each call")
         if not callable(prior) or isinstance(prior, type):
             prior = GaussianPrior(arguments.positive("prior", prior))
+        self._lock = OwnLock()
         self.net = copy.deepcopy(net).eval().requires_grad_(False)
         self.prior: PriorFunction = prior
         self.likelihood: Likelihood = _likelihood(likelihood)
@@ -303,7 +315,7 @@ class BayesianModel(nn.Module):
         shapes |= {name: buffer.shape for name, buffer in self.net.named_buffers() if name in weights}
         shape = batch_shape(weights, shapes)
         own = {name: weights[name] for name in shapes}
-        with turn(), self._explaining_inputs(x):  # the network holds the weights meanwhile: one thread at a time
+        with self._lock, self._explaining_inputs(x):  # the network holds the weights meanwhile: one thread at a time
             if not shape:
                 return self.call(own, x)
             flat = {name: value.reshape(-1, *shapes[name]) for name, value in own.items()}
@@ -320,6 +332,12 @@ class BayesianModel(nn.Module):
             if problem := input_problem(self.net, (x,)):
                 raise ValueError(f"x doesn't fit: {problem}") from error
             raise
+
+    def twin(self) -> BayesianModel:
+        """A copy of the modules that shares their tensors. Two threads may evaluate a model and its twin at once."""
+        with self._lock:
+            tensors = [*self.net.parameters(), *self.net.buffers()]
+            return copy.deepcopy(self, {id(tensor): tensor for tensor in tensors})
 
     def call(self, weights: Weights, x: Tensor) -> Tensor:
         """The outputs of one network, ``(N, D)``: those without a second axis, ``(N,)``, get one."""

@@ -183,6 +183,16 @@ def chain_agreement(r_hats: Mapping[str, Array], sizes: Mapping[str, Array], thr
     return figure
 
 
+@styled
+def bars(names: Sequence[str], values: Sequence[float], xlabel: str, ylabel: str, title: str) -> Figure:
+    """One bar for each name."""
+    figure, axes = _grid(1, 1, max(3.2, 0.8 + 0.5 * len(names)), 3.0)
+    axes[0, 0].bar(names, values, color=COLOURS[0])
+    axes[0, 0].tick_params(axis="x", rotation=90 if len(names) > 6 else 0)
+    axes[0, 0].set(xlabel=xlabel, ylabel=ylabel, title=title)
+    return figure
+
+
 def _grid(rows: int, columns: int, width: float, height: float) -> tuple[Figure, NDArray[Any]]:
     """A figure that belongs to no window, so that a thousand of them leak nothing."""
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")

@@ -21,10 +21,9 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import evenly_spaced
-from pyro_symmetric.generators import turn
 from pyro_symmetric.largest import LargestTensor
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predictors import Predictor, predictor_of
-from pyro_symmetric.samples import Posterior
 from pyro_symmetric.weights import Shapes, Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples"]
@@ -47,7 +46,6 @@ _PROBED_ROWS = 64
 
 
 @torch.no_grad()
-@turn()
 def predict(
     posterior: Posterior | Sampler | Mapping[str, Tensor],
     model: nn.Module | Callable[..., Any],

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_symmetric._process import PYRO, running_pyro
 from pyro_symmetric.calls import described, described_call, explaining, input_problem
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, placed, promoted
@@ -143,7 +143,7 @@ class TracedPredictor:
         self.model, self.args, self.kwargs = placed(model, args, kwargs, device, self.dtype)
         self.kind = kind
         self.device: torch.device | None = _place_of(self.model, (self.args, self.kwargs), device)
-        with explaining(self.model, args, kwargs), poutine.block(), Placement(self.device, self.dtype):
+        with PYRO, explaining(self.model, args, kwargs), poutine.block(), Placement(self.device, self.dtype):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
         drawn = [name for name, site in sites.items() if name not in given and _is_random(site)]
@@ -163,7 +163,7 @@ class TracedPredictor:
         return values
 
     def _evaluated(self, weights: Weights) -> Any:
-        with pyro.validation_enabled(False):  # whose checks branch on values, which vmap forbids
+        with running_pyro():
             if not self._one_by_one:
                 try:
                     return torch.func.vmap(self._one, randomness="different")(weights)

@@ -13,9 +13,10 @@ import errno
 import json
 import os
 import re
+import secrets
 import socket
+import stat
 import sys
-import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
@@ -142,25 +143,21 @@ def write_whole(path: PathLike, write: Callable[[str], None], kind: str = "file"
     path = arguments.path("path", path)
     if not path.parent.is_dir():
         raise OSError(f"the {kind} couldn't be saved to {path}: there is no folder {path.parent}")
-    temporary = None
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        write(temporary)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        mode = os.fstat(descriptor).st_mode  # as any new file has; safetensors makes private ones
+        os.close(descriptor)
+        write(str(temporary))
+        os.chmod(temporary, stat.S_IMODE(mode))
         sync(temporary)
-        # A temporary file is private; the finished one gets the permissions that any new file would.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
-        temporary = None
         sync(path.parent)
     except (OSError, SafetensorError) as error:
         message = f"the {kind} couldn't be saved to {path}: {error}"
         raise (OSError(message) if (number := _errno(error)) is None else OSError(number, message)) from error
     finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: PathLike, text: str, kind: str = "file") -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pyro
 import pytest
 import torch
+import torch._export.utils
 from torch import Tensor
 
 from pyro_symmetric.groups import Axis, Group, Units
@@ -44,12 +45,37 @@ def fresh_pyro(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     pyro.clear_param_store()
 
 
+@pytest.fixture
+def generator() -> torch.Generator:
+    """What kernels draw from, seeded from the global generator, so that ``--seed`` counts."""
+    return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """CUDA tests skip where there is no such device."""
     if not torch.cuda.is_available():
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remembered_operators() -> Iterator[None]:
+    """torch.export lists PyTorch's composite operators several times for each network: a third of the time that
+    find_symmetry takes on a small one. Here the list is made again only if an operator was registered since."""
+    known: dict[tuple[str, int], Any] = {}
+    listed = getattr(torch._export.utils, "_collect_all_valid_cia_ops_for_namespace", None)
+
+    def remembered(namespace: Any) -> Any:
+        count = len(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+        if (namespace.name, count) not in known:
+            known[namespace.name, count] = listed(namespace)
+        return known[namespace.name, count]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if listed is not None:
+            patch.setattr(torch._export.utils, "_collect_all_valid_cia_ops_for_namespace", remembered)
+        yield
 
 
 @dataclass

@@ -14,11 +14,10 @@ import pyro
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Distribution, Normal
+from torch.distributions import Normal
 
 from pyro_symmetric import UntraceableError, find_symmetry
-from pyro_symmetric._process import without_messages, without_warnings
-from pyro_symmetric.mcmc.compiled import _unchecked
+from pyro_symmetric._process import running_pyro, without_messages, without_warnings
 
 
 class Branching(nn.Linear):
@@ -68,33 +67,23 @@ def test_symmetries_are_found_in_threads_as_one_by_one_and_the_process_stays_as_
     assert process_state() == before
 
 
-@pytest.mark.parametrize("first_out", [0, 1])
-def test_validation_is_off_in_the_threads_that_trace_alone_and_comes_back(first_out):
-    checking = Distribution._validate_sample
-    enter, leave, entered = [[threading.Event() for _ in range(2)] for _ in range(3)]
-    passed = []
+def test_pyro_runs_in_one_thread_at_a_time_and_its_checks_come_back():
+    inside, most = [], []
 
-    def trace(k):
-        enter[k].wait(10)
-        with _unchecked():
-            entered[k].set()
-            leave[k].wait(10)
-            passed.append(Normal(0.0, 1.0, validate_args=True).log_prob(torch.tensor(torch.nan)))
+    def run(_):
+        with running_pyro():
+            inside.append(1)
+            most.append(len(inside))
+            Normal(0.0, 1.0).log_prob(torch.tensor(torch.nan))
+            threading.Event().wait(0.002)
+            inside.pop()
 
-    threads = [threading.Thread(target=trace, args=(k,)) for k in range(2)]
-    for k, thread in enumerate(threads):
-        thread.start()
-        enter[k].set()
-        assert entered[k].wait(10)
-    with pytest.raises(ValueError, match="Expected value argument"):  # this thread doesn't trace
-        Normal(0.0, 1.0, validate_args=True).log_prob(torch.tensor(torch.nan))
-    for k in (first_out, 1 - first_out):
-        leave[k].set()
-        threads[k].join(10)
-    assert len(passed) == 2
-    assert Distribution._validate_sample is checking
-    with pytest.raises(ValueError, match="Expected value argument"), pyro.validation_enabled(True):
-        Normal(0.0, 1.0).log_prob(torch.tensor(torch.nan))
+    with pyro.validation_enabled(True):
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(run, range(20)))
+        assert max(most) == 1
+        with pytest.raises(ValueError, match="Expected value argument"):
+            Normal(0.0, 1.0).log_prob(torch.tensor(torch.nan))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes to fork")

@@ -10,14 +10,23 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ("mixture_target", "two_weight_network", "width_study", "mode_proximity")
 
 
 def run(name: str, folder: Path) -> str:
-    command = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--seeds", "2", "--no-progress"]
+    command = [
+        sys.executable,
+        "-m",
+        f"benchmarks.experiments.gelberg_2024.{name}",
+        "--quick",
+        "--seeds",
+        "2",
+        "--no-progress",
+    ]
     result = subprocess.run(
         [*map(str, command), "--json", str(folder / "results.json"), "--out", str(folder)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
@@ -40,7 +49,7 @@ def test_experiment_runs_and_resumes(name: str, tmp_path: Path) -> None:
 
 
 def test_results_are_filled_with_the_rows_that_are_missing(tmp_path: Path) -> None:
-    results_of = runpy.run_path(str(BENCHMARKS / "harness.py"))["Results"].of
+    results_of = runpy.run_path(str(ROOT / "benchmarks" / "harness.py"))["Results"].of
     options = Namespace(json=tmp_path / "results.json", size=3, rates=[1, 2])
     asked = []
 

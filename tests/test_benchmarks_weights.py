@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 EXPERIMENTS = {
-    "two_blobs": ["--networks", "300"],
-    "two_circles": [],
-    "mass_at_convergence": [],
-    "sorting_dynamics": [],
-    "functional_collapse": [],
-    "unit_marginals": ["--data", "diabetes"],
-    "hmc_or_ensemble": ["--data", "diabetes"],
-    "mmd": [],
-    "test_levels": [],
-    "level_and_power": ["--only", "tied"],
+    "experiments.laurent_2024.two_blobs": ["--networks", "300"],
+    "experiments.laurent_2024.two_circles": [],
+    "experiments.laurent_2024.mass_at_convergence": [],
+    "experiments.laurent_2024.sorting_dynamics": [],
+    "experiments.laurent_2024.functional_collapse": [],
+    "experiments.laurent_2024.unit_marginals": ["--data", "diabetes"],
+    "experiments.laurent_2024.hmc_or_ensemble": ["--data", "diabetes"],
+    "performance.mmd": [],
+    "performance.test_levels": [],
+    "performance.level_and_power": ["--only", "tied"],
 }
 
 
@@ -29,7 +29,8 @@ def test_experiment_runs_and_resumes(name: str, tmp_path: Path) -> None:
     def run() -> str:
         arguments = ["--quick", "--no-progress", "--json", str(tmp_path / "results.json"), "--out", str(tmp_path)]
         result = subprocess.run(
-            [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, *EXPERIMENTS[name]],
+            [sys.executable, "-m", f"benchmarks.{name}", *arguments, *EXPERIMENTS[name]],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=300,
@@ -40,7 +41,7 @@ def test_experiment_runs_and_resumes(name: str, tmp_path: Path) -> None:
 
     first = run()
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert bool(list(tmp_path.glob("*.png"))) == (name not in ("mmd", "test_levels", "level_and_power"))
+    assert bool(list(tmp_path.glob("*.png"))) == name.startswith("experiments.")
     again = run()
     assert f"{len(rows)} rows taken over" in again
     last, same = ([line for line in text.splitlines() if "wrote" not in line][-3:] for text in (first, again))

@@ -6,7 +6,7 @@ from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 
 
 def network():

@@ -19,21 +19,20 @@ WHOLE = "__init__"  # the package itself, which a user imports
 
 # From below. What knows no symmetry comes first, the samplers included.
 FLOORS = [
+    ["_process"],
     [
-        "_process",
         "_torchvision",
         "_version",
         "calls",
         "chain_statistics",
-        "generators",
         "largest",
         "placement",
         "plots",
     ],
-    ["arguments", "networks"],
+    ["arguments", "chain_findings", "generators", "networks"],
     ["datasets", "storage", "weights"],
-    ["models", "store"],
-    ["predictors", "samples"],
+    ["fingerprint", "models", "store"],
+    ["posterior", "predictors"],
     ["checkpoints", "predict"],
     ["arviz_export"],
     ["mcmc"],
@@ -53,11 +52,10 @@ INSIDE = {
     "alignment": [
         ["assignment", "elements", "gaussian", "textbook"],
         ["paths", "scores"],
-        ["descent", "moments"],
-        ["members", "search"],
-        ["common", "matching"],
+        ["decision", "moments", "relabel"],
+        ["descent", "members"],
+        ["matching", "rounds"],
         ["many"],
-        ["relabel"],
         [WHOLE],
     ],
 }
@@ -133,7 +131,7 @@ UPWARD = {
 DOWNWARD = {
     "below": "from pyro_symmetric.weights import Weights",
     "relative": "from ..weights import Weights",
-    "in the room": "from pyro_symmetric.mcmc.kernel import Kernel",
+    "in the room": "from pyro_symmetric.mcmc.kernels.kernel import Kernel",
     "relative, in the room": "from .kernel import Kernel",
     "another package": "from torch import Tensor\nimport pyro_symmetric_extras",
 }

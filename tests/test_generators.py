@@ -1,4 +1,4 @@
-"""Seeds: what they reach, and that nothing else is touched."""
+"""The global generators while they are forked: what a seed reaches, and that nothing else is touched."""
 
 import functools
 import os
@@ -10,18 +10,43 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pyro_symmetric.generators import lent, seeded
+from pyro_symmetric.generators import drawn_seed, forked
 
 
 def test_a_seed_reproduces_and_leaves_the_generator_as_it_was():
     torch.manual_seed(5)
-    with seeded(1):
+    with forked(1):
         first = torch.rand(3)
     after = torch.rand(3)
-    with seeded(1):
+    with forked(1):
         assert torch.equal(torch.rand(3), first)
     torch.manual_seed(5)
     assert torch.equal(torch.rand(3), after)
+
+
+def test_without_a_seed_the_generator_begins_as_it_is():
+    torch.manual_seed(5)
+    with forked():
+        first = torch.rand(3)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_a_generator_gives_other_numbers_each_time_and_the_same_ones_from_the_same_state():
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(2):
+        with forked(generator):
+            found.append(torch.rand(3))
+    assert not torch.equal(*found)
+    with forked(torch.Generator().manual_seed(3)):
+        assert torch.equal(torch.rand(3), found[0])
+
+
+def test_an_error_inside_leaves_the_generator_as_it_was():
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), forked(1):
+        1 / torch.rand(3).argmax().item() / 0
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
@@ -33,20 +58,29 @@ def test_cuda_sleeps_on_during_a_run_on_the_cpu(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     for name in ("get_rng_state", "set_rng_state", "manual_seed_all", "manual_seed", "current_device"):
         monkeypatch.setattr(torch.cuda, name, refuse)
-    with seeded(1, device):
+    with forked(1, device):
         torch.rand(1)
 
 
 @pytest.mark.cuda
 def test_the_generator_of_the_runs_gpu_is_seeded_and_put_back():
     torch.cuda.manual_seed(5)
-    with seeded(1, "cuda"):
+    with forked(1, "cuda"):
         first = torch.rand(3, device="cuda")
     after = torch.rand(3, device="cuda")
-    with seeded(1):  # CUDA is in use by now
-        assert torch.equal(torch.rand(3, device="cuda"), first)
+    with forked(2):  # seeds no GPU that it doesn't name, and puts back all that are in use
+        assert not torch.equal(torch.rand(3, device="cuda"), first)
     torch.cuda.manual_seed(5)
     assert torch.equal(torch.rand(3, device="cuda"), after)
+
+
+def test_a_seed_is_one_number_of_the_global_generator():
+    torch.manual_seed(5)
+    drawn_seed()
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    torch.randint(2**62, ())
+    assert torch.equal(torch.rand(3), after)
 
 
 # threads ------------------------------------------------------------------------------------------------------------
@@ -66,7 +100,7 @@ def in_threads(*functions):
 
 
 def draws(seed):
-    with seeded(seed):
+    with forked(seed):
         values = []
         for _ in range(20):
             values.append(torch.rand(3))
@@ -80,54 +114,22 @@ def test_seeds_of_several_threads_give_what_they_give_alone():
     assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=False))
 
 
-def test_a_lent_turn_leaves_the_lender_and_the_others_undisturbed():
-    """The others go on with the user's numbers, which the lender had put aside, and the lender with its own."""
-    torch.manual_seed(5)
-    users = torch.rand(6)
-    with seeded(1):
-        first = torch.rand(2)
-        with seeded(2):
-            second = torch.rand(6)
-        third = torch.rand(2)
-    torch.manual_seed(5)
-    with seeded(1):
-        assert torch.equal(torch.rand(2), first)
-        with seeded(2):
-            assert torch.equal(torch.rand(3), second[:3])
-            with lent():
-                (theirs,) = in_threads(lambda: (draws(3), torch.rand(4))[1])
-            assert torch.equal(torch.rand(3), second[3:])
-        assert torch.equal(torch.rand(2), third)
-    assert torch.equal(theirs, users[:4])
-    assert torch.equal(torch.rand(2), users[4:])
-
-
-def test_who_has_no_turn_lends_none():
-    torch.manual_seed(5)
-    with lent():
-        torch.rand(1)
-    first = torch.rand(1)
-    torch.manual_seed(5)
-    assert torch.equal(torch.rand(2)[1:], first)
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes to fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_waits_for_no_thread_of_its_parent():
-    begun, end = threading.Event(), threading.Event()
+    begun = threading.Event()
 
     def hold():
-        with seeded(1):
+        with forked(1):
             begun.set()
-            end.wait()
+            time.sleep(0.5)
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(hold)
         begun.wait()
-        child = os.fork()
+        child = os.fork()  # when the other thread has put all back
         if child == 0:  # no test's clean-up in the child
             signal.alarm(20)
-            with seeded(2):
+            with forked(2):
                 os._exit(0)
-        end.set()
         assert os.waitpid(child, 0)[1] == 0

@@ -72,24 +72,23 @@ def test_the_sdist_holds_what_is_needed_to_build_and_to_cite(built):
     assert not [name for name in names if name.startswith(("tests", "tutorials", "benchmarks", "runs", "data"))]
 
 
-def test_the_installed_wheel_imports_and_knows_its_version(empty_python, tmp_path):
+def test_the_installed_wheel_imports_without_its_extras_then_as_a_whole_and_knows_its_version(empty_python, tmp_path):
     program = """
-        import importlib, pkgutil, pyro_symmetric as ps
+        import importlib, pkgutil, sys
+        sys.modules.update(dict.fromkeys(sys.argv[1:]))  # as if they weren't installed
+        import pyro_symmetric as ps
+        for extra in sys.argv[1:]:
+            del sys.modules[extra]
         for module in pkgutil.walk_packages(ps.__path__, "pyro_symmetric."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
         print(ps.__file__, ps.__version__, sep="\\n")
     """
-    output = run(empty_python, "-c", textwrap.dedent(program), cwd=tmp_path, env=without_pythonpath())
+    extras = ("sklearn", "matplotlib", "jinja2", "torchmetrics")
+    output = run(empty_python, "-c", textwrap.dedent(program), *extras, cwd=tmp_path, env=without_pythonpath())
     file, version = output.splitlines()
     assert Path(file).is_relative_to(empty_python.parent.parent)
     assert version == PROJECT["version"]
-
-
-def test_the_library_imports_without_its_extras(empty_python, tmp_path):
-    program = "import sys; sys.modules.update(dict.fromkeys(sys.argv[1:])); import pyro_symmetric"
-    extras = ("sklearn", "matplotlib", "jinja2", "torchmetrics")
-    run(empty_python, "-c", program, *extras, cwd=tmp_path, env=without_pythonpath())
 
 
 def test_the_installed_command_explains_itself(empty_python, tmp_path):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.mcmc import HMC, SGHMC, Potential, sample
-from pyro_symmetric.mcmc.layout import Layout
+from pyro_symmetric.mcmc import HMC, SGHMC, Density, sample
+from pyro_symmetric.mcmc.density.layout import Layout
 from pyro_symmetric.placement import placed
 
 X, Y = torch.linspace(-1, 1, 60).reshape(20, 3), torch.linspace(-1, 1, 20)
@@ -49,7 +49,7 @@ def test_a_traced_models_predictions_and_likelihoods_are_taken_in_the_draws_prec
     expected = dist.Normal(mean, 1.0).log_prob(Y.double())
     assert np.allclose(tree["log_likelihood"]["y"].values.reshape(expected.shape), expected.numpy())
     assert np.allclose(tree["observed_data"]["y"].values, Y.numpy())
-    assert ps.check(posterior)["temperature"]
+    assert ps.diagnose(posterior)["temperature"]
 
 
 def test_data_in_containers_are_placed_and_cut_into_mini_batches():
@@ -65,29 +65,29 @@ def test_data_in_containers_are_placed_and_cut_into_mini_batches():
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
     kernel = SGHMC(scaled, batch_size=5)
-    potential = Potential(scaled, args=(data,), batch_size=5, subsampled=True)
+    density = Density(scaled, args=(data,), batch_size=5, subsampled=True)
     z, rows = torch.ones(1, 3), {"rows": torch.tensor([[0, 3, 7, 9]])}
     x, y = X[rows["rows"][0]], Y[rows["rows"][0]]
     prior = dist.Normal(0.0, 1.0).log_prob(z).sum()
     expected = -(prior + 5 * dist.Normal(x @ z[0], 1.0).log_prob(y).sum())  # 20 / 4 rows
-    assert potential(z, rows).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert density.energy(z, rows).item() == pytest.approx(expected.item(), rel=1e-5)
     assert sample(kernel, args=(data,), **QUICK).samples["w"].shape == (2, 8, 3)
 
 
 def test_a_networks_convergence_is_told_on_data_of_another_precision():
     net = ps.BayesianModel(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
     posterior = sample(HMC(net), args=(X.double(), Y.double()), dtype=torch.float64, **QUICK)
-    function = ps.convergence(posterior).spaces["function"].by_site
+    function = ps.diagnose(posterior).statistics
     density = net.double().log_joint(posterior.samples, X.double(), Y.double())
     expected = ps.Posterior({"density": density}, rows="chains").diagnostics()["density"]["r_hat"]
-    assert function["log density"].r_hat.item() == pytest.approx(expected, rel=1e-4)
-    assert function["predictions"].r_hat.shape[0] == 20
+    assert function["log density"]["log density"].r_hat.item() == pytest.approx(expected, rel=1e-4)
+    assert function["predictions"]["predictions"].r_hat.shape[0] == 20
 
 
 def test_the_layouts_probe_is_made_where_the_chains_are(monkeypatch):
     seen, constrain = [], Layout.constrain
     monkeypatch.setattr(Layout, "constrain", lambda self, z: seen.append(z.dtype) or constrain(self, z))
-    Potential(model, args=(X, Y), dtype=torch.float64)
+    Density(model, args=(X, Y), dtype=torch.float64)
     assert set(seen) == {torch.float64}
 
 
@@ -101,5 +101,5 @@ def test_constrained_sites_on_a_gpu_are_sampled_checked_and_predicted_there():
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
     posterior = sample(HMC(bounded), args=(X, Y), device="cuda", **QUICK)
-    assert ps.check(posterior)["temperature"]
+    assert ps.diagnose(posterior)["temperature"]
     assert ps.predict(posterior, bounded, X, None, kind="mean", progress=False)["y"].shape == (16, 20)

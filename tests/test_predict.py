@@ -10,8 +10,8 @@ from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import pointwise_log_likelihood, predict
-from pyro_symmetric.samples import Posterior
 
 
 @pytest.fixture

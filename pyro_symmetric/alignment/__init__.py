@@ -1,10 +1,10 @@
 """Bring posteriors together across a symmetry, and measure what lies between them.
 
-What a user calls: ``matching`` (:func:`align`), ``many`` (:func:`align_many`, with ``members`` and ``common``),
+What a user calls: ``matching`` (:func:`align`), ``many`` (:func:`align_many`, with ``members`` and ``rounds``),
 ``relabel`` (:func:`relabel`), and ``paths.barrier`` (:func:`loss_barrier`). Each floor below knows only those beneath
 it:
 
-* ``search``: the best of several descents; ``descent``: coordinate descent over the units of a group, by scores;
+* ``descent``: coordinate descent over the units of a group, by scores, the best of several; ``decision``: one step;
 * ``moments``: what was given, site by site; ``gaussian``: what was given, as Gaussian moments;
 * ``scores``: how well units go together, and what a match costs: write your own by ``scores.protocol``;
 * ``assignment``: linear assignment problems.
@@ -14,7 +14,7 @@ what is lost along the way.
 """
 
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
-from pyro_symmetric.alignment.many import Cycles, Frame, align_many
+from pyro_symmetric.alignment.many import Frame, align_many
 from pyro_symmetric.alignment.matching import Alignment, align
 from pyro_symmetric.alignment.paths.barrier import BarrierCurve, loss_barrier
 from pyro_symmetric.alignment.relabel import relabel
@@ -26,7 +26,6 @@ __all__ = [
     "ActivationCost",
     "Alignment",
     "BarrierCurve",
-    "Cycles",
     "Frame",
     "GaussianWeights",
     "Matched",

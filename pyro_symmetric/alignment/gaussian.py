@@ -2,13 +2,13 @@
 
 Alignment and interpolation of posteriors need, for every weight, a mean and a standard deviation. Guides keep them in
 different places (one parameter per site, one flat vector in the model's execution order, a Cholesky factor);
-:func:`to_gaussian` brings all of them, and plain weights, to one form. Correlations are dropped: the deviations are
-those of the marginals. :func:`gaussian_of` takes networks and posteriors of draws, too.
+:func:`to_gaussian` brings all of them, plain weights, networks and draws to one form. Correlations are dropped: the
+deviations are those of the marginals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
 from pyro_symmetric import arguments
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
 
@@ -71,52 +71,64 @@ class GaussianWeights:
         """The map from the unconstrained to the constrained value of a site; ``None`` if that is the identity."""
         return biject_to(_base(self.supports[site])) if site in self.supports else None
 
+    def shape_of(self, site: str, shape: torch.Size) -> torch.Size:
+        """The shape of the moments of a site whose values have this shape."""
+        bijection = self.bijection(site)
+        return shape if bijection is None else bijection.inverse_shape(shape)
+
+    def constrained(self, values: Weights) -> Weights:
+        """Weights from such values as these moments are of."""
+        bijections = {site: self.bijection(site) for site in values}
+        return {site: value if (b := bijections[site]) is None else b(value) for site, value in values.items()}
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> GaussianWeights:
+        """The same with all means and deviations changed alike."""
+        loc, scale = ({site: change(value) for site, value in part.items()} for part in (self.loc, self.scale))
+        return GaussianWeights(loc, scale, self.supports)
+
 
 @torch.no_grad()
-def to_gaussian(weights: Any) -> GaussianWeights:
+def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
     """The mean-field Gaussian moments of ``weights``, detached.
 
     :param weights: one of
 
         * :class:`GaussianWeights`, returned as it is;
-        * plain weights (site -> tensor): their own means, with deviations of zero;
+        * plain weights (site -> tensor), or a network (its parameters and running statistics): their own means, with
+          deviations of zero;
+        * a ``Posterior``: means and deviations over all of its draws;
         * a Pyro guide that keeps Gaussian moments per site (``AutoNormal``) or in one flat vector
           (``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``, ``AutoMultivariateNormal``, and any other
           ``AutoContinuous`` whose ``_loc_scale`` gives the marginal means and deviations). Moments are those of the
           unconstrained values, as the guide has them; ``supports`` names the sites where that makes a difference.
 
-    :raises ValueError: if the guide has no parameters yet.
+    :param name: what messages call them.
+    :raises ValueError: if there are no weights or draws, or the guide has no parameters yet.
     :raises TypeError: if ``weights`` is none of these.
     """
+    weights = plain(weights)
     if isinstance(weights, GaussianWeights):
         return weights
+    if isinstance(weights, Posterior):
+        flat = {site: value.flatten(0, 1) for site, value in draws_of(weights, name).items()}
+        return GaussianWeights(
+            {site: value.mean(0) for site, value in flat.items()},
+            {site: value.std(0, correction=0) for site, value in flat.items()},
+        )
     if isinstance(weights, Mapping):
-        return _from_plain_weights(weights)
+        if not arguments.weights(name, weights):
+            raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
+        loc = {site: value.detach() for site, value in weights.items()}
+        return GaussianWeights(loc, {site: torch.zeros_like(value) for site, value in loc.items()})
     if hasattr(weights, "_get_loc_and_scale"):
         return _with_supports(weights, {site: weights._get_loc_and_scale(site) for site in _latent_sites(weights)})
     if hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale"):
         return _with_supports(weights, _unpacked_moments(weights))
     raise TypeError(
-        f"{type(weights).__name__} has no Gaussian moments that can be read. Pass GaussianWeights, a dict of site -> "
-        "tensor (for a network, dict(net.named_parameters())), AutoNormal, or a Gaussian AutoContinuous guide; of an "
-        "AutoDelta guide pass guide.median()"
+        f"{name} is {arguments.shown(weights)}, which has no Gaussian moments that can be read. Pass GaussianWeights, "
+        "a dict of site -> tensor (for a network, dict(net.named_parameters())), AutoNormal, or a Gaussian "
+        "AutoContinuous guide; of an AutoDelta guide pass guide.median()"
     )
-
-
-def gaussian_of(weights: Any, name: str) -> GaussianWeights:
-    """Moments of weights (a batch, too), of a network, of a Gaussian guide, or over all draws of a posterior."""
-    weights = plain(weights)
-    if isinstance(weights, Posterior):
-        require_draws(weights, name)
-        flat = {site: value.flatten(0, 1) for site, value in weights.samples.items()}
-        require_finite(flat, name)
-        return GaussianWeights(
-            {site: value.mean(0) for site, value in flat.items()},
-            {site: value.std(0, correction=0) for site, value in flat.items()},
-        )
-    if isinstance(weights, Mapping) and not weights:
-        raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
-    return to_gaussian(weights)
 
 
 def plain(weights: Any) -> Any:
@@ -127,19 +139,18 @@ def plain(weights: Any) -> Any:
     return {**dict(weights.named_parameters()), **buffers}
 
 
-def require_draws(posterior: Posterior, name: str) -> None:
-    """:raises ValueError: if the posterior is empty."""
+def draws_of(posterior: Posterior, name: str) -> Weights:
+    """All draws, ``(chains, draws, *site_shape)``.
+
+    :raises ValueError: if there are none, or they hold NaN or infinite values.
+    """
     if not posterior.num_chains * posterior.num_samples:
         raise ValueError(f"{name} has {posterior.num_chains} chains of {posterior.num_samples} draws; it is empty")
+    require_finite(posterior.samples, name)
+    return posterior.samples
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-def _from_plain_weights(weights: Mapping[str, Tensor]) -> GaussianWeights:
-    arguments.weights("weights", weights)
-    loc = {site: value.detach() for site, value in weights.items()}
-    return GaussianWeights(loc, {site: torch.zeros_like(value) for site, value in loc.items()})
 
 
 def _unpacked_moments(guide: Any) -> dict[str, tuple[Tensor, Tensor]]:

@@ -16,7 +16,7 @@ which counts every weight by its own spread within its label, so that sites of l
 labels of the common frame are those in which most members came.
 
 As every member has an element of its own, the maps between members, :math:`g_i^{-1} g_j`, agree around every cycle;
-aligned pair by pair they need not (Crisostomi et al. 2024, arXiv 2405.17897), which is reported.
+aligned pair by pair they need not (Crisostomi et al. 2024, arXiv 2405.17897).
 """
 
 from __future__ import annotations
@@ -30,36 +30,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.common import Common
-from pyro_symmetric.alignment.elements import shaped
+from pyro_symmetric.alignment.descent import Search
+from pyro_symmetric.alignment.elements import at_home, shaped
 from pyro_symmetric.alignment.gaussian import GaussianWeights
-from pyro_symmetric.alignment.matching import COSTS, require_fit
+from pyro_symmetric.alignment.matching import BAR_DELAY, COSTS, require_fit
 from pyro_symmetric.alignment.members import Members, read_members
-from pyro_symmetric.alignment.moments import compared, moments_of
-from pyro_symmetric.alignment.search import BAR_DELAY, Search
+from pyro_symmetric.alignment.moments import comparable, moments_of
+from pyro_symmetric.alignment.rounds import Rounds
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
 
 # How many draws tell the spread of every weight well enough to measure by it.
 MANY = 100
-
-
-@dataclass(frozen=True)
-class Cycles:
-    """How well alignments pair by pair agree, over random triples of members.
-
-    :param triples: how many.
-    :param fixed: the share of units that the three maps around a triple, found pair by pair, bring back to their place
-        (one of ``n`` would be by chance). The frame's own maps bring back all.
-    :param agreement: the share of units that a map found for the pair sends where the frame's map sends them.
-    """
-
-    triples: int
-    fixed: float
-    agreement: float
 
 
 @dataclass(frozen=True)
@@ -73,8 +58,7 @@ class Frame:
     :param cost: squared distance of each member to it, float64 ``(S,)``; under ``"gaussian"`` minus the log-density.
     :param history: the mean of these costs as the members came, then after each round that lies below; it never rises.
     :param converged: whether it ended because nothing changed, rather than by ``max_rounds``.
-    :param cycles: the consistency of pairwise alignments; None for fewer than three members, or if not asked for.
-    :param objective: which cost was minimised: ``"gaussian"``, ``"wasserstein"``, ``"l2"`` or ``"allocation"``.
+    :param objective: which cost was minimised: ``"gaussian"``, ``"wasserstein"`` or ``"l2"``.
     """
 
     element: Element
@@ -83,7 +67,6 @@ class Frame:
     cost: Tensor
     history: tuple[float, ...]
     converged: bool
-    cycles: Cycles | None
     objective: str = "wasserstein"
 
     @property
@@ -106,10 +89,9 @@ class Frame:
 
     def __repr__(self) -> str:
         steps = "converged" if self.converged else "cut short"
-        cycles = "" if self.cycles is None else f", pairs agree on {self.cycles.fixed:.1%} of units"
         return (
             f"Frame({self.cost.numel()} members, mean cost {self.history[0]:.6g} -> {self.history[-1]:.6g}, "
-            f"{len(self.history) - 1} rounds, {steps}{cycles})"
+            f"{len(self.history) - 1} rounds, {steps})"
         )
 
 
@@ -124,7 +106,6 @@ def align_many(
     max_rounds: int = 50,
     max_sweeps: int = 100,
     tolerance: float = 1e-6,
-    triples: int = 8,
     progress: bool = True,
 ) -> Frame:
     """Bring many sets of weights into one frame.
@@ -148,7 +129,6 @@ def align_many(
     :param max_rounds: how often to go to the new barycentre at most.
     :param max_sweeps: as in ``align``.
     :param tolerance: it ends when a round lowers the mean cost by less than this part.
-    :param triples: how many random triples to align pair by pair, to report how consistent that would be; 0 for none.
     :param progress: whether to show a progress bar over rounds, if they take more than two seconds.
     :raises ValueError: for an empty list, or naming the member and the site that doesn't fit.
     """
@@ -157,45 +137,28 @@ def align_many(
     arguments.whole("max_rounds", max_rounds, 1)
     arguments.whole("max_sweeps", max_sweeps, 1)
     arguments.number("tolerance", tolerance, least=0)
-    arguments.whole("triples", triples, 0)
     group = _two_sided(group_of(group))
     members = read_members(sources, group, each)
     objective = _objective(cost, members, group)
     kind = COSTS[objective]
-    _, moments, _ = moments_of(members.gaussian, members.first(), group, kind)
+    (moments,) = moments_of([members.gaussian], members.sites, group, kind)
     if objective == "gaussian":  # squares of weights must tell their spread
         moments = {site: value.double() for site, value in moments.items()}
-    common = Common(group, kind, moments, Search(restarts, max_sweeps, tolerance))
+    rounds = Rounds(group, kind, moments, Search(restarts, max_sweeps, tolerance))
     with tqdm(total=1 + 2 * max_rounds, desc="align many", disable=not progress, delay=BAR_DELAY) as bar:
-        converged = common.settle(max_rounds, bar.update)
-    element = shaped(at_home(common.element), group, common.shifts, members.element_shape)
-    gaussian = members.moved_gaussian(element)
+        converged = rounds.settle(max_rounds, bar.update)
+    element = shaped(at_home(rounds.element), group, rounds.shifts, members.element_shape)
+    gaussian = members.gaussian_after(element)
+    every = tuple(range(len(members.element_shape)))
     return Frame(
         element,
-        members.moved(element, gaussian),
-        members.barycentre(gaussian),
-        common.costs(),
-        common.fallen(),
+        members.after(element, gaussian),
+        gaussian.each(lambda value: value.to(torch.promote_types(value.dtype, torch.float32)).mean(every)),
+        rounds.costs(),
+        rounds.fallen(),
         converged,
-        _cycles(common, triples) if len(common) > 2 and triples else None,
         objective,
     )
-
-
-def at_home(element: Element) -> Element:
-    """The same frame, its permutations and signs counted from those that most members have, of several the first's.
-
-    With :math:`h` the commonest element every :math:`g` becomes :math:`h^{-1} g`, so that the commonest stay as they
-    came.
-    """
-    finite = [*element.permutations.values(), *(value.long() for value in element.signs.values())]
-    if not finite:
-        return element
-    rows = torch.cat([value.flatten(1) for value in finite], 1)
-    _, kind, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
-    first = element.select(int((counts[kind] == counts.max()).nonzero()[0]))
-    commonest = Element(element.group, first.permutations, first.signs, device=rows.device)
-    return commonest.inverse() @ element
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -211,21 +174,6 @@ def _objective(cost: Objective | None, members: Members, group: Group) -> Object
 
 def _two_sided(group: Group) -> Group:
     """Leave out scales that enter the compared sites with exponents of one sign only."""
-    sites = set(compared(group))
+    sites = set(comparable(group))
     exponents = {n: [a.exponent for a in group.axes(n) if a.site in sites and a.exponent] for n in group.names("scale")}
     return group.without([n for n, own in exponents.items() if not own or min(own) > 0 or max(own) < 0], "scale")
-
-
-def _cycles(common: Common, triples: int) -> Cycles:
-    chosen = torch.rand(triples, len(common)).argsort(-1)[:, :3]
-    to, source = chosen.flatten(), chosen.roll(-1, -1).flatten()
-    found = common.apart(to, source)
-    framed = common.element.select(to).inverse() @ common.element.select(source)
-    first, second, third = (found.select(slice(k, None, 3)) for k in range(3))
-    around = first @ second @ third
-    names = found.group.names("permute")
-    units = max(1, sum(found.group[name].count for name in names))
-    home = {name: torch.arange(found.group[name].count, device=found[name].device) for name in names}
-    fixed = sum(float((around.unit_index(name) == home[name]).double().mean(0).sum()) for name in names)
-    same = sum(float((found.unit_index(name) == framed.unit_index(name)).double().mean(0).sum()) for name in names)
-    return Cycles(triples, fixed / units, same / units)

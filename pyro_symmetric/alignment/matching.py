@@ -11,6 +11,7 @@ comes back is a local optimum, the best of several starts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,22 +20,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.descent import Ended
+from pyro_symmetric.alignment.descent import Descent, Ended, Found, Search
 from pyro_symmetric.alignment.elements import joined, shaped
-from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of
-from pyro_symmetric.alignment.moments import chunks_of, moments_of, shifted
+from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
+from pyro_symmetric.alignment.moments import batch_shape_of, chunks_of, compared_sites, moments_of, shifted
 from pyro_symmetric.alignment.scores.gaussian import GaussianScores
 from pyro_symmetric.alignment.scores.protocol import ScoreFunction, Scores
 from pyro_symmetric.alignment.scores.weights import Moments, PlainScores, WeightScores
-from pyro_symmetric.alignment.search import BAR_DELAY, Found, Search
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.weights import Weights
 
 COSTS: dict[str, type[WeightScores]] = {"wasserstein": WeightScores, "l2": PlainScores, "gaussian": GaussianScores}
 # How many restarts by default, and up to how many units in a set. In a network with three hidden layers of 512 they
 # lower the cost by 0.0007 of it, in five times the time.
 RESTARTS, NARROW = 3, 256
+# Work that takes fewer seconds shows no progress bar.
+BAR_DELAY = 2.0
 
 
 @dataclass(frozen=True)
@@ -122,35 +123,41 @@ def align(
     """
     if not callable(cost):
         arguments.one_of("cost", cost, COSTS, "a function that returns Scores")
-    whole = group_of(group)
-    narrow = max((whole[name].size for name in whole.names("permute")), default=0) <= NARROW
+    group = group_of(group)
+    narrow = max((group[name].size for name in group.names("permute")), default=0) <= NARROW
     restarts = (RESTARTS if narrow else 0) if restarts is None else restarts
     arguments.whole("restarts", restarts, 0)
     arguments.whole("max_sweeps", max_sweeps, 1)
     arguments.number("tolerance", tolerance, least=0)
-    first, second = gaussian_of(reference, "reference"), gaussian_of(source, "source")
+    first, second = to_gaussian(reference, "reference"), to_gaussian(source, "source")
     kind = PlainScores if callable(cost) else COSTS[cost]
-    require_fit(kind, whole, first)
-    moments, came, shape = moments_of(second, first, whole, kind)
-    moved, shifts = shifted(whole, moments, came)
+    require_fit(kind, group, first)
+    if several := batch_shape_of(first, group, "reference"):
+        raise ValueError(
+            f"reference has batch shape {tuple(several)}; it must be one set of weights at a time; align_many brings a "
+            "batch into one frame"
+        )
+    shape = batch_shape_of(second, group, "source")
+    sites = compared_sites({"source": second, "reference": first}, group)
+    fixed, came = moments_of([first, second], sites, group, kind)
+    sources, shifts = shifted(group, fixed, came)
+    decided, chunks = group.restricted("permute", "flip", "scale"), chunks_of(group, sources)
+
+    def by_weights(rows: Tensor) -> WeightScores:
+        return kind(decided, fixed, _features(kind, sources, rows))
+
+    def scores(rows: Tensor) -> Scores:
+        return _given(cost, first, second, shape, rows, decided) if callable(cost) else by_weights(rows)
+
     search = Search(restarts, max_sweeps, tolerance)
-    decided = whole.restricted("permute", "flip", "scale")
-    found: list[Found] = []
-    chunks = chunks_of(whole, moved)
     with tqdm(total=len(chunks) * (1 + restarts), desc="align", disable=not progress, delay=BAR_DELAY) as bar:
-        for rows in chunks:
-            here = {site: kind.features(value[:, rows.to(value.device)]) for site, value in moved.items()}
-            if callable(cost):
-                scores = _scores(cost, _constrained(second, shape, rows), _constrained(first), decided)
-                outcome = search(scores, bar.update)
-                outcome = replace(outcome, ended=_fitted(outcome.ended, scores, moments, here, search))
-            else:
-                outcome = search(kind(decided, moments, here), bar.update)
-                if shifts:
-                    given = {site: kind.features(value[:, rows.to(value.device)]) for site, value in came.items()}
-                    outcome = replace(outcome, initial=kind.total(moments, given))
-            found.append(outcome)
-    return _result(whole, found, shifts, shape)
+        found = search((scores(rows) for rows in chunks), bar.update)
+    if callable(cost):
+        found = replace(found, best=_fitted(found.best, decided, by_weights, chunks, search))
+    elif shifts:
+        initial = [kind.total(fixed, _features(kind, came, rows)) for rows in chunks]
+        found = replace(found, initial=torch.cat(initial))
+    return _result(found, shaped(found.best.element, group, shifts, shape), shape)
 
 
 def require_fit(kind: type[WeightScores], group: Group, reference: GaussianWeights | None = None) -> None:
@@ -168,57 +175,50 @@ def require_fit(kind: type[WeightScores], group: Group, reference: GaussianWeigh
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _scores(cost: ScoreFunction, sources: Weights, reference: Weights, group: Group) -> Scores:
-    scores = cost(sources, reference, group)
+def _features(kind: type[WeightScores], moments: Moments, rows: Tensor) -> Moments:
+    return {site: kind.features(value[:, rows.to(value.device)]) for site, value in moments.items()}
+
+
+def _given(
+    cost: ScoreFunction, first: GaussianWeights, second: GaussianWeights, shape: torch.Size, rows: Tensor, group: Group
+) -> Scores:
+    """The user's own scores of some sources."""
+    every = second.each(lambda value: value.reshape(-1, *value.shape[len(shape) :])[rows.to(value.device)])
+    scores = cost(every.constrained(every.loc), first.constrained(first.loc), group)
     if not isinstance(scores, Scores):
         raise TypeError(
             f"cost returned {arguments.shown(scores)}; it must return Scores, e.g. ps.TableScores(group, tables)"
         )
-    count = len(next(iter(sources.values())))
-    if scores.batch != count:
-        raise ValueError(f"cost returned scores of {scores.batch} sources; it was given {count}")
+    if scores.batch != len(rows):
+        raise ValueError(f"cost returned scores of {scores.batch} sources; it was given {len(rows)}")
     return scores
 
 
-def _constrained(gaussian: GaussianWeights, shape: torch.Size | None = None, rows: Tensor | None = None) -> Weights:
-    """The weights at the means; of a batch those of some sources."""
-    weights = {}
-    for site, loc in gaussian.loc.items():
-        bijection = gaussian.bijection(site)
-        value = loc if bijection is None else bijection(loc)
-        if shape is not None and rows is not None:
-            value = value.reshape(-1, *value.shape[len(shape) :])[rows.to(value.device)]
-        weights[site] = value
-    return weights
-
-
-def _fitted(ended: Ended, scores: Scores, reference: Moments, source: Moments, search: Search) -> Ended:
+def _fitted(
+    best: Ended, group: Group, by_weights: Callable[[Tensor], WeightScores], chunks: Sequence[Tensor], search: Search
+) -> Ended:
     """The same end, with scales, and signs that the scores leave as they are, fitted to the weights."""
-    group, element = scores.group, ended.element
-    seen = [name for name, sign in element.signs.items() if bool((sign != 1).any())]
+    seen = [name for name, sign in best.element.signs.items() if bool((sign != 1).any())]
     left = group.restricted("flip", "scale").without(seen, "flip") if seen else group.restricted("flip", "scale")
     if not left.moves & {"flip", "scale"}:
-        return ended
-    moved = PlainScores(group, reference, source).moved(element)
-    descent = search.descent(PlainScores(left, reference, moved))
-    every = torch.ones(len(descent.rows), len(descent.moves), dtype=torch.bool)
-    fitted = descent.descend(descent.identity(), every)
-    rest = Element(group, signs=fitted.element.signs, log_scales=fitted.element.log_scales)
-    return replace(ended, element=rest @ element, converged=ended.converged & fitted.converged)
+        return best
+    ends = []
+    for rows in chunks:
+        scores = by_weights(rows)
+        features = scores.features_after(best.element.select(rows))
+        descent = Descent(PlainScores(left, scores.reference, features), search.max_sweeps, search.tolerance)
+        ends.append(descent.descend(descent.identity(), descent.everything))
+    rest, converged = joined([end.element for end in ends]), torch.cat([end.converged for end in ends])
+    rest = Element(group, signs=rest.signs, log_scales=rest.log_scales)
+    return replace(best, element=rest @ best.element, converged=best.converged & converged)
 
 
-def _result(group: Group, found: list[Found], shifts: dict[str, Tensor], shape: torch.Size) -> Alignment:
-    element = shaped(joined([one.ended.element for one in found]), group, shifts, shape)
-    count = max(len(one.ends) for one in found)
-    ends = [torch.cat([one.ends[min(k, len(one.ends) - 1)] for one in found]) for k in range(count)]
-    cost, initial = torch.cat([one.ended.cost for one in found]), torch.cat([one.initial for one in found])
-    converged = torch.cat([one.ended.converged for one in found])
-    histories = tuple(history for one in found for history in one.ended.histories())
+def _result(found: Found, element: Element, shape: torch.Size) -> Alignment:
+    best, histories = found.best, found.best.histories()
     if shape:
-        every = (value.reshape(shape) for value in (cost, initial, converged))
-        return Alignment(
-            element, next(every), next(every), histories, next(every), tuple(e.reshape(shape) for e in ends)
+        cost, initial, converged, *ends = (
+            value.reshape(shape) for value in (best.cost, found.initial, best.converged, *found.ends)
         )
-    return Alignment(
-        element, float(cost), float(initial), histories[0], bool(converged), tuple(float(end) for end in ends)
-    )
+        return Alignment(element, cost, initial, histories, converged, tuple(ends))
+    costs = tuple(float(end) for end in found.ends)
+    return Alignment(element, float(best.cost), float(found.initial), histories[0], bool(best.converged), costs)

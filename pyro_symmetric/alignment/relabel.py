@@ -13,24 +13,22 @@ Source: M. Stephens, "Dealing with label switching in mixture models", JRSS B 62
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.common import Common
-from pyro_symmetric.alignment.many import at_home
-from pyro_symmetric.alignment.scores.allocation import AllocationScores
-from pyro_symmetric.alignment.search import Search
+from pyro_symmetric.alignment.assignment import assign
+from pyro_symmetric.alignment.elements import at_home
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 
 # How far the probabilities of an observation may be from a sum of one.
 ROUNDING = 1e-3
 # Gains below this part of the whole are those of rounding.
 ROUNDED = 1e-10
-SITE = "probabilities"
 
 
 @torch.no_grad()
@@ -47,7 +45,7 @@ def relabel(
     :param group: one set of units, the components, and the axes of all sites along which they lie.
     :param probabilities: ``(chains, draws, observations, components)``: how likely each observation belongs to each
         component, under each draw.
-    :param starts: from how many random draws to start, the best end of which is kept.
+    :param starts: from how many random draws to start, besides the mean of all as they came; the best end is kept.
     :param max_rounds: how often to take the mean anew at most.
     :raises ValueError: if the group has other units or moves, or the probabilities don't fit or are none.
     """
@@ -57,18 +55,32 @@ def relabel(
     _check_probabilities(probabilities, posterior, components)
     arguments.whole("starts", starts, 1)
     arguments.whole("max_rounds", max_rounds, 1)
-    shape = torch.Size((probabilities.shape[2], components))
-    labels = Group.declare({SITE: (None, name)}, {SITE: shape})
-    moments = {SITE: probabilities.detach().double().flatten(0, 1).unsqueeze(0)}
-    ends = [Common(labels, AllocationScores, moments, Search(0, 1, ROUNDED)) for _ in range(starts)]
-    for end in ends:
-        end.settle(max_rounds)
-    best = min(ends, key=lambda end: end.fallen()[-1])
-    image = at_home(best.element)[name]
-    return posterior.map(group.element({name: image.reshape(posterior.num_chains, posterior.num_samples, -1)}))
+    draws = probabilities.detach().double().flatten(0, 1)
+    random = draws[torch.randperm(len(draws), device=draws.device)[:starts]]
+    means = [draws.mean(0), *(0.5 * (random + random.mean(-1, keepdim=True)))]
+    labels, _ = min((_settled(draws, mean, max_rounds) for mean in means), key=lambda end: end[1])
+    labels = at_home(group.element({name: labels}))[name]
+    return posterior.map(group.element({name: labels.reshape(posterior.num_chains, posterior.num_samples, -1)}))
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _settled(draws: Tensor, mean: Tensor, max_rounds: int) -> tuple[Tensor, float]:
+    """Labels of all draws, ``(S, K)``, and their mean divergence but for the entropy, which no labels change.
+
+    :param draws: ``(S, observations, K)``.
+    :param mean: where to start.
+    """
+    least = math.inf
+    for _ in range(max_rounds):
+        scores = mean.clamp_min(torch.finfo(mean.dtype).tiny).log().mT @ draws
+        labels = assign(scores)
+        before, least = least, -float(scores.gather(-1, labels.unsqueeze(-1)).sum((-1, -2)).mean())
+        if before - least <= ROUNDED * abs(least):
+            break
+        mean = draws.gather(-1, labels.unsqueeze(-2).expand_as(draws)).mean(0)
+    return labels, least
 
 
 def _components(group: Group) -> tuple[str, int]:

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.canonical.balancing import Array, Balance, minimise
+from pyro_symmetric.canonical.balancing import Array, Balance, minimise, reached, without
 from pyro_symmetric.groups.element import acted_shape
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.places import offsets, owners
 from pyro_symmetric.weights import Weights, require_finite, require_sites
 
-CHUNK_ENTRIES = 2**27
+CHUNK_ENTRIES = 2**26
 TOLERANCE = 1e-12
 
 ScaleFree = Literal["leave_out", "hold"]
@@ -150,22 +150,21 @@ def _minimise_chunk(
     if not arrays:
         none = constant.new_zeros(len(first), units)
         return constant, none, torch.ones_like(none, dtype=torch.bool), torch.zeros_like(constant)
+    free = _finite_units(arrays, first.new_zeros(len(first), units, dtype=torch.bool), scale_free)
+    if scale_free == "leave_out" and not bool(free.all()):
+        arrays = [without(array, ~free) for array in arrays]
     balance = Balance(arrays, units)
-    free = _finite_units(balance, scale_free)
-    if scale_free == "leave_out":
-        balance = balance.without(~free)
     u, imbalance = minimise(balance, free, TOLERANCE)
     return balance.value(u) + constant, u, ~free, imbalance
 
 
-def _finite_units(balance: Balance, scale_free: str) -> Tensor:
+def _finite_units(arrays: list[Array], start: Tensor, scale_free: str) -> Tensor:
     """Units whose best scale is finite: those between what isn't rescaled before and behind them."""
-    nothing = torch.zeros(balance.samples, balance.num_units, dtype=torch.bool, device=balance.mass0.device)
-    start = nothing
     if scale_free == "hold":
-        marginals = balance.marginals(torch.ones_like(balance.lay_out(nothing.double())))
+        balance = Balance(arrays, start.shape[1])
+        marginals = balance.marginals(torch.ones_like(balance.lay_out(start.double())))
         start = ~((balance.collect(marginals, 1) > 0) & (balance.collect(marginals, -1) > 0))
-    return balance.reach(start) & balance.reach(start, outgoing=True) & ~start
+    return reached(arrays, start) & reached(arrays, start, outgoing=True) & ~start
 
 
 def _array(value: Tensor, site: str, group: Group) -> Array:

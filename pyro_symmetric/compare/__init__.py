@@ -1,8 +1,9 @@
-"""How close two sets of weights, or their predictions, are: distances, tests, diversity, dynamics, scores."""
+"""How close two sets of weights, or their predictions, are: distances, tests, diagnosis, diversity, scores."""
 
+from pyro_symmetric.chain_findings import Finding
 from pyro_symmetric.compare import scores
-from pyro_symmetric.compare.check import CheckResult, Finding, check
-from pyro_symmetric.compare.convergence import ConvergenceResult, SpaceConvergence, convergence
+from pyro_symmetric.compare.diagnosis import Diagnosis, diagnose
+from pyro_symmetric.compare.distance import Distance, Shown, distances, register_distance
 from pyro_symmetric.compare.diversity import (
     FunctionalCollapse,
     functional_collapse,
@@ -19,34 +20,27 @@ from pyro_symmetric.compare.dynamics import (
     kendall_tau,
 )
 from pyro_symmetric.compare.independence import independent_draws
-from pyro_symmetric.compare.invariance import FactorInvariance, InvarianceResult, invariance_tests
-from pyro_symmetric.compare.mmd import LayerMMD, MMDResult, mmd
-from pyro_symmetric.compare.orbit import OrbitMMD, orbit_mmd
-from pyro_symmetric.compare.sliced import SlicedDistance, SlicedResult, sliced_wasserstein
+from pyro_symmetric.compare.invariance import invariance_tests
+from pyro_symmetric.compare.mmd import mmd
+from pyro_symmetric.compare.orbit import orbit_mmd
+from pyro_symmetric.compare.predictive_distance import total_variation
+from pyro_symmetric.compare.results import DistanceResult, SignificanceTest
 from pyro_symmetric.compare.summary import summary
-from pyro_symmetric.compare.two_sample import MMDTest, mmd_test
-from pyro_symmetric.compare.wasserstein import LayerWasserstein, WassersteinResult, marginal_wasserstein
+from pyro_symmetric.compare.two_sample import mmd_test
+from pyro_symmetric.compare.wasserstein import marginal_wasserstein, sliced_wasserstein
 
 __all__ = [
-    "CheckResult",
-    "ConvergenceResult",
+    "Diagnosis",
+    "Distance",
+    "DistanceResult",
     "EquivalentModes",
-    "FactorInvariance",
     "Finding",
     "FunctionalCollapse",
-    "InvarianceResult",
-    "LayerMMD",
-    "LayerWasserstein",
-    "MMDResult",
-    "MMDTest",
-    "OrbitMMD",
-    "SlicedDistance",
-    "SlicedResult",
+    "Shown",
+    "SignificanceTest",
     "SortingTracker",
-    "SpaceConvergence",
-    "WassersteinResult",
-    "check",
-    "convergence",
+    "diagnose",
+    "distances",
     "equivalent_modes",
     "excess_mass",
     "functional_collapse",
@@ -61,7 +55,9 @@ __all__ = [
     "orbit_mmd",
     "pairwise_mutual_information",
     "predictive_entropy",
+    "register_distance",
     "scores",
     "sliced_wasserstein",
     "summary",
+    "total_variation",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 from pyro_symmetric.compare.layers import PairedSamples
 
 _CACHE_ENTRIES = 2**19  # a chunk of all samples that stays in the cache, which pairwise distances need
+_LEAST_CHUNK = 64  # weights
 _BLOCK_ROWS = 256  # rows of distances taken at a time: small blocks leave most of the lower triangle out
 _BLOCK_ENTRIES = 2**22  # entries of such a block at most: 32 MiB in float64
 
@@ -37,13 +38,13 @@ class Pairs:
             yield slice(start, stop), slice(first, last), upper
             first = last
 
-    def distances(self, samples: PairedSamples, layer: str, norm: int, chunk: int | None = None) -> Tensor:
-        """Distances of all pairs, ``((m + n)(m + n - 1) / 2,)`` in float64, summed over chunks of weights.
+    def distances(self, samples: PairedSamples, layer: str, norm: int) -> Tensor:
+        """Distances of all pairs, ``((m + n)(m + n - 1) / 2,)`` in float64, summed over chunks of as many weights
+        as the cache holds of all samples.
 
         :param norm: 1 for the city-block distance, 2 for Euclid's.
-        :param chunk: weights at a time; by default as many as the cache holds of all samples.
         """
-        chunk = chunk or max(64, _CACHE_ENTRIES // self.total)
+        chunk = max(_LEAST_CHUNK, _CACHE_ENTRIES // self.total)
         pooled = (torch.cat(pair) for pair in samples.columns(layer, chunk))
         result = self._city_block(pooled) if norm == 1 else self._euclidean(pooled)
         if result is None:

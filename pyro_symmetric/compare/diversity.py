@@ -12,15 +12,15 @@ nats.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare._results import table
+from pyro_symmetric.compare.results import plain, table
 
 _CHUNK_ENTRIES = 2**22
 
@@ -124,8 +124,8 @@ class FunctionalCollapse:
             }
         return result | {
             "members": len(self.within),
-            "correlation": _or_none(self.correlation),
-            "rank_correlation": _or_none(self.rank_correlation),
+            "correlation": plain(self.correlation),
+            "rank_correlation": plain(self.rank_correlation),
         }
 
     def __repr__(self) -> str:
@@ -168,20 +168,13 @@ def _pairs(matrix: Tensor) -> Tensor:
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:
-    x, y = x - x.mean(), y - y.mean()
-    scale = float(x.norm() * y.norm())
-    return float(x @ y) / scale if scale > 0 else math.nan
+    """Pearson's; NaN if one of them is constant."""
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
 
 
 def _ranks(values: Tensor) -> Tensor:
     """Ranks, those of ties averaged."""
-    _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts - 1) / 2)[inverse]
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return torch.from_numpy(stats.rankdata(values.cpu().numpy())).to(values.device)
 
 
 def _entropy(p: Tensor) -> Tensor:

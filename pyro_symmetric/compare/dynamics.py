@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
-from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare.layers import Samples, samples_of
+from pyro_symmetric.compare.results import table
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of

@@ -11,7 +11,7 @@ from pyro_symmetric.alignment.many import align_many
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
 MOST_ROUNDS = 10  # any frame will do, so the last per cent of the distance needn't be won
@@ -60,4 +60,4 @@ def one_frame(canonical: Draws, symmetry: Symmetry | Group) -> Draws:
     """
     weights = canonical.samples if isinstance(canonical, Posterior) else canonical
     group = comparing(group_of(symmetry, "symmetry").finite, weights)
-    return align_many(canonical, group, max_rounds=MOST_ROUNDS, triples=0, progress=False).aligned
+    return align_many(canonical, group, max_rounds=MOST_ROUNDS, progress=False).aligned

@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
+from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, evenly_spaced
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
 
-def is_chain(posterior: Any) -> TypeGuard[Posterior]:
-    """Whether these are a sampler's draws, of which one depends on the last; an ensemble's or a guide's don't."""
-    return isinstance(posterior, Posterior) and posterior.rows == "chains"
+def require_posterior(name: str, draws: Any) -> Posterior:
+    """A posterior: tests count draws, so they must know whether its rows are chains or independent.
+
+    :raises TypeError: if it is anything else, such as a dictionary, which doesn't say.
+    """
+    hint = ""
+    if isinstance(draws, Mapping):
+        hint = ", which says what its rows are: Posterior.from_samples(weights, rows='independent'), or rows='chains'"
+    return arguments.instance(name, draws, Posterior, f"a Posterior{hint}")
 
 
 def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatistics] | None = None) -> int:
-    """How many evenly spaced draws of chains may be taken as independent: half of the smallest bulk effective sample
-    size over the weights, since draws that are thinned to all of it keep a correlation of about 0.1; but one of each
-    chain, as chains know nothing of each other. Weights that never move are left out.
+    """How many evenly spaced draws may be taken as independent. Of independent rows all; of chains half of the smallest
+    bulk effective sample size over the weights, since draws that are thinned to all of it keep a correlation of about
+    0.1; but one of each chain, as chains know nothing of each other. Weights that never move are left out.
 
     :param statistics: site -> its :func:`~pyro_symmetric.chain_statistics.chain_statistics`, if they are at hand.
     """
+    total = posterior.num_chains * posterior.num_samples
+    if posterior.rows == "independent":
+        return total
     if statistics is None:
         statistics = {site: chain_statistics(value) for site, value in posterior.samples.items()}
     sizes = torch.cat([found.ess_bulk.reshape(-1) for found in statistics.values()])
     known = sizes[~sizes.isnan()]
     worst = float(known.min()) if len(known) else 0.0
-    return min(max(posterior.num_chains, int(worst) // 2), posterior.num_chains * posterior.num_samples)
+    return min(max(posterior.num_chains, int(worst) // 2), total)
 
 
 def thinned(posterior: Posterior, seen: Posterior | None = None) -> Weights:
     """As many of the draws, chains end to end and evenly spaced, as may be taken as independent. The last of each chain
-    is among them, if one of each counts.
+    is among them, if one of each counts. If all do, they are views.
 
     :param seen: the same draws as they will be compared, which say how many are independent: chains in copies of a mode
         seem to stand apart until their symmetries are removed.
@@ -43,6 +53,11 @@ def thinned(posterior: Posterior, seen: Posterior | None = None) -> Weights:
     require_finite(posterior.samples, "posterior")
     total, count = posterior.num_chains * posterior.num_samples, independent_draws(seen or posterior)
     if count < 2:
-        raise ValueError(f"of {total} draws of one chain only {count} counts as independent; take more, or more chains")
+        raise ValueError(
+            f"of {total} draws only {count} may be taken as independent; a test needs at least 2. Take more draws, or "
+            "more chains"
+        )
+    if count == total:
+        return posterior.get_samples()
     keep = evenly_spaced(total, count)
     return {site: value[keep] for site, value in posterior.get_samples().items()}

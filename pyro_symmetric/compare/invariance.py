@@ -16,13 +16,12 @@ For each set of :math:`n` units that the group permutes two null hypotheses are 
 
 Both rest on independent draws. Weights of different units in *one* draw may depend on each other in any way: a pair's
 two samples are taken from different draws (one unit's from the even ones, the other's from the odd ones), so that they
-are independent, as the Kolmogorov-Smirnov law needs. Autocorrelated draws make every p-value too small: name their
-effective sample size (see ``effective_size``).
+are independent, as the Kolmogorov-Smirnov law needs. Autocorrelated draws would make every p-value too
+small, so that of chains only as many draws are taken as count as independent.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,158 +30,20 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.chain_statistics import evenly_spaced
-from pyro_symmetric.compare._results import table
 from pyro_symmetric.compare._tests import chi_square_uniform, holm, holm_rejections, kolmogorov_smirnov
-from pyro_symmetric.compare.independence import independent_draws, is_chain
-from pyro_symmetric.compare.layers import Samples, samples_of
+from pyro_symmetric.compare.independence import require_posterior, thinned
+from pyro_symmetric.compare.results import SignificanceTest
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis
-from pyro_symmetric.weights import require_finite
-
-
-@dataclass(frozen=True, eq=False)
-class FactorInvariance:
-    """The two tests of one set of units.
-
-    :param size: the number of units ``n`` of one copy.
-    :param sites: the sites whose weights were looked at.
-    :param index_counts: in how many draws each unit held the largest weight of its copy, ``(n,)`` or ``(copies, n)``.
-    :param index_statistic: Pearson's statistic of these counts; of several copies the largest.
-    :param index_method: ``"chi-square"`` or ``"simulated multinomial"`` (expected counts under 5).
-    :param index_p_value: p-value of the null hypothesis that the index is uniform in each copy.
-    :param marginal_tests: number of Kolmogorov-Smirnov tests (pairs of units of one copy, times positions).
-    :param marginal_p_value: p-value of the null hypothesis that all tested marginals are equal: the smallest of theirs,
-        by Holm.
-    :param marginal_rejected: how many of them Holm's method rejects at the level.
-    :param marginal_largest: the largest Kolmogorov-Smirnov statistic.
-    :param marginal_smallest_possible: the smallest ``marginal_p_value`` that so few draws can give at all.
-    :param index_adjusted: ``index_p_value``, adjusted by Holm for all tests of all sets of units.
-    :param marginal_adjusted: likewise.
-    """
-
-    size: int
-    sites: tuple[str, ...]
-    index_counts: Tensor
-    index_statistic: float
-    index_method: str
-    index_p_value: float
-    marginal_tests: int
-    marginal_p_value: float
-    marginal_rejected: int
-    marginal_largest: float
-    marginal_smallest_possible: float
-    index_adjusted: float
-    marginal_adjusted: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        return {
-            name: value.tolist() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
-            for name, value in vars(self).items()
-        }
-
-
-@dataclass(frozen=True, eq=False)
-class InvarianceResult:
-    """What the tests found; see :func:`invariance_tests`.
-
-    :param per_factor: units -> :class:`FactorInvariance`.
-    :param level: the probability that an invariant posterior's independent draws are called not invariant is at most
-        this.
-    :param num_draws: how many draws were used, after thinning.
-    :param p_value: the smallest adjusted p-value: that of the null hypothesis of invariance.
-    """
-
-    per_factor: dict[str, FactorInvariance]
-    level: float
-    num_draws: int
-    p_value: float
-
-    @property
-    def rejected(self) -> bool:
-        """Whether invariance is rejected at the level."""
-        return self.p_value <= self.level
-
-    @property
-    def verdict(self) -> str:
-        """What was found, in one line."""
-        count = 2 * len(self.per_factor)
-        if not self.per_factor:
-            return "nothing to test: the group permutes no two units"
-        if not self.rejected:
-            text = (
-                f"no sign against invariance: none of {count} tests rejects at level {self.level:g} "
-                f"(smallest adjusted p-value {_p(self.p_value)}, {self.num_draws:,} draws)"
-            )
-            weak = sum(f.marginal_smallest_possible * count > self.level for f in self.per_factor.values())
-            return text + (f"; too few draws for the marginal tests of {weak} sets of units" if weak else "")
-        failed = [name for name, f in self.per_factor.items() if self._failed(f)]
-        worst = min(self.per_factor, key=lambda name: self._smallest(self.per_factor[name]))
-        return (
-            f"not invariant at level {self.level:g} (p-value {_p(self.p_value)}, {self.num_draws:,} draws): "
-            f"{len(failed)} of {len(self.per_factor)} sets of units fail, worst {worst!r}, where "
-            + self._reason(self.per_factor[worst])
-        )
-
-    def _failed(self, factor: FactorInvariance) -> bool:
-        return self._smallest(factor) <= self.level
-
-    @staticmethod
-    def _smallest(factor: FactorInvariance) -> float:
-        return min(factor.index_adjusted, factor.marginal_adjusted)
-
-    def _reason(self, factor: FactorInvariance) -> str:
-        reasons = []
-        if factor.index_adjusted <= self.level:
-            copy, unit = divmod(int(factor.index_counts.argmax()), factor.size)
-            share = float(factor.index_counts.max()) / self.num_draws
-            of = f" of copy {copy}" if factor.index_counts.dim() > 1 else ""
-            reasons.append(
-                f"unit {unit}{of} holds the largest weight in {share:.0%} of draws instead of {1 / factor.size:.1%}"
-            )
-        if factor.marginal_adjusted <= self.level:
-            reasons.append(f"{factor.marginal_rejected:,} of {factor.marginal_tests:,} pairs of marginals differ")
-        return " and ".join(reasons)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        return {
-            "verdict": self.verdict,
-            "rejected": self.rejected,
-            "p_value": self.p_value,
-            "level": self.level,
-            "num_draws": self.num_draws,
-            "per_factor": {name: factor.to_dict() for name, factor in self.per_factor.items()},
-        }
-
-    def __repr__(self) -> str:
-        rows = [("units", "number", "index p", "marginal p", "pairs that differ", "verdict")]
-        rows += [
-            (
-                name,
-                str(f.size),
-                _p(f.index_adjusted),
-                _p(f.marginal_adjusted),
-                f"{f.marginal_rejected:,} of {f.marginal_tests:,}",
-                "not invariant" if self._failed(f) else "-",
-            )
-            for name, f in self.per_factor.items()
-        ]
-        return f"Invariance: {self.verdict}\n{table(rows, left=(0, 5))}"
+from pyro_symmetric.posterior import Posterior
 
 
 @torch.no_grad()
 def invariance_tests(
-    weights: Samples,
-    group: Group | Symmetry,
-    *,
-    level: float = 0.05,
-    effective_size: float | None = None,
-    max_tests: int = 50_000,
-) -> InvarianceResult:
-    """Test whether samples of weights are invariant under ``group``.
+    posterior: Posterior, group: Group | Symmetry, *, level: float = 0.05, max_tests: int = 50_000
+) -> SignificanceTest:
+    """Test whether a posterior's draws are invariant under ``group``.
 
     The weights of a unit are those of the sites along whose first axis it lies: for linear and convolutional layers its
     incoming weights and its bias, for normalisation its scale and shift. Units that lie along no first axis are tested
@@ -192,65 +53,129 @@ def invariance_tests(
     compared: if their parents may change places, the parents' own tests see to that.
 
     Holm's method over both tests of all sets of units keeps the probability of any false rejection under ``level``.
+    Of chains as many draws are used, evenly spaced, as :func:`~pyro_symmetric.compare.independent_draws` counts; of
+    independent rows all.
 
-    :param weights: site -> samples ``batch_shape + site_shape``, of which batch dimensions are flattened; or a
-        ``Posterior``.
+    The result's arrays, for each set of units:
+
+    * ``p_value``: the smaller of its two tests', adjusted by Holm for all tests of all sets.
+    * ``index_p_value``, ``index_adjusted``: that of the index, as it is and adjusted; ``index_statistic``, Pearson's
+      (of several copies the largest), ``index_method``, ``"chi-square"`` or ``"simulated multinomial"`` (expected
+      counts under 5), and ``index_counts``, in how many draws each unit of each copy held the largest weight (NaN
+      beyond the number of copies and units).
+    * ``marginal_p_value``, ``marginal_adjusted``: that of the marginals, which is the smallest of ``marginal_tests``
+      Kolmogorov-Smirnov tests (pairs of units of one copy, times positions) by Holm. ``marginal_rejected`` says how
+      many of them Holm's method rejects at the level, ``marginal_largest`` how large the statistic is at most,
+      ``marginal_smallest_possible`` the smallest p-value that so few draws can give at all.
+    * ``size``, the number of units of one copy, and ``sites``, whose weights were looked at.
+
+    :param posterior: the draws; of plain weights make one, ``Posterior.from_samples(weights, rows=...)``.
     :param group: the group, or a network's symmetry, of which the permutations count; single units are passed over.
     :param level: the family-wise level of the tests.
-    :param effective_size: how many draws may be taken as independent. That many, evenly spaced over the flattened
-        batch, are kept, rounded down. Default: of a ``Posterior`` that a sampler drew,
-        :func:`~pyro_symmetric.compare.independent_draws`; else all. Of chains in a dictionary give half of the smallest
-        effective sample size over the weights, as draws thinned to all of it keep a correlation of about 0.1.
     :param max_tests: Kolmogorov-Smirnov tests of one set of units. If pairs of units times positions are more, a fixed
         pseudo-random part of the positions (and of the pairs, if needed) is tested.
     :raises ValueError: if weights don't fit the group, aren't finite, or fewer than 2 draws are left.
     """
-    if effective_size is None and is_chain(weights):
-        effective_size = max(2, independent_draws(weights))
-    _check_arguments(level, effective_size, max_tests)
-    effective_size = None if effective_size in (None, math.inf) else int(effective_size)
-    weights = samples_of(weights)
+    require_posterior("posterior", posterior)
+    arguments.fraction("level", level)
+    arguments.whole("max_tests", max_tests, 1)
     group = group_of(group).permutations
-    shape = group.batch_shape(weights)
-    require_finite({site: weights[site] for site in group.required_sites}, "weights")
-    keep = _thinned(shape.numel(), effective_size)
-    found = {}
+    group.batch_shape(posterior.samples)
+    needed = {site: posterior.samples[site] for site in group.required_sites}
+    weights = thinned(Posterior(needed, rows=posterior.rows)) if needed else {}
+    draws = len(next(iter(weights.values()))) if weights else 0
+    found: list[_Units] = []
     for name, size in group.factors.items():
-        if size < 2:
-            continue
-        axes = _unit_axes(group, name)
-        if not axes:
-            continue
-        units = [_unit_weights(weights, group, name, axis, keep) for axis in axes]
-        found[name] = (
-            tuple(dict.fromkeys(a.site for a in axes)),
-            *_index_test(units),
-            *_marginal_tests([part.transpose(1, 2).flatten(2) for part in units], level, max_tests),
-        )
-    adjusted = holm(torch.tensor([[f[4], f[6]] for f in found.values()], dtype=torch.float64).reshape(-1)).tolist()
-    per_factor = {
-        name: FactorInvariance(group.factors[name], *values, adjusted[2 * i], adjusted[2 * i + 1])
-        for i, (name, values) in enumerate(found.items())
-    }
-    draws = shape.numel() if isinstance(keep, slice) else len(keep)
-    return InvarianceResult(per_factor, level, draws, min(adjusted, default=1.0))
+        if size > 1 and (axes := _unit_axes(group, name)):
+            parts = [_unit_weights(weights, group, name, axis) for axis in axes]
+            sites = ", ".join(dict.fromkeys(axis.site for axis in axes))
+            marginals = [part.transpose(1, 2).flatten(2) for part in parts]
+            tests: tuple[Any, ...] = (*_index_test(parts), *_marginal_tests(marginals, level, max_tests))
+            found.append(_Units(name, size, sites, *tests))
+    p_values = torch.tensor([[units.index_p_value, units.marginal_p_value] for units in found], dtype=torch.float64)
+    adjusted = holm(p_values.reshape(-1)).reshape(-1, 2)
+    smallest = adjusted.amin(1)
+    p_value = float(smallest.min()) if found else 1.0
+    numbers = {key: [vars(units)[key] for units in found] for key in _Units.__annotations__}
+    counts = _padded(numbers.pop("index_counts"))
+    own: dict[str, list[Any]] = {"p_value": smallest.tolist()}
+    own |= {"index_adjusted": adjusted[:, 0].tolist(), "marginal_adjusted": adjusted[:, 1].tolist()}
+    return SignificanceTest(
+        title="Invariance",
+        num_samples=(draws,),
+        labels={"units": numbers.pop("name")},
+        arrays={
+            **{key: (("units",), values) for key, values in (own | numbers).items()},
+            "index_counts": (("units", "copy", "unit"), counts.numpy()),
+        },
+        settings={"max_tests": max_tests},
+        columns=("size", "index_adjusted", "marginal_adjusted", "marginal_rejected", "marginal_tests"),
+        verdict=_verdict(found, adjusted, level, draws),
+        p_value=p_value,
+        level=level,
+    )
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(level: float, effective_size: float | None, max_tests: int) -> None:
-    arguments.fraction("level", level)
-    arguments.number("effective_size", effective_size, least=2, none="that of the draws")
-    arguments.whole("max_tests", max_tests, 1)
+@dataclass(frozen=True, eq=False)
+class _Units:
+    """The two tests of one set of units."""
+
+    name: str
+    size: int
+    sites: str
+    index_counts: Tensor  # (copies, n)
+    index_statistic: float
+    index_method: str
+    index_p_value: float
+    marginal_tests: int
+    marginal_p_value: float
+    marginal_rejected: int
+    marginal_largest: float
+    marginal_smallest_possible: float
 
 
-def _thinned(draws: int, effective_size: int | None) -> slice | Tensor:
-    if draws < 2:
-        raise ValueError(f"weights holds {draws} draws; the tests need at least 2")
-    if effective_size is None or effective_size >= draws:
-        return slice(None)  # a view, where an index would copy all weights
-    return evenly_spaced(draws, effective_size)
+def _padded(counts: list[Tensor]) -> Tensor:
+    """Counts ``(copies, n)`` of sets of several sizes, NaN where there is no unit."""
+    copies, size = (max((count.shape[dim] for count in counts), default=0) for dim in (0, 1))
+    result = torch.full((len(counts), copies, size), torch.nan, dtype=torch.float64)
+    for row, count in zip(result, counts, strict=True):
+        row[: count.shape[0], : count.shape[1]] = count
+    return result
+
+
+def _verdict(found: list[_Units], adjusted: Tensor, level: float, draws: int) -> str:
+    """What was found, in one line."""
+    count, smallest = 2 * len(found), adjusted.amin(1)
+    if not found:
+        return "nothing to test: the group permutes no two units"
+    p_value = float(smallest.min())
+    if p_value > level:
+        text = (
+            f"no sign against invariance: none of {count} tests rejects at level {level:g} "
+            f"(smallest adjusted p-value {_p(p_value)}, {draws:,} draws)"
+        )
+        weak = sum(units.marginal_smallest_possible * count > level for units in found)
+        return text + (f"; too few draws for the marginal tests of {weak} sets of units" if weak else "")
+    place = int(smallest.argmin())
+    worst, (index, marginal) = found[place], (adjusted[place] <= level).tolist()
+    reasons = []
+    if index:
+        copy, unit = divmod(int(worst.index_counts.argmax()), worst.size)
+        of = f" of copy {copy}" if len(worst.index_counts) > 1 else ""
+        share = float(worst.index_counts.max()) / draws
+        reasons.append(
+            f"unit {unit}{of} holds the largest weight in {share:.0%} of draws instead of {1 / worst.size:.1%}"
+        )
+    if marginal:
+        reasons.append(f"{worst.marginal_rejected:,} of {worst.marginal_tests:,} pairs of marginals differ")
+    return (
+        f"not invariant at level {level:g} (p-value {_p(p_value)}, {draws:,} draws): "
+        f"{int((smallest <= level).sum())} of {len(found)} sets of units fail, worst {worst.name!r}, where "
+        + " and ".join(reasons)
+    )
 
 
 def _unit_axes(group: Group, name: str) -> list[Axis]:
@@ -263,12 +188,12 @@ def _unit_axes(group: Group, name: str) -> list[Axis]:
     return [axis for axis in rows if any(axis is a for a in alone)] or alone
 
 
-def _unit_weights(weights: Mapping[str, Tensor], group: Group, name: str, axis: Axis, keep: slice | Tensor) -> Tensor:
+def _unit_weights(weights: Mapping[str, Tensor], group: Group, name: str, axis: Axis) -> Tensor:
     """Each unit's weights in one site, ``(draws, copies, n, positions)``; invariance makes those of one copy and
     position alike."""
     value = weights[axis.site].detach().reshape(-1, *group.view_shapes[axis.site])
-    value = value[keep].movedim(1 + axis.dim, 1)
-    plain, units = group.is_plain(axis), group[name]
+    value = value.movedim(1 + axis.dim, 1)
+    plain, units = axis.fills(group.view_shapes[axis.site][axis.dim]), group[name]
     value = value.unsqueeze(2) if plain else value[:, axis.index.T.to(value.device)]
     value = value.unflatten(1, (units.copies, units.size))  # (draws, copies, n, blocks, other axes)
     for dim, members in group.members(axis.site).items():
@@ -301,7 +226,7 @@ def _index_test(units: list[Tensor]) -> tuple[Tensor, float, str, float]:
     counts = counts.reshape(copies, n).cpu()
     statistic, method, p_values = chi_square_uniform(counts)
     p_value = min(1.0, copies * float(p_values.min()))
-    return counts if copies > 1 else counts[0], float(statistic.max()), method, p_value
+    return counts, float(statistic.max()), method, p_value
 
 
 def _marginal_tests(units: list[Tensor], level: float, max_tests: int) -> tuple[int, float, int, float, float]:
@@ -334,4 +259,4 @@ def _marginal_tests(units: list[Tensor], level: float, max_tests: int) -> tuple[
 
 
 def _p(value: float) -> str:
-    return "< 1e-12" if value < 1e-12 else f"{value:.2g}" if math.isfinite(value) else str(value)
+    return "< 1e-12" if value < 1e-12 else f"{value:.2g}"

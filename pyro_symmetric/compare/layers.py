@@ -20,14 +20,13 @@ from pyro_symmetric.calls import described
 from pyro_symmetric.compare.frames import canonical_frame, is_group, one_frame
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import (
     Shapes,
     batch_shape,
     is_running_statistic,
     require_finite,
     require_sites,
-    shapes_of,
 )
 
 Layers = Mapping[str, Sequence[str]]
@@ -105,11 +104,10 @@ def removal(symmetry: Any) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tens
 class PairedSamples:
     """Two collections of weights of one architecture, checked, with their samples in rows.
 
-    :param weights_p: site -> tensor ``batch_shape + site_shape``; the batch dimensions are flattened into samples.
+    :param weights_p: site -> tensor ``(samples,) + site_shape``; or a ``Posterior``, chains end to end.
     :param weights_q: the same sites; the number of samples may differ.
     :param layers: layer -> its sites; sites that are not named are left out. Default: all but running statistics, see
         :func:`group_sites`.
-    :param site_shapes: the sites' shapes without batch dimensions. Default: everything after the first dimension.
     :param symmetry: both sides are brought to their canonical forms under it, or by it, if it is a function of weights;
         ``None`` takes them as they come.
     :param minimum: the smallest number of samples allowed on each side.
@@ -121,7 +119,6 @@ class PairedSamples:
         weights_p: Samples,
         weights_q: Samples,
         layers: Layers | None = None,
-        site_shapes: Shapes | None = None,
         symmetry: AnySymmetry | None = None,
         *,
         minimum: int = 1,
@@ -140,7 +137,7 @@ class PairedSamples:
         if not self.sites:
             raise ValueError("weights_p and weights_q hold running statistics only; there is nothing to compare")
         require_sites(weights_q, self.sites, "weights_q")
-        self.shapes = self._shapes(weights_p, weights_q, site_shapes)
+        self.shapes = _common_shapes(weights_p, weights_q, self.sites)
         if symmetry is not None:
             remove = removal(symmetry)
             weights_p, weights_q = remove(weights_p), remove(weights_q)
@@ -151,24 +148,6 @@ class PairedSamples:
             _num_samples(weights_p, self.shapes, "weights_p", minimum),
             _num_samples(weights_q, self.shapes, "weights_q", minimum),
         )
-
-    def _shapes(
-        self, weights_p: Mapping[str, Tensor], weights_q: Mapping[str, Tensor], site_shapes: Shapes | None
-    ) -> dict[str, torch.Size]:
-        if site_shapes is not None:
-            shapes = shapes_of(site_shapes, "site_shapes")
-            require_sites(shapes, self.sites, "site_shapes")  # type: ignore[arg-type]
-            return {site: shapes[site] for site in self.sites}
-        shapes = {site: weights_p[site].shape[1:] for site in self.sites}
-        for site, shape in shapes.items():
-            if weights_p[site].dim() == 0 or weights_q[site].shape[1:] != shape:
-                raise ValueError(
-                    f"{site!r} has shape {tuple(weights_p[site].shape)} in weights_p and "
-                    f"{tuple(weights_q[site].shape)} in weights_q; both must be (samples,) + the same site shape. "
-                    "Pass site_shapes= if there are more batch dimensions, such as (chains, draws)"
-                )
-        _warn_of_chains(weights_p)
-        return shapes
 
     def matrices(self, site: str) -> tuple[Tensor, Tensor]:
         """The site's samples: two matrices ``(num_samples, number of weights)``."""
@@ -197,15 +176,8 @@ class PairedSamples:
         """Bring both sides into one frame, which is found from all samples together, whichever side they belong to."""
         for site in self.sites:
             self.matrices(site)  # checked: they can be laid end to end
-        site = self.sites[0]
-        dims = [weights[site].dim() - len(self.shapes[site]) for weights in self.weights]
-        flat = [
-            {name: value.detach().flatten(0, count - 1) for name, value in weights.items()}
-            for weights, count in zip(self.weights, dims, strict=True)
-        ]
-        pooled = one_frame(
-            {name: torch.cat([flat[0][name], flat[1][name]]) for name in flat[0] if name in flat[1]}, group
-        )
+        p, q = self.weights
+        pooled = one_frame({site: torch.cat([p[site].detach(), q[site].detach()]) for site in p if site in q}, group)
         m = self.num_samples[0]
         self.weights = ({k: v[:m] for k, v in pooled.items()}, {k: v[m:] for k, v in pooled.items()})
 
@@ -217,6 +189,18 @@ class PairedSamples:
     def num_weights(self, layer: str) -> int:
         """The number of weights (of one sample) in a layer."""
         return sum(self.shapes[site].numel() for site in self.layers[layer])
+
+
+def _common_shapes(p: Mapping[str, Tensor], q: Mapping[str, Tensor], sites: Sequence[str]) -> dict[str, torch.Size]:
+    """The sites' shapes: everything after the first dimension."""
+    for site in sites:
+        if p[site].dim() == 0 or q[site].shape[1:] != p[site].shape[1:]:
+            raise ValueError(
+                f"{site!r} has shape {tuple(p[site].shape)} in weights_p and {tuple(q[site].shape)} in weights_q; both "
+                "must be (samples,) + the same site shape. Of (chains, draws) pass a Posterior"
+            )
+    _warn_of_chains(p)
+    return {site: p[site].shape[1:] for site in sites}
 
 
 def _warn_of_chains(weights: Mapping[str, Tensor]) -> None:
@@ -231,7 +215,7 @@ def _warn_of_chains(weights: Mapping[str, Tensor]) -> None:
     if len(shape) == 2 and shape[0] < shape[1] and len({value.dim() for value in weights.values()}) > 1:
         warnings.warn(
             f"weights have {shape[0]} samples, and all sites an axis of size {shape[1]} next; if these are chains and "
-            "draws, pass the Posterior itself, or site_shapes=",
+            "draws, pass a Posterior",
             UserWarning,
             stacklevel=5,
         )

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,121 +26,13 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.compare._pairs import Pairs
-from pyro_symmetric.compare._results import layer_table
 from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
-from pyro_symmetric.weights import Shapes
+from pyro_symmetric.compare.results import DistanceResult
 
 NUM_BANDWIDTHS = 10
+KERNELS = ("gaussian",) * NUM_BANDWIDTHS + ("laplace",) * NUM_BANDWIDTHS
 
-
-@dataclass(frozen=True, eq=False)
-class LayerMMD:
-    """Squared MMD of one layer under every kernel.
-
-    :param sites: the sites of the layer.
-    :param num_weights: number of weights of one sample in this layer.
-    :param gaussian: squared MMD under the Gaussian kernels, ``(10,)``, float64.
-    :param laplace: squared MMD under the Laplace kernels, ``(10,)``, float64.
-    :param gaussian_bandwidths: their :math:`\\lambda`, ascending, ``(10,)``.
-    :param laplace_bandwidths: likewise.
-    """
-
-    sites: tuple[str, ...]
-    num_weights: int
-    gaussian: Tensor
-    laplace: Tensor
-    gaussian_bandwidths: Tensor
-    laplace_bandwidths: Tensor
-
-    @property
-    def median(self) -> float:
-        """Median of the squared MMD over the twenty kernels (the mean of the middle two)."""
-        return float(torch.cat([self.gaussian, self.laplace]).quantile(0.5))
-
-    @property
-    def mean(self) -> float:
-        """Mean of the squared MMD over the twenty kernels."""
-        return float(torch.cat([self.gaussian, self.laplace]).mean())
-
-    @property
-    def maximum(self) -> float:
-        """Maximum of the squared MMD over the twenty kernels."""
-        return float(torch.cat([self.gaussian, self.laplace]).max())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        return {
-            "sites": list(self.sites),
-            "num_weights": self.num_weights,
-            "median": self.median,
-            "mean": self.mean,
-            "maximum": self.maximum,
-            "gaussian": self.gaussian.tolist(),
-            "laplace": self.laplace.tolist(),
-            "gaussian_bandwidths": self.gaussian_bandwidths.tolist(),
-            "laplace_bandwidths": self.laplace_bandwidths.tolist(),
-        }
-
-
-@dataclass(frozen=True, eq=False)
-class MMDResult:
-    """Squared MMD between two sets of weights; see :func:`mmd`.
-
-    :param median: mean over layers, weighted by their number of weights, of the median over kernels.
-    :param mean: the same of the mean over kernels.
-    :param maximum: the same of the maximum over kernels.
-    :param per_layer: layer -> :class:`LayerMMD`.
-    :param num_samples: the number of samples on each side.
-    """
-
-    median: float
-    mean: float
-    maximum: float
-    per_layer: dict[str, LayerMMD]
-    num_samples: tuple[int, int]
-
-    @property
-    def median_root(self) -> float:
-        """Signed root of :attr:`median`: :math:`\\mathrm{sign}(v) \\sqrt{|v|}`."""
-        return _signed_root(self.median)
-
-    @property
-    def mean_root(self) -> float:
-        """Signed root of :attr:`mean`."""
-        return _signed_root(self.mean)
-
-    @property
-    def maximum_root(self) -> float:
-        """Signed root of :attr:`maximum`."""
-        return _signed_root(self.maximum)
-
-    def kernels(self, layers: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Layer -> the bandwidths of its Gaussian and of its Laplace kernels, to be used again.
-
-        :raises ValueError: if ``layers`` are not those of this result.
-        """
-        if set(layers) != set(self.per_layer):
-            raise ValueError(
-                f"bandwidths has the layers {sorted(self.per_layer)}, but the weights have {sorted(layers)}"
-            )
-        return {name: (layer.gaussian_bandwidths, layer.laplace_bandwidths) for name, layer in self.per_layer.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        return {
-            "median": self.median,
-            "mean": self.mean,
-            "maximum": self.maximum,
-            "median_root": self.median_root,
-            "mean_root": self.mean_root,
-            "maximum_root": self.maximum_root,
-            "num_samples": list(self.num_samples),
-            "per_layer": {name: layer.to_dict() for name, layer in self.per_layer.items()},
-        }
-
-    def __repr__(self) -> str:
-        m, n = self.num_samples
-        return f"Squared MMD, {m:,} samples against {n:,} (over 20 kernels)\n{layer_table(self)}"
+Kernels = tuple[Tensor, Tensor]  # bandwidths of the Gaussian and of the Laplace kernels
 
 
 @torch.no_grad()
@@ -150,29 +41,29 @@ def mmd(
     weights_q: Samples,
     *,
     layers: Layers | None = None,
-    site_shapes: Shapes | None = None,
     symmetry: AnySymmetry | None = None,
-    bandwidths: MMDResult | None = None,
-    chunk: int | None = None,
-) -> MMDResult:
+    bandwidths: DistanceResult | None = None,
+) -> DistanceResult:
     """Squared maximum mean discrepancy, unbiased, per layer and over twenty kernels.
 
     >>> result = mmd({"0.weight": torch.randn(100, 5, 3)}, {"0.weight": torch.randn(80, 5, 3) + 1})
-    >>> result.median > 0.05
+    >>> result["median"] > 0.05
     True
+
+    The result's totals are ``median``, ``mean`` and ``maximum`` over the kernels, averaged over layers by their number
+    of weights. Its arrays: the same of each layer, ``num_weights``, and of each layer and kernel ``squared`` (the
+    squared discrepancy) and ``bandwidth``.
 
     Time grows with samples² times weights (the city-block distances of the Laplace kernels take most of it), memory
     beyond the inputs with samples² alone: ``8 (m + n)²`` bytes and the temporaries of one chunk. Distances are summed
     over chunks in float64. Weights are read in slices, so memory-mapped tensors (``Posterior.load``) need not fit into
     memory; a symmetry that is removed needs them there.
 
-    :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given;
-        batch dimensions are flattened. Or a ``Posterior``, chains end to end.
+    :param weights_p: site -> samples ``(m,) + site_shape``; or a ``Posterior``, chains end to end.
     :param weights_q: the same sites, ``n`` samples. Samples are taken as independent; autocorrelated ones leave the
         estimate unbiased only up to their autocorrelation.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
         running statistics left out.
-    :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
     :param symmetry: remove it first: both sides are brought to their canonical forms, by the default rules of
         :func:`~pyro_symmetric.canonical.forms.canonicalize`; or by a function of weights, such as
         ``lambda w: canonicalize(w, symmetry, scalings="minimal_mass")``, which ``pyro-symmetric compare`` uses: at unit
@@ -181,28 +72,69 @@ def mmd(
         only.
     :param bandwidths: an earlier result whose bandwidths are used again, so that several comparisons use the same
         kernels. Default: a grid chosen for these samples by :func:`bandwidth_grid`.
-    :param chunk: how many weights are taken at a time; by default as many as stay in the cache.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, or a weight isn't finite.
     """
-    arguments.whole("chunk", chunk, 1, none="as many as stay in the cache")
-    if bandwidths is not None:
-        arguments.instance("bandwidths", bandwidths, MMDResult, "an earlier result of mmd")
-    samples = PairedSamples(weights_p, weights_q, layers, site_shapes, symmetry, minimum=2)
-    grids = {} if bandwidths is None else bandwidths.kernels(samples.layers)
-    per_layer = {layer: _layer_mmd(samples, layer, grids.get(layer), chunk) for layer in samples.layers}
-    return MMDResult(*over_layers(per_layer), per_layer, samples.num_samples)
+    samples = PairedSamples(weights_p, weights_q, layers, symmetry, minimum=2)
+    given = kernels_of(bandwidths, samples.layers)
+    squared, chosen = {}, {}
+    for layer in samples.layers:
+        pairs, values, grids = Pairs(*samples.num_samples), [], []
+        for i, norm in enumerate((2, 1)):  # one after the other, so that only one set of distances is held
+            distances = pairs.distances(samples, layer, norm)
+            grid = given[layer][i].to(distances.device) if given else bandwidth_grid(pairs.cross(distances))
+            values.append(pairs.discrepancies(distances, grid, norm).cpu())
+            grids.append(grid.cpu())
+            del distances
+        squared[layer], chosen[layer] = torch.cat(values), torch.cat(grids)
+    return over_kernels("Squared MMD (over 20 kernels)", samples, squared, chosen)
 
 
-def over_layers(per_layer: Mapping[str, LayerMMD]) -> tuple[float, float, float]:
-    """Median, mean and maximum over kernels, each averaged over layers by their number of weights."""
-    total = sum(layer.num_weights for layer in per_layer.values())
-    if total == 0:
-        raise ValueError("the sites hold no weights; there is nothing to compare")
+def kernels_of(earlier: DistanceResult | None, layers: Iterable[str]) -> dict[str, Kernels]:
+    """Layer -> the kernels of an earlier result; empty without one.
 
-    def averaged(statistic: str) -> float:
-        return sum(layer.num_weights / total * getattr(layer, statistic) for layer in per_layer.values())
+    :raises ValueError: if ``layers`` are not those of the result.
+    """
+    if earlier is None:
+        return {}
+    arguments.instance("bandwidths", earlier, DistanceResult, "an earlier result of mmd")
+    if "bandwidth" not in earlier.arrays:
+        raise ValueError(f"bandwidths is a result of another distance ({earlier.title}); it must be one of mmd")
+    if set(layers) != set(earlier.parts):
+        raise ValueError(f"bandwidths has the layers {sorted(earlier.parts)}, but the weights have {sorted(layers)}")
+    held = {name: torch.from_numpy(earlier.of(name)["bandwidth"]) for name in layers}
+    return {name: (both[:NUM_BANDWIDTHS], both[NUM_BANDWIDTHS:]) for name, both in held.items()}
 
-    return averaged("median"), averaged("mean"), averaged("maximum")
+
+def over_kernels(
+    title: str,
+    samples: PairedSamples,
+    squared: Mapping[str, Tensor],
+    bandwidths: Mapping[str, Tensor],
+    further: Mapping[str, Tensor] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> DistanceResult:
+    """Median, mean and maximum over kernels, each averaged over layers by their number of weights.
+
+    :param squared: layer -> squared discrepancies ``(20,)``, Gaussian kernels first.
+    :param bandwidths: likewise.
+    :param further: name -> other numbers of each layer and kernel, ``(layers, 20)``.
+    """
+    values = torch.stack(list(squared.values()))
+    counts = torch.tensor([samples.num_weights(layer) for layer in squared])
+    by_layer = {"median": values.quantile(0.5, dim=1), "mean": values.mean(1), "maximum": values.amax(1)}
+    share = counts / counts.sum()
+    arrays: dict[str, tuple[tuple[str, ...], Any]] = {"num_weights": (("layer",), counts.numpy())}
+    arrays |= {name: (("layer",), value.numpy()) for name, value in by_layer.items()}
+    by_kernel = {"squared": values, "bandwidth": torch.stack(list(bandwidths.values())), **(further or {})}
+    arrays |= {name: (("layer", "kernel"), value.numpy()) for name, value in by_kernel.items()}
+    return DistanceResult(
+        title=title,
+        num_samples=samples.num_samples,
+        labels={"layer": list(squared), "kernel": KERNELS},
+        arrays=arrays,
+        settings=settings or {},
+        totals={name: float(value @ share.double()) for name, value in by_layer.items()},
+    )
 
 
 def bandwidth_grid(cross_distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS) -> Tensor:
@@ -227,22 +159,3 @@ def bandwidth_grid(cross_distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS
     ends = torch.tensor([smallest / 2, largest * 2], dtype=torch.float64).log()
     steps = torch.linspace(0, 1, num_bandwidths, dtype=torch.float64)
     return (ends[0] + steps * (ends[1] - ends[0])).exp().to(distances.device)
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _signed_root(value: float) -> float:
-    return math.copysign(math.sqrt(abs(value)), value)
-
-
-def _layer_mmd(samples: PairedSamples, layer: str, given: tuple[Tensor, Tensor] | None, chunk: int | None) -> LayerMMD:
-    pairs = Pairs(*samples.num_samples)
-    values, grids = [], []
-    for i, norm in enumerate((2, 1)):  # one after the other, so that only one set of distances is held
-        distances = pairs.distances(samples, layer, norm, chunk)
-        bandwidths = bandwidth_grid(pairs.cross(distances)) if given is None else given[i].to(distances.device)
-        values.append(pairs.discrepancies(distances, bandwidths, norm).cpu())
-        grids.append(bandwidths.cpu())
-        del distances
-    return LayerMMD(samples.layers[layer], samples.num_weights(layer), *values, *grids)

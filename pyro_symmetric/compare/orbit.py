@@ -25,53 +25,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
-from pyro_symmetric.compare._results import layer_table
 from pyro_symmetric.compare.frames import canonical_frame
 from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples, samples_of
-from pyro_symmetric.compare.mmd import LayerMMD, MMDResult, bandwidth_grid, over_layers
+from pyro_symmetric.compare.mmd import bandwidth_grid, kernels_of, over_kernels
+from pyro_symmetric.compare.results import DistanceResult
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.weights import Shapes
-
-
-@dataclass(frozen=True, eq=False)
-class OrbitMMD(MMDResult):
-    """Squared discrepancy under orbit-averaged kernels; fields of :class:`~pyro_symmetric.compare.mmd.MMDResult`, and
-
-    :param element_errors: layer -> standard error of each kernel's estimate, *given the samples*, from the spread over
-        draws of group elements, ``(20,)`` (Gaussian kernels first); it falls as ``num_elements ** -0.5``.
-    :param standard_errors: layer -> standard error that counts the samples too (jackknife over samples, each with its
-        elements), ``(20,)``. If ``p = q``, the estimate's law is not normal and this is a rough guide only.
-    :param num_elements: group elements drawn for every sample.
-    """
-
-    element_errors: dict[str, Tensor]
-    standard_errors: dict[str, Tensor]
-    num_elements: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        return {
-            **super().to_dict(),
-            "element_errors": {layer: value.tolist() for layer, value in self.element_errors.items()},
-            "standard_errors": {layer: value.tolist() for layer, value in self.standard_errors.items()},
-            "num_elements": self.num_elements,
-        }
-
-    def __repr__(self) -> str:
-        m, n = self.num_samples
-        errors = {"largest error": self.standard_errors, "of elements": self.element_errors}
-        largest = {title: {name: float(e.max()) for name, e in found.items()} for title, found in errors.items()}
-        head = f"Squared MMD modulo symmetry, {m:,} samples against {n:,}, {self.num_elements} elements each"
-        return f"{head}\n{layer_table(self, largest)}"
 
 
 @torch.no_grad()
@@ -82,41 +47,40 @@ def orbit_mmd(
     *,
     num_elements: int = 8,
     layers: Layers | None = None,
-    site_shapes: Shapes | None = None,
-    bandwidths: MMDResult | None = None,
-    chunk: int | None = None,
-) -> OrbitMMD:
+    bandwidths: DistanceResult | None = None,
+) -> DistanceResult:
     """Squared discrepancy modulo symmetry under orbit-averaged kernels, unbiased, per layer and over twenty kernels.
 
     >>> group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> p = {"w": torch.randn(100, 3, 2) + torch.tensor([[5.0], [0.0], [-5.0]])}  # in one copy
     >>> q = {"w": torch.randn(100, 3, 2) + torch.tensor([[-5.0], [0.0], [5.0]])}  # in another
     >>> result = orbit_mmd(p, q, group)
-    >>> abs(result.mean) < 0.05 < mmd(p, q).mean
+    >>> abs(result["mean"]) < 0.05 < mmd(p, q)["mean"]
     True
+
+    The result is that of :func:`~pyro_symmetric.compare.mmd`, and two errors of each layer and kernel:
+
+    * ``element_error``: the standard error *given the samples*, from the spread over draws of group elements; it falls
+      as ``num_elements ** -0.5``.
+    * ``standard_error``: one that counts the samples too (jackknife over samples, each with its elements). If ``p =
+      q``, the estimate's law is not normal and this is a rough guide only.
 
     Permutations and signs are averaged over. Scalings and shifts, over which there is no uniform average, are removed
     first: unit norm, biases before a softmax of mean zero. Time and memory are those of
     :func:`~pyro_symmetric.compare.mmd`, the time ``num_elements`` times, and one moved layer of all samples besides.
 
-    :param weights_p: site -> samples ``(m,) + site_shape``, or ``batch_shape + site_shape`` with ``site_shapes`` given;
-        or a ``Posterior``, chains end to end.
+    :param weights_p: site -> samples ``(m,) + site_shape``; or a ``Posterior``, chains end to end.
     :param weights_q: the same sites, ``n`` samples.
     :param symmetry: the group, or a network's symmetry.
-    :param num_elements: random elements drawn for every sample, at least 2; more of them lower ``element_errors``.
+    :param num_elements: random elements drawn for every sample, at least 2.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
         running statistics left out.
-    :param site_shapes: the sites' shapes without batch dimensions, for more than one batch dimension.
     :param bandwidths: an earlier result whose kernels are used again; exactly unbiased then. Default: a grid chosen by
         the distances between p and q under a draw of elements of its own.
-    :param chunk: how many weights are taken at a time; by default as many as stay in the cache.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than three samples, a weight isn't finite, or
         ``num_elements`` is under 2.
     """
     arguments.whole("num_elements", num_elements, 2)
-    arguments.whole("chunk", chunk, 1, none="as many as stay in the cache")
-    if bandwidths is not None:
-        arguments.instance("bandwidths", bandwidths, MMDResult, "an earlier result of mmd")
     whole = group_of(symmetry, "symmetry")
     if whole.names("scale") or whole.names("shift"):
         weights_p, weights_q = (
@@ -124,33 +88,29 @@ def orbit_mmd(
             for weights in (samples_of(weights_p), samples_of(weights_q))
         )
     group = whole.finite
-    samples = PairedSamples(weights_p, weights_q, layers, site_shapes, minimum=3)
-    kernels = {} if bandwidths is None else bandwidths.kernels(samples.layers)
-    per_layer, element_errors, standard_errors = {}, {}, {}
-    for layer, sites in samples.layers.items():
-        grids = kernels.get(layer) or tuple(
-            bandwidth_grid(Pairs(*samples.num_samples).cross(distances))
-            for distances in _moved_distances(samples, layer, group, chunk)
-        )
+    samples = PairedSamples(weights_p, weights_q, layers, minimum=3)
+    kernels = kernels_of(bandwidths, samples.layers)
+    m, n = samples.num_samples
+    values, chosen, element_errors, standard_errors = {}, {}, [], []
+    for layer in samples.layers:
+        grids = kernels.get(layer) or [
+            bandwidth_grid(Pairs(m, n).cross(distances)) for distances in _moved_distances(samples, layer, group)
+        ]
         # sums over pairs within p, within q and across, of every sample, for every draw of elements and kernel
-        sums = torch.stack([_sums(samples, layer, group, grids, chunk) for _ in range(num_elements)])
-        estimates = unbiased(*_totals(sums, samples.num_samples[0]), *samples.num_samples)
-        value = estimates.mean(0)
-        gaussian, laplace = value.split([len(grid) for grid in grids])
-        per_layer[layer] = LayerMMD(
-            sites, samples.num_weights(layer), gaussian, laplace, *(grid.cpu() for grid in grids)
-        )
-        element_errors[layer] = estimates.std(0) / math.sqrt(num_elements)
-        standard_errors[layer] = _jackknife(sums.mean(0), *samples.num_samples)
-    return OrbitMMD(
-        *over_layers(per_layer), per_layer, samples.num_samples, element_errors, standard_errors, num_elements
-    )
+        sums = torch.stack([_sums(samples, layer, group, grids) for _ in range(num_elements)])
+        estimates = unbiased(*_totals(sums, m), m, n)
+        values[layer], chosen[layer] = estimates.mean(0), torch.cat([grid.cpu() for grid in grids])
+        element_errors.append(estimates.std(0) / math.sqrt(num_elements))
+        standard_errors.append(_jackknife(sums.mean(0), m, n))
+    errors = {"element_error": torch.stack(element_errors), "standard_error": torch.stack(standard_errors)}
+    title = f"Squared MMD modulo symmetry ({num_elements} elements of each sample)"
+    return over_kernels(title, samples, values, chosen, errors, {"num_elements": num_elements})
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _moved_distances(samples: PairedSamples, layer: str, group: Group, chunk: int | None) -> Iterator[Tensor]:
+def _moved_distances(samples: PairedSamples, layer: str, group: Group) -> Iterator[Tensor]:
     """Euclid's, then city-block distances of all pairs, each sample moved by a random element of its own."""
 
     def moved(weights: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
@@ -162,15 +122,15 @@ def _moved_distances(samples: PairedSamples, layer: str, group: Group, chunk: in
     both = PairedSamples(moved(p, m), moved(q, n), {layer: samples.layers[layer]})
     pairs = Pairs(m, n)
     for norm in (2, 1):
-        yield pairs.distances(both, layer, norm, chunk)
+        yield pairs.distances(both, layer, norm)
 
 
-def _sums(samples: PairedSamples, layer: str, group: Group, grids: Sequence[Tensor], chunk: int | None) -> Tensor:
+def _sums(samples: PairedSamples, layer: str, group: Group, grids: Sequence[Tensor]) -> Tensor:
     """For one draw of elements and every kernel, sums over the pairs of each sample: with its own side, with the other
     side; ``(kernels, 2, m + n)``."""
     m, n = samples.num_samples
     pairs, result = Pairs(m, n), []
-    distances = _moved_distances(samples, layer, group, chunk)
+    distances = _moved_distances(samples, layer, group)
     for values, grid, norm in zip(distances, grids, (2, 1), strict=True):
         is_p = (torch.arange(m + n, device=values.device) < m).double()
         sides = torch.stack([is_p, 1 - is_p], 1)

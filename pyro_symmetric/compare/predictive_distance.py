@@ -16,6 +16,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.compare.diversity import check_probabilities
 from pyro_symmetric.compare.regression import gaussians
+from pyro_symmetric.compare.results import DistanceResult
 
 Prediction = Tensor | tuple[Tensor, Tensor | float]
 
@@ -26,11 +27,11 @@ _CHUNK_ENTRIES = 2**18  # a processor's cache holds them
 
 
 @torch.no_grad()
-def total_variation(p: Prediction, q: Prediction) -> Tensor:
-    r"""Total variation of two predictive distributions, for each input; take its ``.mean()``.
+def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
+    r"""Total variation of two predictive distributions: ``mean`` and ``maximum`` over inputs, and of each input.
 
-    >>> total_variation(torch.tensor([[0.9, 0.1]]), torch.tensor([[0.6, 0.4]]))
-    tensor([0.3000], dtype=torch.float64)
+    >>> total_variation(torch.tensor([[0.9, 0.1]]), torch.tensor([[0.6, 0.4]])).value
+    0.3...
 
     A predictive distribution is the mean of its members'. Mixtures of Gaussians are compared as what falls into bins,
 
@@ -44,23 +45,37 @@ def total_variation(p: Prediction, q: Prediction) -> Tensor:
         ``(means, noise_scale)`` as :func:`~pyro_symmetric.compare.scores.regression` takes them, means ``(members,
         inputs)`` or ``(members, inputs, outputs)``.
     :param q: the other, for the same inputs; members may differ in number.
-    :return: ``(inputs,)``, in float64.
+    :return: a result whose array ``distance`` is that of each input.
     :raises ValueError: if shapes don't fit, or values aren't probabilities, finite or positive.
     """
     if isinstance(p, tuple) != isinstance(q, tuple):
         raise TypeError("p and q must be of one kind: class probabilities both, or pairs (means, noise_scale) both")
     if isinstance(p, tuple) and isinstance(q, tuple):
-        first, second = _mixture(p, "p"), _mixture(q, "q")
-        _require_alike(first[0][0], second[0][0])
-        edges = torch.cat([_quantiles(*first), _quantiles(*second)]).sort(0).values
-        difference = _masses(*first, edges) - _masses(*second, edges)
-        return (difference.abs().sum(0) / 2).reshape(len(difference[0]), -1).mean(-1)
-    first_mean, second_mean = _mean(p, "p"), _mean(q, "q")  # type: ignore[arg-type]
-    _require_alike(first_mean, second_mean)
-    return (first_mean - second_mean).abs().sum(-1) / 2
+        by_input = _between_mixtures(_mixture(p, "p"), _mixture(q, "q"))
+        members = len(p[0]), len(q[0])
+    else:
+        first, second = _mean(p, "p"), _mean(q, "q")  # type: ignore[arg-type]
+        _require_alike(first, second)
+        by_input = (first - second).abs().sum(-1) / 2
+        members = tuple(len(side) if side.dim() == 3 else 1 for side in (p, q))  # type: ignore[assignment, union-attr]
+    values = by_input.cpu().numpy()
+    return DistanceResult(
+        title="Total variation of predictions",
+        num_samples=members,
+        labels={"input": [str(row) for row in range(len(values))]},
+        arrays={"distance": (("input",), values)},
+        totals={"mean": float(values.mean()), "maximum": float(values.max())},
+    )
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _between_mixtures(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
+    _require_alike(first[0][0], second[0][0])
+    edges = torch.cat([_quantiles(*first), _quantiles(*second)]).sort(0).values
+    difference = _masses(*first, edges) - _masses(*second, edges)
+    return (difference.abs().sum(0) / 2).reshape(len(difference[0]), -1).mean(-1)
 
 
 def _mean(probabilities: Tensor, name: str) -> Tensor:

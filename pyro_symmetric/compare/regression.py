@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare._results import Scores, describe
+from pyro_symmetric.compare.results import Scores
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RegressionScores(Scores):
     """Scores of a regression; see :func:`regression`.
 
@@ -37,9 +37,6 @@ class RegressionScores(Scores):
     calibration_error: float
     calibration_levels: Tensor
     calibration_coverage: Tensor
-
-    def __repr__(self) -> str:
-        return describe(self)
 
 
 @torch.no_grad()

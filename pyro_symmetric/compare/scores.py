@@ -12,18 +12,15 @@ probability (Hendrycks & Gimpel 2017), the predictive entropy, and with members 
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare._results import Scores, describe
 from pyro_symmetric.compare.diversity import check_probabilities, mean_entropy, predictive_entropy
-from pyro_symmetric.compare.predictive_distance import total_variation
 from pyro_symmetric.compare.regression import RegressionScores, regression
+from pyro_symmetric.compare.results import Scores
 
 __all__ = [
     "CalibrationCurve",
@@ -33,11 +30,10 @@ __all__ = [
     "classification",
     "detect",
     "regression",
-    "total_variation",
 ]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CalibrationCurve(Scores):
     """Reliability of the top label, in bins of equal width.
 
@@ -53,7 +49,7 @@ class CalibrationCurve(Scores):
     count: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DetectionScores(Scores):
     """How well one uncertainty score detects inputs from out of the distribution (the positive class).
 
@@ -67,7 +63,7 @@ class DetectionScores(Scores):
     fpr95: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ClassificationScores(Scores):
     """Scores of a classifier; see :func:`classification`. Fields that need members or inputs from out of the
     distribution are ``None`` without them.
@@ -103,9 +99,6 @@ class ClassificationScores(Scores):
     mutual_information_ood: float | None
     detection: dict[str, DetectionScores]
     calibration: CalibrationCurve
-
-    def __repr__(self) -> str:
-        return describe(self)
 
 
 @torch.no_grad()
@@ -189,7 +182,12 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> DetectionScores:
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be (inputs,) with at least one input")
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"{name} holds NaN or infinite values")
-    metrics = _optional("sklearn.metrics")
+    try:
+        import sklearn.metrics as metrics
+    except ImportError as error:
+        raise ImportError(
+            "this score needs scikit-learn; install it with: pip install 'pyro-symmetric[study]'"
+        ) from error
     score = torch.cat([scores_in, scores_out.to(scores_in)]).double().cpu().numpy()
     positive = torch.cat([torch.zeros(len(scores_in)), torch.ones(len(scores_out))]).numpy()
     false_rate, true_rate, _ = metrics.roc_curve(positive, score, drop_intermediate=False)
@@ -258,16 +256,6 @@ def _adaptive_error(confidence: Tensor, correct: Tensor, num_bins: int) -> float
     order = confidence.argsort(stable=True)
     gaps = (correct - confidence)[order].tensor_split(min(num_bins, len(order)))
     return float(sum(part.sum().abs() for part in gaps)) / len(order)
-
-
-def _optional(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = {"sklearn": "scikit-learn"}.get(name.partition(".")[0], name)
-        raise ImportError(
-            f"this score needs {package}; install it with: pip install 'pyro-symmetric[study]'"
-        ) from error
 
 
 def _mean(values: Tensor | None) -> float | None:

@@ -7,13 +7,11 @@ what to do about them is the user's decision, not ours.
 
 from __future__ import annotations
 
-import csv
-import io
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from pyro_symmetric.datasets.dataset import Raw, Task, shorten
 from pyro_symmetric.datasets.tables import encode_target
@@ -21,7 +19,6 @@ from pyro_symmetric.datasets.tables import encode_target
 MOST_CATEGORIES = 20
 """How many different words a column may hold, and how many whole numbers a target, to be taken as categories."""
 
-_NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?)", re.ASCII | re.IGNORECASE)
 _LARGEST = float(np.finfo(np.float32).max)
 
 _MISSING = {"", "nan", "na", "n/a", "null", "?"}
@@ -76,70 +73,68 @@ def read_csv_features(name: str, feature_names: tuple[str, ...]) -> np.ndarray:
                 raise ValueError(f"column {feature!r} of {path} holds words ({values[0]!r}); numbers are needed")
             vectors.append(values)
         elif word and column in columns:
-            vectors.append(np.array([cell == word for cell in columns[column]], dtype=np.float64))
+            vectors.append((columns[column] == word).to_numpy(dtype=np.float64))
         else:
             raise ValueError(f"{path} has no column {column!r}; its columns are {_list(columns)}")
     return np.stack(vectors, axis=1)
 
 
-def _read_columns(path: Path) -> dict[str, list[str]]:
+def _read_columns(path: Path) -> dict[str, pd.Series]:
     """Column name -> its cells as text, in the order of the file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r} (looked in {path.resolve().parent})")
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        delimiter = max(",;\t", key=text.lstrip().partition("\n")[0].count)
-        lines = [line for line in csv.reader(io.StringIO(text), delimiter=delimiter) if any(map(str.strip, line))]
-    except (UnicodeDecodeError, csv.Error) as error:
+        head = path.read_text(encoding="utf-8-sig").lstrip().partition("\n")[0]
+        separator = max(",;\t", key=head.count)
+        cells = pd.read_csv(path, sep=separator, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+    except pd.errors.EmptyDataError:
+        cells = pd.DataFrame()
+    except (UnicodeDecodeError, pd.errors.ParserError) as error:
         raise ValueError(f"{path} can't be read as a CSV file in UTF-8: {error}") from error
-    if len(lines) < 2:
-        raise ValueError(f"{path} has {len(lines)} lines; a header row and rows of data are needed")
-    header, *rows = [[cell.strip() for cell in line] for line in lines]
-    if all(_number(cell) is not None for cell in header):
+    cells = cells.apply(lambda column: column.str.strip())
+    cells = cells[cells.ne("").any(axis=1)].reset_index(drop=True)
+    if len(cells) < 2:
+        raise ValueError(f"{path} has {len(cells)} lines; a header row and rows of data are needed")
+    header, rows = list(cells.iloc[0]), cells.iloc[1:]
+    if not any(_numbers(cells.iloc[0]).isna()):
         raise ValueError(
             f"the first row of {path} holds only numbers ({shorten(header)}); a header row with names is needed"
         )
     if "" in header or len(set(header)) != len(header):
         raise ValueError(f"every column of {path} needs a name of its own; the header row has {_list(header)}")
-    for index, row in enumerate(rows):
-        if len(row) != len(header):
-            raise ValueError(f"row {index + 1} of {path} has {len(row)} cells, but the header row has {len(header)}")
-    return {name: [row[index] for row in rows] for index, name in enumerate(header)}
+    return dict(zip(header, (rows[column] for column in rows), strict=True))
 
 
-def _typed(column: str, cells: list[str], path: Path) -> np.ndarray:
+def _typed(column: str, cells: pd.Series, path: Path) -> np.ndarray:
     """All cells as floats, or all as strings. Rows are counted from 1 after the header.
 
     :raises ValueError: for missing or infinite values, and for numbers and words mixed.
     """
-    for index, cell in enumerate(cells):
-        if cell.lower() in _MISSING:
-            raise ValueError(
-                f"column {column!r} of {path} has a missing value ({cell!r}) in row {index + 1}; "
-                "fill such cells or remove their rows"
-            )
-    numbers = [_number(cell) for cell in cells]
-    words = [index for index, number in enumerate(numbers) if number is None]
-    if len(words) == len(cells):
-        return np.array(cells, dtype=np.str_)
-    if words:
-        raise ValueError(
-            f"column {column!r} of {path} mixes numbers and words ({cells[words[0]]!r} in row {words[0] + 1}); "
-            "make it one or the other, or remove it"
-        )
-    values = np.array(numbers, dtype=np.float64)
-    if not np.isfinite(values).all():
-        row = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ValueError(f"column {column!r} of {path} has an infinite value in row {row + 1}; all must be finite")
-    if (large := np.abs(values) > _LARGEST).any():
-        row = int(np.flatnonzero(large)[0])
-        raise ValueError(
-            f"column {column!r} of {path} holds {cells[row]} in row {row + 1}, which single precision can't; scale it"
-        )
-    return values
+
+    def refuse(bad: pd.Series, found: str) -> None:
+        if bad.any():
+            row = int(bad.idxmax())
+            raise ValueError(f"column {column!r} of {path} {found.format(cell=cells[row], row=row)}")
+
+    missing = cells.str.lower().isin(_MISSING)
+    refuse(missing, "has a missing value ({cell!r}) in row {row}; fill such cells or remove their rows")
+    numbers = _numbers(cells)
+    words = numbers.isna()
+    if words.all():
+        return cells.to_numpy(dtype=np.str_)
+    mixed = "mixes numbers and words ({cell!r} in row {row}); make it one or the other, or remove it"
+    refuse(words, mixed)
+    refuse(numbers.abs() == np.inf, "has an infinite value in row {row}; all must be finite")
+    refuse(numbers.abs() > _LARGEST, "holds {cell} in row {row}, which single precision can't; scale it")
+    return numbers.to_numpy(dtype=np.float64)
 
 
-def _features(column: str, cells: list[str], path: Path) -> list[tuple[str, np.ndarray]]:
+def _numbers(cells: pd.Series) -> pd.Series:
+    """Cells as floats; NaN for words."""
+    return pd.to_numeric(cells, errors="coerce").astype(np.float64)
+
+
+def _features(column: str, cells: pd.Series, path: Path) -> list[tuple[str, np.ndarray]]:
     """One feature of a column of numbers, or one a word of a column of words."""
     values = _typed(column, cells, path)
     if values.dtype.kind != "U":
@@ -151,11 +146,6 @@ def _features(column: str, cells: list[str], path: Path) -> list[tuple[str, np.n
             f"{MOST_CATEGORIES} can be coded as categories: remove the column, or turn it into numbers"
         )
     return [(f"{column}={word}", (values == word).astype(np.float64)) for word in words]
-
-
-def _number(cell: str) -> float | None:
-    """A number as CSV files write them: no ``1_00`` and no digits of other scripts, which ``float`` would take."""
-    return float(cell) if _NUMBER.fullmatch(cell) else None
 
 
 def _list(names: Iterable[str]) -> str:

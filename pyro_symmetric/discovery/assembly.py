@@ -57,7 +57,7 @@ class _Assembly:
         """Note where units lie in a grouped kernel: its rows, and columns that span rows of one group only.
 
         Rows take whole groups along, column by column. Where groups that are exchanged have their columns in different
-        orders that isn't enough: then rows, too, are moved entry by entry.
+        orders that isn't enough: then rows, too, move entry by entry.
         """
         rows, columns = leaf.parts[0].atoms, leaf.columns.reshape(-1)
         by_row, by_column = self._lying(rows, image), self._lying(columns, image)

@@ -57,13 +57,13 @@ def combine(
     place = {letter: i for i, letter in enumerate(out)}
     fixed = {place[letter] for operand in terms for letter in operand.fixed if letter in place}
     zero = any(op.zero for op in terms) if kind == "product" else all(op.zero for op in terms)
-    return labeller.value([sizes.get(l, 1) for l in out], [p.moved(place) for p in left], fixed, zero)
+    return labeller.value([sizes.get(l, 1) for l in out], [p.renumbered(place) for p in left], fixed, zero)
 
 
 def _operand(labeller: Labeller, value: Value, letters: Sequence[int], sizes: Sizes, coefficient: float) -> _Operand:
     own, to = dict(enumerate(value.shape)), dict(enumerate(letters))
-    broadcast = {axis for axis, n in own.items() if n != sizes[to[axis]]}
-    parts = [thin.moved(to) for part in value.parts for thin in labeller.thinned(part, broadcast, own)]
+    whole = {axis for axis, n in own.items() if n == sizes[to[axis]]}
+    parts = [thin.renumbered(to) for part in value.parts for thin in labeller.thinned(part, whole, own)]
     return _Operand(parts, {to[axis] for axis in value.fixed}, value.zero, coefficient)
 
 
@@ -79,10 +79,9 @@ def _tie(labeller: Labeller, terms: Sequence[_Operand], sizes: Sizes) -> None:
                 if p.axes == q.axes:
                     facts.unify(p.atoms, q.atoms)
                 else:
-                    shared = next((part for part in (p, q) if set(part.axes) == common), None)
-                    if shared is None:
-                        letters = tuple(sorted(common))
-                        shared = Part(letters, facts.fresh([sizes[letter] for letter in letters]))
+                    letters = tuple(sorted(common))
+                    shared = next((part for part in (p, q) if part.axes == letters), None)
+                    shared = shared or labeller.larger(p, letters, sizes)
                     for part in (p, q):
                         if part is not shared:
                             facts.relate(part.atoms, spread(shared, part.axes, sizes))
@@ -122,11 +121,9 @@ def _result(
         kept = [(op.coefficient, p) for op, p in own if not set(p.axes) - set(out)]
         common = _balance_summed(labeller, summed, out, sizes, free=not kept)
         narrowed = [_narrowed(labeller, p, out, sizes) for _, p in own]
-        top = _top(labeller, [p for p in narrowed if p is not None], sizes)
-        return [] if top is None else [_labelled(labeller, top, [*kept, *common], sizes)]
-    top = _top(labeller, [p for _, p in own], sizes)
-    if top is None:
-        return []
+        left = [p for p in narrowed if p is not None]
+        return [_labelled(labeller, labeller.joint(left, sizes), [*kept, *common], sizes)] if left else []
+    top = labeller.joint([p for _, p in own], sizes)
     # All summands, zeros apart, have the same multiplier, entry by entry.
     forms = [[(1.0, p) for op, p in own if op is operand] for operand in terms if not operand.zero]
     for form in forms[1:]:
@@ -169,25 +166,7 @@ def _narrowed(labeller: Labeller, part: Part, out: list[int], sizes: Sizes) -> P
     axes = tuple(a for a in part.axes if a in out)
     if axes == part.axes or not axes:
         return part if axes else None
-    larger = Part(axes, labeller.facts.fresh([sizes[a] for a in axes]))
-    labeller.facts.relate(part.atoms, spread(larger, part.axes, sizes))
-    return larger
-
-
-def _top(labeller: Labeller, parts: Sequence[Part], sizes: Sizes) -> Part | None:
-    """One part that depends on all axes that any of ``parts`` depends on, tied to all of them."""
-    if not parts:
-        return None
-    union = tuple(sorted(set().union(*(p.axes for p in parts))))
-    top = next((p for p in parts if p.axes == union), None)
-    if top is None:
-        top = Part(union, labeller.facts.fresh([sizes[a] for a in union]))
-    for part in parts:
-        if part.axes == union:
-            labeller.facts.unify(top.atoms, part.atoms)
-        else:
-            labeller.facts.relate(top.atoms, spread(part, union, sizes))
-    return top
+    return labeller.larger(part, axes, sizes)
 
 
 def _labelled(labeller: Labeller, top: Part, form: Form, sizes: Sizes) -> Part:

@@ -1,10 +1,10 @@
-"""Log-densities as functions of weights, which can tell whether an element changes them."""
+"""Log-densities as functions of weights, which tell whether an element changes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -12,14 +12,17 @@ from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_symmetric._process import running_pyro, without_warnings
+from pyro_symmetric.discovery.invariance import Change
+from pyro_symmetric.generators import forked
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.weights import Weights
 
 # If others make up for a site's change, at most this share of it is left.
 MADE_UP_FOR = 0.1
-# Of a function's draws, how many are moved; all of them show how large the noise is.
-MOVED = 2
+# Of a function's draws, how many are compared; all of them show how large the noise is.
+COMPARED = 2
 # Changes up to so many times the largest noise seen pass, and up to so many nats, by which evidence may err.
 NOISE, NATS = 10.0, 0.01
 # How often a function is asked again that answers the same draws differently: dropout may give one answer a few times.
@@ -30,8 +33,14 @@ class InconclusiveError(ValueError):
     """The model's density isn't a function of its sites alone, so that nothing can be compared."""
 
 
-@dataclass(frozen=True)
-class Point:
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run Pyro models without gradients, and without a trace in generators, handlers and warnings."""
+    with forked(), torch.no_grad(), poutine.block(), running_pyro(), without_warnings():
+        yield
+
+
+class Point(NamedTuple):
     """A draw from the prior: continuous sites, the rows of subsampled plates, and the log-density of each site."""
 
     weights: Weights
@@ -39,32 +48,35 @@ class Point:
     log_probs: dict[str, Tensor]
 
 
-class Change(NamedTuple):
-    """Whether an element changes a density, by how many nats, and which sites' own densities."""
-
-    broken: bool
-    size: float
-    sites: tuple[str, ...] = ()
-
-
-class Density(Protocol):
-    """A density that can be compared before and after an element."""
-
-    def change(self, point: Point, element: Element) -> Change:
-        """What an element does to the density at a point."""
-
-
 class JointDensity:
-    """The joint density of a Pyro model's sites, site by site, as a function of its continuous latent ones."""
+    """The joint density of a Pyro model's sites, site by site, at draws from its prior.
 
-    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float):
-        self.model, self.args, self.kwargs, self.tolerance = model, args, kwargs, tolerance
+    :param model: the model, without arguments.
+    :param group: what is to move its continuous latent sites.
+    :param draws: the number of draws.
+    :param tolerance: relative change of a site's log-density (in the norm over its entries) that passes as rounding.
+    :raises ValueError: if the group moves sites that the model lacks.
+    :raises InconclusiveError: if the density isn't a function of the sites.
+    """
+
+    name = "the model's log-density, in nats"
+
+    def __init__(self, model: Callable[[], Any], group: Group, draws: int, tolerance: float):
+        self.model, self.tolerance = model, tolerance
         self.summed_out: list[str] = []
         self.plate_nesting = 0
+        self.points = [self._draw(group) for _ in range(draws)]
+        self.shapes = {site: value.shape for site, value in self.points[0].weights.items()}
 
-    def draw(self, group: Group) -> Point:
-        """A draw from the prior, which must hold the sites that the group moves."""
-        trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+    def change(self, element: Element) -> Change:
+        """What an element does to the density: the largest change at one of the points."""
+        changes = [self._change(point, element) for point in self.points]
+        sites = (site for change in changes if change.broken for site in change.sites)
+        size = max(change.size for change in changes)
+        return Change(any(change.broken for change in changes), size, tuple(dict.fromkeys(sites)))
+
+    def _draw(self, group: Group) -> Point:
+        trace = poutine.trace(self.model).get_trace()
         nodes: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
         unseen = {name: site for name, site in nodes.items() if not site["is_observed"]}
         latent = {name: site for name, site in unseen.items() if not site_is_subsample(site)}
@@ -72,74 +84,66 @@ class JointDensity:
         frames = [frame for site in nodes.values() for frame in site["cond_indep_stack"]]
         self.plate_nesting = -min([0, *(frame.dim for frame in frames if frame.vectorized)])
         weights = {name: site["value"] for name, site in latent.items() if name not in self.summed_out}
-        for site in group.required_sites:
-            if site not in weights:
-                raise ValueError(
-                    f"the group moves the site {site!r}, which the model lacks as a continuous latent site; it has "
-                    f"{list(weights)}" + (f", and the discrete sites {self.summed_out}" if self.summed_out else "")
-                )
+        if missing := sorted(set(group.required_sites) - set(weights)):
+            raise ValueError(
+                f"the model lacks the sites {missing} that the group moves; its continuous latent sites are "
+                f"{list(weights)}" + (f", and its discrete ones {self.summed_out}" if self.summed_out else "")
+            )
         group.batch_shape(weights)  # names the site whose shape doesn't fit
         rows = {name: site["value"] for name, site in unseen.items() if site_is_subsample(site)}
         before, again = self._log_probs(weights, rows), self._log_probs(weights, rows)
-        if self._compare(before, again).broken:
+        if compared(before, again, self.tolerance).broken:
             raise InconclusiveError(
                 "two evaluations of the model's density at the same sites differ, so that no symmetry can be told: is "
                 "there dropout (call .eval()), or randomness outside of pyro.sample?"
             )
         return Point(weights, rows, before)
 
-    def change(self, point: Point, element: Element) -> Change:
-        """What an element does to the density at a point."""
+    def _change(self, point: Point, element: Element) -> Change:
         # Buffers stay in the model: whether it has the symmetry all the same is what its density tells.
-        moved = {site: element.on_site(site, value) for site, value in point.weights.items()}
+        acted = {site: element.on_site(site, value) for site, value in point.weights.items()}
         try:
-            after = self._log_probs(moved, point.rows)
-        except ValueError:  # the model ran at the draw itself, but a distribution refuses the moved weights
+            after = self._log_probs(acted, point.rows)
+        except ValueError:  # the model ran at the draw itself, but a distribution refuses the other weights
             return Change(True, float("inf"))
-        return self._compare(point.log_probs, after)
-
-    def _compare(self, before: dict[str, Tensor], after: dict[str, Tensor]) -> Change:
-        changes = {name: float(after[name].sum() - old.sum()) for name, old in before.items()}
-        # Rounding errors of independent entries add up like the entries' norm.
-        allowed = {name: self.tolerance * (1 + float(old.norm())) for name, old in before.items()}
-        # NaN, outside of a support, counts as a change.
-        changed = tuple(name for name, change in changes.items() if not abs(change) <= allowed[name])
-        # What is allowed to a large likelihood must not hide the change of a small prior, so sites that didn't change
-        # count only if they make up for those that did, which sums of large numbers show less sharply.
-        together, total = abs(sum(changes[name] for name in changed)), abs(sum(changes.values()))
-        made_up_for = total <= MADE_UP_FOR * together < float("inf")
-        holds = made_up_for or together <= sum(allowed[name] for name in changed)
-        return Change(not holds, total if total == total else float("inf"), changed)
+        return compared(point.log_probs, after, self.tolerance)
 
     def _log_probs(self, weights: Weights, rows: Weights) -> dict[str, Tensor]:
         conditioned = poutine.condition(self.model, data={**weights, **rows})
         if self.summed_out:
             return {"": self._summed_out(conditioned)}
-        trace = poutine.trace(conditioned).get_trace(*self.args, **self.kwargs)
         result = {}
-        nodes: dict[str, Any] = dict(trace.nodes)
+        nodes: dict[str, Any] = dict(poutine.trace(conditioned).get_trace().nodes)
         for name, site in nodes.items():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
-            if name in weights and not _in_support(site["fn"], site["value"]):
-                result[name] = torch.full((1,), torch.nan, dtype=torch.float64)
-                continue
-            result[name] = _entries(site).double().reshape(-1)
+            feasible = name not in weights or _in_support(site["fn"], site["value"])
+            result[name] = _entries(site).double().reshape(-1) if feasible else torch.full((1,), torch.nan).double()
         return result
 
-    def _summed_out(self, conditioned: Callable[..., Any]) -> Tensor:
+    def _summed_out(self, conditioned: Callable[[], Any]) -> Tensor:
         """The log-density with discrete sites summed out, ``(1,)``."""
         from pyro.infer import config_enumerate
         from pyro.infer.mcmc.util import TraceEinsumEvaluator
 
         enumerated = poutine.enum(config_enumerate(conditioned), first_available_dim=-1 - self.plate_nesting)
-        trace = poutine.trace(enumerated).get_trace(*self.args, **self.kwargs)
+        trace = poutine.trace(enumerated).get_trace()
         evaluator = TraceEinsumEvaluator(trace, has_enumerable_sites=True, max_plate_nesting=self.plate_nesting)
         return evaluator.log_prob(trace).double().reshape(1)
 
 
 class FunctionDensity:
-    """A log-density as a function of weights, with the noise of its values."""
+    """A log-density of which only values are known, with the noise of these.
+
+    What passes is measured, not guessed: by how much the values change if the same draws are asked for again (which a
+    function that subsamples its data, or is otherwise random, answers differently), or nearby ones.
+
+    :param log_joint: weights of batch shape ``(S,)`` -> ``(S,)``.
+    :param draws: weights of batch shape ``(S,)`` at which the density matters.
+    :param nearby: the same but for the last digit of each number.
+    """
+
+    name = "the log-density, in nats"
 
     def __init__(self, log_joint: Callable[[Weights], Tensor], draws: Weights, nearby: Weights):
         self._log_joint = log_joint
@@ -150,26 +154,40 @@ class FunctionDensity:
         noise = torch.cat([(other - values).abs() for other in others])
         digits = torch.finfo(min((v.dtype for v in draws.values()), key=lambda dtype: torch.finfo(dtype).bits)).eps
         sizes = torch.cat([noise, digits * values.abs()])
-        self._allowed = NATS + NOISE * float(sizes[sizes.isfinite()].amax()) if bool(sizes.isfinite().any()) else NATS
-        rows = [{site: value[row] for site, value in draws.items()} for row in range(min(MOVED, len(values)))]
-        self.points = [Point(row, {}, {"": value}) for row, value in zip(rows, values, strict=False)]
+        finite = sizes[sizes.isfinite()]
+        self.tolerance = NATS + (NOISE * float(finite.amax()) if len(finite) else 0.0)
+        self.draws, self.before = {site: value[:COMPARED] for site, value in draws.items()}, values[:COMPARED]
+        self.shapes = {site: value.shape[1:] for site, value in draws.items()}
+
+    def change(self, element: Element) -> Change:
+        """What an element does to the density; of which sites, a function can't tell."""
+        # Running statistics may be missing: the density itself says whether it minds.
+        try:
+            after = self._values({site: element.on_site(site, value) for site, value in self.draws.items()})
+        except ValueError:  # the draws themselves were accepted, but a distribution refuses the other weights
+            after = torch.full_like(self.before, torch.nan)
+        comparable = (after != self.before) & ~self.before.isnan()
+        changes = (after - self.before).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        size = float(torch.where(comparable, changes, 0.0).max())
+        return Change(size > self.tolerance, size)
 
     def _values(self, weights: Weights) -> Tensor:
         return torch.as_tensor(self._log_joint(weights)).detach().double().cpu()
 
-    def change(self, point: Point, element: Element) -> Change:
-        """What an element does to the density at a point; of which sites, a function can't tell."""
-        # Running statistics may be missing: the density itself says whether it minds.
-        moved = {site: element.on_site(site, value) for site, value in point.weights.items()}
-        before = float(point.log_probs[""])
-        try:
-            after = float(self._values({site: value.unsqueeze(0) for site, value in moved.items()}))
-        except ValueError:  # the draw itself was accepted, but a distribution refuses the moved weights
-            after = float("nan")
-        if before == after or before != before:
-            return Change(False, 0.0)
-        size = abs(after - before) if after == after else float("inf")
-        return Change(size > self._allowed, size)
+
+def compared(before: dict[str, Tensor], after: dict[str, Tensor], tolerance: float) -> Change:
+    """The change of a joint density, of which the log-density of every entry of every site is known."""
+    changes = {name: float(after[name].sum() - old.sum()) for name, old in before.items()}
+    # Rounding errors of independent entries add up like the entries' norm.
+    allowed = {name: tolerance * (1 + float(old.norm())) for name, old in before.items()}
+    # NaN, outside of a support, counts as a change.
+    changed = tuple(name for name, change in changes.items() if not abs(change) <= allowed[name])
+    # What is allowed to a large likelihood must not hide the change of a small prior, so sites that didn't change count
+    # only if they make up for those that did, which sums of large numbers show less sharply.
+    together, total = abs(sum(changes[name] for name in changed)), abs(sum(changes.values()))
+    made_up_for = total <= MADE_UP_FOR * together < float("inf")
+    holds = made_up_for or together <= sum(allowed[name] for name in changed)
+    return Change(not holds, total if total == total else float("inf"), changed)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

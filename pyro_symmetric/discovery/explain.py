@@ -21,7 +21,7 @@ class AxisExplanation:
     :param dim: the axis.
     :param length: its length; of the columns of a grouped kernel, which each group has for its own, their number in all
         groups together.
-    :param moved: how many of its positions are permuted.
+    :param permuted: how many of its positions are permuted.
     :param units: the units that lie there.
     :param reasons: why the others stay: the operator that pinned them, and its module.
     """
@@ -29,45 +29,43 @@ class AxisExplanation:
     site: str
     dim: int
     length: int
-    moved: int
+    permuted: int
     units: tuple[str, ...]
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
         where = f"{self.site}[{self.dim}]"
         how = (
-            f"{self.moved} of {self.length} move with {', '.join(self.units)}"
-            if self.moved
+            f"{self.permuted} of {self.length} move with {', '.join(self.units)}"
+            if self.permuted
             else f"all {self.length} stay"
         )
         return f"{where}: {how}" + (f"; {'; '.join(self.reasons)}" if self.reasons else "")
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(tuple[AxisExplanation, ...]):
     """One entry for each axis of each site; prints as a list."""
 
-    axes: tuple[AxisExplanation, ...] = ()
+    __slots__ = ()
 
     def __str__(self) -> str:
-        return "\n".join(str(axis) for axis in self.axes)
+        return "\n".join(map(str, self))
 
     __repr__ = __str__
 
     def pinned(self) -> tuple[AxisExplanation, ...]:
         """The axes of which some positions stay."""
-        return tuple(axis for axis in self.axes if axis.moved < axis.length)
+        return tuple(axis for axis in self if axis.permuted < axis.length)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """As JSON."""
-        return [asdict(axis) for axis in self.axes]
+        return [asdict(axis) for axis in self]
 
     @classmethod
     def from_dict(cls, data: list[Mapping[str, Any]]) -> Explanation:
         """From JSON."""
-        return cls(
-            tuple(AxisExplanation(**{**a, "units": tuple(a["units"]), "reasons": tuple(a["reasons"])}) for a in data)
-        )
+        tuples = ("units", "reasons")
+        return cls(AxisExplanation(**{**axis, **{name: tuple(axis[name]) for name in tuples}}) for axis in data)
 
 
 def explain(facts: Facts, structure: Structure, names: Mapping[int, str]) -> Explanation:
@@ -81,12 +79,14 @@ def explain(facts: Facts, structure: Structure, names: Mapping[int, str]) -> Exp
         for dim, part in enumerate(leaf.parts):
             atoms = leaf.columns.reshape(-1) if leaf.groups > 1 and dim == 1 else part.atoms
             cells = structure.cell[structure.unit_class[atoms]]
-            moved = np.isin(cells, list(structure.cells))
-            movers = {up for cell in np.unique(cells[moved]).tolist() for up in (cell, *structure.cells[cell].parents)}
+            permuted = np.isin(cells, list(structure.cells))
+            movers = {
+                up for cell in np.unique(cells[permuted]).tolist() for up in (cell, *structure.cells[cell].parents)
+            }
             own = tuple(name for mover, name in names.items() if mover in movers)
-            reasons = _reasons(atoms[~moved], facts, structure, first)
-            axes.append(AxisExplanation(leaf.site, dim, len(moved), int(moved.sum()), own, reasons))
-    return Explanation(tuple(axes))
+            reasons = _reasons(atoms[~permuted], facts, structure, first)
+            axes.append(AxisExplanation(leaf.site, dim, len(permuted), int(permuted.sum()), own, reasons))
+    return Explanation(axes)
 
 
 def _first_reasons(facts: Facts, structure: Structure) -> Array:

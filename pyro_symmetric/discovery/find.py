@@ -23,22 +23,22 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pyro_symmetric import arguments
-from pyro_symmetric.discovery import trace as tracing
 from pyro_symmetric.discovery.assembly import permuted_units
 from pyro_symmetric.discovery.attachment import attached
 from pyro_symmetric.discovery.explain import explain
 from pyro_symmetric.discovery.facts import Facts
-from pyro_symmetric.discovery.labeller import Labeller
 from pyro_symmetric.discovery.multipliers import multipliers
 from pyro_symmetric.discovery.structure import solve
 from pyro_symmetric.discovery.symmetry import Symmetry, copied
-from pyro_symmetric.generators import kept
+from pyro_symmetric.discovery.trace import Trace, UnknownOperator, UntraceableError, try_out
+from pyro_symmetric.discovery.verify import repaired
+from pyro_symmetric.generators import forked
 from pyro_symmetric.groups import Axis, Units
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import require_finite
 
 
-@kept()
+@forked()
 def find_symmetry(
     net: nn.Module, *example_inputs: Any, strict: bool = False, verify: bool = True, logits: bool = False
 ) -> Symmetry:
@@ -73,8 +73,8 @@ def find_symmetry(
     traced = copied(net).eval()  # tracing leaves marks on some modules
     try:
         used, shifted = _propagate(traced, inputs, facts, logits)
-    except tracing.UntraceableError:
-        tracing.try_out(copied(net).eval(), inputs)
+    except UntraceableError:
+        try_out(copied(net).eval(), inputs)
         raise
     if any(name not in used for name, _ in traced.named_parameters()):  # another (training) branch may use them
         with contextlib.suppress(ValueError):  # what only the training branch uses then stays as it is
@@ -82,8 +82,6 @@ def find_symmetry(
     _report_lost(facts, strict)
     symmetry = _solved(traced, facts, used, shifted, logits)
     if verify:
-        from pyro_symmetric.discovery.verify import repaired
-
         symmetry = repaired(symmetry, net, inputs)
     return symmetry
 
@@ -115,13 +113,9 @@ def _default_inputs(net: nn.Module) -> tuple[torch.Tensor]:
 
 def _propagate(net: nn.Module, inputs: Sequence[Any], facts: Facts, logits: bool) -> tuple[set[str], set[str]]:
     """Record the facts of one forward pass; returns the sites that it uses, and the biases in front of a softmax."""
-    program = tracing.trace(net, inputs)
-    outputs = tracing.propagate(program, net, facts)
-    labeller = Labeller(facts)
-    labeller.where = "the network's output"
-    for value in outputs:
-        labeller.pin(value)
-    return tracing.used_sites(program, net), tracing.shifted_biases(program, net, logits)
+    trace = Trace(net, inputs)
+    trace.propagate(facts)
+    return trace.used_sites(), trace.shifted_biases(logits)
 
 
 def _report_lost(facts: Facts, strict: bool) -> None:
@@ -133,7 +127,7 @@ def _report_lost(facts: Facts, strict: bool) -> None:
     )
     if strict:
         raise ValueError(text)
-    warnings.warn(text, tracing.UnknownOperator, stacklevel=3)
+    warnings.warn(text, UnknownOperator, stacklevel=3)
 
 
 def _solved(net: nn.Module, facts: Facts, used: set[str], shifted: set[str], logits: bool) -> Symmetry:

@@ -1,12 +1,15 @@
-"""Which moves of which units change a function of the weights: elements to try, and the search for the guilty.
+"""Does a group change a function of the weights? If so, which moves of which units do.
 
-The function may be a network's outputs (:mod:`~pyro_symmetric.discovery.verify`), or a log-density
-(:mod:`~pyro_symmetric.discovery.model_check`); each says by itself what counts as a change.
+The function may be a network's outputs (:mod:`~pyro_symmetric.discovery.verify`) or a log-density
+(:mod:`~pyro_symmetric.discovery.densities`). Each says by itself what an element changes, and whether that is more than
+rounding; the search for the moves that break the invariance is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +19,104 @@ from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import MOVES, Move, Units
 
 Part = tuple[Move, str]  # one move of some units
+SiteAndDim = tuple[str, int]
+DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": "shifted"}
+
+
+class Change(NamedTuple):
+    """What an element does to a function.
+
+    :param broken: whether the change is larger than rounding explains.
+    :param size: the change; infinite outside of a support.
+    :param sites: of a density, the sites whose own density changes.
+    """
+
+    broken: bool
+    size: float
+    sites: tuple[str, ...] = ()
+
+
+class FunctionOfWeights(Protocol):
+    """A function of weights that knows how precise its values are."""
+
+    @property
+    def name(self) -> str:
+        """The function in words."""
+
+    def change(self, element: Element) -> Change:
+        """What an element does to the function."""
+
+
+@dataclass(frozen=True)
+class BrokenMove:
+    """A move of some units that changes the function.
+
+    :param move: ``"permute"``, ``"flip"``, ``"scale"`` or ``"shift"``.
+    :param name: the name of the units.
+    :param change: the largest change: of an output, relative to the largest output; of a log-density, in nats (infinite
+        outside of a support).
+    :param sites: the sites whose own density, given the others, changed. Empty for outputs, and if discrete sites were
+        summed out.
+    :param superfluous: axes ``(site, dim)`` without which the declaration holds.
+    :param missing: axes ``(site, dim)`` with which it holds.
+    """
+
+    move: Move
+    name: str
+    change: float
+    sites: tuple[str, ...] = ()
+    superfluous: tuple[SiteAndDim, ...] = ()
+    missing: tuple[SiteAndDim, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"units {self.name!r}: a change of {self.change:.3g} when they are {DONE[self.move]}"
+        if self.sites:
+            text += f"; what changes is the density of {', '.join(map(repr, self.sites))}"
+        hints = [
+            f"{verb} {', '.join(f'axis {dim} of {site!r}' for site, dim in axes)}"
+            for verb, axes in (("without", self.superfluous), ("with", self.missing))
+            if axes
+        ]
+        return f"{text}. It would hold {' and '.join(hints)}" if hints else text
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Whether a function is invariant under a group; true if it is.
+
+    :param function: the function in words.
+    :param broken: the moves that change it.
+    :param error: the largest change that was seen: of an output, relative to the largest output, in eval mode; of a
+        log-density, in nats.
+    :param tolerance: the relative change that passes as rounding; of a log-density whose values alone are known, the
+        change in nats.
+    :param train_error: the same as ``error`` in train mode with batch statistics and without dropout (a scaling in
+        front of a batch normalisation is exact in eval mode only, and left out).
+    """
+
+    function: str
+    broken: tuple[BrokenMove, ...]
+    error: float
+    tolerance: float
+    train_error: float = 0.0
+
+    def __bool__(self) -> bool:
+        return not self.broken
+
+    def __str__(self) -> str:
+        if self:
+            error = max(self.error, self.train_error)
+            return f"{self.function}: invariant under the group; the largest change seen is {error:.1e}"
+        names = [found.name for found in self.broken]
+        return "\n".join([f"{self.function}: not invariant under the units {names}", *map(str, self.broken)])
+
+    def require(self) -> None:
+        """:raises ValueError: if the function isn't invariant, with all that is known about it."""
+        if not self:
+            raise ValueError(
+                f"{self}\nDo the prior, the likelihood, or buffers such as running statistics treat units differently, "
+                "or is the declaration wrong?"
+            )
 
 
 def parts_of(group: Group) -> list[Part]:
@@ -23,46 +124,59 @@ def parts_of(group: Group) -> list[Part]:
     return [(move, name) for move in MOVES for name in group.names(move)]
 
 
-def drawn(group: Group, parts: Collection[Part], dtype: torch.dtype | None = None) -> Element:
-    """A random element of these parts; all else stays."""
-    return _only(group.sample(dtype=dtype), parts)
+def drawn(group: Group) -> Element:
+    """A random element in float64."""
+    return group.sample(dtype=torch.float64)
 
 
-def tried(group: Group, parts: Collection[Part], dtype: torch.dtype | None = None) -> list[Element]:
+def tried(group: Group, parts: Collection[Part]) -> list[Element]:
     """A few elements that move all of these parts at once: if none changes the function, no part does.
 
     None is the identity, not even of two units, and every copy of units inside others gets another permutation or
     another flip than its neighbour. The last one is random.
     """
-    elements = group.sample((3,), dtype=dtype)
+    elements = group.sample((3,), dtype=torch.float64)
     for numbers, chosen in ((elements.permutations, _permutations), (elements.signs, _flips)):
         for name, own in numbers.items():
             own[:2] = chosen(group[name])
-    chosen_only = _only(elements, parts)
-    return [chosen_only.select(i) for i in range(3)]
+    elements = only(elements, parts)
+    return [elements.select(i) for i in range(3)]
 
 
-def guilty(parts: Sequence[Part], fails: Callable[[Sequence[Part]], bool]) -> list[Part]:
-    """Of parts that fail together those that fail by themselves; if no half of them does, all."""
-    if len(parts) <= 1:
-        return list(parts)
-    half = len(parts) // 2
-    found = [part for side in (parts[:half], parts[half:]) if fails(side) for part in guilty(side, fails)]
-    return found or list(parts)
+def only(element: Element, parts: Collection[Part]) -> Element:
+    """The same element without all moves but these."""
+    chosen = (
+        {name: value for name, value in numbers.items() if (move, name) in parts}
+        for move, numbers in zip(MOVES, element.parts, strict=True)
+    )
+    permutations, signs, log_scales, shifts = chosen
+    return Element(element.group, permutations, signs, log_scales, shifts, element.batch_shape, dtype=torch.float64)
+
+
+def broken_moves(group: Group, function: FunctionOfWeights) -> tuple[BrokenMove, ...]:
+    """The moves that change a function, of which it is known that elements of the whole group change it."""
+
+    def fails(parts: Sequence[Part]) -> bool:
+        return any(function.change(element).broken for element in tried(group, parts))
+
+    def inspected(move: Move, name: str) -> BrokenMove:
+        changes = [function.change(element) for element in tried(group, [(move, name)])]
+        sites = (site for change in changes if change.broken for site in change.sites)
+        return BrokenMove(move, name, max(change.size for change in changes), tuple(dict.fromkeys(sites)))
+
+    return tuple(inspected(*part) for part in _guilty(parts_of(group), fails))
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _only(element: Element, parts: Collection[Part]) -> Element:
-    numbers = (element.permutations, element.signs, element.log_scales, element.shifts)
-    chosen = (
-        {name: value for name, value in own.items() if (move, name) in parts}
-        for move, own in zip(MOVES, numbers, strict=True)
-    )
-    real = next((value.dtype for own in numbers[1:] for value in own.values()), None)
-    permutations, signs, log_scales, shifts = chosen
-    return Element(element.group, permutations, signs, log_scales, shifts, element.batch_shape, dtype=real)
+def _guilty(parts: Sequence[Part], fails: Callable[[Sequence[Part]], bool]) -> list[Part]:
+    """Of parts that fail together those that fail by themselves; if no half of them does, all."""
+    if len(parts) <= 1:
+        return list(parts)
+    half = len(parts) // 2
+    found = [part for side in (parts[:half], parts[half:]) if fails(side) for part in _guilty(side, fails)]
+    return found or list(parts)
 
 
 def _permutations(units: Units) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pyro_symmetric.discovery.facts import Facts, Multiple
+from pyro_symmetric.discovery.facts import Facts
 from pyro_symmetric.discovery.labels import Array, Part, Value, opaque, positions, rank_within, spread
 
 # Joint labels of several axes cost one atom for each entry; beyond this many, units are pinned, and a warning says so.
@@ -81,6 +81,24 @@ class Labeller:
 
     # axes -----------------------------------------------------------------------------------------------------------
 
+    def larger(self, part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Part:
+        """New units over some axes of a part, whose units are members of these."""
+        larger = Part(axes, self.facts.fresh([sizes[a] for a in axes]))
+        self.facts.relate(part.atoms, spread(larger, part.axes, sizes))
+        return larger
+
+    def joint(self, parts: Sequence[Part], sizes: Mapping[int, int], axes: Iterable[int] = ()) -> Part:
+        """Units over all axes of ``parts`` (and further ones) that are members of theirs: one of them, or new ones."""
+        union = tuple(sorted(set(axes).union(*(part.axes for part in parts))))
+        found = next((part for part in parts if part.axes == union), None)
+        joint = Part(union, self.facts.fresh([sizes[a] for a in union])) if found is None else found
+        for part in parts:
+            if part.axes == union:
+                self.facts.unify(joint.atoms, part.atoms)
+            else:
+                self.facts.relate(joint.atoms, spread(part, union, sizes))
+        return joint
+
     def project(
         self, part: Part, keep: Iterable[int], sizes: Mapping[int, int], passes: Passes = LINEAR
     ) -> Part | None:
@@ -91,9 +109,8 @@ class Labeller:
         if not axes:
             self.facts.still(part.atoms)
             return None
-        larger = Part(axes, self.facts.fresh([sizes[a] for a in axes]))
+        larger = self.larger(part, axes, sizes)
         wide = spread(larger, part.axes, sizes)
-        self.facts.relate(part.atoms, wide)
         self.facts.balance([(1.0, part.atoms), (-1.0, wide)], passes.scale, passes.sign)
         self.facts.still(part.atoms, not passes.scale, not passes.sign)
         return larger
@@ -135,11 +152,8 @@ class Labeller:
 
     def normalise(self, value: Value, axes: Iterable[int], passes: Passes = NOTHING) -> Value:
         """Any function of an entry and of symmetric statistics along some axes."""
-        gone = {value.axis(axis) for axis in axes}
         self.still(value, passes)
-        for part in value.parts:
-            if gone & set(part.axes):
-                self.project(part, set(range(value.dim)) - gone, dict(enumerate(value.shape)))
+        self.reduce(value, axes)
         return replace(value, zero=False)
 
     def reduce(self, value: Value, axes: Iterable[int], keepdim: bool = False, passes: Passes = LINEAR) -> Value:
@@ -147,53 +161,50 @@ class Labeller:
         gone = {value.axis(axis) for axis in axes}
         keep = [axis for axis in range(value.dim) if axis not in gone]
         sizes = dict(enumerate(value.shape))
-        left = [self.project(part, keep, sizes, passes) for part in value.parts]
-        parts = [part for part in left if part is not None]
-        for part in parts:
-            self.facts.still(part.atoms, not passes.scale, not passes.sign)
-        if keepdim:
-            shape = [1 if i in gone else n for i, n in enumerate(value.shape)]
-            return self.value(shape, parts, value.fixed - gone, value.zero)
-        to = {axis: i for i, axis in enumerate(keep)}
-        shape = [value.shape[i] for i in keep]
-        return self.value(shape, [p.moved(to) for p in parts], [to[i] for i in value.fixed if i in to], value.zero)
+        parts = (self.project(part, keep, sizes, passes) for part in value.parts)
+        left = replace(value, parts=tuple(part for part in parts if part is not None))
+        self.still(left, passes)
+        return self.relaid(left, [None if i in gone else i for i in range(value.dim)] if keepdim else keep)
 
-    def permute(self, value: Value, order: Sequence[int]) -> Value:
-        to = {value.axis(old): new for new, old in enumerate(order)}
-        shape = [value.shape[value.axis(old)] for old in order]
-        return self.value(shape, [p.moved(to) for p in value.parts], [to[i] for i in value.fixed], value.zero)
+    # axes without a change of entries -------------------------------------------------------------------------------
 
-    def thinned(self, part: Part, gone: Container[int], sizes: Mapping[int, int]) -> list[Part]:
-        """A part without axes of length one; if none is left, its unit isn't rescaled, as no label says where it is."""
-        kept = tuple(axis for axis in part.axes if axis not in gone)
-        if not kept:
+    def relaid(self, value: Value, axes: Sequence[int | None], shape: Iterable[int] | None = None) -> Value:
+        """The same entries with the axes in another order.
+
+        :param axes: for each new axis the old one, or None if all entries along it are equal. Axes that are left out
+            are gone; of a labelled one (of length one), the unit isn't rescaled, as no label says any more where it is.
+        :param shape: the new shape; axes without an old one have length one by default.
+        """
+        to = {old: new for new, old in enumerate(axes) if old is not None}
+        parts = [thin.renumbered(to) for part in value.parts for thin in self.thinned(part, to, value.shape)]
+        if shape is None:
+            shape = [1 if old is None else value.shape[old] for old in axes]
+        return self.value(shape, parts, [to[i] for i in value.fixed if i in to], value.zero)
+
+    def thinned(self, part: Part, kept: Container[int], sizes: Mapping[int, int] | Sequence[int]) -> list[Part]:
+        """A part without axes of length one; none if no axis is left."""
+        axes = tuple(axis for axis in part.axes if axis in kept)
+        if not axes:
             self.facts.still(part.atoms)
-        return [Part(kept, part.atoms.reshape([sizes[a] for a in kept]))] if kept else []
+        return [Part(axes, part.atoms.reshape([sizes[a] for a in axes]))] if axes else []
 
     def squeeze(self, value: Value, axes: Iterable[int]) -> Value:
         """Drop axes of length one."""
         gone = {value.axis(axis) for axis in axes if value.shape[value.axis(axis)] == 1}
-        sizes = dict(enumerate(value.shape))
-        to = {axis: i for i, axis in enumerate(axis for axis in sizes if axis not in gone)}
-        parts = [thin.moved(to) for part in value.parts for thin in self.thinned(part, gone, sizes)]
-        return self.value([value.shape[i] for i in to], parts, [to[i] for i in value.fixed], value.zero)
+        return self.relaid(value, [axis for axis in range(value.dim) if axis not in gone])
 
     def unsqueeze(self, value: Value, axis: int) -> Value:
         """Insert an axis of length one."""
-        axis %= value.dim + 1
-        to = {i: i + (i >= axis) for i in range(value.dim)}
-        shape = [*value.shape[:axis], 1, *value.shape[axis:]]
-        return self.value(shape, [p.moved(to) for p in value.parts], [to[i] for i in value.fixed], value.zero)
+        order: list[int | None] = [*range(value.dim)]
+        order.insert(axis % (value.dim + 1), None)
+        return self.relaid(value, order)
 
     def expand(self, value: Value, shape: Sequence[int]) -> Value:
         """Broadcast: axes that grow or are new hold equal entries."""
         new = len(shape) - value.dim
-        grown = {i for i in range(value.dim) if value.shape[i] == 1 and shape[new + i] != 1}
-        to = {i: i + new for i in range(value.dim)}
-        sizes = dict(enumerate(value.shape))
-        parts = [thin.moved(to) for part in value.parts for thin in self.thinned(part, grown, sizes)]
-        full = [value.shape[i - new] if i >= new and n == -1 else n for i, n in enumerate(shape)]
-        return self.value(full, parts, [axis + new for axis in value.fixed], value.zero)
+        full = [*shape[:new], *(old if n == -1 else n for old, n in zip(value.shape, shape[new:], strict=True))]
+        kept = (i if old == n else None for i, (old, n) in enumerate(zip(value.shape, full[new:], strict=True)))
+        return self.relaid(value, [*[None] * new, *kept], full)
 
     def take(self, value: Value, axis: int, index: Array) -> Value:
         """Choose places along an axis; if one is chosen twice, a unit's copies are told apart by their place."""
@@ -232,11 +243,11 @@ class Labeller:
             value = self._joined(value, old)
         parts: list[Part] = []
         for part in value.parts:
-            moved = _split_and_merged(part, groups, value.shape, shape)
-            if moved is None:
+            split = _split_and_merged(part, groups, value.shape, shape)
+            if split is None:
                 self.facts.still(part.atoms)
             else:
-                parts.append(self._simplified(moved))
+                parts.append(self._simplified(split))
         fixed = {new for olds, news in groups for new in news if value.fixed & set(olds)}
         fixed |= {i for olds, news in groups for i in news for p in value.parts if set(p.axes) & set(olds)}
         return self.value(shape, parts, fixed, value.zero)
@@ -248,17 +259,19 @@ class Labeller:
         if not touching or (len(touching) == 1 and long <= set(touching[0].axes)):
             return value
         sizes = dict(enumerate(value.shape))
-        joint = self.join(touching, long, sizes)
-        if joint is None:
+        if math.prod(sizes[a] for a in long.union(*(part.axes for part in touching))) > JOINT_LIMIT:
             self.lose(touching, f"they belong to more than {JOINT_LIMIT} joint units")
             return self.restrict(value, [i for i in range(value.dim) if all(i not in p.axes for p in touching)])
+        joint = self.joint(touching, sizes, long)
+        wide = [spread(part, joint.axes, sizes) for part in touching]
+        self.facts.balance([(-1.0, joint.atoms), *((1.0, atoms) for atoms in wide)])
         labelled = {axis for part in touching for axis in part.axes}
         apart = [axis for axis in joint.axes if axis not in labelled and axis in value.fixed]
         place = positions(apart, joint.axes, sizes)
         if apart:
             self.facts.refine(joint.atoms, place, self.where)
         if len(touching) == 1 and set(apart) | labelled == set(joint.axes):
-            self.facts.placed(joint.atoms, spread(touching[0], joint.axes, sizes), place)
+            self.facts.placed(joint.atoms, wide[0], place)
         rest = [part for part in value.parts if all(part is not other for other in touching)]
         return replace(value, parts=(*rest, joint), fixed=value.fixed - set(joint.axes))
 
@@ -276,20 +289,6 @@ class Labeller:
                 axes = tuple(a for a in part.axes if a != axis)
                 return Part(axes, np.ascontiguousarray(thin.squeeze(i)))
         return part
-
-    def join(self, parts: Sequence[Part], axes: Iterable[int], sizes: Mapping[int, int]) -> Part | None:
-        """Smaller units, one for each entry over all axes of ``parts`` and ``axes``; None if they are too many."""
-        union = tuple(sorted(set(axes).union(*(part.axes for part in parts))))
-        if math.prod(sizes[a] for a in union) > JOINT_LIMIT:
-            return None
-        joint = Part(union, self.facts.fresh([sizes[a] for a in union]))
-        terms: list[Multiple] = [(-1.0, joint.atoms)]
-        for part in parts:
-            wide = spread(part, union, sizes)
-            self.facts.relate(joint.atoms, wide)
-            terms.append((1.0, wide))
-        self.facts.balance(terms)
-        return joint
 
     # several operands -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ connections and fused projections need no special treatment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,7 @@ class Part:
     axes: tuple[int, ...]
     atoms: Array
 
-    def moved(self, to: Mapping[int, int]) -> Part:
+    def renumbered(self, to: Mapping[int, int]) -> Part:
         """The same labels after its axes were renumbered."""
         axes = [to[axis] for axis in self.axes]
         order = sorted(range(len(axes)), key=axes.__getitem__)
@@ -81,15 +82,11 @@ def spread(part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array
     return np.broadcast_to(part.atoms.reshape(shape), [sizes[a] for a in axes])
 
 
-def positions(along: Iterable[int], axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
+def positions(along: Collection[int], axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
     """For every entry over ``axes``, its place along the axes ``along``, as one integer."""
-    along = set(along)
-    place = np.zeros([1] * len(axes), dtype=np.int64)
-    for i, axis in enumerate(axes):
-        if axis in along:
-            step = np.arange(sizes[axis]).reshape([-1 if j == i else 1 for j in range(len(axes))])
-            place = place * sizes[axis] + step
-    return np.broadcast_to(place, [sizes[a] for a in axes])
+    own = tuple(axis for axis in axes if axis in along)
+    lengths = [sizes[axis] for axis in own]
+    return spread(Part(own, np.arange(math.prod(lengths)).reshape(lengths)), axes, sizes)
 
 
 def distinct_rows(*columns: Array) -> tuple[Array, Array, Array]:
@@ -113,6 +110,13 @@ def rank_within(owner: Array, by: Array | None = None) -> Array:
     rank = np.empty(len(owner), dtype=np.int64)
     rank[order] = place - np.maximum.accumulate(np.where(starts, place, 0))
     return rank
+
+
+def by_appearance(labels: Array) -> tuple[Array, Array]:
+    """The distinct labels in the order in which they first appear, and the number of each label in that order."""
+    distinct, first, where = np.unique(labels, return_index=True, return_inverse=True)
+    order = first.argsort()
+    return distinct[order], order.argsort()[where]
 
 
 def components(size: int, one: Array, other: Array) -> tuple[int, Array]:

@@ -8,15 +8,15 @@ brought to a canonical form and solved once (exactly, in rational numbers or mod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from pyro_symmetric.discovery.facts import Facts, Leaf, Multiple
-from pyro_symmetric.discovery.labels import Array, components
+from pyro_symmetric.discovery.labels import Array, by_appearance, components
 from pyro_symmetric.discovery.nullspace import nullspace
 from pyro_symmetric.discovery.structure import mix
 from pyro_symmetric.groups import Axis
@@ -25,8 +25,7 @@ from pyro_symmetric.groups import Axis
 TANGLE, FREE = 1_000, 16
 
 
-@dataclass(frozen=True, eq=False)
-class _Entries:
+class _Entries(NamedTuple):
     """All terms of all equations as flat arrays: which equation (of which kind), which atom, with which coefficient."""
 
     kind: Array
@@ -34,6 +33,17 @@ class _Entries:
     slot: Array
     atom: Array
     coefficient: Array
+
+
+class _Alike(NamedTuple):
+    """Units that are rescaled alike.
+
+    :param atoms: (units, unknowns): the atoms of each unit in corresponding order.
+    :param exponents: (unknowns,): the exponent with which the unit's multiplier enters each.
+    """
+
+    atoms: Array
+    exponents: Sequence[int]
 
 
 def multipliers(facts: Facts, move: str) -> list[tuple[Axis, ...]]:
@@ -81,37 +91,16 @@ def _still(size: int, equations: Sequence[Sequence[Multiple]]) -> Array:
 
 
 def _entries(equations: Sequence[Sequence[Multiple]], zero: Array) -> _Entries:
-    pieces: list[tuple[Array, ...]] = []
+    pieces: list[tuple[Array, ...]] = [(np.empty(0, dtype=np.int64),) * 5]
     start = 0
     for kind, terms in enumerate(equations):
-        length = max(len(atoms) for _, atoms in terms)
         for slot, (coefficient, atoms) in enumerate(terms):
             keep = np.flatnonzero(~zero[atoms])
-            pieces.append(
-                (
-                    np.full(len(keep), kind),
-                    start + keep,
-                    np.full(len(keep), slot),
-                    atoms[keep],
-                    np.full(len(keep), coefficient),
-                )
-            )
-        start += length
-    if not pieces:
-        pieces = [(np.empty(0, dtype=np.int64),) * 5]
+            n = len(keep)
+            row = np.full(n, kind), start + keep, np.full(n, slot), atoms[keep], np.full(n, coefficient)
+            pieces.append(row)
+        start += max(len(atoms) for _, atoms in terms)
     return _Entries(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
-
-
-@dataclass(frozen=True, eq=False)
-class _Alike:
-    """Units that are rescaled alike.
-
-    :param atoms: (units, unknowns): the atoms of each unit in corresponding order.
-    :param exponents: (unknowns,): the exponent with which the unit's multiplier enters each.
-    """
-
-    atoms: Array
-    exponents: Sequence[int]
 
 
 def _alike(size: int, entries: _Entries, site_of: Array) -> list[tuple[Array, Array]]:
@@ -123,54 +112,34 @@ def _alike(size: int, entries: _Entries, site_of: Array) -> list[tuple[Array, Ar
     same = np.flatnonzero(equation[1:] == equation[:-1])
     _, component = components(size, atom[same], atom[same + 1])
     order = np.lexsort([entries.slot, entries.equation, component[entries.atom]])
-    own, equation, atom = component[entries.atom[order]], entries.equation[order], entries.atom[order]
+    kind, equation, slot, atom, coefficient = (column[order] for column in entries)
+    own = component[atom]
     starts = np.flatnonzero(np.r_[True, own[1:] != own[:-1]])
     lengths = np.diff(np.r_[starts, len(own)])
-    local, unknowns, atoms = _local_numbers(own, atom)
+
+    def local(number: Array) -> Array:
+        """Numbers that rise through all components, counted from the first of each component."""
+        return number - np.repeat(number[starts], lengths)
+
+    atoms, atom_number = by_appearance(atom)
+    _, equation_number = by_appearance(equation)
     # What one entry looks like from within its component; the sum of these is what the component looks like.
     key = np.zeros(len(own), dtype=np.uint64)
-    rank = np.arange(len(own)) - np.repeat(starts, lengths)
-    coefficient = entries.coefficient[order].astype(np.float64).view(np.int64)
-    for aspect in (rank, entries.kind[order], entries.slot[order], local, _equation_numbers(own, equation),
-                   coefficient, site_of[atom]):  # fmt: skip
+    bits = coefficient.astype(np.float64).view(np.int64)
+    rank = np.arange(len(own))
+    for aspect in (local(rank), kind, slot, local(atom_number), local(equation_number), bits, site_of[atom]):
         with np.errstate(over="ignore"):
             key = mix(key * np.uint64(3) + mix(aspect))
     with np.errstate(over="ignore"):
         look = np.add.reduceat(key, starts)
-    sorted_ = np.argsort(look, kind="stable")
-    cuts = np.flatnonzero(look[sorted_][1:] != look[sorted_][:-1]) + 1
-    offsets = np.r_[0, np.cumsum(unknowns)]
+    by_look = np.argsort(look, kind="stable")
+    first = np.r_[atom_number[starts], len(atoms)]
     alike = []
-    for which in np.split(sorted_, cuts):
-        count = int(unknowns[which[0]])
-        if count <= TANGLE:
-            first = which[0]
-            rows = order[starts[first] : starts[first] + lengths[first]]
-            alike.append((atoms[offsets[which][:, None] + np.arange(count)], rows))
+    for which in np.split(by_look, np.flatnonzero(look[by_look][1:] != look[by_look][:-1]) + 1):
+        unknowns, rows = np.diff(first)[which[0]], order[starts[which[0]] :][: lengths[which[0]]]
+        if unknowns <= TANGLE:
+            alike.append((atoms[first[which][:, None] + np.arange(unknowns)], rows))
     return alike
-
-
-def _local_numbers(own: Array, atom: Array) -> tuple[Array, Array, Array]:
-    """Number the atoms of each component as they appear: (number of each entry, how many, all atoms in order)."""
-    distinct, first, where = np.unique(atom, return_index=True, return_inverse=True)
-    by_appearance = np.argsort(first)  # entries are sorted by component, so components stay together
-    position = np.empty(len(distinct), dtype=np.int64)
-    position[by_appearance] = np.arange(len(distinct))
-    component = own[first][by_appearance]
-    starts = np.flatnonzero(np.r_[True, component[1:] != component[:-1]]) if len(component) else np.empty(0, np.int64)
-    counts = np.diff(np.r_[starts, len(component)])
-    number = np.arange(len(component)) - np.repeat(starts, counts)
-    return number[position[where.reshape(-1)]], counts, distinct[by_appearance]
-
-
-def _equation_numbers(own: Array, equation: Array) -> Array:
-    """Number the equations of each component in order."""
-    if not len(own):
-        return own
-    new = np.r_[False, (equation[1:] != equation[:-1]) & (own[1:] == own[:-1])]
-    total = np.cumsum(new)
-    starts = np.flatnonzero(np.r_[True, own[1:] != own[:-1]])
-    return total - np.repeat(total[starts], np.diff(np.r_[starts, len(own)]))
 
 
 def _solve(members: Array, rows: Array, entries: _Entries, signs: bool) -> list[list[int]]:

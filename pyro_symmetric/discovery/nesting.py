@@ -12,7 +12,7 @@ from itertools import combinations
 
 import numpy as np
 
-from pyro_symmetric.discovery.labels import Array, components, distinct_rows, rank_within
+from pyro_symmetric.discovery.labels import Array, by_appearance, components, distinct_rows, rank_within
 
 
 @dataclass(eq=False)
@@ -33,10 +33,9 @@ class Cell:
 class NotNested(Exception):
     """Memberships have no simple shape: these classes must be told apart first, by the given colours."""
 
-    def __init__(self, classes: Array, colours: Array | None = None):
+    def __init__(self, classes: Array, colours: Array):
         super().__init__("units that must be told apart")
-        self.classes = classes
-        self.colours = classes if colours is None else colours
+        self.classes, self.colours = classes, colours
 
 
 @dataclass(frozen=True)
@@ -92,26 +91,27 @@ class _Nesting:
         """Units whose members belong together one to one are the same units."""
         colour = self.given.colour
         _, unit = components(len(colour), child, parent)
-        self.cell = _by_appearance(
-            components(int(colour.max(initial=-1)) + 1, colour[child], colour[parent])[1][colour]
-        )
-        _, where, counts = distinct_rows(unit, colour)
-        twice = np.flatnonzero(counts[where] > 1)
-        if len(twice):
-            raise NotNested(self._classes(int(self.cell[twice[0]])))
+        _, together = components(int(colour.max(initial=-1)) + 1, colour[child], colour[parent])
+        self.cell = by_appearance(together[colour])[1]
         rows, where, _ = distinct_rows(self.cell, unit)
         self.place = where - np.searchsorted(self.cell[rows], self.cell)
         numbers, sizes = np.unique(self.cell[rows], return_counts=True)
         self.cells = {c: Cell(n) for c, n in zip(numbers.tolist(), sizes.tolist(), strict=True) if n > 1}
+        first, _, counts = distinct_rows(unit, colour)
+        if (counts > 1).any():  # a unit with two members of one colour
+            raise self._tangled(int(self.cell[first[counts > 1][0]]))
 
     def _add_parents(self, chosen: Array) -> None:
         child, parent, kind = self.given.child[chosen], self.given.parent[chosen], self.given.kind[chosen]
         first, where, counts = distinct_rows(kind, self.given.colour[child], self.given.colour[parent])
         pieces = np.split(np.argsort(where, kind="stable"), np.cumsum(counts)[:-1]) if len(first) else []
         for at, piece in zip(first, pieces, strict=True):
-            function = np.empty(len(piece), dtype=np.int64)
+            lower, upper = int(self.cell[child[at]]), int(self.cell[parent[at]])
+            function = np.full(self.cells[lower].size, -1)
             function[self.place[child[piece]]] = self.place[parent[piece]]
-            self._add(int(self.cell[child[at]]), int(self.cell[parent[at]]), function)
+            if (function < 0).any():
+                raise self._tangled(lower)
+            self._add(lower, upper, function)
         for lower in sorted(self.cells, key=lambda number: self.cells[number].size):  # owners are fewer: they are done
             for upper, function in list(self.cells[lower].parents.items()):
                 for top, further in self.cells[upper].parents.items():
@@ -120,7 +120,7 @@ class _Nesting:
     def _add(self, lower: int, upper: int, function: Array) -> None:
         """Units of ``lower`` are members of units of ``upper``."""
         if not np.array_equal(self.cells[lower].parents.setdefault(upper, function), function):
-            raise NotNested(self._classes(upper))
+            raise self._tangled(upper)
 
     def compared(self) -> Memberships:
         """The memberships, with what two owners of the same units tell of each other."""
@@ -143,10 +143,9 @@ class _Nesting:
         number, label = components(len(in_a) + len(in_b), f[rows], g[rows] + len(in_a))
         left, right = label[: len(in_a)], label[len(in_a) :]
         if (np.bincount(left, minlength=number) * np.bincount(right, minlength=number)).sum() != len(rows):
-            classes = self._given(lower)
-            if len(classes) and (times != times[0]).any():  # pairs of owners that share more units than others
-                raise NotNested(classes, times[pair[self.place[classes]]])
-            raise NotNested(self._classes(a if len(in_a) <= len(in_b) else b))
+            if (times != times[0]).any():  # pairs of owners that share more units than others
+                raise self._tangled(lower, times[pair])
+            raise self._tangled(a if len(in_a) <= len(in_b) else b)
         common = self.cells[a].parents.keys() & self.cells[b].parents.keys()
         if number == 1 or any(self.cells[c].size == number for c in common):
             return result
@@ -160,15 +159,15 @@ class _Nesting:
         classes = classes[self.given.colour[classes] == self.given.colour[classes[0]]]
         return classes[self.place[classes].argsort()]
 
-    def _given(self, number: int) -> Array:
-        return np.flatnonzero(self.cell[: self.count] == number)
-
-    def _classes(self, number: int) -> Array:
-        """The classes whose units lie in a cell; those of its members, if the cell was only deduced."""
-        found = self._given(number)
-        if len(found):
-            return found
-        return np.concatenate([self._classes(lower) for lower, own in self.cells.items() if number in own.parents])
+    def _tangled(self, number: int, colours: Array | None = None) -> NotNested:
+        """The units of a cell are told apart, by colours or one by one; if it was only deduced, its members are."""
+        own = np.flatnonzero(self.cell[: self.count] == number)
+        if len(own) and colours is not None:
+            return NotNested(own, colours[self.place[own]])
+        members = [lower for lower, cell in self.cells.items() if number in cell.parents]
+        own = own if len(own) else np.flatnonzero(np.isin(self.cell[: self.count], members))
+        own = own if len(own) else np.arange(self.count)
+        return NotNested(own, own)
 
     def check_shape(self) -> None:
         """Every cell must be free, lie inside one cell, or ride along with two."""
@@ -176,24 +175,12 @@ class _Nesting:
             above = {top for upper in own.parents for top in self.cells[upper].parents}
             own.direct = sorted(upper for upper in own.parents if upper not in above)
             if len(own.direct) > 2:
-                raise NotNested(self._classes(min(own.direct, key=lambda c: self.cells[c].size)))
+                raise self._tangled(min(own.direct, key=lambda c: self.cells[c].size))
         for number, own in self.cells.items():
-            if not own.direct:
-                continue
-            owner = np.unique(np.stack([own.parents[upper] for upper in own.direct]), axis=1, return_inverse=True)[1]
-            owner = owner.reshape(-1)
-            inside = np.bincount(owner)
-            if (inside != inside[0]).any():
-                raise NotNested(self._classes(number))
-            if inside[0] > 1 and (len(own.direct) == 2 or len(self.cells[own.direct[0]].direct) == 2):
-                # A group inside pairs of units has no place in a tree: tell its units apart by their rank.
-                classes = self._given(number)
-                raise NotNested(
-                    self._classes(number), rank_within(owner)[self.place[classes]] if len(classes) else None
-                )
-
-
-def _by_appearance(labels: Array) -> Array:
-    """The same labels, numbered in the order in which they first appear."""
-    _, first, where = np.unique(labels, return_index=True, return_inverse=True)
-    return first.argsort().argsort()[where]
+            if own.direct:
+                _, owner, inside = distinct_rows(*(own.parents[upper] for upper in own.direct))
+                if (inside != inside[0]).any():
+                    raise self._tangled(number)
+                if inside[0] > 1 and (len(own.direct) == 2 or len(self.cells[own.direct[0]].direct) == 2):
+                    # A group inside pairs of units has no place in a tree: tell its units apart by their rank.
+                    raise self._tangled(number, rank_within(owner))

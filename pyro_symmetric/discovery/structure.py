@@ -102,11 +102,9 @@ class _Solver:
                 continue
             return Structure(self.unit_class, self.atom_colour, colour, cell, place, cells, self.individualised)
 
-    def _individualise(self, classes: Array, colours: Array | None = None) -> None:
-        """Give classes colours of their own."""
-        colours = classes if colours is None else colours
-        with np.errstate(over="ignore"):
-            np.add.at(self.extra, classes, mix(mix(np.array([len(classes) + 7]))[0] ^ colours.astype(_U)))
+    def _individualise(self, classes: Array, colours: Array) -> None:
+        """Tell classes apart by further colours."""
+        self.extra[classes] = mix(self.extra[classes] ^ mix(mix(colours)))
         self.individualised[classes] = True
 
     def _class_colour(self) -> Array:
@@ -118,7 +116,7 @@ class _Solver:
     def _refine(self) -> Array:
         """Stable colours, as numbers 0 ... : units of one colour have equally coloured members and owners."""
         _, colour = np.unique(self._class_colour(), return_inverse=True)
-        up, down = mix(2 * self.kind), mix(2 * self.kind + 1)
+        up, down = mix(mix(2 * self.kind)), mix(mix(2 * self.kind + 1))  # twice: colours, too, are hashed small numbers
         number = -1
         while number != colour.max(initial=0):
             number = colour.max(initial=0)
@@ -144,16 +142,11 @@ class _Solver:
         self._refine_atoms(doubled)
         stuck = np.zeros(self.count, dtype=bool)
         for atoms in self.occurrences:
-            flat = np.unique(atoms.reshape(-1))
-            flat = flat[doubled[self.unit_class[flat]]]
-            if not len(flat):
-                continue
-            _, where, counts = distinct_rows(self.unit_class[flat], self.atom_colour[flat])
-            stuck[self.unit_class[flat[counts[where] > 1]]] = True
-            whole = atoms.reshape(-1)
-            once, times = np.unique(whole, return_counts=True)
-            stuck[self.unit_class[once[times > 1]]] = True
-        self._individualise(np.flatnonzero(stuck))
+            chosen = atoms[doubled[self.unit_class[atoms]]]
+            if len(chosen):
+                _, where, counts = distinct_rows(self.unit_class[chosen], self.atom_colour[chosen])
+                stuck[self.unit_class[chosen[counts[where] > 1]]] = True
+        self._individualise(np.flatnonzero(stuck), np.flatnonzero(stuck))
 
     def _refine_atoms(self, doubled: Array, rounds: int = 20) -> None:
         edges = []
@@ -167,7 +160,7 @@ class _Solver:
             new = hashed.copy()
             with np.errstate(over="ignore"):
                 for one, other, number in edges:
-                    salt = mix(np.array([2 * number, 2 * number + 1]))
+                    salt = mix(mix(np.array([2 * number, 2 * number + 1])))
                     np.add.at(new, one, mix(hashed[other] ^ salt[0]))
                     np.add.at(new, other, mix(hashed[one] ^ salt[1]))
             concerned = doubled[self.unit_class]
@@ -183,4 +176,5 @@ class _Solver:
             return
         _, where, counts = distinct_rows(self.kind, self.child)
         bad = counts[where] > 1
-        self._individualise(np.unique(np.concatenate([self.child[bad], self.parent[bad]])))
+        ambiguous = np.unique(np.concatenate([self.child[bad], self.parent[bad]]))
+        self._individualise(ambiguous, ambiguous)

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,10 @@ from pyro_symmetric import arguments
 from pyro_symmetric.discovery.explain import Explanation
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.table import table
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_sites
 
-P = TypeVar("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,10 +99,6 @@ class Symmetry:
 
     # elements -------------------------------------------------------------------------------------------------------
 
-    def identity(self, shape: Sequence[int] = (), device: torch.device | str | None = None) -> Element:
-        """The neutral element, as a batch of the given shape."""
-        return self.group.identity(shape, device)
-
     def sample(
         self, shape: Sequence[int] = (), spread: float = 1.0, device: torch.device | str | None = None
     ) -> Element:
@@ -112,13 +108,7 @@ class Symmetry:
         """
         return self.group.sample(shape, spread, device)
 
-    @overload
-    def act(self, element: Element, target: nn.Module) -> nn.Module: ...
-    @overload
-    def act(self, element: Element, target: Mapping[str, Tensor]) -> Weights: ...
-    @overload
-    def act(self, element: Element, target: P) -> P: ...
-    def act(self, element: Element, target: Any) -> Any:
+    def act(self, element: Element, target: T) -> T:
         """Transform a network, weights, a posterior, or a Gaussian guide; the input isn't changed.
 
         :param element: of the group or of a restriction of it; batch shapes broadcast against those of weights.
@@ -129,7 +119,6 @@ class Symmetry:
             :meth:`holding`).
         """
         arguments.instance("element", element, Element, "an element, such as symmetry.sample()")
-        self._require_own(element)
         return acted_on(target, element, self)
 
     def weights_of(self, net: nn.Module) -> Weights:
@@ -154,18 +143,6 @@ class Symmetry:
                 found = f"{tuple(tensors[site].shape)} in net, but {tuple(shape)} in the symmetry"
                 raise ValueError(f"{site!r} has shape {found}; {same}")
         return {site: tensors[site] for site in self.site_shapes}
-
-    def _require_own(self, element: Element) -> None:
-        """:raises ValueError: if an element is of a network with other sites or other shapes."""
-        shapes = element.group.site_shapes
-        others = [site for site in {**self.site_shapes, **shapes} if self.site_shapes.get(site) != shapes.get(site)]
-        # A subgroup that holds running statistics doesn't know them.
-        others = [site for site in others if site in shapes or site not in self.buffers]
-        if others:
-            raise ValueError(
-                f"element is of another network: its sites and those of the symmetry differ in {others[:10]}. Draw it "
-                "from the symmetry itself, or from one of its groups"
-            )
 
     # parts of it, under other names ---------------------------------------------------------------------------------
 
@@ -197,17 +174,7 @@ class Symmetry:
 
     def without_buffers(self) -> Symmetry:
         """The same symmetry acting on parameters alone, whatever that does to predictions: to compare weights."""
-        return self.leaving(self.buffers)
-
-    def leaving(self, sites: Sequence[str]) -> Symmetry:
-        """The same units without their axes along ``sites``, of which the symmetry then knows nothing.
-
-        :raises ValueError: if it doesn't know one of them.
-        """
-        sites = arguments.listed("sites", sites, str, "sites")
-        if unknown := [site for site in sites if site not in self.site_shapes]:
-            raise ValueError(f"sites holds {unknown}; the symmetry knows {list(self.site_shapes)}")
-        return replace(self, group=self.group.leaving(sites))
+        return replace(self, group=self.group.without_buffers())
 
     def without(self, names: Sequence[str], moves: str | Sequence[str] | None = None) -> Symmetry:
         """Leave units out, or some moves of theirs; what lies inside them stays.
@@ -219,8 +186,8 @@ class Symmetry:
     def renamed(self, rename: Callable[[str], str]) -> Symmetry:
         """The same symmetry for weights whose sites have other names."""
         group = self.group.renamed(rename)
-        explained = tuple(replace(axis, site=rename(axis.site)) for axis in self.explanation.axes)
-        return replace(self, group=group, explanation=Explanation(explained))
+        explained = Explanation(replace(axis, site=rename(axis.site)) for axis in self.explanation)
+        return replace(self, group=group, explanation=explained)
 
     def prefixed(self, prefix: str) -> Symmetry:
         """The same symmetry for a network that is an attribute of a larger one: ``0.weight`` -> ``net.0.weight``."""
@@ -292,15 +259,12 @@ def in_precision(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 def _leaves(group: Group, name: str, move: str, held: Mapping[str, Tensor]) -> bool:
     """Whether one move of some units leaves all buffers as they are."""
-    touched = {axis.site for axis in group[name].axes if axis.site in group.buffers}
-    if not touched:
-        return True
     one = group[name]
     if move == "permute":
         elements = group.generators(name)
     else:
         each = torch.eye(one.count, dtype=torch.float64).reshape(one.count, *one.shape)
-        changed = {name: 1 - 2 * each} if move == "flip" else {name: each}
-        elements = group.element(signs=changed) if move == "flip" else group.element(log_scales=changed)
-    buffers = {site: held[site].detach().double() for site in touched}
+        signs, log_scales = ({name: 1 - 2 * each}, None) if move == "flip" else (None, {name: each})
+        elements = group.element(signs=signs, log_scales=log_scales)
+    buffers = {a.site: held[a.site].detach().double() for a in one.axes if a.site in group.buffers}
     return all(bool((elements.on_site(site, value) == value).all()) for site, value in buffers.items())

@@ -46,13 +46,99 @@ class UnknownOperator(UserWarning):
     """An operator without a rule was met; what reaches it was left out of the group."""
 
 
-def trace(net: nn.Module, inputs: Sequence[Any]) -> ExportedProgram:
+class Trace:
     """The functional graph of one forward pass, with in-place operators turned into pure ones.
 
     Operators without a rule are taken apart into others, if PyTorch knows how.
 
+    :ivar program: the graph.
+    :ivar returned: the nodes whose values the network returns (and not those that are written back to buffers).
     :raises UntraceableError: if there is no such graph.
     """
+
+    def __init__(self, net: nn.Module, inputs: Sequence[Any]):
+        self.net = net
+        self.program = _exported(net, inputs)
+        signature = self.program.graph_signature
+        self._specs = {spec.arg.name: spec for spec in signature.input_specs if hasattr(spec.arg, "name")}
+        flat = torch.utils._pytree.tree_leaves(self.program.graph.output_node().args[0])
+        ends = [n for n, s in zip(flat, signature.output_specs, strict=True) if s.kind == OutputKind.USER_OUTPUT]
+        self.returned = [node for node in ends if isinstance(node, torch.fx.Node)]
+        self._sites = site_names(net)
+
+    def propagate(self, facts: Facts) -> dict[torch.fx.Node, Any]:
+        """Carry labels through the graph, recording facts; returns the labels of every node's value."""
+        values: dict[torch.fx.Node, Any] = {}
+        labeller = Labeller(facts)
+        for node in self.program.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                values[node] = self._input(node, facts)
+            elif node.op == "call_function":
+                values[node] = _apply(node, values, labeller, self.returned)
+        labeller.where = "the network's output"
+        for node in self.returned:
+            if isinstance(values[node], Value):
+                labeller.pin(values[node])
+        return values
+
+    def used_sites(self) -> set[str]:
+        """The parameters and buffers that the graph reads."""
+        used = [node.name for node in self.program.graph.nodes if node.op == "placeholder" and node.users]
+        targets = [self._specs[name].target for name in used if name in self._specs]
+        return {self._sites.get(target, target) for target in targets if target}
+
+    def shifted_biases(self, logits: bool) -> set[str]:
+        """The bias of the last linear layer, if nothing but a softmax over its units follows.
+
+        :param logits: whether that softmax comes after the network.
+        """
+        aten = torch.ops.aten
+        if len(self.returned) != 1:
+            return set()
+        node: Any = self.returned[0]
+        softmax = logits
+        if node.target in (aten._softmax.default, aten._log_softmax.default):
+            dims = node.meta["val"].dim()
+            softmax = node.args[1] % dims == dims - 1
+            node = node.args[0]
+        if not softmax or node.target is not aten.linear.default or len(node.users) != 1 or len(node.args) < 3:
+            return set()
+        bias = node.args[2]
+        spec = self._specs.get(bias.name) if isinstance(bias, torch.fx.Node) and len(bias.users) == 1 else None
+        return {self._sites[spec.target]} if spec is not None and spec.kind == InputKind.PARAMETER else set()
+
+    def _input(self, node: torch.fx.Node, facts: Facts) -> Any:
+        value, spec = node.meta.get("val"), self._specs.get(node.name)
+        if not isinstance(value, Tensor):
+            return value
+        if spec is None or spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            return opaque(value.shape)
+        site = self._sites.get(spec.target, spec.target)
+        if spec.kind == InputKind.PARAMETER:
+            return self._parameter(node, site, spec.target, facts)
+        statistic = spec.kind == InputKind.BUFFER and spec.target.rsplit(".", 1)[-1] in RUNNING_STATISTICS
+        if not (statistic and value.is_floating_point()):
+            constants = {**self.program.constants, **self.program.state_dict}
+            return opaque(value.shape, _small(constants.get(spec.target)))
+        leaf = facts.leaf(site, value.shape, buffer=True)
+        if "running" not in spec.target:  # singular vectors have length one: they keep it
+            for part in leaf.parts:
+                facts.still(part.atoms, sign=False)
+        return leaf.value()
+
+    def _parameter(self, node: torch.fx.Node, site: str, name: str, facts: Facts) -> Value:
+        groups = _kernel_groups(node)
+        leaf = facts.leaf(site, node.meta["val"].shape, groups=groups)
+        module = self.net.get_submodule(name.partition(".parametrizations.")[0].rpartition(".")[0])
+        for part in leaf.parts[2:] if isinstance(module, _ConvNd) else ():
+            facts.pin(part.atoms, f"the pixels of a convolution's kernel in {name.rpartition('.')[0]}")
+        if leaf.groups not in (1, groups):  # a grouped kernel that is tied to something else: its columns stay
+            facts.pin(leaf.columns, f"the other use of {leaf.site} as {name}")
+            return replace(leaf.value(), parts=(leaf.parts[0], *leaf.parts[2:]), fixed=frozenset({1}))
+        return leaf.value()
+
+
+def _exported(net: nn.Module, inputs: Sequence[Any]) -> ExportedProgram:
     with _quiet(), torch.enable_grad():
         try:
             program = torch.export.export(net, tuple(inputs), strict=False)
@@ -93,38 +179,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def propagate(
-    program: ExportedProgram,
-    net: nn.Module,
-    facts: Facts,
-    values: dict[torch.fx.Node, Any] | None = None,
-) -> list[Value]:
-    """Carry labels through the graph, recording facts; returns the labels of the outputs.
-
-    :param values: if given, collects the labels of every node's value.
-    """
-    names = site_names(net)
-    inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
-    values = {} if values is None else values
-    labeller, returned = Labeller(facts), returned_nodes(program)
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = _input(node, inputs.get(node.name), program, net, names, facts)
-        elif node.op == "get_attr":
-            values[node] = _constant(node, program)
-        elif node.op == "call_function":
-            values[node] = _apply(node, values, labeller, returned)
-    return [value for node in returned if isinstance(value := values[node], Value)]
-
-
-def returned_nodes(program: ExportedProgram) -> list[torch.fx.Node]:
-    """The nodes whose values the network returns (and not those that are written back to buffers)."""
-    flat = torch.utils._pytree.tree_leaves(program.graph.output_node().args[0])
-    kinds = [spec.kind for spec in program.graph_signature.output_specs]
-    ends = [node for node, kind in zip(flat, kinds, strict=True) if kind == OutputKind.USER_OUTPUT]
-    return [node for node in ends if isinstance(node, torch.fx.Node)]
-
-
 def site_names(net: nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer -> its first name: tied weights are one site."""
     first: dict[int, str] = {}
@@ -132,44 +186,6 @@ def site_names(net: nn.Module) -> dict[str, str]:
     for name, tensor in [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]:
         names[name] = first.setdefault(id(tensor), name)
     return names
-
-
-def _input(
-    node: torch.fx.Node, spec: Any, program: ExportedProgram, net: nn.Module, names: dict[str, str], facts: Facts
-) -> Any:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return value
-    if spec is None:
-        return opaque(value.shape)
-    site = names.get(spec.target, spec.target)
-    if spec.kind == InputKind.PARAMETER:
-        groups = _kernel_groups(node)
-        leaf = facts.leaf(site, value.shape, groups=groups)
-        if _is_kernel(net, spec.target):
-            for part in leaf.parts[2:]:
-                facts.pin(part.atoms, f"the pixels of a convolution's kernel in {spec.target.rpartition('.')[0]}")
-        if leaf.groups not in (1, groups):  # a grouped kernel that is tied to something else: its columns stay
-            facts.pin(leaf.columns, f"the other use of {leaf.site} as {spec.target}")
-            return replace(leaf.value(), parts=(leaf.parts[0], *leaf.parts[2:]), fixed=frozenset({1}))
-        return leaf.value()
-    if spec.kind == InputKind.BUFFER:
-        if spec.target.rsplit(".", 1)[-1] in RUNNING_STATISTICS and value.is_floating_point():
-            leaf = facts.leaf(site, value.shape, buffer=True)
-            if "running" not in spec.target:  # singular vectors have length one: they keep it
-                for part in leaf.parts:
-                    facts.still(part.atoms, sign=False)
-            return leaf.value()
-        return opaque(value.shape, _small(program.state_dict.get(spec.target, program.constants.get(spec.target))))
-    if spec.kind == InputKind.CONSTANT_TENSOR:
-        return opaque(value.shape, _small(program.constants.get(spec.target)))
-    return opaque(value.shape)
-
-
-def _is_kernel(net: nn.Module, name: str) -> bool:
-    """Whether a parameter belongs to a convolution: its axes from the third on are pixels."""
-    module = net.get_submodule(name.partition(".parametrizations.")[0].rpartition(".")[0])
-    return isinstance(module, _ConvNd)
 
 
 def _kernel_groups(node: torch.fx.Node) -> int:
@@ -191,13 +207,6 @@ def _small(constant: Any) -> Tensor | None:
     if not isinstance(constant, Tensor) or constant.is_floating_point() or constant.is_complex():
         return None
     return constant.detach().cpu() if type(constant) is Tensor else None
-
-
-def _constant(node: torch.fx.Node, program: ExportedProgram) -> Any:
-    found: Any = program.graph_module
-    for piece in str(node.target).split("."):
-        found = getattr(found, piece)
-    return opaque(found.shape, _small(found)) if isinstance(found, Tensor) else found
 
 
 def _apply(
@@ -269,36 +278,6 @@ def _module(node: torch.fx.Node) -> str:
     path = path.removeprefix("L['self'].").removeprefix("L['self']")
     kind = kind.rsplit(".", 1)[-1]
     return f"{path} ({kind})" if path else (kind or "the network")
-
-
-def used_sites(program: ExportedProgram, net: nn.Module) -> set[str]:
-    """The parameters and buffers that the graph reads."""
-    names = site_names(net)
-    read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
-    specs = program.graph_signature.input_specs
-    return {names.get(s.target, s.target) for s in specs if s.target and getattr(s.arg, "name", None) in read}
-
-
-def shifted_biases(program: ExportedProgram, net: nn.Module, logits: bool) -> set[str]:
-    """The bias of the last linear layer, if nothing but a softmax over its units follows.
-
-    :param logits: whether that softmax comes after the network.
-    """
-    aten, returned = torch.ops.aten, returned_nodes(program)
-    if len(returned) != 1:
-        return set()
-    node: Any = returned[0]
-    softmax = logits
-    if node.target in (aten._softmax.default, aten._log_softmax.default):
-        dims = node.meta["val"].dim()
-        softmax = node.args[1] % dims == dims - 1
-        node = node.args[0]
-    if not softmax or node.target is not aten.linear.default or len(node.users) != 1 or len(node.args) < 3:
-        return set()
-    bias, names = node.args[2], site_names(net)
-    specs = {s.arg.name: s.target for s in program.graph_signature.input_specs if s.kind == InputKind.PARAMETER}
-    own = isinstance(bias, torch.fx.Node) and bias.name in specs and len(bias.users) == 1
-    return {names[specs[bias.name]]} if own else set()
 
 
 def has_training_branch(net: nn.Module) -> bool:

@@ -8,11 +8,9 @@ then changes pass that are no larger than a few times its rounding errors, which
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyro_symmetric import arguments
 from pyro_symmetric._process import without_fast_attention, without_warnings
 from pyro_symmetric.calls import described
-from pyro_symmetric.discovery.invariance import Part, drawn, guilty, parts_of, tried
+from pyro_symmetric.discovery.invariance import BrokenMove, Change, Verification, broken_moves, drawn, only, parts_of
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision
 from pyro_symmetric.discovery.trace import has_training_branch, unfit
 from pyro_symmetric.groups.element import Element
@@ -37,26 +35,6 @@ TOLERANCE, ROUNDINGS = 1e-6, 30.0
 
 class BrokenSymmetry(UserWarning):
     """A move of some units that discovery had proposed failed verification, and was left out."""
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What verification found.
-
-    :param ok: whether all errors are below the tolerance.
-    :param error: largest change of an output, relative to the largest output, in eval mode.
-    :param train_error: the same in train mode with batch statistics and without dropout (permutations and signs; a
-        scaling in front of a batch normalisation is exact in eval mode only, up to epsilon in train mode).
-    :param tolerance: the tolerance.
-    """
-
-    ok: bool
-    error: float
-    train_error: float
-    tolerance: float
-
-    def __bool__(self) -> bool:
-        return self.ok
 
 
 def verify(
@@ -90,27 +68,24 @@ def verify(
     for number, value in enumerate(inputs):
         if isinstance(value, Tensor) and not value.numel():
             raise ValueError(f"inputs[{number}] is {described(value)}, which is empty; there is nothing to compare")
-    test = _prepared(symmetry, net, inputs, dtype)
-    tolerance = test.tolerance if tolerance is None else tolerance
-    errors = [(test.error(train=False), test.error(train=True)) for _ in range(trials)]
+    outputs = _prepared(symmetry, net, inputs, dtype)
+    outputs.tolerance = outputs.tolerance if tolerance is None else tolerance
+    errors = [outputs.errors(drawn(symmetry.group)) for _ in range(trials)]
     error, train_error = (max(column) for column in zip(*errors, strict=True))
-    return Verification(max(error, train_error) < tolerance, error, train_error, tolerance)
+    holds = max(error, train_error) < outputs.tolerance
+    broken = () if holds else broken_moves(symmetry.group, outputs)
+    return Verification(outputs.name, broken, error, outputs.tolerance, train_error)
 
 
 def repaired(symmetry: Symmetry, net: nn.Module, inputs: Sequence[Any]) -> Symmetry:
     """The symmetry without the moves that fail; a warning names them."""
-    dropped: list[Part] = []
-    for _ in range(20):
-        test = _prepared(symmetry, net, inputs)
-        train = next((mode for mode in (False, True) if not test.error(mode) < test.tolerance), None)
-        if train is None:
-            break
-        found = guilty(parts_of(symmetry.group), functools.partial(test.fails, train))
+    dropped: list[BrokenMove] = []
+    while found := verify(symmetry, net, *inputs).broken:
         dropped += found
-        for move, name in found:
-            symmetry = symmetry.without([name], move)
+        for one in found:
+            symmetry = symmetry.without([one.name], one.move)
     if dropped:
-        names = ", ".join(f"{name} ({move})" for move, name in dropped)
+        names = ", ".join(f"{one.name} ({one.move})" for one in dropped)
         warnings.warn(
             f"verification failed for the units {names}: these moves are left out of the group. This is a bug in a "
             "rule of pyro_symmetric; please report the network.",
@@ -146,25 +121,26 @@ class _Calm(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _prepared(symmetry: Symmetry, net: nn.Module, inputs: Sequence[Any], dtype: torch.dtype | None = None) -> _Test:
+def _prepared(symmetry: Symmetry, net: nn.Module, inputs: Sequence[Any], dtype: torch.dtype | None) -> Outputs:
     """In float64 if the network runs in it, else in its own precision."""
     try:
-        return _Test(symmetry, net, inputs, dtype or torch.float64)
+        return Outputs(symmetry, net, inputs, dtype or torch.float64)
     except ValueError:
         if dtype is not None:
             raise
-        return _Test(symmetry, net, inputs, None)
+        return Outputs(symmetry, net, inputs, None)
 
 
-class _Test:
-    """A randomised copy of a network, with its outputs in both modes.
+class Outputs:
+    """The outputs of a randomised copy of a network in both modes, as functions of its weights.
 
     :param dtype: the copy's precision; the network's own by default.
     """
 
+    name = "the network's outputs, relative to the largest"
+
     def __init__(self, symmetry: Symmetry, net: nn.Module, inputs: Sequence[Any], dtype: torch.dtype | None):
-        self.symmetry = symmetry
-        self.dtype = dtype
+        self.symmetry, self.dtype = symmetry, dtype
         self.net = copied(net, dtype)
         with torch.no_grad():
             self.weights, self.origin = _randomised(symmetry, self.net, net)
@@ -178,6 +154,30 @@ class _Test:
         self.before = {False: eval_outputs, True: self._outputs(True) if _differs_in_training(net) else None}
         self.tolerance = TOLERANCE if dtype == torch.float64 else max(TOLERANCE, ROUNDINGS * self._rounding())
 
+    def change(self, element: Element) -> Change:
+        """What an element does to the outputs in either mode."""
+        error = max(self.errors(element))
+        return Change(not error < self.tolerance, error)
+
+    def errors(self, element: Element) -> tuple[float, float]:
+        """The largest relative change of an output under an element, in eval and in train mode.
+
+        Scales that are exact for running variances plus epsilon aren't for those of a batch: train mode is without.
+        """
+        group = self.symmetry.group
+        inexact = {one.name for one in group.units.values() if any(a.buffer and a.exponent for a in one.axes)}
+        exact = only(
+            element, {(move, name) for move, name in parts_of(group) if move != "scale" or name not in inexact}
+        )
+        return self._error(element, False), self._error(exact, True)
+
+    def _error(self, element: Element, train: bool) -> float:
+        def acted(site: str, value: Tensor) -> Tensor:
+            own = self.origin[site].to(value.device, in_precision(value.dtype, torch.float64))
+            return element.on_site(site, own)
+
+        return self._change(acted, train)
+
     def _rounding(self) -> float:
         """How much outputs change with the last digit of all weights."""
 
@@ -186,12 +186,6 @@ class _Test:
 
         return max(self._change(nudged, train) for train in (False, True) for _ in range(3))
 
-    def _outputs(self, train: bool) -> list[Tensor] | None:
-        outputs = _outputs(self.net, self.inputs[train], train, self.dtype)
-        if self.symmetry.logits and outputs is not None:
-            outputs = [output.log_softmax(-1) if output.dim() else output for output in outputs]
-        return outputs
-
     def _change(self, changed: Callable[[str, Tensor], Tensor], train: bool) -> float:
         """Largest relative change of an output if each site is changed, site by site from the untouched values."""
         if self.before[train] is None:
@@ -199,34 +193,13 @@ class _Test:
         with torch.no_grad():  # into the copy: there is no second copy, and nothing to be put back
             for site, value in self.weights.items():
                 value.copy_(changed(site, value))
-        return _difference(self.before[train], self._outputs(train))
+        return difference(self.before[train], self._outputs(train))
 
-    def error(self, train: bool) -> float:
-        """Largest relative change of an output under a random element."""
-        return self._error(
-            drawn(self.symmetry.group, self._exact(parts_of(self.symmetry.group), train), torch.float64), train
-        )
-
-    def fails(self, train: bool, parts: Sequence[Part]) -> bool:
-        """Whether an element of some parts changes the outputs."""
-        elements = tried(self.symmetry.group, self._exact(parts, train), torch.float64)
-        return any(not self._error(element, train) < self.tolerance for element in elements)
-
-    def _exact(self, parts: Sequence[Part], train: bool) -> set[Part]:
-        """In train mode scales aren't exact for batch statistics plus epsilon, while they are for running ones."""
-        inexact = {
-            ("scale", one.name)
-            for one in self.symmetry.group.units.values()
-            if train and any(axis.buffer and axis.exponent for axis in one.axes)
-        }
-        return set(parts) - inexact
-
-    def _error(self, element: Element, train: bool) -> float:
-        def acted(site: str, value: Tensor) -> Tensor:
-            own = self.origin[site].to(value.device, in_precision(value.dtype, torch.float64))
-            return element.on_site(site, own)
-
-        return self._change(acted, train)
+    def _outputs(self, train: bool) -> list[Tensor] | None:
+        outputs = outputs_of(self.net, self.inputs[train], train, self.dtype)
+        if self.symmetry.logits and outputs is not None:
+            outputs = [output.log_softmax(-1) if output.dim() else output for output in outputs]
+        return outputs
 
 
 def _differs_in_training(net: nn.Module) -> bool:
@@ -275,7 +248,7 @@ def _enough(inputs: list[Any]) -> list[Any]:
     return [inputs[0][: math.ceil(ENOUGH / inputs[0][0].numel())]]
 
 
-def _outputs(net: nn.Module, inputs: Sequence[Any], train: bool, dtype: torch.dtype | None) -> list[Tensor] | None:
+def outputs_of(net: nn.Module, inputs: Sequence[Any], train: bool, dtype: torch.dtype | None) -> list[Tensor] | None:
     """All real and complex outputs; None if the network has no such mode (a batch of one, say). Statistics stay."""
     buffers = {name: value.clone() for name, value in net.named_buffers()}
     net.train(train)
@@ -296,7 +269,7 @@ def _outputs(net: nn.Module, inputs: Sequence[Any], train: bool, dtype: torch.dt
     return [t for t in pytree.tree_leaves(outputs) if _is_number(t)]
 
 
-def _difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float:
+def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float:
     if before is None or after is None:
         return 0.0 if before is after else float("inf")
     worst = 0.0

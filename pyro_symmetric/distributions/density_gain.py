@@ -5,16 +5,14 @@ With :math:`a_{ji}` the log-density of unit ``i``'s weights under position ``j``
 .. math:: \log q(p \cdot w) - \log q(w) = \sum_{j:\, p(j) \ne j} (a_{j\,p(j)} - a_{jj}) .
 
 If a set of units shares no site with another, these numbers stand in its matrix ``A``, which the proposal needs anyway,
-and the gradient is a weighted sum of rows (:class:`_MatchedGain`). Other sites are taken coordinate by coordinate: with
-``v`` the moved and flipped draw,
+and the gradient is a weighted sum of rows (:class:`_MatchedGain`). Of other sites those rows and columns are moved that
+any element changes: with ``v`` the moved and flipped draw,
 
-.. math:: -\sum_d \frac{(v_d - w_d)(v_d + w_d - 2 m_d)}{2 s_d^2} .
+.. math:: \sum_d - \frac{(v_d - w_d)(v_d + w_d - 2 m_d)}{2 s_d^2} .
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +22,8 @@ from torch.nn.functional import embedding_bag
 
 from pyro_symmetric.distributions.placements import Placements
 from pyro_symmetric.distributions.unit_scores import UnitScores
-from pyro_symmetric.distributions.unit_sets import UnitAxis
 from pyro_symmetric.groups.element import Element
-from pyro_symmetric.groups.tensors import along_axis
-
-# Beyond this share of moved coordinates, taking a site as a whole is faster than a list (measured).
-LISTED_SHARE = 0.3
+from pyro_symmetric.groups.tensors import along_axis, permute_axes
 
 
 def log_density_gain(units: UnitScores, elements: Element) -> Tensor:
@@ -39,21 +33,25 @@ def log_density_gain(units: UnitScores, elements: Element) -> Tensor:
     :param elements: batch shape ``(K, N)``.
     :return: ``(K, N)``, differentiable in draws and moments; zero if nothing moves.
     """
-    total = next(iter(units.draws.values())).new_zeros(elements.batch_shape)
+    total = units.like.new_zeros(elements.batch_shape)
     alone = [name for name, one in units.sets.items() if one.alone]
     for name in alone:
         total = total + _gain_of_units(units, name, elements[name])
-    done = {axis.site for name in alone for axis in units.sets[name].axes}
-    for site, value in units.draws.items():
-        moves = {} if site in done else _moves_on(elements, site, value.dtype)
-        if moves:
-            total = total + _gain_of_site(value, units.base.loc[site], units.base.scale[site], moves)
+    done = {axis.own.site for name in alone for axis in units.sets[name].axes}
+    for site in elements.group.sites:
+        if site in units.draws and site not in done:
+            total = total + _gain_of_site(units, elements, site)
     return total
 
 
-def _moved(images: Tensor) -> Tensor:
-    """Which positions any of the elements moves: ``(..., n)`` -> ``(n,)``."""
+def _moving(images: Tensor) -> Tensor:
+    """Which positions any of the elements moves: ``(K, N, n)`` -> ``(n,)``."""
     return (images != torch.arange(images.shape[-1], device=images.device)).flatten(0, -2).any(0)
+
+
+def _among(images: Tensor, moving: Tensor) -> Tensor:
+    """The same images among the moving positions alone: a permutation maps what it moves onto itself."""
+    return (moving.cumsum(0) - 1)[images[..., moving]]
 
 
 # units that share no site -------------------------------------------------------------------------------------------
@@ -61,31 +59,18 @@ def _moved(images: Tensor) -> Tensor:
 
 def _gain_of_units(units: UnitScores, name: str, images: Tensor) -> Tensor:
     """The share of a set of units without neighbours, all its sites at once: ``(K, N)``."""
-    positions = _moved(images).nonzero()[:, 0]
-    gain = next(iter(units.draws.values())).new_zeros(images.shape[:2])
-    if len(positions) == 0:
-        return gain
+    moving = _moving(images)
+    if not bool(moving.any()):
+        return units.like.new_zeros(images.shape[:2])
     with torch.no_grad():
         scores = units.scores(name, Placements()).total[0].expand(images.shape[1], -1, -1)
         picked = scores.gather(-1, images.permute(1, 2, 0))
-        gain = (picked - scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).sum(-2).mT.to(gain.dtype)
-    if not torch.is_grad_enabled():
-        return gain
-    # Images among the moved positions alone: a permutation maps what it moves onto itself.
-    place = torch.zeros(images.shape[-1], dtype=torch.long, device=images.device)
-    place[positions] = torch.arange(len(positions), device=images.device)
-    inner = place[images[..., positions]]
-    for axis in units.sets[name].axes:
-        centred = [_rows(part, axis, positions) for part in units.centred(axis.site)]
-        parameters = (units.draws[axis.site], units.base.loc[axis.site], units.base.scale[axis.site])
-        gain = _MatchedGain.apply(gain, inner, *centred, *(_rows(part, axis, positions) for part in parameters))
+        gain = (picked - scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).sum(-2).mT.to(units.like.dtype)
+    chosen = slice(None) if bool(moving.all()) else moving.nonzero()[:, 0]
+    for axis in units.sets[name].axes if torch.is_grad_enabled() else ():
+        parts = (units.draws[axis.own.site], units.base.loc[axis.own.site], units.base.scale[axis.own.site])
+        gain = _MatchedGain.apply(gain, _among(images, moving), *(axis.rows(part, 1)[:, chosen] for part in parts))
     return gain
-
-
-def _rows(value: Tensor, axis: UnitAxis, positions: Tensor) -> Tensor:
-    """The moved units of a site: ``(N, moved, everything else)``."""
-    view = axis.rows(value, 1)
-    return view if len(positions) == view.shape[1] else view.index_select(1, positions)
 
 
 class _MatchedGain(torch.autograd.Function):
@@ -97,24 +82,16 @@ class _MatchedGain(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        gain: Tensor,
-        images: Tensor,
-        value: Tensor,
-        loc: Tensor,
-        precision: Tensor,
-        own_value: Tensor,
-        own_loc: Tensor,
-        own_scale: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(images, value, loc, precision, own_scale)
+    def forward(ctx: Any, gain: Tensor, images: Tensor, value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(images, value, loc, scale)
         return gain.view_as(gain)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        images, value, loc, precision, scale = ctx.saved_tensors
+        images, value, loc, scale = ctx.saved_tensors
+        centre, precision = loc.mean(1, keepdim=True), scale.square().reciprocal()
+        value, loc = value - centre, loc - centre  # so that squares cancel less
         weights = torch.cat([grad, -grad.sum(0, keepdim=True)])
         images = torch.cat([images, torch.arange(images.shape[-1], device=images.device).expand_as(images[:1])])
         back = images.argsort(-1)
@@ -123,7 +100,7 @@ class _MatchedGain(torch.autograd.Function):
         first, second = _bags(images, weights, value), _bags(images, weights, value.square())
         to_loc = precision * first
         to_scale = second.addcmul_(loc, first, value=-2).mul_(precision).div_(scale)
-        return grad, None, None, None, None, to_value, _summed_to(to_loc, loc), _summed_to(to_scale, scale)
+        return grad, None, to_value, to_loc.sum_to_size(loc.shape), to_scale.sum_to_size(scale.shape)
 
 
 def _bags(images: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
@@ -137,81 +114,43 @@ def _bags(images: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     return embedding_bag(index, table, per_sample_weights=share, mode="sum").reshape(batch, moved, -1)
 
 
-def _summed_to(value: Tensor, like: Tensor) -> Tensor:
-    return value.sum(0, keepdim=True) if len(like) == 1 else value
-
-
 # other sites ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Move:
-    """What elements do along one axis of a site.
+def _gain_of_site(units: UnitScores, elements: Element, site: str) -> Tensor:
+    """The share of one site, in blocks: what moves along one axis, then what stays there and moves along the next."""
+    before, loc, scale = (part[None] for part in (units.draws[site], units.base.loc[site], units.base.scale[site]))
+    total, site_dims = before.new_zeros(elements.batch_shape), before.dim() - 2
+    moves = _moves_on(elements, site, before.dtype)
+    while moves:
+        dim, (index, signs, moving) = next(iter(moves.items()))
+        positions, still = moving.nonzero()[:, 0], (~moving).nonzero()[:, 0]
+        moves[dim] = _among(index, moving), None if signs is None else signs[..., positions], moving
+        block, mean, deviation = (part.index_select(dim + 2, positions) for part in (before, loc, scale))
+        after = block.expand(*elements.batch_shape, *block.shape[2:])
+        for along, (source, factors, _) in moves.items():
+            after = permute_axes(after, {along: source}, site_dims)
+            after = after if factors is None else after * along_axis(factors, along, site_dims)
+        gain = -0.5 * (after - block) * (after + block - 2 * mean) / deviation.square()
+        total = total + gain.flatten(2).sum(-1)
+        del moves[dim]
+        before, loc, scale = (part.index_select(dim + 2, still) for part in (before, loc, scale))
+    return total
 
-    :param index: where each position's value comes from, ``(K, N, length)``.
-    :param signs: what that value is multiplied by; None if nothing flips.
-    :param moved: the positions that any element changes, ``(length,)``.
+
+def _moves_on(elements: Element, site: str, dtype: torch.dtype) -> dict[int, tuple[Tensor, Tensor | None, Tensor]]:
+    """What elements do along each axis of a viewed site that any of them changes.
+
+    :return: axis -> where each position's value comes from, ``(K, N, length)``; what it is multiplied by, or None; and
+        which positions any element changes, ``(length,)``.
     """
-
-    index: Tensor
-    signs: Tensor | None
-    moved: Tensor
-
-
-def _moves_on(elements: Element, site: str, dtype: torch.dtype) -> dict[int, _Move]:
-    """By axis of the viewed site, what elements do there; nothing for axes that none changes."""
     found = {}
     for dim, members in elements.group.members(site).items():
         index, signs = elements.axis_index(site, dim), None
-        moved = _moved(index)
+        moving = _moving(index)
         if any(name in elements.signs and axis.exponent % 2 for name, axis in members):
             signs = elements.axis_multiplier(site, dim, dtype).gather(-1, index)
-            moved = moved | (signs != 1).flatten(0, -2).any(0)
-        if bool(moved.any()):
-            found[dim] = _Move(index, signs, moved)
+            moving = moving | (signs != 1).flatten(0, -2).any(0)
+        if bool(moving.any()):
+            found[dim] = index, signs, moving
     return found
-
-
-def _gain_of_site(value: Tensor, loc: Tensor, scale: Tensor, moves: dict[int, _Move]) -> Tensor:
-    """The share of one site: of a list of coordinates if they are few, else of all of it."""
-    shape = value.shape[1:]
-    some = torch.zeros(shape, dtype=torch.bool, device=value.device)
-    for dim, move in moves.items():
-        some |= along_axis(move.moved, dim, len(shape))
-    if float(some.sum()) <= LISTED_SHARE * some.numel():
-        after, before, mean, deviation = _listed(value, loc, scale, moves, some.nonzero(as_tuple=True))
-    else:
-        after = value[None]
-        for dim, move in moves.items():
-            after = _gather_along(after, dim, move.index)
-            after = after if move.signs is None else after * along_axis(move.signs, dim, len(shape))
-        after, before, mean, deviation = (t.flatten(-len(shape)) for t in (after, value, loc, scale))
-    return -0.5 * ((after - before) * (after + before - 2 * mean) / deviation.square()).sum(-1)
-
-
-def _listed(
-    value: Tensor, loc: Tensor, scale: Tensor, moves: dict[int, _Move], where: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """Values after and before moving, means and deviations, at the listed coordinates: ``(..., coordinates)``."""
-    strides = [math.prod(value.shape[dim + 2 :]) for dim in range(len(where))]
-    here = torch.stack([positions * stride for positions, stride in zip(where, strides, strict=True)]).sum(0)
-    source = here
-    for dim, move in moves.items():
-        source = source + (move.index[..., where[dim]] - where[dim]) * strides[dim]
-    before = value.flatten(1)
-    after = before.expand(*source.shape[:-1], -1).gather(-1, source)
-    for dim, move in moves.items():
-        after = after if move.signs is None else after * move.signs[..., where[dim]]
-    return after, before[:, here], loc.flatten(1)[:, here], scale.flatten(1)[:, here]
-
-
-def _gather_along(value: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Take the positions ``index``, ``(K, N, length)``, along axis ``dim`` of the site: ``(K, N, *site_shape)``."""
-    shape = value.shape[2:]
-    lead = torch.broadcast_shapes(value.shape[:2], index.shape[:2])
-    if dim == 0 and len(value) == 1:  # whole rows, copied as they lie
-        offset = shape[0] * torch.arange(value.shape[1], device=index.device)[:, None]
-        rows = value.reshape(-1, math.prod(shape[1:])).index_select(0, (index + offset).flatten())
-        return rows.reshape(*lead, *shape)
-    where = along_axis(index, dim, len(shape))
-    return value.expand(*lead, *shape).gather(dim + 2, where.expand(*lead, *shape))

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Independent, Normal
 
 from pyro_symmetric import arguments
 from pyro_symmetric.distributions.modes import Modes
-from pyro_symmetric.distributions.normals import Normals, is_mean_field, normals_of
+from pyro_symmetric.distributions.normals import Normals, is_mean_field, laid_out, mean_field_moments, sites_of
 from pyro_symmetric.distributions.orbit import (
     CHUNK_NUMBERS,
     Bound,
@@ -25,11 +25,10 @@ from pyro_symmetric.distributions.orbit import (
 )
 from pyro_symmetric.distributions.permanent import LARGEST_PERMANENT
 from pyro_symmetric.distributions.unit_scores import ExactScores
-from pyro_symmetric.distributions.unit_sets import log_order_of, nested_order
+from pyro_symmetric.distributions.unit_sets import log_order_of, unit_sets
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.weights import Weights
 
 # Exact sums that cost about as much as an estimate: group elements to enumerate, each of which needs the density of
 # all weights, and terms of permanents, each a single number; reports can afford more of both.
@@ -67,40 +66,24 @@ class ExactOrbit(OrbitEstimator):
                 f"ExactOrbit would enumerate exp({enumerated.log_order():.1f}) group elements{how} more than its limit "
                 f"of {self.limit}; use a bound such as SinkhornImportance(16), or raise the limit"
             )
-        if summed.units and value.numel():
-            return self._by_permanents(base, action, value, summed, enumerated)
-        return self._by_enumeration(base, action, value)
-
-    def _by_enumeration(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        group = action.group.finite
-        batch_dims = max(value.dim() - 1, len(base.batch_shape))
-        everywhere = (slice(None), *([None] * batch_dims))
-        own = base.log_prob(value)[None]
-        if group.order() == 1:
-            return own[0]
-        # The identity comes first; its term is the density itself, not what a bijection there and back makes of it.
-        others = group.enumerate().to(value.device).select(slice(1, None)).select(everywhere)
-        return log_mean_exp(torch.cat([own, log_prob_on_orbit(base, action, value, others)]))
-
-    def _by_permanents(
-        self, base: Distribution, action: Action, value: Tensor, summed: Group, enumerated: Group
-    ) -> Tensor:
-        r"""``log mean_e mean_s q(s·e·w)``, ``e`` over the enumerated group, ``s`` over that which is summed."""
         own = base.log_prob(value)
-        flat = value.expand(*own.shape, value.shape[-1]).reshape(-1, value.shape[-1])
-        normals = normals_of(base, action, own.shape).each(Tensor.double)
-        elements = enumerated.enumerate().to(value.device).select((slice(None), None))
-
-        def score(part: slice) -> Tensor:
-            chosen = elements.select(part)
-            return in_chunks(lambda rows: _summed_over(summed, normals, action, flat, rows, chosen), len(flat), few, -1)
-
-        # What is held for one element and one draw: a few copies of it, and the largest level of each permanent.
-        levels = sum(math.comb(u.size, u.size // 2) * u.size * u.copies**2 for u in summed.units.values())
-        few = CHUNK_NUMBERS // (4 * flat.shape[-1] + levels)
-        terms = in_chunks(score, enumerated.order(), few // max(1, len(flat)))
-        total = torch.logsumexp(terms, 0) - math.log(enumerated.order())
-        return total.to(own.dtype).reshape(own.shape)
+        if value.numel() == 0:
+            return own
+        dtype, moments = own.dtype, mean_field_moments(base)
+        if summed.units and moments is not None:
+            # A permanent is told beside log q, and both may be a thousand times the sum of the two: all in float64.
+            base = Independent(Normal(*(moment.double() for moment in moments), validate_args=False), 1)
+            value = value.double()
+            own = base.log_prob(value)
+        # The identity comes first; its term is the density itself, not what a bijection there and back makes of it.
+        elements = enumerated.enumerate().to(value.device)
+        terms = own[None]
+        if order > 1:
+            others = elements.select(slice(1, None)).select((slice(None), *([None] * own.dim())))
+            terms = torch.cat([terms, log_prob_on_orbit(base, action, value, others)])
+        if summed.units:
+            terms = terms + _gains(base, action, value.expand(*own.shape, -1), summed, elements)
+        return log_mean_exp(terms).to(dtype)
 
     @classmethod
     def suggested(cls, group: Group, mean_field: bool, training: bool) -> Suggestion | None:
@@ -121,60 +104,43 @@ class ExactOrbit(OrbitEstimator):
 
 @functools.lru_cache(maxsize=64)
 def _divided(group: Group, mean_field: bool) -> tuple[Group, Group]:
-    """The part of a group that permanents sum over, and that which is left to enumerate."""
-    names = summable(group) if mean_field else ()
-    rest = [name for name in group.units if name not in names]
-    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
-        return group.without(rest) if rest else group, group.without(names) if names else group
+    """The part of a group that permanents sum over, and that which is left to enumerate.
 
-
-def summable(group: Group, widest: int = LARGEST_PERMANENT) -> tuple[str, ...]:
-    """Sets of units, with all that lies inside them, of which no two share a site, chosen from the largest on.
-
-    Left out are sets with units that meet others of the set otherwise than by lying inside them (inputs and outputs of
-    a grouped convolution), or that lie along two axes of a site.
-
-    :param widest: leave out sets of more units.
+    Permanents sum over sets of units with all that lies inside them, of which no two share a site, chosen from the
+    largest on. Left out are sets with units that meet others of the set otherwise than by lying inside them (inputs and
+    outputs of a grouped convolution), or that lie along two axes of a site.
     """
     chosen: dict[str, set[str]] = {}
-    trees = {name: nested_order(group, [name]) for name in group.units}
-    for name in sorted(trees, key=lambda name: -log_order_of(group, trees[name])):
-        tree = trees[name]
-        sites = {axis.site for part in tree for axis in group.axes(part)}
-        apart = all(sites.isdisjoint(others) for others in chosen.values())
-        narrow = all(group[part].size <= widest or "permute" not in group[part].moves for part in tree)
-        if log_order_of(group, tree) > 0 and apart and narrow and _is_nested(group, tree, sites):
-            chosen |= dict.fromkeys(tree, sites)
-    return tuple(name for name in group.units if name in chosen)
+    families = [group.family(name) for name in group.units] if mean_field else []
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        for family in sorted(families, key=lambda family: -log_order_of(group, family)):
+            sites = {axis.site for part in family for axis in group.axes(part)}
+            apart = all(sites.isdisjoint(others) for others in chosen.values())
+            narrow = all(group[part].size <= LARGEST_PERMANENT or "permute" not in group[part].moves for part in family)
+            if log_order_of(group, family) > 0 and apart and narrow:
+                alone = group.without(other for other in group.units if other not in family)
+                if not any(one.waits for one in unit_sets(alone, tuple(sites), torch.device("cpu")).values()):
+                    chosen |= dict.fromkeys(family, sites)
+        rest = [name for name in group.units if name not in chosen]
+        return group.without(rest) if rest else group, group.without(chosen) if chosen else group
 
 
-def _is_nested(group: Group, tree: list[str], sites: set[str]) -> bool:
-    """Whether all positions of each site are moved along one axis, and by units of which each lies in the next."""
-    for site in sites:
-        here = [(dim, name, axis) for dim, ms in group.members(site).items() for name, axis in ms if name in tree]
-        if len({dim for dim, _, _ in here}) > 1 or len({name for _, name, _ in here}) < len(here):
-            return False
-        for i, (_, one, first) in enumerate(here):
-            for _, other, second in here[:i]:
-                inside = one in group.ancestors(other) or other in group.ancestors(one)
-                if not inside and bool(torch.isin(first.index, second.index).any()):
-                    return False
-    return True
+def _gains(base: Distribution, action: Action, value: Tensor, group: Group, elements: Element) -> Tensor:
+    r"""``log mean_s q(s·e·w) - log q(e·w)`` over a group of nested units, ``(E,) + batch_shape``, float64."""
+    flat = value.reshape(-1, value.shape[-1]).double()
+    moments = [laid_out(moment, base, value.shape[:-1]).double() for moment in mean_field_moments(base) or ()]
 
+    def gain(chosen: Element, rows: slice) -> Tensor:
+        moved = action(flat[rows], chosen.select((slice(None), None)))
+        sites = (m if len(m) == 1 else m[rows].repeat(len(moved), 1) for m in moments)
+        normals = Normals(*(sites_of(action, moment) for moment in sites))
+        scores = ExactScores(group, normals, sites_of(action, moved.flatten(0, 1)))
+        return (scores.gain() - log_order_of(group, scores.sets)).reshape(moved.shape[:2])
 
-def _summed_over(
-    group: Group, normals: Normals, action: Action, flat: Tensor, rows: slice, elements: Element
-) -> Tensor:
-    """``log mean_s q(s·e·w)`` over a group of nested units, for elements ``e``, ``(E, 1)``, and some draws."""
-    draws, count = flat[rows].double(), elements.batch_shape[0]
-    normals, total = normals.rows(rows, count), draws.new_zeros(())
-    moved: Weights = {}
-    for site, piece in action.unflatten(draws).items():
-        shape, loc, scale = action.shapes[site], normals.loc[site], normals.scale[site]
-        own_dims = None if shape == group.site_shapes.get(site) else len(shape)
-        value = group.view(site, elements.on_site(site, piece, own_dims))
-        moved[site] = value.expand(count, len(draws), *loc.shape[1:]).flatten(0, 1)
-        terms = torch.distributions.Normal(loc, scale, validate_args=False).log_prob(moved[site])
-        total = total + terms.reshape(count, len(draws), -1).sum(-1)
-    scores = ExactScores(group, normals, moved)
-    return total + scores.gain().reshape(count, len(draws)) - log_order_of(group, scores.sets)
+    def some(part: slice) -> Tensor:
+        return in_chunks(lambda rows: gain(elements.select(part), rows), len(flat), few, -1)
+
+    # What is held for one element and one draw: a few copies of it, and the largest level of each permanent.
+    levels = sum(math.comb(u.size, u.size // 2) * u.size * u.copies**2 for u in group.units.values())
+    few = CHUNK_NUMBERS // (4 * flat.shape[-1] + levels)
+    return in_chunks(some, elements.batch_shape[0], few // len(flat)).reshape(-1, *value.shape[:-1])

@@ -22,6 +22,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from pyro_symmetric.distributions.orbit import in_chunks
 from pyro_symmetric.distributions.permanent import log_permanent
 
 # Log-densities further than this below the best of their row or column count alike; e^-40 leaves room in float32.
@@ -96,14 +97,16 @@ def draw_matchings(scores: Tensor, rows: Tensor, rank: Tensor) -> Tensor:
     """
     choice = _draw_all_rows(rows, rank)
     late, tables = _tail(rank.shape[-1], rank.device)
-    for part in _chunks(rank, TAIL * len(tables)):
-        chosen = choice[part]
-        where, columns, sums = _late_sums(scores[part] if len(scores) > 1 else scores, rank[part], chosen, late, tables)
+
+    def matched(part: slice) -> Tensor:
+        own = scores[part] if len(scores) > 1 else scores
+        where, columns, sums = _late_sums(own, rank[part], choice[part], late, tables)
         total = (sums - sums.amax(-1, keepdim=True)).exp().cumsum(-1)
         uniform = torch.rand(*total.shape[:-1], 1, dtype=total.dtype, device=total.device)
         drawn = torch.searchsorted(total, _below(uniform, total[..., -1:]), right=True)[..., 0]
-        chosen.scatter_(-1, where, columns.gather(-1, tables[drawn]))
-    return choice
+        return choice[part].scatter(-1, where, columns.gather(-1, tables[drawn]))
+
+    return in_chunks(matched, len(rank), CHUNK_NUMBERS // (rank.shape[1] * TAIL * len(tables)))
 
 
 def _draw_all_rows(rows: Tensor, rank: Tensor) -> Tensor:
@@ -171,12 +174,6 @@ def _late_sums(
     return where, columns, block[..., torch.arange(late, device=tables.device), tables].sum(-1)
 
 
-def _chunks(rank: Tensor, numbers: int) -> list[slice]:
-    """Slices of the proposals, so that so many numbers for each can be held."""
-    chunk = max(1, CHUNK_NUMBERS // (rank.shape[1] * numbers))
-    return [slice(start, start + chunk) for start in range(0, len(rank), chunk)]
-
-
 # probabilities ------------------------------------------------------------------------------------------------------
 
 
@@ -191,15 +188,16 @@ def log_probability(scores: Tensor, rows: Tensor, rank: Tensor, choice: Tensor) 
     """
     n = rank.shape[-1]
     late, tables = _tail(n, rank.device)
-    result = []
-    for part in _chunks(rank, max(n * n, TAIL * len(tables))):
+
+    def probability(part: slice) -> Tensor:
         some_scores, some_rows = (m[part] if len(m) > 1 else m for m in (scores, rows))
         some_rank, chosen = rank[part], choice[part]
         early = some_rank < n - late
         _, _, sums = _late_sums(some_scores, some_rank, chosen, late, tables)
         own_late = (_picked(some_scores, chosen).double() * ~early).sum(-1)
-        result.append((_log_row_choices(some_rows, some_rank, chosen) * early).sum(-1) + own_late - sums.logsumexp(-1))
-    return torch.cat(result)
+        return (_log_row_choices(some_rows, some_rank, chosen) * early).sum(-1) + own_late - sums.logsumexp(-1)
+
+    return in_chunks(probability, len(rank), CHUNK_NUMBERS // (rank.shape[1] * max(n * n, TAIL * len(tables))))
 
 
 def _log_row_choices(rows: Tensor, rank: Tensor, choice: Tensor) -> Tensor:

@@ -129,10 +129,6 @@ class Modes(TorchDistribution):
         places = which.argsort(stable=True).argsort(stable=True)
         return torch.cat(drawn)[places].reshape(shape + self.event_shape)
 
-    def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        with torch.no_grad():
-            return self.rsample(sample_shape)
-
     @torch.no_grad()
     def _assigned(self, count: int) -> Tensor:
         """The component of each of ``count`` draws."""
@@ -143,12 +139,6 @@ class Modes(TorchDistribution):
         uniform = (order + torch.rand((), dtype=torch.float64, device=device)) / max(count, 1)
         edges = self.log_weights.double().exp().cumsum(-1)
         return torch.searchsorted(edges[:-1], uniform, right=True)
-
-    def entropy(self) -> Tensor:
-        raise NotImplementedError("the entropy of a mixture has no closed form; average -log_prob")
-
-    def __call__(self, sample_shape: Sequence[int] = torch.Size()) -> Any:
-        return self.rsample(sample_shape)
 
 
 def score_parts(base: Distribution, log_prob: Tensor, value: Tensor) -> ScoreParts:

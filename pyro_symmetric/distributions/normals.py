@@ -8,7 +8,7 @@ included, only less sharp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributions import Distribution, Independent, Normal
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.weights import Weights
 
-# Draws from which moments are fitted if a base can't tell them.
+# Draws to which normals are fitted if a base can't tell its moments, or if constrained values are permuted.
 FIT_DRAWS = 128
 
 
@@ -32,14 +32,6 @@ class Normals:
 
     loc: Weights
     scale: Weights
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> Normals:
-        """All means and deviations, changed."""
-        return Normals(*({site: change(value) for site, value in part.items()} for part in (self.loc, self.scale)))
-
-    def rows(self, part: slice, count: int) -> Normals:
-        """For some of the ``N`` draws, stacked ``count`` times; unchanged if all draws share them."""
-        return self.each(lambda v: v if len(v) == 1 else v[part].repeat(count, *([1] * (v.dim() - 1))))
 
 
 def mean_field_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
@@ -64,35 +56,30 @@ def normals_of(base: Distribution, action: Action, batch: Sequence[int]) -> Norm
 
     :param batch: batch shape of the draws; the moments are laid out for its ``N`` draws unless all share them.
     """
-    if action.nonlinear_sites:
-        return _fitted_sites(base, action, batch)
-    loc, scale = (_laid_out(moment, batch, 1) for moment in mean_field_moments(base) or _moments(base))
-    return Normals(sites_of(action, loc), sites_of(action, scale))
-
-
-@torch.no_grad()
-def _moments(base: Distribution) -> tuple[Tensor, Tensor]:
-    try:
-        return base.mean, base.stddev
-    except NotImplementedError:
-        draws = base.sample(torch.Size([FIT_DRAWS]))
-        return draws.mean(0), draws.std(0)
-
-
-@torch.no_grad()
-def _fitted_sites(base: Distribution, action: Action, batch: Sequence[int]) -> Normals:
-    flat = base.sample(torch.Size([FIT_DRAWS]))
-    draws, lead = sites_of(action, flat), flat.dim() - 1
-    tiny = torch.finfo(flat.dtype).tiny ** 0.25  # its inverse square is finite
+    moments = None if action.nonlinear_sites else mean_field_moments(base) or _known_moments(base)
+    if moments is not None:
+        loc, scale = (sites_of(action, laid_out(moment, base, batch)) for moment in moments)
+        return Normals(loc, scale)
+    with torch.no_grad():
+        draws = sites_of(action, laid_out(base.sample(torch.Size([FIT_DRAWS])), base, batch))
+    tiny = torch.finfo(next(iter(draws.values())).dtype).tiny ** 0.25  # its inverse square is finite
     return Normals(
-        {site: _laid_out(value.mean(0), batch, value.dim() - lead) for site, value in draws.items()},
-        {site: _laid_out(value.std(0).clamp(min=tiny), batch, value.dim() - lead) for site, value in draws.items()},
+        {site: value.mean(0) for site, value in draws.items()},
+        {site: value.std(0).clamp(min=tiny) for site, value in draws.items()},
     )
 
 
-def _laid_out(moment: Tensor, batch: Sequence[int], event_dims: int) -> Tensor:
-    """``base batch + event`` -> ``(1 or N) + event``."""
-    event = moment.shape[moment.dim() - event_dims :]
-    if moment.dim() == event_dims:
-        return moment[None]
-    return moment.expand(*batch, *event).reshape(-1, *event)
+@torch.no_grad()
+def _known_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
+    try:
+        return base.mean, base.stddev
+    except NotImplementedError:
+        return None
+
+
+def laid_out(vectors: Tensor, base: Distribution, batch: Sequence[int]) -> Tensor:
+    """``lead + base batch + (D,)`` -> ``lead + (1 or N, D)``."""
+    lead = vectors.dim() - 1 - len(base.batch_shape)
+    if not base.batch_shape:
+        return vectors.unsqueeze(lead)
+    return vectors.expand(*vectors.shape[:lead], *batch, vectors.shape[-1]).flatten(lead, -2)

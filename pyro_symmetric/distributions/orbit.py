@@ -14,9 +14,7 @@ alone makes it known to saved guides and to :func:`~pyro_symmetric.guides.sugges
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -29,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
-from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.group import Group
 
 Bound = Literal["upper", "exact"]
 
@@ -72,14 +70,6 @@ class OrbitEstimator(ABC):
         :return: ``batch_shape``, differentiable in ``value`` and in the parameters of ``base``.
         """
 
-    def leaves_out(self, group: Group) -> dict[str, float]:
-        """The units over which the estimate doesn't average, and the nats at stake: the log-order of each.
-
-        None by default. :class:`~pyro_symmetric.distributions.Symmetrized` warns of them.
-        """
-        group_of(group)
-        return {}
-
     @classmethod
     def suggested(cls, group: Group, mean_field: bool, training: bool) -> Suggestion | None:
         """The estimator of this class that suits a group, and why; ``None``, as here, if another one suits better.
@@ -118,18 +108,6 @@ def require_estimator(estimator: Any) -> None:
     """:raises TypeError: unless this is an estimator (a class of them is none)."""
     if not isinstance(estimator, OrbitEstimator):
         raise TypeError(f"estimator is {estimator!r}; it must be an OrbitEstimator such as SinkhornImportance(4)")
-
-
-@functools.lru_cache(maxsize=256)
-def warn_of_left_out(estimator: OrbitEstimator, group: Group) -> None:
-    """Warn, once for each estimator and group, of units over which an estimate doesn't average."""
-    left_out = estimator.leaves_out(group)
-    if left_out:
-        warnings.warn(
-            f"{estimator!r} doesn't average over the units {list(left_out)}: of the group's {group.log_order():.1f} "
-            f"nats, {sum(left_out.values()):.1f} are left out. The bound holds, but is looser by up to as much",
-            stacklevel=3,
-        )
 
 
 def log_prob_on_orbit(base: Distribution, action: Action, value: Tensor, elements: Element) -> Tensor:

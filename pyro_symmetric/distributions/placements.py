@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.distributions.unit_sets import Member, UnitAxis
-from pyro_symmetric.groups.tensors import along_axis, lay_out, lift, permute_axis
+from pyro_symmetric.groups.tensors import along_axis, lay_out, lift, permute_axes
+from pyro_symmetric.groups.units import Axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +72,9 @@ class Placements:
             for member in members:
                 if self._all_drawn(members):
                     drawn = self.drawn[member.name]
-                    value = _moved(value, member, drawn.images, drawn.signs if signed and member.flips else None)
+                    value = _moved(value, member.axis, drawn.images, drawn.signs if signed and member.flips else None)
                 elif member.own is not None:
-                    value = self._averaged(value, member, signed)
+                    value = self._averaged(value, member.own, member, signed)
         return value
 
     def _all_drawn(self, members: Sequence[Member]) -> bool:
@@ -81,48 +82,48 @@ class Placements:
 
     def _all_expected(self, members: Sequence[Member]) -> bool:
         """Whether each position may be averaged over: all sets have expectations, and no two hold it."""
-        own = [member.own.reshape(-1) for member in members if member.own is not None]
+        own = [member.own.index.reshape(-1) for member in members if member.own is not None]
         crossed = len(own) > 1 and sum(map(len, own)) > len(torch.cat(own).unique())
         return not crossed and all(member.name in self.expected for member in members)
 
     def _flipped(self, value: Tensor, member: Member) -> Tensor:
         """Features with the signs of units around: drawn, assumed, or open, so that they average out."""
         if member.name in self.drawn:
-            return _moved(value, member, None, self.drawn[member.name].signs)
+            return _moved(value, member.axis, None, self.drawn[member.name].signs)
         sign = self.assumed.get(member.name, 0.0)
-        return (
-            value if sign == 1.0 else _moved(value, member, None, value.new_full((1, 1, member.index.shape[1]), sign))
-        )
+        if sign == 1.0:
+            return value
+        return _moved(value, member.axis, None, value.new_full((1, 1, member.axis.index.shape[1]), sign))
 
-    def _averaged(self, value: Tensor, member: Member, signed: bool) -> Tensor:
+    def _averaged(self, value: Tensor, own: Axis, member: Member, signed: bool) -> Tensor:
         """Features averaged over the units that may come to each place, with their expected signs."""
-        assert member.own is not None
         matrix = self.expected[member.name].matrix
         for name in member.flipping if signed else ():
             sign = self.expected[name].sign
             assert sign is not None
             inside = matrix.shape[-1] // sign.shape[-1]
             matrix = matrix * sign.repeat_interleave(inside, -1).repeat_interleave(inside, -2)
-        dim, (blocks, count) = member.dim + 2, member.own.shape
-        units = value.index_select(dim, member.own.reshape(-1)).unflatten(dim, (blocks, count)).movedim(dim + 1, -1)
+        dim, positions = own.dim + 2, own.index.reshape(-1)
+        units = value.index_select(dim, positions).unflatten(dim, own.index.shape).movedim(dim + 1, -1)
         mixed = units.flatten(2, -2) @ matrix.mT.to(units.dtype)  # a neighbour may have been matched in float64
         mixed = mixed.reshape(*mixed.shape[:2], *units.shape[2:]).movedim(-1, dim + 1).flatten(dim, dim + 1)
-        if member.plain and member.own is member.index:
+        if own.fills(value.shape[dim]):
             return mixed
         whole = value.expand(*mixed.shape[:2], *value.shape[2:]).clone()
-        return whole.index_copy_(dim, member.own.reshape(-1), mixed)
+        return whole.index_copy_(dim, positions, mixed)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _moved(value: Tensor, member: Member, images: Tensor | None, signs: Tensor | None) -> Tensor:
+def _moved(value: Tensor, axis: Axis, images: Tensor | None, signs: Tensor | None) -> Tensor:
     """Features with units flipped, and then in other places."""
-    site_dims, length = value.dim() - 2, value.shape[member.dim + 2]
+    site_dims, length = value.dim() - 2, value.shape[axis.dim + 2]
+    plain = axis.fills(length)
     if signs is not None:
-        along = signs if member.plain else lay_out(signs, member.index, 1.0, length)
-        value = value * along_axis(along.to(value.dtype), member.dim, site_dims)
+        along = signs if plain else lay_out(signs, axis.index, 1.0, length)
+        value = value * along_axis(along.to(value.dtype), axis.dim, site_dims)
     if images is not None:
-        positions = images if member.plain else lift([(images, member.index)], length)
-        value = permute_axis(value, member.dim, site_dims, positions)
+        positions = images if plain else lift([(images, axis.index)], length)
+        value = permute_axes(value, {axis.dim: positions}, site_dims)
     return value

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,54 +34,42 @@ from pyro_symmetric.distributions.unit_scores import UnitScores, blocks, own_blo
 from pyro_symmetric.groups.element import Element
 
 
-@dataclass(frozen=True)
-class Walk:
-    """One way through the sets of units: in which order, and how many sweeps find out what to expect of those to
-    come."""
-
-    order: Sequence[str]
-    sweeps: int
-
-
 @torch.no_grad()
-def propose(units: UnitScores, count: int, batch: int, like: Tensor) -> tuple[Element, Tensor]:
-    """Draw ``count`` elements for each of ``batch`` draws.
+def propose(units: UnitScores, count: int) -> tuple[Element, Tensor]:
+    """Draw ``count`` elements for each of the ``N`` draws that these scores are of.
 
-    :param units: the scores to match by.
-    :param like: a tensor whose dtype and device are used.
-    :return: the elements, batch shape ``(count, batch)``, and the log-probabilities of the identity and of these,
-        ``(count + 1, batch)``.
+    :return: the elements, batch shape ``(count, N)``, and the log-probabilities of the identity and of these,
+        ``(count + 1, N)``.
     """
-    walkers = [Walker(units, walk, count, batch, like) for walk in walks(units)]
+    walkers = walkers_of(units, count)
     drawn, log_tau = zip(*(walker.walk(None) for walker in walkers), strict=True)
     moves, log_probability = drawn[0], log_tau[0]
     if len(walkers) > 1:
-        moves = _one_of(drawn, torch.randint(len(walkers), (count + 1, batch, 1), device=like.device))
+        moves = _one_of(drawn, torch.randint(len(walkers), (1, *log_probability.shape, 1), device=units.like.device))
         scores = torch.stack([walker.walk(moves)[1] for walker in walkers])
         log_probability = scores.logsumexp(0) - math.log(len(walkers))
-    return _element(units, moves, count, batch, like), log_probability
+    return _element(units, moves, (count, len(units.like))), log_probability
 
 
-def _element(units: UnitScores, moves: Mapping[str, Drawn], count: int, batch: int, like: Tensor) -> Element:
+def _element(units: UnitScores, moves: Mapping[str, Drawn], batch: tuple[int, int]) -> Element:
     """The moves as elements, without the identity."""
     permutations, signs = {}, {}
     for name, drawn in moves.items():
         one = units.group[name]
         if drawn.images is not None:
-            permutations[name] = (drawn.images[1:] % one.size).reshape(count, batch, *one.shape)
+            permutations[name] = (drawn.images[1:] % one.size).reshape(*batch, *one.shape)
         if drawn.signs is not None:
-            signs[name] = drawn.signs[1:].reshape(count, batch, *one.shape)
-    return Element(units.group, permutations, signs, batch_shape=(count, batch), device=like.device, dtype=like.dtype)
+            signs[name] = drawn.signs[1:].reshape(*batch, *one.shape)
+    like = units.like
+    return Element(units.group, permutations, signs, batch_shape=batch, device=like.device, dtype=like.dtype)
 
 
 def _one_of(drawn: Sequence[Mapping[str, Drawn]], which: Tensor) -> dict[str, Drawn]:
-    """For each element that of the walk whose number is drawn."""
+    """For each element that of the walk whose number is drawn, ``(1, K + 1, N, 1)``."""
 
     def chosen(parts: Sequence[Tensor | None]) -> Tensor | None:
-        result = parts[0]
-        for m, other in enumerate(parts[1:], 1):
-            result = None if result is None or other is None else torch.where(which == m, other, result)
-        return result
+        known = [part for part in parts if part is not None]
+        return torch.stack(known).take_along_dim(which, 0)[0] if known else None
 
     return {
         name: Drawn(chosen([moves[name].images for moves in drawn]), chosen([moves[name].signs for moves in drawn]))
@@ -90,31 +77,37 @@ def _one_of(drawn: Sequence[Mapping[str, Drawn]], which: Tensor) -> dict[str, Dr
     }
 
 
-def walks(units: UnitScores) -> tuple[Walk, ...]:
+def walkers_of(units: UnitScores, count: int) -> list[Walker]:
     """The walks that are mixed; the choice is by trial on random bases, from overlapping to separated units."""
-    sets, forward = units.sets, tuple(units.sets)
-    if not any(one.neighbours for one in sets.values()):
-        return (Walk(forward, 0),)  # no set waits for another
+    sets, forward = units.sets, list(units.sets)
     # The last sets first, but what lies inside units after these.
     backward: list[str] = []
     for name in forward:
-        parent = sets[name].parent
+        parent = sets[name].units.parent
         backward.insert(0 if parent is None else backward.index(parent) + 1, name)
-    if any(one.parent is not None for one in sets.values()):
-        return Walk(forward, 0), Walk(backward, 0), Walk(forward, 1), Walk(backward, 1)
-    if any(one.is_flipped or name in one.neighbours for name, one in sets.items()):
+    if not any(one.waits for one in sets.values()):
+        chosen = [(forward, 0)]
+    elif any(one.units.parent is not None for one in sets.values()):
+        chosen = [(forward, 0), (backward, 0), (forward, 1), (backward, 1)]
+    elif any(one.is_flipped or any(name in axis.neighbours for axis in one.axes) for name, one in sets.items()):
         # Signs, and matrices that one set moves on both sides, mislead a sweep that starts from nothing more often.
-        return Walk(forward, 0), Walk(forward, 1), Walk(backward, 2)
-    return Walk(forward, 1), Walk(backward, 1)
+        chosen = [(forward, 0), (forward, 1), (backward, 2)]
+    else:
+        chosen = [(forward, 1), (backward, 1)]
+    return [Walker(units, count, order, sweeps) for order, sweeps in chosen]
 
 
 class Walker:
-    """Goes through the sets of units, and draws elements or scores given ones."""
+    """Goes through the sets of units, and draws ``count`` elements for each draw, or scores given ones.
 
-    def __init__(self, units: UnitScores, walk: Walk, count: int, batch: int, like: Tensor):
-        self._units, self._order, self._like = units, walk.order, like
-        self._shape = (count + 1, batch)
-        self._expected = _expectations(units, walk)
+    :param order: in which it goes through the sets.
+    :param sweeps: how many sweeps find out what to expect of sets to come.
+    """
+
+    def __init__(self, units: UnitScores, count: int, order: Sequence[str], sweeps: int):
+        self._units, self._order = units, order
+        self._shape = (count + 1, len(units.like))
+        self._expected = _expectations(units, order, sweeps)
 
     def walk(self, given: Mapping[str, Drawn] | None) -> tuple[dict[str, Drawn], Tensor]:
         """Moves (the identity first), each ``(K + 1, N, count)``, and their log-probabilities, ``(K + 1, N)``.
@@ -123,17 +116,15 @@ class Walker:
         """
         drawn: dict[str, Drawn] = {}
         shared: dict[str, Drawn] = {}
-        where: dict[str, Tensor] = {}
-        total = self._like.new_zeros(self._shape)
+        where: dict[str | None, Tensor] = {}
+        total = self._units.like.new_zeros(self._shape)
         for name in self._order:
             scores = self._units.scores(name, Placements(shared, self._expected))
             own = Drawn(None) if given is None else given[name]
-            parent = self._units.sets[name].parent
-            outer = None if parent is None else where.get(parent)
+            outer = where.get(self._units.group[name].parent)
             images, where[name], log_tau = self._match(name, scores.total, outer, own.images)
             total, signs = total + log_tau, None
-            if self._units.sets[name].is_flipped:
-                assert scores.odd is not None
+            if scores.odd is not None:
                 signs, log_tau = self._flip(scores.odd, where[name], own.signs)
                 total = total + log_tau
             drawn[name] = shared[name] = Drawn(images, signs)
@@ -151,23 +142,22 @@ class Walker:
         :return: the moves within copies as they are before the outer ones, where each unit comes from with both, and
             log-probabilities.
         """
-        units = self._units.sets[name].units
+        units = self._units.group[name]
         copies, n = units.copies, units.size
         start = torch.arange(0, units.count, n, device=scores.device).unsqueeze(-1)
         source = start if outer is None else outer.unsqueeze(-1) * n  # the first unit of the copy that comes to a place
         if not self._units.sets[name].is_permuted:
             inside = torch.arange(n, device=scores.device)
             return None, (source + inside).expand(*self._shape, copies, n).flatten(-2), 0.0
-        scores = own_blocks(scores, copies) if outer is None else _picked_blocks(scores, outer)
-        if given is not None and outer is not None:
-            given = given.unflatten(-1, (copies, n)).gather(-2, outer.unsqueeze(-1).expand(*self._shape, copies, n))
-        elif given is not None:
+        places = None if outer is None else outer.unsqueeze(-1).expand(*self._shape, copies, n)
+        if given is not None:
             given = given.unflatten(-1, (copies, n))
-        inside, log_tau = self._match_copies(scores, None if given is None else given - source)
+            given = (given if places is None else given.gather(-2, places)) - source
+        inside, log_tau = self._match_copies(_blocks_of(scores, copies, outer), given)
         images = inside + source
         where = images.flatten(-2)
-        if outer is not None:  # from the places of copies to the copies that come to them
-            images = images.scatter(-2, outer.unsqueeze(-1).expand_as(images), images)
+        if places is not None:  # from the places of copies to the copies that come to them
+            images = images.scatter(-2, places, images)
         return images.flatten(-2), where, log_tau
 
     def _match_copies(self, scores: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -197,25 +187,21 @@ class Walker:
         return given, logsigmoid(given.gather(-1, where) * log_odds).sum(-1)
 
 
-def _picked_blocks(scores: Tensor, outer: Tensor) -> Tensor:
-    """The block of the copy that comes to each place: ``(L, N, count, count)`` -> ``(K + 1, N, copies, n, n)``."""
-    copies = outer.shape[-1]
+def _blocks_of(scores: Tensor, copies: int, outer: Tensor | None) -> Tensor:
+    """The block of the copy that comes to each place: ``(L, N, count, count)`` -> ``(.., copies, n, n)``."""
+    if outer is None or torch.equal(outer, torch.arange(copies, device=outer.device).expand_as(outer)):
+        return own_blocks(scores, copies)
     pairs = blocks(scores, copies)
-    if torch.equal(outer, torch.arange(copies, device=outer.device).expand_as(outer)):
-        return pairs.diagonal(dim1=-4, dim2=-3).movedim(-1, -3)
-    n = pairs.shape[-1]
-    shape = torch.broadcast_shapes(pairs.shape[:2], outer.shape[:2])
-    where = outer[..., None, None, None].expand(*shape, copies, 1, n, n)
-    return pairs.expand(*shape, *pairs.shape[2:]).gather(-3, where).squeeze(-3)
+    return pairs.take_along_dim(outer[..., None, None, None], -3).squeeze(-3)
 
 
-def _expectations(units: UnitScores, walk: Walk) -> dict[str, Expected]:
+def _expectations(units: UnitScores, order: Sequence[str], sweeps: int) -> dict[str, Expected]:
     """What to expect of the sets that others wait for; those known so far sharpen the next."""
     axes = (axis for one in units.sets.values() for axis in one.axes)
     awaited = {member.name for axis in axes for members in axis.across for member in members}
     expected: dict[str, Expected] = {}
-    for _ in range(walk.sweeps):
-        for name in walk.order:
+    for _ in range(sweeps):
+        for name in order:
             if name in awaited:
                 expected[name] = _expectation(units, name, expected)
     return expected
@@ -228,6 +214,7 @@ def _expectation(units: UnitScores, name: str, expected: Mapping[str, Expected])
         matrix = doubly_stochastic(blocks(scores.total, copies))
     else:
         matrix = torch.eye(n).to(scores.even).expand(*scores.even.shape[:2], copies, copies, n, n)
-    around = torch.eye(copies).to(matrix) if one.parent is None else expected[one.parent].matrix
+    parent = one.units.parent
+    around = torch.eye(copies).to(matrix) if parent is None else expected[parent].matrix
     matrix = (matrix * around[..., None, None]).transpose(-2, -3).flatten(-2).flatten(-3, -2)
     return Expected(matrix, None if scores.odd is None else scores.odd.tanh())

@@ -59,9 +59,9 @@ class SinkhornImportance(OrbitEstimator):
     mixtures, up to 0.05 on two layers, and more only where :math:`\nabla I` is next to nothing. Where proposals are
     poor, more stays lost, as the identity takes most of the sum and leaves the gradient of ``log q``. On four
     overlapping units at ``K`` = 1, 4, 16 that is 0.13, 0.08, 0.04 for a low-rank base, whose units are matched by their
-    means and deviations alone, and 0.31, 0.20, 0.10 for a full-rank one (``benchmarks/gradient_bias.py``); a low-rank
-    base of another problem lost 0.34 at ``K = 4``. If training such a base, take a larger ``K``, or ``ExactOrbit`` if
-    the group allows.
+    means and deviations alone, and 0.31, 0.20, 0.10 for a full-rank one (``benchmarks/performance/gradient_bias.py``);
+    a low-rank base of another problem lost 0.34 at ``K = 4``. If training such a base, take a larger ``K``, or
+    ``ExactOrbit`` if the group allows.
 
     Cost: three products of ``n × n`` by ``n × (weights of a unit)`` matrices a set, ``K`` matchings of ``n`` units,
     and ``K`` densities of those weights that the matchings move; if two sets share a site (two hidden layers or
@@ -101,16 +101,13 @@ class SinkhornImportance(OrbitEstimator):
         if not action.group.finite.sites or own.numel() == 0:
             return own
         with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits
-            return self._log_mean(base, action, value, own)
-
-    def _log_mean(self, base: Distribution, action: Action, value: Tensor, own: Tensor) -> Tensor:
-        if isinstance(base, Modes):
-            total = self._log_mean_of_modes(base, action, value, own)
-        else:
-            total = _log_sum_with_identity(_log_ratios(base, action, value, own, self.K))
+            if isinstance(base, Modes):
+                total = self._log_sum_of_modes(base, action, value, own)
+            else:
+                total = _log_sum_with_identity(_log_ratios(base, action, value, own, self.K))
         return (total - math.log(self.K + 1)).to(own.dtype).reshape(own.shape)
 
-    def _log_mean_of_modes(self, base: Modes, action: Action, value: Tensor, own: Tensor) -> Tensor:
+    def _log_sum_of_modes(self, base: Modes, action: Action, value: Tensor, own: Tensor) -> Tensor:
         r""":math:`\sum_k r_k(w) \log S_k`, ``S_k`` the sum as it is if component ``k`` made the draw, ``(N,)``."""
         made, others = [], []
         for component in base.components:
@@ -157,7 +154,7 @@ def _log_ratios(base: Distribution, action: Action, value: Tensor, own: Tensor, 
     units = UnitScores(action.group.finite, normals_of(base, action, batch), sites_of(action, flat))
     if not units.sets:
         return own.reshape(1, -1).double().expand(count + 1, -1)
-    elements, log_tau = propose(units, count, len(flat), flat.detach())
+    elements, log_tau = propose(units, count)
     if is_mean_field(base, action):
         moved = own.reshape(-1) + log_density_gain(units, elements)
     else:

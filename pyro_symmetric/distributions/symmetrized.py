@@ -17,7 +17,7 @@ from torch.distributions import constraints
 
 from pyro_symmetric import arguments
 from pyro_symmetric.distributions.modes import Modes, score_parts
-from pyro_symmetric.distributions.orbit import OrbitEstimator, require_estimator, warn_of_left_out
+from pyro_symmetric.distributions.orbit import OrbitEstimator, require_estimator
 from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
 from pyro_symmetric.groups.action import Action
 
@@ -72,7 +72,6 @@ class Symmetrized(TorchDistribution):
         self.base_distribution = base_distribution
         self.action = action
         self.estimator = SinkhornImportance() if estimator is None else estimator
-        warn_of_left_out(self.estimator, action.group.finite)
         self.sticking_the_landing = sticking_the_landing
         if sticking_the_landing:
             detached(base_distribution)  # which base can't be is reported here
@@ -130,12 +129,6 @@ class Symmetrized(TorchDistribution):
     def scored_distribution(self) -> TorchDistribution:
         """The base as ``log_prob`` sees it: without gradient to its parameters, when sticking the landing."""
         return detached(self.base_distribution) if self.sticking_the_landing else self.base_distribution
-
-    def entropy(self) -> Tensor:
-        raise NotImplementedError("the entropy of a symmetrised distribution has no closed form; average -log_prob")
-
-    def __call__(self, sample_shape: Sequence[int] = torch.Size()) -> Any:
-        return self.rsample(sample_shape) if self.has_rsample else self.sample(sample_shape)
 
 
 def detached(base: TorchDistribution) -> TorchDistribution:

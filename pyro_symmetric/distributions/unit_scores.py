@@ -20,7 +20,6 @@ A unit with a sign has :math:`\log (e^{A_{ji}^+} + e^{A_{ji}^-})` in place of :m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,16 +68,18 @@ class Scores:
 
 
 class UnitScores:
-    """The matrices ``A`` of every set of units, for one base density and one batch of draws; without gradient.
+    """The matrices ``A`` of every set of units, for one base density and one batch of draws.
 
     :param group: whose units they are.
     :param base: the normals, in the group's view; leading dimension 1 if all draws share them.
     :param draws: site -> ``(N, *view_shape)``.
+    :ivar like: the draws of one site, which tell ``N``, the precision and the device.
     """
 
     def __init__(self, group: Group, base: Normals, draws: Weights):
         self.group, self.base, self.draws = group, base, draws
-        self.sets = unit_sets(group, tuple(draws), next(iter(draws.values())).device)
+        self.like = next(iter(draws.values()))
+        self.sets = unit_sets(group, tuple(draws), self.like.device)
         self._known: dict[Any, Scores] = {}
         self._centred: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -109,59 +110,54 @@ class UnitScores:
         return soft_permanent(pairs)
 
     def own_scores(self, name: str, placements: Placements) -> Scores:
-        """The part of the matrix that is the units' own."""
-        axes = [axis for axis in self.sets[name].axes if placements.tell(axis)]
-        if not axes:  # nothing is known of these units: all are alike
-            count = self.sets[name].units.count
-            zeros = next(iter(self.draws.values())).new_zeros(1, 1, count, count)
-            return Scores(zeros, zeros if self.sets[name].is_flipped else None)
-        scores, squares = self._sum_of(name, axes, placements, None)
-        if _rounding_error(scores.total, squares) > ROUNDING:
-            scores, _ = self._sum_of(name, axes, placements, torch.float64)
+        """The part of the matrix that is the units' own; zero, if nothing is known of what else moves them."""
+        scores, squares = self._sum_of(name, placements, self.like.dtype)
+        if scores.even.dtype != torch.float64 and _rounding_error(scores.total, squares) > ROUNDING:
+            scores, _ = self._sum_of(name, placements, torch.float64)
         return scores
 
-    def _sum_of(
-        self, name: str, axes: Sequence[UnitAxis], placements: Placements, dtype: torch.dtype | None
-    ) -> tuple[Scores, Tensor]:
+    def _sum_of(self, name: str, placements: Placements, dtype: torch.dtype) -> tuple[Scores, Tensor]:
         """The matrix, computed in the given precision, and the part of it that other parts cancel."""
+        own = self.sets[name]
         evens: list[Tensor] = []
         odds: list[Tensor] = []
         squares: list[Tensor] = []
-        for axis in axes:
-            linear, quadratic = self._axis_scores(axis, placements, dtype)
-            squares.append(quadratic)
-            (odds if axis.flips else evens).append(linear)
-        quadratic = sum(squares[1:], squares[0])
-        even = sum(evens, quadratic)
+        for axis in own.axes:
+            if placements.tell(axis):
+                linear, quadratic = self._axis_scores(axis, placements, dtype)
+                (odds if axis.flips else evens).append(linear)
+                squares.append(quadratic)
         # If no flipped site counts yet, signs are open: expected to be zero, not plus one.
-        odd = (sum(odds[1:], odds[0]) if odds else torch.zeros_like(even)) if self.sets[name].is_flipped else None
+        nothing = self.like.new_zeros(1, 1, own.units.count, own.units.count, dtype=dtype)
+        square, odd = sum(squares[1:], squares[0]) if squares else nothing, sum(odds[1:], odds[0]) if odds else nothing
         # A draw that isn't finite is matched anyhow; its density says what it is.
-        odd = odd if odd is None else odd.nan_to_num(0.0, 0.0, -1e30)
-        return Scores(even.nan_to_num(0.0, 0.0, -1e30), odd), quadratic
+        even = sum(evens, square)
+        even, odd = even.nan_to_num(0.0, 0.0, -1e30), odd.nan_to_num(0.0, 0.0, -1e30)
+        return Scores(even, odd if own.is_flipped else None), square
 
-    def _axis_scores(self, axis: UnitAxis, placements: Placements, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        value, loc, precision = (part.to(dtype or part.dtype) for part in self.centred(axis.site))
+    def _axis_scores(self, axis: UnitAxis, placements: Placements, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        value, loc, precision = (part.to(dtype) for part in self.centred(axis.own.site))
         linear = axis.rows(placements.placed(value[None], axis, True), 2).mT
         quadratic = axis.rows(placements.placed(value.square()[None], axis, False), 2).mT
         return axis.rows(loc * precision, 1) @ linear, -0.5 * (axis.rows(precision, 1) @ quadratic)
 
     def centred(self, site: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws and means of a site, centred so that squares cancel less, and precisions; without gradient.
+        """Draws and means of a site, centred so that squares cancel less, and precisions.
 
         The centre is one number for all positions that are exchanged, and zero if signs are flipped.
         """
         if site not in self._centred:
-            loc, by_dim = self.base.loc[site].detach(), self.group.members(site)
+            loc, by_dim = self.base.loc[site], self.group.members(site)
             members = [member for axes in by_dim.values() for member in axes]
             flipped = any("flip" in self.group[name].moves and axis.exponent % 2 for name, axis in members)
-            centre = 0.0 if flipped else loc.mean([dim + 1 for dim in by_dim], keepdim=True)
-            precision = self.base.scale[site].detach().square().reciprocal_()
-            self._centred[site] = (self.draws[site].detach() - centre, loc - centre, precision)
+            centre = 0.0 if flipped else loc.detach().mean([dim + 1 for dim in by_dim], keepdim=True)
+            precision = self.base.scale[site].square().reciprocal_()
+            self._centred[site] = (self.draws[site] - centre, loc - centre, precision)
         return self._centred[site]
 
 
 class ExactScores(UnitScores):
-    """The matrices with constants and gradients, and exact sums over matchings.
+    """The matrices with exact sums over matchings.
 
     Every entry of a site must be moved by sets of which each lies inside the other only, along one axis; other sets
     must be applied to the draws already.
@@ -174,26 +170,8 @@ class ExactScores(UnitScores):
         around = sorted({member.name for axis in self.sets[name].axes for member in axis.around})
         key = ("own", name, *(placements.assumed[outer] for outer in around))
         if key not in self._known:
-            self._known[key] = self._own_scores(name, placements)
+            self._known[key] = super().own_scores(name, placements)
         return self._known[key]
-
-    def _own_scores(self, name: str, placements: Placements) -> Scores:
-        evens, odds = [], []
-        for axis in self.sets[name].axes:
-            value, loc, scale = self.draws[axis.site], self.base.loc[axis.site], self.base.scale[axis.site]
-            precision = scale.square().reciprocal()
-            constant = -0.5 * loc.square() * precision - scale.log() - 0.5 * math.log(2 * math.pi)
-            linear = placements.placed(value[None], axis, True)
-            draws = [axis.rows(part, 2) for part in (linear, value.square()[None])]
-            factors = [axis.rows(part, 1) for part in (loc * precision, -0.5 * precision)]
-            if axis.flips:
-                odds.append(factors.pop(0) @ draws.pop(0).mT)
-            product = torch.cat(factors, -1) @ torch.cat(draws, -1).mT
-            evens.append(product + axis.rows(constant, 1).sum(-1, keepdim=True))
-        if not evens:
-            return super().own_scores(name, placements)
-        signless = torch.zeros_like(evens[0]) if self.sets[name].is_flipped else None
-        return Scores(sum(evens[1:], evens[0]), sum(odds[1:], odds[0]) if odds else signless)
 
     def gain(self) -> Tensor:
         r""":math:`\log \sum_g q(g \cdot w) - \log q(w)` over all elements, ``(N,)``."""
@@ -202,7 +180,7 @@ class ExactScores(UnitScores):
         for name, own in self.sets.items():
             scores = self.own_scores(name, upright)
             total = total - trace(scores.even if scores.odd is None else scores.even + scores.odd)
-            if own.parent is None:
+            if own.units.parent is None:
                 whole = own_blocks(self.scores(name, Placements()).total, own.units.copies)
                 total = total + (self.log_sum(whole) if own.is_permuted else trace(whole)).sum(-1)
         return torch.as_tensor(total)[0]

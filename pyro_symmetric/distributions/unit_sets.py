@@ -12,57 +12,54 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import Axis, Units, fills
+from pyro_symmetric.groups.places import rows
+from pyro_symmetric.groups.units import Axis, Units
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """Units that lie along one axis of a site, as other units meet them there.
+    """Units that lie along one axis of a site in the group's view.
 
-    :param index: their positions, ``(blocks, count)``.
-    :param plain: whether unit ``i`` simply is position ``i``.
-    :param own: those that no units inside them hold; None if there are none.
-    :param flips: whether the units' own signs flip them.
-    :param flipping: the sets whose signs flip them: this one, and what it lies in.
+    :param axis: where they lie.
+    :param own: the axis at those positions that no units inside these hold; None if there are none.
+    :param flipping: the sets whose signs flip these entries: this one, and those that it lies inside of.
     """
 
     name: str
-    dim: int
-    index: Tensor
-    plain: bool
-    own: Tensor | None
-    flips: bool
+    axis: Axis
+    own: Axis | None
     flipping: tuple[str, ...]
+
+    @property
+    def flips(self) -> bool:
+        """Whether the units' own signs flip these entries."""
+        return self.name in self.flipping
 
 
 @dataclass(frozen=True, eq=False)
 class UnitAxis:
-    """One axis of a set of units, and what else moves the same entries.
+    """One axis of a set of units that has entries of its own there, and what else moves these entries.
 
-    :param own: the positions that no units inside these hold, ``(blocks, count)``.
-    :param plain: whether unit ``i`` simply is position ``i``.
-    :param flips: whether the units' signs flip these entries.
-    :param around: units that these lie inside of and that flip the same entries.
+    :param flips: whether the units' signs flip them.
+    :param around: units that these lie inside of and that flip them, too.
     :param beside: other units on the same axis, the inner ones first: inputs beside the outputs of a grouped kernel.
     :param across: those of each other axis, the inner ones first.
     """
 
-    site: str
-    dim: int
-    own: Tensor
-    plain: bool
+    own: Axis
     flips: bool
     around: tuple[Member, ...]
     beside: tuple[Member, ...]
     across: tuple[tuple[Member, ...], ...]
 
+    @property
+    def neighbours(self) -> set[str]:
+        """The sets that move these entries along other axes, or beside these units."""
+        return {member.name for members in (self.beside, *self.across) for member in members}
+
     def rows(self, value: Tensor, lead: int) -> Tensor:
         """``lead dims + site`` -> ``lead dims + (count, everything else of a unit)``."""
-        dim = lead + self.dim
-        if self.plain:
-            return value.movedim(dim, lead).flatten(lead + 1) if value.dim() > lead + 1 else value.unsqueeze(-1)
-        picked = value.index_select(dim, self.own.reshape(-1)).unflatten(dim, tuple(self.own.shape))
-        return picked.movedim(dim + 1, lead).flatten(lead + 1)
+        return rows(value, self.own, value.dim() - lead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,23 +68,18 @@ class UnitSet:
 
     :param is_permuted: whether there is anything to exchange.
     :param is_flipped: whether the units have signs.
-    :param parent: the set that these lie inside of, if any.
     :param inside: the sets that lie inside these.
     :param outer_signs: the sets around these whose signs flip entries of these, or inside these.
-    :param neighbours: the sets that move entries of these along other axes, or beside these; this one, if it lies along
-        two axes of a site.
     :param waits: whether these, or what lies inside them, have neighbours.
-    :param alone: whether no other units move any of their sites, and they move each along one axis, without signs.
+    :param alone: whether no other units move any of their sites or lie around or inside them, and no signs flip them.
     """
 
     units: Units
+    axes: tuple[UnitAxis, ...]
     is_permuted: bool
     is_flipped: bool
-    axes: tuple[UnitAxis, ...]
-    parent: str | None
     inside: tuple[str, ...]
     outer_signs: frozenset[str]
-    neighbours: frozenset[str]
     waits: bool
     alone: bool
 
@@ -95,23 +87,18 @@ class UnitSet:
 @functools.lru_cache(maxsize=64)
 def unit_sets(group: Group, sites: tuple[str, ...], device: torch.device) -> dict[str, UnitSet]:
     """All sets that move entries of these sites, each followed by what lies inside it; other sites are buffers."""
-    order = nested_order(group, group.roots)
+    order = [name for root in group.roots for name in group.family(root)]
     with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
         axes = {
             name: tuple(
-                _unit_axis(group, name, axis, own, device)
+                _unit_axis(group, member, device)
                 for axis in group.axes(name)
-                if axis.site in sites and (own := _own_rows(group, name, axis)) is not None
+                if axis.site in sites and (member := _member(group, name, axis, device)).own is not None
             )
             for name in order
         }
-    holding = {name for name in order if any(axes[part] for part in nested_order(group, (name,)))}
-    return {name: _unit_set(group, name, axes) for name in order if name in holding}
-
-
-def nested_order(group: Group, names: Iterable[str]) -> list[str]:
-    """These sets, each followed by what lies inside it."""
-    return [part for name in names for part in (name, *nested_order(group, group.children(name)))]
+    holding = {name for name in order if any(axes[part] for part in group.family(name))}
+    return {name: _unit_set(group, name, axes, holding) for name in order if name in holding}
 
 
 def log_order_of(group: Group, names: Iterable[str]) -> float:
@@ -126,68 +113,49 @@ def log_order_of(group: Group, names: Iterable[str]) -> float:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _unit_set(group: Group, name: str, axes: dict[str, tuple[UnitAxis, ...]]) -> UnitSet:
-    units, subtree = group[name], nested_order(group, (name,))
-    inner = [axis for part in subtree for axis in axes[part]]
-    around = {member.name for axis in inner for member in axis.around}
-    sites = [axis.site for axis in axes[name]]
-    moving = [other for other in axes if any(axis.site in sites for axis in axes[other])]
-    single = moving == [name] and len(set(sites)) == len(sites) and "flip" not in units.moves
+def _unit_set(group: Group, name: str, axes: dict[str, tuple[UnitAxis, ...]], holding: set[str]) -> UnitSet:
+    family, units = group.family(name), group[name]
+    inner = [axis for part in family for axis in axes[part]]
+    sites = {axis.own.site for axis in axes[name]}
+    waits, flipped = any(axis.neighbours for axis in inner), "flip" in units.moves
+    sharing = [other for other in axes if any(axis.own.site in sites for axis in axes[other])]
+    nested = len(family) > 1 or units.parent is not None or units.copies > 1
     return UnitSet(
         units,
-        units.size > 1 and "permute" in units.moves,
-        "flip" in units.moves,
         axes[name],
-        units.parent,
-        tuple(child for child in group.children(name) if any(axes[part] for part in nested_order(group, (child,)))),
-        frozenset(around - set(subtree)),
-        frozenset().union(*map(_neighbours, axes[name])),
-        any(_neighbours(axis) for axis in inner),
-        single and units.copies == 1 and units.parent is None and not group.children(name),
+        units.size > 1 and "permute" in units.moves,
+        flipped,
+        tuple(child for child in group.children(name) if child in holding),
+        frozenset(member.name for axis in inner for member in axis.around) - set(family),
+        waits,
+        sharing == [name] and not waits and not nested and not flipped,
     )
 
 
-def _neighbours(axis: UnitAxis) -> set[str]:
-    return {member.name for members in (axis.beside, *axis.across) for member in members}
-
-
-def _unit_axis(group: Group, name: str, axis: Axis, own: Tensor, device: torch.device) -> UnitAxis:
+def _unit_axis(group: Group, member: Member, device: torch.device) -> UnitAxis:
+    own, line = member.own, (member.name, *group.ancestors(member.name))
+    assert own is not None
     met = {
-        dim: [_member(group, other, there, device) for other, there in members]
-        for dim, members in group.members(axis.site).items()
+        dim: tuple(_member(group, name, axis, device) for name, axis in members)
+        for dim, members in group.members(own.site).items()
     }
-    here = met.pop(axis.dim)
-    outside = group.ancestors(name)
-    around = (member for member in here if member.name in outside and member.flips)
+    here = met.pop(own.dim)
     beside = (
-        member
-        for member in here
-        if member.name not in (name, *outside)
-        and name not in group.ancestors(member.name)
-        and bool(torch.isin(member.index.cpu(), own.cpu()).any())
+        other
+        for other in here
+        if other.name not in line
+        and member.name not in group.ancestors(other.name)
+        and bool(torch.isin(other.axis.index, own.index).any())
     )
-    plain = fills(replace(axis, index=own), group.view_shapes[axis.site][axis.dim])
-    flips = _flips(group, name, axis)
-    across = tuple(map(tuple, met.values()))
-    return UnitAxis(axis.site, axis.dim, own.to(device), plain, flips, tuple(around), tuple(beside), across)
+    around = (other for other in here if other.name in line[1:] and other.flips)
+    return UnitAxis(own, member.flips, tuple(around), tuple(beside), tuple(met.values()))
 
 
 def _member(group: Group, name: str, axis: Axis, device: torch.device) -> Member:
-    line, here = (name, *group.ancestors(name)), group.members(axis.site)[axis.dim]
-    flipping = tuple(other for other, there in here if other in line and _flips(group, other, there))
-    own, index = _own_rows(group, name, axis), axis.index.to(device)
-    if own is not None:
-        own = index if len(own) == len(index) else own.to(device)
-    return Member(name, axis.dim, index, group.is_plain(axis), own, name in flipping, flipping)
-
-
-def _own_rows(group: Group, name: str, axis: Axis) -> Tensor | None:
-    """The positions of units that no units inside them hold: whole rows, as exchanged units are alike inside."""
-    here = group.members(axis.site)[axis.dim]
-    inner = [there.index.reshape(-1) for other, there in here if name in group.ancestors(other)]
+    here, line = group.members(axis.site)[axis.dim], (name, *group.ancestors(name))
+    flipping = (other for other, one in here if other in line and "flip" in group[other].moves and one.exponent % 2)
+    inner = [one.index.reshape(-1) for other, one in here if name in group.ancestors(other)]
+    # Whole rows are own or not, as units that may be exchanged are alike inside.
     own = axis.index[~torch.isin(axis.index[:, 0], torch.cat(inner))] if inner else axis.index
-    return own if len(own) else None
-
-
-def _flips(group: Group, name: str, axis: Axis) -> bool:
-    return "flip" in group[name].moves and axis.exponent % 2 == 1
+    placed = replace(axis, index=axis.index.to(device))
+    return Member(name, placed, replace(axis, index=own.to(device)) if len(own) else None, tuple(flipping))

@@ -17,6 +17,7 @@ from pyro_symmetric.weights import Weights
 Loss = Callable[[Tensor, Tensor], Tensor]
 # parameters, buffers, inputs, targets of one network -> its loss
 MemberLoss = Callable[[Weights, Weights, Tensor, Tensor], Tensor]
+Perturb = Callable[[Weights], Weights]
 
 
 def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -102,7 +103,14 @@ def _default_bound(module: nn.Module) -> float | None:
     return None
 
 
-def member_loss(net: nn.Module, loss: Loss) -> MemberLoss:
+def fresh_starts(model: BayesianModel, count: int) -> Weights:
+    """Independent initial values of every site, ``(count,) + shape``: of the network as :func:`fresh_members` draws
+    them, of the likelihood's own sites from their prior."""
+    others = {site: prior.sample((count,)) for site, prior in model.priors().items() if site not in _names(model.net)}
+    return {**fresh_members(model.net, count), **others}
+
+
+def network_loss(net: nn.Module, loss: Loss) -> MemberLoss:
     """The loss of one network as a function of its parameters, to be mapped over members."""
 
     def evaluate(parameters: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
@@ -111,28 +119,28 @@ def member_loss(net: nn.Module, loss: Loss) -> MemberLoss:
     return evaluate
 
 
-def map_loss(model: BayesianModel, num_data: int) -> MemberLoss:
+def map_loss(model: BayesianModel, num_data: int, perturb: Perturb | None) -> MemberLoss:
     r"""What a mode of the posterior minimises, by row of the data:
-    :math:`-\frac1N \log p(w) - \frac1B \sum_{i \in \text{batch}} \frac1T \log p(y_i \mid x_i, w)`.
+    :math:`-\frac1N \log p(w) - \frac1B \sum_{i \in \text{batch}} \frac1T \log p(y_i \mid x_i, \tilde w)`.
 
-    :raises ValueError: if the likelihood has latent sites of its own.
+    :param perturb: weights -> :math:`\tilde w`, the weights at which the likelihood is evaluated; by default these.
     """
-    latents = [site for site in model.site_shapes if site not in dict(model.net.named_parameters())]
-    if latents:
-        raise ValueError(
-            f"the likelihood has the latent sites {latents}, which no network holds; fix them, as in "
-            "GaussianLikelihood(scale=0.1)"
-        )
-    priors = {name: prior for name, prior in model.priors().items()}
+    in_net = _names(model.net)
 
-    def evaluate(parameters: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
-        outputs = torch.func.functional_call(model.net, {**parameters, **buffers}, (x,))
+    def evaluate(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
+        seen = weights if perturb is None else perturb(weights)
+        network = {site: value for site, value in seen.items() if site in in_net}
+        outputs = torch.func.functional_call(model.net, {**network, **buffers}, (x,))
         outputs = outputs[:, None] if outputs.dim() == 1 else outputs
-        rows = model.likelihood.distribution(outputs, {}).log_prob(model.likelihood.targets(y))
-        log_prior = sum(prior.log_prob(parameters[name]) for name, prior in priors.items())
-        return -rows.sum() / (len(x) * model.likelihood.temperature) - log_prior / num_data
+        latents = {site: value for site, value in seen.items() if site not in in_net}
+        rows = model.likelihood.distribution(outputs, latents).log_prob(model.likelihood.targets(y))
+        return -rows.sum() / (len(x) * model.likelihood.temperature) - model.log_prior(weights) / num_data
 
     return evaluate
+
+
+def _names(net: nn.Module) -> set[str]:
+    return {name for name, _ in net.named_parameters()}
 
 
 @contextlib.contextmanager

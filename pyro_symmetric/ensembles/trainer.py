@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Transform, biject_to
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from tqdm import tqdm
@@ -21,40 +21,47 @@ from pyro_symmetric.ensembles.members import (
     LOSSES,
     Loss,
     MemberLoss,
+    Perturb,
     evaluating,
     fresh_members,
+    fresh_starts,
     kept_sites,
     map_loss,
-    member_loss,
+    network_loss,
     stacked_buffers,
 )
-from pyro_symmetric.generators import seeded
-from pyro_symmetric.mcmc.batches import Batches
-from pyro_symmetric.mcmc.data_checks import require_data as require_model_data
+from pyro_symmetric.fingerprint import digest
+from pyro_symmetric.generators import drawn_seed, forked
+from pyro_symmetric.mcmc.density.data_checks import require_data as require_model_data
+from pyro_symmetric.mcmc.kernels.batches import Batches
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+Watch = Callable[[int, Weights], None]
 OutlierRule = Callable[[Tensor], Tensor]
 _ENTRIES = 2**22  # inputs of all members of a part in one step, about
 _PROBED = 32  # rows
 
 
 class Trainer:
-    """One way of training; :meth:`part` trains some members by it."""
+    """One way of training; :meth:`part` trains some members by it. The arguments are those of ``ensemble``."""
 
     def __init__(
         self,
         net: nn.Module | BayesianModel,
         data: tuple[Tensor, Tensor],
+        *,
         loss: str | Loss,
         epochs: int,
         batch_size: int | None,
         optimizer: MakeOptimizer,
         cosine: bool,
         init: Callable[[int], Weights] | None,
+        perturb: Perturb | None,
         outliers: OutlierRule | None,
+        watch: Watch | None,
         device: torch.device | str | None,
     ):
         self.x, self.y = _checked_data(data)
@@ -64,40 +71,57 @@ class Trainer:
         arguments.device("device", device, none="the network's own")
         arguments.flag("cosine", cosine)
         arguments.function("init", init, "a function of a number of members", none="the modules' own")
+        arguments.function("perturb", perturb, "a function of weights", none="none")
         arguments.function("outliers", outliers, "a function of losses", none="none")
+        arguments.function("watch", watch, "a function of a step's number and the weights", none="none")
         if not isinstance(loss, str):
             arguments.function("loss", loss, "the name of a loss, or a function of outputs and targets")
+        if perturb is not None and not isinstance(net, BayesianModel):
+            raise ValueError("perturb is given, but net is no BayesianModel, whose likelihood it would change")
         model = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)
+        self.model = model if isinstance(model, BayesianModel) else None
         self.net = model.net if isinstance(model, BayesianModel) else model
-        parameters = list(self.net.parameters())
+        parameters = dict(self.net.named_parameters())
         if not parameters:
             raise ValueError("net has no parameters; there is nothing to train")
-        self.frozen = set()
-        if not isinstance(model, BayesianModel):
-            self.frozen = {name for name, parameter in self.net.named_parameters() if not parameter.requires_grad}
+        self.frozen = {name for name, p in parameters.items() if self.model is None and not p.requires_grad}
         if len(self.frozen) == len(parameters):
             raise ValueError("no parameter of net requires a gradient; there is nothing to train")
-        self.net.train(not isinstance(model, BayesianModel)).requires_grad_(False)
-        self.device = parameters[0].device
+        self.net.train(self.model is None).requires_grad_(False)
+        self.like = next(iter(parameters.values()))
         self.x, self.y = self.x.to(self.device), self.y.to(self.device)
         self.batch_size = min(batch_size or len(self.x), len(self.x))
+        self.transforms: dict[str, Transform] = {}
+        self.shapes = {name: p.shape for name, p in parameters.items()}
         self.loss: MemberLoss
-        if isinstance(model, BayesianModel):
-            require_model_data(model, self.x, self.y)
-            self.loss, self.loss_name = map_loss(model, len(self.x)), repr(model)
+        if self.model is not None:
+            require_model_data(self.model, self.x, self.y)
+            self.transforms = {site: biject_to(prior.support) for site, prior in self.model.priors().items()}
+            self.shapes = dict(self.model.site_shapes)
+            self.loss, self.loss_name = map_loss(self.model, len(self.x), perturb), repr(self.model)
         else:
-            self.loss, self.loss_name = member_loss(self.net, _named_loss(loss)), _name(loss)
+            self.loss, self.loss_name = network_loss(self.net, _named_loss(loss)), _name(loss)
             require_data(self.net, loss, self.x, self.y)
         self.epochs, self.cosine, self.init, self.outliers = epochs, cosine, init, outliers
-        trained = [p for name, p in self.net.named_parameters() if name not in self.frozen]
+        self.perturb, self.watch = perturb, watch
+        trained = [shape for name, shape in self.shapes.items() if name not in self.frozen]
         self.optimizer, self.optimizer_name = optimizer, _checked_optimizer(optimizer, trained)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the members are."""
+        return self.like.device
+
+    def constrain(self, free: Weights) -> Weights:
+        """The weights of free coordinates, which optimisers move; they differ if a site's support has bounds."""
+        return {site: self.transforms[site](v) if site in self.transforms else v for site, v in free.items()}
 
     def settings(self) -> dict[str, Any]:
         """What the members depend on, as far as it can be written down."""
         return {
             "network": str(self.net),
             "frozen": sorted(self.frozen),
-            "data": f"{len(self.x)} rows, sha256 {_digest(self.x, self.y)}",
+            "data": f"{len(self.x)} rows, {digest((self.x, self.y))}",
             "loss": self.loss_name,
             "loss at fixed weights": self._probe(),
             "epochs": self.epochs,
@@ -105,6 +129,7 @@ class Trainer:
             "optimizer": self.optimizer_name,
             "cosine": self.cosine,
             "init": None if self.init is None else _name(self.init),
+            "perturb": None if self.perturb is None else _name(self.perturb),
             "outliers": None if self.outliers is None else _name(self.outliers),
         }
 
@@ -119,10 +144,12 @@ class Trainer:
         began = time.perf_counter()
         done: list[tuple[Weights, Tensor]] = []
         stopped: list[dict[str, float]] = []
+        curve: list[float] = []  # of the first round
         missing = count
-        with seeded(seed, self.device):
+        with forked(seed, self.device):
             while missing:
-                weights, losses, out = self._round(missing, bar)
+                weights, losses, out, followed = self._round(missing, bar)
+                curve = curve or followed
                 if not len(losses):
                     raise ValueError(
                         f"all of {missing} members stopped as outliers, the first in epoch {out[0]['epoch']:.0f} at a "
@@ -133,19 +160,21 @@ class Trainer:
                 missing = len(out) if redraw else 0
         samples = {site: torch.cat([weights[site] for weights, _ in done]).cpu() for site in done[0][0]}
         statistics = {"loss": torch.cat([losses for _, losses in done]).cpu()}
-        metadata = {"stopped": stopped, "seconds": time.perf_counter() - began}
+        metadata = {"stopped": stopped, "losses": curve, "seconds": time.perf_counter() - began}
         return Posterior.from_samples(samples, rows="independent", statistics=statistics, metadata=metadata)
 
-    def _round(self, count: int, bar: tqdm) -> tuple[Weights, Tensor, list[dict[str, float]]]:
-        """Train ``count`` members: those that came through, their losses, and who stopped when."""
+    def _round(self, count: int, bar: tqdm) -> tuple[Weights, Tensor, list[dict[str, float]], list[float]]:
+        """Train ``count`` members: those that came through, their losses, who stopped when, and the mean losses."""
         parameters = {name: value.requires_grad_(name not in self.frozen) for name, value in self._start(count).items()}
         buffers = stacked_buffers(self.net, count)
         optimizer = self.optimizer([value for value in parameters.values() if value.requires_grad])
         steps = len(self.x) // self.batch_size
         schedule: LRScheduler | None = CosineAnnealingLR(optimizer, steps * self.epochs) if self.cosine else None
         stopped: list[dict[str, float]] = []
+        curve: list[float] = []
         for epoch in range(self.epochs):
-            losses = self._epoch(parameters, buffers, optimizer, schedule, steps)
+            losses = self._epoch(parameters, buffers, optimizer, schedule, range(epoch * steps, (epoch + 1) * steps))
+            curve.append(float(losses.mean()))
             out = self._off(losses)
             bar.update(len(losses))
             if bool(out.any()):
@@ -159,8 +188,8 @@ class Trainer:
         losses = torch.where(_is_finite(parameters, self.frozen), self._final(parameters, buffers), torch.nan)
         out = self._off(losses)
         stopped += [{"epoch": self.epochs - 1, "loss": value} for value in losses[out].tolist()]
-        weights = {site: value[~out] for site, value in kept_sites(parameters, buffers).items()}
-        return weights, losses[~out], stopped
+        weights = {site: value[~out] for site, value in kept_sites(self.constrain(parameters), buffers).items()}
+        return weights, losses[~out], stopped, curve
 
     def _off(self, losses: Tensor) -> Tensor:
         """Which members to stop."""
@@ -170,16 +199,20 @@ class Trainer:
         return out
 
     def _start(self, count: int) -> Weights:
-        shapes = {name: p.shape for name, p in self.net.named_parameters()}
-        held = {name: self.net.get_parameter(name).expand(count, *shapes[name]).clone() for name in self.frozen}
-        if self.init is None:
-            return {**fresh_members(self.net, count), **held}
-        start = {**arguments.weights("what init gave", self.init(count)), **held}
-        for name, shape in shapes.items():
+        """Initial values in free coordinates."""
+        held = {name: self.net.get_parameter(name).expand(count, *self.shapes[name]).clone() for name in self.frozen}
+        if self.init is not None:
+            start = {**arguments.weights("what init gave", self.init(count)), **held}
+        elif self.model is not None:
+            start = fresh_starts(self.model, count)
+        else:
+            start = {**fresh_members(self.net, count), **held}
+        for name, shape in self.shapes.items():
             if name not in start or start[name].shape != (count, *shape):
                 found = "is missing" if name not in start else f"has shape {tuple(start[name].shape)}"
                 raise ValueError(f"init: {name!r} {found}; it must be {(count, *shape)}")
-        return {name: start[name].detach().to(self.device).clone() for name in shapes}
+        free = {n: self.transforms[n].inv(start[n]) if n in self.transforms else start[n] for n in self.shapes}
+        return {name: value.detach().to(self.device).clone() for name, value in free.items()}
 
     def _epoch(
         self,
@@ -187,15 +220,16 @@ class Trainer:
         buffers: Weights,
         optimizer: Optimizer,
         schedule: LRScheduler | None,
-        steps: int,
+        steps: range,
     ) -> Tensor:
-        """One pass of every member over the data; their mean losses."""
+        """One pass of every member over the data, in these of all steps; their mean losses."""
         count = len(next(iter(parameters.values())))
-        stream = Batches({"data": (len(self.x), self.batch_size)}, count, str(self.device))
-        mapped = torch.func.vmap(self.loss, randomness="different")
+        stream = Batches({"data": (len(self.x), self.batch_size)}, count)
+        generator = torch.Generator(self.device).manual_seed(drawn_seed())
+        mapped = self._mapped(0)
         total = torch.zeros(count, device=self.device)
-        for _ in range(steps):
-            rows, stream = stream.next()
+        for step in steps:
+            rows, stream = stream.next(generator)
             index = rows["data"] if rows else slice(None)
             losses = mapped(parameters, buffers, self.x[index], self.y[index])
             optimizer.zero_grad()
@@ -204,17 +238,28 @@ class Trainer:
             optimizer.step()
             if schedule is not None:
                 schedule.step()
-            total += losses.detach() / steps
+            total += losses.detach() / len(steps)
+            if self.watch is not None:
+                with torch.no_grad():
+                    self.watch(step, self.constrain(parameters))
         return total
+
+    def _mapped(self, data_axis: int | None) -> MemberLoss:
+        """The losses of all members; ``data_axis`` is 0 if each has a mini-batch of its own."""
+
+        def evaluate(free: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
+            return self.loss(self.constrain(free), buffers, x, y)
+
+        return torch.func.vmap(evaluate, in_dims=(0, 0, data_axis, data_axis), randomness="different")
 
     @torch.no_grad()
     def _probe(self) -> str:
         """The loss of a few rows at weights that are the same in every run, by which functions of one name differ."""
-        mapped = torch.func.vmap(self.loss, in_dims=(0, 0, None, None), randomness="different")
-        with evaluating(self.net), seeded(0, self.device):
+        mapped = self._mapped(None)
+        with evaluating(self.net), forked(0, self.device):
             weights = {
-                name: 0.3 * torch.randn(1, *p.shape, dtype=p.dtype).to(self.device)
-                for name, p in self.net.named_parameters()
+                name: 0.3 * torch.randn(1, *shape, dtype=self.like.dtype).to(self.device)
+                for name, shape in self.shapes.items()
             }
             loss = mapped(weights, stacked_buffers(self.net, 1), self.x[:_PROBED], self.y[:_PROBED])
         return f"{float(loss):.4g}"
@@ -223,7 +268,7 @@ class Trainer:
     def _final(self, parameters: Weights, buffers: Weights) -> Tensor:
         """The loss on all data, in eval mode."""
         count = len(next(iter(parameters.values())))
-        mapped = torch.func.vmap(self.loss, in_dims=(0, 0, None, None), randomness="different")
+        mapped = self._mapped(None)
         total = torch.zeros(count, device=self.device)
         with evaluating(self.net):
             for start in range(0, len(self.x) if count else 0, self.batch_size):
@@ -244,13 +289,6 @@ def _checked_data(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _digest(*tensors: Tensor) -> str:
-    result = hashlib.sha256()
-    for tensor in tensors:
-        result.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return result.hexdigest()[:16]
-
-
 def _named_loss(loss: str | Loss) -> Loss:
     if not isinstance(loss, str):
         return loss
@@ -259,7 +297,7 @@ def _named_loss(loss: str | Loss) -> Loss:
     return LOSSES[loss]
 
 
-def _checked_optimizer(make: MakeOptimizer, parameters: Sequence[Tensor]) -> str:
+def _checked_optimizer(make: MakeOptimizer, shapes: Sequence[torch.Size]) -> str:
     """What a function makes of stacks of such parameters, with its settings, the same in every run."""
     if isinstance(make, Optimizer):
         kind = type(make).__name__
@@ -268,7 +306,7 @@ def _checked_optimizer(make: MakeOptimizer, parameters: Sequence[Tensor]) -> str
             f"functools.partial(torch.optim.{kind}, lr=...)"
         )
     arguments.instance("optimizer", make, Callable, "a function that makes an optimiser of given parameters")  # type: ignore[arg-type]
-    made = make([torch.zeros(1, *parameter.shape, requires_grad=True) for parameter in parameters])
+    made = make([torch.zeros(1, *shape, requires_grad=True) for shape in shapes])
     arguments.instance("what optimizer made", made, Optimizer, "an optimiser of torch.optim")
     if isinstance(made, torch.optim.LBFGS):
         raise ValueError("optimizer makes LBFGS, whose steps need all members' losses at once; take SGD, Adam, ...")
@@ -293,12 +331,12 @@ def _name(thing: Any) -> str:
 
 def _is_finite(parameters: Weights, frozen: Collection[str]) -> Tensor:
     """Which members have finite weights in all that was trained."""
-    trained = [value.detach().flatten(1) for name, value in parameters.items() if name not in frozen]
+    trained = [value.detach()[:, None].flatten(1) for name, value in parameters.items() if name not in frozen]
     return torch.stack([torch.isfinite(value).all(1) for value in trained]).all(0)
 
 
 def _keep(optimizer: Optimizer, parameters: Weights, buffers: Weights, kept: Tensor) -> None:
-    """Go on with these members only: their parameters, buffers and the optimiser's memory of them."""
+    """Keep these members only: their parameters, buffers and the optimiser's memory of them."""
     count = len(kept)
     for parameter in parameters.values():
         for name, value in optimizer.state.get(parameter, {}).items():

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.ensembles.members import Loss
+from pyro_symmetric.ensembles.members import Loss, Perturb
 from pyro_symmetric.ensembles.parts import Parts, joined
-from pyro_symmetric.ensembles.trainer import MakeOptimizer, OutlierRule, Trainer
+from pyro_symmetric.ensembles.trainer import MakeOptimizer, OutlierRule, Trainer, Watch
 from pyro_symmetric.generators import drawn_seed
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.storage import PathLike
 from pyro_symmetric.weights import Weights
 
@@ -59,10 +59,12 @@ def ensemble(
     optimizer: MakeOptimizer = _DEFAULT,
     cosine: bool = True,
     init: Callable[[int], Weights] | None = None,
+    perturb: Perturb | None = None,
     outliers: OutlierRule | None = None,
     redraw: bool = True,
     members_at_once: int | None = None,
     folder: PathLike | None = None,
+    watch: Watch | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> Posterior:
@@ -78,15 +80,15 @@ def ensemble(
     run that was stopped and taken up again gives the same members.
 
     *Outliers.* A member whose mean loss over an epoch isn't finite, or that ``outliers`` names, stops at once; the
-    others go on. The losses after the last step are judged likewise, and the weights must be finite. Members that
+    others continue. The losses after the last step are judged likewise, and the weights must be finite. Members that
     stopped are left out; with ``redraw`` another takes the place of each. ``metadata["stopped"]`` says in which epoch
     and at which loss; a warning says how many diverged.
 
     *Running statistics* (batch normalisation) are kept as sites, since removing symmetries moves them.
 
     :param net: the network, trained in train mode; parameters that require no gradient keep its values in all members.
-        Or a ``BayesianModel``, of which every member becomes a mode of the posterior (``loss`` is then minus its
-        log-joint density, per row).
+        Or a ``BayesianModel``, of which every member becomes a mode of the posterior, sites of the likelihood included
+        (``loss`` is then minus its log-joint density, per row).
     :param data: inputs ``(N, ...)`` and targets ``(N, ...)``.
     :param num_members: how many networks.
     :param loss: ``"cross_entropy"``, ``"binary_cross_entropy"`` (of logits), ``"mse"``, or a function of one network's
@@ -100,18 +102,35 @@ def ensemble(
     :param init: number of members -> their initial parameters ``(members, *shape)``, or
         :func:`~pyro_symmetric.ensembles.initialised_by` of a function that builds a network. Default: the modules' own
         initialisation, see :func:`~pyro_symmetric.ensembles.fresh_members`.
+    :param perturb: of a ``BayesianModel``: one member's weights -> the weights at which its likelihood is evaluated in
+        training (dropout, say).
     :param outliers: losses ``(members,)`` -> which of them to stop; see :func:`far_off`.
     :param redraw: whether to train others in place of those that stopped.
     :param members_at_once: size of a part, trained together and written together. Default: by the size of a step's
         inputs, about 4 million numbers; with ``folder`` a tenth of the members at most (and 25 at least), so that
         little is lost. Each part has a seed of its own: another size gives other members.
     :param folder: where to write the parts as they are finished; a folder that holds some of them is completed.
+    :param watch: called after every step of a part with the step's number and all its members' weights, to record
+        their path, say.
     :param device: where to train; by default where the network is.
     :return: samples of shape ``(1, num_members, ...)``; the statistic ``loss`` is each member's on all data, in eval
-        mode.
+        mode; ``metadata["losses"]`` holds the members' mean loss in each epoch.
     :raises ValueError: if arguments or data don't fit, or every member of a part stops.
     """
-    trainer = Trainer(net, data, loss, epochs, batch_size, optimizer, cosine, init, outliers, device)
+    trainer = Trainer(
+        net,
+        data,
+        loss=loss,
+        epochs=epochs,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        cosine=cosine,
+        init=init,
+        perturb=perturb,
+        outliers=outliers,
+        watch=watch,
+        device=device,
+    )
     arguments.whole("num_members", num_members, 1)
     arguments.whole("members_at_once", members_at_once, 1, none="a number that suits")
     arguments.flag("redraw", redraw)

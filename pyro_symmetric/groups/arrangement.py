@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from pyro_symmetric.groups.units import Axis, Move, Units, fills
+from pyro_symmetric.groups.units import Axis, Move, Units
 from pyro_symmetric.groups.views import views_of
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
@@ -170,10 +170,6 @@ class Arrangement:
                 stages[-1].append((name, axis))
             self._stages[site, dim] = stages
         return self._stages[site, dim]
-
-    def is_plain(self, axis: Axis) -> bool:
-        """Whether, along an axis of the view, unit ``i`` simply is position ``i``, and nothing else lies there."""
-        return fills(axis, self.view_shapes[axis.site][axis.dim])
 
     def view(self, site: str, value: Tensor) -> Tensor:
         """A site, ``batch_shape + site_shape``, with the axes flattened that some axis spans."""

@@ -269,7 +269,7 @@ class Element:
         length = self.group.view_shapes[site][dim]
         for stage in self.group.stages(site, dim):
             parts = [(self._within_copies(name), axis.index) for name, axis in stage]
-            step = parts[0][0] if self.group.is_plain(stage[0][1]) else lift(parts, length)
+            step = parts[0][0] if stage[0][1].fills(length) else lift(parts, length)
             full = step if full is None else gather_last(full, step)
         return full
 
@@ -286,6 +286,7 @@ class Element:
 
     def _multiplier(self, site: str, dim: int, dtype: torch.dtype | None) -> Tensor | None:
         full: Tensor | None = None
+        length = self.group.view_shapes[site][dim]
         for name, axis in self.group.members(site).get(dim, []):
             numbers: Tensor | None = None
             if axis.exponent % 2 and name in self.signs:
@@ -298,8 +299,7 @@ class Element:
             if numbers is None:
                 continue
             numbers = numbers.flatten(len(self.batch_shape))
-            length = self.group.view_shapes[site][dim]
-            step = numbers if self.group.is_plain(axis) else lay_out(numbers, axis.index, 1.0, length)
+            step = numbers if axis.fills(length) else lay_out(numbers, axis.index, 1.0, length)
             full = step if full is None else full * step
         return full
 

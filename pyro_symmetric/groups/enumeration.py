@@ -1,4 +1,4 @@
-"""All elements of a small group, a few that make up all permutations, and random ones."""
+"""All elements of a small group, and random ones."""
 
 from __future__ import annotations
 
@@ -35,19 +35,6 @@ def enumerated(group: Arrangement, independent: Mapping[str, Tensor]) -> Element
         signs[name][:, own] = drawn[:, start:end]
         start = end
     return Element(group, permutations, signs, batch_shape=(len(drawn),))
-
-
-def generators(group: Arrangement, name: str) -> Element:
-    """A cycle and an exchange in each copy of some units: they make up all permutations of these.
-
-    :return: a batch ``(2 copies,)``: first those of the first copy.
-    """
-    units = group[name]
-    images = torch.arange(units.size).repeat(2 * units.copies, units.copies, 1)
-    for copy in range(units.copies):
-        images[2 * copy, copy] = torch.arange(units.size).roll(1)
-        images[2 * copy + 1, copy, :2] = images[2 * copy + 1, copy, :2].flip(0)
-    return Element(group, {name: images.reshape(-1, *units.shape)})
 
 
 def sampled(

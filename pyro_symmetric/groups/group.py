@@ -26,7 +26,7 @@ from pyro_symmetric.groups.checks import check_axis, check_group
 from pyro_symmetric.groups.declaration import declared_units
 from pyro_symmetric.groups.dependence import independent_units
 from pyro_symmetric.groups.element import Element
-from pyro_symmetric.groups.enumeration import enumerated, generators, sampled
+from pyro_symmetric.groups.enumeration import enumerated, sampled
 from pyro_symmetric.groups.numbers import checked
 from pyro_symmetric.groups.parts import with_axes, with_moves
 from pyro_symmetric.groups.table import table
@@ -140,7 +140,8 @@ class Group(Arrangement):
         if not self.names(move):
             return {}
         if move not in self._independent:
-            self._independent[move] = independent_units(self, move)
+            with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+                self._independent[move] = independent_units(self, move)
         return self._independent[move]
 
     # parts of it ----------------------------------------------------------------------------------------------------
@@ -306,9 +307,16 @@ class Group(Arrangement):
         return enumerated(self, self.independent("flip"))
 
     def generators(self, name: str) -> Element:
-        """A cycle and an exchange in each copy of some units: a batch ``(2 copies,)`` that makes up all permutations of
-        theirs."""
-        return generators(self, name)
+        """A cycle and an exchange in each copy of some units, which make up all permutations of theirs.
+
+        :return: a batch ``(2 copies,)``: first those of the first copy.
+        """
+        one = self[name]
+        images = torch.arange(one.size).repeat(2 * one.copies, one.copies, 1)
+        for copy in range(one.copies):
+            images[2 * copy, copy] = torch.arange(one.size).roll(1)
+            images[2 * copy + 1, copy, :2] = images[2 * copy + 1, copy, :2].flip(0)
+        return Element(self, {name: images.reshape(-1, *one.shape)})
 
     # the same group -------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.groups.arrangement import Arrangement
-from pyro_symmetric.groups.units import Axis, Move, fills
+from pyro_symmetric.groups.units import Axis, Move
 
 
 def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
@@ -18,7 +18,7 @@ def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
     :return: ``batch_shape + (count, entries)``; a view of ``value`` if unit ``i`` is position ``i``.
     """
     batch = value.dim() - site_dims
-    if not fills(axis, value.shape[batch + axis.dim]):
+    if not axis.fills(value.shape[batch + axis.dim]):
         value = value.index_select(batch + axis.dim, axis.index.reshape(-1).to(value.device))
     along = value.movedim(batch + axis.dim, batch)
     along = along.flatten(batch + 1) if site_dims > 1 else along.unsqueeze(-1)

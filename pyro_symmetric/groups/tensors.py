@@ -20,32 +20,16 @@ def gather_last(value: Tensor, index: Tensor) -> Tensor:
     return value.expand(*shape, value.shape[-1]).gather(-1, index.expand(*shape, index.shape[-1]))
 
 
-def permute_axis(value: Tensor, dim: int, site_dims: int, index: Tensor) -> Tensor:
-    """Permute axis ``dim`` of ``batch + site_shape`` (a site of ``site_dims`` axes) by ``batch_p + (length,)``."""
-    if index.dim() == 1:
-        return value.index_select(dim - site_dims, index)
-    batch = value.dim() - site_dims
-    if site_dims > 1 and index.shape[:-1] == value.shape[:batch]:
-        # One element for each set of weights: copying whole rows is several times faster than gathering entries.
-        whole = value.movedim(batch + dim, batch)
-        starts = index.shape[-1] * torch.arange(index.shape[:-1].numel(), device=index.device).unsqueeze(-1)
-        source = (index.reshape(-1, index.shape[-1]) + starts).reshape(-1)
-        permuted = whole.flatten(0, batch).index_select(0, source).reshape(whole.shape)
-        return permuted.movedim(batch, batch + dim).contiguous()
-    # Elements and weights broadcast: one gather of entries from flattened sites, whose index is made once an element.
-    site = value.shape[batch:]
-    entries = torch.arange(site.numel(), device=index.device).reshape(site).expand(*index.shape[:-1], *site)
-    source = torch.take_along_dim(entries, along_axis(index, dim, site_dims), dim=dim - site_dims)
-    permuted = gather_last(value.flatten(batch), source.flatten(index.dim() - 1))
-    return permuted.unflatten(-1, site)
-
-
 def permute_axes(value: Tensor, indices: Mapping[int, Tensor], site_dims: int) -> Tensor:
-    """Permute several axes of ``batch + site_shape``, each by ``batch_p + (length,)``; batch shapes broadcast."""
+    """Permute axes of ``batch + site_shape`` (a site of ``site_dims`` axes), each by ``batch_p + (length,)``.
+
+    Batch shapes broadcast.
+    """
     batch = value.shape[: value.dim() - site_dims]
-    if all(index.dim() == 1 or index.shape[:-1] == batch for index in indices.values()):
+    if all(index.dim() == 1 or (site_dims > 1 and index.shape[:-1] == batch) for index in indices.values()):
         for dim, index in indices.items():
-            value = permute_axis(value, dim, site_dims, index)
+            one = index.dim() == 1
+            value = value.index_select(dim - site_dims, index) if one else _permute_rows(value, dim, len(batch), index)
         return value
     # Elements that meet several values each: one gather with flat indices, which are computed once for an element.
     shape = value.shape[value.dim() - site_dims :]
@@ -53,8 +37,17 @@ def permute_axes(value: Tensor, indices: Mapping[int, Tensor], site_dims: int) -
     for dim, length in enumerate(shape):
         index = indices.get(dim, torch.arange(length, device=value.device))
         source = source + along_axis(index * math.prod(shape[dim + 1 :]), dim, site_dims)
-    flat = gather_last(value.reshape(*batch, -1), source.flatten(source.dim() - site_dims))
+    flat = gather_last(value.reshape(*batch, math.prod(shape)), source.flatten(source.dim() - site_dims))
     return flat.reshape(*flat.shape[:-1], *shape)
+
+
+def _permute_rows(value: Tensor, dim: int, batch: int, index: Tensor) -> Tensor:
+    """One element for each set of weights: copying whole rows is several times faster than gathering entries."""
+    whole = value.movedim(batch + dim, batch)
+    starts = index.shape[-1] * torch.arange(index.shape[:-1].numel(), device=index.device).unsqueeze(-1)
+    source = (index.reshape(-1, index.shape[-1]) + starts).reshape(-1)
+    permuted = whole.flatten(0, batch).index_select(0, source).reshape(whole.shape)
+    return permuted.movedim(batch, batch + dim).contiguous()
 
 
 def lift(parts: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:

@@ -56,6 +56,9 @@ class Axis:
                 f"index has dtype {index.dtype} and shape {tuple(index.shape)}; it must be a LongTensor of shape "
                 "(blocks, count)"
             )
+        if index.is_inference():  # groups outlive the mode that they are made in
+            with torch.inference_mode(False):
+                object.__setattr__(self, "index", index.clone())
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, range(self.dim, self.dim + self.span)))
@@ -65,16 +68,19 @@ class Axis:
         """The number of positions along the axis; those along all of its axes, if it spans several."""
         return math.prod(site_shapes[self.site][self.dim : self.dim + self.span])
 
+    def fills(self, length: int) -> bool:
+        """Whether unit ``i`` simply is position ``i`` of an axis of that length, and nothing else lies there."""
+        return self.index.shape[1] == int(length) and self._in_order
+
     @functools.cached_property
-    def in_order(self) -> bool:
-        """Whether unit ``i`` is position ``i``."""
+    def _in_order(self) -> bool:
         blocks, count = self.index.shape
         return blocks == 1 and torch.equal(self.index[0], torch.arange(count, device=self.index.device))
 
     def to_dict(self, site_shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
         """As JSON; the index is left out if the units fill the axis in order."""
         data = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**data, "index": None if fills(self, self.length(site_shapes)) else self.index.tolist()}
+        return {**data, "index": None if self.fills(self.length(site_shapes)) else self.index.tolist()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> Axis:
@@ -160,8 +166,3 @@ def moves_of(name: str, value: str | Iterable[str]) -> frozenset[Move]:
     if unknown or not moves:
         raise ValueError(f"{name} is {value!r}; it must hold one or several of {list(MOVES)}")
     return frozenset(moves)  # type: ignore[arg-type]
-
-
-def fills(axis: Axis, length: int) -> bool:
-    """Whether unit ``i`` simply is position ``i`` of an axis of that length, and nothing else lies there."""
-    return axis.index.shape[1] == length and axis.in_order

@@ -14,15 +14,14 @@ one guide by PyTorch's own tool (start the script by ``torchrun --nproc-per-node
 ...     optimizer.step()
 """
 
-from pyro_symmetric.guides.base import WeightsGuide, sample_posterior
+from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.bound_tensor import NotADensityError
 from pyro_symmetric.guides.bounds import Evidence, evidence
 from pyro_symmetric.guides.files import load_guide, save_guide
 from pyro_symmetric.guides.flow import AutoFlow
-from pyro_symmetric.guides.gaussian import AutoGaussian
+from pyro_symmetric.guides.gaussian import AutoGaussian, sample_posterior
 from pyro_symmetric.guides.modes import AutoModes
-from pyro_symmetric.guides.modes_elbo import Modes_ELBO
-from pyro_symmetric.guides.objectives import SymmetrizedMeanField_ELBO
+from pyro_symmetric.guides.objectives import Modes_ELBO, SymmetrizedMeanField_ELBO
 from pyro_symmetric.guides.own_parameters import distinct
 from pyro_symmetric.guides.push_forward import push_forward
 from pyro_symmetric.guides.suggest import suggest_estimator

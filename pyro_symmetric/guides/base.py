@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from pyro.infer.autoguide import AutoContinuous, AutoDelta, AutoGuide, AutoNormal
+from pyro.infer.autoguide import AutoContinuous
 from pyro.nn import PyroModule
 from torch import Tensor, nn
-from torch.distributions import biject_to
 
 from pyro_symmetric import arguments
 from pyro_symmetric.guides.layout import layout_of
@@ -59,17 +58,30 @@ class WeightsGuide(AutoContinuous):
 
     def sample_posterior(self, sample_shape: Sequence[int] = ()) -> Weights:
         """Draws of the weights, ``sample_shape + site_shape``, detached and on the guide's device. Needs no data."""
-        return sample_posterior(self, sample_shape)
+        shape, layout = arguments.shape("sample_shape", sample_shape), layout_of(self)
+        with torch.no_grad():
+            return layout.unpack(self.get_posterior().sample(shape))
 
     def median(self, *args: Any, **kwargs: Any) -> Weights:
-        """Medians of the weights, by site."""
-        layout_of(self)
-        return super().median(*args, **kwargs)
+        """Medians of the weights, by site; of a symmetrised guide, its base's."""
+        return {site: value[0] for site, value in self.quantiles([0.5]).items()}
 
+    @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
-        """Marginal quantiles of the weights, by site, ``(len(quantiles), *site_shape)``."""
-        layout_of(self)
-        return super().quantiles(checked_quantiles(quantiles).tolist(), *args, **kwargs)
+        """Marginal quantiles of the weights, by site, ``(len(quantiles), *site_shape)``; of a symmetrised guide, its
+        base's.
+
+        :param quantiles: between 0 and 1.
+        """
+        layout, levels = layout_of(self), arguments.numbers("quantiles", quantiles).double().reshape(-1, 1)
+        if not len(levels) or not bool(((levels > 0) & (levels < 1)).all()):
+            raise ValueError(f"quantiles are {levels.flatten().tolist()}; each must lie between 0 and 1")
+        return layout.unpack(self._marginal_quantiles(levels))
+
+    def _marginal_quantiles(self, levels: Tensor) -> Tensor:
+        """Quantiles of each number of the flat vector: ``(n, 1)``, in float64, -> ``(n, D)``."""
+        loc, scale = self._loc_scale()
+        return torch.distributions.Normal(loc, scale).icdf(levels.to(loc))
 
     def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(
@@ -119,33 +131,3 @@ class WeightsGuide(AutoContinuous):
         if self.prototype_trace is not None:
             state |= {"_model": None, "_given": None}
         return state
-
-
-def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weights:
-    """Draws of the weights of any automatic guide, stock ones included, without data: ``sample_shape + site_shape``.
-
-    :raises TypeError: for a guide that is neither continuous nor ``AutoNormal`` nor ``AutoDelta``.
-    """
-    shape = arguments.shape("sample_shape", sample_shape)
-    layout = layout_of(guide)
-    with torch.no_grad():
-        if isinstance(guide, AutoContinuous):
-            return layout.unpack(guide.get_posterior().sample(shape))
-        if isinstance(guide, AutoNormal):
-            moments = {site.name: guide._get_loc_and_scale(site.name) for site in layout}
-            draws = {name: torch.distributions.Normal(*pair).sample(shape) for name, pair in moments.items()}
-            return {site.name: biject_to(site.support)(draws[site.name]) for site in layout}
-        if isinstance(guide, AutoDelta):
-            return {name: value.expand(*shape, *value.shape) for name, value in guide.median().items()}
-    raise TypeError(f"sample_posterior doesn't know the guide {type(guide).__name__}; use pyro.infer.Predictive for it")
-
-
-def checked_quantiles(quantiles: Any) -> Tensor:
-    """Quantiles as a tensor ``(n,)`` in float64.
-
-    :raises ValueError: unless each lies between 0 and 1.
-    """
-    given = arguments.numbers("quantiles", quantiles).double().reshape(-1)
-    if not len(given) or not bool(((given > 0) & (given < 1)).all()):
-        raise ValueError(f"quantiles are {given.tolist()}; each must lie between 0 and 1")
-    return given

@@ -20,7 +20,7 @@ from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator
 from pyro_symmetric.distributions.orbit import require_estimator
-from pyro_symmetric.generators import kept
+from pyro_symmetric.generators import forked
 from pyro_symmetric.groups import Group, group_of
 from pyro_symmetric.guides.gaussian import plain_posterior
 from pyro_symmetric.guides.layout import Layout, layout_of
@@ -113,7 +113,7 @@ def evidence(
 
 def _require_invariance(layout: Layout, log_joint: Callable[[Weights], Tensor], group: Group, latent: Tensor) -> None:
     """:raises ValueError: if ``log_joint`` changes when draws of the guide are moved."""
-    with kept():
+    with forked():
         last_digit = torch.finfo(latent.dtype).eps * (4 * torch.randint(2, latent.shape) - 2)
     draws, nearby = (layout.unpack(value) for value in (latent, latent * (1 + last_digit.to(latent))))
     found = check_function(group, log_joint, draws, nearby)

@@ -2,13 +2,13 @@ r"""Gaussian guides with given moments, and the moments of Gaussian guides, stoc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyro.distributions as dist
 import torch
 from pyro.distributions import constraints
-from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoNormal
+from pyro.infer.autoguide import AutoContinuous, AutoDelta, AutoGuide, AutoNormal
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import to_gaussian
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of
+from pyro_symmetric.weights import Weights
 
 Moments = Mapping[str, Tensor]
 
@@ -133,9 +134,40 @@ def plain_posterior(guide: AutoGuide) -> Any:
     :raises TypeError: for a guide that is neither continuous nor ``AutoNormal``.
     """
     guide = plain(guide)
-    if isinstance(guide, AutoContinuous | AutoNormal):
-        return (gaussian_copy(guide) if isinstance(guide, AutoNormal) else guide).get_posterior()
+    if isinstance(guide, AutoNormal):
+        moments = moments_of(guide)
+        return dist.Normal(moments["loc"], moments["scale"]).to_event(1)
+    if isinstance(guide, AutoContinuous):
+        return guide.get_posterior()
     raise TypeError(f"the density of {type(guide).__name__} isn't known; pass an AutoContinuous or AutoNormal")
+
+
+def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weights:
+    """Draws of the weights of any automatic guide, stock ones included, without data: ``sample_shape + site_shape``.
+
+    :raises TypeError: for a guide that is neither continuous nor ``AutoNormal`` nor ``AutoDelta``.
+    """
+    shape, layout = arguments.shape("sample_shape", sample_shape), layout_of(guide)
+    with torch.no_grad():
+        if isinstance(guide, AutoDelta):
+            return {name: value.expand(*shape, *value.shape) for name, value in guide.median().items()}
+        return layout.unpack(plain_posterior(guide).sample(shape))
+
+
+def shares_of(weights: Sequence[float] | Tensor | None, count: int, *, zero: bool) -> Tensor:
+    """Weights of several guides, scaled to sum to one, ``(count,)`` in float64; equal by default.
+
+    :param zero: whether some may be zero.
+    :raises ValueError: naming ``weights``, unless there is one for each guide, and none is negative.
+    """
+    given = [1.0] * count if weights is None else weights
+    arguments.numbers("weights", given)
+    shares = torch.as_tensor(given, dtype=torch.float64)  # numbers() would round them to float32 first
+    allowed = ((shares >= 0) if zero else (shares > 0)) & shares.isfinite()
+    if shares.shape != (count,) or not bool(allowed.all()) or not bool(shares.sum() > 0):
+        what = "numbers, none negative" if zero else "positive numbers"
+        raise ValueError(f"weights are {weights}; there must be {count} {what}, one for each guide")
+    return shares / shares.sum()
 
 
 def triangular(rows: Tensor) -> Tensor:

@@ -213,7 +213,6 @@ class LayoutModel:
 
 _KNOWN = [*vars(constraints).values(), *vars(pyro_constraints).values()]
 _KINDS = {kind.__name__: kind for kind in _KNOWN if isinstance(kind, type) and issubclass(kind, Constraint)}
-_SINGLE = {type(value).__name__: value for value in _KNOWN if isinstance(value, Constraint)}
 
 
 def _fields(kind: type) -> list[str]:
@@ -242,8 +241,4 @@ def _support_to_dict(support: Constraint, site: str) -> dict[str, Any]:
 def _support_from_dict(data: Mapping[str, Any]) -> Constraint:
     kind = _KINDS[data["kind"]]
     given = {field: data[field] for field in _fields(kind)}
-    if not given:
-        return _SINGLE[data["kind"]]
-    return kind(
-        **{name: _support_from_dict(value) if isinstance(value, dict) else value for name, value in given.items()}
-    )
+    return kind(**{name: _support_from_dict(v) if isinstance(v, dict) else v for name, v in given.items()})

@@ -24,7 +24,6 @@ from pyro.infer.autoguide import (
     AutoMultivariateNormal,
     AutoNormal,
 )
-from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn.module import PyroModuleList
 from torch import Tensor, nn
 from torch.distributions import Distribution
@@ -32,12 +31,11 @@ from torch.distributions import Distribution
 from pyro_symmetric import arguments
 from pyro_symmetric.distributions import Modes
 from pyro_symmetric.guides import starts
-from pyro_symmetric.guides.base import WeightsGuide, checked_quantiles
+from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.bases import held_guide
-from pyro_symmetric.guides.gaussian import gaussian_copy
+from pyro_symmetric.guides.gaussian import gaussian_copy, shares_of
 from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of, one_layout_of
 from pyro_symmetric.guides.starts import InitLocFn
-from pyro_symmetric.weights import Weights
 
 BISECTIONS = 60  # of a bracket of a quantile; more than the digits of a float64
 
@@ -102,27 +100,17 @@ class AutoModes(WeightsGuide):
         self._stratum: int | None = None
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        model, init_loc_fn = self._given or (None, None)
         self.starts = ()
-        for k in range(self.num_modes):
-            self._setup_mode(k, *args, **kwargs)
+        for number, mode in enumerate(self.modes):
+            self.starts += starts.set_up_at_best(
+                mode, model, init_loc_fn, self.exchanged, self.num_starts, args, kwargs, fresh=number > 0
+            )
+        sites = layout_of(self.modes[0]).shapes
+        if unknown := [name for name in self.exchanged or () if name not in sites]:
+            raise ValueError(f"exchanged holds the sites {unknown}, which the model lacks; it has {list(sites)}")
         self._adopt(self.modes[0])
         self._set_logits(self.modes[0].loc.new_zeros(self.num_modes))
-
-    def _setup_mode(self, number: int, *args: Any, **kwargs: Any) -> None:
-        """Set a mode up at the best of its starts."""
-        (model, chosen), mode = self._given or (None, None), self.modes[number]
-        start = chosen or starts.Start(model, self.exchanged, fresh=number > 0)
-        mode._model = (InitMessenger(start)(model),)
-        mode._setup_prototype(*args, **kwargs)
-        layout = layout_of(mode)
-        if unknown := [name for name in self.exchanged or () if name not in layout.shapes]:
-            raise ValueError(
-                f"exchanged holds the sites {unknown}, which the model lacks; it has {list(layout.shapes)}"
-            )
-        if chosen is None:
-            self.starts += starts.start_at_best(
-                mode, model, self.exchanged, self.num_starts, args, kwargs, fresh=number > 0
-            )
 
     def _set_logits(self, logits: Tensor) -> None:
         if self.train_weights:
@@ -152,17 +140,10 @@ class AutoModes(WeightsGuide):
         layout_of(self)
         return self.logits.detach().softmax(-1)
 
-    def median(self, *args: Any, **kwargs: Any) -> Weights:
-        """Medians of the marginals of the mixture, by site."""
-        return {site: value[0] for site, value in self.quantiles([0.5]).items()}
-
-    @torch.no_grad()
-    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
-        """Quantiles of the marginals of the mixture, by site, ``(len(quantiles), *site_shape)``."""
-        layout, weights = layout_of(self), self.mixture_weights
-        levels = checked_quantiles(quantiles).to(weights).reshape(-1, 1)
+    def _marginal_quantiles(self, levels: Tensor) -> Tensor:
+        weights = self.mixture_weights
         marginals = [torch.distributions.Normal(*mode._loc_scale()) for mode in self.modes]
-        return layout.unpack(_mixture_quantiles(marginals, weights, levels))
+        return _mixture_quantiles(marginals, weights, levels.to(weights))
 
     # made of other guides -------------------------------------------------------------------------------------------
 
@@ -192,11 +173,8 @@ class AutoModes(WeightsGuide):
             raise ValueError("guides is empty; a mixture needs at least one")
         layout = one_layout_of(guides)
         modes = [gaussian_copy(guide) for guide in guides]
-        like = modes[0].loc.detach()
-        shares = like.new_ones(len(modes)) if weights is None else arguments.numbers("weights", weights).to(like)
-        if shares.shape != (len(modes),) or not bool(((shares > 0) & shares.isfinite()).all()):
-            raise ValueError(f"weights are {weights}; there must be {len(modes)} positive numbers, one for each guide")
-        return cls._holding(layout, modes, (shares / shares.sum()).log(), train_weights)
+        logits = shares_of(weights, len(modes), zero=False).log().to(modes[0].loc)
+        return cls._holding(layout, modes, logits, train_weights)
 
     @classmethod
     def _holding(cls, layout: Layout, modes: Sequence[Any], logits: Tensor, train_weights: bool) -> AutoModes:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import pyro
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.nn import PyroModule
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_symmetric import arguments
 
@@ -47,16 +48,9 @@ def distinct(guide: AnyGuide, name: str | None = None) -> AnyGuide:
     return guide
 
 
-class _Record(NamedTuple):
-    """Whose a parameter in Pyro's store is."""
-
-    parameter: Any  # weak references
-    guide: Any
-    compiled: bool
-
-
-# By name in the store. What else is in the store was loaded, or set by the user.
-_RECORDS: dict[str, _Record] = {}
+# The guide to which a parameter in Pyro's store belongs, and whether it was read by a compiled objective. What else is
+# in the store was loaded, or set by the user.
+_OWNERS: Any = WeakIdKeyDictionary()
 
 
 def _take_place(guide: AutoGuide, inputs: Any) -> None:
@@ -66,15 +60,15 @@ def _take_place(guide: AutoGuide, inputs: Any) -> None:
             part._pyro_context = guide._pyro_context  # which dask, unlike pickle, copies for each part
     store, own = pyro.get_param_store(), dict(_named(guide, guide._pyro_name))
     for name, held in _held(guide):
-        record = _RECORDS.get(name)
         if held is own.get(name):
             continue
-        if record is None or record.parameter() is not held:  # loaded
+        owner, compiled = _OWNERS.get(held, (None, False))
+        if owner is None:  # loaded
             if name not in own:
                 continue  # a stock guide that isn't set up takes it when it creates the parameter
             with torch.no_grad():
                 own[name].copy_(held)
-        elif record.compiled and record.guide() is not None:
+        elif compiled and owner() is not None:
             raise RuntimeError(
                 f"a compiled objective (JitTrace_ELBO) reads the parameters of another guide by the name "
                 f"{guide._pyro_name!r}, which this guide has, too. If that training is over, call "
@@ -85,11 +79,9 @@ def _take_place(guide: AutoGuide, inputs: Any) -> None:
 
 def _leave_record(guide: AutoGuide, inputs: Any, result: Any) -> None:
     """After a guide has run: remember which parameters in the store are its own."""
-    compiled = torch._C._get_tracing_state() is not None
-    for name, held in _held(guide):
-        before = _RECORDS.get(name)
-        was = before is not None and before.parameter() is held and before.compiled
-        _RECORDS[name] = _Record(weakref.ref(held), weakref.ref(guide), compiled or was)
+    tracing = torch._C._get_tracing_state() is not None
+    for _, held in _held(guide):
+        _OWNERS[held] = weakref.ref(guide), tracing or _OWNERS.get(held, (None, False))[1]
 
 
 def _held(guide: AutoGuide) -> list[tuple[str, Tensor]]:

@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_median, init_to_sample
 from torch import Tensor
 
+from pyro_symmetric._process import running_pyro
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.models import BayesianModel
 
@@ -48,9 +48,10 @@ class Start:
         return init_to_sample(site) if exchanged or self.drawn else init_to_median(site)
 
 
-def start_at_best(
+def set_up_at_best(
     guide: Any,
     model: Any,
+    init_loc_fn: InitLocFn | None,
     exchanged: Collection[str] | None,
     number: int,
     args: Sequence[Any],
@@ -58,21 +59,24 @@ def start_at_best(
     *,
     fresh: bool = False,
 ) -> tuple[float, ...]:
-    """Move the means ``guide.loc`` of a set-up guide to the best of ``number`` starts.
+    """Set a guide up whose means are ``guide.loc``, at a given start, or at the best of ``number`` starts.
 
-    :return: the log-densities of all of them; none if a network's own values leave no choice.
+    :return: the log-densities of all of them; none if there was no choice: given starts, a network's own values.
     """
+    first = init_loc_fn or Start(model, exchanged, fresh=fresh)
+    guide._model = (InitMessenger(first)(model),)
+    guide._setup_prototype(*args, **kwargs)
     layout = layout_of(guide)
     known = isinstance(model, BayesianModel) and not fresh and set(layout.shapes) <= set(model.initial_weights())
-    if number == 1 or known:
+    if init_loc_fn or number == 1 or known or not hasattr(guide, "loc"):
         return ()
     starts, found = [], []
-    with torch.no_grad(), poutine.block(), pyro.validation_enabled(False):
+    with torch.no_grad(), running_pyro(), poutine.block():
         for k in range(number):
             start = Start(model, exchanged, fresh=fresh, drawn=k > 0)
             trace: Any = poutine.trace(InitMessenger(start)(model)).get_trace(*args, **kwargs)
             starts.append(layout.pack({site: trace.nodes[site]["value"] for site in layout.shapes}).detach())
-            found.append(float(trace.log_prob_sum() + layout.log_volume(starts[-1])))
-        found = [-torch.inf if math.isnan(value) else value for value in found]
+            value = float(trace.log_prob_sum() + layout.log_volume(starts[-1]))
+            found.append(-torch.inf if math.isnan(value) else value)
         guide.loc.copy_(starts[found.index(max(found))])
     return tuple(found)

@@ -10,7 +10,9 @@ Reference: Gelberg et al. 2024 (arXiv 2408.05496), Section 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pyro
@@ -19,17 +21,17 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.densities import InconclusiveError
-from pyro_symmetric.discovery.model_check import check
+from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized
 from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides import starts
-from pyro_symmetric.guides.base import WeightsGuide, checked_quantiles
+from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.bases import held_guide
 from pyro_symmetric.guides.bound_tensor import GuideDensity
 from pyro_symmetric.guides.flow import AutoFlow
-from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of
+from pyro_symmetric.guides.layout import LayoutModel, layout_of
 from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.starts import InitLocFn
 from pyro_symmetric.guides.suggest import suggest_estimator
@@ -100,7 +102,7 @@ class AutoSymmetrized(WeightsGuide):
             base_arguments |= {"init_loc_fn": init_loc_fn, "num_starts": num_starts, "exchanged": exchanged}
         start = init_loc_fn or starts.Start(model, exchanged)
         super().__init__(model, start)
-        self.num_starts = num_starts if init_loc_fn is None else 1
+        self.num_starts, self._given = num_starts, (model, init_loc_fn)
         self.base = held_guide(base, model, start, base_arguments)
         if sticking_the_landing and isinstance(self.base, AutoFlow):
             raise TypeError(f"sticking_the_landing needs a Gaussian base; found {type(self.base.flow).__name__}")
@@ -113,35 +115,43 @@ class AutoSymmetrized(WeightsGuide):
         return self.base
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        given = self.base.prototype_trace is not None
-        if not given:
-            if not isinstance(self.base, AutoModes):  # which starts each mode elsewhere
-                self.base._model = self._model
-            self.base._setup_prototype(*args, **kwargs)
+        (model, init_loc_fn), given = self._given or (None, None), self.base.prototype_trace is not None
+        if isinstance(self.base, AutoModes) or given:
+            self.starts = self.base.setup(*args, **kwargs).starts
+        else:
+            exchanged = tuple(self.group.required_sites)
+            self.starts = starts.set_up_at_best(self.base, model, init_loc_fn, exchanged, self.num_starts, args, kwargs)
         self._adopt(self.base)
         try:
-            self._prepare(given, *args, **kwargs)
+            self._check(model, *args, **kwargs)
         except Exception:
             # A guide that was refused isn't set up: the next call refuses it again.
             self.prototype_trace = None
             self.base.prototype_trace = self.base.prototype_trace if given else None
             raise
 
-    def _prepare(self, given: bool, *args: Any, **kwargs: Any) -> None:
-        """Check what was set up, and choose where to start."""
-        (model,), layout = self._given or (None,), layout_of(self)
-        require_global(layout)
+    def _check(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Compare the model with the group: its sites, and its joint density at two draws from the prior.
+
+        The density is passed over if it isn't a fixed function of the sites (dropout), or if a prior can't be drawn
+        from (an improper one).
+
+        :raises ValueError: naming what doesn't fit: see :func:`~pyro_symmetric.discovery.model_check.verify_model`.
+        :raises TypeError: if the base can't tell the density of moved draws.
+        """
+        layout = layout_of(self)
+        for name, plate in ((site.name, plate) for site in layout for plate in site.plates):
+            if plate.size < plate.full_size:
+                raise ValueError(
+                    f"site {name!r} lies in the plate {plate.name!r}, which draws {plate.size} of {plate.full_size} "
+                    "rows: a symmetrised guide takes no local latent variables. Marginalise them, or use the full plate"
+                )
         self._action = layout.action(self.group)
         if isinstance(self.base, AutoFlow):
             self.base.require_inverse()
         if not isinstance(model, LayoutModel):
-            check_invariance(model, self.group, *args, **kwargs)
-        if isinstance(self.base, AutoModes) or given:
-            self.starts = getattr(self.base, "starts", ())
-            return
-        if hasattr(self.base, "loc"):  # else it is there already
-            exchanged = tuple(self.group.required_sites)
-            self.starts = starts.start_at_best(self.base, model, exchanged, self.num_starts, args, kwargs)
+            with suppress(InconclusiveError, NotImplementedError):
+                verify_model(self.group, functools.partial(model, *args, **kwargs)).require()
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """One flat unconstrained draw as a Pyro site, whose log-density is refused if a bound won't do."""
@@ -169,39 +179,9 @@ class AutoSymmetrized(WeightsGuide):
         element = self.group.without_buffers().sample(sample_shape, device=next(iter(weights.values())).device)
         return element(weights)
 
-    def median(self, *args: Any, **kwargs: Any) -> Weights:
-        """Medians of the base, by site."""
-        layout_of(self)
-        return self.base.median(*args, **kwargs)
+    def _marginal_quantiles(self, levels: Tensor) -> Tensor:
+        own = isinstance(self.base, WeightsGuide)
+        return self.base._marginal_quantiles(levels) if own else super()._marginal_quantiles(levels)
 
-    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
-        """Marginal quantiles of the base, by site, ``(len(quantiles), *site_shape)``."""
-        layout_of(self)
-        return self.base.quantiles(checked_quantiles(quantiles).tolist(), *args, **kwargs)
-
-
-def require_global(layout: Layout) -> None:
-    """:raises ValueError: if a site is drawn for a subsample of the data only."""
-    for site in layout:
-        for plate in site.plates:
-            if plate.size < plate.full_size:
-                raise ValueError(
-                    f"site {site.name!r} lies in the plate {plate.name!r}, which draws {plate.size} of "
-                    f"{plate.full_size} rows: a symmetrised guide takes no local latent variables. "
-                    "Marginalise them, or use the full plate"
-                )
-
-
-def check_invariance(model: Callable[..., Any], group: Group, *args: Any, **kwargs: Any) -> None:
-    """Compare a model's joint density at two draws from its prior before and after elements of a group.
-
-    Models whose density isn't a fixed function of their sites (dropout), and those with priors that can't be drawn from
-    (improper ones), are passed over.
-
-    :raises ValueError: naming the units, sites and axes that are wrong: see
-        :func:`~pyro_symmetric.discovery.model_check.verify_model`.
-    """
-    try:
-        check(group, model, args, kwargs).require()
-    except (InconclusiveError, NotImplementedError):
-        return
+    def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.base._loc_scale(*args, **kwargs)

@@ -17,10 +17,10 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of
+from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.paths.bures import barycentre_root, squared_distance
 from pyro_symmetric.alignment.paths.geodesic import barycentre_gaussians, require_ends, wasserstein_gaussians
-from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of, triangular
+from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of, shares_of, triangular
 from pyro_symmetric.guides.layout import Layout, one_layout_of
 
 
@@ -40,7 +40,7 @@ def wasserstein(first: Any, second: Any, *, correlations: bool = True) -> float:
         correlations.
     """
     arguments.flag("correlations", correlations)
-    ends, moments = (first, second), (gaussian_of(first, "first"), gaussian_of(second, "second"))
+    ends, moments = (first, second), (to_gaussian(first, "first"), to_gaussian(second, "second"))
     marginal = wasserstein_gaussians(*moments)
     guides = [end for end in ends if isinstance(end, AutoGuide)]
     if not correlations or not _correlated(guides):
@@ -90,7 +90,7 @@ def barycentre(
     if not guides:
         raise ValueError("guides is empty; a barycentre needs at least one")
     names = [f"guides[{k}]" for k in range(len(guides))]
-    return _barycentre(guides, names, _shares(weights, len(guides)), correlations)
+    return _barycentre(guides, names, shares_of(weights, len(guides), zero=True).tolist(), correlations)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def _barycentre(
     ends: Sequence[Any], names: Sequence[str], shares: Sequence[float], correlations: bool
 ) -> AutoGaussian | GaussianWeights:
     layout = _layout(ends, names)
-    moments = [gaussian_of(end, name) for end, name in zip(ends, names, strict=True)]
+    moments = [to_gaussian(end, name) for end, name in zip(ends, names, strict=True)]
     for other in moments:
         require_ends(moments[0], other)
     centre = barycentre_gaussians(moments, shares)
@@ -127,15 +127,6 @@ def _layout(ends: Sequence[Any], names: Sequence[str]) -> Layout | None:
             "or moments only: to_gaussian(guide) are those of a guide"
         )
     return one_layout_of(ends) if all(are) else None
-
-
-def _shares(weights: Sequence[float] | Tensor | None, count: int) -> list[float]:
-    given = [1.0] * count if weights is None else weights
-    arguments.numbers("weights", given)
-    shares = torch.as_tensor(given, dtype=torch.float64)  # numbers() would round them to float32 first
-    if shares.shape != (count,) or not bool(((shares >= 0) & shares.isfinite()).all()) or not bool(shares.sum() > 0):
-        raise ValueError(f"weights are {weights}; there must be {count} numbers, one for each guide, none negative")
-    return (shares / shares.sum()).tolist()
 
 
 def _correlated(guides: Sequence[Any]) -> bool:

@@ -1,27 +1,27 @@
 """Samplers of many chains at once, for any Pyro model with continuous latent sites."""
 
-from pyro_symmetric.mcmc.chees import ChEES
-from pyro_symmetric.mcmc.cyclical import CyclicalSG
-from pyro_symmetric.mcmc.hmc import HMC
-from pyro_symmetric.mcmc.kernel import Kernel, State
-from pyro_symmetric.mcmc.layout import Layout
-from pyro_symmetric.mcmc.nuts import NUTS
-from pyro_symmetric.mcmc.potential import Potential, log_joint
-from pyro_symmetric.mcmc.psgld import pSGLD
-from pyro_symmetric.mcmc.run import sample
-from pyro_symmetric.mcmc.sghmc import SGHMC
-from pyro_symmetric.mcmc.sgld import SGLD
+from pyro_symmetric.mcmc.density.density import Density, log_joint
+from pyro_symmetric.mcmc.density.layout import Layout
+from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
+from pyro_symmetric.mcmc.kernels.cyclical import CyclicalSG
+from pyro_symmetric.mcmc.kernels.hmc import HMC
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.kernels.nuts import NUTS
+from pyro_symmetric.mcmc.kernels.psgld import pSGLD
+from pyro_symmetric.mcmc.kernels.sghmc import SGHMC
+from pyro_symmetric.mcmc.kernels.sgld import SGLD
+from pyro_symmetric.mcmc.sampling import sample
 
 __all__ = [
     "HMC",
     "NUTS",
     "SGHMC",
     "SGLD",
-    "ChEES",
+    "AdaptiveHMC",
     "CyclicalSG",
+    "Density",
     "Kernel",
     "Layout",
-    "Potential",
     "State",
     "log_joint",
     "pSGLD",

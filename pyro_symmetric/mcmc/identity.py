@@ -1,10 +1,10 @@
 """Whether a store holds the run that a call asks for, so that one never resumes from another's draws.
 
 Runs are the same if all that decides their draws is: the kernel and its settings, sites, counts, seed, dtype, data
-(compared by their hash, see :mod:`~pyro_symmetric.mcmc.digest`), and the density itself: whatever changed it, be it a
+(compared by their hash, see :mod:`~pyro_symmetric.fingerprint`), and the density itself: whatever changed it, be it a
 prior, a network's buffer or a parameter that isn't sampled, shows there. It is compared at fixed points near 0 and up
 to 5 from it, of models that subsample their data on batches that go through them, and at places that the run itself
-has passed (:mod:`~pyro_symmetric.mcmc.witnesses`). ``num_samples`` is left out, so that more may be added.
+has passed. ``num_samples`` is left out, so that more may be added.
 
 What differs at none of these places by more than rounding isn't seen: a model that is changed only where no chain has
 been yet, a row among millions in single precision, rows of a plate beyond the first ``PIECES * NEAR`` batches.
@@ -12,39 +12,42 @@ been yet, a row among millions in single precision, rows of a plate beyond the f
 
 from __future__ import annotations
 
-import json
-import platform
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.digest import digest
-from pyro_symmetric.mcmc.potential import Potential
-from pyro_symmetric.mcmc.starts import resolve
-from pyro_symmetric.mcmc.targets import ROWS, Rows
-from pyro_symmetric.mcmc.witnesses import close, energies
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.fingerprint import (
+    COARSE,
+    ELSEWHERE,
+    TOLERANCE,
+    agree,
+    differences,
+    digest,
+    fingerprint,
+    surroundings,
+)
+from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.density.targets import ROWS, Rows
+from pyro_symmetric.mcmc.settings import Settings
+from pyro_symmetric.mcmc.starts import described
+from pyro_symmetric.mcmc.trace import Thinned
 from pyro_symmetric.storage import StoreError
 
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # of the density, relative
-COARSE = 1e-2  # in other precisions
-ELSEWHERE = 100.0  # times as much where other threads, processors or versions round otherwise
 NEAR, FAR, NUMBERS = 16, 14, 2**24  # points to compare densities at, and how many numbers the far ones may have in all
 PIECES = 64  # of NEAR batches each, at most
+PASSED, PASSED_NUMBERS = 64, 2**18  # places that the run has passed, and numbers of all of them, but 4 at least
 OTHER_MODEL = "the model (its density at the same weights is another)"
-DECIDING = ("kernel", "sites")  # where they differ, what else does follows from it
 
 
 class OtherRun(StoreError):
     """A store holds another run than the one that a call asks for."""
 
     @classmethod
-    def of(cls, path: Path, differing: Sequence[str], hint: str = "") -> OtherRun:
+    def of(cls, path: Path | None, differing: Sequence[str], hint: str = "") -> OtherRun:
         """The words for it."""
         return cls(
             f"the draw store {path} holds another run; it was left as it is. What differs: {'; '.join(differing)}. "
@@ -52,151 +55,152 @@ class OtherRun(StoreError):
         )
 
 
-def identify(job: Any, potential: Potential) -> dict[str, Any]:
-    """What decides the draws of a :class:`~pyro_symmetric.mcmc.job.Job`, as JSON."""
-    found = {
-        "sites": {site: list(shape) for site, shape in potential.layout.site_shapes.items()},
-        "device": str(potential.device),
-        "dtype": str(potential.dtype).removeprefix("torch."),
-        "density": _density(potential, job.num_chains),
+def identify(settings: Settings, density: Density | None, seed: int) -> dict[str, Any]:
+    """The fingerprint of a run.
+
+    :param density: ``None`` for what can be told without.
+    :param seed: the settings' own, or the one that was drawn for them.
+    """
+    call = {
+        "kernel": type(settings.kernel).__name__,
+        "settings": settings.kernel.settings(),
+        "num_chains": settings.num_chains,
+        "num_warmup": settings.num_warmup,
+        "thinning": settings.thinning,
+        "initial": described(settings),
+        "data": digest([settings.args, settings.kwargs]),
     }
-    return {**identify_call(job), **found}
+    if density is not None:
+        call["sites"] = {site: list(shape) for site, shape in density.layout.site_shapes.items()}
+        call["device"] = str(density.device)
+        call["dtype"] = str(density.dtype).removeprefix("torch.")
+    found = {} if density is None else {"chain_chunk": density.chain_chunk, "engine": density.engine}
+    energies = [] if density is None else _energies_at_fixed_points(density, settings.num_chains)
+    return fingerprint(call=call, seed=seed, energies=energies, density=found, **surroundings())
 
 
-def identify_call(job: Any) -> dict[str, Any]:
-    """As much of it as can be told without the model's density."""
-    asked = {
-        "kernel": type(job.kernel).__name__,
-        "settings": job.kernel.settings(),
-        "num_chains": job.num_chains,
-        "num_warmup": job.num_warmup,
-        "thinning": job.thinning,
-        "initial": _described(job),
-        "seed": job.seed,
-        "data": digest([job.args, job.kwargs]),
-    }
-    return json.loads(json.dumps(asked, default=lambda value: f"{type(value).__name__} {digest(value)}"))
+def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Check the fingerprint of a store against that of a call.
 
-
-def versions() -> dict[str, str]:
-    """What the arithmetic of a run depends on, beside the run itself."""
-    try:
-        own = version("pyro-symmetric")
-    except PackageNotFoundError:  # a source tree that isn't installed
-        own = "unknown"
-    return {"pyro_symmetric": own, "torch": torch.__version__, "pyro": version("pyro-ppl")}
-
-
-def surroundings() -> dict[str, Any]:
-    """What may change the last digits of a sum."""
-    return {
-        "threads": torch.get_num_threads(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-    }
-
-
-def require_same(path: Path, found: Mapping[str, Any], now: Mapping[str, Any], tolerant: bool) -> None:
-    """Check the ``identity``, ``versions``, ``chain_chunk`` and ``surroundings`` of a store against those of a call.
-
-    :param tolerant: resume in spite of other versions, with a warning.
     :raises OtherRun: naming what differs.
     """
-    differing = differences(found["identity"], now["identity"], tolerance_of(found, now))
-    if found["chain_chunk"] != now["chain_chunk"]:
-        differing.append(f"chain_chunk: {found['chain_chunk']} there, {now['chain_chunk']} here")
-    newer = _differences(found["versions"], now["versions"], 0)
-    if differing or (newer and not tolerant):
-        hint = "" if differing else "; or pass resume=True to resume in spite of it"
-        raise OtherRun.of(path, differing + newer, hint)
-    if newer or (loose := _differences(found["surroundings"], now["surroundings"], 0)):
+    path, differing = settings.store, call_differences(settings, found, now)
+    if not differing and not agree(found["energies"], now["energies"], tolerance_of(found, now)):
+        differing = [OTHER_MODEL]
+    chunk = differences(found["density"].get("chain_chunk"), now["density"].get("chain_chunk"), "chain_chunk")
+    newer = differences(found["versions"], now["versions"])
+    if differing or chunk or (newer and settings.resume is not True):
+        hint = "" if differing or chunk else "; or pass resume=True to resume in spite of it"
+        raise OtherRun.of(path, differing + chunk + newer, hint)
+    engine = differences(found["density"].get("engine"), now["density"].get("engine"), "engine")
+    if loose := newer or engine + differences(found["rounding"], now["rounding"]):
         warnings.warn(
             f"the draw store {path} is resumed, but from here its draws may differ from an unbroken run's, since what "
-            f"decides their rounding has changed: {'; '.join(newer or loose)}",
+            f"decides their rounding has changed: {'; '.join(loose)}",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
+def call_differences(settings: Settings, found: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What two calls say differently, in words; if kernels or sites do, all else follows from it."""
+    there, here = ({name: said["call"][name] for name in now["call"].keys() & found["call"]} for said in (found, now))
+    if there["kernel"] != here["kernel"]:
+        return differences(there["kernel"], here["kernel"], "kernel")
+    if there.get("sites") != here.get("sites"):
+        return [f"the model: its sites are {_listed(there['sites'])} there, {_listed(here['sites'])} here"]
+    seeds = [] if settings.seed is None else differences(found["seed"], settings.seed, "seed")
+    return differences(there, here) + seeds
+
+
 def tolerance_of(found: Mapping[str, Any], now: Mapping[str, Any]) -> float:
-    """How much the densities of one model may differ, relative; for arguments see :func:`require_same`."""
-    alike = all(found[name] == now[name] for name in ("versions", "surroundings"))
-    return TOLERANCE.get(now["identity"]["dtype"], COARSE) * (1.0 if alike else ELSEWHERE)
+    """How much the densities of one model may differ, relative."""
+    alike = all(found[name] == now[name] for name in ("versions", "rounding", "density"))
+    return TOLERANCE.get(now["call"].get("dtype", ""), COARSE) * (1.0 if alike else ELSEWHERE)
 
 
-def differences(found: Mapping[str, Any], now: Mapping[str, Any], tolerance: float | None = None) -> list[str]:
-    """What two runs say differently, in words, of what :func:`identify` or :func:`identify_call` told of both.
+class Passed:
+    """Places that a run has passed, with their energies there and then: by them its model is known again.
 
-    :param tolerance: of densities; by default that of runs on the same machine.
+    Some earlier states, spread over the run, and the chains' last ones. There a model that differs shows, however alike
+    it is at any points that could be fixed beforehand.
+
+    :param num_chains: as many are evaluated at once as there are chains, which memory is known to hold.
     """
-    both = [name for name in now if name in found]
-    if deciding := next((name for name in DECIDING if name in both and found[name] != now[name]), None):
-        both = [deciding]  # the others follow from it
-    elif "data" in both and found["data"] != now["data"]:
-        both = [name for name in both if name != "density"]
-    if tolerance is None:
-        tolerance = TOLERANCE.get(now.get("dtype", ""), COARSE)
-    return _differences({name: found[name] for name in both}, {name: now[name] for name in both}, tolerance)
+
+    def __init__(self, density: Density, num_chains: int):
+        self._density, self._num_chains = density, num_chains
+        self._states = Thinned(min(PASSED, max(4, PASSED_NUMBERS // density.dim // 2 * 2)))
+
+    def note(self, iteration: int, z: Tensor) -> None:
+        """Keep one chain's state, if it is its iteration's turn."""
+        if self._states.wants(iteration):
+            chain = z[iteration // self._states.stride % len(z)]
+            self._states.keep(iteration, torch.cat([chain, chain.new_tensor([torch.nan])]))  # its energy, later
+
+    def to_dict(self, iteration: int, z: Tensor) -> dict[str, Any]:
+        """What a checkpoint keeps after so many iterations, with chains at ``z``."""
+        states = torch.stack(self._states.kept)
+        new = states[:, -1].isnan()
+        states[new, -1] = self._energies(states[new, :-1]).to(states)
+        self._states.kept = list(states.unbind())
+        return {**self._states.to_dict(iteration + 1), "last": self._energies(z[:PASSED])}
+
+    def restore(self, found: dict[str, Any], z: Tensor, tolerance: float) -> bool:
+        """Take up what :meth:`to_dict` gave, and say whether the energies are what they were then."""
+        self._states.restore(found)
+        states = found["kept"]
+        before = torch.cat([states[:, -1].cpu().double(), found["last"]])
+        return agree(before, self._energies(torch.cat([states[:, :-1], z[:PASSED]])), tolerance)
+
+    def _energies(self, z: Tensor) -> Tensor:
+        rows = {
+            name: torch.arange(size, device=z.device).expand(len(z), size)
+            for name, (_, size) in self._density.row_counts.items()
+        }
+        return _energies(self._density, z, rows or None, self._num_chains)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _described(job: Any) -> str | None:
-    """Weights by their hash; of guides and functions, whose draws can't be foretold, the type only."""
-    initial = job.initial
-    if isinstance(initial, Posterior):
-        initial = resolve(initial, job.num_chains, job.args, job.kwargs)
-    if initial is None or isinstance(initial, str):
-        return initial
-    return f"weights {digest(initial)}" if isinstance(initial, Mapping) else type(initial).__name__
-
-
-def _density(potential: Potential, at_once: int) -> list[float]:
-    """Energies at fixed points."""
-    wave = torch.arange(potential.dim, dtype=torch.float64).cos().to(potential.device, potential.dtype)
+def _energies_at_fixed_points(density: Density, at_once: int) -> list[float]:
+    wave = torch.arange(density.dim, dtype=torch.float64).cos().to(density.device, density.dtype)
     near = torch.stack([0.1 * wave, 0.3 * wave])
-    points = torch.cat([near, _far_points(potential).to(wave)])
-    found = energies(potential, points, _batches(potential, 0, len(points), len(points)), at_once).tolist()
-    plates = [-(-total // size) for name, (total, size) in potential.row_counts.items() if name != ROWS]
+    points = torch.cat([near, _far_points(density).to(wave)])
+    found = _energies(density, points, _batches(density, 0, len(points), len(points)), at_once).tolist()
+    plates = [-(-total // size) for name, (total, size) in density.row_counts.items() if name != ROWS]
     pieces = min(PIECES, -(-max(plates, default=0) // NEAR))  # what the arguments hold is in the data's hash already
     near = near.repeat(NEAR // 2, 1)
     for piece in range(pieces):
-        found += energies(potential, near, _batches(potential, piece * NEAR, NEAR, pieces * NEAR), at_once).tolist()
+        batches = _batches(density, piece * NEAR, NEAR, pieces * NEAR)
+        found += _energies(density, near, batches, at_once).tolist()
     return found
 
 
-def _far_points(potential: Potential) -> Tensor:
+def _far_points(density: Density) -> Tensor:
     """Up to 5 from 0; each coordinate takes as many different values as there are points (a Latin hypercube)."""
-    count = min(FAR, NUMBERS // potential.dim)
+    count = min(FAR, NUMBERS // density.dim)
     steps = torch.linspace(-1.0, 1.0, count)
-    order = torch.rand(count, potential.dim, generator=torch.Generator().manual_seed(0)).argsort(0)
+    order = torch.rand(count, density.dim, generator=torch.Generator().manual_seed(0)).argsort(0)
     return (5.0 * steps * steps.abs())[order]
 
 
-def _batches(potential: Potential, begin: int, count: int, parts: int) -> Rows | None:
+def _batches(density: Density, begin: int, count: int, parts: int) -> Rows | None:
     """Mini-batches for ``count`` points from the ``begin``-th on, of ``parts`` that are spread over the data."""
-    k = torch.arange(begin, begin + count, device=potential.device)[:, None]
-    batches = {
-        name: (k * total // parts + torch.arange(size, device=potential.device)) % total
-        for name, (total, size) in potential.row_counts.items()
-    }
-    return batches or None
+    k = torch.arange(begin, begin + count, device=density.device)[:, None]
+    return {
+        name: (k * total // parts + torch.arange(size, device=density.device)) % total
+        for name, (total, size) in density.row_counts.items()
+    } or None
 
 
-def _differences(found: Any, now: Any, tolerance: float, name: str = "") -> list[str]:
-    if name == "sites":
-        return [] if found == now else [f"the model: its sites are {_listed(found)} there, {_listed(now)} here"]
-    if isinstance(found, dict) and isinstance(now, dict):
-        keys = sorted(set(found) | set(now))
-        parts = (_differences(found.get(k), now.get(k), tolerance, f"{name}.{k}".lstrip(".")) for k in keys)
-        return [line for part in parts for line in part]
-    if name == "density":
-        there, here = (torch.tensor(values, dtype=torch.float64) for values in (found, now))
-        return [] if there.shape == here.shape and close(there, here, tolerance) else [OTHER_MODEL]
-    if found == now:
-        return []
-    return ["data: their hash is another" if name == "data" else f"{name}: {found!r} there, {now!r} here"]
+def _energies(density: Density, z: Tensor, rows: Rows | None, at_once: int) -> Tensor:
+    """Energies ``(C,)`` of states, so many at a time, in double precision on the CPU."""
+    cuts = [slice(start, start + at_once) for start in range(0, len(z), at_once)]
+    with torch.no_grad():
+        parts = [density.energy(z[s], rows and {name: index[s] for name, index in rows.items()}) for s in cuts]
+    return torch.cat(parts).to("cpu", torch.float64) if parts else torch.empty(0, dtype=torch.float64)
 
 
 def _listed(sites: Mapping[str, Sequence[int]], most: int = 8) -> str:

@@ -1,167 +1,276 @@
-"""Sample: the one call that runs a kernel's chains, in memory or to disk, here or on many machines."""
+"""One run: chains that start or resume, the loop that moves them, and a recorder that takes their draws.
+
+What a run needs to resume is one value, :class:`Boundary`, which is replaced between two iterations and never changed.
+So wherever an interruption falls, the last boundary is whole: state, generator and draws belong together.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
-from typing import Any, Literal
+import io
+import pickle
+import sys
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
-from pyro_symmetric import arguments
-from pyro_symmetric.calls import model_arguments
-from pyro_symmetric.mcmc.executors import run_tasks
-from pyro_symmetric.mcmc.job import Job, run_job
-from pyro_symmetric.mcmc.kernel import Kernel
-from pyro_symmetric.mcmc.starts import Initial
-from pyro_symmetric.mcmc.warmup import STUCK
-from pyro_symmetric.samples import Posterior
-from pyro_symmetric.storage import PathLike
+from pyro_symmetric._process import LOCK
+from pyro_symmetric.fingerprint import surroundings
+from pyro_symmetric.generators import drawn_seed
+from pyro_symmetric.mcmc.identity import OTHER_MODEL, OtherRun, Passed, identify, require_same, tolerance_of
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.settings import Settings
+from pyro_symmetric.mcmc.starts import resolve, starting_points
+from pyro_symmetric.mcmc.trace import Trace
+from pyro_symmetric.storage import StoreError
+from pyro_symmetric.store import Checkpoint, Draws, FolderRecorder, MemoryRecorder
 
-MANY_DIVERGENCES = 0.05
-ENOUGH_DRAWS = 20  # of a chain, to say that it hardly moves
+KERNELS = Kernel.__module__.rpartition(".")[0]
 
 
-def sample(
-    kernel: Kernel,
-    *,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    num_samples: int = 1000,
-    num_warmup: int = 500,
-    num_chains: int = 4,
-    thinning: int = 1,
-    initial: Initial = None,
-    chain_chunk: int | None = None,
-    compile: bool | None = None,
-    store: PathLike | None = None,
-    resume: bool | Literal["auto"] = "auto",
-    seed: int | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    executor: Executor | None = None,
-    chains_per_task: int | None = None,
-    threads_per_task: int = 1,
-    progress: bool = True,
-) -> Posterior:
-    """Draw from a model's posterior with many chains at once.
+class Stop:
+    """A wish that a run end early, which reaches the threads of this process; other processes get one of their own."""
 
-    >>> def model(y):
-    ...     mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
-    ...     with pyro.plate("data", len(y)):
-    ...         pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-    >>> posterior = sample(HMC(model), args=(torch.randn(100),), num_chains=8)
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.set, self.is_set = self._event.set, self._event.is_set
 
-    With ``store`` the draws go to disk as they are made. After Ctrl-C, ``kill -9`` or a power cut the same call goes
-    on, in warm-up too, and gives draw for draw what an unbroken run gives; with a larger ``num_samples`` it adds
-    draws, as if they had been asked for at once. ``Posterior.load(store)`` reads what there is at any time.
+    def __reduce__(self) -> tuple[type[Stop], tuple[()]]:
+        return Stop, ()
 
-    Without, Ctrl-C during sampling returns the draws made so far, with a warning and ``metadata["interrupted"]`` set;
-    during warm-up, when there is nothing to return, it ends the program as usual.
 
-    With ``executor`` or ``chains_per_task``, chains are cut into tasks that warm up by themselves and have seeds of
-    their own, so the draws depend on ``chains_per_task`` but not on the workers. Tasks whose worker died are done
-    again in this process. Kernel, model and data travel by the executor's own means, which is usually pickle; on other
-    machines ``store`` must be a folder that all of them see. It takes twice the room of the draws: when all tasks are
-    done, their chains are laid side by side there, to be mapped from one file.
+def run(settings: Settings, progress: bool = False, stop: Stop | None = None) -> Draws:
+    """Start, or resume, chains and move them. Ctrl-C while sampling returns what there is, marked as interrupted.
 
-    :param kernel: the sampler, which holds the model.
-    :param args: the model's positional arguments, data included: ``model(*args, **kwargs)``.
-    :param kwargs: the model's keyword arguments. They have a mapping of their own, so a model may have arguments named
-        like the sampler's (``seed``, ``device``), and a misspelt option of the sampler never reaches the model.
-    :param num_samples: draws to keep of each chain.
-    :param num_warmup: iterations of each chain before them, to adapt and to be forgotten. The Hamiltonian samplers
-        learn their mass matrix in windows of growing length. Under 150 iterations there is one window, three quarters
-        of them: in 100 or fewer it holds few draws, of chains that may not have arrived yet, and the step size has few
-        left to settle in. (Many chains make up for few draws, not for chains on their way.) Under 20 there is none and
-        only the step size is adapted; with 0 it stays what the starting points suggest.
-    :param thinning: iterations for each draw that is kept.
-    :param initial: where chains start: ``"prior"``; ``"uniform"`` in (-2, 2) on the unconstrained scale, as Pyro's
-        ``MCMC``; weights of batch shape ``(num_chains,)``, or ``()`` for one start of all; a ``Posterior`` whose last
-        draws to start from; a guide (ours, or any ``AutoGuide``) or a function ``num_chains -> weights`` to draw from.
-        ``None``: ``"prior"`` for a ``BayesianModel``, ``"uniform"`` for any other model.
-    :param chain_chunk: chains to evaluate at once. ``None``: on a CPU as many as keep the largest intermediate result
-        in the cache, on other devices all.
-    :param compile: ``None``: a ``BayesianModel`` of a feed-forward network runs code that the machine's C++ compiler
-        builds once, in a few seconds, and that is kept; everything else runs as it is. ``True``: any other model goes
-        through ``torch.compile``, which takes tens of seconds in every process. ``False``: nothing is compiled.
-    :param store: a folder for the draws, new or of this very run.
-    :param resume: ``"auto"``: resume from the store if there is one; ``False``: there must be none; ``True``: there
-        must be one, and it may come from another version of PyTorch or of this library, which changes rounding.
-    :param seed: makes the run reproducible and leaves PyTorch's own generators as they were. ``None``: they are used;
-        a store then remembers where they stood, and resuming sets them. Since all threads of a process share them, runs
-        in several threads take turns.
-    :param device: where to compute; draws are moved to the CPU as they are made.
-    :param dtype: of the chains, ``torch.float64`` for delicate posteriors.
-    :param executor: any :class:`concurrent.futures.Executor`, such as a process pool or dask's.
-    :param chains_per_task: chains of a task, which warm up together; they learn more from each other the more they
-        are. By default a quarter of ``num_chains``, but at least 4 and about 16 at most.
-    :param threads_per_task: of PyTorch within a task; sums are rounded alike only for the same number.
-    :return: draws, statistics of every draw, and metadata: the kernel's settings, ``seconds`` of warm-up and of
-        sampling (of tasks their sum, not what a clock on the wall showed), and ``trace``, the mean potential energy,
-        acceptance and step size over all iterations, warm-up included. With ``store``, draws are mapped from its files.
-    :raises ValueError: naming the argument, or what differs if the store holds another run.
-    :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
-    :raises TaskError: if tasks failed, with the posterior of the others.
+    :param stop: has the effect of Ctrl-C.
+    :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
-    args, kwargs = model_arguments(args, kwargs)
-    job = Job(
-        kernel,
-        args,
-        kwargs,
-        num_samples,
-        num_warmup,
-        num_chains,
-        thinning,
-        initial,
-        chain_chunk,
-        compile,
-        seed,
-        device,
-        dtype,
-        None if store is None else arguments.path("store", store).absolute(),
-        resume,
+    with _recorder(settings) as recorder:  # its lock comes first: who is refused has touched no generator
+        chains = Run(settings, recorder)
+        try:
+            chains.go(progress, stop)
+        except KeyboardInterrupt:
+            if settings.draws(chains.at.iteration) == 0:
+                raise KeyboardInterrupt(*_how_to_resume(settings, chains.at.iteration)) from None
+        count = min(settings.num_samples, settings.draws(chains.at.iteration))
+        return recorder.draws(count, chains.metadata())
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """A run between two iterations.
+
+    :param iteration: how many are done.
+    :param generator: where the state's random generator stands; ``None`` if nothing is kept beyond the process.
+    """
+
+    iteration: int
+    state: State
+    generator: Tensor | None
+
+
+class Run:
+    """One kernel's chains, from where they are to where the settings end."""
+
+    def __init__(self, settings: Settings, recorder: MemoryRecorder | FolderRecorder):
+        self.settings, self.recorder = settings, recorder
+        self._clock = time.perf_counter()
+        self._seconds = {"warmup": 0.0, "sampling": 0.0}
+        self._diverged = 0
+        self._trace = Trace()
+        self._passed: Passed | None = None
+        self.at: Boundary
+        if isinstance(recorder, FolderRecorder):
+            self._begin_in_folder(recorder)
+        else:
+            self.seed = drawn_seed() if settings.seed is None else settings.seed
+            self.density = settings.density()
+            self._start()
+
+    def go(self, progress: bool, stop: Stop | None) -> None:
+        """Run all iterations that are left. However that ends, the recorder commits what was done."""
+        total = self.settings.total
+        if self.at.iteration >= total:
+            return
+        bar = tqdm(total=total, initial=self.at.iteration, disable=not progress, mininterval=0.2)
+        try:
+            while self.at.iteration < total:
+                warming_up = self.at.iteration < self.settings.num_warmup
+                bar.set_description("warm-up" if warming_up else "sampling", refresh=False)
+                self._advance()
+                if self.recorder.is_due:
+                    self._commit()
+                if stop is not None and stop.is_set():
+                    raise KeyboardInterrupt
+                if bar.update(1):
+                    bar.set_postfix_str(self._postfix(), refresh=False)
+        finally:
+            bar.close()
+            if not (isinstance(self.recorder, FolderRecorder) and self.recorder.failed):
+                self._commit()
+
+    def metadata(self) -> dict[str, Any]:
+        """How the run went so far."""
+        settings, density, done = self.settings, self.density, self.at.iteration
+        return {
+            "kernel": type(settings.kernel).__name__,
+            "settings": settings.kernel.settings(),
+            "num_warmup": settings.num_warmup,
+            "thinning": settings.thinning,
+            "seed": self.seed,
+            "device": str(density.device),
+            "dtype": str(density.dtype).removeprefix("torch."),
+            "chain_chunk": density.chain_chunk,
+            "versions": surroundings()["versions"],
+            "engine": density.engine,  # as it turned out: torch.compile may have failed on the way
+            "engine_reason": density.engine_reason,
+            "seconds": dict(self._seconds),
+            "interrupted": settings.draws(done) < settings.num_samples,
+            "trace": self._trace.curves(done),
+        }
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _begin_in_folder(self, recorder: FolderRecorder) -> None:
+        settings, last = self.settings, recorder.last
+        settings.require_resumable(last is not None)
+        if last is None:
+            self.seed = drawn_seed() if settings.seed is None else settings.seed
+            self.density = settings.density()
+            recorder.fingerprint = identify(settings, self.density, self.seed)
+            self._passed = Passed(self.density, settings.num_chains)
+            self._start()
+            unpacked(packed(self.at, {}), settings.kernel)  # so that a state that can't be kept is told now
+            self._commit()
+            return
+        if not last.state:
+            raise StoreError(f"the draw store {settings.store} holds draws, but no run that could resume")
+        self.seed = last.fingerprint["seed"]
+        self.density = settings.density(last.fingerprint["density"].get("chain_chunk"))
+        recorder.fingerprint = identify(settings, self.density, self.seed)
+        require_same(settings, last.fingerprint, recorder.fingerprint)
+        self._passed = Passed(self.density, settings.num_chains)
+        if not self._resume(last, tolerance_of(last.fingerprint, recorder.fingerprint)):
+            raise OtherRun.of(settings.store, [OTHER_MODEL])
+
+    def _start(self) -> None:
+        settings, generator = self.settings, torch.Generator(self.density.device).manual_seed(self.seed)
+        initial = resolve(settings.initial, settings.num_chains, settings.args, settings.kwargs)
+        z = starting_points(self.density, settings.num_chains, initial, generator)
+        self._arrive(0, settings.kernel.init(self.density, z, settings.num_warmup, generator))
+
+    def _resume(self, last: Checkpoint, tolerance: float) -> bool:
+        """Take up a checkpoint; whether the model is the run's, by its density where the chains have been."""
+        assert self._passed is not None
+        shape = (self.settings.num_chains, self.density.dim)
+        try:
+            at, more = unpacked(last.state, self.settings.kernel)
+            if at.state.z.shape != shape:
+                raise ValueError(f"the state doesn't hold {shape[0]} chains of {shape[1]} coordinates")
+            self._trace.restore(more["trace"])
+            self._seconds = {phase: float(more["seconds"][phase]) for phase in self._seconds}
+            same = self._passed.restore(more["passed"], at.state.z, tolerance)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise StoreError(f"the stored state of {self.settings.store} is damaged: {error!r}") from error
+        self.at = at
+        return same
+
+    def _advance(self) -> None:
+        settings, iteration = self.settings, self.at.iteration
+        state = settings.kernel.step(self.density, self.at.state)
+        self._trace.record(iteration, state)
+        if iteration < settings.num_warmup:
+            state = settings.kernel.adapt(self.density, state, iteration, settings.num_warmup)
+        elif (iteration + 1 - settings.num_warmup) % settings.thinning == 0:
+            statistics = {name: value.to("cpu") for name, value in state.statistics.items()}
+            self.recorder.append(settings.draws(iteration), self.density.constrain(state.z), statistics)
+            self._diverged += int(statistics["diverging"].sum()) if "diverging" in statistics else 0
+        now = time.perf_counter()
+        self._seconds["warmup" if iteration < settings.num_warmup else "sampling"] += now - self._clock
+        self._clock = now
+        self._arrive(iteration + 1, state)
+
+    def _arrive(self, iteration: int, state: State) -> None:
+        generator = None
+        if self._passed is not None:
+            generator = state.generator.get_state()
+            self._passed.note(iteration, state.z)
+        self.at = Boundary(iteration, state, generator)
+
+    def _commit(self) -> None:
+        self.recorder.commit(self.settings.draws(self.at.iteration), self.metadata, self._packed)
+
+    def _packed(self) -> bytes:
+        assert self._passed is not None
+        at = self.at
+        passed = self._passed.to_dict(at.iteration, at.state.z)
+        trace = self._trace.to_dict(at.iteration)
+        return packed(at, {"passed": passed, "trace": trace, "seconds": dict(self._seconds)})
+
+    def _postfix(self) -> str:
+        means = {name: float(value.double().mean()) for name, value in self.at.state.statistics.items()}
+        shown = {"step_size": "step {:.2g}", "acceptance_rate": "accept {:.2f}"}
+        parts = [text.format(means[name]) for name, text in shown.items() if name in means]
+        return ", ".join([*parts, *([f"diverged {self._diverged}"] if self._diverged else [])])
+
+
+def packed(at: Boundary, more: dict[str, Any]) -> bytes:
+    """A boundary, and what else a run resumes from, as bytes.
+
+    :raises TypeError: if the kernel's state holds what can't be stored.
+    """
+    state = replace(at.state, generator=None)  # type: ignore[arg-type]
+    buffer = io.BytesIO()
+    try:
+        torch.save({**more, "iteration": at.iteration, "generator": at.generator, "state": state}, buffer)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise TypeError(f"the kernel's state holds what a store can't keep: {error}; see State") from error
+    return buffer.getvalue()
+
+
+def unpacked(content: bytes, kernel: Kernel) -> tuple[Boundary, dict[str, Any]]:
+    """What :func:`packed` was given. Nothing but tensors, plain values and the kernel's own dataclasses comes back.
+
+    :raises TypeError: if there is anything else.
+    """
+    try:
+        with LOCK, torch.serialization.safe_globals(_parts_of_states(kernel)):  # a list of the whole process
+            found = torch.load(io.BytesIO(content), weights_only=True)
+    except pickle.UnpicklingError as error:
+        said = str(error).splitlines()[0]
+        raise TypeError(f"the kernel's state holds what a store can't keep: {said}; see State") from error
+    generator = torch.Generator(found["state"].z.device)
+    generator.set_state(found["generator"])
+    state = replace(found["state"], generator=generator)
+    return Boundary(int(found["iteration"]), state, found["generator"]), found
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _recorder(settings: Settings) -> AbstractContextManager[MemoryRecorder | FolderRecorder]:
+    if settings.store is None:
+        return nullcontext(MemoryRecorder(settings.num_samples))
+    return FolderRecorder(settings.store, settings.num_samples)
+
+
+def _parts_of_states(kernel: Kernel) -> list[Any]:
+    """The dataclasses of the library's kernels and of the modules that this kernel's classes come from."""
+    names = {kind.__module__ for kind in type(kernel).__mro__}
+    names |= {name for name in sys.modules if name.startswith(f"{KERNELS}.")}
+    found = [value for name in names for value in vars(sys.modules[name]).values() if isinstance(value, type)]
+    return [kind for kind in found if is_dataclass(kind) and kind.__module__ in names and not issubclass(kind, Kernel)]
+
+
+def _how_to_resume(settings: Settings, iteration: int) -> tuple[str, ...]:
+    if settings.store is None:
+        return ()
+    return (
+        f"interrupted in warm-up, after {iteration} of {settings.num_warmup} iterations; they are kept in "
+        f"{settings.store}, and the same call resumes there",
     )
-    if executor is None and chains_per_task is None:
-        draws = run_job(job, progress)
-    else:
-        draws = run_tasks(job, executor, chains_per_task, threads_per_task, progress)
-    posterior = Posterior(*draws, rows="chains").attach(kernel, *args, **kwargs).sampled_on(device)
-    _warn_of_trouble(posterior, job)
-    return posterior
-
-
-def _warn_of_trouble(posterior: Posterior, job: Job) -> None:
-    if posterior.metadata["interrupted"]:
-        held = f"{posterior.num_samples} of {job.num_samples} draws of each chain"
-        if posterior.num_chains < job.num_chains:
-            held = f"{posterior.num_chains} of {job.num_chains} chains"
-        advice = "" if job.store is None else f"; the same call resumes from what is kept in {job.store}"
-        warnings.warn(f"interrupted: the posterior holds {held}{advice}", RuntimeWarning, stacklevel=3)
-    rates = posterior.statistics.get("acceptance_rate", torch.ones(1, 1)).double().mean(1)
-    stuck = (~(rates >= STUCK)).nonzero().flatten().tolist()  # NaN is no move
-    if stuck and posterior.num_samples >= ENOUGH_DRAWS:
-        shown = ", ".join(map(str, stuck[:8])) + (", ..." if len(stuck) > 8 else "")
-        advice = (
-            "The step size is too large for all of them, or the density or its gradient is broken; use a smaller "
-            "step_size, a longer warm-up or dtype=torch.float64, and check the density where they start"
-            if len(stuck) == posterior.num_chains
-            else "The step suits the others; start these elsewhere (initial=), use a smaller step_size, or "
-            "reparametrise the model"
-        )
-        warnings.warn(
-            f"{len(stuck)} of {posterior.num_chains} chains hardly move (acceptance below {STUCK:g}): {shown}. "
-            f"{advice}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    share = float(posterior.divergences.sum()) / (posterior.num_chains * posterior.num_samples)
-    if share > MANY_DIVERGENCES:
-        smaller = "a smaller step_size or " + ("tolerance" if job.kernel.subsampled else "a larger target_accept")
-        warnings.warn(
-            f"{share:.0%} of the draws diverged, so parts of the posterior are missed. Use {smaller}, a longer "
-            "warm-up, dtype=torch.float64, or reparametrise the model",
-            RuntimeWarning,
-            stacklevel=3,
-        )

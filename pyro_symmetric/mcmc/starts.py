@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pyro.infer.autoguide import AutoGuide
@@ -11,15 +11,16 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_symmetric import arguments
-from pyro_symmetric.mcmc.batches import independent_rows
-from pyro_symmetric.mcmc.targets import NetworkTarget, not_a_number
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.fingerprint import digest
+from pyro_symmetric.generators import drawn_seed, forked
+from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.density.targets import NetworkTarget, not_a_number
+from pyro_symmetric.mcmc.kernels.batches import independent_rows
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
-if TYPE_CHECKING:  # which asks this module for its starting points
-    from pyro_symmetric.mcmc.potential import Potential
-
 INITIALISATIONS = ("prior", "uniform")
+RADIUS = 2.0  # of the box that "uniform" draws from, on the unconstrained scale, as Pyro's MCMC has it
 Drawer = Callable[[int], Mapping[str, Tensor]]
 Initial = str | Mapping[str, Tensor] | Posterior | AutoGuide | Drawer | None
 
@@ -45,50 +46,64 @@ def resolve(initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Mappin
     )
 
 
-def starting_points(potential: Potential, num_chains: int, initial: Any, max_tries: int = 100) -> Tensor:
-    """Points ``(C, D)`` of finite energy and gradient, from what :func:`resolve` returned.
+def described(settings: Any) -> str | None:
+    """Where the chains of some :class:`~pyro_symmetric.mcmc.settings.Settings` start, for their fingerprint.
 
-    :raises ValueError: if there are none, or given weights have none.
+    Weights by their hash; of guides and functions, whose draws can't be foretold, the type only.
     """
-    if not callable(initial):
-        return initial_points(potential, num_chains, initial, max_tries=max_tries)
-    z, bad = _redrawn(potential, lambda count: _drawn(potential, initial, count), num_chains, max_tries)
-    if bad:
-        raise ValueError(
-            f"{bad} of {num_chains} chains found no starting point with finite energy and gradient among {max_tries} "
-            f"draws of initial; does it fit the model and its data? {_where_to_look(potential)}"
-        )
-    return z
+    initial = settings.initial
+    if isinstance(initial, Posterior):
+        initial = resolve(initial, settings.num_chains, settings.args, settings.kwargs)
+    if initial is None or isinstance(initial, str):
+        return initial
+    return f"weights {digest(initial)}" if isinstance(initial, Mapping) else type(initial).__name__
 
 
-def initial_points(
-    potential: Potential,
+def starting_points(
+    density: Density,
     num_chains: int,
-    init: str | Mapping[str, Tensor] | None,
-    radius: float = 2.0,
+    initial: Any = None,
+    generator: torch.Generator | None = None,
     max_tries: int = 100,
 ) -> Tensor:
-    """See :meth:`Potential.initial`."""
-    if num_chains < 1:
-        raise ValueError(f"num_chains is {num_chains}; at least 1 is needed")
-    if isinstance(init, Mapping):
-        return _given(potential, num_chains, init)
-    if init is None:
-        init = "prior" if isinstance(potential.target, NetworkTarget) else "uniform"
-    if init not in INITIALISATIONS:
-        raise ValueError(f"initial is {init!r}; it must be one of {INITIALISATIONS} or a dict of weights")
+    """Points ``(C, D)`` of finite energy and gradient. Chains that start at others are drawn anew, at most so often.
+
+    :param initial: what :func:`resolve` returned. ``None``: ``"prior"`` for a ``BayesianModel``, whose energy is huge
+        far out, and ``"uniform"`` for any other model.
+    :param generator: what random numbers come from. PyTorch's global generators, which models and guides draw from, are
+        seeded from it for a while, and are afterwards as they were. ``None``: one that is seeded from the global one.
+    :raises ValueError: if there are none, or if given weights have none.
+    """
+    if generator is None:
+        generator = torch.Generator(density.device).manual_seed(drawn_seed())
+    if isinstance(initial, Mapping):
+        return _given(density, num_chains, initial, generator)
+    if initial is None:
+        initial = "prior" if isinstance(density.target, NetworkTarget) else "uniform"
+    if isinstance(initial, str) and initial not in INITIALISATIONS:
+        raise ValueError(f"initial is {initial!r}; it must be one of {INITIALISATIONS} or a dict of weights")
 
     def draw(count: int) -> Tensor:
-        if init == "uniform":
-            box = torch.rand(count, potential.dim, device=potential.device, dtype=potential.dtype)
-            return (2 * box - 1) * radius
-        return potential.unconstrain(potential.target.prior_weights(count))
+        if initial == "uniform":
+            box = torch.rand(count, density.dim, generator=generator, device=density.device, dtype=density.dtype)
+            return (2 * box - 1) * RADIUS
+        if initial == "prior":
+            return density.draw_prior(count, generator)
+        with forked(generator, density.device):
+            return _drawn(density, initial, count)
 
-    z, bad = _redrawn(potential, draw, num_chains, max_tries)
-    if bad:
+    z = draw(num_chains)
+    bad = ~_is_finite(density, z, generator)
+    for _ in range(max_tries):
+        if not bool(bad.any()):
+            return z
+        z[bad] = draw(int(bad.sum()))
+        bad = ~_is_finite(density, z, generator)
+    if bool(bad.any()):
+        source = f"initial={initial!r}" if isinstance(initial, str) else "initial; does it fit the model and its data?"
         raise ValueError(
-            f"no starting point with finite energy and gradient in {max_tries} tries of initial={init!r} for "
-            f"{bad} of {num_chains} chains; {_where_to_look(potential)}"
+            f"{int(bad.sum())} of {num_chains} chains found no starting point with finite energy and gradient among "
+            f"{max_tries} draws of {source}; {_where_to_look(density)}"
         )
     return z
 
@@ -117,44 +132,30 @@ def _draws_of(guide: AutoGuide, count: int, args: tuple[Any, ...], kwargs: Mappi
     return {site: torch.stack([draw[site] for draw in draws]) for site in draws[0]}
 
 
-def _drawn(potential: Potential, draw: Drawer, count: int) -> Tensor:
-    z = potential.unconstrain(arguments.weights("what initial gave", draw(count)))
-    if z.shape != (count, potential.dim):
+def _drawn(density: Density, draw: Drawer, count: int) -> Tensor:
+    z = density.unconstrain(arguments.weights("what initial gave", draw(count)))
+    if z.shape != (count, density.dim):
         raise ValueError(f"initial gave weights of batch shape {tuple(z.shape[:-1])} for {count} chains")
     return z.clone()
 
 
-def _redrawn(
-    potential: Potential, draw: Callable[[int], Tensor], num_chains: int, max_tries: int
-) -> tuple[Tensor, int]:
-    """Draws, anew for chains that start nowhere, at most so often; and how many still do."""
-    z = draw(num_chains)
-    bad = ~_is_finite(potential, z)
-    for _ in range(max_tries):
-        if not bool(bad.any()):
-            break
-        z[bad] = draw(int(bad.sum()))
-        bad = ~_is_finite(potential, z)
-    return z, int(bad.sum())
-
-
-def _given(potential: Potential, num_chains: int, weights: Mapping[str, Tensor]) -> Tensor:
-    require_sites(weights, potential.layout.site_shapes, "initial")
-    found = batch_shape(weights, potential.layout.site_shapes, "initial")
-    z = potential.unconstrain(weights)
+def _given(density: Density, num_chains: int, weights: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    require_sites(weights, density.layout.site_shapes, "initial")
+    found = batch_shape(weights, density.layout.site_shapes, "initial")
+    z = density.unconstrain(weights)
     if tuple(found) not in ((), (num_chains,)):
         raise ValueError(
             f"initial weights have batch shape {tuple(found)}; it must be ({num_chains},), one for each "
             "chain, or () for one start of all"
         )
-    z = z.expand(num_chains, potential.dim).clone()
-    if bad := (~_is_finite(potential, z)).nonzero().flatten().tolist():
-        sites = potential.target.sites
-        outside = [site for site, fn in sites.items() if not _is_inside(fn, weights[site].to(potential.device))]
+    z = z.expand(num_chains, density.dim).clone()
+    if bad := (~_is_finite(density, z, generator)).nonzero().flatten().tolist():
+        sites = density.target.sites
+        outside = [site for site, fn in sites.items() if not _is_inside(fn, weights[site].to(density.device))]
         why = f"outside of its support, or not finite, is {', '.join(map(repr, outside))}"
         raise ValueError(
             f"the initial weights of chains {bad[:10]} have no finite energy and gradient; "
-            f"{why if outside else _where_to_look(potential)}"
+            f"{why if outside else _where_to_look(density)}"
         )
     return z
 
@@ -165,12 +166,12 @@ def _is_inside(fn: Distribution, value: Tensor) -> bool:
     return bool(torch.isfinite(value).all()) and bool(support.check(value).all())
 
 
-def _where_to_look(potential: Potential) -> str:
-    if found := not_a_number(potential.target):
+def _where_to_look(density: Density) -> str:
+    if found := not_a_number(density.target):
         return f"the data hold NaN or infinite values, in {', '.join(map(repr, found))}"
     return "the data hold no NaN; give initial= weights where the model's density is finite"
 
 
-def _is_finite(potential: Potential, z: Tensor) -> Tensor:
-    energy, gradient = potential.value_and_grad(z, independent_rows(potential.row_counts, len(z), z.device))
+def _is_finite(density: Density, z: Tensor, generator: torch.Generator) -> Tensor:
+    energy, gradient = density.energy_and_gradient(z, independent_rows(density.row_counts, len(z), generator))
     return torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1)

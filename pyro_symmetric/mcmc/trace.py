@@ -1,4 +1,4 @@
-"""How a run went, in about a thousand points however long it is."""
+"""How a run went and where its chains have been, in a bounded number of points however long it is."""
 
 from __future__ import annotations
 
@@ -7,45 +7,67 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.kernel import State
+from pyro_symmetric.mcmc.kernels.kernel import State
 
-TRACE_POINTS = 2000
-CURVES = ("potential", "acceptance_rate", "step_size")
+CURVES = ("energy", "acceptance_rate", "step_size")
 
 
-class Trace:
-    """Means over the chains at every ``stride``-th iteration, kept on the chains' device.
+class Thinned:
+    """Every ``stride``-th of a run's iterations, one vector each.
 
-    Whenever there are ``TRACE_POINTS`` of them, every second one is dropped and the stride doubled. So what is kept
-    depends on the iterations alone, not on where the run was broken or how many were first asked for.
+    Whenever there are ``most``, every second one is dropped and the stride doubles. So what is kept depends on the
+    iterations alone, not on where the run was broken or how many were first asked for.
+
+    :param most: an even number.
     """
 
-    def __init__(self, device: torch.device):
-        self.values = torch.full((len(CURVES), TRACE_POINTS), torch.nan, device=device)
-        self.stride = 1
+    def __init__(self, most: int):
+        self._most, self.stride, self.kept = most, 1, list[Tensor]()
+
+    def wants(self, iteration: int) -> bool:
+        """Whether it is this iteration's turn."""
+        return iteration % self.stride == 0
+
+    def keep(self, iteration: int, vector: Tensor) -> None:
+        """Keep an iteration's vector; it takes the place of all that came from this iteration on."""
+        del self.kept[iteration // self.stride :]
+        if len(self.kept) == self._most:
+            self.kept, self.stride = self.kept[::2], 2 * self.stride
+        self.kept.append(vector)
+
+    def until(self, iterations: int) -> list[Tensor]:
+        """The vectors of the first iterations."""
+        return self.kept[: -(-iterations // self.stride)]
+
+    def to_dict(self, iterations: int) -> dict[str, Any]:
+        """What a checkpoint keeps of the first iterations."""
+        return {"stride": self.stride, "kept": torch.stack(self.until(iterations)) if self.kept else None}
+
+    def restore(self, found: dict[str, Any]) -> None:
+        """Take up what :meth:`to_dict` gave."""
+        self.stride = found["stride"]
+        self.kept = [] if found["kept"] is None else list(found["kept"].unbind())
+
+
+class Trace(Thinned):
+    """The chains' mean energy, acceptance and step size, kept on their device."""
+
+    def __init__(self) -> None:
+        super().__init__(2000)
 
     def record(self, iteration: int, state: State) -> None:
         """Note the state after an iteration, counted from 0."""
-        if iteration % self.stride:
-            return
-        if iteration // self.stride == TRACE_POINTS:
-            self.values[:, : TRACE_POINTS // 2] = self.values[:, ::2].clone()
-            self.stride *= 2
-        acceptance = state.statistics.get("acceptance_rate")
-        column = self.values[:, iteration // self.stride]
-        column[0] = state.potential.mean()
-        column[1] = torch.nan if acceptance is None else acceptance.mean()
-        column[2] = state.tuning.step_size
+        if self.wants(iteration):
+            energy = state.energy.mean()
+            values = [state.statistics.get(name) for name in CURVES[1:]]
+            means = [energy.new_tensor(torch.nan) if value is None else value.mean().to(energy) for value in values]
+            self.keep(iteration, torch.stack([energy, *means]).float())
 
-    def restore(self, values: Tensor, stride: int) -> None:
-        """Take up a trace where it was left."""
-        self.values.copy_(values)
-        self.stride = stride
-
-    def until(self, iterations: int) -> dict[str, Any]:
-        """The curves over the first iterations, as JSON: ``iteration``, then those of ``CURVES``; not finite: None."""
-        values = self.values[:, : -(-iterations // self.stride)].tolist()
-        curves = {name: [_number(value) for value in row] for name, row in zip(CURVES, values, strict=True)}
+    def curves(self, iterations: int) -> dict[str, Any]:
+        """As JSON, over the first iterations: ``iteration``, then those of ``CURVES``; not finite: ``None``."""
+        kept = self.until(iterations)
+        rows = torch.stack(kept, 1).tolist() if kept else [[] for _ in CURVES]
+        curves = {name: [_number(value) for value in row] for name, row in zip(CURVES, rows, strict=True)}
         return {"iteration": list(range(0, iterations, self.stride)), **curves}
 
 

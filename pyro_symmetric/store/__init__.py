@@ -1,25 +1,19 @@
-"""Draws on disk: written as they are made, readable meanwhile, whole after any interruption.
+"""Where draws go: to memory, or to a folder from which a broken run resumes and everybody reads at any time.
 
-A store is a folder::
+The folder of a run::
 
-    checkpoint.safetensors    how far it is, and all that is needed to resume; replaced whole at every commit
-    samples/0000.<site>.bin   a site's draws, end to end, each (chains, *site_shape)
-    statistics/....bin        likewise, each (chains,)
-    chunks.bin                for every commit that brought draws: how many there were then, each file's CRC-32, and
-                              that of this list so far, which the checkpoint repeats
+    draws-0000.safetensors    all draws, each site (chains, room, *site_shape), in place from the beginning
+    checkpoint.safetensors    how many draws there are, what they are worth checking against, the state to resume from
     .pyro_symmetric.lock      held by the process that writes
 
-Files only grow, by whole draws, so a store may hold far more than memory does. Only what a commit has named counts: it
-syncs the draws first and the checkpoint last, so what follows the last commit, half-written draws included, is cut off
-when the writing resumes. Readers map the files. Whatever is read is compared with its checksum first, by default.
-
-A folder with ``tasks.json`` holds one store for each group of chains, in folders ``task-0000`` and so on, and once all
-are done one of all chains side by side, ``joined``, which is what readers map; so it takes twice the room. That copy is
-made anew if it is damaged.
+A file of draws has its full size before the first draw is written, so a full disk is told then. Chains are contiguous
+in it, so the draws of a finished run are mapped as they are: ``get_samples()`` copies nothing, and any program that
+reads safetensors can do the same. Only what a checkpoint counts is there; it is replaced whole at every commit, after
+the draws that it counts have reached the disk. If more draws are asked for than a file has room for, a larger one,
+``draws-0001.safetensors``, takes its place.
 """
 
-from pyro_symmetric.store.layout import Column, Draws
-from pyro_symmetric.store.reader import join, read_store, read_tasks
-from pyro_symmetric.store.writer import DrawStore, Mark
+from pyro_symmetric.store.files import Checkpoint, Draws, read_store
+from pyro_symmetric.store.recorders import FolderRecorder, MemoryRecorder, Recorder
 
-__all__ = ["Column", "DrawStore", "Draws", "Mark", "join", "read_store", "read_tasks"]
+__all__ = ["Checkpoint", "Draws", "FolderRecorder", "MemoryRecorder", "Recorder", "read_store"]

@@ -20,8 +20,8 @@ import pyro
 import torch
 from pyro.util import get_rng_state, set_rng_state
 
-from pyro_symmetric.generators import seeded
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.generators import forked
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.storage import StoreError, write_text
 from pyro_symmetric.study.folder import REPORT, RESULTS, prepare_folder, scratch_path, store_path
 from pyro_symmetric.study.measure import Draws, concerns, draws_of, measure, reference_of
@@ -99,7 +99,7 @@ def on_its_own(settings: StudySettings) -> Iterator[None]:
     """An empty parameter store, and generators of PyTorch, numpy and Python that are put back afterwards."""
     if settings.torch_device.type == "cuda":
         torch.cuda.init()  # so that all GPUs' generators are put back: seeding seeds them all
-    with seeded(settings.seed), pyro.get_param_store().scope():
+    with forked(settings.seed, settings.torch_device), pyro.get_param_store().scope():
         found = get_rng_state()
         try:
             yield

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.storage import StoreError, write_text
 from pyro_symmetric.study.methods import Method
 from pyro_symmetric.study.settings import StudySettings

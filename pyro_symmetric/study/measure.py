@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_symmetric.chain_findings import R_HAT
 from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced
-from pyro_symmetric.compare import MMDResult, independent_draws, invariance_tests, marginal_wasserstein, mmd, scores
+from pyro_symmetric.compare import DistanceResult, distances, independent_draws, invariance_tests, scores
 from pyro_symmetric.compare.predictive_distance import Prediction
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.compare.results import plain
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.study.tables import OWN_HALF
@@ -25,9 +27,6 @@ MIN_REFERENCE = 4
 # Test rows whose predictions are followed along chains: enough for a worst case, few enough to be instant.
 FOLLOWED_ROWS = 32
 CHUNK = 32
-
-# Of predictions; beyond it chains haven't forgotten where they started.
-GOOD_R_HAT = 1.05
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Draws:
 class Predicted:
     """What draws predict on the test rows.
 
-    :param law: the predictive distribution, as :func:`~pyro_symmetric.compare.scores.total_variation` takes it.
+    :param law: the predictive distribution, as :func:`~pyro_symmetric.compare.total_variation` takes it.
     :param nll: the mean negative log-likelihood of the targets.
     """
 
@@ -69,15 +68,18 @@ class Reference:
     :param label: the method that made it.
     :param draws: its draws.
     :param predicted: what they predict.
-    :param halves: as many draws again from each half of its chains: how far it is from itself.
-    :param kernels: ``"raw"`` and ``"canonical"`` -> the discrepancy of the halves, whose kernels serve for all methods.
+    :param halves: as many draws again from each half of its chains.
+    :param predicted_halves: what each half predicts.
+    :param own: ``"raw"``, ``"canonical"`` and ``"prediction"`` -> distance -> that of the halves, how far the reference
+        is from itself; its choices (kernels) serve for all methods.
     """
 
     label: str
     draws: Draws
     predicted: Predicted
     halves: tuple[Draws, Draws]
-    kernels: dict[str, MMDResult]
+    predicted_halves: tuple[Predicted, Predicted]
+    own: dict[str, dict[str, DistanceResult]]
 
 
 def draws_of(posterior: Posterior, problem: Problem) -> Draws:
@@ -105,8 +107,9 @@ def reference_of(fit: Fit, draws: Draws, problem: Problem) -> Reference:
     else:
         cut = [{site: value[:, part] for site, value in samples.items()} for part in _halves(fit.posterior.num_samples)]
     first, second = (draws_of(Posterior(part, rows=fit.posterior.rows), problem) for part in cut)
-    kernels = {name: mmd(getattr(first, name), getattr(second, name)) for name in ("raw", "canonical")}
-    return Reference(fit.label, draws, Predicted.by(draws, problem), (first, second), kernels)
+    predicted = Predicted.by(first, problem), Predicted.by(second, problem)
+    own = between((first, second), predicted)
+    return Reference(fit.label, draws, Predicted.by(draws, problem), (first, second), predicted, own)
 
 
 def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Problem, seconds: float) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Proble
         {site: chain_statistics(value) for site, value in fit.posterior.samples.items()} if fit.is_chain else {}
     )
     sites = {site: found.summary() for site, found in statistics.items()}
-    independent = max(2, independent_draws(fit.posterior, statistics)) if fit.is_chain else None
+    independent = max(2, independent_draws(fit.posterior, statistics)) if fit.is_chain else draws.count
     law = predictive(draws.raw, problem, problem.dataset.test_x)
     prediction = scores_on_test_rows(law, draws.raw, problem)
     row: dict[str, Any] = {
@@ -123,7 +126,7 @@ def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Proble
         "seconds": seconds,
         "prediction": prediction,
         "training": training_scores(draws.raw, problem),
-        "invariance": invariance(draws, problem, independent) if draws.count > 1 else None,
+        "invariance": invariance(draws, problem, min(independent, draws.count)) if draws.count > 1 else None,
         "evidence": fit.evidence,
         "barrier": fit.barrier,
         "details": fit.details,
@@ -132,35 +135,38 @@ def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Proble
     }
     if reference is not None and draws.count > 1:  # a single network is no sample
         itself = fit.label == reference.label
-        pair = reference.halves if itself else (draws, reference.draws)
-        predicted = (Predicted(law, nll(prediction)), reference.predicted)
-        if itself:
-            predicted = Predicted.by(pair[0], problem), Predicted.by(pair[1], problem)
+        predicted = reference.predicted_halves if itself else (Predicted(law, nll(prediction)), reference.predicted)
+        found = reference.own if itself else between((draws, reference.draws), predicted, reference.own)
         row["distance"] = {
             "to": OWN_HALF if itself else reference.label,
-            "prediction": predictive_distance(*predicted),
-            **distances(*pair, reference.kernels),
+            "prediction": {
+                **{name: plain(result.totals) for name, result in found["prediction"].items()},
+                "nll_gap": predicted[0].nll - predicted[1].nll,
+            },
+            **{kind: {name: result.to_dict() for name, result in found[kind].items()} for kind in ("raw", "canonical")},
         }
     return row
 
 
-def predictive_distance(mine: Predicted, other: Predicted) -> dict[str, float]:
-    """How far apart two sets of draws are in what they predict on the test rows."""
-    total_variation = float(scores.total_variation(mine.law, other.law).mean())
-    return {"total_variation": total_variation, "nll_gap": mine.nll - other.nll}
+def between(
+    draws: Sequence[Draws],
+    predicted: Sequence[Predicted],
+    like: Mapping[str, Mapping[str, DistanceResult]] | None = None,
+) -> dict[str, dict[str, DistanceResult]]:
+    """All registered distances between two samples: of what they predict, and of their weights, before and after the
+    symmetries are removed.
 
-
-def distances(draws: Draws, others: Draws, kernels: Mapping[str, MMDResult]) -> dict[str, Any]:
-    """MMD and marginal Wasserstein distance between two samples, before and after the symmetries are removed."""
-    result = {}
-    for name in ("raw", "canonical"):
-        mine, theirs = getattr(draws, name), getattr(others, name)
-        wasserstein = marginal_wasserstein(mine, theirs).to_dict()
-        result[name] = {
-            "mmd": mmd(mine, theirs, bandwidths=kernels[name]).to_dict(),
-            "wasserstein": {key: value for key, value in wasserstein.items() if key != "per_weight"},
+    :param like: earlier results, whose choices are used again.
+    """
+    sides: dict[str, list[Any]] = {"prediction": [side.law for side in predicted]}
+    sides |= {name: [getattr(side, name) for side in draws] for name in ("raw", "canonical")}
+    return {
+        kind: {
+            distance.name: distance(p, q, None if like is None else like[kind][distance.name])
+            for distance in distances("predictions" if kind == "prediction" else "weights")
         }
-    return result
+        for kind, (p, q) in sides.items()
+    }
 
 
 def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]:
@@ -169,10 +175,10 @@ def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]
     if chains is None:
         return []
     found = []
-    if not chains["r_hat_predictions"] <= GOOD_R_HAT:
+    if not chains["r_hat_predictions"] <= R_HAT[1]:
         found.append(
             f"The reference has not converged: R-hat of its predictions is {chains['r_hat_predictions']:.2f}, over "
-            f"{GOOD_R_HAT}. Distances to it say little; give it more draws."
+            f"{R_HAT[1]}. Distances to it say little; give it more draws."
         )
     if chains["divergences"]:
         found.append(f"{chains['divergences']} draws of the reference diverged; it may miss parts of the posterior.")
@@ -219,11 +225,13 @@ def nll(found: Mapping[str, Any]) -> float:
     return float(found["nll"] if "nll" in found else -found["log_predictive_density"])
 
 
-def invariance(draws: Draws, problem: Problem, independent: int | None) -> dict[str, Any]:
+def invariance(draws: Draws, problem: Problem, independent: int) -> dict[str, Any]:
     """Corollary tests of permutation invariance, on as many draws as are independent."""
-    known = {site: value for site, value in draws.raw.items() if site in problem.symmetry.site_shapes}
-    result = invariance_tests(known, problem.symmetry.permutations, effective_size=independent)
-    return {**result.to_dict(), "verdict": result.verdict}
+    keep = evenly_spaced(draws.count, independent)
+    known = {site: value[keep] for site, value in draws.raw.items() if site in problem.symmetry.site_shapes}
+    posterior = Posterior.from_samples(known, rows="independent")
+    result = invariance_tests(posterior, problem.symmetry.permutations).to_dict()
+    return {**result, "num_draws": result["num_samples"][0]}
 
 
 @torch.no_grad()

@@ -6,6 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
+from pyro_symmetric.compare import distances
+
 Row = Mapping[str, Any]
 
 MISSING = "–"
@@ -76,18 +80,9 @@ class Table:
 
     def as_text(self, methods: Mapping[str, Row]) -> str:
         """For a terminal."""
-        rows = self.rows(methods)
-        cells = [["", *(column.title for column in self.columns)]]
-        cells += [[name, *(text for text, _ in row)] for name, row in rows.items()]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        lines = [
-            "  ".join(
-                f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
-                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in cells
-        ]
-        return "\n".join([self.title, *(line.rstrip() for line in lines)])
+        rows = [[text for text, _ in row] for row in self.rows(methods).values()]
+        frame = pd.DataFrame(rows, index=list(self.rows(methods)), columns=[column.title for column in self.columns])
+        return f"{self.title}\n{frame.to_string()}"
 
 
 CLASSIFICATION = Table(
@@ -194,74 +189,56 @@ REGRESSION = Table(
     ),
 )
 
-DISTANCE = Table(
-    "Distance to the reference",
-    "Between each method's draws and the reference's: in what they predict; and weight by weight, as they are, and with one "
-    "representative for all weights that compute the same function. The reference itself is split in two halves of its chains: what "
-    "its own Monte Carlo error looks like. All rows share the kernels of that split.",
-    (
-        Column(
-            "TV predictions",
-            ("distance", "prediction", "total_variation"),
-            ".4f",
-            "Total variation of the predictive distributions, averaged over test rows, 0 to 1: the most by which the two differ in the probability of any event. Symmetries don't matter here.",
-            min,
-        ),
-        Column(
-            "NLL gap",
-            ("distance", "prediction", "nll_gap"),
-            "+.4f",
-            "Negative log-likelihood of the test targets, in nats a row, less the reference's; under 0 the method predicts better than the reference.",
-        ),
-        Column(
-            "MMD² raw",
-            ("distance", "raw", "mmd", "median"),
-            ".4f",
-            "Squared maximum mean discrepancy, unbiased (so it may fall under 0): median over ten Gaussian and ten Laplace kernels, averaged over layers by their number of weights. As the draws come, symmetries and all.",
-        ),
-        Column(
-            "MMD² removed",
-            ("distance", "canonical", "mmd", "median"),
-            ".4f",
-            "The same after symmetries are removed: hidden units scaled to the least total norm where their scale is free, and ordered by their largest incoming weight.",
-            min,
-        ),
-        Column(
-            "MMD² removed, max",
-            ("distance", "canonical", "mmd", "maximum"),
-            ".4f",
-            "The same by the kernel that tells the two apart best.",
-            min,
-        ),
-        Column(
-            "W₁ raw",
-            ("distance", "raw", "wasserstein", "mean"),
-            ".4f",
-            "One-dimensional Wasserstein distance of each weight's marginal, averaged over weights, as the draws come. Even between equal distributions it falls to zero only with the number of draws.",
-        ),
-        Column(
-            "W₁ removed",
-            ("distance", "canonical", "wasserstein", "mean"),
-            ".4f",
-            "The same after symmetries are removed.",
-            min,
-        ),
-        Column(
-            "invariance p",
-            ("invariance", "p_value"),
-            ".3g",
-            "The true posterior is the same for every hidden unit of a layer. Smallest p-value, corrected for their number, of the tests that the draws are so too; small means that they are not.",
-        ),
-        Column(
-            "draws tested",
-            ("invariance", "num_draws"),
-            "d",
-            "Independent draws that the invariance tests could use; with few of them a large p-value says nothing.",
-        ),
-        Column("compared to", ("distance", "to"), "s", "What the draws are compared to."),
-    ),
-    competes=lambda row: bool(row["distance"]) and row["distance"]["to"] != OWN_HALF,
+NLL_GAP = Column(
+    "NLL gap",
+    ("distance", "prediction", "nll_gap"),
+    "+.4f",
+    "Negative log-likelihood of the test targets, in nats a row, less the reference's; under 0 the method predicts better than the reference.",
 )
+INVARIANCE = (
+    Column(
+        "invariance p",
+        ("invariance", "p_value"),
+        ".3g",
+        "The true posterior is the same for every hidden unit of a layer. Smallest p-value, corrected for their number, of the tests that the draws are so too; small means that they are not.",
+    ),
+    Column(
+        "draws tested",
+        ("invariance", "num_draws"),
+        "d",
+        "Independent draws that the invariance tests could use; with few of them a large p-value says nothing.",
+    ),
+    Column("compared to", ("distance", "to"), "s", "What the draws are compared to."),
+)
+
+
+def distance_table() -> Table:
+    """The table of all registered distances: of predictions; of weights as they come, and with symmetries removed."""
+    columns = [
+        Column(shown.title, ("distance", "prediction", distance.name, shown.total), shown.form, shown.meaning, min)
+        for distance in distances("predictions")
+        for shown in distance.shows
+    ]
+    columns.append(NLL_GAP)
+    for distance in distances("weights"):
+        for shown in distance.shows:
+            path = (distance.name, shown.total)
+            if shown is distance.shows[0]:
+                meaning = f"{shown.meaning} As the draws come, symmetries and all."
+                columns.append(Column(f"{shown.title} raw", ("distance", "raw", *path), shown.form, meaning))
+            meaning = SAME_REMOVED if shown is distance.shows[0] else shown.meaning
+            columns.append(Column(f"{shown.title} removed", ("distance", "canonical", *path), shown.form, meaning, min))
+    return Table(
+        "Distance to the reference",
+        "Between each method's draws and the reference's: in what they predict; and weight by weight, as they are, and with one "
+        "representative for all weights that compute the same function. The reference itself is split in two halves of its chains: "
+        "what its own Monte Carlo error looks like. All rows share the kernels of that split.",
+        (*columns, *INVARIANCE),
+        competes=lambda row: bool(row["distance"]) and row["distance"]["to"] != OWN_HALF,
+    )
+
+
+SAME_REMOVED = "The same after symmetries are removed: hidden units scaled to the least total norm where their scale is free, and ordered by their largest incoming weight."
 
 EVIDENCE = Table(
     "Evidence",
@@ -354,7 +331,7 @@ COST = Table(
 
 def tables(is_classification: bool) -> tuple[Table, ...]:
     """All tables of a report."""
-    return (CLASSIFICATION if is_classification else REGRESSION, DISTANCE, EVIDENCE, CHAINS, COST)
+    return (CLASSIFICATION if is_classification else REGRESSION, distance_table(), EVIDENCE, CHAINS, COST)
 
 
 def _best(column: Column, rows: Sequence[Row]) -> Any:

@@ -10,17 +10,7 @@ from pyro.infer.autoguide import AutoLowRankMultivariateNormal
 
 from pyro_symmetric.alignment import GaussianWeights, align, moments
 from pyro_symmetric.groups import Action, Group
-from pyro_symmetric.samples import Posterior
-
-
-def mlp(*widths):
-    axes, shapes = {}, {}
-    last = len(widths) - 2
-    for k in range(last + 1):
-        out, into = (f"h{k}" if k < last else None), (f"h{k - 1}" if k > 0 else None)
-        axes |= {f"{k}.weight": (out, into), f"{k}.bias": (out,)}
-        shapes |= {f"{k}.weight": (widths[k + 1], widths[k]), f"{k}.bias": (widths[k + 1],)}
-    return Group.declare(axes, {site: torch.Size(shape) for site, shape in shapes.items()})
+from pyro_symmetric.posterior import Posterior
 
 
 def random_weights(group, *batch):
@@ -31,8 +21,8 @@ def distances(one, other, batch_dims):
     return sum((one[site] - other[site]).square().flatten(batch_dims).sum(-1) for site in one)
 
 
-def test_a_batch_recovers_what_was_planted_in_each_source():
-    group = mlp(4, 9, 8, 3)
+def test_a_batch_recovers_what_was_planted_in_each_source(mlp):
+    group = mlp([4, 9, 8, 3]).permutations
     reference, planted = random_weights(group), group.sample((3, 5))
     source = {site: value + 0.01 * torch.randn(3, 5, *value.shape) for site, value in reference.items()}
     result = align(planted.inverse()(source), reference, group)
@@ -44,9 +34,9 @@ def test_a_batch_recovers_what_was_planted_in_each_source():
 
 
 @pytest.mark.parametrize("chunk", [1, 2**26])
-def test_every_history_of_a_batch_falls_to_its_cost(chunk, monkeypatch):
+def test_every_history_of_a_batch_falls_to_its_cost(mlp, chunk, monkeypatch):
     monkeypatch.setattr(moments, "CHUNK_ENTRIES", chunk)
-    group = mlp(4, 6, 5, 3)
+    group = mlp([4, 6, 5, 3]).permutations
     source, reference = random_weights(group, 7), random_weights(group)
     result = align(source, reference, group, restarts=4)
     assert len(result.history) == 7
@@ -56,8 +46,8 @@ def test_every_history_of_a_batch_falls_to_its_cost(chunk, monkeypatch):
     torch.testing.assert_close(result.cost, distances(result.element(source), reference, 1))
 
 
-def test_a_batch_starts_as_each_of_its_sources_alone():
-    group = mlp(4, 6, 5, 3)
+def test_a_batch_starts_as_each_of_its_sources_alone(mlp):
+    group = mlp([4, 6, 5, 3]).permutations
     source, reference = random_weights(group, 6), random_weights(group)
     together = align(source, reference, group, restarts=0)
     for k in range(6):
@@ -67,10 +57,10 @@ def test_a_batch_starts_as_each_of_its_sources_alone():
 
 
 @pytest.mark.stochastic
-def test_restarts_of_a_batch_reach_the_enumerated_optima():
+def test_restarts_of_a_batch_reach_the_enumerated_optima(mlp):
     # Measured for single sources: 91 of 100 pairs after 3 restarts, 100 after 20 (tests/alignment/test_matching.py). At
     # a true rate of 0.97, fewer than 26 of 30 succeed with probability 2e-3 (and the seed is fixed).
-    group = mlp(4, 5, 4, 3)
+    group = mlp([4, 5, 4, 3]).permutations
     source, reference = random_weights(group, 30), random_weights(group)
     every = group.enumerate()
     optima = torch.stack(
@@ -86,8 +76,8 @@ def posterior_of(group, centre, spread=0.1):
     return Posterior({site: centre[site] + spread * noise[site] for site in centre}, rows="chains")
 
 
-def test_moments_of_a_posterior_are_those_of_its_draws():
-    group = mlp(4, 6, 3)
+def test_moments_of_a_posterior_are_those_of_its_draws(mlp):
+    group = mlp([4, 6, 3]).permutations
     centre, planted = random_weights(group), group.sample()
     first, second = posterior_of(group, centre), posterior_of(group, planted.inverse()(centre))
     result = align(second, first, group)
@@ -100,8 +90,8 @@ def test_moments_of_a_posterior_are_those_of_its_draws():
     assert result.cost == pytest.approx(expected, rel=1e-10)
 
 
-def test_a_batch_of_gaussians_is_aligned_by_its_deviations_too():
-    group = mlp(3, 5, 2)
+def test_a_batch_of_gaussians_is_aligned_by_its_deviations_too(mlp):
+    group = mlp([3, 5, 2]).permutations
     zero = {site: torch.zeros_like(value) for site, value in random_weights(group).items()}
     scale = {site: value.abs() for site, value in random_weights(group).items()}
     planted = group.sample((4,))
@@ -135,8 +125,8 @@ def test_the_marginal_distance_of_correlated_guides_is_a_lower_bound_of_the_true
     assert 0 < result.cost <= float(true.detach())
 
 
-def test_bad_draws_are_named():
-    group = mlp(3, 4, 2)
+def test_bad_draws_are_named(mlp):
+    group = mlp([3, 4, 2]).permutations
     posterior = posterior_of(group, random_weights(group))
     with pytest.raises(ValueError, match=r"source has 3 chains of 0 draws"):
         align(

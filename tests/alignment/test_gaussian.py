@@ -15,6 +15,7 @@ from pyro.infer.autoguide import (
 from torch.distributions import biject_to
 
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
+from pyro_symmetric.posterior import Posterior
 
 
 def model() -> None:
@@ -93,6 +94,15 @@ def test_plain_weights_have_deviations_of_zero():
     assert to_gaussian(gaussian) is gaussian
 
 
+def test_networks_bring_their_statistics_and_draws_their_deviations():
+    net = torch.nn.BatchNorm1d(3)
+    assert to_gaussian(net).loc.keys() == {"weight", "bias", "running_mean", "running_var"}
+    draws = torch.randn(2, 50, 3, dtype=torch.float64)
+    gaussian = to_gaussian(Posterior({"w": draws}, rows="chains"))
+    torch.testing.assert_close(gaussian.loc["w"], draws.flatten(0, 1).mean(0))
+    torch.testing.assert_close(gaussian.scale["w"], draws.flatten(0, 1).var(0, correction=0).sqrt())
+
+
 @pytest.mark.parametrize("guide_class", [AutoNormal, *FLAT_GUIDES])
 def test_a_guide_without_parameters_says_what_to_do(guide_class):
     with pytest.raises(ValueError, match=r"no parameters yet; call guide.setup\(...\) or run one SVI step"):
@@ -105,7 +115,7 @@ def test_what_has_no_moments_is_refused_with_the_way_out():
     with pytest.raises(TypeError, match="laplace_approximation"):
         to_gaussian(used(AutoLaplaceApproximation))
     with pytest.raises(TypeError, match=r"named_parameters"):
-        to_gaussian(torch.nn.Linear(1, 1))
+        to_gaussian(torch.zeros(3))
     with pytest.raises(TypeError, match="'w'"):
         to_gaussian({"w": [1.0]})
 

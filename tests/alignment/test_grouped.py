@@ -18,7 +18,7 @@ def grouped(activation):
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
 @pytest.mark.parametrize("part", ["permutations", "finite", "group"])
 def test_a_planted_element_of_grouped_convolutions_is_undone(activation, part):
-    # Exact, whatever the seed: 100 of 100 planted elements (``benchmarks/alignment.py planted``).
+    # Exact, whatever the seed: 100 of 100 planted elements (``benchmarks/performance/alignment.py planted``).
     net = grouped(activation)
     symmetry = find_symmetry(net, torch.randn(2, 4, 6, 6, dtype=torch.float64))
     group = getattr(symmetry, part)

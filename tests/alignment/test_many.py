@@ -9,7 +9,7 @@ from torch import nn
 from pyro_symmetric.alignment import Frame, GaussianWeights, align, align_many, many
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Group
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 
 SHAPES = {"in": torch.Size((6, 3)), "mid": torch.Size((5, 6)), "out": torch.Size((2, 5))}
 AXES = {"in": ("a", None), "mid": ("b", "a"), "out": (None, "b")}
@@ -41,7 +41,6 @@ def test_scattered_copies_come_into_one_frame(group):
     frame = align_many(members, group, progress=False)
     assert one_frame(frame, planted)
     assert frame.converged
-    assert frame.cycles.fixed == frame.cycles.agreement == 1.0
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(frame.history))
     mean = {site: value.mean(0) for site, value in frame.aligned.items()}
     expected = sum((frame.aligned[s] - mean[s]).square().flatten(1).sum(1) for s in mean)
@@ -85,7 +84,6 @@ def test_independent_members_end_where_no_member_can_improve_and_below_the_best_
         moved = align(members, {s: v[k] for s, v in members.items()}, GROUP, restarts=5).element(members)
         stars.append(float(sum((v - v.mean(0)).square().flatten(1).sum(1) for v in moved.values()).mean()))
     assert frame.history[-1] < min(stars)
-    assert frame.cycles.fixed < 1.0  # aligned pair by pair, independent members don't agree
 
 
 def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
@@ -106,7 +104,7 @@ def test_chains_are_moved_as_wholes():
     posterior = Posterior(planted.inverse()(noisy), rows="chains")
     frame = align_many(posterior, GROUP, each="chain", progress=False)
     assert frame.element.batch_shape == (4, 1)
-    assert one_frame(Frame(frame.element.select((slice(None), 0)), *[None] * 6), planted.select((slice(None), 0)))
+    assert one_frame(Frame(frame.element.select((slice(None), 0)), *[None] * 5), planted.select((slice(None), 0)))
     torch.testing.assert_close(frame.posterior.samples, frame.element(posterior.samples))
 
 
@@ -140,13 +138,13 @@ def test_bad_members_are_named():
         align_many(empty, GROUP)
     with pytest.raises(ValueError, match=r"sources\[1\] lacks the site 'mid'"):
         align_many([listed[0], {k: v for k, v in listed[1].items() if k != "mid"}], GROUP)
-    with pytest.raises(ValueError, match=r"sources\[2\]\['out'\] has shape \(2, 4\), but the group expects \(2, 5\)"):
+    with pytest.raises(ValueError, match=r"sources\[2\]\['out'\] has shape \(2, 4\).*\(2, 5\)"):
         align_many([*listed[:2], listed[2] | {"out": torch.zeros(2, 4)}], GROUP)
     with pytest.raises(ValueError, match=r"sources\[1\]\['in'\] holds 18 NaN"):
         align_many([listed[0], listed[1] | {"in": torch.full((6, 3), torch.nan)}], GROUP)
     with pytest.raises(ValueError, match=r"batch shape \(\)"):
         align_many(listed[0], GROUP)
-    with pytest.raises(TypeError, match="sources is a int"):
+    with pytest.raises(TypeError, match="sources is 3"):
         align_many(3, GROUP)
     with pytest.raises(ValueError, match="cost is 'kl'"):
         align_many(members, GROUP, cost="kl")
@@ -167,9 +165,9 @@ def test_long_work_shows_a_bar(capsys, monkeypatch):
 
 def test_members_that_come_in_a_good_frame_are_never_left_in_a_worse_one():
     members = random_weights(8)
-    best = min((align_many(members, GROUP, triples=0, progress=False) for _ in range(6)), key=lambda f: f.history[-1])
+    best = min((align_many(members, GROUP, progress=False) for _ in range(6)), key=lambda f: f.history[-1])
     for _ in range(6):
-        again = align_many(best.aligned, GROUP, triples=0, progress=False)
+        again = align_many(best.aligned, GROUP, progress=False)
         assert again.history[0] == pytest.approx(best.history[-1], rel=1e-12)
         assert again.history[-1] <= best.history[-1] * (1 + 1e-12)
         assert float(again.cost.mean()) == pytest.approx(again.history[-1], rel=1e-12)
@@ -195,10 +193,10 @@ def test_sites_that_the_group_does_not_know_are_kept():
           for part in (lambda one: one.loc, lambda one: one.scale))
     )  # fmt: skip
     for members in (listed, batch):
-        frame = align_many(members, GROUP, progress=False, triples=0)
+        frame = align_many(members, GROUP, progress=False)
         torch.testing.assert_close(frame.barycentre.loc["sigma"], batch.loc["sigma"].mean())
         torch.testing.assert_close(frame.barycentre.scale["sigma"], batch.scale["sigma"].mean())
-    frame = align_many(listed, GROUP, progress=False, triples=0)
+    frame = align_many(listed, GROUP, progress=False)
     assert [one.loc["sigma"] for one in frame.aligned] == [one.loc["sigma"] for one in listed]
 
 
@@ -213,8 +211,8 @@ def test_deviations_move_with_the_means_though_only_those_are_compared():
 
 def test_a_frame_cut_short_says_so():
     members = random_weights(12)
-    assert not align_many(members, GROUP, max_rounds=1, triples=0, progress=False).converged
-    signs = align_many(members, SIGNED.signs, triples=3, progress=False)
+    assert not align_many(members, GROUP, max_rounds=1, progress=False).converged
+    signs = align_many(members, SIGNED.signs, progress=False)
     assert signs.history[-1] < signs.history[0]
 
 
@@ -224,7 +222,7 @@ def test_modules_are_their_weights():
     weights = [{k: v.detach() for k, v in symmetry.weights_of(net).items()} for net in nets]
     group = symmetry.permutations
     assert align(nets[1], nets[0], group).cost == align(weights[1], weights[0], group).cost
-    frame = align_many(nets, group, progress=False, triples=0)
+    frame = align_many(nets, group, progress=False)
     for k, moved in enumerate(frame.aligned):
         torch.testing.assert_close(moved, frame.element.select(k)(weights[k]))
 

@@ -375,7 +375,7 @@ def test_sites_that_do_not_fit_are_named():
             align(less, good, group)
         with pytest.raises(ValueError, match=f"reference lacks the site '{site}'"):
             align(good, less, group)
-    with pytest.raises(ValueError, match=r"reference\['0.bias'\] has shape \(5,\), but the group expects \(4,\)"):
+    with pytest.raises(ValueError, match=r"reference\['0.bias'\] has shape \(5,\).*\(4,\)"):
         align(good, good | {"0.bias": torch.zeros(5)}, group)
     with pytest.raises(ValueError, match="one set of weights at a time; align_many"):
         align(good, random_weights(group, batch=(2,)), group)

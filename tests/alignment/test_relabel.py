@@ -12,7 +12,7 @@ from torch.distributions import Dirichlet, Normal
 import pyro_symmetric as ps
 from pyro_symmetric.alignment import relabel
 from pyro_symmetric.groups import Group
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 
 AXES = {"mu": ("k",), "weights": ("k",)}
 

@@ -14,7 +14,7 @@ from torch.distributions import Dirichlet, Normal
 from pyro_symmetric import Group, find_symmetry
 from pyro_symmetric.alignment import align_many
 from pyro_symmetric.canonical.overlap import uncertain_share
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 
 SHAPES = {"mu": torch.Size((4, 2)), "scale": torch.Size((4, 2, 2)), "weights": torch.Size((4,))}
 AXES = {"mu": ("k", None), "scale": ("k", None, None), "weights": ("k",)}
@@ -166,12 +166,12 @@ def test_an_aligned_posterior_remembers_its_model():
 
 
 def test_few_draws_and_groups_with_scales_are_compared_by_distance():
-    assert align_many(mixture(99), MIXTURE, triples=0, progress=False).objective == "wasserstein"
-    assert align_many(mixture(100), MIXTURE, triples=0, progress=False).objective == "gaussian"
+    assert align_many(mixture(99), MIXTURE, progress=False).objective == "wasserstein"
+    assert align_many(mixture(100), MIXTURE, progress=False).objective == "gaussian"
     net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
     symmetry = find_symmetry(net, torch.zeros(1, 2))
     weights = {site: torch.randn(100, *value.shape) for site, value in net.named_parameters()}
-    assert align_many(weights, symmetry, triples=0, progress=False).objective == "wasserstein"
-    assert align_many(weights, symmetry.finite, triples=0, progress=False).objective == "gaussian"
+    assert align_many(weights, symmetry, progress=False).objective == "wasserstein"
+    assert align_many(weights, symmetry.finite, progress=False).objective == "gaussian"
     with pytest.raises(ValueError, match="cost is 'gaussian', but the group scales"):
         align_many(weights, symmetry, cost="gaussian")

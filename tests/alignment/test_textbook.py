@@ -4,17 +4,6 @@ import torch
 
 from pyro_symmetric.alignment import align
 from pyro_symmetric.alignment.textbook import weight_matching
-from pyro_symmetric.groups import Group
-
-
-def mlp(*widths):
-    axes, shapes = {}, {}
-    last = len(widths) - 2
-    for k in range(last + 1):
-        out, into = (f"h{k}" if k < last else None), (f"h{k - 1}" if k > 0 else None)
-        axes |= {f"{k}.weight": (out, into), f"{k}.bias": (out,)}
-        shapes |= {f"{k}.weight": (widths[k + 1], widths[k]), f"{k}.bias": (widths[k + 1],)}
-    return Group.declare(axes, {site: torch.Size(shape) for site, shape in shapes.items()})
 
 
 def random_weights(group):
@@ -25,8 +14,8 @@ def distance(one, other):
     return float(sum((one[site] - other[site]).square().sum() for site in one))
 
 
-def test_one_hidden_layer_is_solved_exactly_by_both():
-    group = mlp(4, 6, 3)
+def test_one_hidden_layer_is_solved_exactly_by_both(mlp):
+    group = mlp([4, 6, 3]).permutations
     for _ in range(5):
         source, reference = random_weights(group), random_weights(group)
         best = float(distances_over(group, source, reference).min())
@@ -40,8 +29,8 @@ def distances_over(group, source, reference):
     return sum((moved[site] - reference[site]).square().flatten(1).sum(1) for site in moved)
 
 
-def test_a_planted_permutation_near_the_reference_is_found_by_both():
-    group = mlp(6, 12, 12, 3)
+def test_a_planted_permutation_near_the_reference_is_found_by_both(mlp):
+    group = mlp([6, 12, 12, 3]).permutations
     reference, planted = random_weights(group), group.sample()
     source = planted.inverse()(reference)
     assert align(source, reference, group).element.equal(planted)
@@ -49,9 +38,9 @@ def test_a_planted_permutation_near_the_reference_is_found_by_both():
     assert weight_matching(near, reference, group).equal(group.identity())
 
 
-def test_the_textbook_s_end_is_one_from_which_no_layer_alone_improves_and_the_descent_ends_lower_on_average():
+def test_the_textbook_s_end_is_one_from_which_no_layer_alone_improves_and_the_descent_ends_lower_on_average(mlp):
     # Of 20 pairs of independent networks; the descent ended lower on average for every one of 20 seeds.
-    group = mlp(6, 16, 16, 16, 3)
+    group = mlp([6, 16, 16, 16, 3]).permutations
     ours, theirs = [], []
     for _ in range(20):
         source, reference = random_weights(group), random_weights(group)

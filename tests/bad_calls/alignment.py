@@ -78,7 +78,6 @@ CALLS = (
             "max_rounds": COUNTS,
             "max_sweeps": COUNTS,
             "tolerance": TOLERANCES,
-            "triples": NOT_NEGATIVE,
         },
         words={"sources": ""},
     ),

@@ -31,10 +31,8 @@ COMPARED = {
     "weights_p": (*bad_weights(20), *not_finite(20)),
     "weights_q": (*bad_weights(20), *not_finite(20)),
     "layers": LAYERS,
-    "site_shapes": (3, "banana", {"0.weight": (3, 2)}, {"0.weight": 3}),
     "symmetry": NO_SYMMETRY,
 }
-CHUNK = {"chunk": COUNTS}
 
 
 def compared(function, **bad):
@@ -43,7 +41,6 @@ def compared(function, **bad):
         "weights_p": "weights",
         "weights_q": "weights",
         "layers": "layer",
-        "site_shapes": "site",
         "symmetry": "symmetry",
     }
     return Calls(
@@ -53,6 +50,27 @@ def compared(function, **bad):
         {**COMPARED, **bad},
         words,
     )
+
+
+OTHER_MMD = ps.Distance("mmd", lambda p, q, like: ps.mmd(p, q))
+BAD_POSTERIORS = (
+    *(*THINGS, ARRAY, Made("weights", lambda: weights(20)), Made("lacking", lambda: lacking(20))),
+    *(
+        Made(bad.name, lambda bad=bad: ps.Posterior.from_samples(bad.make(), rows="independent"))
+        for bad in not_finite(20)
+    ),
+)
+
+
+def independent(count, held=None):
+    """Independent draws."""
+    return ps.Posterior.from_samples(held or weights(count), rows="independent")
+
+
+def lacking(count):
+    """Draws without one of the sites."""
+    held = {site: value for site, value in weights(count).items() if site != "0.weight"}
+    return ps.Posterior.from_samples(held, rows="independent")
 
 
 PROBABILITIES = torch.full((4, 6, 2), 0.5)
@@ -72,14 +90,26 @@ def tracked(weights, **options):
 
 
 CALLS = (
-    compared(ps.mmd, bandwidths=(3, "banana", {}), **CHUNK),
-    compared(ps.mmd_test, level=(*FRACTIONS, None), num_permutations=(*COUNTS, 3), **CHUNK),
-    compared(ps.marginal_wasserstein, p=(0.5, NAN, "1", None, True), **CHUNK),
+    compared(ps.mmd, bandwidths=(3, "banana", {})),
+    Calls(
+        "mmd_test",
+        ps.mmd_test,
+        lambda: {"posterior_p": independent(20), "posterior_q": independent(20)},
+        {
+            "posterior_p": BAD_POSTERIORS,
+            "posterior_q": BAD_POSTERIORS,
+            "layers": LAYERS,
+            "symmetry": NO_SYMMETRY,
+            "level": (*FRACTIONS, None),
+            "num_permutations": (*COUNTS, 3),
+        },
+        words={"posterior_p": "", "posterior_q": "", "layers": "layer"},
+    ),
+    compared(ps.marginal_wasserstein, p=(0.5, NAN, "1", None, True)),
     compared(
         ps.sliced_wasserstein,
         p=(0.5, INF, NAN, "1", None, True),
         num_projections=(*COUNTS, None),
-        chunk=(*COUNTS, None),
     ),
     Calls(
         "orbit_mmd",
@@ -90,38 +120,29 @@ CALLS = (
             "symmetry": (None, *NO_SYMMETRY),
             "num_elements": (1, *COUNTS, None),
             "bandwidths": (3, "b"),
-            **CHUNK,
         },
         words={
             "weights_p": "weights",
             "weights_q": "weights",
             "layers": "layer",
-            "site_shapes": "site",
             "symmetry": "",
         },
     ),
     Calls(
         "invariance_tests",
         ps.invariance_tests,
-        lambda: {"weights": weights(20), "group": group()},
+        lambda: {"posterior": independent(20), "group": group()},
         {
-            "weights": (*bad_weights(20), *not_finite(20), Made("one", lambda: weights(1))),
+            "posterior": (*BAD_POSTERIORS, Made("one", lambda: independent(1))),
             "group": (None, *NO_SYMMETRY),
             "level": (*FRACTIONS, None),
-            "effective_size": (0, 1.5, -1, NAN, "3", True),
             "max_tests": (*COUNTS, None),
         },
-        words={"group": ""},
+        words={"posterior": "", "group": ""},
     ),
     Calls(
-        "check",
-        ps.check,
-        lambda: {"posterior": posterior()},
-        {"posterior": (*THINGS, ARRAY, Made("weights", lambda: weights(2, 8))), "num_draws": (*COUNTS, None)},
-    ),
-    Calls(
-        "convergence",
-        ps.convergence,
+        "diagnose",
+        ps.diagnose,
         lambda: {"posterior": posterior()},
         {
             "posterior": (*THINGS, ARRAY, Made("weights", lambda: weights(2, 8))),
@@ -129,16 +150,62 @@ CALLS = (
             "aligned": (3, "banana", Made("weights", lambda: weights(2, 8)), Made("other", lambda: posterior(3, 8))),
             "model": (3, "banana", Made("network", network)),
             "predictions": (3, "banana", ARRAY, torch.zeros(3, 8, 2), torch.tensor(1.0)),
-            "threshold": (1.0, 0.5, NAN, "1.1", None, INF),
+            "num_draws": (*COUNTS, None),
         },
     ),
     Calls(
-        "convergence",
-        lambda **o: ps.convergence(posterior(), model=model(), **o),
-        lambda: {"x": data()[0], "y": data()[1]},
-        {"x": (3, "banana", ARRAY, torch.zeros(3, 5)), "y": (3, "banana", ARRAY, torch.zeros(5).long())},
+        "diagnose",
+        lambda **o: ps.diagnose(posterior(), model=model(), **o),
+        lambda: {"x": data()[0]},
+        {"x": (3, "banana", ARRAY, torch.zeros(3, 5))},
         words={"x": "x"},
         misspelt=False,
+    ),
+    Calls(
+        "Distance",
+        ps.Distance,
+        lambda: {"name": "mine", "function": lambda p, q, like: ps.mmd(p, q)},
+        {
+            "name": (3, None),
+            "function": (*THINGS, ps.Group),
+            "between": ("draws", None, 3),
+            "shows": (3, "banana", ["mean"], None),
+        },
+    ),
+    Calls(
+        "Distance.__call__",
+        lambda **o: ps.Distance("mine", lambda p, q, like: like or 3)(**o),
+        lambda: {"p": weights(20), "q": weights(20), "like": ps.mmd(weights(20), weights(20))},
+        {"like": (3, "banana")},
+        words={"like": "what distance 'mine' returned is"},
+        misspelt=False,
+    ),
+    Calls("register_distance", ps.register_distance, bad={"distance": (*THINGS, ps.mmd, OTHER_MMD)}, quick=False),
+    Calls(
+        "DistanceResult",
+        ps.DistanceResult,
+        lambda: {"title": "mine", "num_samples": (3, 4), "totals": {"value": 0.5}},
+        {
+            "title": (3, None),
+            "num_samples": (3, "banana", None, (1.5, 2)),
+            "totals": (3, "banana", None, {}, {"value": "0.5"}, {3: 0.5}, {"value": None}),
+            "labels": (3, "banana", None),
+            "arrays": (3, "banana", None),
+            "settings": (3, "banana", None),
+            "columns": (3, "mean", None),
+        },
+    ),
+    Calls(
+        "DistanceResult.of",
+        lambda **o: ps.mmd(weights(20), weights(20)).of(**o),
+        lambda: {"part": "0"},
+        {"part": ("banana", 3, None)},
+    ),
+    Calls(
+        "total_variation",
+        ps.total_variation,
+        lambda: {"p": PROBABILITIES, "q": PROBABILITIES},
+        {"p": BAD_PROBABILITIES, "q": (*BAD_PROBABILITIES, torch.full((4, 5, 2), 0.5))},
     ),
     Calls(
         "equivalent_modes",

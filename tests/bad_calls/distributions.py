@@ -20,10 +20,6 @@ CALLS = (
     Calls("InfoNCE", ps.InfoNCE, dict, {"K": (*NOT_NEGATIVE, None)}),
     Calls("SinkhornImportance", ps.SinkhornImportance, dict, {"K": (*COUNTS, None)}),
     Calls("ExactOrbit", ps.ExactOrbit, dict, {"limit": (*COUNTS, None)}),
-    *(
-        Calls(f"{kind.__name__}.leaves_out", kind().leaves_out, lambda: {"group": exchanges()}, {"group": THINGS})
-        for kind in (ps.InfoNCE, ps.SinkhornImportance, ps.ExactOrbit)
-    ),
     Calls(
         "Symmetrized",
         ps.Symmetrized,

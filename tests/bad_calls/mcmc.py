@@ -54,7 +54,7 @@ PATH = {
 def sampled(**options):
     """A run of one draw."""
     return ps.sample(
-        **{"kernel": ps.HMC(model()), "args": data(), "compile": False, "progress": False, **SHORT, **options}
+        **{"kernel": ps.HMC(model()), "args": data(), "engine": "torch", "progress": False, **SHORT, **options}
     )
 
 
@@ -82,7 +82,8 @@ CALLS = (
         {"target_accept": FRACTIONS, "mass": ("full", None), "max_treedepth": (*COUNTS, None), "step_size": POSITIVE},
     ),
     kernel(
-        ps.ChEES, {"trajectory_length": POSITIVE, "adapt_length": FLAGS, "max_steps": (*COUNTS, None), "rank": COUNTS}
+        ps.AdaptiveHMC,
+        {"trajectory_length": POSITIVE, "adapt_length": FLAGS, "max_steps": (*COUNTS, None), "rank": COUNTS},
     ),
     kernel(ps.SGLD, {**STOCHASTIC, **PATH}),
     kernel(
@@ -128,7 +129,7 @@ CALLS = (
                 lambda count: 3,
             ),
             "chain_chunk": COUNTS,
-            "compile": (1, "yes", 0.5),
+            "engine": (1, "yes", None),
             "store": ("", 3, ["a"]),
             "resume": ("no", 3, None, True),
             "seed": (1.5, "3", True, -1, 2**70),

@@ -48,6 +48,13 @@ CALLS = (
         dict,
         {"chains": (5, [5], "0", 0.5, [0.5], None), "draws": (99, [99], "0", 0.5, None)},
     ),
+    Calls(
+        "Posterior.concat",
+        ps.Posterior.concat,
+        lambda: {"parts": [posterior(), posterior()]},
+        {"parts": (*THINGS, ARRAY, [], [3], [posterior(), posterior().thin(2)])},
+        misspelt=False,
+    ),
     Calls("Posterior.thin", lambda **o: posterior().thin(**o), lambda: {"every": 2}, {"every": (*COUNTS, None)}),
     Calls(
         "Posterior.summary",

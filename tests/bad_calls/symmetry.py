@@ -153,15 +153,9 @@ CALLS = (
         {"shape": SHAPES, "spread": (-1.0, NAN, INF, "1", None), "device": DEVICES},
     ),
     Calls(
-        "Symmetry.identity",
-        lambda **o: symmetry().identity(**o),
-        dict,
-        {"shape": SHAPES[:3], "device": DEVICES},
-    ),
-    Calls(
         "Symmetry.act",
         lambda **o: symmetry().act(**o),
-        lambda: {"element": symmetry().identity(), "target": weights()},
+        lambda: {"element": symmetry().group.identity(), "target": weights()},
         {
             "element": NO_ELEMENT,
             "target": (
@@ -215,11 +209,5 @@ CALLS = (
                 {"1.running_mean": 3},
             )
         },
-    ),
-    Calls(
-        "Symmetry.leaving",
-        lambda **o: symmetry().leaving(**o),
-        lambda: {"sites": ["0.bias"]},
-        {"sites": (*THINGS, ["0.wait"], [3])},
     ),
 )

@@ -48,17 +48,17 @@ class Calls:
     misspelt: bool = True
     quick: bool = True
 
-    def rows(self) -> Iterator[tuple[str, Calls, str, Any]]:
-        """An id, the calls, the argument and its value."""
+    def rows(self) -> Iterator[tuple[str, str, Any]]:
+        """What a bad call is named in a report, its argument and the value."""
         for argument, values in self.bad.items():
-            for number, value in enumerate(values):
-                yield f"{self.name}-{argument}-{number}-{in_words(value)}", self, argument, value
+            for value in values:
+                yield f"{argument}={in_words(value)}", argument, value
         if self.misspelt:
-            yield f"{self.name}-misspelt", self, "banana", 1
+            yield "an unknown option", "banana", 1
 
 
 def in_words(value: Any) -> str:
-    """A value for the id of a test."""
+    """A value for the report of a test that failed."""
     if isinstance(value, Made):
         return value.name
     if isinstance(value, torch.Tensor | np.ndarray):

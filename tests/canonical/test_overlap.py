@@ -13,7 +13,7 @@ import pyro_symmetric as ps
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.overlap import mixed_share, uncertain_share
 from pyro_symmetric.groups import Axis, Group, Units
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 
 SHAPES = {"mu": torch.Size((4, 2)), "weights": torch.Size((4,))}
 GROUP = Group.declare({"mu": ("k", None), "weights": ("k",)}, SHAPES)
@@ -81,7 +81,7 @@ def test_few_draws_aren_t_judged_and_comparisons_do_not_warn():
         warnings.simplefilter("error")
         canonicalize(scattered(SQUARE, 99), GROUP)
         ps.mmd(scattered(SQUARE, 120), scattered(SQUARE, 120), symmetry=GROUP)
-        ps.convergence(Posterior(scattered(SQUARE, 4, 50), rows="chains"), GROUP)
+        ps.diagnose(Posterior(scattered(SQUARE, 4, 50), rows="chains"), GROUP)
 
 
 @pytest.mark.stochastic

@@ -3,9 +3,9 @@ import torch
 
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.compare import independent_draws, invariance_tests, mmd_test
-from pyro_symmetric.compare.independence import is_chain, thinned
+from pyro_symmetric.compare.independence import thinned
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 
 RHO = 0.95
 GROUP = Group.declare({"w": ("unit", None)}, {"w": torch.Size([4, 2])})
@@ -30,10 +30,16 @@ def test_every_chain_counts_once_at_least():
     assert independent_draws(Posterior({"w": stuck}, rows="chains")) == 6
 
 
-def test_only_a_samplers_draws_are_chains():
-    assert is_chain(autoregression())
-    assert not is_chain(Posterior({"w": torch.randn(4, 5, 2)}, rows="independent"))
-    assert not is_chain({"w": torch.randn(4, 5, 2)})
+def test_independent_rows_all_count_and_a_dictionary_says_nothing():
+    weights = {"w": torch.randn(4, 5, 2)}
+    assert independent_draws(Posterior(weights, rows="independent")) == 20
+    for refused in (weights, weights["w"]):
+        with pytest.raises(TypeError, match=r"posterior is .*; it must be a Posterior"):
+            invariance_tests(refused, GROUP)
+        with pytest.raises(TypeError, match=r"posterior_q is .*; it must be a Posterior"):
+            mmd_test(autoregression(), refused)
+    with pytest.raises(TypeError, match="rows='independent'"):
+        invariance_tests(weights, GROUP)
 
 
 @pytest.mark.stochastic
@@ -47,8 +53,8 @@ def test_tests_of_a_samplers_draws_keep_their_level():
         same += mmd_test(first, second, num_permutations=99).rejected
     assert invariance <= 4
     assert same <= 4
-    as_they_come = invariance_tests(first.get_samples(), GROUP)
-    assert as_they_come.num_draws == 1600
+    as_they_come = invariance_tests(Posterior(first.samples, rows="independent"), GROUP)
+    assert as_they_come.num_samples == (1600,)
     assert as_they_come.rejected
 
 
@@ -113,11 +119,6 @@ def test_broken_draws_are_refused_even_if_thinning_would_drop_them():
         mmd_test(posterior, autoregression())
 
 
-@pytest.mark.parametrize("size", [8, 8.9])
-def test_an_effective_size_may_be_a_fraction(size):
-    assert invariance_tests(autoregression(), GROUP, effective_size=size).num_draws == 8
-
-
 def test_one_weight_that_never_moves_hides_no_slow_one():
     slow = torch.linspace(0, 1, 200).expand(1, 200)[..., None] + 1e-3 * torch.randn(1, 200, 2)
     slow[..., 0] = 1.0
@@ -127,11 +128,5 @@ def test_one_weight_that_never_moves_hides_no_slow_one():
 def test_a_chain_without_two_independent_draws_says_so():
     drift = torch.linspace(0, 1, 50)[None, :, None].expand(1, 50, 2) + 1e-4 * torch.randn(1, 50, 2)
     posterior = Posterior({"w": drift}, metadata={"kernel": "NUTS"}, rows="chains")
-    with pytest.raises(ValueError, match="of 50 draws of one chain only 1 counts as independent"):
-        mmd_test(posterior, {"w": torch.randn(20, 2)})
-
-
-@pytest.mark.parametrize("size", [float("nan"), 1.9])
-def test_an_effective_size_that_is_no_number_of_draws_is_refused(size):
-    with pytest.raises(ValueError, match=f"effective_size is {size}"):
-        invariance_tests(autoregression(), GROUP, effective_size=size)
+    with pytest.raises(ValueError, match="of 50 draws only 1 may be taken as independent"):
+        mmd_test(posterior, Posterior.from_samples({"w": torch.randn(20, 2)}, rows="independent"))

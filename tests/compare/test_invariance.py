@@ -1,13 +1,26 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from pyro_symmetric.compare import invariance_tests
+from pyro_symmetric import compare
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis, Units
+from pyro_symmetric.posterior import Posterior
+
+
+def invariance_tests(weights, group, **options):
+    """Of independent draws."""
+    return compare.invariance_tests(Posterior.from_samples(weights, rows="independent"), group, **options)
+
+
+def counts_of(factor):
+    """The counts of a set of units, ``(copies, n)``."""
+    kept = factor["index_counts"][:, ~np.isnan(factor["index_counts"]).all(0)]
+    return kept[~np.isnan(kept).all(1)].tolist()
 
 
 def mlp_group(inputs=3, hidden=6, outputs=2):
@@ -40,12 +53,12 @@ def test_a_chain_in_one_copy_is_found_out():
     # index: a uniform one would have to hold one unit in nearly all of 200 draws; false alarm nil
     group = mlp_group()
     result = invariance_tests(one_copy(group, 200), group)
-    factor = result.per_factor["hidden"]
+    factor = result.of("hidden")
     assert result.rejected
     assert result.p_value < 1e-6
-    assert factor.index_adjusted < 1e-6
-    assert factor.marginal_adjusted < 1e-6
-    assert factor.marginal_rejected > factor.marginal_tests / 2
+    assert factor["index_adjusted"] < 1e-6
+    assert factor["marginal_adjusted"] < 1e-6
+    assert factor["marginal_rejected"] > factor["marginal_tests"] / 2
     assert "not invariant" in result.verdict
     assert "'hidden'" in result.verdict
 
@@ -75,7 +88,7 @@ def test_units_that_depend_on_each_other_within_a_draw_do_no_harm():
     p_values = []
     for _ in range(400):
         w = torch.randn(60, 1)
-        p_values.append(invariance_tests({"w": torch.cat([w, -w], 1)}, group).per_factor["unit"].marginal_p_value)
+        p_values.append(invariance_tests({"w": torch.cat([w, -w], 1)}, group).of("unit")["marginal_p_value"])
     assert (torch.tensor(p_values) < 0.1).double().mean() < 0.16
 
 
@@ -86,9 +99,9 @@ def test_equal_index_with_unequal_marginals_is_found_by_the_marginals():
     w = torch.randn(400, 4, 2)
     w[..., 1] += 50
     w[:, 2, 0] *= 5
-    factor = invariance_tests({"w": w}, group).per_factor["unit"]
-    assert factor.marginal_p_value < 1e-6
-    assert factor.index_p_value > 1e-4  # false alarm 1e-4
+    factor = invariance_tests({"w": w}, group).of("unit")
+    assert factor["marginal_p_value"] < 1e-6
+    assert factor["index_p_value"] > 1e-4  # false alarm 1e-4
 
 
 def test_index_counts_name_the_unit_with_the_largest_incoming_weight():
@@ -98,9 +111,9 @@ def test_index_counts_name_the_unit_with_the_largest_incoming_weight():
     for s in range(50):
         per_unit = [max(*weights["0.weight"][s, i].tolist(), float(weights["0.bias"][s, i])) for i in range(6)]
         expected[per_unit.index(max(per_unit))] += 1
-    factor = invariance_tests(weights, group).per_factor["hidden"]
-    assert factor.index_counts.tolist() == expected.tolist()
-    assert factor.sites == ("0.weight", "0.bias")
+    factor = invariance_tests(weights, group).of("hidden")
+    assert counts_of(factor) == [expected.tolist()]
+    assert factor["sites"] == "0.weight, 0.bias"
 
 
 def test_marginal_p_value_equals_a_loop_with_scipy():
@@ -113,9 +126,9 @@ def test_marginal_p_value_equals_a_loop_with_scipy():
         for i in range(4)
         for j in range(i + 1, 4)
     ]
-    factor = invariance_tests(weights, group).per_factor["hidden"]
-    assert factor.marginal_tests == 24
-    assert factor.marginal_p_value == pytest.approx(min(1.0, 24 * min(p_values)), rel=1e-6)
+    factor = invariance_tests(weights, group).of("hidden")
+    assert factor["marginal_tests"] == 24
+    assert factor["marginal_p_value"] == pytest.approx(min(1.0, 24 * min(p_values)), rel=1e-6)
     level = sorted(24 * p for p in p_values)[3] * 0.9  # somewhere in the middle
     expected = 0
     for rank, p in enumerate(sorted(p_values)):
@@ -123,7 +136,7 @@ def test_marginal_p_value_equals_a_loop_with_scipy():
             break
         expected += 1
     if level < 1:
-        found = invariance_tests(weights, group, level=level).per_factor["hidden"].marginal_rejected
+        found = invariance_tests(weights, group, level=level).of("hidden")["marginal_rejected"]
         assert found == expected
 
 
@@ -132,10 +145,12 @@ def test_overall_p_value_is_holms_over_factors_and_tests():
     group = Group.declare({"a": ("first", None), "b": ("second", "first")}, shapes)
     result = invariance_tests({site: torch.randn(100, *shape) for site, shape in shapes.items()}, group)
     p_values = sorted(
-        p for factor in result.per_factor.values() for p in (factor.index_p_value, factor.marginal_p_value)
+        p
+        for units in ("first", "second")
+        for p in (result.of(units)[f"{kind}_p_value"] for kind in ("index", "marginal"))
     )
     assert result.p_value == pytest.approx(min(1.0, 4 * p_values[0]))
-    assert list(result.per_factor) == ["first", "second"]
+    assert result.parts == ("first", "second")
 
 
 def convolutional_group():
@@ -188,23 +203,23 @@ def test_recurrent_diagonals_are_compared_with_diagonals():
     hh = torch.randn(400, 15, 5) + 20 * torch.eye(5).repeat(3, 1)
     result = invariance_tests({"ih": torch.randn(400, 15, 2), "hh": hh}, group, level=1e-4)  # false alarm 1e-4
     assert not result.rejected
-    assert result.per_factor["cell"].marginal_tests == 10 * 3 * (2 + 5)
+    assert result.of("cell")["marginal_tests"] == 10 * 3 * (2 + 5)
 
 
 def test_units_of_several_copies_are_tested_copy_by_copy():
     weights = {"in": torch.randn(60, 6, 2), "out": torch.randn(60, 2, 6)}
-    together = invariance_tests(weights, nested_group()).per_factor["row"]
+    together = invariance_tests(weights, nested_group()).of("row")
     alone = []
     for copy in (slice(0, 3), slice(3, 6)):
         group = Group.declare({"in": ("row", None)}, {"in": torch.Size([3, 2])})
-        alone.append(invariance_tests({"in": weights["in"][:, copy]}, group).per_factor["row"])
-    assert together.size == 3
-    assert together.index_counts.tolist() == [one.index_counts.tolist() for one in alone]
-    assert together.index_statistic == pytest.approx(max(one.index_statistic for one in alone))
-    assert together.index_p_value == pytest.approx(min(1, 2 * min(one.index_p_value for one in alone)))
-    assert together.marginal_tests == sum(one.marginal_tests for one in alone) == 2 * 3 * 2
-    assert together.marginal_largest == max(one.marginal_largest for one in alone)
-    assert together.marginal_p_value == pytest.approx(min(1, 2 * min(one.marginal_p_value for one in alone)))
+        alone.append(invariance_tests({"in": weights["in"][:, copy]}, group).of("row"))
+    assert together["size"] == 3
+    assert counts_of(together) == [counts_of(one)[0] for one in alone]
+    assert together["index_statistic"] == pytest.approx(max(one["index_statistic"] for one in alone))
+    assert together["index_p_value"] == pytest.approx(min(1, 2 * min(one["index_p_value"] for one in alone)))
+    assert together["marginal_tests"] == sum(one["marginal_tests"] for one in alone) == 2 * 3 * 2
+    assert together["marginal_largest"] == max(one["marginal_largest"] for one in alone)
+    assert together["marginal_p_value"] == pytest.approx(min(1, 2 * min(one["marginal_p_value"] for one in alone)))
 
 
 def test_the_copy_that_is_not_invariant_is_named():
@@ -221,7 +236,7 @@ def test_few_tests_can_be_asked_for():
     for limit, expected in ((10_000, pairs * 21), (3 * pairs + 5, 3 * pairs), (10, 10)):
         state = torch.get_rng_state()
         result = invariance_tests(weights, group, max_tests=limit)
-        assert result.per_factor["hidden"].marginal_tests == expected
+        assert result.of("hidden")["marginal_tests"] == expected
         assert torch.equal(torch.get_rng_state(), state)  # the user's random stream is left alone
         assert result.rejected
 
@@ -239,32 +254,35 @@ def test_thinning_mends_the_size_on_autocorrelated_draws():
         return {"w": torch.stack(chain)}
 
     naive, _ = rejections(group, draw, 25)
-    thinned, results = rejections(group, draw, 25, effective_size=800 // 38)
+    chains = [Posterior.from_samples(draw(), rows="chains") for _ in range(25)]
+    results = [compare.invariance_tests(chain, group) for chain in chains]
     assert int(naive.sum()) > 12
-    assert int(thinned.sum()) <= 6  # Binomial(25, 0.05): above 6 with probability 2e-4
-    assert results[0].num_draws == 21
+    assert sum(result.rejected for result in results) <= 6  # Binomial(25, 0.05): above 6 with probability 2e-4
+    # half of 800 / 19; the smallest of six estimates is lower
+    assert 10 < sum(result.num_samples[0] for result in results) / 25 < 22
 
 
 def test_chains_and_draws_are_flattened():
     group = mlp_group()
     weights = one_copy(group, 60)
-    chains = {site: value.reshape(4, 15, *value.shape[1:]) for site, value in weights.items()}
-    assert invariance_tests(chains, group).p_value == invariance_tests(weights, group).p_value
+    rows = {site: value.reshape(4, 15, *value.shape[1:]) for site, value in weights.items()}
+    whole = compare.invariance_tests(Posterior(rows, rows="independent"), group)
+    assert whole.p_value == invariance_tests(weights, group).p_value
 
 
 def test_few_draws_say_that_they_are_few():
     group = mlp_group()
     result = invariance_tests(symmetrised(group, one_copy(group, 6)), group, level=1e-4)
     assert "too few draws" in result.verdict
-    assert result.per_factor["hidden"].index_method == "simulated multinomial"
+    assert result.of("hidden")["index_method"] == "simulated multinomial"
 
 
 def test_equal_weights_break_ties_at_random():
     # all units tie in every draw: uniform index; 3,000 draws, |z| < 6 for each count
     group = mlp_group(hidden=3)
     weights = {site: torch.zeros(3000, *shape) for site, shape in group.site_shapes.items()}
-    counts = invariance_tests(weights, group).per_factor["hidden"].index_counts
-    assert float((counts - 1000).abs().max()) < 6 * math.sqrt(3000 * 2 / 9)
+    counts = invariance_tests(weights, group).of("hidden")["index_counts"]
+    assert float(np.abs(counts - 1000).max()) < 6 * math.sqrt(3000 * 2 / 9)
 
 
 def test_a_group_without_units_to_exchange_has_nothing_to_test():
@@ -282,7 +300,7 @@ def test_result_is_readable_and_plain():
     result = invariance_tests(one_copy(group, 50), group)
     plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert plain["verdict"] == result.verdict
-    assert sum(plain["per_factor"]["hidden"]["index_counts"]) == 50
+    assert sum(plain["parts"]["hidden"]["index_counts"][0]) == 50
     assert "\n" not in result.verdict
     assert "hidden" in repr(result)
 
@@ -291,9 +309,8 @@ def test_result_is_readable_and_plain():
     ("change", "arguments", "message"),
     [
         ({}, {"level": 0.0}, "level is 0.0"),
-        ({}, {"effective_size": 1}, "effective_size is 1"),
         ({}, {"max_tests": 0}, "max_tests is 0"),
-        ({"0.bias": torch.full((20, 6), math.nan)}, {}, r"weights\['0.bias'\] holds 120 NaN"),
+        ({"0.bias": torch.full((20, 6), math.nan)}, {}, r"posterior\['0.bias'\] holds 120 NaN"),
         ({"0.bias": torch.zeros(20, 5)}, {}, r"weights\['0.bias'\] has shape"),
     ],
 )
@@ -305,5 +322,5 @@ def test_bad_arguments_are_refused(change, arguments, message):
 
 def test_one_draw_is_too_few():
     group = mlp_group()
-    with pytest.raises(ValueError, match="1 draws; the tests need at least 2"):
+    with pytest.raises(ValueError, match="of 1 draws only 1 may be taken as independent"):
         invariance_tests(one_copy(group, 1), group)

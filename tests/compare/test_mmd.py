@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from pyro_symmetric.compare.mmd import bandwidth_grid, mmd
+from pyro_symmetric.compare.wasserstein import marginal_wasserstein
 from pyro_symmetric.groups.group import Group
+from pyro_symmetric.posterior import Posterior
 
 
 def naive_mmd(x, y, kernel):
@@ -31,34 +33,36 @@ def flat(weights, sites):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("shift", "scale"), [(0.5, 1.0), (0.0, 0.02), (30.0, 0.001)])
-def test_mmd_equals_a_naive_double_loop(dtype, shift, scale):
+def test_mmd_equals_a_naive_double_loop(dtype, shift, scale, monkeypatch):
     p = {"0.weight": scale * torch.randn(13, 3, 2), "0.bias": scale * torch.randn(13, 3)}
     q = {"0.weight": scale * torch.randn(9, 3, 2) + shift, "0.bias": scale * torch.randn(9, 3)}
     p, q = ({site: value.to(dtype) for site, value in w.items()} for w in (p, q))
-    layer = mmd(p, q, chunk=4).per_layer["0"]
+    monkeypatch.setattr("pyro_symmetric.compare._pairs._CACHE_ENTRIES", 1)
+    monkeypatch.setattr("pyro_symmetric.compare._pairs._LEAST_CHUNK", 4)
+    layer = mmd(p, q).of("0")
     x, y = (flat(w, ["0.weight", "0.bias"]) for w in (p, q))
     grid_2 = naive_grid(np.array([np.linalg.norm(a - b) for a in x for b in y]))
     grid_1 = naive_grid(np.array([np.abs(a - b).sum() for a in x for b in y]))
     gaussian = [naive_mmd(x, y, lambda a, b, s=s: math.exp(-(((a - b) / s) ** 2).sum())) for s in grid_2]
     laplace = [naive_mmd(x, y, lambda a, b, s=s: math.exp(-np.abs(a - b).sum() / s)) for s in grid_1]
-    np.testing.assert_allclose(layer.gaussian_bandwidths, grid_2, rtol=1e-5)
-    np.testing.assert_allclose(layer.laplace_bandwidths, grid_1, rtol=1e-5)
-    np.testing.assert_allclose(layer.gaussian, gaussian, atol=1e-6)
-    np.testing.assert_allclose(layer.laplace, laplace, atol=1e-6)
+    np.testing.assert_allclose(layer["bandwidth"], [*grid_2, *grid_1], rtol=1e-5)
     both = gaussian + laplace
-    assert layer.median == pytest.approx(np.median(both), abs=1e-6)
-    assert layer.mean == pytest.approx(np.mean(both), abs=1e-6)
-    assert layer.maximum == pytest.approx(max(both), abs=1e-6)
+    np.testing.assert_allclose(layer["squared"], both, atol=1e-6)
+    assert layer["median"] == pytest.approx(np.median(both), abs=1e-6)
+    assert layer["mean"] == pytest.approx(np.mean(both), abs=1e-6)
+    assert layer["maximum"] == pytest.approx(max(both), abs=1e-6)
 
 
 def test_layers_count_by_their_number_of_weights():
     p = {"0.weight": torch.randn(20, 6, 2), "2.weight": torch.randn(20, 1, 3), "noise_scale": torch.rand(20)}
     q = {site: torch.randn_like(value) + 0.3 for site, value in p.items()}
     result = mmd(p, q)
-    assert [layer.num_weights for layer in result.per_layer.values()] == [12, 3, 1]
+    assert result.data["num_weights"].values.tolist() == [12, 3, 1]
     for statistic in ("median", "mean", "maximum"):
-        parts = [getattr(layer, statistic) for layer in result.per_layer.values()]
-        assert getattr(result, statistic) == pytest.approx(np.average(parts, weights=[12, 3, 1]))
+        parts = [result.of(layer)[statistic] for layer in ("0", "2", "noise_scale")]
+        assert result.data[statistic].values.tolist() == parts
+        assert result[statistic] == pytest.approx(np.average(parts, weights=[12, 3, 1]))
+    assert result.value == result["median"]
 
 
 def test_given_layers_are_those_compared():
@@ -66,23 +70,23 @@ def test_given_layers_are_those_compared():
     q = {"a": torch.randn(15, 4), "b": torch.randn(15, 2)}
     joint = mmd(p, q, layers={"all": ["a", "b"]})
     renamed = mmd({"x.a": p["a"], "x.b": p["b"]}, {"x.a": q["a"], "x.b": q["b"]})
-    assert list(joint.per_layer) == ["all"]
-    assert joint.mean == pytest.approx(renamed.per_layer["x"].mean)
+    assert joint.parts == ("all",)
+    assert joint["mean"] == pytest.approx(renamed.of("x")["mean"])
 
 
 def test_chunks_and_blocks_change_nothing(monkeypatch):
     p, q = {"w": torch.randn(30, 50)}, {"w": torch.randn(20, 50) + 0.1}
     whole = mmd(p, q)
     monkeypatch.setattr(importlib.import_module("pyro_symmetric.compare._pairs"), "_BLOCK_ROWS", 7)
-    parts = mmd(p, q, chunk=3)
-    torch.testing.assert_close(parts.per_layer["w"].gaussian, whole.per_layer["w"].gaussian, atol=1e-7, rtol=0)
-    torch.testing.assert_close(parts.per_layer["w"].laplace, whole.per_layer["w"].laplace, atol=1e-7, rtol=0)
+    monkeypatch.setattr("pyro_symmetric.compare._pairs._CACHE_ENTRIES", 1)
+    monkeypatch.setattr("pyro_symmetric.compare._pairs._LEAST_CHUNK", 3)
+    np.testing.assert_allclose(mmd(p, q).of("w")["squared"], whole.of("w")["squared"], atol=1e-7, rtol=0)
 
 
-def test_batch_dimensions_are_flattened():
+def test_chains_are_laid_end_to_end():
     p, q = {"w": torch.randn(12, 5, 2)}, {"w": torch.randn(7, 5, 2)}
-    chains = mmd({"w": p["w"].reshape(3, 4, 5, 2)}, q, site_shapes={"w": torch.Size([5, 2])})
-    assert chains.mean == mmd(p, q).mean
+    chains = mmd(Posterior({"w": p["w"].reshape(3, 4, 5, 2)}, rows="chains"), q)
+    assert chains["mean"] == mmd(p, q)["mean"]
     assert chains.num_samples == (12, 7)
 
 
@@ -103,9 +107,9 @@ def test_expectation_under_gaussians_is_the_closed_form():
 
     kernels, errors = mmd(*draw()), []
     for _ in range(40):
-        layer = mmd(*draw(), bandwidths=kernels).per_layer["w"]
-        truth = torch.tensor([expected(float(s)) for s in layer.gaussian_bandwidths])
-        errors.append(layer.gaussian - truth)
+        layer = mmd(*draw(), bandwidths=kernels).of("w")
+        truth = torch.tensor([expected(float(s)) for s in layer["bandwidth"][:10]])
+        errors.append(torch.from_numpy(layer["squared"][:10]) - truth)
     errors = torch.stack(errors)
     standard = errors.std(0) / len(errors) ** 0.5
     assert float((errors.mean(0) / standard).abs().max()) < 5
@@ -120,8 +124,7 @@ def test_equal_distributions_give_zero_on_average_under_given_kernels():
         return {"w": torch.randn(15, 4)}, {"w": torch.randn(12, 4)}
 
     kernels = mmd(*draw())
-    results = [mmd(*draw(), bandwidths=kernels).per_layer["w"] for _ in range(300)]
-    values = torch.stack([torch.cat([layer.gaussian, layer.laplace]) for layer in results])
+    values = torch.tensor(np.stack([mmd(*draw(), bandwidths=kernels).of("w")["squared"] for _ in range(300)]))
     z = values.mean(0) / (values.std(0) / len(values) ** 0.5)
     assert float(z.abs().max()) < 5
     assert bool((values < 0).any())  # an unbiased estimate of 0 must fall below it
@@ -131,29 +134,26 @@ def test_distant_sets_reach_two_and_closer_ones_less():
     # far apart and each concentrated, k = 1 within and 0 across under a middling bandwidth
     p, q = {"w": 0.001 * torch.randn(20, 3)}, {"w": 0.001 * torch.randn(20, 3) + 100}
     far = mmd(p, q)
-    assert far.maximum == pytest.approx(2, abs=0.1)
+    assert far["maximum"] == pytest.approx(2, abs=0.1)
     near = mmd({"w": torch.randn(200, 3)}, {"w": torch.randn(200, 3) + 0.5})
-    assert 0 < near.maximum < far.maximum
+    assert 0 < near["maximum"] < far["maximum"]
 
 
 def test_kernels_can_be_used_again():
     p, q, r = ({"0.w": torch.randn(20, 3)} for _ in range(3))
     first = mmd(p, q)
     assert mmd(p, q, bandwidths=first).to_dict() == first.to_dict()
-    again = mmd(p, r, bandwidths=first).per_layer["0"]
-    assert torch.equal(again.laplace_bandwidths, first.per_layer["0"].laplace_bandwidths)
+    again = mmd(p, r, bandwidths=first).of("0")
+    assert np.array_equal(again["bandwidth"], first.of("0")["bandwidth"])
     with pytest.raises(ValueError, match=r"bandwidths has the layers \['0'\], but the weights have \['1'\]"):
         mmd({"1.w": p["0.w"]}, {"1.w": q["0.w"]}, bandwidths=first)
+    with pytest.raises(ValueError, match="bandwidths is a result of another distance"):
+        mmd(p, q, bandwidths=marginal_wasserstein(p, q))
 
 
-def test_roots_keep_the_sign():
-    result = mmd({"w": torch.randn(50, 3)}, {"w": torch.randn(50, 3) + 1})
-    assert result.median_root == pytest.approx(result.median**0.5)
-    assert result.maximum_root == pytest.approx(result.maximum**0.5)
+def test_identical_samples_are_closer_than_equal_distributions():
     same = {"w": torch.randn(10, 3)}
-    identical = mmd(same, same)  # every cross sum holds m pairs at distance 0: below 0
-    assert identical.mean < 0
-    assert identical.mean_root == pytest.approx(-((-identical.mean) ** 0.5))
+    assert mmd(same, same)["mean"] < 0  # every cross sum holds m pairs at distance 0
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,16 @@ def test_bandwidths_follow_the_rule(distances, low, high):
 
 def test_result_is_readable_and_plain():
     result = mmd({"0.w": torch.randn(10, 3)}, {"0.w": torch.randn(12, 3)})
-    assert "10 samples against 12" in repr(result)
+    assert "10 against 12 samples" in repr(result)
     plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-    assert plain["per_layer"]["0"]["num_weights"] == 3
-    assert len(plain["per_layer"]["0"]["gaussian"]) == 10
+    assert plain["parts"]["0"]["num_weights"] == 3
+    assert len(plain["parts"]["0"]["squared"]) == 20
+    assert result.data["squared"].sel(layer="0", kernel="laplace").shape == (10,)
+    assert result.plot().axes[0].get_title() == result.title
+    with pytest.raises(KeyError, match="no total 'least'"):
+        result["least"]
+    with pytest.raises(ValueError, match="part is '3'; it must be one of"):
+        result.of("3")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -193,8 +199,6 @@ def test_overflow_and_too_few_samples_are_refused():
         mmd(huge, huge)
     with pytest.raises(ValueError, match="weights_q holds 1 samples; at least 2"):
         mmd({"w": torch.randn(5, 2)}, {"w": torch.randn(1, 2)})
-    with pytest.raises(ValueError, match="chunk is 0"):
-        mmd({"w": torch.randn(5, 2)}, {"w": torch.randn(5, 2)}, chunk=0)
     with pytest.raises(ValueError, match="no weights"):
         mmd({"w": torch.randn(5, 0)}, {"w": torch.randn(5, 0)})
 
@@ -204,19 +208,17 @@ def test_mmd_on_cuda_equals_mmd_on_cpu():
     p, q = {"w": torch.randn(40, 300)}, {"w": torch.randn(30, 300) + 0.1}
     there = mmd({"w": p["w"].cuda()}, {"w": q["w"].cuda()})
     here = mmd(p, q)
-    torch.testing.assert_close(there.per_layer["w"].gaussian, here.per_layer["w"].gaussian, atol=1e-6, rtol=0)
-    torch.testing.assert_close(there.per_layer["w"].laplace, here.per_layer["w"].laplace, atol=1e-6, rtol=0)
+    np.testing.assert_allclose(there.of("w")["squared"], here.of("w")["squared"], atol=1e-6, rtol=0)
 
 
 def test_a_symmetry_is_removed_from_both_sides():
     group = Group.declare({"0.w": ("unit", None)}, {"0.w": torch.zeros(4, 2)})
     p, q = ({"0.w": torch.randn(40, 4, 2) + 5 * torch.arange(4.0)[:, None]} for _ in range(2))
     moved = group.sample((40,))(q)
-    assert mmd(p, moved).mean > 0.05
-    assert mmd(p, moved, symmetry=group).mean == pytest.approx(mmd(p, q).mean, abs=1e-6)
-    weights = {"0.w": p["0.w"].reshape(4, 10, 4, 2)}
-    chains = mmd(weights, moved, symmetry=group, site_shapes={"0.w": torch.Size([4, 2])})
-    assert chains.mean == pytest.approx(mmd(p, q).mean, abs=1e-6)
+    assert mmd(p, moved)["mean"] > 0.05
+    assert mmd(p, moved, symmetry=group)["mean"] == pytest.approx(mmd(p, q)["mean"], abs=1e-6)
+    chains = mmd(Posterior({"0.w": p["0.w"].reshape(4, 10, 4, 2)}, rows="chains"), moved, symmetry=group)
+    assert chains["mean"] == pytest.approx(mmd(p, q)["mean"], abs=1e-6)
 
 
 def test_samples_may_lie_in_a_file(tmp_path):

@@ -5,9 +5,23 @@ import math
 import pytest
 import torch
 
-from pyro_symmetric.compare.scores import total_variation
+from pyro_symmetric import compare
 
 NORMAL = torch.distributions.Normal(0.0, 1.0)
+
+
+def total_variation(p, q):
+    """Of each input."""
+    return torch.from_numpy(compare.total_variation(p, q).data["distance"].values)
+
+
+def test_the_result_is_that_of_every_distance():
+    p, q = torch.rand(5, 7, 3).softmax(-1), torch.rand(9, 7, 3).softmax(-1)
+    result, by_input = compare.total_variation(p, q), total_variation(p, q)
+    assert result.totals == pytest.approx({"mean": float(by_input.mean()), "maximum": float(by_input.max())})
+    assert result.num_samples == (5, 9)
+    assert compare.total_variation((p[..., 0], 1.0), (q[..., 0], 1.0)).num_samples == (5, 9)
+    assert len(repr(compare.total_variation(torch.full((500, 2), 0.5), torch.full((500, 2), 0.5))).splitlines()) < 70
 
 
 def test_of_two_classifiers_it_is_the_most_that_an_event_s_probabilities_differ_by():

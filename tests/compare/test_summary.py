@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pyro_symmetric as ps
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 
 GROUP = ps.Group.declare({"mu": ("k", None), "weights": ("k",)}, {"mu": torch.zeros(4, 2), "weights": torch.zeros(4)})
 MU = torch.tensor([[0.0, 0.0], [2.5, 0.5], [0.3, 2.8], [3.0, 3.0]])

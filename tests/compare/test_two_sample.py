@@ -4,10 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_symmetric.compare import _pairs
+from pyro_symmetric.compare import _pairs, two_sample
 from pyro_symmetric.compare.mmd import mmd
-from pyro_symmetric.compare.two_sample import _score, _statistics, _upper_ranks, mmd_test
+from pyro_symmetric.compare.two_sample import _score, _statistics, _upper_ranks
 from pyro_symmetric.groups.group import Group
+from pyro_symmetric.posterior import Posterior
+
+
+def mmd_test(p, q, **options):
+    """Of independent draws."""
+    return two_sample.mmd_test(*(Posterior.from_samples(w, rows="independent") for w in (p, q)), **options)
 
 
 def two_normals(m, n, shift=0.0, dimension=3):
@@ -19,14 +25,12 @@ def test_statistics_of_a_permutation_are_those_of_the_permuted_samples():
     pooled = torch.cat([p["0.w"], q["0.w"]])
     result = mmd(p, q)
     order = torch.randperm(15)
-    again = mmd({"0.w": pooled[order[:9]]}, {"0.w": pooled[order[9:]]}, bandwidths=result).per_layer["0"]
+    again = mmd({"0.w": pooled[order[:9]]}, {"0.w": pooled[order[9:]]}, bandwidths=result).of("0")
     pairs = _pairs.Pairs(9, 6)
     chosen = torch.zeros(15, 1, dtype=torch.float64)
     chosen[order[:9]] = 1
-    for norm, values, grid in (
-        (2, again.gaussian, again.gaussian_bandwidths),
-        (1, again.laplace, again.laplace_bandwidths),
-    ):
+    for norm, half in ((2, slice(0, 10)), (1, slice(10, 20))):
+        values, grid = (torch.from_numpy(again[name][half]) for name in ("squared", "bandwidth"))
         distances = torch.pdist(pooled.double(), p=norm)
         found = torch.stack([_statistics(pairs, distances, bandwidth, norm, chosen)[0] for bandwidth in grid])
         torch.testing.assert_close(found, values, atol=1e-6, rtol=0)
@@ -47,7 +51,7 @@ def test_ranks_and_scores_equal_their_definition():
 @pytest.mark.stochastic
 def test_size_is_within_monte_carlo_error_of_the_level():
     # 200 repetitions at level 0.1: rejections are Binomial(200, 0.1), sd 4.2; outside 20 -+ 4 sd with probability under
-    # 1e-4 (benchmarks/test_levels.py runs 500 at several sizes)
+    # 1e-4 (benchmarks/performance/test_levels.py runs 500 at several sizes)
     rejected = sum(mmd_test(*two_normals(12, 10), level=0.1, num_permutations=59).rejected for _ in range(200))
     assert 3 <= rejected <= 37
 
@@ -68,8 +72,8 @@ def test_the_layer_that_differs_is_named_and_the_other_is_not():
     p = {"0.w": torch.randn(60, 4), "2.w": torch.randn(60, 3)}
     q = {"0.w": torch.randn(60, 4), "2.w": torch.randn(60, 3) + 1}
     result = mmd_test(p, q, level=2e-4, num_permutations=9_999)
-    assert result.layer_p_values["2"] == result.p_value <= 2e-4
-    assert result.layer_p_values["0"] > 2e-4
+    assert result.of("2")["p_value"] == result.p_value <= 2e-4
+    assert result.of("0")["p_value"] > 2e-4
     assert "1 of 2 layers differ, first of all '2'" in result.verdict
 
 
@@ -116,6 +120,9 @@ def test_result_is_readable_plain_and_reproducible():
     torch.manual_seed(3)
     assert mmd_test(p, q, num_permutations=49).to_dict() == first.to_dict()
     assert "10 samples against 8" in repr(first)
+    assert first.rejected == (first.p_value <= 0.05)
+    assert first.data["kernel_p_value"].shape == (1, 20)
+    assert first.plot().axes[0].get_ylabel() == "p_value"
     assert json.loads(json.dumps(first.to_dict(), allow_nan=False))["num_permutations"] == 49
 
 

@@ -14,7 +14,7 @@ from pyro_symmetric.groups.group import Group
 @pytest.mark.parametrize(("m", "n"), [(20, 20), (20, 30), (17, 5), (1, 4), (12, 18)])
 def test_first_order_equals_scipy(m, n):
     p, q = {"0.w": torch.randn(m, 3, 2)}, {"0.w": 2 * torch.randn(n, 3, 2) + 1}
-    found = marginal_wasserstein(p, q).per_weight["0.w"]
+    found = marginal_wasserstein(p, q).data["weights/0.w"].values
     for i, j in np.ndindex(3, 2):
         expected = wasserstein_distance(p["0.w"][:, i, j].numpy(), q["0.w"][:, i, j].numpy())
         assert float(found[i, j]) == pytest.approx(expected, rel=1e-6)
@@ -30,14 +30,14 @@ def test_every_order_equals_the_transport_problem(order):
         A_eq=np.vstack([rows, columns]),
         b_eq=np.concatenate([np.full(5, 1 / 5), np.full(7, 1 / 7)]),
     )
-    found = marginal_wasserstein({"w": x}, {"w": y}, order).mean
+    found = marginal_wasserstein({"w": x}, {"w": y}, order)["mean"]
     assert found == pytest.approx(solution.fun ** (1 / order), rel=1e-6)
 
 
 def test_a_shift_is_the_distance_in_every_order():
     x = torch.randn(40, 3, dtype=torch.float64)
     for order in (1, 2, math.inf):
-        assert marginal_wasserstein({"w": x}, {"w": x + 0.7}, order).mean == pytest.approx(0.7)
+        assert marginal_wasserstein({"w": x}, {"w": x + 0.7}, order)["mean"] == pytest.approx(0.7)
 
 
 @pytest.mark.stochastic
@@ -45,34 +45,40 @@ def test_second_order_between_gaussians_is_the_closed_form():
     # W2^2 = (difference of means)^2 + (difference of deviations)^2 = 0.25 + 0.25; with 40,000 samples the error of
     # W2 is about 0.01, so 0.05 is five deviations: false alarm under 1e-6.
     p, q = {"w": torch.randn(40_000)}, {"w": 0.5 + 1.5 * torch.randn(30_000)}
-    assert marginal_wasserstein(p, q, 2).mean == pytest.approx(0.5**0.5, abs=0.05)
+    assert marginal_wasserstein(p, q, 2)["mean"] == pytest.approx(0.5**0.5, abs=0.05)
 
 
-def test_layers_are_summarised():
+def test_layers_are_summarised(monkeypatch):
     p = {"0.w": torch.randn(9, 4, 2), "0.b": torch.randn(9, 4), "1.w": torch.randn(9, 3)}
     q = {site: torch.randn_like(value) for site, value in p.items()}
-    result = marginal_wasserstein(p, q, chunk=3)
-    values = {site: value.reshape(-1).numpy() for site, value in result.per_weight.items()}
+    whole = marginal_wasserstein(p, q)
+    monkeypatch.setattr("pyro_symmetric.compare.wasserstein._CHUNK_ENTRIES", 18 * 3)
+    result = marginal_wasserstein(p, q)
+    values = {site: result.data[f"weights/{site}"].values.reshape(-1) for site in p}
     first = np.concatenate([values["0.w"], values["0.b"]])
-    layer = result.per_layer["0"]
-    assert (layer.median, layer.mean, layer.maximum) == pytest.approx((np.median(first), first.mean(), first.max()))
+    layer = result.of("0")
+    expected = {"num_weights": 12, "median": np.median(first), "mean": first.mean(), "maximum": first.max()}
+    assert layer == pytest.approx(expected)
     everything = np.concatenate([first, values["1.w"]])
-    assert (result.median, result.mean) == pytest.approx((np.median(everything), everything.mean()))
-    assert result.per_weight["0.w"].shape == (4, 2)
-    torch.testing.assert_close(result.per_weight, marginal_wasserstein(p, q).per_weight)
+    assert result.totals == pytest.approx(
+        {"median": np.median(everything), "mean": everything.mean(), "maximum": everything.max()}
+    )
+    assert result.value == result["mean"]
+    assert result.data["weights/0.w"].shape == (4, 2)
+    assert result.data.equals(whole.data)
 
 
 def test_it_is_symmetric_and_zero_on_equal_samples():
     p, q = {"w": torch.randn(8, 5)}, {"w": torch.randn(12, 5)}
-    assert marginal_wasserstein(p, q).mean == pytest.approx(marginal_wasserstein(q, p).mean)
-    assert marginal_wasserstein(p, {"w": p["w"].repeat(3, 1)[torch.randperm(24)]}, 2).maximum == 0
+    assert marginal_wasserstein(p, q)["mean"] == pytest.approx(marginal_wasserstein(q, p)["mean"])
+    assert marginal_wasserstein(p, {"w": p["w"].repeat(3, 1)[torch.randperm(24)]}, 2)["maximum"] == 0
 
 
 def test_result_is_readable_and_plain():
     p = {"0.w": torch.randn(8, 5)}
     result = marginal_wasserstein(p, p, math.inf)
     assert "Wasserstein-inf" in repr(result)
-    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["per_layer"]["0"]["num_weights"] == 5
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["parts"]["0"]["num_weights"] == 5
 
 
 @pytest.mark.parametrize("order", [0.5, math.nan])
@@ -90,5 +96,5 @@ def test_a_symmetry_is_removed_from_both_sides():
     group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
     p = {"w": torch.randn(40, 4, 2) + 3 * torch.arange(4.0)[:, None]}
     moved = group.sample((40,))(p)
-    assert marginal_wasserstein(p, moved).mean > 0.5
-    assert marginal_wasserstein(p, moved, symmetry=group).mean == 0
+    assert marginal_wasserstein(p, moved)["mean"] > 0.5
+    assert marginal_wasserstein(p, moved, symmetry=group)["mean"] == 0

@@ -7,7 +7,7 @@ import torch
 from pyro.infer import config_enumerate
 from torch import nn
 
-from pyro_symmetric.discovery.densities import InconclusiveError, JointDensity
+from pyro_symmetric.discovery.densities import InconclusiveError, JointDensity, compared
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.groups import Axis, Group, Units
@@ -139,9 +139,8 @@ def test_a_prior_that_the_likelihood_makes_up_for_breaks_nothing() -> None:
 
 
 def test_a_likelihood_of_zero_for_moved_units_breaks_the_symmetry() -> None:
-    density = JointDensity(lambda: None, (), {}, 1e-4)
     before = {"w": torch.zeros(1).double(), "y": torch.zeros(1).double()}
-    broken, size, sites = density._compare(before, {**before, "y": torch.full((1,), -torch.inf).double()})
+    broken, size, sites = compared(before, {**before, "y": torch.full((1,), -torch.inf).double()}, 1e-4)
     assert (broken, size, sites) == (True, float("inf"), ("y",))
 
 
@@ -164,7 +163,7 @@ def test_one_unit_of_many_with_another_prior_is_noticed() -> None:
         pyro.sample("a", dist.Normal(torch.zeros(5000), scale).to_event(1))
 
     group = Group.declare({"a": ("k",)}, {"a": torch.Size([5000])})
-    assert not verify_model(group, model, trials=4, explain=False)
+    assert not verify_model(group, model, trials=4)
 
 
 def test_masks_and_scales_are_those_of_the_batch_where_events_have_entries_of_their_own() -> None:
@@ -176,7 +175,8 @@ def test_masks_and_scales_are_those_of_the_batch_where_events_have_entries_of_th
 
     trace = pyro.poutine.trace(model).get_trace()
     trace.compute_log_prob()
-    point = JointDensity(model, (), {}, 1e-4).draw(Group.declare({"a": (None, "k")}, {"a": torch.Size([2, 2])}))
+    group = Group.declare({"a": (None, "k")}, {"a": torch.Size([2, 2])})
+    (point,) = JointDensity(model, group, 1, 1e-4).points
     again = pyro.poutine.trace(pyro.poutine.condition(model, data=point.weights)).get_trace()
     assert point.log_probs["a"].shape == (4,)
     assert float(point.log_probs["a"].sum()) == pytest.approx(float(again.log_prob_sum()))

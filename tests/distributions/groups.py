@@ -1,5 +1,6 @@
 """Small groups of every kind, for tests of estimators."""
 
+import math
 from typing import Any
 
 import pyro.distributions as dist
@@ -207,3 +208,13 @@ def action_of(group: Group) -> Action:
 def base(dim: int, separation: float, *batch: int, generator: torch.Generator | None = None) -> dist.TorchDistribution:
     loc = separation * torch.randn(*batch, dim, dtype=torch.float64, generator=generator)
     return dist.Normal(loc, 0.3 + torch.rand(*batch, dim, dtype=torch.float64, generator=generator)).to_event(1)
+
+
+def by_enumeration(q: Any, action: Action, w: torch.Tensor) -> torch.Tensor:
+    """The symmetrised log-density as a loop over all permutations and signs."""
+    elements = action.group.finite.enumerate()
+    terms = []
+    for number in range(elements.batch_shape[0]):
+        element = elements.select(number)
+        terms.append(q.log_prob(action(w, element)) + action.log_abs_det(w, element))
+    return torch.stack(terms).logsumexp(0) - math.log(len(terms))

@@ -137,7 +137,7 @@ def test_bounds_of_a_symmetrised_mixture_are_bounds(estimator: Any, spread: floa
     draws = base.sample((4000,))
     exact = ExactOrbit().log_prob(base, FLAT, draws)
     excess = estimator.log_prob(base, FLAT, draws) - exact
-    assert float(excess.mean()) > -5 * float(excess.std()) / math.sqrt(len(excess))
+    assert float(excess.mean()) > -5 * float(excess.std()) / math.sqrt(len(excess)) - 1e-9
 
 
 @pytest.mark.stochastic
@@ -180,7 +180,7 @@ def test_shapes_that_make_no_mixture_are_named() -> None:
         Modes(components(3), torch.zeros(2))
     with pytest.raises(ValueError, match=r"all must be \(\(\), \(D,\)\)"):
         Modes([*components(3)[:2], *components(4)[:1]], torch.zeros(3))
-    with pytest.raises(NotImplementedError, match="closed form"):
+    with pytest.raises(NotImplementedError):
         Modes(components(3), LOGITS).entropy()
 
 

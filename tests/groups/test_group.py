@@ -636,3 +636,19 @@ def test_copies_without_a_parent_move_independently():
             [2, 3, 0, 1, 4, 7, 8, 5, 6],
         ]
     )
+
+
+def test_groups_of_inference_mode_can_be_trained_with_afterwards():
+    with torch.inference_mode():
+        axis = Axis("w", 0, torch.tensor([[2, 0, 1]]), 1)
+        group = Group([Units("k", 3, (axis,), moves=frozenset({"permute", "flip"}))], {"w": torch.Size([3, 2])})
+        part, free = group.restricted("permute"), group.independent("flip")["k"]
+    w = torch.randn(3, 2, requires_grad=True)
+    own, acted = rows(w, part["k"].axes[0], 2), part.sample()({"w": w})["w"]
+    (own.square().sum() + w[free].square().sum() + acted.sum()).backward()
+    torch.testing.assert_close(w.grad, 4 * w.detach() + 1)
+
+
+def test_floats_of_elements_keep_all_their_digits():
+    group = Group([Units("k", 2, (Axis("w", 0, torch.arange(2)[None], 1),), moves={"scale"})], {"w": (2,)})
+    assert group.element(log_scales={"k": [0.1, 1 / 3]}).log_scales["k"].tolist() == [0.1, 1 / 3]

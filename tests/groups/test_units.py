@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pyro_symmetric.groups import Axis, Group, Units
-from pyro_symmetric.groups.units import fills
 
 from .cases import plain
 
@@ -19,10 +18,10 @@ def test_units_in_copies_have_an_axis_for_the_copies():
 
 
 def test_an_axis_is_filled_by_one_unit_for_each_position():
-    assert fills(Axis("w", 0, plain(3)), 3)
-    assert not fills(Axis("w", 0, plain(3)), 4)
-    assert not fills(Axis("w", 0, plain(4).flip(1)), 4)
-    assert not fills(Axis("w", 0, torch.arange(4).view(2, 2)), 4)
+    assert Axis("w", 0, plain(3)).fills(3)
+    assert not Axis("w", 0, plain(3)).fills(4)
+    assert not Axis("w", 0, plain(4).flip(1)).fills(4)
+    assert not Axis("w", 0, torch.arange(4).view(2, 2)).fills(4)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_units_go_through_json_and_leave_plain_indices_out():
     shapes = {"w": torch.Size((6,)), "v": torch.Size((2, 3))}
     axes = (Axis("w", 0, plain(6), 1), Axis("v", 0, plain(6).flip(1), -1, True, 0.5, 2))
     one = Units("u", 2, axes, "heads", 3, frozenset({"permute", "scale"}))
-    assert one.axes[0].in_order
+    assert one.axes[0].fills(one.count)
     data = one.to_dict(shapes)
     assert data["axes"][0]["index"] is None
     again = Units.from_dict(data, shapes)

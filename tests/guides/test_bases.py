@@ -37,10 +37,20 @@ FLOWS: list[tuple[type, dict[str, Any]]] = [
 EVERY: list[tuple[type, dict[str, Any]]] = [(base, {}) for base in GAUSSIAN] + FLOWS
 
 
+def perceptron(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+@functools.cache
+def symmetry_of(width: int) -> Symmetry:
+    """Once for all tests: tracing takes longer than most of them."""
+    with torch.random.fork_rng():
+        return find_symmetry(perceptron(width), torch.zeros(2, 1))
+
+
 def network(width: int = 3) -> tuple[BayesianModel, Symmetry, torch.Tensor, torch.Tensor]:
-    net = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1))
     x = torch.linspace(-2, 2, 20)[:, None]
-    return BayesianModel(net, 1.0, "gaussian"), find_symmetry(net, x), x, torch.sin(2 * x[:, 0])
+    return BayesianModel(perceptron(width), 1.0, "gaussian"), symmetry_of(width), x, torch.sin(2 * x[:, 0])
 
 
 class HandWritten(PyroModule):

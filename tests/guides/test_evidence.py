@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoLowRankMultivariateNormal, AutoNormal
+from pyro.infer.autoguide.initialization import init_to_sample
 
 import pyro_symmetric as ps
 from pyro_symmetric.groups import Group
@@ -28,7 +29,8 @@ DATA = torch.linspace(-3, 3, 12)
 @pytest.mark.parametrize("kind", [AutoNormal, AutoDiagonalNormal, AutoLowRankMultivariateNormal])
 def test_stock_guides_have_an_evidence_too(kind: Any) -> None:
     """As our guide of the same moments: the same draws if mean-field, else within 5 errors (1 in 10^6)."""
-    stock = ps.distinct(kind(model, init_scale=0.5))
+    # Apart: from AutoNormal's own start, where all units are equal, there is nothing to gain.
+    stock = ps.distinct(kind(model, init_loc_fn=init_to_sample, init_scale=0.5))
     stock(DATA)
     pyro.set_rng_seed(1)
     worth = ps.evidence(stock, ps.log_joint(model, DATA), GROUP)
@@ -96,7 +98,7 @@ def test_a_group_that_the_model_lacks_is_refused() -> None:
         pyro.sample("locs", dist.Normal(locs, 0.1).to_event(1))
 
     group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
-    with pytest.raises(ValueError, match=r"\['k'\].*\n.*changes by 3\..*e\+03 nats"):
+    with pytest.raises(ValueError, match=r"nats.*\['k'\].*\n.*change of 3\..*e\+03"):
         ps.evidence(gaussian_guide(lopsided, locs), ps.log_joint(lopsided), group)
 
 
@@ -133,7 +135,7 @@ def test_a_density_of_zero_at_moved_draws_is_refused() -> None:
         pyro.sample("locs", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
     group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
-    with pytest.raises(ValueError, match="changes by inf nats"):
+    with pytest.raises(ValueError, match="change of inf"):
         ps.evidence(gaussian_guide(flat, torch.tensor([-3.0, 3.0])), ordered, group)
 
 

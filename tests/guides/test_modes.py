@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -171,11 +172,20 @@ def test_held_weights_are_no_parameters_and_please_stock_objectives() -> None:
 # networks -----------------------------------------------------------------------------------------------------------
 
 
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+@functools.cache
+def permutations_of_perceptron() -> Group:
+    """Once for all tests: tracing takes longer than most of them."""
+    with torch.random.fork_rng():
+        return find_symmetry(perceptron(), torch.zeros(2, 2)).permutations
+
+
 def problem() -> tuple[BayesianModel, Group, Tensor, Tensor]:
-    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-    x = torch.randn(20, 2)
-    y = x[:, 0].sin() + 0.1 * torch.randn(20)
-    return BayesianModel(net, 1.0, "gaussian"), find_symmetry(net.eval(), x).permutations, x, y
+    model, x = BayesianModel(perceptron(), 1.0, "gaussian"), torch.randn(20, 2)
+    return model, permutations_of_perceptron(), x, x[:, 0].sin() + 0.1 * torch.randn(20)
 
 
 def trained(model: Any, kind: Any, x: Tensor, y: Tensor) -> Any:
@@ -247,6 +257,13 @@ def test_a_mixture_of_given_guides_has_their_densities(family: Any) -> None:
     for part, guide in zip(mixture.modes, guides, strict=True):
         assert set(part.moment_names) == set(moments_of(guide))
         torch.testing.assert_close(part.get_posterior().log_prob(points), guide.get_posterior().log_prob(points))
+
+
+def test_weights_given_as_numbers_keep_their_digits() -> None:
+    layout = Layout((SiteLayout("w", (2,), dist.constraints.independent(dist.constraints.real, 1), 1),))
+    guides = [AutoGaussian(layout, torch.randn(2).double(), torch.ones(2).double()) for _ in range(2)]
+    found = AutoModes.from_guides(guides, weights=[0.1, 0.7]).mixture_weights
+    torch.testing.assert_close(found, torch.tensor([0.125, 0.875], dtype=torch.float64), rtol=1e-14, atol=0)
 
 
 def test_guides_of_different_families_are_mixed_as_they_are() -> None:

@@ -1,6 +1,8 @@
 """The ELBO with analytic divergence: the same number as Trace_ELBO's, less noise, the same gradients."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -28,11 +30,21 @@ from pyro_symmetric.models import BayesianModel
 GAUSSIAN = [AutoDiagonalNormal, AutoLowRankMultivariateNormal, AutoMultivariateNormal]
 
 
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+@functools.cache
+def symmetry_of(make: Callable[[], nn.Module], *shape: int) -> Any:
+    """Once for all tests: tracing takes longer than most of them."""
+    with torch.random.fork_rng():
+        return find_symmetry(make(), torch.zeros(shape))
+
+
 def network() -> tuple[BayesianModel, Any, torch.Tensor, torch.Tensor]:
     """A tanh regression with learnt noise: one site with neither a normal prior nor a symmetry."""
-    net = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
     x = torch.linspace(-2, 2, 10)[:, None]
-    return BayesianModel(net, 1.0, "gaussian"), find_symmetry(net, x), x, torch.sin(2 * x[:, 0])
+    return BayesianModel(perceptron(), 1.0, "gaussian"), symmetry_of(perceptron, 2, 1), x, torch.sin(2 * x[:, 0])
 
 
 def mixture(data: torch.Tensor) -> None:
@@ -214,8 +226,8 @@ def test_it_trains_with_stock_svi() -> None:
 # many particles in one pass -----------------------------------------------------------------------------------------
 
 
-def classifier() -> tuple[BayesianModel, Any, torch.Tensor, torch.Tensor]:
-    net = nn.Sequential(
+def convolutional() -> nn.Sequential:
+    return nn.Sequential(
         nn.Unflatten(1, (1, 4, 4)),
         nn.Conv2d(1, 3, 3),
         nn.ReLU(),
@@ -224,8 +236,11 @@ def classifier() -> tuple[BayesianModel, Any, torch.Tensor, torch.Tensor]:
         nn.ReLU(),
         nn.Linear(5, 3),
     )
-    x, y = torch.randn(20, 16), torch.randint(3, (20,))
-    return BayesianModel(net, 1.0, num_data=200), find_symmetry(net, x), x, y
+
+
+def classifier() -> tuple[BayesianModel, Any, torch.Tensor, torch.Tensor]:
+    model = BayesianModel(convolutional(), 1.0, num_data=200)
+    return model, symmetry_of(convolutional, 2, 16), torch.randn(20, 16), torch.randint(3, (20,))
 
 
 @pytest.mark.stochastic

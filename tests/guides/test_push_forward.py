@@ -127,7 +127,7 @@ def test_the_pushed_covariance_is_that_of_the_explicit_matrix_of_the_action(kind
 def test_the_network_is_distributed_alike_under_the_pushed_guide(kind: type) -> None:
     """Draws of both are driven by the same base noise: outputs then agree draw by draw, up to the softmax's shift."""
     model, symmetry, x, y = problem()
-    guide = push_forward(trained(kind, model, x, y), symmetry.identity())
+    guide = push_forward(trained(kind, model, x, y), symmetry.group.identity())
     element = symmetry.sample()
     pushed = symmetry.act(element, guide)
     shapes = {site: model.site_shapes[site] for site in guide.median()}

@@ -1,5 +1,6 @@
 """Guides averaged over permutations and signs, and over signs alone."""
 
+import functools
 import itertools
 import math
 from pathlib import Path
@@ -21,10 +22,20 @@ from pyro_symmetric.guides import AutoSymmetrized, evidence, load_guide, push_fo
 from pyro_symmetric.models import BayesianModel
 
 
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+@functools.cache
+def symmetry_of_perceptron() -> Symmetry:
+    """Once for all tests: tracing takes longer than most of them."""
+    with torch.random.fork_rng():
+        return find_symmetry(perceptron(), torch.zeros(2, 1))
+
+
 def network() -> tuple[BayesianModel, Symmetry, torch.Tensor, torch.Tensor]:
-    net = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
     x = torch.linspace(-2, 2, 20)[:, None]
-    return BayesianModel(net, 1.0, "gaussian"), find_symmetry(net, x), x, torch.sin(2 * x[:, 0])
+    return BayesianModel(perceptron(), 1.0, "gaussian"), symmetry_of_perceptron(), x, torch.sin(2 * x[:, 0])
 
 
 def steps(model: Any, guide: Any, *data: torch.Tensor, number: int = 100) -> list[float]:

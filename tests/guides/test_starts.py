@@ -1,5 +1,6 @@
 """Where guides start: what the group moves off its fixed point, other sites at suitable scales, the best of a few."""
 
+import functools
 import math
 from typing import Any
 
@@ -42,11 +43,21 @@ def first_loc(guide: Any) -> Tensor:
     return base.loc.detach().clone()
 
 
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+@functools.cache
+def symmetry_of_perceptron() -> Any:
+    """Once for all tests: tracing takes longer than most of them."""
+    with torch.random.fork_rng():
+        return find_symmetry(perceptron(), torch.zeros(2, 2))
+
+
 def regression(prior_scale: float = 1.0) -> tuple[BayesianModel, Any, Tensor, Tensor]:
-    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
+    model = BayesianModel(perceptron(), likelihood=GaussianLikelihood(prior_scale=prior_scale))
     x = torch.randn(30, 2)
-    model = BayesianModel(net, likelihood=GaussianLikelihood(prior_scale=prior_scale))
-    return model, find_symmetry(net.eval(), x), x, x.sum(-1)
+    return model, symmetry_of_perceptron(), x, x.sum(-1)
 
 
 @pytest.mark.stochastic

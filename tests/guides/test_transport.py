@@ -28,7 +28,7 @@ from pyro_symmetric.guides import (
     wasserstein,
 )
 from pyro_symmetric.guides.layout import Layout, SiteLayout
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 
 SITES = Layout(
     (

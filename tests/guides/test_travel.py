@@ -6,8 +6,7 @@ import copy
 import functools
 import gc
 import pickle
-import subprocess
-import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -114,13 +113,16 @@ def test_parameters_are_named_alike_whatever_guides_were_made_before(base: str) 
     assert all(name.startswith("AutoSymmetrized.base.") for name in first)
 
 
-def test_a_fresh_process_gives_the_same_names(tmp_path: Path) -> None:
-    here = {base: names_in_store(base) for base in ("diagonal", "modes", "IAF")}
-    code = f"import test_travel as t; print({{base: t.names_in_store(base) for base in {list(here)}}} == {here})"
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.strip().endswith("True")
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    """One process, which imports everything anew."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+def test_a_fresh_process_gives_the_same_names(pool: ProcessPoolExecutor) -> None:
+    bases = ("diagonal", "modes", "IAF")
+    assert list(pool.map(names_in_store, bases)) == [names_in_store(base) for base in bases]
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -283,26 +285,25 @@ def both(model: Any, guide: Any) -> tuple[Any, list[float]]:
 
 
 @pytest.mark.parametrize("set_up", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_process_workers_train_guides_as_this_process_does(set_up: bool) -> None:
+def test_process_workers_train_guides_as_this_process_does(set_up: bool, pool: ProcessPoolExecutor) -> None:
     """Flows, mixtures and Gaussians; what comes back draws and trains further."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        for base in ("diagonal", "modes", "IAF"):
-            model, guide = symmetrized(base)
-            if set_up:
-                guide.setup(X, Y)
-            before = state(guide)
-            torch.manual_seed(5)  # before set-up, which the worker does with a seed of its own
-            travelled, losses = pool.submit(both, model, guide).result()
-            assert_same(state(guide), before)
-            if set_up:
-                here, expected = train(model, copy.deepcopy(guide))
-                assert losses == pytest.approx(expected, rel=1e-4)
-                assert_same(state(travelled), state(here))
-            pushed = None if base == "IAF" else push_forward(travelled, guide.group.sample())
-            for one in (travelled, pushed):
-                if one is not None:
-                    assert all(value.isfinite().all() for value in one.sample_posterior((3,)).values())
-                    train(model, one, steps=1)
+    for base in ("diagonal", "modes", "IAF"):
+        model, guide = symmetrized(base)
+        if set_up:
+            guide.setup(X, Y)
+        before = state(guide)
+        torch.manual_seed(5)  # before set-up, which the worker does with a seed of its own
+        travelled, losses = pool.submit(both, model, guide).result()
+        assert_same(state(guide), before)
+        if set_up:
+            here, expected = train(model, copy.deepcopy(guide))
+            assert losses == pytest.approx(expected, rel=1e-4)
+            assert_same(state(travelled), state(here))
+        pushed = None if base == "IAF" else push_forward(travelled, guide.group.sample())
+        for one in (travelled, pushed):
+            if one is not None:
+                assert all(value.isfinite().all() for value in one.sample_posterior((3,)).values())
+                train(model, one, steps=1)
 
 
 @pytest.mark.slow

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.kernel import Kernel, State
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 
 Energy = Callable[[Tensor], Tensor]
 
 
 class ToyPotential:
-    """An energy ``(C, D) -> (C,)`` with its gradient, in the shape of a ``Potential``; counts its gradients."""
+    """An energy ``(C, D) -> (C,)`` with its gradient, in the shape of a ``Density``; counts its gradients."""
 
     def __init__(self, energy: Energy):
         self.energy = energy
@@ -23,7 +23,7 @@ class ToyPotential:
     def __call__(self, z: Tensor) -> Tensor:
         return self.energy(z)
 
-    def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def energy_and_gradient(self, z: Tensor) -> tuple[Tensor, Tensor]:
         self.batches.append(len(z))
         with torch.enable_grad():
             leaf = z.detach().requires_grad_()
@@ -62,15 +62,16 @@ def banana_energy(z: Tensor) -> Tensor:
 
 
 def drive(
-    kernel: Kernel, potential: ToyPotential, z: Tensor, num_warmup: int, num_samples: int
+    kernel: Kernel, density: ToyPotential, z: Tensor, num_warmup: int, num_samples: int
 ) -> tuple[Tensor, dict[str, Tensor], State]:
     """Draws ``(C, S, D)``, statistics ``(C, S)`` and the last state."""
-    state = kernel.init(potential, z, num_warmup)
+    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    state = kernel.init(density, z, num_warmup, generator)
     draws, statistics = [], []
     for iteration in range(num_warmup + num_samples):
-        state = kernel.step(potential, state)
+        state = kernel.step(density, state)
         if iteration < num_warmup:
-            state = kernel.adapt(potential, state, iteration, num_warmup)
+            state = kernel.adapt(density, state, iteration, num_warmup)
         else:
             draws.append(state.z)
             statistics.append(state.statistics)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pyro_symmetric.mcmc.adaptation import DualAveraging, window_ends
+from pyro_symmetric.mcmc.kernels.adaptation import DualAveraging, window_ends
 
 
 @pytest.mark.stochastic

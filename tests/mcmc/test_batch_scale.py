@@ -10,7 +10,7 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
-from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Potential, pSGLD, sample
+from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Density, pSGLD, sample
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 ROWS, BATCH = 20, 4
@@ -65,21 +65,21 @@ def drawing_plate(scale: float):
 )
 def test_a_wrong_scale_is_warned_of_with_its_numbers(model, message):
     with pytest.warns(UserWarning, match=message):
-        Potential(model, args=(X, Y), batch_size=BATCH, subsampled=True)
+        Density(model, args=(X, Y), batch_size=BATCH, subsampled=True)
 
 
 @pytest.mark.parametrize("model", [in_plate(ROWS), in_plate(ROWS, scale=0.1), joint(5.0)])
 def test_the_right_scale_and_a_temperature_on_top_are_passed_over(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Potential(model, args=(X, Y), batch_size=BATCH, subsampled=True)
+        Density(model, args=(X, Y), batch_size=BATCH, subsampled=True)
 
 
 def test_a_plate_that_draws_its_rows_must_not_be_scaled_once_more():
     with pytest.warns(UserWarning, match="'y' counts 25 times: its plate already counts its subsample 5 times"):
-        Potential(drawing_plate(5.0), args=(X, Y), subsampled=True)
+        Density(drawing_plate(5.0), args=(X, Y), subsampled=True)
     for scale in (1.0, 0.1):  # warnings are errors: none may come here
-        Potential(drawing_plate(scale), args=(X, Y), subsampled=True)
+        Density(drawing_plate(scale), args=(X, Y), subsampled=True)
 
 
 KERNELS = [SGLD, pSGLD, SGHMC, partial(CyclicalSG, cycle_length=4, samples_per_cycle=1, exploration=0.5)]

@@ -11,19 +11,39 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_symmetric.mcmc import Potential, compiler
-from pyro_symmetric.mcmc.compiler import Unavailable, library
+from pyro_symmetric.mcmc.density import Density
+from pyro_symmetric.mcmc.density.engine import NoCompiler
+from pyro_symmetric.mcmc.density.native import compiler
+from pyro_symmetric.mcmc.density.native.compiler import library
 from pyro_symmetric.models import BayesianModel
 
 COMPILER = next(filter(shutil.which, ("g++", "clang++", "c++")), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
+@pytest.fixture(scope="module")
+def compile_once(tmp_path_factory):
+    """In place of ``compiler._run``: what the real compiler made once is copied from then on."""
+    run, made = compiler._run, tmp_path_factory.mktemp("made") / "part.so"
+
+    def compile_once(command):
+        if command[0] != COMPILER or "-o" not in command:
+            return run(command)
+        if not made.exists():
+            run([*command[:-1], str(made)])
+        shutil.copy(made, command[-1])
+        return ""
+
+    return compile_once
+
+
 @pytest.fixture
-def cache(monkeypatch, tmp_path):
+def cache(monkeypatch, tmp_path, compile_once):
     """A cache folder of the test's own, and builds that take a second since they aren't optimised."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compiler, "FLAGS", ["-O0", *(flag for flag in compiler.FLAGS if flag != "-O3")])
+    monkeypatch.setattr(compiler, "_run", compile_once)
     compiler._outcome.cache_clear()
     yield tmp_path / "pyro_symmetric"
     compiler._outcome.cache_clear()
@@ -117,7 +137,7 @@ def test_without_a_folder_to_write_to_it_is_built_for_the_process(cache, monkeyp
 @needs_compiler
 @pytest.mark.slow
 def test_processes_that_build_at_once_leave_one_library_that_all_of_them_loaded(tmp_path):
-    code = "from pyro_symmetric.mcmc.compiler import library; print(library().vector_bytes())"
+    code = "from pyro_symmetric.mcmc.density.native.compiler import library; print(library().vector_bytes())"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
@@ -140,26 +160,42 @@ def test_processes_that_build_at_once_leave_one_library_that_all_of_them_loaded(
 )
 def test_a_compiler_that_fails_is_reported_and_pytorch_serves(cache, monkeypatch, tmp_path, text, reason):
     monkeypatch.setenv("CXX", script(tmp_path / "broken", text))
-    with pytest.raises(Unavailable, match=reason):
+    with pytest.raises(NoCompiler, match=reason):
         library()
     assert list(cache.iterdir()) == [] if cache.exists() else True
-    potential = Potential(BayesianModel(nn.Linear(3, 2)), args=(torch.randn(5, 3), torch.arange(5) % 2))
-    assert potential.route == "batched"
-    assert "broken failed" in repr(potential)
+    with pytest.warns(RuntimeWarning, match="serves, not 'native'"):
+        density = Density(BayesianModel(nn.Linear(3, 2)), args=(torch.randn(5, 3), torch.arange(5) % 2))
+    assert density.engine == "torch"
+    assert "broken failed" in repr(density)
 
 
 def test_without_any_compiler_pytorch_serves(cache, monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    potential = Potential(BayesianModel(nn.Linear(3, 2)), args=(torch.randn(5, 3), torch.arange(5) % 2))
-    assert potential.route == "batched"
-    assert "no C++ compiler was found" in repr(potential)
+    with pytest.warns(RuntimeWarning, match="serves, not 'native'"):
+        density = Density(BayesianModel(nn.Linear(3, 2)), args=(torch.randn(5, 3), torch.arange(5) % 2))
+    assert density.engine == "torch"
+    assert "no C++ compiler was found" in repr(density)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script stands for the compiler")
 def test_a_broken_compiler_is_tried_once(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", script(tmp_path / "broken", f'echo run >> "{tmp_path / "runs"}"\nexit 1\n'))
     for _ in range(3):
-        with pytest.raises(compiler.Unavailable, match="broken failed"):
+        with pytest.raises(NoCompiler, match="broken failed"):
             library()
     assert (tmp_path / "runs").read_text() == "run\n"
+
+
+@needs_compiler
+def test_one_line_says_once_what_is_compiled_and_an_open_folder_is_closed(cache, capsys):
+    cache.mkdir(mode=0o755)
+    cache.chmod(0o755)
+    again()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "dense.cpp" in said
+    assert str(cache.resolve()) in said
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    again()
+    assert capsys.readouterr().err == ""

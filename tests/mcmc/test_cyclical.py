@@ -8,8 +8,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Potential, sample
-from pyro_symmetric.mcmc.kernel import Kernel
+from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Density, sample
+from pyro_symmetric.mcmc.kernels.kernel import Kernel
 
 CENTRES = 2.0 * torch.cartesian_prod(torch.arange(-2, 3), torch.arange(-2, 3)).float()  # a grid of 25
 WIDTH = 0.15
@@ -63,11 +63,11 @@ def test_the_step_follows_the_cosine_and_draws_come_from_the_sampling_stage_alon
 
 
 @pytest.mark.stochastic
-def test_exploration_is_noiseless_descent():
+def test_exploration_is_noiseless_descent(generator):
     kernel = CyclicalSG(normal, step_size=1e-3, cycle_length=40, exploration=0.75, samples_per_cycle=1)
-    potential = Potential(normal, subsampled=True)
+    density = Density(normal, subsampled=True)
     mode = torch.tensor([1.0, -2.0])
-    state = kernel.step(potential, kernel.init(potential, (mode + 1).expand(2000, 2).clone(), 0))
+    state = kernel.step(density, kernel.init(density, (mode + 1).expand(2000, 2).clone(), 0, generator))
     shares = [0.5 * (math.cos(math.pi * k / 40) + 1) for k in range(40)]
     expected = math.prod(1 - 0.05 * share for share in shares)  # half a step times the curvature of 100
     variance = 0.0

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_symmetric.mcmc.data_checks import require_data
-from pyro_symmetric.mcmc.potential import Potential
+from pyro_symmetric.mcmc.density.data_checks import require_data
+from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 X, LABELS = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -57,12 +57,12 @@ def test_what_fits_passes(model, x, y):
 
 def test_labels_of_any_whole_kind_have_the_density_of_long_ones():
     z = torch.randn(2, 15)
-    expected = Potential(classifier(), args=(X, LABELS))(z)
+    expected = Density(classifier(), args=(X, LABELS)).energy(z)
     for y in (LABELS.int(), LABELS.to(torch.uint8)):
-        assert torch.allclose(Potential(classifier(), args=(X, y))(z), expected)
+        assert torch.allclose(Density(classifier(), args=(X, y)).energy(z), expected)
     flags = LABELS > 0
     assert torch.allclose(
-        Potential(classifier(), args=(X, flags))(z), Potential(classifier(), args=(X, flags.long()))(z)
+        Density(classifier(), args=(X, flags)).energy(z), Density(classifier(), args=(X, flags.long())).energy(z)
     )
 
 

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import time
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
 import pyro
@@ -14,12 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-import pyro_symmetric.store.joined as joined
 from pyro_symmetric.mcmc import HMC, sample
-from pyro_symmetric.mcmc.executors import TaskError
-from pyro_symmetric.mcmc.watch import Watch, Watched
+from pyro_symmetric.mcmc.tasks import TaskError
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.storage import save_json
 
 QUICK = {"num_chains": 5, "num_warmup": 5, "num_samples": 4, "chains_per_task": 2, "seed": 3, "progress": False}
@@ -77,7 +75,7 @@ class Lazy(ThreadPoolExecutor):
 
 def test_a_task_is_the_run_of_its_chains_alone_with_a_seed_of_its_own(expected):
     assert (expected.num_chains, expected.num_samples) == (5, 4)
-    tasks = expected.metadata["tasks"]
+    tasks = expected.metadata["parts"]
     assert [task["chains"] for task in tasks] == [2, 2, 1]
     assert expected.metadata["seed"] == 3
     assert expected.metadata["chains_per_task"] == 2
@@ -154,7 +152,7 @@ def test_the_same_error_of_all_tasks_is_told_once():
         sample(HMC(model), args=(X, Y), **QUICK)
 
 
-def test_threads_of_one_process_take_turns(expected):
+def test_threads_of_one_process_run_side_by_side(expected):
     with ThreadPoolExecutor(3) as threads:
         assert_same_draws(sample(KERNEL, args=(X, Y), executor=threads, **QUICK), expected)
 
@@ -183,37 +181,18 @@ def test_an_executor_that_was_broken_before_is_told_once_and_a_single_chain_is_o
 
 
 def test_ctrl_c_stops_the_tasks_of_workers_that_it_does_not_reach(tmp_path, monkeypatch):
-    calls = []
+    def interrupted(futures):
+        time.sleep(1.0)
+        raise KeyboardInterrupt
 
-    def interrupted(*args, **kwargs):
-        calls.append(None)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return wait(*args, **kwargs)
-
-    monkeypatch.setattr("pyro_symmetric.mcmc.executors.wait", interrupted)
+    monkeypatch.setattr("pyro_symmetric.mcmc.tasks.as_completed", interrupted)
     for store in (None, tmp_path / "s"):
-        calls.clear()
         began = time.monotonic()
         with ThreadPoolExecutor(1) as threads, pytest.raises(KeyboardInterrupt, match="before any of 3 tasks"):
             sample(KERNEL, args=(X, Y), executor=threads, store=store, **{**QUICK, "num_samples": 10**6})
         assert time.monotonic() - began < 20  # a task would take minutes
     assert Posterior.load(tmp_path / "s").num_samples > 0
-    assert not list((tmp_path / "s").glob("watch-*"))
-
-
-def test_a_watch_tells_how_far_its_task_is(tmp_path):
-    watched = Watched(tmp_path)
-    watch = Watch(watched.folder, 3)
-    assert watched.iterations(3) == 0
-    watch(7)
-    assert watched.iterations(3) == 7
-    watched.stop()
-    with pytest.raises(KeyboardInterrupt):
-        Watch(watched.folder, 3)(8)
-    watched.close()
-    Watch(watched.folder, 3)(9)  # where the folder can't be seen, nothing happens
-    assert not list(tmp_path.iterdir())
+    assert Posterior.load(tmp_path / "s").metadata["interrupted"]
 
 
 # stores -------------------------------------------------------------------------------------------------------------
@@ -231,16 +210,16 @@ def test_a_store_of_tasks_is_read_as_one_and_goes_on(expected, tmp_path):
     assert torch.equal(part.samples["0.bias"], expected.samples["0.bias"][2:4])
 
 
-def test_the_chains_of_finished_tasks_are_mapped_and_laid_out_block_by_block(expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(joined, "BLOCK_BYTES", 1)  # a draw at a time
+def test_the_chains_of_finished_tasks_are_mapped_from_one_file(expected, tmp_path, monkeypatch):
     sample(KERNEL, args=(X, Y), store=tmp_path / "s", **{**QUICK, "num_samples": 3})
     posterior = sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK)
     assert_same_draws(posterior, expected)
-    monkeypatch.setattr(torch, "cat", lambda *_: pytest.fail("draws were copied to memory"))
+    monkeypatch.setattr(Posterior, "concat", lambda *_: pytest.fail("draws were copied to memory"))
     loaded = Posterior.load(tmp_path / "s")
     monkeypatch.undo()
     assert_same_draws(loaded, expected)
-    os.truncate(next((tmp_path / "s" / "joined" / "samples").iterdir()), 10)
+    assert loaded.get_samples()["0.bias"].data_ptr() == loaded.samples["0.bias"].data_ptr()
+    os.truncate(next((tmp_path / "s" / "joined").glob("draws-*")), 10)
     assert_same_draws(Posterior.load(tmp_path / "s"), expected)  # it is a copy only; the tasks hold all
 
 
@@ -291,7 +270,9 @@ def test_folders_of_other_things_are_refused(tmp_path):
         sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is damaged"), ('{"version": 99, "folders": []}', "newer pyro_")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is damaged"), ('{"version": 99, "num_tasks": 1, "fingerprint": {}}', "newer pyro_")]
+)
 def test_a_damaged_or_newer_list_of_tasks_is_told(text, message, tmp_path):
     (tmp_path / "tasks.json").write_text(text)
     if text != "{":
@@ -305,11 +286,11 @@ def test_a_damaged_or_newer_list_of_tasks_is_told(text, message, tmp_path):
 def test_ctrl_c_keeps_the_tasks_that_finished(at, expected, tmp_path, monkeypatch):
     step, left = HMC.step, [at]  # a task takes nine steps
 
-    def interrupting(self, potential, state):
+    def interrupting(self, density, state):
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
-        return step(self, potential, state)
+        return step(self, density, state)
 
     monkeypatch.setattr(HMC, "step", interrupting)
     if at < 9:

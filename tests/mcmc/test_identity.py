@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+from pyro_symmetric.fingerprint import digest
 from pyro_symmetric.mcmc import HMC, SGHMC, identity, sample
-from pyro_symmetric.mcmc.digest import digest
-from pyro_symmetric.mcmc.identity import OtherRun
-from pyro_symmetric.mcmc.potential import Potential
-from pyro_symmetric.mcmc.witnesses import Witnesses
+from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.identity import OtherRun, Passed
 
 QUICK = {"num_chains": 3, "num_warmup": 10, "num_samples": 40, "seed": 1, "progress": False}
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")
@@ -79,7 +78,7 @@ def test_another_model_is_refused_and_the_same_goes_on(name, resume, tmp_path):
 
 @pytest.mark.parametrize("name", list(PAIRS)[:3])
 def test_another_model_is_known_by_the_runs_own_draws_alone(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "_density", lambda *arguments: [0.0])
+    monkeypatch.setattr(identity, "_energies_at_fixed_points", lambda *arguments: [0.0])
     kernel, settings, first, other = PAIRS[name]
     sample(kernel(first, **settings), store=tmp_path / "s", **QUICK)
     before = {file: file.read_bytes() for file in (tmp_path / "s").rglob("*.*") if file.is_file()}
@@ -97,29 +96,28 @@ def test_another_model_is_refused_by_tasks_before_any_goes_on(tmp_path):
         sample(kernel(other, **settings), **options)
 
 
-def test_witnesses_are_spread_over_the_run_and_few(monkeypatch):
-    potential = Potential(with_penalty(1.0))
-    witnesses = Witnesses(potential, 3)
+def test_places_that_a_run_has_passed_are_spread_over_it_and_few():
+    density = Density(with_penalty(1.0))
+    passed = Passed(density, 3)
     for iteration in range(1000):
-        witnesses.note(iteration, torch.full((3, 3), iteration / 100))
+        passed.note(iteration, torch.full((3, 3), iteration / 100))
+        if iteration % 300 == 0:
+            passed.to_dict(iteration, torch.zeros(3, 3))  # commits on the way change nothing
     last = torch.full((3, 3), 0.5)
-    kept = witnesses.tensors(last)
-    assert 32 <= len(kept["states"]) <= 64
-    passed = kept["states"][:, 0]
-    assert passed[0] == 0
-    assert passed[-1] > 9
-    assert passed.diff().max() <= 0.33
-    expected = 0.5 * (kept["states"] / 3).square().sum(-1) + (kept["states"].abs() - 2).clamp(min=0).sum(-1)
+    kept = passed.to_dict(999, last)
+    states, energies = kept["kept"][:, :-1], kept["kept"][:, -1]
+    assert 32 <= len(states) <= 64
+    assert states[0, 0] == 0
+    assert states[-1, 0] > 9
+    assert states[:, 0].diff().max() <= 0.33
+    expected = 0.5 * (states / 3).square().sum(-1) + (states.abs() - 2).clamp(min=0).sum(-1)
     constant = 3 * math.log(3 * math.sqrt(2 * math.pi))
-    assert torch.allclose(kept["energies"], expected.double() + constant, atol=1e-4)
+    assert torch.allclose(energies, expected + constant, atol=1e-4)
     # Only an earlier state, or only a last one, shows the change: penalties beyond all others of them.
     for strength, at_last, agree in ((1.0, 0.5, True), (1.1, 0.5, False)):
-        again = Witnesses(Potential(with_penalty(strength)), 3)
-        again.restore(kept)
-        assert again.agree(torch.full((3, 3), at_last), 1e-5) is agree
-    again = Witnesses(potential, 3)
-    again.restore(kept)
-    assert not again.agree(torch.tensor([[0.5] * 3, [0.5] * 3, [0.5, 0.5, 0.6]]), 1e-5)
+        again = Passed(Density(with_penalty(strength)), 3)
+        assert again.restore(kept, torch.full((3, 3), at_last), 1e-5) is agree
+    assert not Passed(density, 3).restore(kept, torch.tensor([[0.5] * 3, [0.5] * 3, [0.5, 0.5, 0.6]]), 1e-5)
 
 
 def test_energies_that_cannot_be_computed_are_infinite():
@@ -127,7 +125,7 @@ def test_energies_that_cannot_be_computed_are_infinite():
         w = pyro.sample("w", dist.Normal(0.0, 1.0))
         pyro.factor("f", torch.linalg.cholesky(torch.eye(2) * (2.0 - w)).sum())
 
-    energies = Potential(model)(torch.tensor([[0.0], [3.0], [1.0]]))
+    energies = Density(model).energy(torch.tensor([[0.0], [3.0], [1.0]]))
     assert energies.isfinite().tolist() == [True, False, True]
 
 
@@ -238,6 +236,7 @@ def test_containers_that_hold_themselves_have_a_digest():
 SCRIPT = """
 import functools, sys, dataclasses, torch, pyro, pyro.distributions as dist
 from torch import nn
+from pyro_symmetric.fingerprint import digest
 from pyro_symmetric.mcmc import HMC, sample
 
 @dataclasses.dataclass
@@ -253,21 +252,25 @@ kwargs = {"link": lambda w: 2 * w, "net": nn.Linear(2, 2), "settings": Settings(
 kwargs["settings"].law = dist.Normal(0.0, 1.0)
 kwargs["settings"].half = functools.partial(torch.mul, 0.5)
 kwargs["settings"].words = {str(i): object for i in range(20)}
-options = {"num_samples": int(sys.argv[2]), "num_warmup": 5, "num_chains": 2, "seed": 1, "progress": False}
-options |= eval(sys.argv[3])
-draws = sample(HMC(model, num_steps=2), args=(torch.ones(3),), kwargs=kwargs, store=sys.argv[1], **options)
-print(draws.samples["w"].double().sum().item(), draws.num_samples)
+options = {"num_warmup": 5, "num_chains": 2, "seed": 1, "progress": False}
+for store, num_samples in zip(sys.argv[1::2], map(int, sys.argv[2::2])):
+    for name, more in (("whole", {}), ("in tasks", {"chains_per_task": 1})):
+        folder, own = f"{store} {name}", {**options, **more, "num_samples": num_samples}
+        draws = sample(HMC(model, num_steps=2), args=(torch.ones(3),), kwargs=kwargs, store=folder, **own)
+        print(name, draws.samples["w"].double().sum().item(), draws.num_samples)
 """
 
 
-@pytest.mark.parametrize("options", ["{}", "{'chains_per_task': 1}"])
-def test_another_process_goes_on_with_the_same_run(options, tmp_path):
+def test_another_process_goes_on_with_the_same_run(tmp_path):
     """Sets, lambdas and objects are made anew there, at other addresses and in another order."""
 
-    def run(store: str, num_samples: int, hash_seed: str) -> str:
-        command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / store), str(num_samples), options]
+    def run(hash_seed: str, *stores: tuple[str, int]) -> list[str]:
+        arguments = [str(argument) for store, number in stores for argument in (tmp_path / store, number)]
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments]
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return found.stdout.splitlines()
 
-    run("s", 4, "1")
-    assert run("s", 8, "2") == run("whole", 8, "3")
+    expected = run("1", ("s", 4), ("unbroken", 8))[2:]
+    assert len(expected) == 2
+    assert run("2", ("s", 8)) == expected

@@ -4,41 +4,50 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.integrator import find_step_size, leapfrog
-from pyro_symmetric.mcmc.mass import DenseMass, DiagonalMass, Mass
+from pyro_symmetric.mcmc.kernels.integrator import Point, choose, find_step_size, leapfrog
+from pyro_symmetric.mcmc.kernels.mass import DenseMass, Mass
 
-UNIT = DiagonalMass(torch.ones(2, dtype=torch.float64))
+UNIT = Mass(torch.ones(2, dtype=torch.float64))
 COVARIANCE = torch.tensor([[0.5, 0.3], [0.3, 2.0]], dtype=torch.float64)
 MASSES = [
-    DiagonalMass(torch.tensor([0.5, 2.0], dtype=torch.float64)),
-    DenseMass(COVARIANCE, torch.linalg.cholesky(COVARIANCE)),
+    Mass(torch.tensor([0.5, 2.0], dtype=torch.float64)),
+    DenseMass.of(COVARIANCE, torch.linalg.cholesky(COVARIANCE)),
 ]
 
 
-def start(chains: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(chains, 2, dtype=torch.float64), torch.randn(chains, 2, dtype=torch.float64)
+def start(density, chains: int) -> Point:
+    z, momentum = torch.randn(2, chains, 2, dtype=torch.float64)
+    return Point(z, momentum, *density.energy_and_gradient(z))
 
 
 @pytest.mark.parametrize("mass", MASSES)
 def test_leapfrog_is_reversible(banana, mass: Mass):
-    z, p = start(6)
+    first = start(banana, 6)
     step = torch.tensor(0.05, dtype=torch.float64)
-    z1, p1, _, gradient1 = leapfrog(banana, z, p, banana.value_and_grad(z)[1], step, mass, 20)
-    assert not torch.allclose(z1, z, atol=0.1)
+    end = leapfrog(banana, first, step, mass, 20)
+    assert not torch.allclose(end.z, first.z, atol=0.1)
     for sign in (-1, 1):  # turn the momentum round, or go back in time by a negative step
-        z2, p2, _, _ = leapfrog(banana, z1, sign * p1, gradient1, -sign * step, mass, 20)
-        assert torch.allclose(z2, z, atol=1e-10)
-        assert torch.allclose(p2, sign * p, atol=1e-10)
+        back = leapfrog(banana, end._replace(momentum=sign * end.momentum), -sign * step, mass, 20)
+        assert torch.allclose(back.z, first.z, atol=1e-10)
+        assert torch.allclose(back.momentum, sign * first.momentum, atol=1e-10)
+
+
+def test_an_end_point_has_its_own_energy_and_gradient(banana):
+    end = leapfrog(banana, start(banana, 6), torch.tensor(0.05).double(), UNIT, 3)
+    energy, gradient = banana.energy_and_gradient(end.z)
+    assert torch.equal(end.energy, energy)
+    assert torch.equal(end.gradient, gradient)
+    kinetic = 0.5 * torch.einsum("ci,ij,cj->c", end.momentum, COVARIANCE, end.momentum)
+    assert torch.allclose(end.total_energy(MASSES[1]), energy + kinetic)
 
 
 @pytest.mark.parametrize("mass", MASSES)
 def test_leapfrogs_energy_error_is_of_second_order(banana, mass: Mass):
-    z, p = start(20)
-    energy, gradient = banana.value_and_grad(z)
+    first = start(banana, 20)
 
     def error(step: float, steps: int) -> float:
-        _, p1, energy1, _ = leapfrog(banana, z, p, gradient, torch.tensor(step).double(), mass, steps)
-        return (energy1 + mass.kinetic(p1) - energy - mass.kinetic(p)).abs().mean().item()
+        end = leapfrog(banana, first, torch.tensor(step).double(), mass, steps)
+        return (end.total_energy(mass) - first.total_energy(mass)).abs().mean().item()
 
     errors = [error(0.02 / 2**k, 10 * 2**k) for k in range(3)]
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
@@ -50,8 +59,8 @@ def test_leapfrog_preserves_volume(banana):
 
     def flow(state: Tensor) -> Tensor:
         here = state[None, :2]
-        z1, p1, _, _ = leapfrog(banana, here, state[None, 2:], banana.value_and_grad(here)[1], step, mass, 5)
-        return torch.cat([z1[0], p1[0]])
+        end = leapfrog(banana, Point(here, state[None, 2:], *banana.energy_and_gradient(here)), step, mass, 5)
+        return torch.cat([end.z[0], end.momentum[0]])
 
     state, h = torch.randn(4, dtype=torch.float64), 1e-5
     columns = [(flow(state + h * e) - flow(state - h * e)) / (2 * h) for e in torch.eye(4, dtype=torch.float64)]
@@ -59,23 +68,28 @@ def test_leapfrog_preserves_volume(banana):
 
 
 def test_every_chain_may_have_its_own_direction(banana):
-    z, p = start(2)
-    gradient = banana.value_and_grad(z)[1]
+    first = start(banana, 2)
     steps = torch.tensor([[0.1], [-0.1]], dtype=torch.float64)
-    both = leapfrog(banana, z, p, gradient, steps, UNIT, 3)
+    both = leapfrog(banana, first, steps, UNIT, 3)
     for chain in range(2):
-        one = slice(chain, chain + 1)
-        alone = leapfrog(banana, z[one], p[one], gradient[one], steps[chain, 0], UNIT, 3)
-        assert all(torch.allclose(a[one], b) for a, b in zip(both, alone, strict=True))
+        one = Point(*(value[chain : chain + 1] for value in first))
+        alone = leapfrog(banana, one, steps[chain, 0], UNIT, 3)
+        assert all(torch.allclose(a[chain : chain + 1], b) for a, b in zip(both, alone, strict=True))
 
 
-def test_step_size_is_found_on_either_side(gaussian):
-    potential = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
-    z = potential.sample(2000)
-    energy, gradient = potential.value_and_grad(z)
-    mass = DiagonalMass(torch.ones(3, dtype=torch.float64))
+def test_of_two_points_each_chain_gets_one(banana):
+    one, other = start(banana, 3), start(banana, 3)
+    mask = torch.tensor([True, False, True])
+    for a, b, found in zip(one, other, choose(mask, one, other), strict=True):
+        assert torch.equal(found, torch.stack([a[0], b[1], a[2]]))
+
+
+def test_step_size_is_found_on_either_side(gaussian, generator):
+    density = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
+    z = density.sample(2000)
+    at = Point(z, z, *density.energy_and_gradient(z))
+    mass = Mass(torch.ones(3, dtype=torch.float64))
     found = [
-        find_step_size(potential, z, energy, gradient, torch.tensor(first).double(), mass, 0.8).item()
-        for first in (1e-4, 50.0)
+        find_step_size(density, at, torch.tensor(first).double(), mass, 0.8, generator).item() for first in (1e-4, 50.0)
     ]
     assert all(0.1 < step < 2 for step in found)  # the smallest deviation is 0.5: steps are stable below 1

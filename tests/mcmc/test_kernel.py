@@ -1,22 +1,219 @@
-"""What all kernels share: how they print, which settings they refuse, and what an energy that is no number does."""
+"""What all kernels share: where their random numbers come from, how they print, which settings they refuse, and what an
+energy that is no number does. And what it takes to write one more."""
 
+import io
 import itertools
-from dataclasses import fields, replace
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
+import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from scipy import stats
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, ChEES, CyclicalSG, pSGLD
-from pyro_symmetric.mcmc.integrator import energy_error, find_step_size
-from pyro_symmetric.mcmc.mass import DiagonalMass
+from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, AdaptiveHMC, CyclicalSG, Density, Kernel, State, pSGLD, sample
+from pyro_symmetric.mcmc.kernels.integrator import Point, energy_error, find_step_size
+from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.mcmc.kernels.noise import normal, uniform
 from pyro_symmetric.models import BayesianModel
 
 
 def a_model() -> None: ...
 
 
-@pytest.mark.parametrize("kernel", [HMC, NUTS, ChEES, SGLD, pSGLD, SGHMC, CyclicalSG])
+# random numbers -----------------------------------------------------------------------------------------------------
+
+NETWORK = BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian").double()
+X, Y = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(12, 2), torch.linspace(-1, 2, 12, dtype=torch.float64)
+MINI = {"batch_size": 5}
+EVERY_KERNEL = [
+    HMC(NETWORK, max_steps=4),
+    HMC(NETWORK, num_steps=3, mass="dense"),
+    NUTS(NETWORK, mass="low-rank", rank=2, max_treedepth=3),
+    AdaptiveHMC(NETWORK, max_steps=4),
+    SGLD(NETWORK, **MINI),
+    SGLD(NETWORK, replacement=True, decay=0.5, **MINI),
+    pSGLD(NETWORK, running=True, **MINI),
+    SGHMC(NETWORK, resample_momentum=True, **MINI),
+    SGHMC(NETWORK, step_size=10.0, **MINI),  # its chains explode and draw their momenta anew
+    SGHMC(NETWORK, noise_estimate="auto", replacement=True, **MINI),
+    CyclicalSG(NETWORK, cycle_length=10, samples_per_cycle=2, **MINI),
+    CyclicalSG(NETWORK, cycle_length=10, samples_per_cycle=2, dynamics="hamiltonian", **MINI),
+]
+WARMUP = 24  # long enough for one window of the mass matrix
+
+
+class OnlyNamedGenerators(TorchDispatchMode):
+    """Refuses every random number that comes from a global generator of PyTorch."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values()))
+        if torch.Tag.nondeterministic_seeded in func.tags and not named:
+            raise AssertionError(f"{func} was called without a generator")
+        return func(*args, **(kwargs or {}))
+
+
+def density_for(kernel: Kernel) -> Density:
+    return Density(kernel.model, (X, Y), batch_size=kernel.batch_size, subsampled=kernel.subsampled)
+
+
+def advance(kernel: Kernel, density: Density, state: State, begin: int, end: int) -> State:
+    for iteration in range(begin, end):
+        state = kernel.step(density, state)
+        if iteration < WARMUP:
+            state = kernel.adapt(density, state, iteration, WARMUP)
+    return state
+
+
+def start(kernel: Kernel, density: Density, seed: int) -> State:
+    z = 0.1 * torch.arange(3 * density.dim, dtype=torch.float64).reshape(3, -1).sin()
+    return kernel.init(density, z, WARMUP, torch.Generator().manual_seed(seed))
+
+
+def test_the_guard_sees_what_it_must():
+    with OnlyNamedGenerators(), pytest.raises(AssertionError, match="without a generator"):
+        torch.empty(3).normal_()
+    with OnlyNamedGenerators():
+        torch.empty(3).normal_(generator=torch.Generator())
+
+
+@pytest.mark.parametrize("kernel", EVERY_KERNEL, ids=repr)
+def test_every_random_number_of_a_kernel_comes_from_its_states_generator(kernel):
+    density, before = density_for(kernel), (torch.get_rng_state(), np.random.get_state()[1], random.getstate())  # noqa: NPY002
+    with OnlyNamedGenerators():
+        first = advance(kernel, density, start(kernel, density, 0), 0, WARMUP + 3)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])  # noqa: NPY002
+    assert random.getstate() == before[2]
+    torch.manual_seed(1)
+    again, other = (advance(kernel, density, start(kernel, density, seed), 0, WARMUP + 3) for seed in (0, 1))
+    assert torch.equal(again.z, first.z)
+    assert torch.equal(again.momentum, first.momentum)
+    assert not torch.equal(torch.cat([other.z, other.momentum]), torch.cat([first.z, first.momentum]))
+
+
+# what a state is made of --------------------------------------------------------------------------------------------
+
+
+def dataclasses_of(kernel: Kernel) -> list[type]:
+    """Those that the modules of the kernels' room and the kernel's own define, apart from kernels."""
+    names = {kind.__module__ for kind in type(kernel).__mro__}
+    names |= {name for name in sys.modules if name.startswith("pyro_symmetric.mcmc.kernels.")}
+    found = [value for name in names for value in vars(sys.modules[name]).values() if isinstance(value, type)]
+    return [kind for kind in found if is_dataclass(kind) and kind.__module__ in names and not issubclass(kind, Kernel)]
+
+
+def assert_made_of_plain_parts(value: Any) -> None:
+    if type(value) is dict:
+        assert all(type(key) is str for key in value)
+        value = tuple(value.values())
+    if type(value) is tuple:
+        for part in value:
+            assert_made_of_plain_parts(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        assert type(value).__dataclass_params__.frozen
+        for field in fields(value):
+            assert_made_of_plain_parts(getattr(value, field.name))
+    else:
+        assert value is None or type(value) in (torch.Tensor, int, float, bool, str)
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert one.stride() == other.stride()  # sums run through memory in this order
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+        assert torch.equal(one.isnan(), other.isnan())
+    elif is_dataclass(one):
+        for field in fields(one):
+            if field.name != "generator":
+                assert_same_bits(getattr(one, field.name), getattr(other, field.name))
+    elif isinstance(one, Mapping):
+        assert list(one) == list(other)
+        for name in one:
+            assert_same_bits(one[name], other[name])
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("kernel", EVERY_KERNEL, ids=repr)
+def test_the_fields_of_a_state_have_the_shapes_that_its_description_gives(kernel):
+    density = density_for(kernel)
+    state = start(kernel, density, 0)
+    for _ in range(3):
+        assert state.z.shape == state.momentum.shape == state.gradient.shape == (3, density.dim)
+        assert state.energy.shape == (3,)
+        assert all(value.shape == (3,) for value in state.statistics.values())
+        assert {value.dtype for value in (state.z, state.momentum, state.gradient, state.energy)} == {density.dtype}
+        assert_made_of_plain_parts(replace(state, generator=None))
+        state = advance(kernel, density, state, 0, 1)
+
+
+@pytest.mark.parametrize("at", [3, WARMUP, WARMUP + 1])
+@pytest.mark.parametrize("kernel", EVERY_KERNEL, ids=repr)
+def test_a_state_that_was_saved_goes_on_to_the_last_bit_as_if_it_had_not_been(kernel, at):
+    density, file = density_for(kernel), io.BytesIO()
+    state = advance(kernel, density, start(kernel, density, 0), 0, at)
+    torch.save((replace(state, generator=None), state.generator.get_state()), file)
+    on = advance(kernel, density, state, at, WARMUP + 4)
+    file.seek(0)
+    with torch.serialization.safe_globals(dataclasses_of(kernel)):
+        saved, numbers = torch.load(file, weights_only=True)
+    generator = torch.Generator()
+    generator.set_state(numbers)
+    again = advance(kernel, density, replace(saved, generator=generator), at, WARMUP + 4)
+    assert_same_bits(again, on)
+    assert torch.equal(again.generator.get_state(), on.generator.get_state())
+
+
+# one more kernel ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RandomWalk(Kernel):
+    """Random-walk Metropolis (Metropolis et al. 1953)."""
+
+    model: Callable[..., Any]
+    step_size: float = 1.0
+
+    def init(self, density: Density, z: torch.Tensor, num_warmup: int, generator: torch.Generator) -> State:
+        nothing = torch.zeros_like(z)
+        return State(z, nothing, density.energy(z), nothing, None, generator)
+
+    def step(self, density: Density, state: State) -> State:
+        z = state.z + self.step_size * normal(state.z, state.generator)
+        energy = density.energy(z)
+        accept = uniform(energy, state.generator) < (state.energy - energy).exp()
+        z, energy = torch.where(accept[:, None], z, state.z), torch.where(accept, energy, state.energy)
+        return replace(state, z=z, energy=energy, statistics={"lp": -energy, "acceptance_rate": accept.to(z.dtype)})
+
+
+@pytest.mark.stochastic
+def test_a_kernel_of_twenty_lines_is_sampled_like_any_other():
+    def model() -> None:
+        pyro.sample("x", dist.Gamma(3.0, 2.0))
+
+    posterior = sample(RandomWalk(model), num_chains=400, num_warmup=50, num_samples=10, thinning=10, progress=False)
+    assert 0.2 < posterior.statistics["acceptance_rate"].mean() < 0.9
+    # 400 independent chains: Kolmogorov-Smirnov of their last draws at 1e-4.
+    assert stats.kstest(posterior.samples["x"][:, -1].numpy(), stats.gamma(3, scale=0.5).cdf).pvalue > 1e-4
+    assert posterior.metadata["settings"] == {"step_size": 1.0}
+
+
+# settings -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [HMC, NUTS, AdaptiveHMC, SGLD, pSGLD, SGHMC, CyclicalSG])
 def test_help_lists_every_setting_with_its_default_and_none_twice(kernel):
     lines = kernel.__doc__.splitlines()
     for field in fields(kernel):
@@ -32,7 +229,7 @@ def test_help_lists_every_setting_with_its_default_and_none_twice(kernel):
     [
         (HMC(a_model), "HMC(a_model)"),
         (NUTS(a_model, mass="low-rank", rank=4), "NUTS(a_model, mass='low-rank', rank=4)"),
-        (ChEES(BayesianModel(nn.Linear(2, 1))), "ChEES(BayesianModel)"),
+        (AdaptiveHMC(BayesianModel(nn.Linear(2, 1))), "AdaptiveHMC(BayesianModel)"),
         (SGLD(a_model, batch_size=32), "SGLD(a_model, batch_size=32)"),
         (pSGLD(a_model, 0.01, damping=1e-3), "pSGLD(a_model, step_size=0.01, damping=0.001)"),
         (SGHMC(a_model, noise_estimate=torch.ones(2)), "SGHMC(a_model, noise_estimate=[1.0, 1.0])"),
@@ -50,7 +247,7 @@ def test_a_kernel_prints_its_model_and_what_was_set(kernel, text):
         (HMC, {"num_steps": 2.5}),
         (NUTS, {"max_treedepth": 2.5}),
         (NUTS, {"rank": 1.5}),
-        (ChEES, {"max_steps": 0.5}),
+        (AdaptiveHMC, {"max_steps": 0.5}),
         (SGLD, {"num_steps": 1.5}),
         (SGHMC, {"batch_size": 0}),
         (CyclicalSG, {"cycle_length": 99.5}),
@@ -62,25 +259,30 @@ def test_counts_must_be_whole(kind, options):
         kind(a_model, **options)
 
 
+# energies that are no numbers ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("lost", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("kernel", [HMC(None, num_steps=3), NUTS(None), ChEES(None)], ids=lambda k: type(k).__name__)
-def test_energies_that_are_no_numbers_are_never_moved_to(toy, kernel, lost):
+@pytest.mark.parametrize(
+    "kernel", [HMC(None, num_steps=3), NUTS(None), AdaptiveHMC(None)], ids=lambda k: type(k).__name__
+)
+def test_energies_that_are_no_numbers_are_never_moved_to(toy, kernel, lost, generator):
     # Beyond 1 there is no number, not even minus infinity, which would look like a place of endless mass.
-    potential = toy(lambda z: torch.where(z.abs() < 1, 0.5 * z.square(), lost).sum(-1))
+    density = toy(lambda z: torch.where(z.abs() < 1, 0.5 * z.square(), lost).sum(-1))
     z = 2 * torch.rand(40, 1, dtype=torch.float64) - 1
-    state = replace(kernel, step_size=0.7).init(potential, z, 0)
+    state = replace(kernel, step_size=0.7).init(density, z, 0, generator)
     for _ in range(5):
-        state = kernel.step(potential, state)
-        assert torch.isfinite(state.potential).all()
+        state = kernel.step(density, state)
+        assert torch.isfinite(state.energy).all()
         assert (state.z.abs() < 1).all()
     assert (state.z != z).any(-1).float().mean() > 0.5
     assert torch.equal(energy_error(torch.tensor(lost), torch.tensor(1.0)), torch.tensor(torch.inf))
 
 
-def test_the_first_step_size_stays_clear_of_where_there_are_no_numbers(toy):
-    potential = toy(lambda z: torch.where(z.abs() < 1, 0.5 * z.square(), -torch.inf).sum(-1))
+def test_the_first_step_size_stays_clear_of_where_there_are_no_numbers(toy, generator):
+    density = toy(lambda z: torch.where(z.abs() < 1, 0.5 * z.square(), -torch.inf).sum(-1))
     z = torch.zeros(200, 1, dtype=torch.float64)
-    energy, gradient = potential.value_and_grad(z)
-    mass = DiagonalMass(torch.ones(1, dtype=torch.float64))
-    step = find_step_size(potential, z, energy, gradient, torch.tensor(0.1).double(), mass, 0.8)
+    at = Point(z, z, *density.energy_and_gradient(z))
+    mass = Mass(torch.ones(1, dtype=torch.float64))
+    step = find_step_size(density, at, torch.tensor(0.1).double(), mass, 0.8, generator)
     assert step < 2  # a standard normal momentum stays within with a chance of 0.8 for a step of 0.78

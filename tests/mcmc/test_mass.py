@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.mass import DenseMass, DiagonalMass, LowRankMass, Mass, MassEstimate
+from pyro_symmetric.mcmc.kernels.mass import DenseMass, LowRankMass, Mass, MassEstimate
 
 D = 6
 
@@ -13,20 +13,20 @@ def covariance_of(mass: Mass) -> Tensor:
     return mass.velocity(torch.eye(D, dtype=torch.float64))
 
 
-def diagonal() -> DiagonalMass:
-    return DiagonalMass(torch.rand(D, dtype=torch.float64) + 0.1)
+def diagonal() -> Mass:
+    return Mass(torch.rand(D, dtype=torch.float64) + 0.1)
 
 
 def low_rank() -> LowRankMass:
     directions = torch.linalg.qr(torch.randn(D, 2, dtype=torch.float64))[0]
     scale = torch.rand(D, dtype=torch.float64) + 0.5
-    return LowRankMass(scale, directions, torch.tensor([9.0, 0.2], dtype=torch.float64))
+    return LowRankMass.of(scale, directions, torch.tensor([9.0, 0.2], dtype=torch.float64))
 
 
 def dense() -> DenseMass:
     factor = torch.randn(D, D, dtype=torch.float64)
     covariance = factor @ factor.T + torch.eye(D, dtype=torch.float64)
-    return DenseMass(covariance, torch.linalg.cholesky(covariance))
+    return DenseMass.of(covariance, torch.linalg.cholesky(covariance))
 
 
 # algebra ------------------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def test_operations_are_those_of_one_matrix(make):
     whitener = mass.whiten(eye).T  # W: columns are W e_i
     assert torch.allclose(whitener @ covariance @ whitener.T, eye)
     assert torch.allclose(mass.momentum(eye), whitener)  # row i is Wᵀ e_i
-    assert torch.allclose(mass.deviations, covariance.diagonal().sqrt())
+    assert torch.allclose(mass.variance.sqrt(), covariance.diagonal().sqrt())
     p = torch.randn(4, 3, D, dtype=torch.float64)
     assert torch.allclose(mass.kinetic(p), 0.5 * torch.einsum("abi,ij,abj->ab", p, covariance, p))
     assert torch.allclose(mass.whiten(p), p @ whitener.T)
@@ -56,11 +56,11 @@ def test_low_rank_is_the_formula_in_its_docstring():
 
 @pytest.mark.stochastic
 @pytest.mark.parametrize("make", [diagonal, low_rank, dense])
-def test_drawn_momenta_have_the_mass_as_covariance(make):
+def test_drawn_momenta_have_the_mass_as_covariance(make, generator):
     # Each entry of 100,000 whitened draws' covariance has standard error 0.0032 (0.0045 on the diagonal); six of them,
     # for 3 x 36 entries: false alarms under 1e-6.
     mass = make()
-    p = mass.draw(torch.empty(100_000, D, dtype=torch.float64))
+    p = mass.draw(torch.empty(100_000, D, dtype=torch.float64), generator)
     noise = p @ torch.linalg.cholesky(covariance_of(mass))
     assert (torch.cov(noise.T) - torch.eye(D, dtype=torch.float64)).abs().max() < 0.027
 
@@ -95,13 +95,16 @@ def test_nothing_and_one_draw_give_the_unit_matrix(kind):
 def test_dense_keeps_the_pooled_correlations_when_draws_abound():
     torch.manual_seed(1)
     target = dense()
-    draws = torch.randn(2000, 8, D, dtype=torch.float64) @ target.cholesky.T + 50 * torch.randn(1, 8, 1)
+    draws = torch.randn(2000, 8, D, dtype=torch.float64) @ torch.linalg.cholesky(
+        target.covariance
+    ).T + 50 * torch.randn(1, 8, 1)
     found = covariance_of(estimated(draws, "dense"))
     centred = draws - draws.mean(0)
     plain = torch.einsum("sci,scj->ij", centred, centred) / (8 * 1999)
     assert torch.allclose(found, plain, rtol=0.01, atol=0.01)
     # 16,000 draws: standard errors of correlations under 0.008.
-    whitened = torch.linalg.solve(target.cholesky, torch.linalg.solve(target.cholesky, found).T)
+    factor = torch.linalg.cholesky(target.covariance)
+    whitened = torch.linalg.solve(factor, torch.linalg.solve(factor, found).T)
     assert torch.allclose(whitened, torch.eye(D, dtype=torch.float64), atol=0.05)
 
 
@@ -150,14 +153,14 @@ def test_pure_noise_has_no_directions():
     mass = estimated(torch.randn(50, 8, 100, dtype=torch.float64), "low-rank", rank=10)
     # The largest of the noise's eigenvalues exceeds the edge now and then, by a little: it must not matter.
     assert (mass.eigenvalues - 1).clamp(min=0).sum() < 3
-    assert torch.allclose(mass.deviations, torch.ones(100, dtype=torch.float64), atol=0.3)
+    assert torch.allclose(mass.variance.sqrt(), torch.ones(100, dtype=torch.float64), atol=0.3)
 
 
-def test_a_coordinate_that_never_moved_gives_finite_masses():
+def test_a_coordinate_that_never_moved_gives_finite_masses(generator):
     draws = torch.randn(20, 3, D, dtype=torch.float64)
     draws[..., 2] = 7.0
     for kind in ("diagonal", "low-rank", "dense"):
         mass = estimated(draws, kind)
-        assert torch.isfinite(mass.draw(draws[0])).all()
+        assert torch.isfinite(mass.draw(draws[0], generator)).all()
         assert torch.isfinite(mass.whiten(draws[0])).all()
-        assert (mass.deviations > 0).all()
+        assert (mass.variance > 0).all()

@@ -1,4 +1,4 @@
-"""Fast evaluation of networks: the energy and gradient of every chain equal a loop with autograd, by any route."""
+"""Fast evaluation of networks: the energy and gradient of every chain equal a loop with autograd, by any engine."""
 
 import copy
 import math
@@ -12,9 +12,11 @@ from pyro import poutine
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pyro_symmetric.mcmc import HMC, Potential, sample
-from pyro_symmetric.mcmc.compiler import Unavailable, library
-from pyro_symmetric.mcmc.targets import NetworkTarget
+from pyro_symmetric.mcmc import HMC, Density, sample
+from pyro_symmetric.mcmc.density.engine import Unavailable
+from pyro_symmetric.mcmc.density.native.compiler import library
+from pyro_symmetric.mcmc.density.targets import NetworkTarget
+from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
 
 
@@ -27,7 +29,7 @@ def has_compiler() -> bool:
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
-COMPILE = [pytest.param(None, marks=needs_compiler, id="native"), pytest.param(False, id="batched")]
+ENGINES = [pytest.param("native", marks=needs_compiler), "torch"]
 
 
 def data(rows: int = 37, inputs: int = 5, outputs: int = 1, classes: int = 0, dtype=torch.float64):
@@ -36,13 +38,13 @@ def data(rows: int = 37, inputs: int = 5, outputs: int = 1, classes: int = 0, dt
     return x, y
 
 
-def loop(model: BayesianModel, x: Tensor, y: Tensor, z: Tensor, potential: Potential, rows: Tensor | None = None):
+def loop(model: BayesianModel, x: Tensor, y: Tensor, z: Tensor, density: Density, rows: Tensor | None = None):
     """Energy and gradient, chain by chain: Normal and Categorical by formula, everything else by the definition."""
     energies, gradients = [], []
     for chain, row in enumerate(z):
         own_x, own_y = (x, y) if rows is None else (x[rows[chain]], y[rows[chain]])
         leaf = row.clone().requires_grad_()
-        weights, log_det = potential.layout.constrain_with_log_det(leaf)
+        weights, log_det = density.layout.constrain_with_log_det(leaf)
         outputs = functional_call(model.net, {n: weights[n] for n, _ in model.net.named_parameters()}, (own_x,))
         likelihood = model.likelihood
         if isinstance(likelihood, CategoricalLikelihood):
@@ -60,22 +62,23 @@ def loop(model: BayesianModel, x: Tensor, y: Tensor, z: Tensor, potential: Poten
     return torch.stack(energies), torch.stack(gradients)
 
 
-def check(model: BayesianModel, x: Tensor, y: Tensor, compile: bool | None, route: str | None = None, **options):
-    potential = Potential(model, args=(x, y), compile=compile, dtype=x.dtype, **options)
-    assert potential.route == (route or ("native" if compile is None else "batched")), repr(potential)
+def check(model: BayesianModel, x: Tensor, y: Tensor, engine: str, by_hand: bool = True, **options):
+    density = Density(model, args=(x, y), engine=engine, dtype=x.dtype, **options)
+    assert density.engine == ("torch" if engine == "auto" else engine), repr(density)
+    assert (density._fast is not None) == by_hand, repr(density)
     rows = None
-    z = potential.initial(7, "prior")
-    if potential.row_counts:
-        total, size = potential.row_counts["rows"]
+    z = starting_points(density, 7, "prior")
+    if density.row_counts:
+        total, size = density.row_counts["rows"]
         rows = torch.stack([torch.randperm(total)[:size] for _ in z])
-    found = potential.value_and_grad(z, None if rows is None else {"rows": rows})
-    expected = loop(model, x, y, z, potential, rows)
+    found = density.energy_and_gradient(z, None if rows is None else {"rows": rows})
+    expected = loop(model, x, y, z, density, rows)
     tolerance = {torch.float64: 1e-10, torch.float32: 2e-4}[x.dtype]
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
         assert a.dtype == x.dtype
         assert (a - b).abs().max() <= tolerance * b.abs().max()
-    return potential, z, found
+    return density, z, found
 
 
 NATIVE = {
@@ -94,29 +97,29 @@ BATCHED = {
 }
 
 
-@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", NATIVE)
-def test_every_activation_equals_a_loop_over_chains(name, dtype, compile):
+def test_every_activation_equals_a_loop_over_chains(name, dtype, engine):
     net = nn.Sequential(nn.Linear(5, 7), NATIVE[name], nn.Linear(7, 6), NATIVE[name], nn.Linear(6, 1)).to(dtype)
-    check(BayesianModel(net, likelihood=GaussianLikelihood(0.5)), *data(dtype=dtype), compile)
+    check(BayesianModel(net, likelihood=GaussianLikelihood(0.5)), *data(dtype=dtype), engine)
     net[-1] = nn.Linear(6, 3, dtype=dtype)
-    check(BayesianModel(net), *data(classes=3, dtype=dtype), compile)
+    check(BayesianModel(net), *data(classes=3, dtype=dtype), engine)
 
 
 @pytest.mark.parametrize("name", BATCHED)
 def test_activations_without_native_code_run_batched(name):
     net = nn.Sequential(nn.Linear(5, 7), BATCHED[name], nn.Linear(7, 6), BATCHED[name], nn.Linear(6, 3)).double()
-    check(BayesianModel(net), *data(classes=3), None, "batched")
+    check(BayesianModel(net), *data(classes=3), "auto")
 
 
-@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("rows", [1, 16, 300, 531])
 @pytest.mark.parametrize("inputs", [1, 8, 21])
-def test_any_number_of_rows_and_inputs(rows, inputs, compile):
+def test_any_number_of_rows_and_inputs(rows, inputs, engine):
     net = nn.Sequential(nn.Linear(inputs, 13), nn.Tanh(), nn.Linear(13, 2, bias=False)).double()
     model = BayesianModel(net, GaussianPrior(fan_in=True), GaussianLikelihood(0.3))
-    check(model, *data(rows, inputs, outputs=2), compile)
+    check(model, *data(rows, inputs, outputs=2), engine)
 
 
 def laplace_or_shifted(name: str, parameter: Tensor) -> dist.TorchDistribution:
@@ -145,10 +148,10 @@ PRIORS = {
 }
 
 
-@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("batch_size", [None, 9])
-def test_priors_noise_temperature_and_mini_batches(prior, batch_size, compile):
+def test_priors_noise_temperature_and_mini_batches(prior, batch_size, engine):
     options = {} if batch_size is None else {"batch_size": batch_size, "subsampled": True}
     for likelihood, classes in (
         (GaussianLikelihood(prior_scale=0.7, temperature=0.5), 0),
@@ -156,29 +159,29 @@ def test_priors_noise_temperature_and_mini_batches(prior, batch_size, compile):
         (CategoricalLikelihood(temperature=0.1), 4),
     ):
         net = nn.Sequential(nn.Linear(5, 6), nn.SiLU(), nn.Linear(6, classes or 1)).double()
-        check(BayesianModel(net, PRIORS[prior], likelihood), *data(classes=classes), compile, **options)
+        check(BayesianModel(net, PRIORS[prior], likelihood), *data(classes=classes), engine, **options)
 
 
-@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "likelihood",
     [CategoricalLikelihood(), GaussianLikelihood(0.3), GaussianLikelihood(prior_scale=0.7)],
     ids=["categorical", "fixed noise", "learnt noise"],
 )
-def test_any_route_equals_the_mapped_gradient_of_pyros_own_log_joint(likelihood, compile):
+def test_any_engine_equals_the_mapped_gradient_of_pyros_own_log_joint(likelihood, engine):
     classes = 4 if isinstance(likelihood, CategoricalLikelihood) else 0
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, classes or 1)).double()
     model, (x, y) = BayesianModel(net, GaussianPrior(fan_in=True), likelihood), data(classes=classes)
-    potential = Potential(model, args=(x, y), compile=compile)
+    density = Density(model, args=(x, y), engine=engine)
 
     def stock(z: Tensor) -> Tensor:
-        weights, log_det = potential.layout.constrain_with_log_det(z)
+        weights, log_det = density.layout.constrain_with_log_det(z)
         return -poutine.trace(poutine.condition(model, weights)).get_trace(x, y).log_prob_sum() - log_det
 
-    z = potential.initial(9)
+    z = starting_points(density, 9)
     with pyro.validation_enabled(False):
         gradient, energy = torch.func.vmap(torch.func.grad_and_value(stock))(z)
-    found = potential.value_and_grad(z)
+    found = density.energy_and_gradient(z)
     assert torch.allclose(found[0], energy, rtol=1e-12)
     assert torch.allclose(found[1], gradient, rtol=1e-10, atol=1e-10 * float(gradient.abs().max()))
 
@@ -200,11 +203,11 @@ class WrittenWithAxis(Written):
         return self.head(nn.functional.elu(self.body(x.flatten(1)), alpha=0.5))
 
 
-@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", [Written, WrittenWithAxis])
-def test_modules_written_by_hand_are_read_from_their_graph(kind, compile):
+def test_modules_written_by_hand_are_read_from_their_graph(kind, engine):
     x, y = data(inputs=6)
-    check(BayesianModel(kind().double(), likelihood="gaussian"), x.reshape(-1, 2, 3), y, compile)
+    check(BayesianModel(kind().double(), likelihood="gaussian"), x.reshape(-1, 2, 3), y, engine)
 
 
 class Residual(nn.Module):
@@ -221,9 +224,9 @@ class Branching(Residual):
         return self.head(torch.tanh(self.inner(x)) if x.sum().isfinite() else x)
 
 
-@pytest.mark.parametrize("compile", COMPILE)
-def test_a_network_of_one_layer_is_a_network(compile):
-    check(BayesianModel(nn.Linear(5, 3).double()), *data(classes=3), compile)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_network_of_one_layer_is_a_network(engine):
+    check(BayesianModel(nn.Linear(5, 3).double()), *data(classes=3), engine)
 
 
 class Doubled(nn.Linear):
@@ -257,14 +260,14 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_networks_say_why_and_keep_their_own_density(name):
     make, reason = OTHERS[name]
-    potential, _, _ = check(BayesianModel(make().double(), likelihood="gaussian"), *data(), None, "vmap")
-    assert reason in repr(potential)
+    density, _, _ = check(BayesianModel(make().double(), likelihood="gaussian"), *data(), "auto", False)
+    assert reason in repr(density)
 
 
 def test_convolutions_run_under_vmap():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)).double()
     x, y = data(rows=9, inputs=16, classes=3)
-    check(BayesianModel(net), x.reshape(9, 1, 4, 4), y, None, "vmap")
+    check(BayesianModel(net), x.reshape(9, 1, 4, 4), y, "auto", False)
 
 
 def test_custom_likelihoods_and_odd_data_keep_the_models_own_density():
@@ -273,41 +276,41 @@ def test_custom_likelihoods_and_odd_data_keep_the_models_own_density():
 
     net = nn.Sequential(nn.Linear(5, 3)).double()
     x, y = data(classes=3)
-    assert Potential(BayesianModel(net, likelihood=Colder()), args=(x, y)).route == "vmap"
+    assert "its likelihood is a Colder" in Density(BayesianModel(net, likelihood=Colder()), args=(x, y)).engine_reason
     with pytest.raises(ValueError, match="labels from"):
-        Potential(BayesianModel(net), args=(x, y + 1))
+        Density(BayesianModel(net), args=(x, y + 1))
 
 
-@pytest.mark.parametrize("compile", COMPILE)
-def test_ragged_numbers_of_chains_and_chunks_agree(compile):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ragged_numbers_of_chains_and_chunks_agree(engine):
     net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).double()
     x, y = data(classes=3)
-    potential = Potential(BayesianModel(net), args=(x, y), compile=compile, chain_chunk=4)
-    z = potential.initial(11)
-    energy, gradient = potential.value_and_grad(z)
+    density = Density(BayesianModel(net), args=(x, y), engine=engine, chain_chunk=4)
+    z = starting_points(density, 11)
+    energy, gradient = density.energy_and_gradient(z)
     for count in (1, 3, 4, 5, 8):
-        part = potential.value_and_grad(z[:count])
+        part = density.energy_and_gradient(z[:count])
         assert torch.allclose(part[0], energy[:count], rtol=1e-12)
         assert torch.allclose(part[1], gradient[:count], rtol=1e-10, atol=1e-10)
     strided = torch.cat([z, z], 1)[:, : z.shape[1]]
-    assert torch.equal(potential.value_and_grad(strided)[1], gradient)
-    assert torch.allclose(potential(z), energy, rtol=1e-12)
+    assert torch.equal(density.energy_and_gradient(strided)[1], gradient)
+    assert torch.allclose(density.energy(z), energy, rtol=1e-12)
 
 
 @needs_compiler
 def test_a_chains_native_gradient_is_the_same_to_the_last_bit_whatever_runs_beside_it():
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     x, y = data(rows=400, classes=3, dtype=torch.float32)
-    potential = Potential(BayesianModel(net), args=(x, y))
-    z = potential.initial(64)
+    density = Density(BayesianModel(net), args=(x, y))
+    z = starting_points(density, 64)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = potential.value_and_grad(z)
-        alone = potential.value_and_grad(z[5:6])
-        potential._network._engine._flops = 1e12  # enough work that threads are worth their start
+        one = density.energy_and_gradient(z)
+        alone = density.energy_and_gradient(z[5:6])
+        density._fast._loss._flops = 1e12  # enough work that threads are worth their start
         torch.set_num_threads(3)
-        three = potential.value_and_grad(z)
+        three = density.energy_and_gradient(z)
     finally:
         torch.set_num_threads(threads)
     for a, b, c in zip(one, three, alone, strict=True):
@@ -315,13 +318,13 @@ def test_a_chains_native_gradient_is_the_same_to_the_last_bit_whatever_runs_besi
         assert torch.equal(a[5:6], c)
 
 
-@pytest.mark.parametrize("compile", COMPILE)
-def test_results_outlive_later_calls(compile):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_results_outlive_later_calls(engine):
     net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1)).double()
     for likelihood in ("gaussian", GaussianLikelihood(0.1)):
-        potential, z, (energy, gradient) = check(BayesianModel(net, likelihood=likelihood), *data(), compile)
+        density, z, (energy, gradient) = check(BayesianModel(net, likelihood=likelihood), *data(), engine)
         kept = energy.clone(), gradient.clone(), z.clone()
-        potential.value_and_grad(z + 1)
+        density.energy_and_gradient(z + 1)
         assert torch.equal(energy, kept[0])
         assert torch.equal(gradient, kept[1])
         assert torch.equal(z, kept[2])
@@ -329,18 +332,18 @@ def test_results_outlive_later_calls(compile):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("compile", COMPILE)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("classes", [0, 3])
-def test_infinite_and_absurd_weights_spoil_their_own_chain_only(classes, compile, dtype):
+def test_infinite_and_absurd_weights_spoil_their_own_chain_only(classes, engine, dtype):
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, classes or 1)).to(dtype)
     x, y = data(classes=classes, dtype=dtype)
     likelihood = "categorical" if classes else "gaussian"
-    potential = Potential(BayesianModel(net, likelihood=likelihood), args=(x, y), compile=compile)
-    z = potential.initial(6)
-    expected = potential.value_and_grad(z)
+    density = Density(BayesianModel(net, likelihood=likelihood), args=(x, y), engine=engine)
+    z = starting_points(density, 6)
+    expected = density.energy_and_gradient(z)
     spoilt = z.clone()
     spoilt[1, 3], spoilt[2, 0], spoilt[4] = math.nan, math.inf, 1e200 if dtype == torch.float64 else 1e30
-    energy, gradient = potential.value_and_grad(spoilt)
+    energy, gradient = density.energy_and_gradient(spoilt)
     for found, right in ((energy, expected[0]), (gradient, expected[1])):
         assert torch.allclose(found[[0, 3, 5]], right[[0, 3, 5]], rtol=1e-5)
     assert not torch.isfinite(energy[[1, 2, 4]]).any()
@@ -350,43 +353,45 @@ def test_infinite_and_absurd_weights_spoil_their_own_chain_only(classes, compile
 def test_mini_batches_outside_of_the_data_are_refused():
     net = nn.Sequential(nn.Linear(5, 3)).double()
     x, y = data(classes=3)
-    potential = Potential(BayesianModel(net), args=(x, y), batch_size=4, subsampled=True)
-    z = potential.initial(2)
+    density = Density(BayesianModel(net), args=(x, y), batch_size=4, subsampled=True)
+    z = starting_points(density, 2)
     for bad in (-1, len(x)):
         with pytest.raises(IndexError, match=f"between 0 and {len(x) - 1}"):
-            potential.value_and_grad(z, {"rows": torch.full((2, 4), bad)})
-    other = potential.value_and_grad(z, {"rows": torch.arange(5).expand(2, 5)})  # another size: the model's own density
-    assert torch.allclose(other[1], loop(potential.target.model, x, y, z, potential, torch.arange(5).expand(2, 5))[1])
+            density.energy_and_gradient(z, {"rows": torch.full((2, 4), bad)})
+    other = density.energy_and_gradient(
+        z, {"rows": torch.arange(5).expand(2, 5)}
+    )  # another size: the model's own density
+    assert torch.allclose(other[1], loop(density.target.model, x, y, z, density, torch.arange(5).expand(2, 5))[1])
 
 
-@pytest.mark.parametrize("compile", COMPILE)
-def test_potentials_can_be_copied_and_sent(compile):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_potentials_can_be_copied_and_sent(engine):
     net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-    potential = Potential(BayesianModel(net), args=data(classes=3, dtype=torch.float32), compile=compile)
-    z = potential.initial(3)
-    expected = potential.value_and_grad(z)
-    for other in (copy.deepcopy(potential), pickle.loads(pickle.dumps(potential))):
-        assert torch.equal(other.value_and_grad(z)[1], expected[1])
+    density = Density(BayesianModel(net), args=data(classes=3, dtype=torch.float32), engine=engine)
+    z = starting_points(density, 3)
+    expected = density.energy_and_gradient(z)
+    for other in (copy.deepcopy(density), pickle.loads(pickle.dumps(density))):
+        assert torch.equal(other.energy_and_gradient(z)[1], expected[1])
 
 
 def test_the_default_chunk_depends_on_the_size_of_the_model_alone():
-    small = Potential(BayesianModel(nn.Sequential(nn.Linear(5, 3))), args=data(classes=3, dtype=torch.float32))
+    small = Density(BayesianModel(nn.Sequential(nn.Linear(5, 3))), args=data(classes=3, dtype=torch.float32))
     wide = nn.Sequential(nn.Linear(5, 500), nn.ReLU(), nn.Linear(500, 3))
-    large = Potential(BayesianModel(wide), args=data(rows=2000, classes=3, dtype=torch.float32), compile=False)
+    large = Density(BayesianModel(wide), args=data(rows=2000, classes=3, dtype=torch.float32), engine="torch")
     assert small.chain_chunk >= 1024
     assert large.chain_chunk == 1  # 500 x 2,000 numbers of four bytes fill the cache by themselves
 
 
-@pytest.mark.parametrize("compile", COMPILE)
-def test_a_posterior_tells_which_route_served_it_and_why_no_faster_one(compile):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_posterior_tells_which_engine_served_it_and_why_no_faster_one(engine):
     model, (x, y) = BayesianModel(nn.Linear(5, 3)), data(classes=3, dtype=torch.float32)
-    options = {"num_chains": 2, "num_warmup": 1, "num_samples": 2, "compile": compile, "progress": False}
+    options = {"num_chains": 2, "num_warmup": 1, "num_samples": 2, "engine": engine, "progress": False}
     metadata = sample(HMC(model, step_size=1e-3, num_steps=1), args=(x, y), **options).metadata
-    assert metadata["route"] == ("native" if compile is None else "batched")
-    assert metadata["route_reason"] == ("" if compile is None else "compile=False")
+    assert metadata["engine"] == engine
+    assert metadata["engine_reason"] == ("" if engine == "native" else "engine='torch'")
 
 
 def test_the_network_target_is_what_networks_use():
     assert isinstance(
-        Potential(BayesianModel(nn.Linear(5, 3)), args=data(classes=3, dtype=torch.float32)).target, NetworkTarget
+        Density(BayesianModel(nn.Linear(5, 3)), args=data(classes=3, dtype=torch.float32)).target, NetworkTarget
     )

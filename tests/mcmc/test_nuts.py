@@ -8,10 +8,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from pyro_symmetric.mcmc.integrator import leapfrog
-from pyro_symmetric.mcmc.kernel import State
-from pyro_symmetric.mcmc.mass import DenseMass, Mass
-from pyro_symmetric.mcmc.nuts import NUTS
+from pyro_symmetric.mcmc.kernels.integrator import Point, leapfrog
+from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.mass import DenseMass, Mass
+from pyro_symmetric.mcmc.kernels.nuts import NUTS
 
 
 def kernel_state_with(state: State, mass: Mass) -> State:
@@ -40,36 +40,37 @@ def any_subtree_turns(mass: Mass, momenta: list[Tensor]) -> bool:
     return turns(mass, momenta) or any(any_subtree_turns(mass, part) for part in parts)
 
 
-def reference(potential, z: Tensor, mass: Mass, step: Tensor, max_depth: int) -> dict[str, object]:
+def reference(
+    density, z: Tensor, mass: Mass, step: Tensor, max_depth: int, generator: torch.Generator
+) -> dict[str, object]:
     """One transition of one chain, plainly: a list of states, whose subtrees are searched anew by recursion.
 
     It asks for random numbers in the kernel's order: momentum, direction, one for each leaf, one for each doubling.
     """
-    energy, gradient = potential.value_and_grad(z[None])
-    p = mass.draw(z[None])
-    start = energy + mass.kinetic(p)
-    states = [(z[None], p, gradient)]
+    first = Point(z[None], mass.draw(z[None], generator), *density.energy_and_gradient(z[None]))
+    start = first.energy + mass.kinetic(first.momentum)
+    states = [first]
     chosen, log_weight, depth, steps, accepted = (z, start.item()), 0.0, 0, 0, 0.0
     diverging = False
     while depth < max_depth:
-        forward = bool(torch.rand(1, dtype=z.dtype) < 0.5)
-        new: list[tuple[Tensor, Tensor, Tensor]] = []
+        forward = bool(torch.rand(1, dtype=z.dtype, generator=generator) < 0.5)
+        new: list[Point] = []
         weights: list[float] = []
         candidate = chosen
         for _ in range(2**depth):
             origin = new[-1] if new else (states[-1] if forward else states[0])
-            z1, p1, energy, gradient = leapfrog(potential, *origin, step if forward else -step, mass)
-            total = energy + mass.kinetic(p1)
+            end = leapfrog(density, origin, step if forward else -step, mass)
+            total = end.energy + mass.kinetic(end.momentum)
             error = (total - start).item()
             steps, accepted = steps + 1, accepted + min(1.0, math.exp(-error))
-            new.append((z1, p1, gradient))
+            new.append(end)
             weights.append(-error)
             share = math.exp(-error - torch.tensor(weights).double().logsumexp(0).item())
-            if torch.rand(1, dtype=z.dtype).item() < share:
-                candidate = (z1[0], total.item())
+            if torch.rand(1, dtype=z.dtype, generator=generator).item() < share:
+                candidate = (end.z[0], total.item())
             diverging = error > 1000
             # all aligned subtrees that are complete by now
-            momenta = [s[1][0] for s in new]
+            momenta = [s.momentum[0] for s in new]
             complete = [2**k for k in range(1, depth + 1) if len(new) % 2**k == 0]
             turning = any(any_subtree_turns(mass, momenta[-size:]) for size in complete)
             if diverging or turning:
@@ -78,11 +79,11 @@ def reference(potential, z: Tensor, mass: Mass, step: Tensor, max_depth: int) ->
             break
         depth += 1
         branch = torch.tensor(weights).double().logsumexp(0).item()
-        if torch.rand(1, dtype=z.dtype).item() < math.exp(min(0.0, branch - log_weight)):
+        if torch.rand(1, dtype=z.dtype, generator=generator).item() < math.exp(min(0.0, branch - log_weight)):
             chosen = candidate
         log_weight = float(torch.logaddexp(torch.tensor(log_weight).double(), torch.tensor(branch).double()))
         states = states + new if forward else new[::-1] + states
-        if turns(mass, [s[1][0] for s in states]):
+        if turns(mass, [s.momentum[0] for s in states]):
             break
     return {
         "z": chosen[0],
@@ -98,19 +99,19 @@ def reference(potential, z: Tensor, mass: Mass, step: Tensor, max_depth: int) ->
 @pytest.mark.parametrize("rotated", [False, True])
 def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(gaussian, banana, step, rotated):
     covariance = torch.tensor([[1.0, 0.6], [0.6, 2.0]], dtype=torch.float64)
-    mass = DenseMass(covariance, torch.linalg.cholesky(covariance))
-    potential = gaussian(torch.tensor([0.3, 4.0], dtype=torch.float64)) if rotated else banana
+    mass = DenseMass.of(covariance, torch.linalg.cholesky(covariance))
+    density = gaussian(torch.tensor([0.3, 4.0], dtype=torch.float64)) if rotated else banana
     kernel = NUTS(None, step_size=step, max_treedepth=7)
     depths = set()
     for seed in range(25):
-        torch.manual_seed(seed)
-        z = torch.randn(1, 2, dtype=torch.float64)
-        state = kernel.init(potential, z, 0)
+        generator = torch.Generator().manual_seed(seed)
+        z = torch.randn(1, 2, dtype=torch.float64, generator=generator)
+        state = kernel.init(density, z, 0, generator)
         state = kernel_state_with(state, mass)
-        torch.manual_seed(1000 + seed)
-        found = kernel.step(potential, state)
-        torch.manual_seed(1000 + seed)
-        expected = reference(potential, z[0], mass, torch.tensor(step, dtype=torch.float64), 7)
+        generator.manual_seed(1000 + seed)
+        found = kernel.step(density, state)
+        generator.manual_seed(1000 + seed)
+        expected = reference(density, z[0], mass, torch.tensor(step, dtype=torch.float64), 7, generator)
         assert torch.allclose(found.z[0], expected["z"], atol=1e-9)
         for name in ("energy", "tree_depth", "n_steps", "acceptance_rate", "diverging"):
             assert found.statistics[name].item() == pytest.approx(expected[name], abs=1e-8), name
@@ -121,7 +122,7 @@ def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(gaussia
 # batches ------------------------------------------------------------------------------------------------------------
 
 
-def test_chains_keep_their_places_while_others_finish(toy):
+def test_chains_keep_their_places_while_others_finish(toy, generator):
     # The first coordinate names the chain: nothing pulls at it and it has no momentum. The scales of the others differ
     # from chain to chain, so that trajectories have many lengths.
     def energy(state: Tensor) -> Tensor:
@@ -134,35 +135,35 @@ def test_chains_keep_their_places_while_others_finish(toy):
         def momentum(self, noise: Tensor) -> Tensor:
             return self.velocity(noise)
 
-    potential = toy(energy)
+    density = toy(energy)
     names = torch.arange(20, dtype=torch.float64)
     z = torch.cat([names[:, None], torch.randn(20, 3, dtype=torch.float64) * (1 + names[:, None])], -1)
     kernel = NUTS(None, step_size=0.3)
     eye = torch.eye(4, dtype=torch.float64)
-    state = kernel_state_with(kernel.init(potential, z, 0), Frozen(eye, eye))
+    state = kernel_state_with(kernel.init(density, z, 0, generator), Frozen(eye.diagonal(), eye, eye))
     for _ in range(5):
-        before, potential.batches = state, []
-        state = kernel.step(potential, state)
+        before, density.batches = state, []
+        state = kernel.step(density, state)
         assert torch.equal(state.z[:, 0], names)
-        fresh, gradient = energy(state.z), potential.value_and_grad(state.z)[1]
-        assert torch.allclose(state.potential, fresh)
+        fresh, gradient = energy(state.z), density.energy_and_gradient(state.z)[1]
+        assert torch.allclose(state.energy, fresh)
         assert torch.allclose(state.gradient, gradient)
         assert torch.allclose(state.statistics["lp"], -fresh)
         assert (state.z != before.z).any(-1).float().mean() > 0.9
         steps = state.statistics["n_steps"]
         assert steps.unique().numel() > 3
         # Batches shrink as chains finish, and no chain is in them for more than one step too long.
-        batches = potential.batches[:-1]
+        batches = density.batches[:-1]
         assert batches == sorted(batches, reverse=True)
         assert steps.sum() <= sum(batches) <= steps.sum() + 20
         assert state.statistics["occupancy"][0].item() == pytest.approx(sum(batches) / len(batches) / 20)
         assert state.statistics["occupancy"][0] < 0.9
 
 
-def test_a_trajectory_ends_at_the_largest_depth_and_says_so(gaussian):
-    potential = gaussian(torch.ones(3, dtype=torch.float64))
+def test_a_trajectory_ends_at_the_largest_depth_and_says_so(gaussian, generator):
+    density = gaussian(torch.ones(3, dtype=torch.float64))
     kernel = NUTS(None, step_size=1e-3, max_treedepth=4)
-    state = kernel.step(potential, kernel.init(potential, potential.sample(6), 0))
+    state = kernel.step(density, kernel.init(density, density.sample(6), 0, generator))
     assert (state.statistics["tree_depth"] == 4).all()
     assert (state.statistics["n_steps"] == 15).all()
     assert state.statistics["reached_max_treedepth"].all()
@@ -170,32 +171,32 @@ def test_a_trajectory_ends_at_the_largest_depth_and_says_so(gaussian):
     assert (state.statistics["occupancy"] == 1).all()
 
 
-def test_trajectories_end_after_about_half_a_turn(gaussian):
+def test_trajectories_end_after_about_half_a_turn(gaussian, generator):
     # In many dimensions a standard Gaussian's orbits are nearly circles: half a turn takes 31 steps of 0.1.
-    potential = gaussian(torch.ones(200, dtype=torch.float64))
+    density = gaussian(torch.ones(200, dtype=torch.float64))
     kernel = NUTS(None, step_size=0.1)
-    state = kernel.step(potential, kernel.init(potential, potential.sample(50), 0))
+    state = kernel.step(density, kernel.init(density, density.sample(50), 0, generator))
     assert not state.statistics["reached_max_treedepth"].any()
     assert (state.statistics["n_steps"] >= 15).all()
     assert (state.statistics["n_steps"] <= 63).all()
 
 
-def test_divergent_trajectories_are_counted_and_their_branch_is_not_used(gaussian):
-    potential = gaussian(torch.full((1,), 1e-6, dtype=torch.float64), rotated=False)
+def test_divergent_trajectories_are_counted_and_their_branch_is_not_used(gaussian, generator):
+    density = gaussian(torch.full((1,), 1e-6, dtype=torch.float64), rotated=False)
     kernel = NUTS(None, step_size=0.5)
-    state = kernel.init(potential, torch.tensor([[0.0], [1e-3]], dtype=torch.float64), 0)
-    after = kernel.step(potential, state)
+    state = kernel.init(density, torch.tensor([[0.0], [1e-3]], dtype=torch.float64), 0, generator)
+    after = kernel.step(density, state)
     assert after.statistics["diverging"].all()
     assert torch.equal(after.z, state.z)
     assert (after.statistics["tree_depth"] == 0).all()
 
 
-def test_energy_and_gradient_that_are_not_numbers_end_a_trajectory(toy):
-    potential = toy(lambda z: (0.5 * z.square() - (1 - z.square()).log()).sum(-1))  # NaN outside of (-1, 1)
+def test_energy_and_gradient_that_are_not_numbers_end_a_trajectory(toy, generator):
+    density = toy(lambda z: (0.5 * z.square() - (1 - z.square()).log()).sum(-1))  # NaN outside of (-1, 1)
     kernel = NUTS(None, step_size=0.3)
-    state = kernel.init(potential, 0.5 * torch.rand(100, 2, dtype=torch.float64), 0)
+    state = kernel.init(density, 0.5 * torch.rand(100, 2, dtype=torch.float64), 0, generator)
     for _ in range(20):
-        state = kernel.step(potential, state)
+        state = kernel.step(density, state)
         assert torch.isfinite(state.z).all()
         assert (state.z.abs() < 1).all()
         assert torch.isfinite(state.gradient).all()
@@ -205,19 +206,19 @@ def test_energy_and_gradient_that_are_not_numbers_end_a_trajectory(toy):
 
 
 @pytest.mark.stochastic
-def test_chains_that_start_in_the_target_stay_in_it(gaussian):
+def test_chains_that_start_in_the_target_stay_in_it(gaussian, generator):
     # 20,000 exact draws, two transitions with a coarse step. Kolmogorov-Smirnov at 1e-4 for each of 3 coordinates and
     # for the energy: false alarms 4e-4.
-    potential = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64))
+    density = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64))
     kernel = NUTS(None, step_size=0.75, max_treedepth=5)
-    state = kernel.init(potential, potential.sample(20_000), 0)
+    state = kernel.init(density, density.sample(20_000), 0, generator)
     for _ in range(2):
-        state = kernel.step(potential, state)
+        state = kernel.step(density, state)
     assert 0.5 < state.statistics["acceptance_rate"].mean() < 0.97
-    x = potential.standardise(state.z)
+    x = density.standardise(state.z)
     for coordinate in range(3):
         assert stats.kstest(x[:, coordinate].numpy(), "norm").pvalue > 1e-4
-    assert stats.kstest((2 * potential(state.z)).numpy(), "chi2", args=(3,)).pvalue > 1e-4
+    assert stats.kstest((2 * density(state.z)).numpy(), "chi2", args=(3,)).pvalue > 1e-4
 
 
 @pytest.mark.stochastic
@@ -244,13 +245,13 @@ def test_draws_from_a_banana_match_its_moments(banana, drive):
 
 
 @pytest.mark.stochastic
-def test_chains_that_start_in_a_banana_stay_in_it_though_the_step_is_too_long_for_its_tails(banana):
+def test_chains_that_start_in_a_banana_stay_in_it_though_the_step_is_too_long_for_its_tails(banana, generator):
     # 20,000 exact draws; most of those beyond |x| = 2.5 don't move at once. Kolmogorov-Smirnov at 1e-4 for x and for
     # the noise, and means of differences within 5 standard errors: false alarms 2e-4.
     x, noise = torch.randn(2, 20_000, dtype=torch.float64)
     start = torch.stack([x, x.square() + 0.5 * noise], -1)
     kernel = NUTS(None, step_size=0.35)
-    state = kernel.init(banana, start, 0)
+    state = kernel.init(banana, start, 0, generator)
     for _ in range(3):
         state = kernel.step(banana, state)
     assert (state.z == start).all(-1)[x.abs() > 2.5].double().mean() > 0.3

@@ -6,7 +6,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_symmetric.mcmc import Potential, pSGLD
+from pyro_symmetric.mcmc import Density, pSGLD
 
 CHAINS, ROWS = 4000, 10
 CURVATURE = 1.0 + ROWS
@@ -27,11 +27,11 @@ def mean_square(smoothing: float, running: bool, iterations: int) -> float:
     kernel = pSGLD(
         conjugate, step_size=0.1 * damping / CURVATURE, smoothing=smoothing, damping=damping, running=running
     )
-    potential = Potential(conjugate, args=(y,), dtype=torch.float64, subsampled=True)
+    density = Density(conjugate, args=(y,), dtype=torch.float64, subsampled=True)
     z = torch.randn(CHAINS, 1, dtype=torch.float64) / CURVATURE**0.5
-    state = kernel.init(potential, z, 0)
+    state = kernel.init(density, z, 0, torch.Generator().manual_seed(int(torch.randint(2**62, ()))))
     for _ in range(iterations):
-        state = kernel.step(potential, state)
+        state = kernel.step(density, state)
     return float(state.z.square().mean() * CURVATURE)
 
 

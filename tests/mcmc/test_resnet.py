@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_symmetric.mcmc import SGHMC, Potential, sample
+from pyro_symmetric.mcmc import SGHMC, Density, sample
+from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel, GaussianPrior
 
 SOURCE = Path(__file__).parents[2] / "benchmarks" / "networks.py"
@@ -26,10 +27,10 @@ def resnet20() -> nn.Module:
 def test_sixteen_chains_of_a_resnet20_take_steps_along_the_gradient_of_their_own_batches():
     x, y = torch.randn(ROWS, 3, 8, 8), torch.arange(ROWS) % 10
     model = BayesianModel(resnet20(), GaussianPrior(1.0, fan_in=True))
-    potential = Potential(model, args=(x, y), batch_size=BATCH, subsampled=True)
-    z = potential.initial(2, model.initial_weights())
+    density = Density(model, args=(x, y), batch_size=BATCH, subsampled=True)
+    z = starting_points(density, 2, model.initial_weights())
     rows = torch.stack([torch.arange(4), torch.arange(10, 14)])
-    _, gradient = potential.value_and_grad(z, {"rows": rows})
+    _, gradient = density.energy_and_gradient(z, {"rows": rows})
     for chain in range(2):  # by plain backpropagation
         net = resnet20()
         net.load_state_dict(model.initial_weights())

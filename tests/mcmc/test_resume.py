@@ -1,9 +1,20 @@
 """A broken run that is taken up gives, draw for draw, what an unbroken one gives; another run's store is refused."""
 
+import contextlib
 import errno
 import functools
+import io
+import os
+import signal
+import sys
+import threading
 import warnings
-from dataclasses import replace
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyro
@@ -13,20 +24,22 @@ import torch
 from torch import nn
 
 import pyro_symmetric.mcmc as mcmc
-import pyro_symmetric.mcmc.driver as driver
+import pyro_symmetric.mcmc.identity as identity
+import pyro_symmetric.store.recorders as recorders
 from pyro_symmetric.mcmc import HMC, SGHMC, sample
-from pyro_symmetric.mcmc.driver import Run
+from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.samples import Posterior
-from pyro_symmetric.store import read_store
-from pyro_symmetric.store.layout import LOCK
+from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.storage import StoreError
+from pyro_symmetric.store import Checkpoint, read_store
+from pyro_symmetric.store.recorders import LOCK
 
 QUICK = {"num_chains": 3, "num_warmup": 24, "num_samples": 8, "thinning": 2, "progress": False}
 TOTAL = 24 + 2 * 8
 SETTINGS = {
     "HMC": {"num_steps": 2},
     "NUTS": {"max_treedepth": 2},
-    "ChEES": {"max_steps": 4},
+    "AdaptiveHMC": {"max_steps": 4},
     "CyclicalSG": {"cycle_length": 10, "samples_per_cycle": 2},
 }
 KERNELS = sorted(  # all there are
@@ -45,7 +58,8 @@ def model(y: torch.Tensor) -> None:
 
 
 Y = torch.linspace(-1, 1, 7)
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")  # quick runs are no good ones
+# Quick runs are no good ones.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(of the draws diverged|chains hardly move):RuntimeWarning")
 
 
 def hmc(**settings) -> HMC:
@@ -65,7 +79,7 @@ def run(name: str, **options) -> Posterior:
         net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood="gaussian")
         settings = {"batch_size": 5, "step_size": 1e-3} if kind.subsampled else {}
         settings |= SETTINGS.get(name, {"num_steps": 2})
-        return sample(kind(net, **settings), args=(torch.randn(12, 2), torch.randn(12)), compile=False, **options)
+        return sample(kind(net, **settings), args=(torch.randn(12, 2), torch.randn(12)), engine="torch", **options)
 
 
 @functools.cache
@@ -94,7 +108,7 @@ def break_after(monkeypatch):
     def breaking(self):
         left[0] -= 1
         if left[0] == 0:
-            self.kernel.step(self.potential, self.at.state)
+            self.settings.kernel.step(self.density, self.at.state)
             raise kind[0]
         advance(self)
 
@@ -146,11 +160,11 @@ def test_a_kill_between_commits_goes_back_to_the_last_one(tmp_path, monkeypatch)
     def dying(self):
         steps[0] += 1
         if steps[0] in (20, 35):
-            self.store.failed = True  # nothing more is written, as if the process were gone
+            self.recorder.failed = True  # nothing more is written, as if the process were gone
             raise Killed
         advance(self)
         if self.at.iteration % 7 == 0:
-            self._next_commit = 0.0
+            self.recorder._next_commit = 0.0
 
     monkeypatch.setattr(Run, "_advance", dying)
     for _ in range(2):
@@ -158,6 +172,34 @@ def test_a_kill_between_commits_goes_back_to_the_last_one(tmp_path, monkeypatch)
             run("HMC", seed=1, store=tmp_path / "s")
     assert_same_draws(run("HMC", seed=1, store=tmp_path / "s"), whole)
     assert steps[0] > TOTAL + 2  # some iterations were done again
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # the child uses one thread of PyTorch's
+@pytest.mark.parametrize("name", ["NUTS", "pSGLD"])
+def test_a_process_that_is_killed_leaves_a_run_that_resumes(name, tmp_path, monkeypatch):
+    """``kill -9`` in warm-up, at its end and in sampling; ``kill_and_resume`` of the benchmarks does it at any time."""
+    whole, commit = unbroken(name, 7), Run._commit
+    monkeypatch.setattr(recorders, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(recorders, "COMMIT_SHARE", 1e9)
+    for commits in (3, 18, 12):
+        child = os.fork()
+        if child == 0:
+
+            def dying(self, left=[commits]):  # noqa: B006 (one list for all calls)
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                commit(self)
+
+            Run._commit = dying
+            torch.set_num_threads(1)
+            try:
+                run(name, seed=7, store=tmp_path / "s")
+            finally:
+                os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert_same_draws(run(name, seed=7, store=tmp_path / "s"), whole)
 
 
 @pytest.fixture
@@ -200,12 +242,12 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on_when_there_is_room(tmp_
 def test_a_store_can_be_read_while_it_is_written(tmp_path, monkeypatch):
     whole = unbroken("HMC", 1)
     seen, commit = [], Run._commit
-    monkeypatch.setattr(driver, "COMMIT_SECONDS", 0.0)
-    monkeypatch.setattr(driver, "COMMIT_SHARE", 1e9)
+    monkeypatch.setattr(recorders, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(recorders, "COMMIT_SHARE", 1e9)
 
     def reading(self):
         commit(self)
-        if self.at.mark.draws:
+        if self.settings.draws(self.at.iteration):
             found = Posterior.load(tmp_path / "s")
             assert torch.equal(found.samples["a"], whole.samples["a"][:, : found.num_samples])
             assert found.metadata["interrupted"] == (found.num_samples < 8)
@@ -311,11 +353,12 @@ def test_only_what_decides_is_named(stored):
 
 
 def test_another_version_is_refused_unless_it_is_insisted_on(stored, tmp_path, monkeypatch, break_after):
-    versions = mcmc.job.versions
+    surroundings = identity.surroundings
+    newer = {"versions": {**surroundings()["versions"], "torch": "99.0"}}
     break_after(30)
     with pytest.raises(Killed):
         run("HMC", seed=1, store=tmp_path / "s")
-    monkeypatch.setattr(mcmc.job, "versions", lambda: {**versions(), "torch": "99.0"})
+    monkeypatch.setattr(identity, "surroundings", lambda: {**surroundings(), **newer})
     with pytest.raises(ValueError, match=r"torch: .* there, '99.0' here.*pass resume=True"):
         run("HMC", seed=1, store=tmp_path / "s")
     with pytest.warns(RuntimeWarning, match=r"may differ from an unbroken run's.*99\.0"):
@@ -324,7 +367,9 @@ def test_another_version_is_refused_unless_it_is_insisted_on(stored, tmp_path, m
 
 
 def test_another_number_of_threads_is_warned_of(stored, monkeypatch):
-    monkeypatch.setattr(mcmc.job, "surroundings", lambda: {**mcmc.identity.surroundings(), "threads": 77})
+    found = identity.surroundings()
+    found["rounding"]["threads"] = 77
+    monkeypatch.setattr(identity, "surroundings", lambda: found)
     with pytest.warns(RuntimeWarning, match=r"threads: \d+ there, 77 here"):
         sample(hmc(), args=(Y,), seed=1, store=stored, **QUICK)
 
@@ -357,13 +402,115 @@ def test_a_chunk_of_chains_that_was_chosen_is_kept(tmp_path):
 
 
 def test_a_kernels_state_that_cannot_be_stored_is_told(tmp_path):
-    class Odd(HMC):
-        def init(self, potential, z, num_warmup):
-            state = super().init(potential, z, num_warmup)
-            return replace(state, tuning=replace(state.tuning, step_size=print))
+    @dataclass(frozen=True)
+    class Local:
+        step_size: torch.Tensor
 
-    with pytest.raises(TypeError, match="which a store can't keep"):
-        sample(Odd(model), args=(Y,), store=tmp_path / "s", **QUICK)
+    class Odd(HMC):
+        def init(self, density, z, num_warmup, generator):
+            state = super().init(density, z, num_warmup, generator)
+            return replace(state, tuning=replace(state.tuning, step_size=odd))
+
+    for odd in (print, threading.Lock(), Local(torch.ones(())), np.ones(2)):  # noqa: B007 (init above takes it)
+        with pytest.raises(TypeError, match="what a store can't keep"):
+            sample(Odd(model), args=(Y,), store=tmp_path / "s", **QUICK)
+
+
+class Crafted:
+    def __reduce__(self):
+        return os.system, ("touch crafted",)
+
+
+def test_a_state_that_somebody_made_runs_no_code_and_builds_no_other_classes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("HMC", seed=1, num_samples=2, store=tmp_path / "s")
+    checkpoint = Checkpoint.read(tmp_path / "s")
+    for bad in (Crafted(), Posterior({"w": torch.ones(1, 2)}, rows="chains"), HMC(model), 3, {"state": 1}, [], None):
+        content = io.BytesIO()
+        torch.save(bad, content)
+        replace(checkpoint, state=content.getvalue()).write(tmp_path / "s")
+        with pytest.raises(StoreError, match=r"is damaged|no run that could resume"):
+            run("HMC", seed=1, store=tmp_path / "s")
+    replace(checkpoint, state=b"no pickle").write(tmp_path / "s")
+    with pytest.raises(StoreError, match="is damaged"):
+        run("HMC", seed=1, store=tmp_path / "s")
+    assert not (tmp_path / "crafted").exists()
+
+
+# a kernel of one's own ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Walked:
+    """What the kernel below learns."""
+
+    step_size: torch.Tensor
+    count: int = 0
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Walk(mcmc.Kernel):
+    """Metropolis's random walk, whose step warm-up adapts."""
+
+    model: Callable[..., Any]
+
+    def init(self, density, z, num_warmup, generator):
+        return mcmc.State(z, 0 * z, density.energy(z), 0 * z, Walked(z.new_tensor(1.0)), generator)
+
+    def step(self, density, state):
+        z = state.z + state.tuning.step_size * torch.randn(state.z.shape, generator=state.generator)
+        energy = density.energy(z)
+        accept = torch.rand(len(z), generator=state.generator) < (state.energy - energy).exp()
+        z, energy = torch.where(accept[:, None], z, state.z), torch.where(accept, energy, state.energy)
+        return replace(state, z=z, energy=energy, statistics={"acceptance_rate": accept.float()})
+
+    def adapt(self, density, state, iteration, num_warmup):
+        factor = (state.statistics["acceptance_rate"].mean() - 0.3).exp()
+        tuning = Walked(state.tuning.step_size * factor, state.tuning.count + 1)
+        return replace(state, tuning=tuning)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, on forks
+def test_a_kernel_of_twenty_lines_runs_in_memory_on_disk_resumed_and_in_a_pool(tmp_path, break_after):
+    options = {**QUICK, "num_chains": 4, "seed": 3}
+    whole = sample(Walk(model), args=(Y,), **options)
+    for steps in (5, 25, 10**6):
+        break_after(steps)
+        with contextlib.suppress(Killed):
+            broken = sample(Walk(model), args=(Y,), store=tmp_path / "s", **options)
+    assert_same_draws(broken, whole)
+    cut = sample(Walk(model), args=(Y,), chains_per_task=2, **options)
+    with ThreadPoolExecutor(2) as threads:
+        assert_same_draws(sample(Walk(model), args=(Y,), chains_per_task=2, executor=threads, **options), cut)
+    if hasattr(os, "fork"):
+        with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
+            stored = {"executor": pool, "store": tmp_path / "tasks"}
+            assert_same_draws(sample(Walk(model), args=(Y,), chains_per_task=2, **stored, **options), cut)
+
+
+# how much of the library a run touches ------------------------------------------------------------------------------
+
+MOST_FILES, MOST_FUNCTIONS = 30, 165
+
+
+def test_a_run_in_memory_touches_few_files_and_functions():
+    seen, root = set(), str(Path(mcmc.__file__).parents[1])
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            seen.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        sample(mcmc.NUTS(model), args=(Y,), num_chains=2, num_warmup=30, num_samples=5, progress=False)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    functions = {name for name in seen if not name[1].rpartition(".")[2].startswith("<")}
+    files = sorted({file.removeprefix(root) for file, _ in functions})
+    assert len(files) <= MOST_FILES, files
+    assert len(functions) <= MOST_FUNCTIONS, sorted(functions)
 
 
 def test_arguments_by_name_may_come_in_another_order(tmp_path):

@@ -12,8 +12,8 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_symmetric.arviz_export import to_arviz
-from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, ChEES, CyclicalSG, pSGLD, sample
-from pyro_symmetric.mcmc.hmc import HMC as Hmc
+from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, AdaptiveHMC, CyclicalSG, pSGLD, sample
+from pyro_symmetric.mcmc.kernels.hmc import HMC as Hmc
 from pyro_symmetric.models import BayesianModel
 
 QUICK = {"num_chains": 3, "num_warmup": 10, "num_samples": 6, "progress": False}
@@ -75,9 +75,9 @@ def test_metadata_is_json_and_tells_how_the_draws_were_made(kernel):
     assert metadata["settings"]["step_size"] == kernel.step_size
     assert (metadata["seed"], metadata["num_warmup"], metadata["dtype"]) == (1, 10, "float32")
     assert metadata["seconds"]["warmup"] > 0
-    assert len(metadata["trace"]["potential"]) == len(metadata["trace"]["iteration"]) == 16
+    assert len(metadata["trace"]["energy"]) == len(metadata["trace"]["iteration"]) == 16
     final = -posterior.statistics["lp"][:, -1].mean().item()
-    assert metadata["trace"]["potential"][-1] == pytest.approx(final, rel=1e-5)
+    assert metadata["trace"]["energy"][-1] == pytest.approx(final, rel=1e-5)
 
 
 def test_statistics_belong_to_the_draws_they_stand_beside():
@@ -93,11 +93,11 @@ class _Interrupting(Hmc):
 
     at = 0
 
-    def step(self, potential, state):
+    def step(self, density, state):
         type(self).at -= 1
         if type(self).at == 0:
             raise KeyboardInterrupt
-        return super().step(potential, state)
+        return super().step(density, state)
 
 
 def test_ctrl_c_while_sampling_returns_what_is_there():
@@ -107,7 +107,7 @@ def test_ctrl_c_while_sampling_returns_what_is_there():
     whole = sample(HMC(model, step_size=0.3, num_steps=3), seed=1, **QUICK)
     assert torch.equal(posterior.samples["a"], whole.samples["a"][:, :3])
     assert posterior.metadata["interrupted"]
-    assert len(posterior.metadata["trace"]["potential"]) == 13
+    assert len(posterior.metadata["trace"]["energy"]) == 13
 
 
 def test_ctrl_c_in_warm_up_ends_the_program():
@@ -219,7 +219,7 @@ def test_models_that_it_cannot_sample_are_told_with_advice(built, data, message)
         sample(HMC(built()), args=data, **QUICK)
 
 
-@pytest.mark.parametrize("kind", [HMC, NUTS, ChEES, SGLD, pSGLD, SGHMC, CyclicalSG])
+@pytest.mark.parametrize("kind", [HMC, NUTS, AdaptiveHMC, SGLD, pSGLD, SGHMC, CyclicalSG])
 def test_every_sampler_tells_how_a_bare_network_becomes_a_model(kind):
     net, x, y = nn.Linear(2, 3), torch.randn(5, 2), torch.zeros(5, dtype=torch.long)
     with pytest.raises(TypeError, match=r"forward\(input\) can't be called with .*BayesianModel\(net") as error:
@@ -253,7 +253,7 @@ def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kind", [HMC, ChEES, SGHMC])
+@pytest.mark.parametrize("kind", [HMC, AdaptiveHMC, SGHMC])
 def test_chains_run_on_a_cuda_device_and_draws_come_back(kind):
     torch.manual_seed(0)
     net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), likelihood="gaussian")

@@ -10,7 +10,8 @@ import torch
 from scipy.linalg import solve_discrete_lyapunov
 from torch import Tensor, nn
 
-from pyro_symmetric.mcmc import SGHMC, Potential, sample
+from pyro_symmetric.mcmc import SGHMC, Density, sample
+from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel
 
 N, STEP, FRICTION = 50, 0.02, 4.0
@@ -38,16 +39,21 @@ def stationary(noise: float, estimate: float = 0.0) -> float:
 def run(num_warmup: int = 15, **options) -> tuple[Tensor, Tensor]:
     """Final positions and momenta of independent chains after warm-up."""
     kernel = SGHMC(conjugate, step_size=STEP, friction=FRICTION, warmup_factor=1.0, **options)
-    potential = Potential(conjugate, args=(DATA,), dtype=torch.float64, batch_size=kernel.batch_size, subsampled=True)
-    state = kernel.init(potential, potential.initial(CHAINS), num_warmup)
+    density = Density(conjugate, args=(DATA,), dtype=torch.float64, batch_size=kernel.batch_size, subsampled=True)
+    state = kernel.init(density, starting_points(density, CHAINS), num_warmup, fresh_generator())
     for _ in range(num_warmup):
-        state = kernel.step(potential, state)
+        state = kernel.step(density, state)
     return state.z[:, 0], state.momentum[:, 0]
 
 
 # With 2,000 independent chains a variance's relative standard error is sqrt(2 / 2000) = 0.032. Bounds are at 4.5 of
 # them (false alarms 7e-6 each). Deviations from the stationary law decay as exp(-FRICTION / 2 t), a run lasts t = 3.
 CHAINS, TOLERANCE, EXACT = 2000, 0.143, 1 / (1 + N)
+
+
+def fresh_generator() -> torch.Generator:
+    """Seeded from the global one, so that a test's seed decides."""
+    return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
 
 
 def gradient_noise(batch: int) -> float:
@@ -107,10 +113,8 @@ def test_defaults_follow_curvature_and_noise():
     def chosen(**options) -> tuple[float, float]:
         """The step size, and the share of the momentum that it keeps."""
         kernel = SGHMC(conjugate, **options)
-        potential = Potential(
-            conjugate, args=(DATA,), dtype=torch.float64, batch_size=kernel.batch_size, subsampled=True
-        )
-        tuning = kernel.init(potential, potential.initial(500), 0).tuning
+        density = Density(conjugate, args=(DATA,), dtype=torch.float64, batch_size=kernel.batch_size, subsampled=True)
+        tuning = kernel.init(density, starting_points(density, 500), 0, fresh_generator()).tuning
         return tuning.step_size.item(), kernel._momentum_shares(tuning, tuning.step_size)[0].mean().item()
 
     step, keep = chosen()
@@ -147,9 +151,9 @@ def test_a_network_is_sampled_from_mini_batches_that_differ_between_chains():
     kernel = SGHMC(model, batch_size=8, step_size=0.02)
     posterior = sample(kernel, args=(x, y), num_chains=3, num_warmup=5, num_samples=4, progress=False)
     assert posterior.samples["0.weight"].shape == (3, 4, 3, 2)
-    potential = Potential(model, args=(x, y), batch_size=8, subsampled=True)
-    state = kernel.init(potential, potential.initial(1).expand(3, -1).clone(), 0)
-    assert state.potential.unique().numel() == 3  # one place, three mini-batches
+    density = Density(model, args=(x, y), batch_size=8, subsampled=True)
+    state = kernel.init(density, starting_points(density, 1).expand(3, -1).clone(), 0, fresh_generator())
+    assert state.energy.unique().numel() == 3  # one place, three mini-batches
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 
 from pyro_symmetric.guides import AutoGaussian
 from pyro_symmetric.guides.layout import layout_of
-from pyro_symmetric.mcmc import HMC, Potential, sample
+from pyro_symmetric.mcmc import HMC, Density, sample
 from pyro_symmetric.mcmc.starts import resolve, starting_points
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 
 STILL = {"num_samples": 1, "num_warmup": 0, "progress": False}
 
@@ -63,19 +63,19 @@ def test_a_function_draws_again_for_chains_that_start_nowhere():
             a[1] = torch.nan
         return {"a": a, "b": torch.ones(count)}
 
-    z = starting_points(Potential(model), 3, draw)
+    z = starting_points(Density(model), 3, draw)
     assert calls == [3, 1]
     assert torch.isfinite(z).all()
 
 
 def test_a_function_that_gives_no_finite_point_is_told():
     with pytest.raises(ValueError, match="2 of 2 chains found no starting point"):
-        starting_points(Potential(model), 2, lambda n: {"a": torch.full((n, 2), torch.nan), "b": torch.ones(n)})
+        starting_points(Density(model), 2, lambda n: {"a": torch.full((n, 2), torch.nan), "b": torch.ones(n)})
 
 
 def test_a_function_that_gives_another_number_of_weights_is_told():
     with pytest.raises(ValueError, match=r"batch shape \(5,\) for 2 chains"):
-        starting_points(Potential(model), 2, lambda n: {"a": torch.zeros(5, 2), "b": torch.ones(5)})
+        starting_points(Density(model), 2, lambda n: {"a": torch.zeros(5, 2), "b": torch.ones(5)})
 
 
 def test_other_things_are_refused():
@@ -98,6 +98,6 @@ def test_the_last_draw_counts_too():
         calls.append(count)
         return {"a": torch.full((count, 2), 0.0 if len(calls) == 3 else torch.nan), "b": torch.ones(count)}
 
-    z = starting_points(Potential(model), 2, draw, max_tries=2)  # a first draw, and two more
+    z = starting_points(Density(model), 2, draw, max_tries=2)  # a first draw, and two more
     assert calls == [2, 2, 2]
     assert torch.isfinite(z).all()

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from pyro_symmetric import Group, find_symmetry, verify_model
-from pyro_symmetric.compare import check, mmd_test
+from pyro_symmetric.compare import diagnose, mmd_test
 from pyro_symmetric.ensembles import ensemble
-from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, job, log_joint, sample
+from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, log_joint, sample
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.predict import predict
-from pyro_symmetric.store import DrawStore
+from pyro_symmetric.store import FolderRecorder
 
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
 NET = BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
@@ -80,25 +80,16 @@ def test_ensembles_of_several_threads_are_those_of_one_thread_after_another():
     assert all(any(same(one, other) for one in found) for other in alone)  # whichever drew its seed first
 
 
-def test_a_run_that_a_store_refuses_has_touched_no_generator(tmp_path, monkeypatch):
-    """Another thread may be drawing meanwhile: it is enough that the generator is reseeded at that time."""
-    seeds = []
-
-    def refusing(path):
-        seeds.append(torch.initial_seed())
-        raise BlockingIOError("in use")
-
-    monkeypatch.setattr(job, "DrawStore", refusing)
-    before = torch.initial_seed(), torch.get_rng_state()
-    with pytest.raises(BlockingIOError):
-        RUNS[0](store=tmp_path / "s")
-    assert seeds == [before[0]]
-    assert torch.equal(torch.get_rng_state(), before[1])
+def test_a_run_that_a_store_refuses_has_touched_no_generator(tmp_path):
+    before = torch.get_rng_state()
+    with FolderRecorder(tmp_path / "s", 1), pytest.raises(BlockingIOError):
+        RUNS[0](store=tmp_path / "s", seed=None)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_tasks_that_a_store_refuses_have_touched_no_generator(tmp_path):
     before = torch.get_rng_state()
-    with DrawStore(tmp_path / "s"), pytest.raises(BlockingIOError):
+    with FolderRecorder(tmp_path / "s", 1), pytest.raises(BlockingIOError):
         RUNS[0](store=tmp_path / "s", chains_per_task=1, seed=None)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -127,8 +118,8 @@ def test_a_refused_thread_does_not_disturb_the_one_that_holds_the_lock(tmp_path)
     assert same(found, alone)
 
 
-def test_a_run_may_ask_for_another_by_threads_while_it_has_its_turn():
-    """From its starting points' function, itself or through an executor; neither waits for ever nor disturbs."""
+def test_a_run_may_ask_for_another_by_threads_from_its_starting_points_function():
+    """Itself or through an executor; neither waits for ever nor disturbs."""
     alone = RUNS[0]()
 
     def initial(count, executor):
@@ -166,7 +157,7 @@ def test_a_seeded_run_is_not_disturbed_by_what_other_threads_ask_of_its_network_
         lambda: predict(posterior, NET, X, kind="mean", progress=False),
         lambda: NET.log_joint(weights, X, Y),
         lambda: mmd_test(posterior, posterior, num_permutations=19),
-        lambda: check(posterior),
+        lambda: diagnose(posterior),
     ]
     done = threading.Event()
 

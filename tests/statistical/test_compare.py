@@ -4,12 +4,19 @@ import pytest
 import torch
 from scipy import stats
 
-from pyro_symmetric.compare import invariance_tests, mmd
+from pyro_symmetric import compare
+from pyro_symmetric.compare import mmd, mmd_test
 from pyro_symmetric.compare._tests import _exact_table
 from pyro_symmetric.groups.group import Group
+from pyro_symmetric.posterior import Posterior
 
 REPETITIONS = 500
 LEVEL = 0.05
+
+
+def invariance_tests(weights, group, **options):
+    """Of independent draws."""
+    return compare.invariance_tests(Posterior.from_samples(weights, rows="independent"), group, **options)
 
 
 def group():
@@ -36,8 +43,8 @@ def test_invariance_tests_keep_their_level(draws):
         results.append(invariance_tests(weights, symmetry, level=LEVEL))
     bound = stats.binom.ppf(1 - 2e-4, REPETITIONS, LEVEL)
     assert sum(result.rejected for result in results) <= bound
-    index = torch.tensor([result.per_factor["first"].index_p_value for result in results])
-    marginal = torch.tensor([result.per_factor["first"].marginal_p_value for result in results])
+    index = torch.tensor([result.of("first")["index_p_value"] for result in results])
+    marginal = torch.tensor([result.of("first")["marginal_p_value"] for result in results])
     assert int((index <= LEVEL).sum()) <= bound
     assert int((marginal <= LEVEL).sum()) <= bound
     if draws == 200:
@@ -74,10 +81,7 @@ def test_single_marginal_tests_are_exact():
     # each of three levels: false alarm under 2e-4
     symmetry = Group.declare({"w": ("unit",)}, {"w": torch.Size([2])})
     p_values = torch.tensor(
-        [
-            invariance_tests({"w": torch.randn(200, 2)}, symmetry).per_factor["unit"].marginal_p_value
-            for _ in range(1000)
-        ]
+        [invariance_tests({"w": torch.randn(200, 2)}, symmetry).of("unit")["marginal_p_value"] for _ in range(1000)]
     )
     attainable = _exact_table(100)
     for level in (0.05, 0.2, 0.5):
@@ -95,15 +99,37 @@ def test_mmd_is_unbiased_under_given_kernels_and_slightly_positive_under_its_own
 
     kernels = mmd(*draw())
     given, own = (
-        torch.stack(
-            [
-                torch.cat([layer.gaussian, layer.laplace])
-                for layer in (mmd(*draw(), bandwidths=used).per_layer["w"] for _ in range(3000))
-            ]
-        )
+        torch.stack([torch.from_numpy(mmd(*draw(), bandwidths=used).of("w")["squared"]) for _ in range(3000)])
         for used in (kernels, None)
     )
     z = given.mean(0) / given.std(0) * 3000**0.5
     assert float(z.abs().max()) < 5
     assert float(own.mean(0)[0]) > 0
     assert float(own.mean(0).max()) < 0.02
+
+
+def autoregression(correlation, chains, draws):
+    """Stationary standard normal chains, invariant under exchanges of four units."""
+    states = [torch.randn(chains, 4, 2)]
+    for _ in range(draws - 1):
+        states.append(correlation * states[-1] + (1 - correlation**2) ** 0.5 * torch.randn(chains, 4, 2))
+    return Posterior({"w": torch.stack(states, 1)}, rows="chains")
+
+
+@pytest.mark.stochastic
+@pytest.mark.slow
+@pytest.mark.parametrize(("correlation", "chains", "draws"), [(0.9, 4, 400), (0.9, 1, 1600), (0.98, 8, 200)])
+def test_tests_of_chains_keep_their_level(correlation, chains, draws):
+    # Each count of rejections lies beyond the upper bound with probability 2e-4 if the level is kept. As independent
+    # draws the same chains are rejected nearly always.
+    symmetry = Group.declare({"w": ("unit", None)}, {"w": torch.Size([4, 2])})
+    invariance, same = 0, 0
+    for _ in range(REPETITIONS):
+        first, second = (autoregression(correlation, chains, draws) for _ in range(2))
+        invariance += compare.invariance_tests(first, symmetry, level=LEVEL).rejected
+        same += mmd_test(first, second, level=LEVEL, num_permutations=39).rejected
+    bound = stats.binom.ppf(1 - 2e-4, REPETITIONS, LEVEL)
+    assert invariance <= bound
+    assert same <= bound
+    taken_as_independent = Posterior(first.samples, rows="independent")
+    assert compare.invariance_tests(taken_as_independent, symmetry, level=LEVEL).rejected

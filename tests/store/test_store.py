@@ -1,28 +1,34 @@
-"""The draw store: what is committed is there, to the byte; what isn't is cut off; damage is told and nothing lost."""
+"""The draw store: what is committed is there, to the byte; what isn't counts for nothing; damage is told."""
 
 import errno
-import io
 import json
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-import pyro_symmetric.store.writer as writer
-from pyro_symmetric.samples import Posterior
+import pyro_symmetric.store.files as files
+import pyro_symmetric.store.recorders as recorders
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.storage import save_tensors
-from pyro_symmetric.store import Draws, DrawStore, join, read_store
-from pyro_symmetric.store.layout import CHECKPOINT, KIND, LOCK, VERSION
+from pyro_symmetric.store import Checkpoint, Draws, FolderRecorder, MemoryRecorder, read_store
+from pyro_symmetric.store.files import CHECKPOINT, KIND, VERSION
+from pyro_symmetric.store.recorders import LOCK
+
+ROOM = 7
 
 
 def draw(k: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The k-th draw of 3 chains, of a site in each dtype that chains come in."""
     generator = torch.Generator().manual_seed(k)
     w = torch.randn(3, 2, 4, generator=generator)
-    samples = {"w": w, "a/b.c": w[:, 0, 0].double(), "half": w[:, :, 0].bfloat16()}
+    samples = {"w": w, "a/b.c": w[:, 0, 0].double(), "half": w[:, :, 0].bfloat16(), "none": w[:, :0, 0]}
     return samples, {"diverging": w[:, 0, 0] > 0, "n_steps": torch.tensor([k, 2 * k, 3 * k]), "lp": w[:, 1, 1]}
 
 
@@ -39,20 +45,30 @@ def check(found: Draws, draws: int) -> None:
             assert torch.equal(have[name], value), name
 
 
-def fill(store: DrawStore, begin: int, end: int) -> None:
+def fill(recorder, begin: int, end: int) -> None:
     for k in range(begin, end):
-        store.append(*draw(k))
+        recorder.append(k, *draw(k))
 
 
-@pytest.fixture
-def path(tmp_path):
-    """A store of 5 draws in two chunks, and 2 draws more that no commit has named."""
-    with DrawStore(tmp_path / "store") as store:
-        fill(store, 0, 3)
-        store.commit({"kernel": "test"}, {"step": 1}, {"z": torch.tensor(1.5)})
-        fill(store, 3, 5)
-        store.commit({"kernel": "test", "more": [1]}, {"step": 2}, {"z": torch.tensor(2.5)})
-        fill(store, 5, 7)
+def fill_and_commit(recorder, begin: int, end: int) -> None:
+    fill(recorder, begin, end)
+    commit(recorder, end)
+
+
+def commit(recorder, draws: int, state: bytes = b"", **metadata) -> None:
+    recorder.commit(draws, lambda: metadata, lambda: state)
+
+
+@pytest.fixture(params=[2**22, 100, 1], ids=["kept back", "few kept back", "none kept back"])
+def path(tmp_path, request, monkeypatch):
+    """A store of 5 draws in two commits, and 2 draws more that no commit counts."""
+    monkeypatch.setattr(recorders, "PIECE", request.param)
+    with FolderRecorder(tmp_path / "store", ROOM) as recorder:
+        fill(recorder, 0, 3)
+        commit(recorder, 3, b"one", kernel="test")
+        fill(recorder, 3, 5)
+        commit(recorder, 5, b"two", kernel="test", more=[1])
+        fill(recorder, 5, 7)
     return tmp_path / "store"
 
 
@@ -68,119 +84,201 @@ def test_what_was_committed_is_read_back_in_chains_by_draws_and_nothing_else(pat
     assert (posterior.num_chains, posterior.num_samples) == (3, 5)
 
 
+def test_memory_gives_back_what_a_folder_does():
+    recorder = MemoryRecorder(ROOM)
+    fill(recorder, 0, 6)
+    assert not recorder.is_due
+    check(recorder.draws(5, {}), 5)
+
+
+def test_a_draw_takes_the_place_of_those_that_no_commit_counted(path):
+    with FolderRecorder(path, ROOM) as recorder:
+        recorder.append(5, *draw(99))
+        recorder.append(5, *draw(5))
+        fill(recorder, 6, 7)
+        commit(recorder, 7)
+    check(read_store(path), 7)
+
+
 def test_draws_are_mapped_and_changes_to_them_stay_in_memory(path):
     samples = read_store(path).samples
-    assert samples["w"].stride() == (8, 24, 4, 1)
+    assert samples["w"].stride() == (8 * ROOM, 8, 4, 1)
     samples["w"].zero_()
     check(read_store(path, verify=True), 5)
 
 
-def test_a_store_goes_on_from_its_last_commit_and_cuts_off_what_came_after(path):
-    with DrawStore(path) as store:
-        assert (store.committed, store.last.checkpoint, store.last.tensors["z"].item()) == (5, {"step": 2}, 2.5)
-        fill(store, 5, 9)
+def test_a_full_store_is_one_file_of_safetensors_whose_draws_are_mapped_end_to_end(path):
+    with FolderRecorder(path, ROOM) as recorder:
+        fill(recorder, 5, ROOM)
+        commit(recorder, ROOM)
+    (file,) = path.glob("draws-*.safetensors")
+    found = load_file(file)
+    for kind, want in zip(("samples", "statistics"), expected(ROOM), strict=True):
+        assert all(torch.equal(found[f"{kind}/{name}"], value) for name, value in want.items())
+    posterior = Posterior.load(path)
+    flat = posterior.get_samples()
+    assert all(flat[site].data_ptr() == value.data_ptr() for site, value in posterior.samples.items())
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(file) in line]
+    ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]
+    assert all(any(a <= flat[s].data_ptr() < b for a, b in ranges) for s in flat if flat[s].numel())
+
+
+def test_a_store_resumes_from_its_last_commit_and_counts_nothing_that_came_after(path):
+    with FolderRecorder(path, ROOM) as recorder:
+        assert (recorder.last.draws, recorder.last.state) == (5, b"two")
+        fill(recorder, 5, 7)
         check(read_store(path), 5)  # a reader meanwhile sees what is committed
-        store.commit({}, {"step": 3}, {})
-    check(read_store(path, verify=True), 9)
+        commit(recorder, 7, b"three")
+    check(read_store(path, verify=True), 7)
 
 
-def test_a_commit_at_an_earlier_mark_drops_the_draws_after_it(path):
-    with DrawStore(path) as store:
-        fill(store, 5, 6)
-        mark = store.mark
-        fill(store, 6, 8)
-        store.commit({}, {}, {}, mark)
+def test_for_more_draws_a_larger_file_takes_the_place_of_the_first(path):
+    before = read_store(path)
+    with FolderRecorder(path, 12) as recorder:
+        fill(recorder, 5, 9)
+        check(read_store(path), 5)
+        commit(recorder, 9)
+        fill(recorder, 9, 12)
+        commit(recorder, 12)
+    check(read_store(path, verify=True), 12)
+    check(before, 5)  # whoever mapped the first still has it
+    assert [file.name for file in path.glob("draws-*")] == ["draws-0001.safetensors"]
+
+
+def test_a_larger_file_that_no_commit_named_is_made_anew(path):
+    with FolderRecorder(path, 12) as recorder:
+        fill(recorder, 5, 9)
+    check(read_store(path), 5)
+    with FolderRecorder(path, 10) as recorder:
+        fill(recorder, 5, 10)
+        commit(recorder, 10)
+    check(read_store(path), 10)
+
+
+def test_a_reader_finds_the_larger_file_that_takes_its_place_meanwhile(path, monkeypatch):
+    first = Checkpoint.read(path)
+    with FolderRecorder(path, 12) as recorder:
+        fill(recorder, 5, 12)
+        commit(recorder, 12)
+    read, found = Checkpoint.read, [first]
+    monkeypatch.setattr(files.Checkpoint, "read", lambda folder: found.pop() if found else read(folder))
+    check(read_store(path), 12)
+
+
+def test_a_commit_at_an_earlier_number_drops_the_draws_after_it(path):
+    with FolderRecorder(path, ROOM) as recorder:
+        fill(recorder, 5, 7)
+        commit(recorder, 6)
     check(read_store(path, verify=True), 6)
 
 
 def test_a_commit_without_new_draws_keeps_the_old_ones(path):
-    with DrawStore(path) as store:
-        store.commit({}, {"step": 9}, {})
+    with FolderRecorder(path, ROOM) as recorder:
+        commit(recorder, 5, b"nine")
     check(read_store(path, verify=True), 5)
+    assert Checkpoint.read(path).state == b"nine"
 
 
 def test_opening_a_store_changes_nothing(path):
     before = snapshot(path)
-    DrawStore(path).close()
+    FolderRecorder(path, 100).close()
     assert snapshot(path) == before
 
 
 def test_a_single_chains_expanded_statistic_is_stored(tmp_path):
-    with DrawStore(tmp_path) as store:
-        store.append({"w": torch.ones(1, 1)}, {"step_size": torch.tensor(0.5).expand(1)})
-        store.commit({}, {}, {})
+    with FolderRecorder(tmp_path, 1) as recorder:
+        recorder.append(0, {"w": torch.ones(1, 1)}, {"step_size": torch.tensor(0.5).expand(1)})
+        commit(recorder, 1)
     assert read_store(tmp_path).statistics["step_size"].tolist() == [[0.5]]
+
+
+def test_a_dtype_that_the_file_does_not_know_is_told(tmp_path):
+    with (
+        FolderRecorder(tmp_path, 1) as recorder,
+        pytest.raises(TypeError, match=r"samples\['w'\] is of torch.complex64"),
+    ):
+        recorder.append(0, {"w": torch.ones(1, 1, dtype=torch.complex64)}, {})
 
 
 # damage -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["samples/0000.w.bin", "statistics/0003.diverging.bin", "samples/0001.a%2Fb.c.bin"])
-def test_a_truncated_file_is_told_and_the_chunks_before_can_be_read(path, file):
-    size = (path / file).stat().st_size // 7 * 5  # of the committed draws
-    os.truncate(path / file, size - 1)
+def place(path, name: str) -> tuple[Path, int]:
+    """The file of draws, and where in it a column begins."""
+    layout = Checkpoint.read(path).layout
+    at = [f"{column.kind}/{column.name}" for column in layout.columns].index(name)
+    return path / layout.file, layout.places[at]
+
+
+@pytest.mark.parametrize("kept", [0, 3, 100, -1])
+def test_a_truncated_file_is_told_by_name_and_left_as_it_is(path, kept):
+    file, _ = place(path, "samples/w")
+    os.truncate(file, kept % file.stat().st_size)
     before = snapshot(path)
-    with pytest.raises(ValueError, match=r"is damaged: .* holds 4 of 5 draws") as error:
-        read_store(path)
-    assert file.split("/")[1] in str(error.value)
-    with pytest.raises(ValueError, match="Nothing was changed"):
-        DrawStore(path)
+    for use in (read_store, lambda p: read_store(p, verify=False), lambda p: FolderRecorder(p, ROOM)):
+        with pytest.raises(ValueError, match=r"draws-0000.safetensors holds \d+ of \d+ bytes"):
+            use(path)
     assert snapshot(path) == before
-    check(read_store(path, salvage=True), 3)
 
 
 def test_a_missing_file_is_told(path):
-    (path / "samples/0000.w.bin").unlink()
-    with pytest.raises(ValueError, match=r"0000\.w\.bin holds 0 of 5 draws"):
+    place(path, "samples/w")[0].unlink()
+    with pytest.raises(ValueError, match=r"draws-0000\.safetensors is missing"):
         read_store(path)
-    with pytest.raises(ValueError, match="no draws before the damage"):
-        read_store(path, salvage=True)
 
 
-@pytest.mark.parametrize("byte", [0, 24 * 4 * 4])
-def test_a_changed_byte_is_found_by_its_chunks_checksum(path, byte):
-    with open(path / "samples/0000.w.bin", "r+b") as file:
-        file.seek(byte)
-        old = file.read(1)
-        file.seek(byte)
-        file.write(bytes([old[0] ^ 1]))
-    read_store(path, verify=False)  # lengths are right
-    with pytest.raises(ValueError, match="differs from its checksum"):
-        read_store(path)
-    with pytest.raises(ValueError, match="Nothing was changed"):
-        DrawStore(path)
-    if byte:
-        check(read_store(path, salvage=True), 3)
+@pytest.mark.parametrize(("name", "chain", "size"), [("samples/w", 1, 32), ("statistics/diverging", 2, 1)])
+def test_a_changed_byte_is_found_and_its_site_and_chain_are_named(path, name, chain, size):
+    file, begin = place(path, name)
+    with open(file, "r+b") as content:
+        content.seek(begin + chain * ROOM * size + 4 * size)  # the fifth draw
+        old = content.read(1)
+        content.seek(-1, os.SEEK_CUR)
+        content.write(bytes([old[0] ^ 1]))
+    found = read_store(path, verify=False)  # lengths are right
+    for use in (read_store, lambda p: FolderRecorder(p, ROOM)):
+        with pytest.raises(ValueError, match=rf"{name} of 1 chains \({chain}\) differs"):
+            use(path)
+    others = [c for c in range(3) if c != chain]
+    assert torch.equal(found.samples["w"][others], expected(5)[0]["w"][others])
 
 
-def test_a_list_of_chunks_that_was_cut_short_is_told(path):
-    size = (path / "chunks.bin").stat().st_size
-    os.truncate(path / "chunks.bin", size - 3)
-    with pytest.raises(ValueError, match=r"chunks\.bin"):
-        DrawStore(path)
-    check(read_store(path, salvage=True), 3)
+def test_a_changed_header_of_the_draws_is_found(path):
+    file, _ = place(path, "samples/w")
+    whole = bytearray(file.read_bytes())
+    whole[whole.index(b"F32") + 1 : whole.index(b"F32") + 3] = b"64"
+    file.write_bytes(whole)
+    with pytest.raises(ValueError, match="damaged header"):
+        read_store(path, verify=False)
+
+
+def test_bytes_that_no_commit_counts_may_be_anything(path):
+    file, begin = place(path, "samples/w")
+    with open(file, "r+b") as content:
+        content.seek(begin + 5 * 32)
+        content.write(b"x" * 32)
+    check(read_store(path), 5)
 
 
 def test_a_truncated_checkpoint_is_told(path):
     os.truncate(path / CHECKPOINT, 40)
-    with pytest.raises(ValueError, match="damaged"):
-        read_store(path)
     before = snapshot(path)
-    with pytest.raises(ValueError, match="damaged"):
-        DrawStore(path)
+    for use in (read_store, lambda p: FolderRecorder(p, ROOM)):
+        with pytest.raises(ValueError, match="damaged"):
+            use(path)
     assert snapshot(path) == before
 
 
 def test_a_newer_version_is_refused_and_left_alone(path):
     save_tensors(path / CHECKPOINT, KIND, VERSION + 1, {}, {"anything": 1})
     before = snapshot(path)
-    for use in (read_store, DrawStore):
+    for use in (read_store, lambda p: FolderRecorder(p, ROOM)):
         with pytest.raises(ValueError, match="newer pyro_symmetric"):
             use(path)
     assert snapshot(path) == before
 
 
-@pytest.mark.parametrize("header", [{}, {"columns": [{"kind": 1}]}])
+@pytest.mark.parametrize("header", [{}, {"layout": {"columns": 1}}])
 def test_a_checkpoint_with_another_header_is_damaged(path, header):
     save_tensors(path / CHECKPOINT, KIND, VERSION, {}, header)
     with pytest.raises(ValueError, match="damaged header"):
@@ -193,7 +291,7 @@ def test_a_checkpoint_with_another_header_is_damaged(path, header):
 def test_a_file_in_the_folders_place_is_left_alone(tmp_path):
     (tmp_path / "store").write_text("mine")
     with pytest.raises(NotADirectoryError, match="is a file"):
-        DrawStore(tmp_path / "store")
+        FolderRecorder(tmp_path / "store", 1)
     assert (tmp_path / "store").read_text() == "mine"
 
 
@@ -201,7 +299,7 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     (tmp_path / "lock").write_text("precious")
     with pytest.raises(FileExistsError, match=r"is no draw store but holds lock, thesis\.tex"):
-        DrawStore(tmp_path)
+        FolderRecorder(tmp_path, 1)
     assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {"lock": "precious", "thesis.tex": "mine"}
 
 
@@ -209,34 +307,38 @@ def test_a_refused_store_keeps_no_lock_that_it_did_not_have(path):
     (path / LOCK).unlink()
     save_tensors(path / CHECKPOINT, KIND, VERSION + 1, {}, {"anything": 1})
     with pytest.raises(ValueError, match="newer pyro_symmetric"):
-        DrawStore(path)
+        FolderRecorder(path, 1)
     assert not (path / LOCK).exists()
 
 
 def test_things_that_another_run_put_there_meanwhile_are_seen_under_the_lock(tmp_path, monkeypatch):
     calls = []
 
-    def recognise(folder):
+    def require_free(folder):
         calls.append(folder)
         if len(calls) == 2:
             raise FileExistsError("taken")
 
-    monkeypatch.setattr(writer, "_recognise", recognise)
+    monkeypatch.setattr(recorders, "_require_free", require_free)
     with pytest.raises(FileExistsError, match="taken"):
-        DrawStore(tmp_path)
+        FolderRecorder(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def test_a_read_only_folder_is_told_and_still_read(path):
-    def refuse(*arguments, **options):  # what a user without rights gets; root has them all
-        raise PermissionError(errno.EACCES, "Permission denied")
+    opened = os.open
+
+    def refuse(path, flags, *arguments, **options):  # what a user without rights gets; root has them all
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, flags, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", refuse)
         with pytest.raises(OSError, match=r"can't be written.*Permission denied"):
-            DrawStore(path)
-    check(read_store(path), 5)
+            FolderRecorder(path, 1)
+        check(read_store(path), 5)
 
 
 def in_child(action: Callable[[], object]) -> int:
@@ -268,7 +370,7 @@ class TestOtherProcesses:
             if os.geteuid() == 0:
                 os.seteuid(65534)
             try:
-                DrawStore(path / "new")
+                FolderRecorder(path / "new", 1)
             except OSError as error:
                 os.write(theirs, str(error).encode())
             os._exit(0)
@@ -285,115 +387,113 @@ class TestOtherProcesses:
 
         def hold():
             global held
-            held = DrawStore(path)
+            held = FolderRecorder(path, 1)
             os.write(theirs, b"locked")
 
         child = in_child(hold)
         try:
             assert os.read(ours, 10) == b"locked"
             with pytest.raises(BlockingIOError, match=f"process {child} on"):
-                DrawStore(path)
+                FolderRecorder(path, 1)
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             os.close(ours)
             os.close(theirs)
-        DrawStore(path).close()
+        FolderRecorder(path, 1).close()
 
     def test_a_worker_that_was_forked_meanwhile_does_not_keep_the_lock(self, path):
-        store = DrawStore(path)
+        recorder = FolderRecorder(path, 1)
         child = in_child(lambda: None)
         try:
-            store.close()
-            DrawStore(path).close()
+            recorder.close()
+            FolderRecorder(path, 1).close()
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
 
 def test_one_process_at_a_time_writes(path):
-    with DrawStore(path), pytest.raises(BlockingIOError, match=f"by another run \\(process {os.getpid()} on"):
-        DrawStore(path)
-    DrawStore(path).close()
+    with FolderRecorder(path, 1), pytest.raises(BlockingIOError, match=f"by another run \\(process {os.getpid()} on"):
+        FolderRecorder(path, 1)
+    FolderRecorder(path, 1).close()
 
 
-class Full(io.FileIO):
-    """A file on a disk that has room for so many bytes more: it takes what fits, then complains, as Linux does."""
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
+def test_a_full_disk_is_told_and_nothing_committed_is_lost(path, monkeypatch, call):
+    """For a larger file, in the middle of it, and when it is to reach the disk."""
+    whole, room = getattr(os, call), [2]
 
-    room = 0
+    def full(*arguments):
+        if call == "pwrite" and room[0]:
+            room[0] -= 1  # it takes what fits, then complains, as Linux does
+            return whole(arguments[0], arguments[1][:3], arguments[2])
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def write(self, data):
-        if Full.room == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = super().write(memoryview(data)[: Full.room])
-        Full.room -= taken
-        return taken
-
-
-@pytest.mark.parametrize("room", [0, 50, 500, 777])
-def test_a_full_disk_is_told_and_nothing_committed_is_lost(path, monkeypatch, room):
-    monkeypatch.setattr(writer.io, "FileIO", Full)
-    Full.room = room
-    with DrawStore(path) as store:
-        with pytest.raises(OSError, match=r"No space left on device. 5 draws of each chain are safe") as error:
-            fill(store, 5, 20)
+    with FolderRecorder(path, 20) as recorder:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, full)
+            with pytest.raises(OSError, match=r"No space left on device. 5 draws of each chain are safe") as error:
+                fill_and_commit(recorder, 5, 20)
         assert error.value.errno == errno.ENOSPC
-        assert store.failed
+        assert recorder.failed
     check(read_store(path, verify=True), 5)
-    Full.room = 10**9
-    with DrawStore(path) as store:
-        fill(store, 5, 20)
-        store.commit({}, {}, {})
+    with FolderRecorder(path, 20) as recorder:
+        fill(recorder, 5, 20)
+        commit(recorder, 20)
     check(read_store(path, verify=True), 20)
+
+
+def test_writes_that_take_less_than_they_are_given_are_gone_on_with(tmp_path, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:5], offset))
+    with FolderRecorder(tmp_path / "s", ROOM) as recorder:
+        fill(recorder, 0, ROOM)
+        commit(recorder, ROOM)
+    check(read_store(tmp_path / "s"), ROOM)
 
 
 def test_a_disk_that_fills_up_in_a_commit_keeps_the_last_one(path, monkeypatch):
     def refuse(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with DrawStore(path) as store:
-        fill(store, 5, 8)
-        monkeypatch.setattr(writer, "save_tensors", refuse)
-        with pytest.raises(OSError, match="5 draws of each chain are safe"):
-            store.commit({}, {"step": 3}, {})
-        monkeypatch.undo()
+    with FolderRecorder(path, ROOM) as recorder:
+        fill(recorder, 5, 7)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "save_tensors", refuse)
+            with pytest.raises(OSError, match="5 draws of each chain are safe"):
+                commit(recorder, 7, b"three")
     check(read_store(path, verify=True), 5)
-    with DrawStore(path) as store:
-        assert store.last.checkpoint == {"step": 2}
-        fill(store, 5, 8)
-        store.commit({}, {}, {})
-    check(read_store(path, verify=True), 8)
+    with FolderRecorder(path, ROOM) as recorder:
+        assert recorder.last.state == b"two"
+        fill(recorder, 5, 7)
+        commit(recorder, 7)
+    check(read_store(path, verify=True), 7)
 
 
 def test_a_store_without_draws_or_at_no_place_is_told(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no draw store"):
         read_store(tmp_path / "nowhere")
-    with DrawStore(tmp_path / "new") as store:
-        store.commit({}, {}, {})
+    with FolderRecorder(tmp_path / "new", 1) as recorder:
+        commit(recorder, 0)
     with pytest.raises(ValueError, match="holds no draws yet"):
         read_store(tmp_path / "new")
 
 
 def test_other_sites_than_before_are_refused(path):
-    with DrawStore(path) as store, pytest.raises(ValueError, match="other sites or statistics"):
-        store.append({"w": torch.zeros(3)}, {})
+    with FolderRecorder(path, ROOM) as recorder, pytest.raises(ValueError, match="other sites or statistics"):
+        recorder.append(5, {"w": torch.zeros(3)}, {})
     check(read_store(path, verify=True), 5)
 
 
-# parts --------------------------------------------------------------------------------------------------------------
-
-
-def test_parts_are_joined_chain_by_chain_with_mean_traces_and_summed_seconds():
-    def part(chains: int, draws: int, value: float) -> Draws:
-        trace = {"iteration": list(range(draws)), "potential": [value] * draws, "acceptance_rate": [None] * draws}
-        seconds = {"warmup": 1.0, "sampling": value}
-        metadata = {"kernel": "k", "seconds": seconds, "trace": trace, "seed": int(value), "interrupted": False}
-        return Draws({"w": torch.full((chains, draws, 2), value)}, {"lp": torch.zeros(chains, draws)}, metadata)
-
-    joined = join([part(1, 4, 2.0), part(3, 3, 6.0)])
-    assert joined.samples["w"].shape == (4, 3, 2)
-    assert joined.samples["w"][:, 0, 0].tolist() == [2.0, 6.0, 6.0, 6.0]
-    assert joined.metadata["seconds"] == {"warmup": 2.0, "sampling": 8.0}
-    assert joined.metadata["trace"] == {"iteration": [0, 1, 2], "potential": [5.0] * 3, "acceptance_rate": [None] * 3}
-    assert [(task["chains"], task["seed"]) for task in joined.metadata["tasks"]] == [(1, 2), (3, 6)]
-    json.dumps(joined.metadata)
+def test_the_header_is_that_of_safetensors_and_aligned(path):
+    raw = place(path, "samples/w")[0].read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    entries = json.loads(raw[8 : 8 + size])
+    assert size % 8 == 0
+    assert entries["samples/a/b.c"]["shape"] == [3, ROOM]
+    assert all(
+        begin % {"F64": 8, "I64": 8, "F32": 4, "BF16": 2}.get(entry["dtype"], 1) == 0
+        for entry in entries.values()
+        for begin in entry["data_offsets"][:1]
+    )

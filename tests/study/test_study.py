@@ -6,6 +6,7 @@ import random
 import re
 import time
 from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,14 +16,15 @@ import pytest
 import torch
 
 import pyro_symmetric as ps
-from pyro_symmetric import cli
-from pyro_symmetric.study import METHODS, Fit, Method, StudySettings, register, run_study
-from pyro_symmetric.study.measure import concerns, distances, draws_of, reference_of
+from pyro_symmetric import cli, compare
+from pyro_symmetric.study import METHODS, Fit, Method, StudySettings, register, report, run_study
+from pyro_symmetric.study.measure import between, concerns, draws_of, reference_of
+from pyro_symmetric.study.methods import list_methods, make_method
 from pyro_symmetric.study.methods.chains import _Chains
 from pyro_symmetric.study.methods.variational import _Variational
 from pyro_symmetric.study.problem import build_net, build_problem, settle_statistics
-from pyro_symmetric.study.tables import DISTANCE, MISSING, OWN_HALF
-from pyro_symmetric.study.training import fit_networks, mini_batches
+from pyro_symmetric.study.tables import MISSING, OWN_HALF, distance_table
+from pyro_symmetric.study.training import mini_batches
 
 TINY = {
     "mean-field": {"steps": 30},
@@ -34,10 +36,16 @@ TINY = {
 }
 
 
+AS_IMAGE = report._as_image
+
+
 @pytest.fixture(autouse=True)
-def tiny_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_studies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small budgets, and figures that are drawn but not rendered, which takes half of a study's time; those of a
+    classification (``finished``) and of a regression are."""
     for name, budget in TINY.items():
         monkeypatch.setattr(METHODS[name], "quick_budget", budget)
+    monkeypatch.setattr(report, "_as_image", lambda figure: "")
 
 
 def settings(**changes: Any) -> StudySettings:
@@ -90,16 +98,43 @@ def test_distances_begin_with_those_of_the_predictions(finished: Any) -> None:
     for label in LABELS[:-1]:
         found = rows[label]["distance"]["prediction"]
         expected = 0.5 * (law[label] - law["hmc"]).abs().sum(-1).mean()
-        assert found["total_variation"] == pytest.approx(float(expected), rel=1e-4)
+        assert found["total_variation"]["mean"] == pytest.approx(float(expected), rel=1e-4)
         assert found["nll_gap"] == pytest.approx(rows[label]["prediction"]["nll"] - rows["hmc"]["prediction"]["nll"])
     chains = {site: value.to(problem.x) for site, value in finished.fits["hmc"].fit.posterior.samples.items()}
     first, second = (mean_probabilities({s: v[k].flatten(0, 1) for s, v in chains.items()}) for k in ([0, 1], [2, 3]))
     expected = 0.5 * (first - second).abs().sum(-1).mean()
-    assert rows["hmc"]["distance"]["prediction"]["total_variation"] == pytest.approx(float(expected), rel=1e-4)
-    assert [column.title for column in DISTANCE.columns][:2] == ["TV predictions", "NLL gap"]
+    assert rows["hmc"]["distance"]["prediction"]["total_variation"]["mean"] == pytest.approx(float(expected), rel=1e-4)
+    assert [column.title for column in distance_table().columns][:2] == ["TV predictions", "NLL gap"]
     html = finished.report.read_text()
-    assert f"{rows['ensemble']['distance']['prediction']['total_variation']:.4f}</td>" in html
+    assert f"{rows['ensemble']['distance']['prediction']['total_variation']['mean']:.4f}</td>" in html
     assert f"{rows['ensemble']['distance']['prediction']['nll_gap']:+.4f}</td>" in html
+
+
+def test_a_distance_of_another_package_appears_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its entry point alone: in the results, the table and the report."""
+
+    def spread(p: Any, q: Any, like: ps.DistanceResult | None = None) -> ps.DistanceResult:
+        gap = abs(float(p["0.weight"].std() - q["0.weight"].std()))
+        return ps.DistanceResult(
+            title="Spread", num_samples=(len(p["0.weight"]), len(q["0.weight"])), totals={"gap": gap}
+        )
+
+    shown = compare.Shown("gap", "spread", "How far the deviations lie apart.", ".5f")
+    offered = ps.Distance("spread", spread, shows=(shown,))
+    entry = EntryPoint("spread", "another_package:SPREAD", "pyro_symmetric.distances")
+    monkeypatch.setattr(EntryPoint, "load", lambda self: offered)
+    monkeypatch.setattr("pyro_symmetric.compare.distance.entry_points", lambda group: [entry])
+    monkeypatch.setattr("pyro_symmetric.compare.distance._REGISTERED", {d.name: d for d in compare.distances()[:3]})
+    study, _ = run(tmp_path, methods=("mean-field", "hmc"))
+    row, draws = study.results["methods"]["mean-field"], study.draws
+    expected = spread(draws["mean-field"].raw, draws["hmc"].raw).value
+    assert row["distance"]["raw"]["spread"]["gap"] == pytest.approx(expected)
+    titles = [column.title for column in distance_table().columns]
+    assert "spread raw" in titles
+    assert "spread removed" in titles
+    html = study.report.read_text()
+    assert f"{expected:.5f}</td>" in html
+    assert "How far the deviations lie apart." in html
 
 
 def test_the_report_stands_alone(finished: Any) -> None:
@@ -288,8 +323,8 @@ def test_the_reference_is_split_by_chains_and_gives_its_kernels_to_all() -> None
     assert first.count == second.count == reference.draws.count == 24
     assert bool((first.raw["0.bias"] > 25).all())
     assert bool((second.raw["0.bias"] < 25).all())
-    itself = distances(*reference.halves, reference.kernels)
-    assert itself["raw"]["mmd"]["median"] == pytest.approx(reference.kernels["raw"].median)
+    itself = between(reference.halves, reference.predicted_halves, reference.own)
+    assert itself["raw"]["mmd"].value == pytest.approx(reference.own["raw"]["mmd"].value)
 
 
 def test_an_interrupt_keeps_the_methods_that_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +343,7 @@ def test_an_interrupt_keeps_the_methods_that_finished(tmp_path: Path, monkeypatc
     ("method", "patched", "calls"),
     [
         # 12 networks, four at a time; 10 + 10 iterations
-        ("ensemble", "pyro_symmetric.study.methods.networks.fit_networks", 3),
+        ("ensemble", "pyro_symmetric.ensembles.trainer.Trainer.part", 3),
         ("hmc", "pyro_symmetric.mcmc.HMC.step", 20),
     ],
 )
@@ -351,7 +386,7 @@ def test_what_a_stopped_method_left_is_made_anew_only_if_it_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr("pyro_symmetric.study.methods.networks.TOGETHER", 4)
-    patched = {"ensemble": "pyro_symmetric.study.methods.networks.fit_networks", "hmc": "pyro_symmetric.mcmc.HMC.step"}
+    patched = {"ensemble": "pyro_symmetric.ensembles.trainer.Trainer.part", "hmc": "pyro_symmetric.mcmc.HMC.step"}
     original, made = pkgutil.resolve_name(patched[method]), []
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
@@ -373,6 +408,29 @@ def test_what_a_stopped_method_left_is_made_anew_only_if_it_is_damaged(
     again, said = run(tmp_path, methods=(method,), reference=method)
     assert any("made anew" in line for line in said)
     assert again.fits[method].fit.posterior.num_samples > 0
+
+
+def test_a_package_adds_a_method_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs(METHODS["ensemble"]):  # type: ignore[misc]
+        name: ClassVar[str] = "theirs"
+        summary: ClassVar[str] = "Another package's."
+
+    def found(group: str) -> list[EntryPoint]:
+        assert group == "pyro_symmetric.methods"
+        return [EntryPoint("theirs", "a.module:Theirs", group), EntryPoint("broken", "no.such.module:It", group)]
+
+    def load(point: EntryPoint) -> Any:
+        return Theirs if point.name == "theirs" else pkgutil.resolve_name(point.value)
+
+    monkeypatch.setattr("pyro_symmetric.study.methods.base.entry_points", found)
+    monkeypatch.setattr(EntryPoint, "load", load)
+    try:
+        with pytest.warns(UserWarning, match=r"'broken' of no\.such\.module:It can't be loaded"):
+            assert "theirs" in list_methods()
+        with pytest.warns(UserWarning, match="broken"):
+            assert isinstance(make_method("multi-theirs"), Theirs)
+    finally:
+        METHODS.pop("theirs", None)
 
 
 def test_adding_a_method_is_one_small_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +456,8 @@ def test_adding_a_method_is_one_small_class(tmp_path: Path, monkeypatch: pytest.
         METHODS.pop("prior", None)
 
 
-def test_regression_with_learnt_noise_runs_through_all_methods(tmp_path: Path) -> None:
+def test_regression_with_learnt_noise_runs_through_all_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_as_image", AS_IMAGE)
     study, _ = run(tmp_path, data="diabetes", max_train=60, activation="tanh")
     rows = study.results["methods"]
     assert list(rows) == LABELS
@@ -407,7 +466,7 @@ def test_regression_with_learnt_noise_runs_through_all_methods(tmp_path: Path) -
     )
     assert bool((study.draws["hmc"].raw["noise_scale"] > 0).all())
     for row in rows.values():
-        assert 0 < row["distance"]["prediction"]["total_variation"] <= 1
+        assert 0 < row["distance"]["prediction"]["total_variation"]["mean"] <= 1
     gap = rows["hmc"]["prediction"]["log_predictive_density"] - rows["ensemble"]["prediction"]["log_predictive_density"]
     assert rows["ensemble"]["distance"]["prediction"]["nll_gap"] == pytest.approx(gap)
     assert "RMSE" in study.report.read_text()
@@ -452,24 +511,11 @@ def test_every_method_has_a_budget_that_quick_replaces() -> None:
     assert issubclass(METHODS["mean-field"], _Variational)
 
 
-def test_mini_batches_cover_each_epoch_once_in_every_stream() -> None:
-    batches = mini_batches(12, 4, torch.device("cpu"), streams=3)
-    epoch = torch.cat([next(batches) for _ in range(3)], dim=1)
-    assert torch.equal(epoch.sort(1).values, torch.arange(12).expand(3, 12))
-    assert not torch.equal(epoch[0], epoch[1])
-
-
-def test_networks_trained_at_once_reach_the_closed_form_mode_of_a_linear_model() -> None:
-    """Linear regression with Gaussian prior: the mode is ridge regression's."""
-    x = torch.randn(64, 3)
-    y = x @ torch.tensor([1.0, -2.0, 0.5]) + 0.1 * torch.randn(64)
-    model = ps.BayesianModel(torch.nn.Linear(3, 1, bias=False), 0.5, ps.GaussianLikelihood(0.3), len(x))
-    weights, losses = fit_networks(
-        model, x, y, num_networks=5, steps=800, learning_rate=0.05, batch_size=64, progress=False
-    )
-    ridge = torch.linalg.solve(x.T @ x / 0.09 + torch.eye(3) / 0.25, x.T @ y / 0.09)
-    torch.testing.assert_close(weights["weight"], ridge.expand(5, 1, 3), rtol=1e-3, atol=1e-3)
-    assert losses[-1] < losses[0]
+def test_mini_batches_cover_each_epoch_once() -> None:
+    batches = mini_batches(13, 4, torch.device("cpu"))
+    epochs = [torch.cat([next(batches) for _ in range(3)]) for _ in range(2)]
+    assert all(len(epoch.unique()) == 12 and int(epoch.max()) < 13 for epoch in epochs)
+    assert not torch.equal(*epochs)
 
 
 def test_the_network_is_an_mlp_of_the_given_widths() -> None:
@@ -647,8 +693,8 @@ def test_the_best_of_a_column_is_marked_and_the_reference_does_not_compete() -> 
         for name, to, value in (("a", "hmc", 0.2), ("b", "hmc", 0.1), ("hmc", OWN_HALF, 0.0))
     }
     cells = {
-        name: dict(zip((c.title for c in DISTANCE.columns), row, strict=True))
-        for name, row in DISTANCE.rows(rows).items()
+        name: dict(zip((c.title for c in distance_table().columns), row, strict=True))
+        for name, row in distance_table().rows(rows).items()
     }
     assert {name: row["MMD² removed"] for name, row in cells.items()} == {
         "a": ("0.2000", False),

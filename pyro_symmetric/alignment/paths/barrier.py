@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.gaussian import GaussianWeights, gaussian_of
+from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.paths.geodesic import barycentre_gaussians, draw, require_ends
 from pyro_symmetric.alignment.paths.marginalise import MarginalLikelihood, MarginalPrediction
 from pyro_symmetric.alignment.paths.repair import Repair
@@ -148,7 +148,7 @@ def loss_barrier(
     """
     arguments.whole("num_points", num_points, 3)
     arguments.whole("num_samples", num_samples, 1)
-    first, second = gaussian_of(guide_0, "guide_0"), gaussian_of(guide_1, "guide_1")
+    first, second = to_gaussian(guide_0, "guide_0"), to_gaussian(guide_1, "guide_1")
     require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
     measures = _measures(log_likelihood, data)

@@ -2,7 +2,7 @@
 
 * ``protocol``: what the descent asks of any scores; ``table``: scores that are given, a matrix for each set of units;
 * ``weights``: squared distances of weights (``"l2"``) and of mean-field Gaussians (``"wasserstein"``), with ``terms``
-  (where units lie in weights) and ``scale`` (the best positive multiplier of a unit);
-* ``gaussian``: densities under a Gaussian (``"gaussian"``); ``allocation``: who belongs to which component;
+  (where units lie in weights) and ``multipliers`` (the best sign and scale of a unit);
+* ``gaussian``: densities under a Gaussian (``"gaussian"``);
 * ``activation``: what units do rather than what they are.
 """

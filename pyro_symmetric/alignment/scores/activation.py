@@ -68,9 +68,9 @@ class ActivationCost:
         self._inputs = inputs
         self._net = copied(net).eval()
         tracing.try_out(self._net, inputs)
-        self._program = tracing.trace(self._net, inputs)
-        self._facts, self._values = Facts(), dict[torch.fx.Node, Any]()
-        tracing.propagate(self._program, self._net, self._facts, self._values)
+        trace = tracing.Trace(self._net, inputs)
+        self._program, self._facts = trace.program, Facts()
+        self._values = trace.propagate(self._facts)
         _, self._classes = self._facts.classes()
 
     def __call__(self, sources: Weights, reference: Weights, group: Any) -> TableScores:

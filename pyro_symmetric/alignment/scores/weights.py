@@ -12,9 +12,9 @@ units held, it is linear in the permutation of that one,
     \tfrac12 e^{2t} \|B_j\|^2,
 
 over every axis on which the units lie, with the best sign of each pair and, for its scale, that which makes norms
-equal (:func:`~pyro_symmetric.alignment.scores.scale.balanced`): once units are matched, :meth:`WeightScores.matched`
-finds the best one. Where units lie on two axes of one site (a recurrent matrix, tied streams) the objective is
-quadratic and :math:`S` its linearisation at the present element.
+equal (:func:`~pyro_symmetric.alignment.scores.multipliers.balanced`): once units are matched,
+:meth:`WeightScores.matched` finds the best one. If units lie on two axes of one site (a recurrent matrix, tied streams)
+the objective is quadratic and :math:`S` its linearisation at the present element.
 
 Moments and features are tensors ``(channels, batch, *site_shape)``: means first, then deviations, if there are any. A
 sign flips the first channel only.
@@ -22,16 +22,14 @@ sign flips the first channel only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import product
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.alignment.elements import some
+from pyro_symmetric.alignment.scores.multipliers import Sums
 from pyro_symmetric.alignment.scores.protocol import Matched, Scores
-from pyro_symmetric.alignment.scores.scale import balanced, best_scale, score_at
 from pyro_symmetric.alignment.scores.terms import Term, plan_of
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
@@ -49,6 +47,7 @@ class WeightScores(Scores):
     :param group: the group.
     :param reference: site -> moments ``(channels, 1, *site_shape)``, or of one reference for each source.
     :param source: site -> features ``(channels, B, *site_shape)``, see :meth:`features`.
+    :ivar reference: as given.
     """
 
     deviations = True  # whether moments need a second channel if there are deviations
@@ -56,7 +55,7 @@ class WeightScores(Scores):
 
     def __init__(self, group: Group, reference: Mapping[str, Tensor], source: Mapping[str, Tensor]):
         self.group, self.sites = group, list(source)
-        self._reference, self._source = dict(reference), dict(source)
+        self.reference, self._source = dict(reference), dict(source)
         example = next(iter(source.values()), torch.zeros(1, 1))
         self.batch, self.device = example.shape[1], example.device
         self._plan = plan_of(group, tuple(source))
@@ -112,31 +111,30 @@ class WeightScores(Scores):
     def pairs(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Tensor:
         units = self.group[name]
         shape = (*element.batch_shape, units.copies, units.size)
+
+        def products(term: Term) -> list[Tensor]:
+            values = self._kept_products(term, element, rows, units)
+            if term.scale:
+                values.insert(-1, _norms(self._reference_rows(term, rows)).reshape(-1, *shape[-2:], 1))
+            return values
+
         total = torch.zeros(*shape, units.size, dtype=torch.float64, device=self.device)
-        for terms, whole in self._usable(name, known):
-            sums = Sums(terms)
-            for term in terms:
-                values = self._kept_products(term, element, rows, units)
-                if term.scale:
-                    values.insert(-1, _norms(self._reference_rows(term, rows)).reshape(-1, *shape[-2:], 1))
-                sums.add(term, values)
+        for sums, whole in self._sums(name, known, products):
             total += sums.best(PAIR_STEPS if whole else 0)[0]
         return total
 
     def matched(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Matched:
+        def products(term: Term) -> list[Tensor]:
+            source, reference = self._source_rows(term, element, rows, term.placed), self._reference_rows(term, rows)
+            norms = (_norms(reference), _norms(source)) if term.scale else ()
+            return [*((a * b).sum(-1, dtype=torch.float64) for a, b in zip(reference, source, strict=True)), *norms]
+
         total = torch.zeros(*element.batch_shape, self.group[name].count, dtype=torch.float64, device=self.device)
         pulls: dict[str, Tensor] = {}
         found: dict[str, Tensor] = {}
-        for terms, whole in self._usable(name, known):
-            sums = Sums(terms)
-            for term in terms:
-                source = self._source_rows(term, element, rows, term.placed)
-                reference = self._reference_rows(term, rows)
-                norms = (_norms(reference), _norms(source)) if term.scale else ()
-                products = [(a * b).sum(-1, dtype=torch.float64) for a, b in zip(reference, source, strict=True)]
-                sums.add(term, [*products, *norms])
+        for sums, whole in self._sums(name, known, products):
             present = {}
-            for scale in {term.scale for term in terms if term.scale and whole}:
+            for scale in sums.scales if whole else ():
                 before = element.log_scales[scale].flatten(len(element.batch_shape)).double()
                 present[scale] = before.gather(-1, element.unit_index(scale))
             score, own, logs = sums.best(STEPS if whole else 0, present)
@@ -148,7 +146,7 @@ class WeightScores(Scores):
     def costs(self, element: Element | None, rows: Tensor, parts: Sequence[int] | None = None) -> Tensor:
         sites = self.sites if parts is None else [self.sites[part] for part in parts]
         columns = [
-            self.site_cost(_some(self._reference[site], rows), self._moved(site, self.group, element, rows))
+            self.site_cost(_some(self.reference[site], rows), self._site_after(site, self.group, element, rows))
             for site in sites
         ]
         return torch.stack(columns, 1) if columns else torch.zeros(len(rows), 0, dtype=torch.float64)
@@ -166,18 +164,23 @@ class WeightScores(Scores):
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    def moved(self, element: Element) -> Moments:
-        """The features of all sources, moved."""
+    def features_after(self, element: Element) -> Moments:
+        """The features of all sources as an element moves them."""
         rows = torch.arange(self.batch)
-        return {site: self._moved(site, self.group, element, rows) for site in self.sites}
+        return {site: self._site_after(site, self.group, element, rows) for site in self.sites}
 
-    def _usable(self, name: str, known: Collection[str]) -> list[tuple[list[Term], bool]]:
+    def _sums(
+        self, name: str, known: Collection[str], products: Callable[[Term], list[Tensor]]
+    ) -> Iterator[tuple[Sums, bool]]:
         """Terms that compare by known units alone, in parts that share no multiplier, and whether a part is whole."""
-        names = set(known)
-        parts = [([t for t in terms if t.depends <= names], len(terms)) for terms in self._plan.terms[name]]
-        return [(terms, len(terms) == count) for terms, count in parts if terms]
+        for terms in self._plan.terms[name]:
+            if usable := [term for term in terms if term.depends.issubset(known)]:
+                sums = Sums(usable)
+                for term in usable:
+                    sums.add(term, products(term))
+                yield sums, len(usable) == len(terms)
 
-    def _moved(self, site: str, group: Group, element: Element | None, rows: Tensor) -> Tensor:
+    def _site_after(self, site: str, group: Group, element: Element | None, rows: Tensor) -> Tensor:
         """A site of some sources as a group moves it that knows some of the element's numbers."""
         value = _some(self._source[site], rows)
         if element is None or not group.members(site):
@@ -185,9 +188,7 @@ class WeightScores(Scores):
             return value.expand(len(value), *shape, *value.shape[2:])
         own = element.within(group)
         if own.batch_shape.numel() == 1:  # one element for all that there is takes half the time
-            for numbers in (own.permutations, own.signs, own.log_scales):
-                numbers.update([(name, n.reshape(n.shape[len(own.batch_shape) :])) for name, n in numbers.items()])
-            own.batch_shape = torch.Size()
+            own = own.select((0,) * len(own.batch_shape))
             if len(value) == 1 or not own.signs:
                 return own.on_site(site, value)
         elif len(own.batch_shape) > 1:
@@ -229,13 +230,13 @@ class WeightScores(Scores):
 
     def _source_rows(self, term: Term, element: Element, rows: Tensor, group: Group) -> Tensor:
         site = term.axis.site
-        value = self.group.view(site, self._moved(site, group, element, rows))
+        value = self.group.view(site, self._site_after(site, group, element, rows))
         return rows_of(value, term.axis, len(self.group.view_shapes[site]))
 
     def _reference_rows(self, term: Term, rows: Tensor | None = None) -> Tensor:
         if term not in self._rows:
             site = term.axis.site
-            value = self.group.view(site, self.reference_features(self._reference[site]))
+            value = self.group.view(site, self.reference_features(self.reference[site]))
             self._rows[term] = rows_of(value, term.axis, len(self.group.view_shapes[site]))
         return self._rows[term] if rows is None else _some(self._rows[term], rows)
 
@@ -244,70 +245,6 @@ class PlainScores(WeightScores):
     """The squared distance of means alone."""
 
     deviations = False
-
-
-class Sums:
-    """The inner products and norms of terms, and the best signs and scales that enter them.
-
-    :param terms: the terms to come.
-    """
-
-    def __init__(self, terms: Sequence[Term]):
-        self._flipped = list(dict.fromkeys(name for term in terms for name in term.flips))
-        # (whose signs enter, whose scale): exponent -> what the signs flip, what they don't, squared norms.
-        self._sums: dict[tuple[tuple[str, ...], str | None], dict[int, list[Tensor]]] = {}
-
-    def add(self, term: Term, values: list[Tensor]) -> None:
-        """Take in the inner products of one or two channels; if there is a scale, the norms of reference and source."""
-        if len(values) % 2:
-            values = [values[0], torch.zeros((), device=values[0].device), *values[1:]]
-        own = self._sums.setdefault((term.flips, term.scale), {})
-        before = own.get(term.axis.exponent)
-        own[term.axis.exponent] = values if before is None else [a + b for a, b in zip(before, values, strict=True)]
-
-    def best(
-        self, steps: int, present: Mapping[str, Tensor] | None = None
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """The best score, what speaks for each sign minus what against, and the best log-scales.
-
-        :param steps: Newton steps for the scales; without any, norms are made equal: the best guess while not all that
-            a scale enters can be compared.
-        :param present: log-scales, by name, that stay if no finite ones are best.
-        """
-        scales = list(dict.fromkeys(scale for _, scale in self._sums if scale is not None))
-        equal = {scale: balanced(self._gathered(scale, None, 2), self._gathered(scale, None, 3)) for scale in scales}
-        choices = torch.tensor(list(product((1.0, -1.0), repeat=len(self._flipped))), dtype=torch.float64)
-        scores, logs = [], {scale: list[Tensor]() for scale in scales}
-        for values in choices.tolist():
-            signs = dict(zip(self._flipped, values, strict=True))
-            score = sum(self._linear(None, signs).values(), 0.0)
-            for scale in scales:
-                linear, norms = self._linear(scale, signs), self._gathered(scale, None, 3)
-                starts = [*([present[scale]] if present else []), equal[scale]]
-                logs[scale].append(best_scale(linear, norms, starts, steps) if steps else equal[scale])
-                score = score + score_at(linear, norms, logs[scale][-1])
-            scores.append(torch.as_tensor(score))
-        every = torch.stack(scores)
-        pulls = {}
-        for name, side in zip(self._flipped, choices.to(every.device).unbind(-1), strict=True):
-            pulls[name] = every[side > 0].amax(0) - every[side < 0].amax(0)
-        best, which = every.max(0)
-        return best, pulls, {s: torch.stack(own).gather(0, which.unsqueeze(0))[0] for s, own in logs.items()}
-
-    def _linear(self, scale: str | None, signs: Mapping[str, Any]) -> dict[int, Tensor]:
-        odd, even = self._gathered(scale, signs, 0), self._gathered(scale, None, 1)
-        return {exponent: value + even[exponent] for exponent, value in odd.items()}
-
-    def _gathered(self, scale: str | None, signs: Mapping[str, Any] | None, which: int) -> dict[int, Tensor]:
-        """Sums by exponent of all that one scale enters, with signs, if they are given."""
-        found: dict[int, Tensor] = {}
-        for (flips, own), sums in self._sums.items():
-            for exponent, values in sums.items() if own == scale else ():
-                value = values[which]
-                for name in flips:
-                    value = value if signs is None else value * signs[name]
-                found[exponent] = found[exponent] + value if exponent in found else value
-        return found
 
 
 def _norms(value: Tensor) -> Tensor:

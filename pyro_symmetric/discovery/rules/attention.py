@@ -15,7 +15,7 @@ def attention(labeller: Labeller, call: Call) -> Value:
     if call.get("enable_gqa") and query.dim >= 3:
         key, value = (_per_query_head(labeller, x, query.shape[-3]) for x in (key, value))
     order = [*range(key.dim - 2), key.dim - 1, key.dim - 2]
-    scores = matmul(labeller, query, labeller.permute(key, order))
+    scores = matmul(labeller, query, labeller.relaid(key, order))
     if mask is not None:
         scores = labeller.elementwise([scores, mask])
     return matmul(labeller, labeller.normalise(scores, [-1]), value)

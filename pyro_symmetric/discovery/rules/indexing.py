@@ -19,9 +19,8 @@ def embedding(labeller: Labeller, call: Call) -> Value:
     weight, indices = call["weight"], call["indices"]
     labeller.pin(indices)
     weight = labeller.restrict(weight, [1])
-    last = indices.dim
-    parts = [part.moved({1: last}) for part in weight.parts]
-    return labeller.value(call.shape, parts, [*range(last), *([last] if 1 in weight.fixed else [])])
+    result = labeller.relaid(weight, [*[None] * indices.dim, 1], call.shape)
+    return labeller.value(call.shape, result.parts, result.fixed.union(range(indices.dim)))
 
 
 @register_rule("index_select")
@@ -46,12 +45,9 @@ def _look_up(labeller: Labeller, value: Value, indices: dict[int, Value], shape:
     value = labeller.restrict(value, kept)
     axes = sorted(indices)
     together = axes == list(range(axes[0], axes[-1] + 1))
-    new = len(shape) - len(kept)
-    first = axes[0] if together else 0
-    to = {axis: i + (new if i >= first else 0) for i, axis in enumerate(kept)}
-    parts = [part.moved(to) for part in value.parts]
-    fixed = [*(to[axis] for axis in value.fixed if axis in to), *range(first, first + new)]
-    return labeller.value(shape, parts, fixed)
+    first, new = axes[0] if together else 0, len(shape) - len(kept)
+    result = labeller.relaid(value, [*kept[:first], *[None] * new, *kept[first:]], shape)
+    return labeller.value(shape, result.parts, result.fixed.union(range(first, first + new)))
 
 
 @register_rule("gather")

@@ -25,7 +25,7 @@ A glossary. A rule is written in the methods of its ``labeller``:
 * ``reduce``: a symmetric function (sum, mean, largest entry) of all entries along some axes.
 * ``normalise``: a function of an entry and of symmetric statistics along some axes.
 * ``restrict``: units may be exchanged along these axes only; along all others they are told apart by their place.
-* ``reshape``, ``permute``, ``squeeze``, ``unsqueeze``, ``expand``, ``take``: labels move like the entries.
+* ``relaid``, ``squeeze``, ``unsqueeze``, ``expand``, ``reshape``, ``take``: labels move like the entries.
 * ``unscaled``: the same units without the operand's multipliers, or some kinds of them.
 * ``still``: multipliers don't pass, apart from those that are named.
 * ``pin``: nothing may move in this operand.

@@ -29,7 +29,7 @@ def unsqueeze(labeller: Labeller, call: Call) -> Value:
 
 @register_rule("permute")
 def permute(labeller: Labeller, call: Call) -> Value:
-    return labeller.permute(call.value, call["dims"])
+    return labeller.relaid(call.value, [call.value.axis(dim) for dim in call["dims"]])
 
 
 @register_rule("expand")
@@ -108,7 +108,8 @@ def cat(labeller: Labeller, values: list[Value], axis: int) -> Value:
     along = [value.part_on(axis) for value in values]
     axes = {part.axes for part in along if part is not None}
     if len(axes) > 1 or (None in along and not axes <= {(axis,)}):  # labels of different kinds: reduce to this axis
-        values = [v if p is None else _only(labeller, v, p, axis) for v, p in zip(values, along, strict=True)]
+        joint = set[int]().union(*axes) - {axis}
+        values = [labeller.restrict(value, set(range(value.dim)) - joint) for value in values]
         along = [value.part_on(axis) for value in values]
     rest = [replace(v, parts=tuple(p for p in v.parts if axis not in p.axes)) for v in values]
     tied = _tied(labeller, rest, axis, sum(value.shape[axis] for value in values))
@@ -129,12 +130,6 @@ def cat(labeller: Labeller, values: list[Value], axis: int) -> Value:
     if np.unique(joined).size < joined.size:  # the same units twice, as in cat(x, -x)
         joined = labeller.copies(joined, shape.axes, axis)
     return labeller.value(tied.shape, [*tied.parts, Part(shape.axes, joined)], tied.fixed - {axis}, tied.zero)
-
-
-def _only(labeller: Labeller, value: Value, part: Part, axis: int) -> Value:
-    """Keep labels of ``part`` along this axis only."""
-    single = labeller.restrict(replace(value, parts=(part,)), [axis])
-    return replace(single, parts=(*single.parts, *(p for p in value.parts if p is not part)))
 
 
 def _tied(labeller: Labeller, values: list[Value], axis: int, length: int) -> Value:

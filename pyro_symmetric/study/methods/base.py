@@ -1,5 +1,6 @@
-"""What a method of a study is, and the registry. To add one, write a small class with a ``fit`` and put ``@register``
-above it.
+"""The methods of a study, and their registry. To add one, write a small class with a ``fit`` and put ``@register``
+above it. An installed package adds its own by an entry point of the group ``pyro_symmetric.methods``, whose object is
+the class.
 
 A method that approximates the posterior by several modes says how many by its field ``modes``; those that know it by
 ``many`` can be asked for as ``single-<name>`` (one mode) and ``multi-<name>`` (``many`` of them) as well.
@@ -8,14 +9,16 @@ A method that approximates the posterior by several modes says how many by its f
 from __future__ import annotations
 
 import textwrap
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
 import torch
 
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.problem import Problem
 
 PREFIXES = ("single-", "multi-")
@@ -100,6 +103,7 @@ class Method(ABC):
 
 
 METHODS: dict[str, type[Method]] = {}
+GROUP = "pyro_symmetric.methods"  # of entry points
 
 
 def register(cls: type[Method]) -> type[Method]:
@@ -108,6 +112,17 @@ def register(cls: type[Method]) -> type[Method]:
         raise ValueError(f"there is a method {cls.name!r} already")
     METHODS[cls.name] = cls
     return cls
+
+
+def known_methods() -> dict[str, type[Method]]:
+    """All methods by name, those of installed packages included; one that can't be loaded is warned of."""
+    for point in entry_points(group=GROUP):
+        if point.name not in METHODS:
+            try:
+                METHODS[point.name] = point.load()
+            except Exception as error:  # whatever another package's module raises
+                warnings.warn(f"the method {point.name!r} of {point.value} can't be loaded: {error}", stacklevel=2)
+    return METHODS
 
 
 def make_method(name: str, quick: bool = False, budget: Mapping[str, Any] | None = None) -> Method:
@@ -129,11 +144,12 @@ def make_method(name: str, quick: bool = False, budget: Mapping[str, Any] | None
 
 def _make(name: str, quick: bool) -> Method:
     prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-    kind = METHODS.get(name.removeprefix(prefix))
+    methods = known_methods()
+    kind = methods.get(name.removeprefix(prefix))
     if kind is None or (prefix and kind.many is None):
-        both = ", ".join(known for known in METHODS if METHODS[known].many is not None)
+        both = ", ".join(known for known in methods if methods[known].many is not None)
         raise ValueError(
-            f"there is no method {name!r}; known are {', '.join(METHODS)}, and with single- or multi- before it: {both}"
+            f"there is no method {name!r}; known are {', '.join(methods)}, and with single- or multi- before it: {both}"
         )
     method = kind().quick() if quick else kind()
     if not prefix:
@@ -145,7 +161,7 @@ def _make(name: str, quick: bool) -> Method:
 def list_methods() -> str:
     """All methods and what they are, for a person to read."""
     lines = []
-    for name, kind in METHODS.items():
+    for name, kind in known_methods().items():
         forms = "" if kind.many is None else f" Also as single-{name} and multi-{name}."
         lines.append(textwrap.fill(kind.summary + forms, 110, initial_indent=f"{name:<20}", subsequent_indent=" " * 20))
     return "\n".join(lines)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from pyro_symmetric.ensembles import fresh_starts
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, Kernel, pSGLD, sample
 from pyro_symmetric.study.methods.base import Fit, Method, register
 from pyro_symmetric.study.problem import Problem
-from pyro_symmetric.study.training import fresh_starts
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Chains(Method):
         )
         if posterior.metadata.get("interrupted"):
             raise KeyboardInterrupt  # a shorter run than was asked for is not a finished method
-        followed = [float(energy) for energy in posterior.metadata["trace"]["potential"]]
+        followed = [float(energy) for energy in posterior.metadata["trace"]["energy"]]
         yield Fit(self.name, posterior, followed, "mean potential energy (nats)")
 
 

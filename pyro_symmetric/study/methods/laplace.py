@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from pyro_symmetric._torchvision import import_torchvision
 from pyro_symmetric.models import BayesianModel, GaussianPrior
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, register
-from pyro_symmetric.study.methods.networks import LOSS, _Networks, _on_cpu
+from pyro_symmetric.study.methods.networks import LOSS, _Networks, _on_cpu, losses_of, weights_of
 from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.weights import Weights, unflatten
 
@@ -43,7 +43,8 @@ class _Laplace(_Networks):
                 f"{self.title} needs a covariance of {count} x {count} numbers; it is meant for networks of at most "
                 f"{MOST_WEIGHTS} weights: use laplace-diagonal or laplace-last-layer"
             )
-        weights, losses = self._train(problem, progress)
+        trained = self._train(problem, progress)
+        weights, losses = weights_of(trained, problem), losses_of(trained, problem)
         draws = self._draws_each(problem)
         modes = [
             self._draw(problem, {site: value[mode] for site, value in weights.items()}, draws)

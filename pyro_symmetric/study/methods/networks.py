@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,14 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_symmetric.ensembles.parts import Parts, joined
+from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.guides import swag
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, register
 from pyro_symmetric.study.problem import Problem
-from pyro_symmetric.study.training import fit_networks
 from pyro_symmetric.weights import Weights
 
 LOSS = "negative log-posterior (nats)"
@@ -35,20 +34,31 @@ class _Networks(Method):
     quick_budget: ClassVar[Mapping[str, Any]] = {"steps": 300, "learning_rate": 0.02}
     many: ClassVar[int | None] = 10
 
-    def _train(self, problem: Problem, progress: bool, **more: Any) -> tuple[Weights, list[float]]:
+    def _train(self, problem: Problem, progress: bool, steps: int | None = None, **more: Any) -> Posterior:
+        """Train ``modes`` networks, each to a mode of the posterior, for about as many steps."""
+        batch_size = min(self.batch_size, len(problem.x))
         options = {
-            "num_networks": self.modes,
-            "steps": self.steps,
-            "learning_rate": self.learning_rate,
-            "batch_size": self.batch_size,
-            "label": self.title,
+            "epochs": max(1, round((steps or self.steps) / (len(problem.x) // batch_size))),
+            "batch_size": batch_size,
+            "optimizer": functools.partial(torch.optim.Adam, lr=self.learning_rate),
+            "members_at_once": min(self.modes, TOGETHER),
             "progress": progress,
         }
-        return fit_networks(problem.model, problem.x, problem.y, **{**options, **more})
+        return ensemble(problem.model, (problem.x, problem.y), self.modes, **{**options, **more})
 
     def _draws_each(self, problem: Problem) -> int:
         """Draws from each mode, so that all together are as many as are compared."""
         return -(-problem.settings.num_draws // self.modes)
+
+
+def losses_of(trained: Posterior, problem: Problem) -> list[float]:
+    """The mean loss of an ensemble in each epoch, in nats: it is trained by the row."""
+    return [len(problem.x) * loss for loss in trained.metadata["losses"]]
+
+
+def weights_of(trained: Posterior, problem: Problem) -> Weights:
+    """The networks' weights, of batch shape ``(modes,)``, where the data are."""
+    return {site: value[0].to(problem.x.device) for site, value in trained.samples.items()}
 
 
 @register
@@ -65,23 +75,8 @@ class Ensemble(_Networks):
     quick_budget: ClassVar[Mapping[str, Any]] = {**_Networks.quick_budget, "modes": 40}
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        parts = Parts(problem.scratch, self.budget, int(torch.randint(2**62, ())))
-        counts = [len(part) for part in torch.arange(self.modes).split(TOGETHER)]
-        found = [parts.get(k) or self._part(parts, k, count, problem, progress) for k, count in enumerate(counts)]
-        curves = torch.tensor([part.metadata["losses"] for part in found])
-        losses = (torch.tensor(counts, dtype=curves.dtype) @ curves / self.modes).tolist()
-        yield Fit(self.name, joined(found, self.budget), losses, LOSS)
-
-    def _part(self, parts: Parts, index: int, count: int, problem: Problem, progress: bool) -> Posterior:
-        """Train some of the networks, under a seed of their own, and keep them."""
-        began = time.perf_counter()
-        torch.manual_seed(parts.seed + index)
-        label = self.title if count == self.modes else f"{self.title}, {index * TOGETHER + count} of {self.modes}"
-        weights, losses = self._train(problem, progress, num_networks=count, label=label)
-        metadata = {"losses": losses, "stopped": [], "seconds": time.perf_counter() - began}
-        part = Posterior.from_samples(_on_cpu(weights), rows="independent", metadata=metadata)
-        parts.put(index, part)
-        return part
+        trained = self._train(problem, progress, folder=problem.scratch)
+        yield Fit(self.name, trained, losses_of(trained, problem), LOSS)
 
 
 @register
@@ -104,7 +99,8 @@ class Dropout(_Networks):
         def perturb(weights: Weights) -> Weights:
             return dropped(weights, group, self.rate)
 
-        weights, losses = self._train(problem, progress, perturb=perturb)
+        trained = self._train(problem, progress, perturb=perturb)
+        weights, losses = weights_of(trained, problem), losses_of(trained, problem)
         count = self._draws_each(problem)
         repeated = {site: value[:, None].expand(self.modes, count, *value.shape[1:]) for site, value in weights.items()}
         yield Fit(self.name, Posterior(_on_cpu(perturb(repeated)), rows="independent"), losses, LOSS)
@@ -129,23 +125,27 @@ class SWAG(_Networks):
     quick_budget: ClassVar[Mapping[str, Any]] = {**_Networks.quick_budget, "iterates": 20, "every": 10}
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        start, losses = self._train(problem, progress)
+        trained = self._train(problem, progress)
+        start, losses = weights_of(trained, problem), losses_of(trained, problem)
         path: list[Weights] = []
 
         def watch(step: int, weights: Weights) -> None:
-            if (step + 1) % self.every == 0:
+            if (step + 1) % self.every == 0 and len(path) < self.iterates:
                 path.append({site: value.clone() for site, value in weights.items()})
 
-        self._train(
+        ended = self._train(
             problem,
             progress,
-            start=start,
-            descent=True,
-            steps=self.iterates * self.every,
-            learning_rate=self.descent_rate,
-            label=f"{self.title}: descent",
+            steps=self.iterates * self.every + len(problem.x) // self.batch_size,  # an epoch more, against rounding
+            init=lambda count: start,
+            optimizer=functools.partial(torch.optim.SGD, lr=self.descent_rate, momentum=0.9),
+            cosine=False,
+            redraw=False,
+            members_at_once=self.modes,
             watch=watch,
         )
+        if ended.num_samples < self.modes:
+            raise ValueError(f"{self.title}: the descent diverged; its descent_rate {self.descent_rate} is too large")
         count = self._draws_each(problem)
         draws = []
         for mode in range(self.modes):

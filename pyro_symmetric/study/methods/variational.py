@@ -23,7 +23,7 @@ from pyro_symmetric.guides import (
     suggest_estimator,
 )
 from pyro_symmetric.guides.gaussian import gaussian_copy
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, pooled, register
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.training import fit_guide

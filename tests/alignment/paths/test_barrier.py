@@ -13,7 +13,7 @@ from pyro_symmetric.alignment import GaussianWeights, loss_barrier
 from pyro_symmetric.alignment.paths import barrier, marginalise
 from pyro_symmetric.guides import interpolate
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood
-from pyro_symmetric.samples import Posterior
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
 GRID = torch.tensor([-1.0, 0.5])

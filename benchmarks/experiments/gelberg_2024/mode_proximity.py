@@ -1,0 +1,258 @@
+r"""How far a network's weights are from their nearest equivalent mode, against width.
+
+    python -m benchmarks.experiments.gelberg_2024.mode_proximity --json proximity.json --out plots
+
+Swapping two hidden units gives another mode that computes the same function. The wider the network, the closer the
+closest two of its units: equivalent modes crowd together (Gelberg et al. 2024, arXiv 2408.05496, section 3). For one
+hidden layer of ``n`` units, ``u_i`` all weights of unit ``i`` (incoming, bias, outgoing):
+
+* the **nearest** equivalent mode is the swap of the closest pair, ``sqrt(2) min |u_i - u_j|`` away: an element that
+  moves units moves at least two, and each by no less than to its nearest neighbour. (The script checks it against
+  enumeration at width 6.)
+* for any weights whatever it is at most ``2 / sqrt(n - 1)`` times the norm of the units' weights away, because the mean
+  of ``|u_i - u_j|^2`` over pairs is at most ``2/(n-1) sum |u_i|^2``: the **bound** that the table shows, of slope -1/2.
+* the nearest mode that moves **all** units is a linear assignment with a forbidden diagonal.
+* **any**: the root mean square distance of a random equivalent mode, in closed form.
+
+Units that training has shrunk to nothing coincide, which makes the nearest mode trivial; so the nearest swap of
+**working** units (norm at least a tenth of the largest unit's) is shown, too, with their number.
+
+Shown for prior draws and for networks trained to the posterior's mode (MAP) on scikit-learn's digits, one and two
+hidden layers (of which each is moved by itself: an upper bound of the nearest), as a share of the norm of the layer's
+units; and how close an independently trained network comes after ``ps.align``. A second table has what matters to a
+guide: distances in posterior standard deviations, for mean-field guides trained by SVI. ``mixture_target.py`` finds
+that a mean-field guide sits between two modes that are closer than 2.92 to 3.74 standard deviations.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pyro
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import pyro_symmetric as ps
+from benchmarks.harness import Results, mean_over, new_figure, parse, parser, print_table, save_figure, spread
+from pyro_symmetric.groups.places import rows
+
+THRESHOLD = 2.92  # standard deviations; see the docstring
+NAMES = ("nearest", "nearest_working", "all", "any", "bound")
+WORKING = 0.1  # of the largest unit's norm: training to the posterior's mode shrinks units without a use to nothing
+
+
+def network(inputs: int, width: int, depth: int, outputs: int) -> nn.Module:
+    layers: list[nn.Module] = [nn.Linear(inputs, width), nn.ReLU()]
+    for _ in range(depth - 1):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, outputs)).eval()
+
+
+def units_of(weights: dict[str, Tensor], group: ps.Group, name: str) -> Tensor:
+    """One row for each unit: all weights that move with it."""
+    parts = [rows(weights[axis.site], axis, weights[axis.site].dim()) for axis in group[name].axes]
+    return torch.cat(parts, 1).double()
+
+
+def squared_distances(units: Tensor) -> Tensor:
+    """Between all pairs, by differences in chunks: a Gram matrix would lose the small ones."""
+    return torch.stack([(units - row).square().sum(-1) for row in units])
+
+
+def distances(units: Tensor) -> dict[str, float]:
+    """Distances to equivalent modes that permute these units, as shares of their norm."""
+    n, norm = len(units), float(units.norm())
+    squares = squared_distances(units)
+    forbidden = squares.clone().fill_diagonal_(math.inf).numpy()
+    rows, columns = linear_sum_assignment(np.where(np.isinf(forbidden), 1e6 * (1 + squares.max().item()), forbidden))
+    norms = units.norm(dim=1)
+    alive = (norms >= WORKING * norms.max()).numpy()
+    spread_of_units = float(units.square().sum() - n * units.mean(0).square().sum())
+    return {
+        "nearest": math.sqrt(2 * forbidden.min()) / norm,
+        "nearest_working": math.sqrt(2 * forbidden[alive][:, alive].min()) / norm if alive.sum() > 1 else math.nan,
+        "working": int(alive.sum()),
+        "all": math.sqrt(forbidden[rows, columns].sum()) / norm,
+        "any": math.sqrt(2 * max(spread_of_units, 0.0)) / norm,
+        "bound": 2 / math.sqrt(n - 1),
+        "norm": norm,
+    }
+
+
+def check_against_enumeration() -> float:
+    """The largest error of "nearest" and "any" at width 6, over ten random layers."""
+    group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.Size([6, 4])})
+    worst = 0.0
+    for seed in range(10):
+        weights = {"w": torch.randn(6, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)}
+        moved = group.enumerate()(weights)["w"] - weights["w"]
+        every = moved.flatten(1).norm(dim=1) / weights["w"].norm()
+        found = distances(weights["w"])
+        rms = float(every.square().mean().sqrt())
+        worst = max(worst, abs(float(every[1:].min()) - found["nearest"]), abs(rms - found["any"]))
+    return worst
+
+
+def trained(model: ps.BayesianModel, x: Tensor, y: Tensor, steps: int, rate: float = 0.01) -> dict[str, Tensor]:
+    """The posterior's mode, by Adam on the log-joint of all data from the network's own start."""
+    weights = {k: v.clone().requires_grad_() for k, v in model.initial_weights(fresh=True).items()}
+    optimiser = torch.optim.Adam(weights.values(), lr=rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        (-model.log_joint(weights, x, y) / len(x)).backward()
+        optimiser.step()
+        schedule.step()
+    return {k: v.detach() for k, v in weights.items()}
+
+
+def in_deviations(model: ps.BayesianModel, group: ps.Group, x: Tensor, y: Tensor, steps: int) -> dict[str, Any]:
+    """How far a mean-field guide's mean is from its swaps, in the guide's own standard deviations."""
+    pyro.clear_param_store()
+    guide = ps.AutoSymmetrized(model, group, estimator=ps.InfoNCE(0), init_scale=0.02).setup(x[:2], y[:2])
+    optimiser = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.03 ** (1 / steps), "clip_norm": math.inf})
+    svi = SVI(model, guide, optimiser, Trace_ELBO())
+    for _ in range(steps):
+        svi.step(x, y)
+    base = guide.base.get_posterior()
+    (name,) = group.factors
+    mean = units_of(guide.unpack(base.mean.detach()), group, name)
+    precision = units_of(guide.unpack(base.variance.detach()), group, name).reciprocal()
+    squares = torch.stack(
+        [((mean - m).square() * (precision + p)).sum(-1) for m, p in zip(mean, precision, strict=True)]
+    )
+    nearest = squares.fill_diagonal_(math.inf).min(1).values.sqrt()
+    own = (mean.square() * precision).mean(1).sqrt()  # root mean square signal over noise of each unit's weights
+    return {
+        "closest": float(nearest.min()),
+        "median": float(nearest.median()),
+        "within": float((nearest < THRESHOLD).double().mean()),
+        "active": int((own > 0.5).sum()),
+    }
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    data = ps.datasets.load("digits", hold_out=None, dtype=torch.float32)
+    return data.train_x.flatten(1), data.train_y
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser(__doc__, seeds=3)
+    arguments.add_argument("--widths", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512])
+    arguments.add_argument("--steps", type=int, default=400)
+    options = parse(arguments, argv)
+    if options.quick:
+        options.widths, options.steps = [8, 16], 20
+    results = Results(options.json, {"steps": options.steps})
+    error = check_against_enumeration()
+    print(f"largest deviation from enumeration, width 6: {error:.1e}")
+    if error > 1e-9:
+        raise SystemExit("the closed forms are wrong")
+    x, y = digits()
+    runs = [(seed, depth, width) for seed in range(options.seeds) for depth in (1, 2) for width in options.widths]
+    for seed, depth, width in tqdm(runs, disable=not options.progress):
+        if results.find(seed=seed, depth=depth, width=width):
+            continue
+        net = network(x.shape[1], width, depth, 10)
+        model = ps.BayesianModel(net, ps.GaussianPrior(1.0, fan_in=True), "categorical", num_data=len(x))
+        group = ps.find_symmetry(net, x[:2]).permutations
+        pyro.set_rng_seed(seed)
+        first, second = (trained(model, x, y, options.steps) for _ in range(2))
+        states = {"prior": {k: p.sample() for k, p in model.priors().items()}, "trained": first}
+        for state, weights in states.items():
+            for layer, name in enumerate(group.factors):
+                found = distances(units_of(weights, group, name))
+                results.add({"seed": seed, "depth": depth, "width": width, "state": state, "layer": layer, **found})
+        norm = float(torch.cat([v.flatten() for v in first.values()]).norm())
+        aligned = ps.align(second, first, group, "l2")
+        results.add(
+            {"seed": seed, "depth": depth, "width": width, "state": "two networks",
+             "before": math.sqrt(aligned.initial_cost) / norm, "after": math.sqrt(aligned.cost) / norm}
+        )  # fmt: skip
+        if depth == 1:
+            found = in_deviations(model, group, x, y, 2 * options.steps)
+            results.add({"seed": seed, "depth": depth, "width": width, "state": "guide", **found})
+    report(results, options)
+    if options.out is not None:
+        plot(results, options)
+
+
+def slope(widths: list[int], values: list[float]) -> float:
+    return float(np.polyfit(np.log(widths), np.log(values), 1)[0])
+
+
+def report(results: Results, options: Any) -> None:
+    over = f"mean ± sd over seeds 0..{options.seeds - 1}"
+    for depth in (1, 2):
+        for layer in range(depth):
+            for state in ("prior", "trained"):
+                key = {"depth": depth, "layer": layer, "state": state}
+                lines = []
+                for width in options.widths:
+                    rows = results.find(width=width, **key)
+                    working = spread((r["working"] for r in rows), 1)
+                    lines.append([str(width), *(spread((r[n] for r in rows), 4) for n in NAMES), working])
+                means = {n: [mean_over(results.find(width=w, **key), n) for w in options.widths] for n in NAMES}
+                lines.append(["slope", *(f"{slope(options.widths, means[n]):.3f}" for n in NAMES), ""])
+                where = "the hidden layer" if depth == 1 else f"hidden layer {layer + 1} of 2"
+                what = "prior draws" if state == "prior" else "trained networks (MAP)"
+                header = [
+                    "width",
+                    "nearest mode",
+                    "of working units",
+                    "all moved",
+                    "any (rms)",
+                    "bound",
+                    "working units",
+                ]
+                print_table(f"{what}, {where}: distance / norm, {over}", header, lines)
+    lines = []
+    for width in options.widths:
+        cells = [str(width)]
+        for depth in (1, 2):
+            rows = results.find(state="two networks", depth=depth, width=width)
+            cells += [spread((r[n] for r in rows), 3) for n in ("before", "after")]
+        lines.append(cells)
+    header = ["width", "1 layer: as they come", "aligned", "2 layers: as they come", "aligned"]
+    print_table(f"Two independently trained networks: distance / norm, {over}", header, lines)
+    lines = []
+    for width in options.widths:
+        rows = results.find(state="guide", width=width)
+        cells = [(n, d) for n, d in (("closest", 2), ("median", 2), ("within", 3), ("active", 1))]
+        lines.append([str(width), *(spread((r[n] for r in rows), d) for n, d in cells)])
+    header = ["width", "closest pair", "median unit", f"share within {THRESHOLD}", "active units"]
+    print_table(f"Mean-field guides: distance to a unit's nearest swap in standard deviations, {over}", header, lines)
+
+
+def plot(results: Results, options: Any) -> None:
+    figure, axes = new_figure(1, 3, size=(11, 3.3))
+    for ax, state in zip(axes[0], ("prior", "trained"), strict=False):
+        for name, colour in zip(NAMES, ("#4269d0", "#97bbf5", "#efb118", "#9498a0", "#ff725c"), strict=True):
+            rows = [results.find(depth=1, state=state, width=w) for w in options.widths]
+            style = "--" if name == "bound" else "o-"
+            ax.plot(
+                options.widths,
+                [mean_over(r, name) for r in rows],
+                style,
+                ms=3,
+                color=colour,
+                label=name.replace("_", ", "),
+            )
+        ax.set(xscale="log", yscale="log", xlabel="width", ylabel="distance / norm", title=f"{state}, one hidden layer")
+        ax.legend()
+    for name in ("closest", "median"):
+        means = [mean_over(results.find(state="guide", width=w), name) for w in options.widths]
+        axes[0, 2].plot(options.widths, means, "o-", ms=3, label=f"{name} unit")
+    axes[0, 2].axhline(THRESHOLD, color="#999", ls="--", lw=0.8)
+    axes[0, 2].set(xscale="log", xlabel="width", ylabel="distance / sd", title="mean-field guide: nearest swap")
+    axes[0, 2].legend()
+    save_figure(figure, options.out, "mode_proximity.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+r"""What symmetrised training is worth for classifiers of growing width.
+
+    python -m benchmarks.experiments.gelberg_2024.width_study --data-dir data --json widths.json --out plots
+    python -m benchmarks.experiments.gelberg_2024.width_study \
+        --data-dir data --pool 1 --train 60000 --test 10000 --steps 12000 --lr 0.01 \
+        --device cuda --json full.json                                                   # the full size, on a GPU
+
+Perceptrons inputs-WIDTH-10 with ReLU and N(0, 1/inputs) priors; mean-field Gaussian guides, trained by stock SVI on the
+plain ELBO, on InfoNCE(15) and InfoNCE(127) (the bound of Gelberg et al. 2024, arXiv 2408.05496, who study such
+classifiers in their Table 1), and on SinkhornImportance(4). All methods get the same start, mini-batches, steps,
+learning rate and noise, so that what differs is due to the objective.
+
+What is reported, for training data and test data: test accuracy and NLL of the average over draws of the guide; the
+ELBO of the guide; and its *symmetrised ELBO*, for all methods alike by SinkhornImportance(JUDGE): a lower bound of the
+ELBO of the symmetrised guide, which itself is a lower bound of the evidence. Their difference, of at most log|G| =
+log WIDTH!, is what the orbit is worth; what each method's own objective saw of it is shown beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import pyro_symmetric as ps
+from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure, spread
+
+METHODS = ("mean-field", "infonce-15", "infonce-127", "sinkhorn-4")
+COLOURS = dict(zip(METHODS, ("#ff725c", "#efb118", "#9c6b4e", "#4269d0"), strict=True))
+# MNIST's 10,000 test images, split anew, may lie in a folder of their own: a smaller data set, under its own name.
+FOLDERS = {"mnist": ("mnist10k", "MNIST-10k")}
+
+
+def estimator_of(name: str) -> Any:
+    kind, _, terms = name.partition("-")
+    if name == "mean-field":
+        return ps.InfoNCE(0)
+    return {"infonce": ps.InfoNCE, "sinkhorn": ps.SinkhornImportance}[kind](int(terms))
+
+
+def load(name: str, options: Any) -> tuple[ps.datasets.Dataset, Tensor, Tensor]:
+    """The data set, and its training and test inputs as rows of pooled pixels."""
+    root: Path = options.data_dir
+    folder, title = FOLDERS.get(name, ("", ""))
+    part = bool(folder) and (root / folder).is_dir()
+    data = ps.datasets.load(
+        name,
+        root=root / folder if part else root,
+        hold_out=None,
+        max_train=options.train,
+        max_test=options.test,
+        download=options.download,
+        dtype=torch.float32,
+        device=options.device,
+    )
+    data = dataclasses.replace(data, title=title) if part else data
+
+    def rows(x: Tensor) -> Tensor:
+        return (nn.functional.avg_pool2d(x, options.pool) if data.is_image and options.pool > 1 else x).flatten(1)
+
+    return data, rows(data.train_x), rows(data.test_x)
+
+
+def train(
+    model: ps.BayesianModel, group: ps.Group, method: str, x: Tensor, y: Tensor, seed: int, options: Any
+) -> tuple[ps.AutoSymmetrized, float]:
+    """The fitted guide, and seconds for one step."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    guide = ps.AutoSymmetrized(model, group, estimator=estimator_of(method), init_scale=options.init_scale)
+    guide.setup(x[:2], y[:2])
+    optimiser = pyro.optim.ClippedAdam({"lr": options.lr, "lrd": 0.05 ** (1 / options.steps), "clip_norm": math.inf})
+    svi = SVI(model, guide, optimiser, Trace_ELBO())
+    order = torch.Generator().manual_seed(seed)
+    rows = torch.empty(0, dtype=torch.long)
+    start = time.perf_counter()
+    for step in range(options.steps):
+        if len(rows) < options.batch:
+            rows = torch.randperm(len(x), generator=order).to(x.device)
+        batch, rows = rows[: options.batch], rows[options.batch :]
+        torch.manual_seed(1_000_003 * seed + step)  # the guide draws first: the same noise for all methods
+        svi.step(x[batch], y[batch])
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return guide, (time.perf_counter() - start) / options.steps
+
+
+@torch.no_grad()
+def judge(
+    guide: ps.AutoSymmetrized,
+    model: ps.BayesianModel,
+    group: ps.Group,
+    method: str,
+    train_rows: tuple[Tensor, Tensor],
+    test_rows: tuple[Tensor, Tensor],
+    options: Any,
+) -> dict[str, float]:
+    pyro.set_rng_seed(99)
+    weights = guide.sample_posterior((options.draws,))
+    probabilities = model.outputs(weights, test_rows[0], chunk_size=8).softmax(-1)
+    found = ps.scores.classification(probabilities, test_rows[1])
+    result = {"accuracy": found.accuracy, "nll": found.nll}
+
+    def log_joint(w: dict[str, Tensor]) -> Tensor:
+        return model.log_joint(w, *train_rows)
+
+    pyro.set_rng_seed(98)
+    judge_of_all = ps.SinkhornImportance(options.judge)
+    worth = ps.evidence(guide, log_joint, group, judge_of_all, num_samples=options.draws, chunk=4)
+    result["elbo"], result["symmetrized_elbo"] = worth.elbo, worth.symmetrized_elbo
+    result["symmetrized_gain"] = worth.symmetrized_elbo - worth.elbo
+    worth = ps.evidence(guide, log_joint, group, estimator_of(method), num_samples=options.draws, chunk=4)
+    result["own_gain"] = worth.symmetrized_elbo - worth.elbo  # from the same draws, so that it has little noise
+    base = guide.base.get_posterior()
+    prior_variance = torch.cat([p.base_dist.scale.square().flatten() for p in model.priors().values()])
+    # A weight says something where its posterior is not its prior: in nats, by the analytic KL.
+    kl = 0.5 * ((base.variance + base.mean**2) / prior_variance - 1 - (base.variance / prior_variance).log())
+    incoming = next(iter(guide.unpack(kl[None]).values()))[0]
+    result["active_units"] = int((incoming.sum(-1) > 1.0).sum())
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser(__doc__, seeds=3)
+    arguments.add_argument(
+        "--data", nargs="+", default=["fashion-mnist", "mnist"], help="names that datasets.load knows"
+    )
+    arguments.add_argument("--data-dir", type=Path, default=Path("data"))
+    arguments.add_argument("--download", action="store_true")
+    arguments.add_argument("--widths", type=int, nargs="+", default=[32, 128, 512])
+    arguments.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD")
+    arguments.add_argument("--train", type=int, default=8000, help="training rows, a stratified subset")
+    arguments.add_argument("--test", type=int, default=2000)
+    arguments.add_argument("--pool", type=int, default=4, help="side of the squares of pixels that are averaged")
+    arguments.add_argument("--steps", type=int, default=800)
+    arguments.add_argument("--batch", type=int, default=500)
+    arguments.add_argument("--lr", type=float, default=0.03)
+    arguments.add_argument("--init-scale", type=float, default=0.02)
+    arguments.add_argument("--draws", type=int, default=64, help="draws of the guide for every estimate")
+    arguments.add_argument("--judge", type=int, default=16, help="K of the SinkhornImportance that judges all methods")
+    arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parse(arguments, argv)
+    if options.quick:
+        options.data, options.widths, options.steps, options.train = ["digits"], [8, 16], 30, 300
+        options.test, options.draws, options.methods = 200, 8, ["mean-field", "infonce-15", "sinkhorn-4"]
+    kept = ("train", "test", "pool", "steps", "batch", "lr", "init_scale", "draws", "judge", "device")
+    results = Results.of(options, *kept)
+
+    runs = [
+        (d, s, w, m)
+        for d in options.data
+        for s in range(options.seeds)
+        for w in options.widths
+        for m in options.methods
+    ]
+    bar = tqdm(runs, disable=not options.progress)
+    for name, seed, width, method in bar:
+        bar.set_description(f"{name}, width {width}, {method}, seed {seed}")
+        key = {"data": name, "width": width, "method": method, "seed": seed}
+        if results.find(**key):
+            continue
+        data, x, test_x = load(name, options)
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(x.shape[1], width), nn.ReLU(), nn.Linear(width, data.num_outputs)).to(x.device)
+        group = ps.find_symmetry(net.eval(), x[:2]).permutations
+        model = ps.BayesianModel(net, ps.GaussianPrior(1.0, fan_in=True), "categorical", num_data=len(x))
+        guide, seconds = train(model, group, method, x, data.train_y, seed, options)
+        found = judge(guide, model, group, method, (x, data.train_y), (test_x, data.test_y), options)
+        row = {**key, "title": data.title, "log_order": group.log_order(), "seconds_per_step": seconds, **found}
+        results.add(row)
+    report(results, options)
+    if options.out is not None:
+        plot(results, options)
+
+
+def report(results: Results, options: Any) -> None:
+    columns: tuple[tuple[str, str, int], ...] = (
+        ("accuracy", "accuracy", 4),
+        ("nll", "test NLL", 4),
+        ("elbo", "ELBO", 1),
+        ("symmetrized_elbo", "symmetrised ELBO ≥", 1),
+        ("symmetrized_gain", "gain ≥", 1),
+        ("own_gain", "seen by own objective", 1),
+        ("active_units", "active units", 1),
+        ("seconds_per_step", "s/step", 4),
+    )
+    for name in options.data:
+        found = [r for r in results.find(data=name) if r["seed"] < options.seeds]
+        if not found:
+            continue
+        lines = []
+        for width in options.widths:
+            for method in options.methods:
+                rows = [r for r in found if (r["width"], r["method"]) == (width, method)]
+                cells = [spread((r[column] for r in rows), digits) for column, _, digits in columns]
+                lines.append([f"{width} {method}", *cells])
+        print_table(
+            f"{found[0]['title']}: {options.train} training rows, inputs pooled {options.pool} x {options.pool}, "
+            f"{options.steps} steps of {options.batch} rows; mean ± sd over seeds 0..{options.seeds - 1}; in nats; "
+            f"symmetrised ELBO by SinkhornImportance({options.judge}) for all",
+            ["width, trained by", *(title for _, title, _ in columns)],
+            lines,
+        )
+        print("  log|G|: " + ", ".join(f"width {w}: {math.lgamma(w + 1):.1f}" for w in options.widths))
+        print_differences(found, options)
+
+
+def print_differences(found: list[dict[str, Any]], options: Any) -> None:
+    """Each method minus mean-field, paired by seed."""
+    lines = []
+    for width in options.widths:
+        base = {r["seed"]: r for r in found if (r["width"], r["method"]) == (width, "mean-field")}
+        for method in options.methods:
+            rows = [r for r in found if (r["width"], r["method"]) == (width, method) and r["seed"] in base]
+            if method == "mean-field" or not rows:
+                continue
+            pairs = [(r, base[r["seed"]]) for r in rows]
+            differences = [
+                spread([r[c] - b[c] for r, b in pairs], digits)
+                for c, digits in (("symmetrized_elbo", 1), ("nll", 4), ("accuracy", 4))
+            ]
+            lines.append([f"{width} {method}", *differences])
+    if lines:
+        header = ["minus mean-field, paired by seed", "symmetrised ELBO", "test NLL", "accuracy"]
+        print_table("Differences (higher ELBO, lower NLL and higher accuracy are better)", header, lines)
+
+
+def plot(results: Results, options: Any) -> None:
+    shown = (
+        ("symmetrized_gain", "gain of symmetrisation ≥ (nats)"),
+        ("nll", "test NLL"),
+        ("accuracy", "test accuracy"),
+    )
+    figure, axes = new_figure(len(options.data), len(shown), size=(10.5, 3 * len(options.data)))
+    for line, name in zip(axes, options.data, strict=True):
+        for ax, (column, label) in zip(line, shown, strict=True):
+            for method in options.methods:
+                groups = [results.find(data=name, width=w, method=method) for w in options.widths]
+                values = [torch.tensor([float(r[column]) for r in rows]) for rows in groups]
+                if not all(len(v) for v in values):
+                    continue
+                ax.errorbar(
+                    options.widths,
+                    [float(v.mean()) for v in values],
+                    [float(v.std()) if len(v) > 1 else 0.0 for v in values],
+                    fmt="o-",
+                    ms=3,
+                    capsize=2,
+                    color=COLOURS.get(method),
+                    label=method,
+                )
+            ax.set(xlabel="width", ylabel=label, xscale="log", title=results.find(data=name)[0]["title"])
+            ax.set_xticks(options.widths, list(map(str, options.widths)))
+            ax.minorticks_off()
+        line[0].plot(options.widths, [math.lgamma(w + 1) for w in options.widths], "--", color="#999", label="log |G|")
+        line[0].legend()
+    save_figure(figure, options.out, "width_study.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Do independent networks collapse onto one function? Mutual information of all pairs of members, in and out of
+distribution (figures 3 and 15 of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
+
+    python -m benchmarks.experiments.laurent_2024.functional_collapse --out figures
+
+A thousand perceptrons of each width on scikit-learn's digits 0 to 7, trained at once; digits 8 and 9 are out of
+distribution. Of every pair of members the mutual information between prediction and member is taken on both kinds of
+inputs: pairs that predict alike lie near 0, at most log 2 = 0.693 nats are possible. Printed are its mean, the share of
+pairs below a hundredth of a nat, how the two kinds go together over pairs, and the time for all pairs beside that of a
+Python loop over some of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pyro_symmetric as ps
+from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure
+from pyro_symmetric.compare import functional_collapse, mutual_information
+from pyro_symmetric.ensembles import ensemble
+
+COLLAPSED = 0.01
+
+
+def loop_seconds(probabilities: Tensor, pairs: int) -> float:
+    """Processor time of one pair in a Python loop."""
+    began = time.process_time()
+    for k in range(pairs):
+        mutual_information(probabilities[[k, k + 1]]).mean()
+    return (time.process_time() - began) / pairs
+
+
+def run(width: int, seed: int, data: Any, options: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    x, y = data.train_x.flatten(1), data.train_y
+    net = nn.Sequential(nn.Linear(x.shape[1], width), nn.ReLU(), nn.Linear(width, data.num_outputs))
+    posterior = ensemble(
+        net,
+        (x, y),
+        options.members,
+        epochs=options.epochs,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+        progress=options.progress,
+    )
+    within, outside = (
+        ps.predict(posterior, net, inputs[: options.inputs].flatten(1), progress=False).softmax(-1)
+        for inputs in (data.test_x, data.ood_x)
+    )
+    began = time.process_time()
+    result = functional_collapse(within, outside)
+    seconds = time.process_time() - began
+    pairs = options.members * (options.members - 1) // 2
+    loop = sum(loop_seconds(p, min(200, options.members - 1)) for p in (within, outside)) * pairs
+    scores = ps.scores.classification(within, data.test_y[: options.inputs], outside)
+    if options.out is not None:
+        figure(result, width, seed, options)
+    return {
+        **{k: v for k, v in result.to_dict().items() if k != "members"},
+        "below": list(result.below(COLLAPSED)),
+        "accuracy": scores.accuracy,
+        "auroc": scores.auroc,
+        "single_accuracy": float((within.argmax(-1) == data.test_y[: options.inputs]).double().mean()),
+        "seconds": seconds,
+        "loop_seconds": loop,
+    }
+
+
+def figure(result: Any, width: int, seed: int, options: Any) -> None:
+    first, second = torch.triu_indices(len(result.within), len(result.within), 1)
+    picture, axes = new_figure(1, 1, size=(4.2, 3.6))
+    x, y = result.within[first, second].numpy(), result.outside[first, second].numpy()
+    axes[0, 0].hexbin(x, y, gridsize=60, bins="log", cmap="Blues", linewidths=0)
+    axes[0, 0].set(
+        title=f"{len(result.within):,} members of width {width}, correlation {result.correlation:.2f}",
+        xlabel="mutual information of a pair, test digits (nats)",
+        ylabel="digits 8 and 9",
+    )
+    save_figure(picture, options.out, f"functional_collapse_{width}_{seed}.png")
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser(__doc__, seeds=1)
+    arguments.add_argument("--members", type=int, default=1_000)
+    arguments.add_argument("--widths", type=int, nargs="+", default=[4, 16])
+    arguments.add_argument("--epochs", type=int, default=20)
+    arguments.add_argument("--inputs", type=int, default=200, help="inputs of each kind")
+    options = parse(arguments, argv)
+    if options.quick:
+        options.members, options.epochs = 50, 2
+    data = ps.datasets.load("digits", dtype=torch.float32)
+    results = Results.of(options, "members", "epochs", "inputs")
+    results.fill(functools.partial(run, data=data, options=options), seed=range(options.seeds), width=options.widths)
+    rows = []
+    for row in results.rows:
+        means = (f"{row[kind]['mean']:.4f}" for kind in ("within", "outside"))
+        below = (f"{share:.2%}" for share in row["below"])
+        cost = f"{row['seconds']:.1f} / {row['loop_seconds']:,.0f}"
+        correlation = f"{row['correlation']:.3f} ({row['rank_correlation']:.3f})"
+        accuracy = f"{row['single_accuracy']:.3f} / {row['accuracy']:.3f}"
+        rows.append(
+            (f"{row['width']}, seed {row['seed']}", accuracy, f"{row['auroc']:.3f}", *means, *below, correlation, cost)
+        )
+    head = (
+        "width",
+        "accuracy one / all",
+        "AUROC",
+        "mean within",
+        "outside",
+        f"< {COLLAPSED} within",
+        "outside",
+        "correlation (of ranks)",
+        "seconds, loop",
+    )
+    print_table(f"mutual information of pairs of {options.members:,} members, nats", head, rows)
+
+
+if __name__ == "__main__":
+    main()

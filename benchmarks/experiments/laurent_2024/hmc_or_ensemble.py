@@ -1,0 +1,147 @@
+"""Does a chain visit all copies of a mode, as independent networks do? The corollary test on Hamiltonian chains and on
+an ensemble of one network (appendix B of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
+
+    python -m benchmarks.experiments.laurent_2024.hmc_or_ensemble --root data --out figures
+
+One hidden layer on a regression set, a normal prior, known noise. Four NUTS chains, and an ensemble of modes of the
+same posterior. The posterior is invariant under permutations of the hidden units; samples that aren't have missed
+copies. The tests look at as many draws as count as independent (half of the smallest effective sample size of a chain's
+weights, ``independent_draws``), so that autocorrelation isn't taken for asymmetry; where these are few the verdict says
+so. *Orders* counts the orders of units, sorted by their largest incoming weight, that the draws visit:
+more than the copies of a mode that they visit, since the order changes within a copy, too, where two units are nearly
+equal. A narrow network and little data let a chain cross between copies; the noisier the data are said to be, the
+easier.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pyro_symmetric as ps
+from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure
+from pyro_symmetric.compare import independent_draws, invariance_tests
+from pyro_symmetric.ensembles import ensemble
+
+Weights = dict[str, Tensor]
+
+
+def test(name: str, posterior: ps.Posterior, group: ps.Group) -> dict[str, Any]:
+    weights, result = posterior.get_samples(), invariance_tests(posterior, group)
+    units = result.of(result.parts[0])
+    order = ps.sorting_permutation(weights, group, "max")["0"]
+    return {
+        "samples": name,
+        "draws": result.num_samples[0],
+        "orders": len(order.unique(dim=0)),
+        "index": units["index_adjusted"],
+        "marginals": units["marginal_adjusted"],
+        "rejected": result.rejected,
+        "verdict": result.verdict,
+    }
+
+
+def run(noise: float, seed: int, options: Any) -> list[dict[str, Any]]:
+    torch.manual_seed(seed)
+    data = ps.datasets.load(options.data, root=options.root, max_train=options.rows, dtype=torch.float32)
+    x, y = data.train_x, data.train_y
+    net = nn.Sequential(nn.Linear(x.shape[1], options.width), nn.Tanh(), nn.Linear(options.width, 1))
+    model = ps.BayesianModel(net, ps.GaussianPrior(1.0), ps.GaussianLikelihood(noise), num_data=len(x))
+    group = ps.find_symmetry(net, x[:2]).permutations
+    chains = ps.sample(
+        ps.NUTS(model, max_treedepth=options.depth),
+        args=(x, y),
+        num_samples=options.draws,
+        num_warmup=options.draws // 2,
+        num_chains=4,
+        seed=seed,
+        progress=options.progress,
+    )
+    singles = {f"chain {chain}": chains.select([chain]) for chain in range(chains.num_chains)}
+    rows = [test(name, one, group) for name, one in singles.items() if independent_draws(one) > 1]
+    pooled = independent_draws(chains)
+    rows.append(test("four chains", chains, group))
+    few = chains.thin(max(1, chains.num_samples // rows[0]["draws"]))
+    moved = few.map(group.sample((few.num_chains, few.num_samples)))
+    rows.append(test("four chains, moved by random elements", ps.Posterior(moved.samples, rows="independent"), group))
+    members = ensemble(
+        model,
+        (x, y),
+        options.members,
+        epochs=options.epochs,
+        optimizer=functools.partial(torch.optim.Adam, lr=0.01),
+        progress=options.progress,
+    )
+    rows.append(test("ensemble of modes", members, group))
+    if options.out is not None:
+        figure(chains.get_samples(), members.get_samples(), f"{noise:g}_{seed}", options)
+    shared = {
+        "noise": noise,
+        "seed": seed,
+        "seconds": sum(chains.metadata["seconds"].values()),
+        "divergences": int(chains.divergences.sum()),
+        "independent": pooled,
+    }
+    return [{**shared, **row} for row in rows]
+
+
+def figure(chains: Weights, members: Weights, name: str, options: Any) -> None:
+    picture, axes = new_figure(1, 2, size=(8, 3))
+    for axis, (kind, weights) in zip(axes[0], (("four chains", chains), ("ensemble", members)), strict=True):
+        outputs = weights["2.weight"][:, 0]
+        axis.violinplot([column.numpy() for column in outputs.T], showextrema=False)
+        axis.set(title=kind, xlabel="hidden unit", ylabel="output weight")
+    save_figure(picture, options.out, f"hmc_or_ensemble_{name}.png")
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser(__doc__, seeds=1)
+    arguments.add_argument("--root", type=Path, default=Path("data"), help="folder of data sets")
+    arguments.add_argument("--data", default="uci/energy")
+    arguments.add_argument("--rows", type=int, default=150)
+    arguments.add_argument("--width", type=int, default=5)
+    arguments.add_argument("--noises", type=float, nargs="+", default=[0.5, 0.1])
+    arguments.add_argument("--draws", type=int, default=1_000, help="of each chain, after half as many of warm-up")
+    arguments.add_argument("--depth", type=int, default=7, help="largest tree depth of NUTS")
+    arguments.add_argument("--members", type=int, default=1_000)
+    arguments.add_argument("--epochs", type=int, default=100)
+    options = parse(arguments, argv)
+    if options.quick:
+        options.draws, options.members, options.epochs, options.depth = 50, 100, 5, 4
+    keys = ("data", "rows", "width", "draws", "depth", "members", "epochs")
+    results = Results.of(options, *keys)
+    runs = [(seed, noise) for seed in range(options.seeds) for noise in options.noises]
+    for seed, noise in runs:
+        if not results.find(noise=noise, seed=seed):
+            for row in run(noise, seed, options):
+                results.add(row)
+    for seed, noise in runs:
+        found = results.find(noise=noise, seed=seed)
+        print_table(
+            f"seed {seed}, noise {noise:g}, {options.rows} rows, {options.width} hidden units "
+            f"({math.factorial(options.width)} orders), NUTS {found[0]['seconds']:.0f} s, "
+            f"{found[0]['divergences']} divergences, {found[0]['independent']} independent draws of all chains",
+            ("samples", "draws tested", "orders seen", "index p", "marginals p", "invariant?"),
+            [
+                (
+                    row["samples"],
+                    str(row["draws"]),
+                    str(row["orders"]),
+                    f"{row['index']:.2g}",
+                    f"{row['marginals']:.2g}",
+                    "rejected" if row["rejected"] else "-",
+                )
+                for row in found
+            ],
+        )
+        for row in found:
+            print(f"  {row['samples']}: {row['verdict']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+r"""The loss barrier between two independently trained posteriors, before and after alignment.
+
+    python -m benchmarks.experiments.rossi_2023.barrier_curves --data-dir data --json barriers.json --out plots
+    python -m benchmarks.experiments.rossi_2023.barrier_curves \
+        --data mnist --width 64 128 256 512 1024 --json widths.json
+    python -m benchmarks.experiments.rossi_2023.barrier_curves --data mnist --temperature 1 0.1 0.01 --json cold.json
+    python -m benchmarks.experiments.rossi_2023.barrier_curves --data digits --net resnet20 --width 8 --json resnet.json
+    python -m benchmarks.experiments.rossi_2023.barrier_curves \
+        --data cifar10 --net resnet20 --width 16 --steps 20000 --device cuda
+
+Two mean-field posteriors of a network from different starts; the second is aligned to the first in Wasserstein distance
+over the permutations of hidden units; the marginalised loss and the error are measured along the Wasserstein geodesic,
+on training and test data. As in Rossi et al. 2023 (arXiv 2310.10171, sections 4 and 5): perceptrons with three hidden
+layers of 512 ReLU units, deviations that start at 0.01, temperature 1. Beside it plain networks, trained by Adam on the
+cross-entropy and aligned by weight matching (Ainsworth et al. 2023, arXiv 2209.04836).
+
+Perceptrons are trained with the local reparametrisation (Kingma, Salimans & Welling 2015, arXiv 1506.02557) and the
+analytic divergence from the prior N(0, --prior-variance): the ELBO that SVI has, with less noise, on one core in
+minutes. ``--net resnet20`` is ResNet-20 with filter-response normalisation, ``--width`` channels wide at the stem (16
+is the full one), trained by stock SVI on :class:`~pyro_symmetric.SymmetrizedMeanField_ELBO`; its vectors (of
+normalisation, and the last bias) have a standard normal prior.
+
+Every row of the results is written when it is there, so a run can be cut short and taken up again with more seeds,
+widths or data. On one core a pair of perceptrons of width 512 takes five to ten minutes at the defaults.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoDiagonalNormal
+from pyro.infer.autoguide.initialization import init_to_value
+from torch import Tensor, nn
+from tqdm import trange
+
+import pyro_symmetric as ps
+from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure, spread
+from pyro_symmetric.networks import resnet20
+
+# MNIST's 10,000 test images, split anew, may lie in a folder of their own.
+FOLDERS = {"mnist": "mnist10k"}
+PATHS = ("unaligned", "aligned")
+KINDS = ("posterior", "plain")
+KEPT = ("net", "prior_variance", "init_scale", "cost", "repair", "train", "test", "rows", "steps", "batch", "lr")
+KEPT += ("scale_lr", "restarts", "points", "draws", "device")
+
+
+# networks and their training -----------------------------------------------------------------------------------------
+
+
+def perceptron(inputs: int, width: int, outputs: int) -> nn.Sequential:
+    sizes = [inputs, width, width, width]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for fan_in, fan_out in itertools.pairwise(sizes):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Linear(width, outputs))
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+    return net
+
+
+def mini_batches(num_rows: int, options: Any, seed: int) -> Any:
+    """Indices of the rows of every step, and a bar that shows them pass."""
+    order = torch.Generator().manual_seed(seed)
+    rows = torch.empty(0, dtype=torch.long)
+    size = min(options.batch, num_rows)
+    for _ in trange(options.steps, disable=not options.progress, leave=False):
+        if len(rows) < size:
+            rows = torch.randperm(num_rows, generator=order)
+        yield rows[:size].to(options.device)
+        rows = rows[size:]
+
+
+def scheduled(parameters: Any, rates: Any, options: Any) -> tuple[Any, Any]:
+    """Adam, whose rates rise for a tenth of the steps and then fall to a thousandth."""
+    groups = [{"params": list(group)} for group in parameters]
+    optimiser = torch.optim.Adam(groups, lr=options.lr, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimiser, list(rates), total_steps=options.steps, pct_start=0.1, div_factor=10, final_div_factor=100
+    )
+    return optimiser, schedule
+
+
+def fit_perceptron(net: nn.Sequential, x: Tensor, y: Tensor, temperature: float, seed: int, options: Any) -> Any:
+    """A mean-field posterior by local reparametrisation, as Gaussian weights; and its loss (negative ELBO) per row."""
+    layers = [(name, module) for name, module in net.named_children() if isinstance(module, nn.Linear)]
+    names = [f"{name}.{part}" for name, _ in layers for part in ("weight", "bias")]
+    loc = {name: net.get_parameter(name).detach().clone().requires_grad_() for name in names}
+    log_scale = {name: torch.full_like(value, math.log(options.init_scale)) for name, value in loc.items()}
+    log_scale = {name: value.requires_grad_() for name, value in log_scale.items()}
+    rates = (options.lr, options.scale_lr)
+    optimiser, schedule = scheduled((loc.values(), log_scale.values()), rates, options)
+    prior, flat, losses = options.prior_variance, x.flatten(1), []
+    for rows in mini_batches(len(x), options, seed):
+        variance = {name: (2 * value).exp() for name, value in log_scale.items()}
+        hidden = flat[rows]
+        for name, _ in layers:
+            weight, bias = f"{name}.weight", f"{name}.bias"
+            mean = nn.functional.linear(hidden, loc[weight], loc[bias])
+            deviation = nn.functional.linear(hidden.square(), variance[weight], variance[bias]).sqrt()
+            hidden = mean + deviation * torch.randn_like(mean)
+            hidden = hidden.relu() if name != layers[-1][0] else hidden
+        divergence: Any = sum(
+            (variance[name].sum() + loc[name].square().sum()) / (2 * prior)
+            - log_scale[name].sum()
+            + (math.log(prior) - 1) / 2 * loc[name].numel()
+            for name in names
+        )
+        loss = nn.functional.cross_entropy(hidden, y[rows]) / temperature + divergence / len(x)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+        losses.append(loss.detach())
+    scale = {name: value.detach().exp() for name, value in log_scale.items()}
+    return ps.GaussianWeights({name: value.detach() for name, value in loc.items()}, scale), last(losses)
+
+
+def last(losses: list[Any]) -> float:
+    """The mean over the last tenth."""
+    return float(torch.as_tensor(losses[-max(1, len(losses) // 10) :]).mean())
+
+
+def fit_by_svi(net: nn.Module, x: Tensor, y: Tensor, temperature: float, seed: int, options: Any) -> Any:
+    """A mean-field posterior of any network, and its loss (negative ELBO) per row."""
+    pyro.clear_param_store()
+
+    def prior(name: str, parameter: Tensor) -> dist.TorchDistribution:
+        # Scales and shifts of normalisation, which start at one, aren't to be shrunk to the size of a weight.
+        spread_of = options.prior_variance**0.5 if parameter.dim() > 1 else 1.0
+        return dist.Normal(torch.zeros_like(parameter), spread_of).to_event(parameter.dim())
+
+    likelihood = ps.CategoricalLikelihood(temperature)
+    model = ps.BayesianModel(net, prior, likelihood, num_data=len(x))
+    start = init_to_value(values=model.initial_weights())
+    guide = ps.distinct(AutoDiagonalNormal(model, init_loc_fn=start, init_scale=options.init_scale))
+    optimiser = pyro.optim.ClippedAdam({"lr": options.lr, "lrd": 0.02 ** (1 / options.steps)})
+    svi = SVI(model, guide, optimiser, ps.SymmetrizedMeanField_ELBO())
+    losses = [svi.step(x[rows], y[rows]) / len(x) for rows in mini_batches(len(x), options, seed)]
+    return ps.to_gaussian(guide), last(losses)
+
+
+def fit_plain(net: nn.Module, x: Tensor, y: Tensor, seed: int, options: Any) -> tuple[dict[str, Tensor], float]:
+    optimiser, schedule = scheduled((net.parameters(),), (options.lr,), options)
+    losses = []
+    for rows in mini_batches(len(x), options, seed):
+        loss = nn.functional.cross_entropy(net(x[rows]), y[rows])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+        losses.append(loss.detach())
+    return {name: value.detach() for name, value in net.named_parameters()}, last(losses)
+
+
+# one comparison ------------------------------------------------------------------------------------------------------
+
+
+def compare(data: Any, kind: str, width: int, temperature: float, seed: int, options: Any) -> dict[str, Any]:
+    x, y = data.train_x, data.train_y
+
+    def build() -> nn.Module:
+        if options.net == "mlp":
+            return perceptron(x[0].numel(), width, data.num_outputs).to(x.device)
+        return resnet20(x.shape[1:], data.num_outputs, width).to(x.device)
+
+    fits, losses, seconds = [], [], 0.0
+    for member in (2 * seed, 2 * seed + 1):
+        pyro.set_rng_seed(member)
+        net = build()
+        start = time.perf_counter()
+        if kind == "plain":
+            found, loss = fit_plain(net, x, y, member, options)
+        else:
+            fit: Any = fit_perceptron if options.net == "mlp" else fit_by_svi
+            found, loss = fit(net, x, y, temperature, member, options)
+        fits.append(found)
+        losses.append(loss)
+        seconds += time.perf_counter() - start
+    net = build().eval()
+    group = ps.find_symmetry(net, x[:2]).permutations
+    pyro.set_rng_seed(seed)
+    start = time.perf_counter()
+    alignment = ps.align(fits[1], fits[0], group, options.cost, restarts=options.restarts)
+    align_seconds = time.perf_counter() - start
+    p = alignment.element
+    moved = p(fits[1]) if kind == "plain" else ps.GaussianWeights(p(fits[1].loc), p(fits[1].scale))
+    model = ps.BayesianModel(net, 1.0, "categorical")
+    shown = {"train": (x[: options.rows], y[: options.rows]), "test": (data.test_x, data.test_y)}
+    curves = {}
+    for path, end in zip(PATHS, (fits[1], moved), strict=True):
+        torch.manual_seed(seed)
+        curve = ps.loss_barrier(
+            fits[0],
+            end,
+            model,
+            shown,
+            num_points=options.points,
+            num_samples=options.draws,
+            repair=x[: options.rows] if kind == "plain" and options.repair else None,
+        )
+        curves[path] = {**curve.to_dict(), "metrics": {name: v.tolist() for name, v in curve.metrics.items()}}
+    return {
+        "curves": curves,
+        "fit_losses": losses,
+        "cost_before": alignment.initial_cost,
+        "cost_after": alignment.cost,
+        "align_seconds": align_seconds,
+        "train_seconds": seconds,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser(__doc__, seeds=1)
+    arguments.add_argument("--data", nargs="+", default=["mnist", "fashion-mnist"])
+    arguments.add_argument("--data-dir", type=Path, default=Path("data"))
+    arguments.add_argument("--download", action="store_true")
+    arguments.add_argument("--net", choices=("mlp", "resnet20"), default="mlp")
+    arguments.add_argument("--width", type=int, nargs="+", default=[512], help="hidden units; channels of a ResNet")
+    arguments.add_argument("--temperature", type=float, nargs="+", default=[1.0])
+    arguments.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    arguments.add_argument("--prior-variance", type=float, default=0.0025)
+    arguments.add_argument("--init-scale", type=float, default=0.01)
+    arguments.add_argument("--cost", default="wasserstein", help="what align minimises")
+    arguments.add_argument("--repair", action="store_true", help="rescale plain networks along the path")
+    arguments.add_argument("--train", type=int, default=8000)
+    arguments.add_argument("--test", type=int, default=2000)
+    arguments.add_argument("--rows", type=int, default=1000, help="training rows on which the path is measured")
+    arguments.add_argument("--steps", type=int, default=2000)
+    arguments.add_argument("--batch", type=int, default=256)
+    arguments.add_argument("--lr", type=float, default=0.003, help="highest learning rate")
+    arguments.add_argument("--scale-lr", type=float, default=0.01, help="that of the logarithms of deviations")
+    arguments.add_argument("--restarts", type=int, default=3, help="of align")
+    arguments.add_argument("--points", type=int, default=11)
+    arguments.add_argument("--draws", type=int, default=16, help="draws of the weights at every point")
+    arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parse(arguments, argv)
+    torch.set_flush_denormal(True)  # of units that the prior has switched off
+    if options.quick:
+        options.data, options.width, options.steps = ["digits"], [16], 30
+        options.train, options.test, options.points, options.draws = 300, 200, 5, 4
+    results = Results.of(options, *KEPT)
+    for name in options.data:
+        folder = options.data_dir / FOLDERS.get(name, "")
+        data = ps.datasets.load(
+            name,
+            root=folder if folder.is_dir() else options.data_dir,
+            hold_out=None,
+            max_train=options.train,
+            max_test=options.test,
+            download=options.download,
+            dtype=torch.float32,
+            device=options.device,
+        )
+        for width in options.width:
+            for kind in options.kinds:
+                # Temperature belongs to the posterior: a plain network has none.
+                for temperature in options.temperature if kind == "posterior" else [1.0]:
+                    for seed in range(options.seeds):
+                        key = {"data": name, "kind": kind, "width": width, "temperature": temperature, "seed": seed}
+                        if not results.find(**key):
+                            found = compare(data, kind, width, temperature, seed, options)
+                            results.add({**key, "title": data.title, **found})
+    report(results, options)
+    if options.out is not None:
+        plot(results, options)
+
+
+def rows_of(results: Results, options: Any, name: str) -> dict[str, list[dict[str, Any]]]:
+    """Label -> the rows of its seeds."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in results.find(data=name):
+        if row["seed"] < options.seeds and row["width"] in options.width and row["kind"] in options.kinds:
+            cold = f", T = {row['temperature']:g}" if row["kind"] == "posterior" else ""
+            groups.setdefault(f"{row['kind']} {row['width']}{cold}", []).append(row)
+    return groups
+
+
+def report(results: Results, options: Any) -> None:
+    for name in options.data:
+        for measure, digits in (("train", 4), ("test", 4), ("train error", 4), ("test error", 4)):
+            lines = []
+            for label, rows in rows_of(results, options, name).items():
+                before, after = ([r["curves"][path]["barriers"][measure] for r in rows] for path in PATHS)
+                share = [100 * a / b for a, b in zip(after, before, strict=True) if b > 0]
+                ends = [value_at(r, "aligned", measure, 0) for r in rows]
+                extra = [spread([r["align_seconds"] for r in rows], 1), spread([r["train_seconds"] for r in rows], 0)]
+                numbers = [spread(ends, digits), spread(before, digits), spread(after, digits), spread(share, 1)]
+                lines.append([label, *numbers, *extra])
+            unit = "nats per row" if "error" not in measure else "share of rows"
+            print_table(
+                f"{name}, {measure} ({unit}); {options.net}, {options.draws} draws a point, {options.steps} steps",
+                ["trained as", "at the end", "barrier", "aligned", "% left", "align s", "train s"],
+                lines,
+            )
+
+
+def value_at(row: dict[str, Any], path: str, measure: str, index: int) -> float:
+    curve = row["curves"][path]
+    return {**curve["losses"], **curve["metrics"]}[measure][index]
+
+
+def plot(results: Results, options: Any) -> None:
+    figure, axes = new_figure(len(options.data), 4, size=(13, 3 * len(options.data)))
+    for line, name in zip(axes, options.data, strict=True):
+        for ax, measure in zip(line, ("train", "test", "train error", "test error"), strict=True):
+            for k, (label, rows) in enumerate(rows_of(results, options, name).items()):
+                for path, style in zip(PATHS, ("--", "-"), strict=True):
+                    curve = rows[0]["curves"][path]
+                    values = {**curve["losses"], **curve["metrics"]}[measure]
+                    ax.plot(curve["t"], values, style, color=f"C{k}", label=f"{label}, {path}")
+            ax.set(xlabel="position on the path t", ylabel=measure, title=name)
+        line[0].legend(fontsize=6)
+    save_figure(figure, options.out, "barrier_curves.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+r"""Two Gaussians in the plane, each the mirror image of the other at y = x: which cost finds the exchange?
+
+    python -m benchmarks.experiments.rossi_2023.mirrored_gaussians --out plots
+
+The group exchanges both coordinates. The reference is N(m, diag(s)^2), the source its mirror image. First, for equal
+means, what each cost makes of the identity and of the exchange, and true divergences (by torch.distributions). Then,
+with an error of the estimated means, the shares of random pairs in which each cost finds the exchange and the squared
+Wasserstein distance that is left, against how far apart the two means lie. After Rossi et al. 2023 (arXiv 2310.10171),
+Fig. A1.
+
+* ``wasserstein`` compares means and deviations: the exchange costs nothing.
+* ``l2`` compares means alone. If they are alike it can't tell the two elements apart, and keeps the identity.
+* ``gaussian``, the divergence up to the source's entropy, does find the exchange of mirror images, in both directions.
+  It weighs every coordinate by the reference's precision, isn't symmetric and has no geodesic, which is why the
+  library's default is another.
+* ``gaussian, means only`` is the divergence without its terms in the source's deviations, sum (m0 - P m1)^2 / 2 s0^2:
+  what remains of it if those are taken as constant. That is what keeps the identity if the means are alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Independent, Normal, kl_divergence
+
+import pyro_symmetric as ps
+from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure, spread
+
+COSTS = ("wasserstein", "l2", "gaussian")
+COLOURS = {"wasserstein": "#4269d0", "l2": "#efb118", "gaussian, means only": "#ff725c", "gaussian": "#9c6b4e"}
+GROUP = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+
+
+def pair(separation: float, noise: float, elongation: float) -> tuple[ps.GaussianWeights, ps.GaussianWeights]:
+    """A reference and its mirror image, each with an error of its own in the means."""
+    loc, scale = torch.tensor([-separation / 2, separation / 2]), torch.tensor([1.0, elongation])
+    errors = noise * torch.randn(2, 2)
+    return (
+        ps.GaussianWeights({"w": loc.flip(0) + errors[0]}, {"w": scale.flip(0)}),
+        ps.GaussianWeights({"w": loc + errors[1]}, {"w": scale}),
+    )
+
+
+def is_exchange(source: ps.GaussianWeights, reference: ps.GaussianWeights, cost: str) -> bool:
+    """Whether the exchange costs less than the identity."""
+    if cost in COSTS:
+        return ps.align(source, reference, GROUP, cost).element["k"].tolist() == [1, 0]
+    (m1, _), (m0, s0) = ((q.loc["w"], q.scale["w"]) for q in (source, reference))
+    left = ((m0 - torch.stack([m1, m1.flip(0)])) ** 2 / (2 * s0**2)).sum(-1)
+    return bool(left[1] < left[0])
+
+
+def distance_left(source: ps.GaussianWeights, reference: ps.GaussianWeights, exchange: bool) -> float:
+    moved = {part: getattr(source, part)["w"] for part in ("loc", "scale")}
+    moved = {part: value.flip(0) if exchange else value for part, value in moved.items()}
+    squares: list[Tensor] = [(moved[part] - getattr(reference, part)["w"]).square().sum() for part in moved]
+    return float(squares[0] + squares[1])
+
+
+def costs_of(source: ps.GaussianWeights, reference: ps.GaussianWeights) -> list[list[str]]:
+    """What the identity and the exchange cost, and which of the two ``align`` takes."""
+
+    def normal(q: ps.GaussianWeights, exchange: bool = False) -> Distribution:
+        loc, scale = (part["w"].flip(0) if exchange else part["w"] for part in (q.loc, q.scale))
+        return Independent(Normal(loc, scale), 1)
+
+    lines = []
+    for cost in COSTS:
+        found = ps.align(source, reference, GROUP, cost)
+        exchanged = found.element["k"].tolist() == [1, 0]
+        moved = ps.GaussianWeights({"w": source.loc["w"].flip(0)}, {"w": source.scale["w"].flip(0)})
+        other = ps.align(moved, reference, GROUP, cost).initial_cost
+        numbers = [f"{value:.4f}" for value in (found.initial_cost, other)]
+        lines.append([f"align, {cost}", *numbers, "exchange" if exchanged else "identity"])
+    for name, forward in (("KL(source || reference)", True), ("KL(reference || source)", False)):
+        pairs = [(normal(source, exchange), normal(reference)) for exchange in (False, True)]
+        values = [float(kl_divergence(*(pair if forward else pair[::-1]))) for pair in pairs]
+        lines.append([name, *(f"{v:.4f}" for v in values), "exchange" if values[1] < values[0] else "identity"])
+    return lines
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser(__doc__, seeds=3)
+    arguments.add_argument("--pairs", type=int, default=100)
+    arguments.add_argument("--noise", type=float, default=0.3, help="of the means")
+    arguments.add_argument("--elongation", type=float, default=4.0, help="ratio of the two deviations")
+    arguments.add_argument("--separations", type=float, nargs="+", default=[0.0, 0.1, 0.2, 0.4, 0.8, 1.6])
+    options = parse(arguments, argv)
+    if options.quick:
+        options.pairs, options.separations = 10, [0.0, 0.8]
+    print_table(
+        f"mirror images with equal means, deviations 1 and {options.elongation:g}",
+        ["cost", "of the identity", "of the exchange", "takes"],
+        costs_of(*pair(0.0, 0.0, options.elongation)),
+    )
+    results = Results.of(options, "pairs", "noise", "elongation")
+    for seed in range(options.seeds):
+        for separation in options.separations:
+            if results.find(seed=seed, separation=separation):
+                continue
+            torch.manual_seed(seed)
+            pairs = [pair(separation, options.noise, options.elongation) for _ in range(options.pairs)]
+            for cost in COLOURS:
+                found = [is_exchange(*both, cost) for both in pairs]
+                left = [distance_left(*both, exchange) for both, exchange in zip(pairs, found, strict=True)]
+                row = {"found": sum(found) / len(found), "left": sum(left) / len(left)}
+                results.add({"seed": seed, "separation": separation, "cost": cost, **row})
+    report(results, options)
+    if options.out is not None:
+        plot(results, options)
+
+
+def report(results: Results, options: Any) -> None:
+    for column, title in (("found", "share of pairs in which the exchange is found"), ("left", "squared W2 left")):
+        lines = []
+        for separation in options.separations:
+            cells = [results.find(separation=separation, cost=cost) for cost in COLOURS]
+            kept = [[r[column] for r in rows if r["seed"] < options.seeds] for rows in cells]
+            lines.append([f"{separation:g}", *(spread(values, 3) for values in kept)])
+        print_table(
+            f"{title}; deviations 1 and {options.elongation:g}, {options.pairs} pairs, seeds 0..{options.seeds - 1}",
+            ["means apart by", *COLOURS],
+            lines,
+        )
+
+
+def plot(results: Results, options: Any) -> None:
+    figure, axes = new_figure(1, 2, size=(8, 3.2))
+    torch.manual_seed(0)
+    source, reference = pair(0.0, 0.0, options.elongation)
+    angle = torch.linspace(0, 2 * torch.pi, 200)
+    circle = torch.stack([angle.cos(), angle.sin()])
+    for name, q, style in (("reference", reference, "-"), ("source", source, "--")):
+        ellipse = q.loc["w"][:, None] + q.scale["w"][:, None] * circle
+        axes[0, 0].plot(*ellipse, style, label=name)
+    axes[0, 0].axline((0, 0), slope=1, color="#bbb", lw=0.8)
+    axes[0, 0].set(aspect="equal", title="mirror images")
+    axes[0, 0].legend()
+    for cost, colour in COLOURS.items():
+        heights = []
+        for separation in options.separations:
+            rows = results.find(separation=separation, cost=cost)
+            heights.append(sum(r["found"] for r in rows) / len(rows))
+        axes[0, 1].plot(options.separations, heights, "o-", ms=3, color=colour, label=cost)
+    axes[0, 1].set(xlabel="means apart by", ylabel="exchange found", ylim=(-0.05, 1.05))
+    axes[0, 1].legend()
+    save_figure(figure, options.out, "mirrored_gaussians.png")
+
+
+if __name__ == "__main__":
+    main()

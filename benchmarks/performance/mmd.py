@@ -1,0 +1,175 @@
+"""Time and memory of the maximum mean discrepancy, beside a naive double loop over pairs of samples.
+
+    python -m benchmarks.performance.mmd --threads 2
+
+Two sets of samples with 10⁴, 10⁵ and 10⁶ parameters each; ten Gaussian and ten Laplace kernels. The naive version
+visits every pair and takes both distances and twenty exponentials there. It is timed on the first
+``--naive-samples`` of each side, where the two results are compared, and its time for all pairs is *extrapolated* by
+their number. The ratio is one of processor time, which other work on the machine changes less.
+
+Peak memory is what the process held beyond the samples themselves while the distances were taken (resident, sampled
+every 10 ms). ``--mapped DIR`` writes the samples to a file first and maps them, so that they need not fit into memory;
+then only anonymous memory counts, as the kernel drops mapped pages when it needs room.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Results, parse, parser, print_table
+from pyro_symmetric.compare import mmd
+
+
+class Peak:
+    """The largest anonymous resident memory of this process over a block of code, beyond what it was at its start."""
+
+    def __enter__(self) -> Peak:
+        self.start, self.most, self.running = resident(), 0, True
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def watch(self) -> None:
+        while self.running:
+            self.most = max(self.most, resident())
+            time.sleep(0.01)
+
+    def __exit__(self, *error: object) -> None:
+        self.running = False
+        self.thread.join()
+
+    @property
+    def mebibytes(self) -> float:
+        return max(0, self.most - self.start) / 2**20
+
+
+def resident() -> int:
+    """Anonymous resident bytes (Linux)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError("this kernel doesn't report RssAnon")
+
+
+def naive(x: Tensor, y: Tensor, bandwidths: Tensor) -> Tensor:
+    """The twenty unbiased estimates by a loop over pairs."""
+    gaussian_bandwidths, laplace_bandwidths = bandwidths.split(10)
+
+    def kernels(a: Tensor, b: Tensor) -> Tensor:
+        difference = a.double() - b.double()
+        gaussian = (-((difference.norm() / gaussian_bandwidths) ** 2)).exp()
+        laplace = (-(difference.abs().sum() / laplace_bandwidths)).exp()
+        return torch.cat([gaussian, laplace])
+
+    m, n = len(x), len(y)
+    total = torch.zeros(20, dtype=torch.float64)
+    for i in range(m):
+        for j in range(m):
+            if i != j:
+                total += kernels(x[i], x[j]) / (m * (m - 1))
+    for i in range(n):
+        for j in range(n):
+            if i != j:
+                total += kernels(y[i], y[j]) / (n * (n - 1))
+    for i in range(m):
+        for j in range(n):
+            total -= 2 * kernels(x[i], y[j]) / (m * n)
+    return total
+
+
+def samples(count: int, parameters: int, shift: float, mapped: Path | None, name: str) -> Tensor:
+    """Normal samples; with ``mapped`` in a file, written a few rows at a time."""
+    if mapped is None:
+        return torch.randn(count, parameters) + shift
+    mapped.mkdir(parents=True, exist_ok=True)
+    path = mapped / f"{name}.bin"
+    with path.open("wb") as file:
+        for start in range(0, count, 50):
+            file.write((torch.randn(min(50, count - start), parameters) + shift).numpy().tobytes())
+    return torch.from_file(str(path), size=count * parameters, dtype=torch.float32).reshape(count, parameters)
+
+
+def measure(count: int, parameters: int, seed: int, options: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    shift = 0.5 / math.sqrt(parameters)
+    x = samples(count, parameters, 0.0, options.mapped, "p")
+    y = samples(count, parameters, shift, options.mapped, "q")
+    began, began_cpu = time.perf_counter(), time.process_time()
+    with Peak() as peak:
+        result = mmd({"w": x}, {"w": y})
+    seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
+    few = options.naive_samples
+    part = mmd({"w": x[:few]}, {"w": y[:few]}).of("w")
+    began = time.process_time()
+    expected = naive(x[:few], y[:few], torch.from_numpy(part["bandwidth"]))
+    # ordered pairs within both sides, and those across
+    per_pair = (time.process_time() - began) / (2 * few * (few - 1) + few * few)
+    error = float((torch.from_numpy(part["squared"]) - expected).abs().max())
+    return {
+        "seed": seed,
+        "samples": count,
+        "parameters": parameters,
+        "seconds": seconds,
+        "cpu": cpu,
+        "peak": peak.mebibytes,
+        "data": 2 * x.numel() * x.element_size() / 2**20,
+        "naive_seconds": per_pair * (2 * count * (count - 1) + count * count),
+        "error": error,
+        "median": result["median"],
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser(__doc__, seeds=1)
+    arguments.add_argument("--samples", type=int, default=1_000, help="on each side")
+    arguments.add_argument("--parameters", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    arguments.add_argument("--naive-samples", type=int, default=12)
+    arguments.add_argument("--mapped", type=Path, metavar="DIR", help="map the samples from files in this folder")
+    options = parse(arguments, argv)
+    if options.quick:
+        options.samples, options.parameters = 200, [1_000, 10_000]
+    keys = ("samples", "naive_samples", "threads")
+    results = Results(options.json, {key: getattr(options, key) for key in keys} | {"mapped": bool(options.mapped)})
+    measure(20, 100, 0, options)  # once to warm up
+    for seed in range(options.seeds):
+        for parameters in options.parameters:
+            if not results.find(parameters=parameters, seed=seed):
+                results.add(measure(options.samples, parameters, seed, options))
+    print_table(
+        f"{options.samples:,} samples against {options.samples:,}; the loop's time is extrapolated from "
+        f"{options.naive_samples} of each",
+        (
+            "parameters",
+            "seconds",
+            "processor",
+            "peak MiB",
+            "samples MiB",
+            "loop seconds",
+            "ratio",
+            "largest difference",
+        ),
+        [
+            (
+                f"{row['parameters']:,}",
+                f"{row['seconds']:.2f}",
+                f"{row['cpu']:.2f}",
+                f"{row['peak']:.0f}",
+                f"{row['data']:.0f}",
+                f"{row['naive_seconds']:,.0f}",
+                f"{row['naive_seconds'] / row['cpu']:.0f}",
+                f"{row['error']:.1e}",
+            )
+            for row in results.rows
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

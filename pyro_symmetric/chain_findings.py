@@ -1,0 +1,255 @@
+"""Findings on Markov chains: what was looked at, what was found, and what to do about it, by one set of limits.
+
+:func:`~pyro_symmetric.mcmc.sample` warns of findings that fail, and :func:`~pyro_symmetric.compare.diagnose` reports
+all of them, so that both judge by the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.chain_statistics import chain_statistics, missing_energy, never_changing, non_finite
+
+Status = Literal["fail", "warn", "pass", "unknown"]
+
+# The limits: beyond the first a finding is a warning, beyond the second a failure.
+R_HAT = (1.02, 1.05)
+EFFECTIVE_DRAWS = (400.0, 50.0)  # Vehtari et al. 2021, section 4: 400 for stable estimates of R-hat and of quantiles
+ACCEPTANCE = (0.4, 0.1)  # of one chain, on average
+DIVERGING = (0.0, 0.05)  # share of the draws
+CUT_OFF = 0.1  # share of the trajectories that reach the largest tree: a warning only
+ENERGY_FRACTION = (0.3, 0.1)  # E-BFMI of one chain
+TEMPERATURE = (0.1, 0.3)  # distance from 1
+MOVING = (0.1, 0.01)  # share of the draws at which a chain moves, and its spread in units of the median chain's
+LEFT_BEHIND = 5.0  # deviations of the log density that a chain lies below the others: a warning only
+
+LEAST_DRAWS = 20  # of a chain, so that a low acceptance says something
+SURE = 3.0  # standard errors that a temperature must be off
+WATCHED_ENTRIES = 16  # of each site, which are enough to see whether chains move
+
+TOO_LARGE = "step size is too large for all of them, or the density or its gradient is broken"
+NO_CHAIN_MOVES = f"no chain moves: the {TOO_LARGE}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    :param name: what it is.
+    :param status: ``"pass"``, ``"warn"``, ``"fail"``, or ``"unknown"`` if the draws don't suffice to tell.
+    :param words: what was found, and what to do about it.
+    :param value: the number that it rests on; NaN if there is none.
+    """
+
+    name: str
+    status: Status
+    words: str
+    value: float = math.nan
+
+
+def graded(value: float, limits: tuple[float, float]) -> Status:
+    """The status of a number by the limits of a warning and of a failure; NaN can't be told."""
+    if math.isnan(value):
+        return "unknown"
+    warn, fail = limits
+    sign = 1 if fail > warn else -1
+    return "fail" if sign * value > sign * fail else "warn" if sign * value > sign * warn else "pass"
+
+
+# draws --------------------------------------------------------------------------------------------------------------
+
+
+def finite(draws: Mapping[str, Tensor]) -> Finding:
+    """Whether all draws ``(chains, draws, ...)`` are finite.
+
+    :param draws: what they are called in the sentence -> the draws.
+    """
+    counts = {name: count for name, value in draws.items() if bool((count := non_finite(value)).any())}
+    if not counts:
+        return Finding("finite", "pass", "all draws are finite")
+    length, found = next(iter(draws.values())).shape[1], []
+    for name, count in list(counts.items())[:3]:
+        chains = count.nonzero().flatten().tolist()
+        found.append(f"{name} in {int(count.sum()):,} of {len(count) * length:,} draws ({_named(chains)})")
+    more = f" and of {len(counts) - 3} more" if len(counts) > 3 else ""
+    return Finding("finite", "fail", f"NaN or infinite values of {', of '.join(found)}{more}")
+
+
+def moving(samples: Mapping[str, Tensor]) -> Finding:
+    """How often chains change place, and whether any spreads far less than the others.
+
+    An accepted move changes all entries, so that the first ones of each site tell; entries that are the same in all
+    draws of all chains, such as the zeros of a triangle, are left out.
+    """
+    chains, draws = next(iter(samples.values())).shape[:2]
+    if draws < 2:
+        return Finding("moving", "unknown", "one draw of each chain says nothing of its moves")
+    heads = (v.flatten(2)[..., :WATCHED_ENTRIES] if v.dim() > 2 else v[..., None] for v in samples.values())
+    watched = torch.cat(list(heads), dim=2).double()
+    changing = ~never_changing(watched)
+    if not bool(changing.any()):
+        return Finding("moving", "fail", NO_CHAIN_MOVES, 0.0)
+    watched = watched[..., changing]
+    moves = (watched.diff(dim=1) != 0).any(2).double().mean(1)
+    spread = watched.std(1)
+    relative = (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values
+    slowest, least = float(moves.min()), float(relative.min())
+    slow, stuck = (((moves < limit) | (relative < limit)).nonzero().flatten().tolist() for limit in MOVING)
+    if len(stuck) == chains:
+        return Finding("moving", "fail", NO_CHAIN_MOVES, slowest)
+    if stuck:
+        words = f"{_named(stuck)} {_are(stuck)} stuck: start elsewhere (initial=), or take smaller steps"
+        return Finding("moving", "fail", f"{words}; posterior.select leaves such chains out", slowest)
+    if slow:
+        found = f"moves in {slowest:.0%} of the draws, spread {least:.0%} of the median chain's"
+        return Finding("moving", "warn", f"{_named(slow)} {_are(slow)} slow: {found}", slowest)
+    return Finding("moving", "pass", f"every chain moves in at least {slowest:.0%} of its draws", slowest)
+
+
+# the sampler's own statistics ---------------------------------------------------------------------------------------
+
+
+def acceptance(rates: Tensor, subsampled: bool = False) -> Finding:
+    """Whether every chain's moves are accepted.
+
+    :param rates: of every draw, ``(chains, draws)``.
+    """
+    by_chain = rates.double().mean(1).nan_to_num(0.0)  # NaN is no move
+    least, mean = float(by_chain.min()), float(by_chain.mean())
+    status = graded(least, ACCEPTANCE)
+    if status == "fail" and rates.shape[1] >= LEAST_DRAWS:
+        limit = ACCEPTANCE[1]
+        stuck = (by_chain < limit).nonzero().flatten().tolist()
+        advice = (
+            f"The {TOO_LARGE}; use a smaller step_size, a longer warm-up or dtype=torch.float64, and check the density "
+            "where they start"
+            if len(stuck) == len(by_chain)
+            else "The step suits the others; start these elsewhere (initial=), use a smaller step_size, or "
+            "reparametrise the model"
+        )
+        words = f"{len(stuck)} of {len(by_chain)} chains hardly move (acceptance below {limit:g}): {_listed(stuck)}"
+        return Finding("acceptance", "fail", f"{words}. {advice}", least)
+    words = f"mean acceptance {mean:.2f}, of the worst chain {least:.2f}"
+    if status == "pass":
+        return Finding("acceptance", "pass", words, least)
+    return Finding("acceptance", "warn", f"{words}: use a smaller step_size, or a longer warm-up", least)
+
+
+def divergences(diverging: Tensor, subsampled: bool = False) -> Finding:
+    """Which share of the draws ``(chains, draws)`` diverged.
+
+    :param subsampled: whether the sampler takes mini-batches, and so has a tolerance instead of a target acceptance.
+    """
+    share = float(diverging.double().mean())
+    words = f"{share:.2%} of the draws diverged"
+    if share > 0:
+        smaller = "a smaller step_size or " + ("tolerance" if subsampled else "a larger target_accept")
+        words += f", so parts of the posterior are missed. Use {smaller}, a longer warm-up, "
+        words += "dtype=torch.float64, or reparametrise the model"
+    return Finding("divergences", graded(share, DIVERGING), words, share)
+
+
+def sampler_failures(statistics: Mapping[str, Tensor], subsampled: bool) -> Iterator[Finding]:
+    """What a sampler warns of at once: chains that hardly move, and many divergences.
+
+    :param statistics: the sampler's own numbers of every draw, ``(chains, draws)`` each.
+    """
+    if "acceptance_rate" in statistics:
+        yield from _failing(acceptance(statistics["acceptance_rate"]))
+    if "diverging" in statistics:
+        yield from _failing(divergences(statistics["diverging"], subsampled))
+
+
+def sampler_findings(statistics: Mapping[str, Tensor], subsampled: bool, arrived: bool) -> Iterator[Finding]:
+    """Everything that the sampler's own numbers tell.
+
+    :param arrived: whether the chains agree; if not, their temperature doesn't speak of the step size.
+    """
+    if "acceptance_rate" in statistics:
+        yield acceptance(statistics["acceptance_rate"])
+    if "diverging" in statistics:
+        yield divergences(statistics["diverging"], subsampled)
+    if "reached_max_treedepth" in statistics:
+        share = float(statistics["reached_max_treedepth"].double().mean())
+        status: Status = "warn" if share > CUT_OFF else "pass"
+        advice = "" if status == "pass" else ": raise max_treedepth, or reparametrise"
+        words = f"{share:.1%} of the trajectories were cut off at the largest tree{advice}"
+        yield Finding("tree depth", status, words, share)
+    if "energy" in statistics and statistics["energy"].shape[1] > 2:
+        least = float(missing_energy(statistics["energy"]).min())
+        status = graded(least, ENERGY_FRACTION)
+        advice = "" if status == "pass" else ": momenta hardly change the energy, tails are missed; reparametrise"
+        yield Finding("energy", status, f"E-BFMI of the worst chain {least:.2f}{advice}", least)
+    if "lp" in statistics and min(statistics["lp"].shape) > 1 and statistics["lp"].shape[1] > 2:
+        yield _level(statistics["lp"].double())
+    for name in ("kinetic_temperature", "virial"):
+        if name in statistics:
+            yield temperature(name.replace("_", " "), statistics[name].double(), subsampled, arrived)
+
+
+def _level(lp: Tensor) -> Finding:
+    """Chains whose log density stays far below the others'."""
+    means, spread = lp.mean(1), lp.std(1).median()
+    gap = means.median() - means
+    behind, largest = (gap > LEFT_BEHIND * spread).nonzero().flatten().tolist(), float(gap.max())
+    if not behind:
+        return Finding("level", "pass", "no chain's log density stays far below the others'", largest)
+    words = f"{_named(behind)} {_are(behind)} up to {largest:.3g} nats below the others: still on the way in, or in a "
+    return Finding("level", "warn", f"{words}poor mode", largest)
+
+
+def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool) -> Finding:
+    """Whether the mean of ``(chains, draws)`` is 1, within what is tolerable and what chance allows."""
+    known = values[~values.isnan().any(1)]  # without chains that lost their numbers on the way
+    if known.numel() < 2:
+        return Finding(name, "unknown", "no chain has values throughout")
+    mean, error = float(known.mean()), _standard_error(known)
+    off, fail = abs(mean - 1), TEMPERATURE[1]
+    status: Status = graded(off, TEMPERATURE) if off > SURE * error else "pass"
+    found = f"{name} {mean:.3g} ± {error:.2g}, and 1 is right"
+    if status == "pass" and SURE * error > fail:
+        advice = "more draws would tell" if arrived else "a longer warm-up comes first, as the chains don't agree yet"
+        return Finding(name, "unknown", f"{found}: uncertain by more than {fail:g}; {advice}", mean)
+    if status == "pass":
+        return Finding(name, status, found, mean)
+    if not arrived:
+        return Finding(name, status, f"{found}, of chains that don't agree yet: first a longer warm-up", mean)
+    if mean < 1:
+        return Finding(name, status, f"{found}: the draws spread too little; run longer", mean)
+    smaller = "smaller steps, larger batches, or a longer warm-up" if subsampled else "a longer warm-up"
+    return Finding(name, status, f"{found}: the draws spread too widely; take {smaller}", mean)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _standard_error(values: Tensor) -> float:
+    """Of the mean of correlated draws; never below that of the chains' means."""
+    size = float(chain_statistics(values).ess_bulk)
+    within = float(values.std()) / math.sqrt(size) if size == size else float(values.std())
+    between = float(values.mean(1).std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return max(within, between)
+
+
+def _failing(finding: Finding) -> Iterator[Finding]:
+    if finding.status == "fail":
+        yield finding
+
+
+def _named(chains: Sequence[int]) -> str:
+    return f"{'chain' if len(chains) == 1 else 'chains'} {_listed(chains)}"
+
+
+def _are(chains: Sequence[int]) -> str:
+    return "is" if len(chains) == 1 else "are"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """The first eight, for a sentence."""
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

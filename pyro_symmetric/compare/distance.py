@@ -1,0 +1,160 @@
+"""The distances that a study reports: one protocol, and a register that third parties add to.
+
+A distance takes two sets of draws (or of predictions) and returns a
+:class:`~pyro_symmetric.compare.results.DistanceResult`. One that is registered appears in the report of every study:
+
+>>> def energy_distance(p, q, like=None):
+...     return DistanceResult(...)
+>>> ENERGY = Distance("energy", energy_distance, shows=(Shown("value", "energy", "What the number means."),))
+>>> register_distance(ENERGY)
+
+or, with no import at all, by an entry point of the package that it comes in:
+
+.. code-block:: toml
+
+    [project.entry-points."pyro_symmetric.distances"]
+    energy = "my_package.distances:ENERGY"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Literal, get_args
+
+from pyro_symmetric import arguments
+from pyro_symmetric.compare.mmd import mmd
+from pyro_symmetric.compare.predictive_distance import total_variation
+from pyro_symmetric.compare.results import DistanceResult
+from pyro_symmetric.compare.wasserstein import marginal_wasserstein
+
+ENTRY_POINTS = "pyro_symmetric.distances"
+
+Between = Literal["weights", "predictions"]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A column of the report.
+
+    :param total: which of the result's totals it shows.
+    :param title: its heading.
+    :param meaning: what the number says, in a sentence.
+    :param form: how it is printed, as :func:`format` takes it.
+    """
+
+    total: str
+    title: str
+    meaning: str
+    form: str = ".4f"
+
+
+@dataclass(frozen=True)
+class Distance:
+    """A way to say how far two approximations of a posterior are apart; smaller is closer.
+
+    :param name: what it is called in results; no other distance may have that name.
+    :param function: ``function(p, q, like)`` returns a :class:`~pyro_symmetric.compare.results.DistanceResult`.
+        ``like`` is ``None``, or an earlier result of the same distance whose choices (kernels) are to be used again, so
+        that several comparisons can be compared.
+    :param between: what ``p`` and ``q`` are: ``"weights"``, site -> samples ``(S,) + site_shape``; or
+        ``"predictions"``, as :func:`~pyro_symmetric.compare.total_variation` takes them.
+    :param shows: the columns of the report. Of weights the first is shown twice, of the draws as they come and with
+        symmetries removed, the others with symmetries removed only.
+    """
+
+    name: str
+    function: Callable[[Any, Any, DistanceResult | None], DistanceResult]
+    between: Between = "weights"
+    shows: tuple[Shown, ...] = ()
+
+    def __post_init__(self) -> None:
+        arguments.instance("name", self.name, str, "a name")
+        arguments.function("function", self.function, "a function of two sets of draws and an earlier result")
+        arguments.one_of("between", self.between, get_args(Between))
+        object.__setattr__(self, "shows", tuple(arguments.listed("shows", self.shows, Shown, "columns (Shown)")))
+
+    def __call__(self, p: Any, q: Any, like: DistanceResult | None = None) -> DistanceResult:
+        """The distance between two sets of draws.
+
+        :raises TypeError: if the function returns anything else than a result.
+        """
+        found = self.function(p, q, like)
+        return arguments.instance(f"what distance {self.name!r} returned", found, DistanceResult, "a DistanceResult")
+
+
+_REGISTERED: dict[str, Distance] = {}
+
+
+def register_distance(distance: Distance) -> Distance:
+    """Let a distance appear in the reports of studies.
+
+    :raises ValueError: if another distance has its name.
+    """
+    arguments.instance("distance", distance, Distance, "a Distance")
+    if _REGISTERED.setdefault(distance.name, distance) != distance:
+        raise ValueError(f"distance has the name {distance.name!r}, which another distance has; give it its own")
+    return distance
+
+
+def distances(between: Between | None = None) -> list[Distance]:
+    """All registered distances, those of entry points last; by default of weights and of predictions.
+
+    :raises TypeError: if an entry point isn't a :class:`Distance`.
+    """
+    for entry in entry_points(group=ENTRY_POINTS):
+        register_distance(
+            arguments.instance(
+                f"the entry point {entry.name!r} of {ENTRY_POINTS}", entry.load(), Distance, "a Distance"
+            )
+        )
+    return [distance for distance in _REGISTERED.values() if between in (None, distance.between)]
+
+
+TOTAL_VARIATION = register_distance(
+    Distance(
+        "total_variation",
+        lambda p, q, like: total_variation(p, q),
+        "predictions",
+        (
+            Shown(
+                "mean",
+                "TV predictions",
+                "Total variation of the predictive distributions, averaged over test rows, 0 to 1: the most by which "
+                "the two differ in the probability of any event. Symmetries don't matter here.",
+            ),
+        ),
+    )
+)
+
+MMD = register_distance(
+    Distance(
+        "mmd",
+        lambda p, q, like: mmd(p, q, bandwidths=like),
+        shows=(
+            Shown(
+                "median",
+                "MMD²",
+                "Squared maximum mean discrepancy, unbiased (so it may fall under 0): median over ten Gaussian and ten "
+                "Laplace kernels, averaged over layers by their number of weights.",
+            ),
+            Shown("maximum", "MMD² max", "The same by the kernel that tells the two apart best."),
+        ),
+    )
+)
+
+WASSERSTEIN = register_distance(
+    Distance(
+        "wasserstein",
+        lambda p, q, like: marginal_wasserstein(p, q),
+        shows=(
+            Shown(
+                "mean",
+                "W₁",
+                "One-dimensional Wasserstein distance of each weight's marginal, averaged over weights. Even between "
+                "equal distributions it falls to zero only with the number of draws.",
+            ),
+        ),
+    )
+)

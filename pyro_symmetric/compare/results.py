@@ -1,0 +1,233 @@
+"""What comparisons return: distances and tests, with their numbers on named axes, as text, as JSON and as a figure."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from pyro_symmetric import arguments
+
+MOST_LINES = 60  # of a table
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Labelled:
+    """Numbers on named axes, of which the first runs over the parts that were compared (layers, sets of units).
+
+    :param title: what was measured, and of what.
+    :param num_samples: how many draws of each side were used.
+    :param labels: axis -> the names along it; the first axis is that of the parts.
+    :param arrays: name -> (axes, values).
+    :param settings: the options that it was computed with.
+    :param columns: the arrays that are shown in the table of parts; by default all with one number for each part.
+    """
+
+    title: str
+    num_samples: tuple[int, ...]
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    arrays: Mapping[str, tuple[tuple[str, ...], Any]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    columns: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        arguments.instance("title", self.title, str, "a text")
+        arguments.listed("num_samples", self.num_samples, int, "whole numbers")
+        arguments.listed("columns", self.columns, str, "arrays' names")
+        for name in ("labels", "arrays", "settings"):
+            arguments.mapping(name, getattr(self, name), "with names as keys")
+
+    @functools.cached_property
+    def data(self) -> Any:
+        """All arrays as one :class:`xarray.Dataset`.
+
+        >>> result.data["median"].sel(layer="0")
+        """
+        import xarray  # which takes half a second to load
+
+        labels = {axis: list(names) for axis, names in self.labels.items()}
+        return xarray.Dataset(dict(self.arrays), coords=labels, attrs=self.settings)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of what was compared part by part: layers, or sets of units."""
+        return tuple(next(iter(self.labels.values()), ()))
+
+    def of(self, part: str) -> dict[str, Any]:
+        """The numbers of one part: a number, or an array if there are further axes.
+
+        >>> mmd(p, q).of("0")["median"]
+        """
+        place = self.parts.index(arguments.one_of("part", part, self.parts))
+        axis = next(iter(self.labels))
+        rows = {name: values[place] for name, (axes, values) in self.arrays.items() if axes[:1] == (axis,)}
+        return {name: value if np.ndim(value) else plain(value) for name, value in rows.items()}
+
+    def plot(self) -> Any:
+        """A bar for each part."""
+        from pyro_symmetric.plots import bars  # which loads matplotlib
+
+        name = self._bars()
+        return bars(
+            self.parts, [self.of(part)[name] for part in self.parts], next(iter(self.labels), ""), name, self.title
+        )
+
+    def _bars(self) -> str:
+        """The array that says most of each part."""
+        raise NotImplementedError
+
+    def _plain(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Plain numbers for JSON: what is said of everything together, then the numbers of each part."""
+        by_part = {part: self.of(part) for part in self.parts}
+        found = {"title": self.title, **own, **self.settings, "num_samples": self.num_samples, "parts": by_part}
+        return plain(found)
+
+    def _with_table(self, head: str) -> str:
+        """The head, and a line for each part."""
+        if not self.parts:
+            return head
+        axis = next(iter(self.labels))
+        columns = self.columns or [name for name, (axes, _) in self.arrays.items() if axes == (axis,)]
+        rows = [(axis, *(name.replace("_", " ") for name in columns))]
+        rows += [(part, *(_cell(self.of(part)[name]) for name in columns)) for part in self.parts[:MOST_LINES]]
+        more = [f"  ... of {len(self.parts):,}"] if len(self.parts) > MOST_LINES else []
+        return "\n".join([head, table(rows), *more])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class DistanceResult(Labelled):
+    """How far apart two sets of draws are.
+
+    >>> result = mmd(p, q)
+    >>> result.value == result["median"]        # of everything together
+    True
+    >>> result.of("0")["median"]                # of one layer
+
+    :param totals: name -> the number for everything together; the first is :attr:`value`.
+    """
+
+    totals: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.mapping("totals", self.totals, "name -> number")
+        for name, value in self.totals.items():
+            arguments.instance(f"totals[{name!r}]", value, float, "a float")
+        if not self.totals:
+            raise ValueError("totals is empty; it must hold at least one number")
+
+    @property
+    def value(self) -> float:
+        """The distance in one number."""
+        return next(iter(self.totals.values()))
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self.totals:
+            raise KeyError(f"no total {name!r}; there are {list(self.totals)}")
+        return self.totals[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON: of everything together, and ``parts`` of each part."""
+        return self._plain({"value": self.value, **self.totals})
+
+    def _bars(self) -> str:
+        first = next(iter(self.totals))
+        return first if first in self.arrays else next(iter(self.arrays))
+
+    def __repr__(self) -> str:
+        against = " against ".join(f"{count:,}" for count in self.num_samples)
+        totals = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in self.totals.items())
+        return self._with_table(f"{self.title}, {against} samples: {totals}")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class SignificanceTest(Labelled):
+    """What a test of a null hypothesis found.
+
+    >>> test = mmd_test(p, q)
+    >>> test.rejected == (test.p_value <= test.level)
+    True
+
+    :param verdict: what was found, in one line.
+    :param p_value: of the null hypothesis, adjusted for everything that was looked at.
+    :param level: the probability of rejecting a true null hypothesis is at most this.
+    """
+
+    verdict: str
+    p_value: float
+    level: float
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the null hypothesis is rejected at the level."""
+        return self.p_value <= self.level
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON: of everything together, and ``parts`` of each part."""
+        own = {"verdict": self.verdict, "rejected": self.rejected, "p_value": self.p_value, "level": self.level}
+        return self._plain(own)
+
+    def _bars(self) -> str:
+        return "p_value"
+
+    def __repr__(self) -> str:
+        return self._with_table(f"{self.title}: {self.verdict}")
+
+
+# as text and as plain numbers ---------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Rows of equally many cells as aligned lines; the columns ``left`` to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = (f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row))
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def plain(value: Any) -> Any:
+    """A value in types that JSON knows; a number that isn't finite becomes ``None``."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value.to_dict() if isinstance(value, Scores) else value
+
+
+class Scores:
+    """Results made of numbers, tensors, and results again."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return {entry.name: plain(getattr(self, entry.name)) for entry in fields(self)}  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        """The numbers, one a line; curves are left out."""
+        rows = []
+        for name, value in vars(self).items():
+            if isinstance(value, float):
+                rows.append((name, f"{value:.4g}"))
+            elif isinstance(value, dict):
+                for key, item in value.items():
+                    numbers = vars(item).items() if isinstance(item, Scores) else [("", item)]
+                    rows.append((f"{name} {key}", ", ".join(f"{k} {v:.4g}".strip() for k, v in numbers)))
+        return f"{type(self).__name__}\n{table(rows, left=(0, 1))}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return (
+        f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "-" if value is None else str(value)
+    )

@@ -1,0 +1,189 @@
+"""What decides a computation, as one JSON value: two of them are the same, or it can be said in words what differs.
+
+A fingerprint holds settings as they are and data by their hash. What the hash (:func:`digest`) sees:
+
+* tensors, arrays, numbers, texts and containers of them by what they hold; lists and tuples count as the same, and so
+  do dictionaries and sets in another order;
+* networks by their modules, parameters, buffers and public attributes;
+* functions by their code, defaults and closures, not by their names or by the globals that they read;
+* other objects by the name of their class and what pickle would keep of them, without what they have only cached;
+* classes, built-in functions and modules by name; what can't be pickled (open files, locks, generators) by its class.
+
+It is the same in every process. Every part is hashed by itself, with a tag and its length, so that no two structures
+run together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import platform
+import types
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pyro_symmetric.storage import raw_bytes
+
+HASH_BYTES = 16
+PROTOCOL = 4  # of pickle
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # of numbers that were computed in these dtypes, relative
+COARSE = 1e-2  # in others
+ELSEWHERE = 100.0  # times as much where other threads, processors or versions round otherwise
+
+
+def fingerprint(**parts: Any) -> dict[str, Any]:
+    """These parts as JSON; what JSON can't hold goes in by its hash."""
+    return json.loads(json.dumps(parts, default=lambda value: f"{type(value).__name__} {digest(value)}"))
+
+
+def surroundings() -> dict[str, Any]:
+    """What the arithmetic of a computation depends on beside itself: ``versions``, and what decides the ``rounding``
+    of sums."""
+    try:
+        own = version("pyro-symmetric")
+    except PackageNotFoundError:  # a source tree that isn't installed
+        own = "unknown"
+    return {
+        "versions": {"pyro_symmetric": own, "torch": torch.__version__, "pyro": version("pyro-ppl")},
+        "rounding": {
+            "threads": torch.get_num_threads(),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        },
+    }
+
+
+def differences(found: Any, now: Any, name: str = "") -> list[str]:
+    """What two fingerprints say differently, in words.
+
+    :param found: the one that was stored.
+    :param now: that of the call.
+    :param name: of what is compared.
+    """
+    if isinstance(found, dict) and isinstance(now, dict):
+        keys = sorted(found.keys() | now.keys())
+        parts = (differences(found.get(k), now.get(k), f"{name}.{k}".lstrip(".")) for k in keys)
+        return [line for part in parts for line in part]
+    if found == now:
+        return []
+    return [f"{name}: their hash is another" if _is_hash(now) else f"{name}: {found!r} there, {now!r} here"]
+
+
+def agree(found: Any, now: Any, tolerance: float) -> bool:
+    """Whether as many numbers agree to a relative tolerance; if one isn't finite, the other mustn't be either."""
+    a, b = (torch.as_tensor(values, dtype=torch.float64) for values in (found, now))
+    if a.shape != b.shape:
+        return False
+    finite = a.isfinite()
+    near = (a - b).abs() <= tolerance * a.abs().clamp(min=1.0)
+    return bool(((finite == b.isfinite()) & (near | ~finite)).all())
+
+
+def digest(value: Any) -> str:
+    """The hash, in hexadecimal."""
+    return _digest(value, ()).hex()
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 2 * HASH_BYTES and set(value) <= set("0123456789abcdef")
+
+
+def _digest(value: Any, above: tuple[int, ...]) -> bytes:
+    """:param above: ids of the values that this one is a part of."""
+    if value is None or type(value) in (bool, int, float, complex):
+        return _hash(type(value).__name__, repr(value).encode())
+    if isinstance(value, str | bytes):
+        return _hash("str" if isinstance(value, str) else "bytes", _encoded(value))
+    if isinstance(value, Tensor):
+        return _digest_tensor(value)
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return _hash("array", repr((value.dtype, value.shape)).encode(), flat.data)
+    if isinstance(value, type | types.BuiltinFunctionType | types.ModuleType | torch.dtype | torch.device):
+        return _hash("name", getattr(value, "__qualname__", str(value)).encode())
+    if id(value) in above:
+        return _hash("above", str(len(above) - above.index(id(value))).encode())
+    try:
+        return _digest_of_parts(value, (*above, id(value)))
+    except RecursionError:
+        return _hash("deep", type(value).__qualname__.encode())
+
+
+def _digest_of_parts(value: Any, above: tuple[int, ...]) -> bytes:
+    if isinstance(value, Mapping):
+        return _hash("dict", *sorted(_digest(key, above) + _digest(part, above) for key, part in value.items()))
+    if isinstance(value, list | tuple):
+        return _hash("list", *(_digest(part, above) for part in value))
+    if isinstance(value, set | frozenset):
+        return _hash("set", *sorted(_digest(part, above) for part in value))
+    if isinstance(value, nn.Module):
+        public = {name: part for name, part in vars(value).items() if not name.startswith("_")}
+        held = [dict(value.named_parameters(recurse=False)), dict(value.named_buffers(recurse=False))]
+        return _hash("module", _digest([type(value), public, *held, dict(value.named_children())], above))
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        parts = [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
+        return _hash("function", _digest(parts, above))
+    if isinstance(value, types.MethodType):
+        return _hash("method", _digest([value.__func__, value.__self__], above))
+    if isinstance(value, types.CodeType):
+        return _hash("code", value.co_code, _digest([list(value.co_consts), value.co_names], above))
+    return _hash("object", _digest([type(value), _pickled(value)], above))
+
+
+def _pickled(value: Any) -> Any:
+    """What pickle would keep of an object; ``None`` if it can't."""
+    if isinstance(value, np.ndarray):  # of objects
+        return [value.shape, value.reshape(-1).tolist()]
+    try:
+        reduced = value.__reduce_ex__(PROTOCOL)
+    except Exception:  # whatever a class raises that refuses it
+        return None
+    if isinstance(reduced, str):
+        return reduced
+    make, arguments, state, items, pairs = (*reduced, None, None, None, None)[:5]
+    if isinstance(state, dict):
+        state = {name: part for name, part in state.items() if not _is_cache(type(value), name)}
+    return [make, arguments, state, list(items or ()), list(pairs or ())]
+
+
+def _is_cache(kind: type, name: Any) -> bool:
+    """Whether an object's attribute only keeps what a ``cached_property`` has computed."""
+    found = inspect.getattr_static(kind, name, None) if isinstance(name, str) else None
+    return hasattr(found, "__get__") and not hasattr(found, "__set__") and not callable(found)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _digest_tensor(value: Tensor) -> bytes:
+    if value.layout != torch.strided:
+        value = value.to_dense()
+    about = f"{value.dtype} {tuple(value.shape)}".encode()
+    return _hash("tensor", about, b"" if value.is_meta else raw_bytes(value).numpy().data)
+
+
+def _encoded(value: str | bytes) -> bytes:
+    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+
+
+def _hash(tag: str, *parts: Any) -> bytes:
+    state = hashlib.blake2b(digest_size=HASH_BYTES)
+    for part in (tag.encode(), *parts):
+        state.update(memoryview(part).nbytes.to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()

@@ -1,0 +1,347 @@
+r"""The potential energy of any Pyro model with continuous sites, for many chains at once.
+
+.. math:: U(z) = -\log p(w(z), \text{data}) - \log\left|\det \frac{\partial w}{\partial z}\right|
+
+over the unconstrained vectors of a :class:`~pyro_symmetric.mcmc.density.layout.Layout`. Pyro's own potential can't be
+mapped over chains (its enumeration handler reads ``tensor.data``), so this one traces the conditioned model itself
+under :func:`torch.func.vmap`. A :class:`~pyro_symmetric.models.BayesianModel` skips the trace.
+
+Chains are independent, so one backward pass through the sum of their energies gives every chain's gradient. An
+:class:`~pyro_symmetric.mcmc.density.engine.Engine` may do better: feed-forward networks need no autograd
+(:mod:`~pyro_symmetric.mcmc.density.network`), and any model can be compiled
+(:mod:`~pyro_symmetric.mcmc.density.inductor`). Which one serves, and in what chunks of chains, is settled when the
+density is made, by rules and not by timing, so that every run rounds alike.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor, nn
+
+from pyro_symmetric import arguments
+from pyro_symmetric.calls import described, described_call, model_arguments
+from pyro_symmetric.generators import forked
+from pyro_symmetric.largest import LargestTensor
+from pyro_symmetric.mcmc.density.engine import Engine, Evaluation, NoCompiler, Unavailable
+from pyro_symmetric.mcmc.density.inductor import Inductor
+from pyro_symmetric.mcmc.density.layout import Layout
+from pyro_symmetric.mcmc.density.network import network_engine
+from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows, Target
+from pyro_symmetric.mcmc.density.traced import TracedTarget
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.placement import placed, promoted
+from pyro_symmetric.weights import Weights, batch_shape, require_sites
+
+CHAIN_DTYPES = (torch.float32, torch.float64)
+ENGINES = ("auto", "native", "torch", "inductor")
+"""What computes energies and gradients. ``"native"``: code for feed-forward networks that the machine's C++ compiler
+builds once, in a few seconds, and that is kept. ``"inductor"``: ``torch.compile``, for any model; it takes tens of
+seconds in every process, so it pays in long runs only. ``"torch"``: PyTorch's operations as they are; nothing is
+compiled."""
+CACHE_BYTES = 2**22  # that the largest intermediate result of a chunk of chains should fit into, on a CPU
+COMPILED_CHAINS = 64  # at most, by default: a program pads to its number of chains
+
+
+def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[Weights], Tensor]:
+    """The log-joint density of any Pyro model as a function of batches of weights.
+
+    >>> density = log_joint(model, data)
+    >>> density({"locs": torch.randn(5, 3), "scales": torch.rand(5, 3)}).shape
+    torch.Size([5])
+
+    :param model: a Pyro model with continuous latent sites, or a ``BayesianModel``; ``args`` and ``kwargs`` are what it
+        is called with.
+    :return: constrained weights of batch shape ``(S,)`` -> ``(S,)``.
+    """
+    density = Density(model, args, kwargs, engine="torch")
+    shapes = density.layout.site_shapes
+
+    def log_density(weights: Weights) -> Tensor:
+        arguments.weights("weights", weights)
+        require_sites(weights, shapes)
+        batch_shape(weights, shapes)  # names the site whose shape doesn't fit
+        return density.target.log_joint(weights, None)
+
+    return log_density
+
+
+class Density:
+    """Potential energy and its gradient, chains first.
+
+    >>> model = BayesianModel(nn.Linear(3, 2))
+    >>> density = Density(model, (torch.randn(10, 3), torch.randint(2, (10,))))
+    >>> z = density.draw_prior(16, torch.Generator())
+    >>> energy, gradient = density.energy_and_gradient(z)
+    >>> energy.shape, gradient.shape
+    (torch.Size([16]), torch.Size([16, 8]))
+
+    :param model: a Pyro model. Latent sites must be continuous; a module with batch normalisation must be in eval mode.
+    :param args: the model's positional arguments, data included.
+    :param kwargs: the model's keyword arguments.
+    :param device: where to compute; by default where the model's sites are. A module is copied there, never moved.
+    :param dtype: of the chains; by default that of the model's sites. Floating-point arguments are converted.
+    :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep the largest intermediate
+        result in the cache, on other devices all. Engine ``"native"`` goes chain by chain and doesn't need it.
+    :param engine: what computes energies; see :data:`ENGINES`. ``"auto"``: ``"native"`` for a ``BayesianModel`` of a
+        feed-forward network, else ``"torch"``. An engine that can't serve gives way to ``"torch"``, with a warning if
+        it was asked for by name, or if a compiler is missing.
+    :param batch_size: rows of each mini-batch, for stochastic-gradient samplers; see :meth:`energy_and_gradient`. Every
+        tensor argument as long as the first one is data. ``None``: all data, or what the model's plates with
+        ``subsample_size`` draw.
+    :param subsampled: whether mini-batches are allowed; otherwise a model that subsamples is refused.
+    :raises ValueError: naming the site, plate or module that can't be sampled, with advice.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        chain_chunk: int | None = None,
+        engine: str = "auto",
+        batch_size: int | None = None,
+        subsampled: bool = False,
+    ):
+        require_model(model)
+        args, kwargs = model_arguments(args, kwargs)
+        self.chain_chunk = arguments.whole("chain_chunk", chain_chunk, 1, none="all chains at once")
+        arguments.dtype("dtype", dtype, CHAIN_DTYPES)
+        arguments.device("device", device)
+        arguments.one_of("engine", engine, ENGINES)
+        _refuse_training_batch_norm(model)
+        model, args, kwargs = placed(model, args, kwargs, device, dtype)
+        with forked(0, device):  # a model is run from the prior, to see its sites and to try engines out
+            self.target: Target = _target(model, args, kwargs, batch_size, device, dtype)
+            if not subsampled and self.row_counts:
+                sizes = ", ".join(
+                    f"{name!r}: {size} of {total} rows" for name, (total, size) in self.row_counts.items()
+                )
+                raise ValueError(
+                    f"the model subsamples its data ({sizes}); this sampler needs all of them at every step. Pass the "
+                    "whole data (and no subsample_size), or use a stochastic-gradient sampler (SGHMC)"
+                )
+            self.layout = Layout.of(self.target.sites)
+            floats = [value for value in self.target.prior_weights(1).values() if value.is_floating_point()]
+            self.device = torch.device(device) if device is not None else floats[0].device
+            self.dtype = dtype or promoted(floats) or torch.get_default_dtype()
+            if self.dtype not in CHAIN_DTYPES:
+                raise ValueError(f"the model's sites are of {self.dtype}, too coarse; pass dtype=torch.float32")
+            z = self.layout.unconstrain(self._cast(self.target.prior_weights(2)))
+        self.engine_reason = ""
+        """Why no faster engine serves, in words."""
+        self._fast: Engine | None = None
+        self._settle_engine(engine, z)
+
+    @property
+    def dim(self) -> int:
+        """Number of unconstrained coordinates ``D``."""
+        return self.layout.dim
+
+    @property
+    def row_counts(self) -> dict[str, tuple[int, int]]:
+        """What mini-batches draw from: name -> (rows there are, rows in a batch); empty if all data are used."""
+        return self.target.row_counts
+
+    @property
+    def num_rows(self) -> int:
+        """How many observations the likelihood counts, about; 0 without any."""
+        return self.target.num_rows
+
+    def __repr__(self) -> str:
+        engine = f"{self.engine!r} ({self.engine_reason})" if self.engine_reason else repr(self.engine)
+        return (
+            f"Density({self.target}, dim={self.dim}, device={self.device}, dtype={self.dtype}, engine={engine}, "
+            f"chain_chunk={self.chain_chunk})"
+        )
+
+    @property
+    def engine(self) -> str:
+        """Which of :data:`ENGINES` serves. They round differently."""
+        return "torch" if self._fast is None else self._fast.name
+
+    # energy ---------------------------------------------------------------------------------------------------------
+
+    def energy(self, z: Tensor, rows: Rows | None = None) -> Tensor:
+        """Energy ``(C,)`` of chains at ``z`` of shape ``(C, D)``; see :meth:`energy_and_gradient`."""
+
+        def evaluate(z: Tensor, rows: Rows | None) -> tuple[Tensor, ...]:
+            return (self._energy(z, rows),)
+
+        return _joined([_sparing(evaluate, *part) for part in self._chunks(z, rows)])[0]
+
+    def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
+        """Energy ``(C,)`` and gradient ``(C, D)``.
+
+        :param z: unconstrained vectors of the chains, ``(C, D)``.
+        :param rows: mini-batches, for each name in :attr:`row_counts` a LongTensor ``(C, B)``: each chain its own rows.
+            The energy is then the unbiased estimate that counts each row ``N / B`` times.
+        """
+        if self._fast is not None and self._fast.by_chain and self._fast.serves(z, rows):
+            return self._fast.energy_and_gradient(z, rows)
+        energy, gradient = _joined([self._by_engine(*part) for part in self._chunks(z, rows)])
+        return energy, gradient
+
+    def _by_engine(self, z: Tensor, rows: Rows | None) -> Evaluation:
+        if self._fast is not None and self._fast.serves(z, rows):
+            try:
+                return self._fast.energy_and_gradient(z, rows)
+            except torch.linalg.LinAlgError:
+                pass  # below, chain by chain
+            except Unavailable as error:
+                self._fast, self.engine_reason = None, str(error)
+                warnings.warn(f"engine 'torch' serves, not 'inductor': {error}", RuntimeWarning, stacklevel=4)
+        energy, gradient = _sparing(self._by_autograd, z, rows)
+        return energy, gradient
+
+    def _by_autograd(self, z: Tensor, rows: Rows | None) -> Evaluation:
+        with torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            energy = self._energy(leaf, rows)
+            return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
+
+    def _energy(self, z: Tensor, rows: Rows | None) -> Tensor:
+        weights, log_det = self.layout.constrain_with_log_det(z)
+        return -(self.target.log_joint(weights, rows) + log_det)
+
+    def _chunks(self, z: Tensor, rows: Rows | None) -> list[tuple[Tensor, Rows | None]]:
+        if self.chain_chunk is None or len(z) <= self.chain_chunk:
+            return [(z, rows)]
+        cuts = [slice(start, start + self.chain_chunk) for start in range(0, len(z), self.chain_chunk)]
+        return [(z[cut], _cut(rows, cut)) for cut in cuts]
+
+    # engines --------------------------------------------------------------------------------------------------------
+
+    def _settle_engine(self, asked: str, z: Tensor) -> None:
+        """:param z: draws from the prior, at which the model itself and engines are evaluated."""
+        counts = self.row_counts.items()
+        rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
+        expected, bytes_of_chain = self._probed(z, rows)
+        if self.chain_chunk is None and (self.device.type == "cpu" or asked == "inductor"):
+            fits = 2 ** int(math.log2(max(1, CACHE_BYTES // max(1, bytes_of_chain))))
+            self.chain_chunk = min(fits, COMPILED_CHAINS) if asked == "inductor" else fits
+        why: Exception | None = None
+        if asked == "inductor":
+            self._fast = Inductor(self._by_autograd, self.chain_chunk or COMPILED_CHAINS)
+        elif isinstance(self.target, NetworkTarget):
+            self._fast, why = network_engine(self.target, self.layout, asked != "torch", (z, rows), expected)
+        elif asked == "native":
+            why = Unavailable("compiled code serves a BayesianModel only")
+        self.engine_reason = str(why or "")
+        if self.engine != "native" and (asked == "native" or isinstance(why, NoCompiler)):
+            warnings.warn(
+                f"engine 'torch' serves, not 'native': {why}. They round differently: where 'native' serves, the same "
+                "seed gives other draws",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _probed(self, z: Tensor, rows: Rows | None) -> tuple[Evaluation, int]:
+        """The model's own evaluation, and the size of its largest intermediate result, in bytes for each chain.
+
+        :raises ValueError: in words, if the model can't be mapped over chains.
+        """
+        try:
+            with LargestTensor() as largest:
+                energy, gradient = _sparing(self._by_autograd, z, rows)
+        except NotImplementedError as error:
+            raise ValueError(f"a site's transform lacks a log-determinant, so it can't be sampled: {error}") from error
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+            raise ValueError(
+                "the model can't be evaluated for many chains at once (torch.func.vmap). Usual causes: dropout or "
+                "batch normalisation in train mode (call .eval()), random numbers drawn outside of pyro.sample, "
+                f"Python control flow or .item() on a sampled value, in-place changes. PyTorch says: {error}"
+            ) from error
+        return (energy, gradient), largest.bytes // len(z)
+
+    # places ---------------------------------------------------------------------------------------------------------
+
+    def constrain(self, z: Tensor) -> Weights:
+        """Unconstrained vectors ``batch_shape + (D,)`` -> weights."""
+        return self.layout.constrain(z)
+
+    def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Weights -> unconstrained vectors ``batch_shape + (D,)``."""
+        return self.layout.unconstrain(self._cast(weights))
+
+    def draw_prior(self, num: int, generator: torch.Generator) -> Tensor:
+        """Draws ``(num, D)`` from the prior. The model is run with PyTorch's global generators seeded from
+        ``generator``; afterwards they are as they were."""
+        with forked(generator, self.device):
+            return self.unconstrain(self.target.prior_weights(num))
+
+    def _cast(self, weights: Mapping[str, Tensor]) -> Weights:
+        return {site: value.detach().to(self.device, self.dtype) for site, value in weights.items()}
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _sparing(evaluate: Callable[..., tuple[Tensor, ...]], z: Tensor, rows: Rows | None) -> tuple[Tensor, ...]:
+    """Evaluate, and halve if a matrix is singular, until its chain is alone: that one is outside of the support."""
+    try:
+        return evaluate(z, rows)
+    except torch.linalg.LinAlgError:
+        if len(z) == 1:
+            return torch.full_like(z[:, 0], torch.inf), torch.zeros_like(z)
+        halves = slice(0, len(z) // 2), slice(len(z) // 2, None)
+        return _joined([_sparing(evaluate, z[half], _cut(rows, half)) for half in halves])
+
+
+def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(values) for values in zip(*parts, strict=False))
+
+
+def _cut(rows: Rows | None, chains: slice) -> Rows | None:
+    return None if rows is None else {name: index[chains] for name, index in rows.items()}
+
+
+def _target(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch_size: int | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> Target:
+    if isinstance(model, BayesianModel):
+        data = {**dict(zip(("x", "y"), args, strict=False)), **kwargs}
+        if set(data) != {"x", "y"} or data["y"] is None or len(args) > 2:
+            raise ValueError(
+                "a BayesianModel is sampled given x and y, as in sample(kernel, args=(x, y)); found "
+                f"{described_call(args, kwargs)}"
+            )
+        return NetworkTarget(model, data["x"], data["y"], batch_size)
+    return TracedTarget(model, args, kwargs, batch_size, device, dtype)
+
+
+def require_model(model: Any) -> None:
+    """:raises TypeError: if it can't be one."""
+    if isinstance(model, type):
+        raise TypeError(f"model is the class {model.__name__}; pass an instance of it")
+    if isinstance(model, AutoGuide):
+        raise TypeError(f"model is a guide ({type(model).__name__}); pass the model itself, and initial=guide")
+    if not callable(model):
+        raise TypeError(f"model is {described(model)}; it must be a Pyro model, that is, callable")
+
+
+def _refuse_training_batch_norm(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ValueError(
+                f"the module {name or type(module).__name__!r} is batch normalisation in train mode: the likelihood of "
+                "one row would depend on the other rows. Call .eval() on the model, so that it uses its running "
+                "statistics"
+            )

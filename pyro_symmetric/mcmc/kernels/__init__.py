@@ -1,0 +1,1 @@
+"""The samplers: what moves many chains at once."""

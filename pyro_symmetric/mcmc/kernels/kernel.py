@@ -1,0 +1,133 @@
+"""The contract of a sampler: pure steps of all chains at once over one immutable state.
+
+A :class:`Kernel` holds settings and the model, nothing that changes. What changes is the :class:`State`: where the
+chains are and what warm-up has learnt so far. :func:`~pyro_symmetric.mcmc.run.sample` drives it: :meth:`Kernel.init`
+once, then for every iteration :meth:`Kernel.step`, and in warm-up :meth:`Kernel.adapt` after it. The state, its random
+generator included, determines all that follows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_symmetric import arguments
+from pyro_symmetric.mcmc.density.density import Density, require_model
+
+_WITH_TOLIST = (Tensor, np.ndarray, np.generic)  # which JSON can't hold
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """All chains at one iteration; C chains, D unconstrained coordinates.
+
+    :param z: positions ``(C, D)``.
+    :param momentum: momenta at ``z``, ``(C, D)``; zeros if the kernel has none.
+    :param energy: potential energy at ``z``, ``(C,)``; of stochastic-gradient kernels a mini-batch's estimate.
+    :param gradient: its gradient ``(C, D)``; zeros if the kernel needs none.
+    :param tuning: what warm-up learns, in a frozen dataclass that belongs to the kernel, or ``None``. It consists of
+        tensors, numbers, strings, ``None``, tuples and dictionaries of these, and frozen dataclasses of these, which
+        this package's kernels or the modules of the kernel's own classes define. So a run can be written to disk, read
+        back without running code that the file brings (``torch.load(..., weights_only=True)``), and resumed exactly.
+    :param generator: where every random number of the run comes from, on the chains' device. It is the one part of a
+        state that changes: it moves on as it is used.
+    :param statistics: name -> ``(C,)``, of this iteration, named as ArviZ names sample statistics. Traces and progress
+        show ``acceptance_rate`` and ``step_size`` if they are there, and ``diverging`` is counted.
+    """
+
+    z: Tensor
+    momentum: Tensor
+    energy: Tensor
+    gradient: Tensor
+    tuning: Any
+    generator: torch.Generator
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Kernel(ABC):
+    """A sampler of a model. Subclasses are frozen dataclasses whose first field is ``model``.
+
+    >>> @dataclass(frozen=True, eq=False, repr=False)
+    ... class RandomWalk(Kernel):
+    ...     model: Callable[..., Any]
+    ...     step_size: float = 1.0
+    ...
+    ...     def init(self, density, z, num_warmup, generator):
+    ...         nothing = torch.zeros_like(z)
+    ...         return State(z, nothing, density.energy(z), nothing, None, generator)
+    ...
+    ...     def step(self, density, state):
+    ...         z = state.z + self.step_size * normal(state.z, state.generator)
+    ...         energy = density.energy(z)
+    ...         accept = uniform(energy, state.generator) < (state.energy - energy).exp()
+    ...         z, energy = torch.where(accept[:, None], z, state.z), torch.where(accept, energy, state.energy)
+    ...         return replace(state, z=z, energy=energy, statistics={"acceptance_rate": accept.float()})
+
+    ``normal`` and ``uniform`` are those of :mod:`pyro_symmetric.mcmc.kernels.noise`. A kernel of mini-batches has
+    ``subsampled = True`` and a ``batch_size``.
+    """
+
+    model: Callable[..., Any]
+    subsampled = False  # whether the kernel works from mini-batches
+    batch_size: int | None = None
+    _documented: Mapping[str, str] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a subclass's docstring list the inherited settings too, each with its default, for ``help``."""
+        super().__init_subclass__(**kwargs)
+        text, own = _parted(inspect.getdoc(cls) or "" if cls.__doc__ else "")
+        cls._documented = {**cls._documented, **own}
+        settings = [f":param {name}: {words}{_default(cls, name)}" for name, words in cls._documented.items()]
+        cls.__doc__ = "\n".join([text, "", *settings]).strip()
+
+    def __post_init__(self) -> None:
+        if self.model is not None:  # a kernel without one can be driven by hand, on a Density
+            require_model(self.model)
+        for setting in fields(self):  # type: ignore[arg-type]
+            if setting.type == "bool":
+                arguments.flag(setting.name, getattr(self, setting.name))
+
+    @abstractmethod
+    def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
+        """The state of chains that start at ``z`` of shape ``(C, D)``.
+
+        :param generator: on the device of ``z``; every random number of this kernel comes from it.
+        """
+
+    @abstractmethod
+    def step(self, density: Density, state: State) -> State:
+        """One iteration of all chains."""
+
+    def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
+        """Learn from warm-up's iteration ``iteration`` (counted from 0) of ``num_warmup``; by default nothing."""
+        return state
+
+    def settings(self) -> dict[str, Any]:
+        """The settings, for the metadata of a posterior."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}  # type: ignore[arg-type]
+        return {name: value.tolist() if isinstance(value, _WITH_TOLIST) else value for name, value in values.items()}
+
+    def __repr__(self) -> str:
+        """The model's name and the settings that aren't the defaults."""
+        defaults = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
+        parts = [getattr(self.model, "__name__", type(self.model).__name__)]
+        parts += [f"{name}={value!r}" for name, value in self.settings().items() if value != defaults[name]]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def _parted(doc: str) -> tuple[str, dict[str, str]]:
+    """A docstring without its parameters, and what it says of each."""
+    parameters = re.compile(r"^:param (\w+): (.*(?:\n[ ]+.*)*)\n?", re.MULTILINE)
+    return parameters.sub("", doc).strip(), {name: words.rstrip() for name, words in parameters.findall(doc)}
+
+
+def _default(kind: type, name: str) -> str:
+    return f" Default: ``{getattr(kind, name)!r}``." if hasattr(kind, name) else ""

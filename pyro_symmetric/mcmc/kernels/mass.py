@@ -1,0 +1,256 @@
+r"""Mass matrices: what a sampler holds the posterior's covariance to be, and how it is learnt from many chains.
+
+With :math:`M^{-1} = \Sigma`, the covariance of the unconstrained coordinates, all directions move at the same pace and
+one step size fits them all. Three forms, of rising cost:
+
+* diagonal, :math:`\Sigma = S^2`, for any dimension;
+* low-rank, :math:`\Sigma = S (I + U (\Lambda - I) U^\top) S` with orthonormal :math:`U` of ``rank`` columns, for strong
+  correlations of many coordinates;
+* dense, :math:`\Sigma = L L^\top`, for up to a few hundred dimensions.
+
+Covariances are taken *within* chains and pooled over them: chains of a network usually sit in different modes, and the
+distance between modes says nothing about how far one trajectory may go. Few draws make extreme eigenvalues, so all are
+shrunk: variances as Stan shrinks them, correlations by the oracle approximating shrinkage (Chen et al. 2010, arXiv
+0907.4698, eq. 23) towards independence, eigenvalues of the low-rank form by the spiked covariance model (Donoho, Gavish
+& Johnstone 2018, arXiv 1311.0851, section 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.mcmc.kernels.noise import normal
+
+MASSES = ("diagonal", "low-rank", "dense")
+MAX_DENSE = 10_000  # coordinates; a dense matrix of more fills the memory
+SKETCH = 5  # directions that are followed for each one that is kept in the end
+
+
+@dataclass(frozen=True, eq=False)
+class Mass:
+    r"""A mass matrix :math:`M = W^\top W` with :math:`W \Sigma W^\top = I`, here a diagonal one.
+
+    Vectors are batched: ``batch + (D,)``.
+
+    :param variance: the diagonal of :math:`\Sigma`, ``(D,)``.
+    """
+
+    variance: Tensor
+
+    def velocity(self, momentum: Tensor) -> Tensor:
+        r""":math:`M^{-1} p = \Sigma p`."""
+        return self.variance * momentum
+
+    def whiten(self, z: Tensor) -> Tensor:
+        r""":math:`W z`, whose coordinates have variance 1 and no correlations."""
+        return z * self.variance.rsqrt()
+
+    def momentum(self, noise: Tensor) -> Tensor:
+        r""":math:`W^\top \epsilon`: momenta :math:`\mathcal N(0, M)` from standard normal noise."""
+        return noise * self.variance.rsqrt()
+
+    def draw(self, z: Tensor, generator: torch.Generator) -> Tensor:
+        """Fresh momenta in the shape of ``z``."""
+        return self.momentum(normal(z, generator))
+
+    def kinetic(self, momentum: Tensor) -> Tensor:
+        r"""Kinetic energy :math:`\tfrac12 p^\top M^{-1} p`, of shape ``batch``."""
+        return 0.5 * (momentum * self.velocity(momentum)).sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseMass(Mass):
+    r"""
+    :param covariance: :math:`\Sigma`, ``(D, D)``.
+    :param whitener: :math:`W = L^{-1}`, ``(D, D)``.
+    """
+
+    covariance: Tensor
+    whitener: Tensor
+
+    @classmethod
+    def of(cls, covariance: Tensor, cholesky: Tensor) -> DenseMass:
+        r"""From a covariance and its lower triangular factor :math:`L`, both ``(D, D)``."""
+        eye = torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+        whitener = torch.linalg.solve_triangular(cholesky, eye, upper=False)
+        return cls(covariance.diagonal().clone(), covariance, whitener)
+
+    def velocity(self, momentum: Tensor) -> Tensor:
+        return momentum @ self.covariance
+
+    def whiten(self, z: Tensor) -> Tensor:
+        return z @ self.whitener.mT
+
+    def momentum(self, noise: Tensor) -> Tensor:
+        return noise @ self.whitener
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankMass(Mass):
+    r"""
+    :param scale: diagonal of :math:`S`, ``(D,)``.
+    :param directions: :math:`U`, orthonormal columns ``(D, K)``.
+    :param eigenvalues: diagonal of :math:`\Lambda`, ``(K,)``, positive.
+    """
+
+    scale: Tensor
+    directions: Tensor
+    eigenvalues: Tensor
+
+    @classmethod
+    def of(cls, scale: Tensor, directions: Tensor, eigenvalues: Tensor) -> LowRankMass:
+        """From its parts, which have a variance."""
+        variance = scale.square() * (1 + directions.square() @ (eigenvalues - 1))
+        return cls(variance, scale, directions, eigenvalues)
+
+    def velocity(self, momentum: Tensor) -> Tensor:
+        return self.scale * self._stretch(self.scale * momentum, self.eigenvalues)
+
+    def whiten(self, z: Tensor) -> Tensor:
+        return self._stretch(z / self.scale, self.eigenvalues.rsqrt())
+
+    def momentum(self, noise: Tensor) -> Tensor:
+        return self._stretch(noise, self.eigenvalues.rsqrt()) / self.scale
+
+    def _stretch(self, vectors: Tensor, factors: Tensor) -> Tensor:
+        r""":math:`(I + U (F - I) U^\top) v`."""
+        return vectors + ((vectors @ self.directions) * (factors - 1)) @ self.directions.mT
+
+
+@dataclass(frozen=True, eq=False)
+class MassEstimate:
+    r"""Running covariance within chains, pooled over the chains (Welford 1962), in the form that a mass matrix needs.
+
+    :param kind: one of :data:`MASSES`.
+    :param rank: of a low-rank matrix.
+    :param mean: each chain's mean, ``(C, D)``.
+    :param squares: sum of squared deviations over chains and draws, ``(D,)``.
+    :param scatter: dense: sum of the deviations' outer products, ``(D, D)``. Low-rank: a sketch ``(R, D)`` of the
+        deviations, in units of ``scale``, whose Gram matrix is about theirs. Diagonal: ``None``.
+    :param scale: deviations of the coordinates as known before, ``(D,)``.
+    :param count: draws of each chain so far.
+    """
+
+    kind: str
+    rank: int
+    mean: Tensor
+    squares: Tensor
+    scatter: Tensor | None
+    scale: Tensor
+    count: int = 0
+
+    @classmethod
+    def start(cls, z: Tensor, kind: str = "diagonal", rank: int = 16, scale: Tensor | None = None) -> MassEstimate:
+        """Nothing seen yet, for chains ``(C, D)``."""
+        dim = z.shape[-1]
+        rows = {"diagonal": None, "dense": dim, "low-rank": 0}[kind]
+        scatter = None if rows is None else z.new_zeros(rows, dim)
+        return cls(
+            kind, rank, torch.zeros_like(z), z.new_zeros(dim), scatter, z.new_ones(dim) if scale is None else scale
+        )
+
+    def update(self, z: Tensor) -> MassEstimate:
+        """Take in one draw of every chain, ``(C, D)``."""
+        count = self.count + 1
+        delta = z - self.mean
+        # These rows' outer products sum to the scatter about the chains' final means.
+        rows = delta * ((count - 1) / count) ** 0.5
+        scatter = self.scatter
+        if scatter is not None and count > 1:
+            if self.kind == "dense":
+                scatter = torch.addmm(scatter, rows.mT, rows)
+            else:
+                scatter = _sketch(torch.cat([scatter, rows / self.scale]), SKETCH * self.rank)
+        squares = self.squares + rows.square().sum(0)
+        return replace(self, mean=self.mean + delta / count, squares=squares, scatter=scatter, count=count)
+
+    def mass(self) -> Mass:
+        """The mass matrix that the draws so far suggest; of less than two draws the unit matrix."""
+        variance = self._variance()
+        if self.kind == "diagonal":
+            return Mass(variance)
+        return self._dense(variance) if self.kind == "dense" else self._low_rank(variance)
+
+    @property
+    def _degrees(self) -> int:
+        return len(self.mean) * max(self.count - 1, 0)
+
+    def _variance(self) -> Tensor:
+        """Variances ``(D,)``, shrunk towards a small constant as if by five draws, as Stan does."""
+        if self._degrees < 1:
+            return torch.ones_like(self.squares)
+        share = self._degrees / (self._degrees + 5.0)
+        return share * self.squares / self._degrees + 1e-3 * (1 - share)
+
+    def _dense(self, variance: Tensor) -> DenseMass:
+        eye = torch.eye(len(variance), dtype=torch.float64, device=variance.device)
+        correlation, deviations = eye, variance.double().sqrt()
+        if self._degrees >= 1 and self.scatter is not None:
+            norms = self.squares.double().clamp(min=torch.finfo(self.squares.dtype).tiny).sqrt()
+            found = self.scatter.double() / norms / norms[:, None]
+            keep = 1 - _oracle_shrinkage(found, self._degrees)
+            correlation = keep * (found - torch.diag(found.diagonal())) + eye
+        covariance = correlation * deviations * deviations[:, None]
+        # In whitened units the factor always exists: the shrinkage keeps eigenvalues away from 0.
+        mass = DenseMass.of(covariance, deviations[:, None] * torch.linalg.cholesky(correlation))
+        return DenseMass(variance, mass.covariance.to(variance.dtype), mass.whitener.to(variance.dtype))
+
+    def _low_rank(self, variance: Tensor) -> LowRankMass:
+        deviations = variance.sqrt()
+        none = LowRankMass.of(deviations, variance.new_zeros(len(variance), 0), variance.new_zeros(0))
+        if self._degrees < 2 or self.scatter is None:
+            return none
+        rows = self.scatter * (self.scale / deviations)
+        _, singular, directions = torch.linalg.svd(rows.double(), full_matrices=False)
+        found = singular[: self.rank].square() / self._degrees
+        ratio = len(variance) / self._degrees
+        eigenvalues = _spiked_shrinkage(found, ratio)
+        kept = int((eigenvalues > 1).sum())
+        if kept == 0:
+            return none
+        eigenvalues, directions = eigenvalues[:kept], directions[:kept]
+        # What the kept directions carry, the others lack: the correlation matrix has trace D.
+        dim = len(variance)
+        bulk = ((dim - eigenvalues.sum()) / max(dim - kept, 1)).clamp(0.05, 1.0)
+        return LowRankMass.of(
+            deviations * bulk.sqrt().to(variance.dtype),
+            directions.mT.contiguous().to(variance.dtype),
+            (eigenvalues / bulk).to(variance.dtype),
+        )
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _sketch(rows: Tensor, size: int) -> Tensor:
+    """At most ``size`` rows whose Gram matrix ``rowsᵀ rows`` is nearest that of the given ones."""
+    if len(rows) <= size:
+        return rows
+    vectors = torch.linalg.eigh((rows @ rows.mT).double()).eigenvectors
+    return vectors[:, -size:].mT.to(rows.dtype) @ rows
+
+
+def _oracle_shrinkage(correlation: Tensor, degrees: int) -> Tensor:
+    """The share of the identity that brings a sample correlation matrix nearest to the true one, in ``[0, 1]``."""
+    dim = len(correlation)
+    if dim == 1:
+        return correlation.new_zeros(())
+    squares = correlation.square().sum()
+    share = ((1 - 2 / dim) * squares + dim**2) / ((degrees + 1 - 2 / dim) * (squares - dim).clamp(min=1e-12))
+    return share.clamp(1e-6, 1.0)
+
+
+def _spiked_shrinkage(found: Tensor, ratio: float) -> Tensor:
+    r"""Eigenvalues for sample eigenvalues that stand out of noise of variance 1; 1 for those that don't.
+
+    :param ratio: :math:`\gamma`, dimensions for each draw. Noise alone reaches :math:`(1 + \sqrt\gamma)^2`.
+    """
+    stands_out = found > (1 + ratio**0.5) ** 2
+    half = (found + 1 - ratio) / 2
+    spike = half + (half.square() - found).clamp(min=0).sqrt()
+    spike = torch.where(stands_out, spike, 2.0)
+    cosine = (1 - ratio / (spike - 1).square()) / (1 + ratio / (spike - 1))  # squared, of sample and true direction
+    return torch.where(stands_out, 1 + (spike - 1) * cosine, 1.0)

@@ -1,0 +1,43 @@
+r"""Stochastic-gradient Langevin dynamics of many chains (Welling & Teh 2011, ICML).
+
+.. math:: z \leftarrow z - \tfrac12 \varepsilon \nabla\tilde U(z) + \mathcal N(0, \varepsilon)
+
+with a mini-batch's gradient :math:`\nabla\tilde U` of variance ``V``. Along a quadratic direction of curvature ``λ``
+the recursion is an AR(1) process, so its stationary variance is known,
+
+.. math:: \frac{1}{\lambda} \cdot \frac{1 + \varepsilon V / 4}{1 - \varepsilon \lambda / 4} ,
+
+too large by about :math:`\varepsilon (\lambda + V) / 4` of it: the bias that a constant step leaves, stable for
+:math:`\varepsilon < 4 / \lambda`. (Batches without replacement leave less of the second part.) A step that decays
+lets it vanish, at the price of chains that move less and less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from pyro_symmetric.mcmc.kernels.landscape import Landscape
+from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, Tuning, Walk
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class SGLD(SteadyKernel):
+    """Stochastic-gradient Langevin dynamics, with constant or polynomially decaying steps.
+
+    >>> posterior = sample(SGLD(model, batch_size=128), args=(x, y), num_chains=16)
+
+    ``step_size``, Welling & Teh's ``ε``, is ``4 tolerance / (λ + mean V)`` if not given. ``λ`` is the largest curvature
+    of the potential energy (eigenvalue of its Hessian), ``V`` the variance of the mini-batches' gradients, coordinate
+    by coordinate; warm-up measures both.
+    """
+
+    def best_step(self, landscape: Landscape) -> Tensor:
+        return 4 * self.tolerance / (landscape.stiffest + landscape.noise.mean())
+
+    def walk(self, walk: Walk, tuning: Tuning) -> Tuning:
+        step = self.scheduled(tuning)
+        for _ in range(self.num_steps):
+            walk.langevin(step)
+        return replace(tuning, step_size=step)

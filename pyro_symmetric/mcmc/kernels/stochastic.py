@@ -1,0 +1,257 @@
+r"""What the stochastic-gradient samplers share: chains on their way, schedules of the step size, statistics.
+
+They follow a diffusion whose stationary law is the posterior, in steps that nothing accepts or rejects. Two things move
+the law that they reach away from it, and both vanish with the step: the discretisation, by curvature, and the variance
+``V`` of the mini-batches' gradients. :class:`~pyro_symmetric.mcmc.kernels.landscape.Landscape` measures both, so a
+kernel that is given no ``step_size`` takes one that keeps the predicted excess of the variance to a ``tolerance``.
+
+Every draw brings the statistic ``virial``, :math:`z \cdot \nabla U(z) / D` averaged over the iteration's steps. Its
+mean is 1 under any posterior whose density vanishes at infinity (integrate by parts), also with mini-batches, whose
+gradients are unbiased: the configurational temperature, to be compared with 1 when a run has settled.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric import arguments
+from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.kernels.batches import Batches
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.kernels.landscape import Landscape
+from pyro_symmetric.mcmc.kernels.noise import normal
+
+FIRST_ROUNDS = 6  # measurements of the landscape before the first step
+
+
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """What changes beside the chains.
+
+    :param step_size: of the latest gradient step, ``()``.
+    :param base_step_size: what the schedule multiplies, ``()``; found in warm-up, or given.
+    :param batches: the stream of mini-batches.
+    :param landscape: what warm-up has measured, or ``None`` if nothing is left to find.
+    :param second_moment: each chain's average of squared gradients per row, ``(C, D)``, of kernels that precondition by
+        it, or ``None``.
+    :param iteration: iterations so far.
+    :param num_warmup: how many of all iterations are warm-up.
+    """
+
+    step_size: Tensor
+    base_step_size: Tensor
+    batches: Batches
+    landscape: Landscape | None
+    second_moment: Tensor | None
+    iteration: int
+    num_warmup: int
+
+    @property
+    def warming_up(self) -> bool:
+        return self.iteration < self.num_warmup
+
+
+class Walk:
+    """Chains on their way through one iteration. They move in place, on copies that nothing else holds."""
+
+    def __init__(self, density: Density, state: State):
+        self.density, self.generator = density, state.generator
+        self.z, self.r = state.z.clone(), state.momentum.clone()
+        self.batches: Batches = state.tuning.batches
+        self.energy = state.energy
+        self.last_gradient = state.gradient
+        self.count = 0
+        self._virial = torch.zeros_like(state.energy)
+        self._counted = 0
+        self._normal = torch.empty_like(state.z)
+
+    def gradient(self) -> Tensor:
+        """The gradient ``(C, D)`` on each chain's next mini-batch."""
+        rows, self.batches = self.batches.next(self.generator)
+        self.energy, self.last_gradient = self.density.energy_and_gradient(self.z, rows)
+        self._virial.add_(torch.linalg.vecdot(self.z, self.last_gradient))
+        self.count += 1
+        self._counted += 1
+        return self.last_gradient
+
+    def langevin(self, step: Tensor, noisy: bool = True, preconditioner: Tensor | None = None) -> None:
+        r"""One step of size :math:`\varepsilon`: half of it times the gradient, and noise of variance ``ε``."""
+        gradient = self.gradient()
+        if preconditioner is not None:
+            gradient = gradient * preconditioner
+        self.z.addcmul_(gradient, step, value=-0.5)
+        if noisy:
+            spread = step.sqrt() if preconditioner is None else (step * preconditioner).sqrt_()
+            self.z.addcmul_(self._normal.normal_(generator=self.generator), spread)
+
+    def hamiltonian(self, step: Tensor, keep: Tensor, spread: Tensor | None) -> None:
+        """Kick, half a drift, friction that keeps a share of the momentum and noise, half a drift."""
+        half = 0.5 * step
+        self.r.addcmul_(self.gradient(), step, value=-1)
+        self.z.addcmul_(self.r, half)
+        self.r.mul_(keep)
+        if spread is not None:
+            self.r.addcmul_(self._normal.normal_(generator=self.generator), spread)
+        self.z.addcmul_(self.r, half)
+
+    def begin_sampling(self) -> None:
+        """What came before was no sampling: start averages and momenta anew."""
+        self.r.normal_(generator=self.generator)
+        self._virial.zero_()
+        self._counted = 0
+
+    def virial(self) -> Tensor:
+        """``(C,)``, the average over the steps."""
+        return self._virial / (self._counted * self.z.shape[-1])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StochasticGradientKernel(Kernel):
+    """The base of all; subclasses say how chains walk and which step is best.
+
+    :param model: any Pyro model with continuous latent sites, or a ``BayesianModel``.
+    :param step_size: ``None`` finds it in warm-up.
+    :param batch_size: rows of a mini-batch, cut from the model's tensor arguments and drawn by each chain for itself.
+        ``None``: all data, or what the model's plates with ``subsample_size`` draw. The model's likelihood must count a
+        mini-batch ``N / B`` times, as a plate with its full ``size`` does; a warning says if it doesn't.
+    :param replacement: draw each batch independently instead of going through the data in random order.
+    :param tolerance: with ``step_size=None``, the relative excess of the variance that the step may cause: by
+        discretisation where curvature is largest, and by mini-batch noise on average over coordinates.
+    """
+
+    model: Callable[..., Any]
+    step_size: float | None = None
+    _: KW_ONLY
+    batch_size: int | None = None
+    replacement: bool = False
+    tolerance: float = 0.05
+
+    subsampled = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.positive("step_size", self.step_size, none="one that is found")
+        arguments.whole("batch_size", self.batch_size, 1, none="all data")
+        arguments.fraction("tolerance", self.tolerance)
+
+    # what subclasses provide ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def walk(self, walk: Walk, tuning: Tuning) -> Tuning:
+        """Move the chains through one iteration; returns the tuning with its new ``step_size``."""
+
+    @abstractmethod
+    def best_step(self, landscape: Landscape) -> Tensor:
+        """The step size ``()`` that keeps the tolerance."""
+
+    @property
+    def has_momentum(self) -> bool:
+        return False
+
+    @property
+    def measures(self) -> bool:
+        """Whether warm-up has anything to measure."""
+        return self.step_size is None
+
+    def first_moment(self, density: Density, gradient: Tensor) -> Tensor | None:
+        """The tuning's first ``second_moment``."""
+        return None
+
+    def preconditioner(self, tuning: Tuning) -> Tensor | None:
+        """The diagonal ``(C, D)`` of what multiplies gradients; ``None`` for none."""
+        return None
+
+    # the contract ---------------------------------------------------------------------------------------------------
+
+    def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
+        rows, batches = Batches(density.row_counts, len(z), self.replacement).next(generator)
+        energy, gradient = density.energy_and_gradient(z, rows)
+        momentum = normal(z, generator) if self.has_momentum else torch.zeros_like(z)
+        base = z.new_tensor(self.step_size or 0.0)
+        landscape = Landscape.start(z, generator) if self.measures else None
+        tuning = Tuning(base, base, batches, landscape, self.first_moment(density, gradient), 0, num_warmup)
+        state = State(z, momentum, energy, gradient, tuning, generator)
+        for _ in range(FIRST_ROUNDS):
+            state = self.adapt(density, state, 0, num_warmup)
+        return state
+
+    def step(self, density: Density, state: State) -> State:
+        walk = Walk(density, state)
+        tuning = self.walk(walk, state.tuning)
+        # A chain that left all numbers behind goes back to where the iteration began, and is counted.
+        found = (torch.isfinite(walk.z) & torch.isfinite(walk.r)).all(-1) & torch.isfinite(walk.energy)
+        lost = ~found[:, None]
+        energy = torch.where(found, walk.energy, state.energy)
+        statistics = {
+            "lp": -energy,
+            "virial": torch.where(found, walk.virial(), torch.nan),
+            "diverging": ~found,
+            "step_size": tuning.step_size.expand(len(energy)),
+            "n_steps": torch.full_like(energy, walk.count, dtype=torch.long),
+        }
+        momentum = walk.r
+        if self.has_momentum:
+            statistics["kinetic_temperature"] = walk.r.square().mean(-1)
+            momentum = torch.where(lost, normal(walk.r, state.generator), walk.r)
+        return State(
+            torch.where(lost, state.z, walk.z),
+            momentum,
+            energy,
+            torch.where(lost, state.gradient, walk.last_gradient),
+            replace(tuning, batches=walk.batches, iteration=tuning.iteration + 1),
+            state.generator,
+            statistics,
+        )
+
+    def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
+        tuning: Tuning = state.tuning
+        if tuning.landscape is None:
+            return state
+        landscape = tuning.landscape.update(density, state.z, state.generator, self.preconditioner(tuning))
+        tuning = replace(tuning, landscape=landscape)
+        if self.step_size is None:
+            base = self.best_step(landscape)
+            tuning = replace(tuning, base_step_size=base, step_size=base)
+        return replace(state, tuning=tuning)
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class SteadyKernel(StochasticGradientKernel):
+    r"""Kernels whose step stays, or falls as a power of the iteration.
+
+    After warm-up the step of iteration :math:`t = 0, 1, \dots` is :math:`\varepsilon_t = \varepsilon (1 + t / b)^{-
+    \gamma}`, in warm-up it falls to ``ε`` from ``warmup_factor`` times that by a cosine.
+
+    :param num_steps: gradient steps for each iteration; the sampler's ``thinning`` multiplies it.
+    :param warmup_factor: warm-up starts with steps so many times larger.
+    :param decay: ``γ`` in [0, 1]; 0 keeps the step. Welling & Teh ask for more than 1/2 for convergence, and for draws
+        weighted by their ``step_size``, which is among the statistics; draws here are stored unweighted.
+    :param decay_offset: ``b``, iterations.
+    """
+
+    num_steps: int = 10
+    warmup_factor: float = 3.0
+    decay: float = 0.0
+    decay_offset: float = 100.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.whole("num_steps", self.num_steps, 1)
+        arguments.positive("warmup_factor", self.warmup_factor)
+        arguments.positive("decay_offset", self.decay_offset)
+        arguments.number("decay", self.decay, least=0, most=1)
+
+    def scheduled(self, tuning: Tuning) -> Tensor:
+        """The step size of the iteration to come, ``()``."""
+        if tuning.warming_up:
+            share = 0.5 * (1 + math.cos(math.pi * tuning.iteration / tuning.num_warmup))
+            return tuning.base_step_size * (1 + (self.warmup_factor - 1) * share)
+        since = tuning.iteration - tuning.num_warmup
+        return tuning.base_step_size * (1 + since / self.decay_offset) ** -self.decay

@@ -1,0 +1,494 @@
+"""Draws by chain and number: what samplers and other methods return, what is stored, what ArviZ reads.
+
+A :class:`Posterior` holds draws of every site with shape ``(chains, draws, *site_shape)``, statistics of every draw,
+and JSON metadata. Its :meth:`~Posterior.get_samples`, ``num_chains``, ``num_samples``, :meth:`~Posterior.diagnostics`
+and :meth:`~Posterior.summary` are those of Pyro's :class:`~pyro.infer.MCMC`, so it stands where an ``MCMC`` stands: in
+``Predictive(model, posterior.get_samples())`` and, while it remembers the model that it was drawn from
+(:meth:`~Posterior.attach`), in ArviZ's ``from_pyro``.
+
+The store is one ``.safetensors`` file (no pickle): tensors ``samples/<site>`` and ``statistics/<name>``, and in the
+header's metadata the format's name, its version, a JSON text and a checksum of it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral
+from types import SimpleNamespace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from pyro.infer.mcmc.util import select_samples
+from torch import Tensor
+
+from pyro_symmetric import arguments
+from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
+from pyro_symmetric.store import read_store
+from pyro_symmetric.store.tasks import joint_metadata, parts_of, read_joined
+from pyro_symmetric.weights import Weights
+
+Rows = Literal["chains", "independent"]
+
+KIND = "posterior"
+VERSION = 1
+ROWS: tuple[Rows, ...] = get_args(Rows)
+HELD = {"samples": "site -> draws", "statistics": "name -> numbers of every draw", "metadata": "what JSON can hold"}
+MOST_ENTRIES_SHOWN = 32  # of a site, one by one
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """What a posterior was drawn from; kept in memory only. ``device``: where that was asked to compute."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device | str | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Posterior:
+    """Draws from a posterior, or from what stands for it.
+
+    >>> posterior = Posterior({"w": torch.randn(4, 100, 3)}, {"lp": torch.zeros(4, 100)}, rows="chains")
+    >>> posterior.get_samples()["w"].shape
+    torch.Size([400, 3])
+
+    :param samples: site -> draws ``(chains, draws, *site_shape)``.
+    :param statistics: name -> ``(chains, draws)``; named as ArviZ names sample statistics (``diverging``,
+        ``acceptance_rate``, ``energy``, ``lp``, ``n_steps``, ``step_size`` ...).
+    :param metadata: anything that JSON can hold: the sampler and its settings, seed, time, trace of the warm-up.
+    :param rows: ``"chains"``: each row holds successive states of a Markov chain, of which one depends on the last.
+        ``"independent"``: every draw is independent of every other (members of an ensemble, draws of a guide). Tests
+        count chains by their effective sample size and independent draws one by one, so this has no default.
+    """
+
+    samples: Weights
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    rows: Rows = field(kw_only=True)
+    _origin: _Origin | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for name, what in HELD.items():
+            object.__setattr__(self, name, dict(arguments.mapping(name, getattr(self, name), what)))
+        if self.rows not in ROWS:
+            raise ValueError(
+                f"rows is {self.rows!r}; it must be 'chains' (successive states of Markov chains) or 'independent'"
+            )
+        if not self.samples:
+            raise ValueError("samples is empty; a posterior needs the draws of at least one site")
+        for site, value in self.samples.items():
+            if not isinstance(value, Tensor) or value.dim() < 2:
+                found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"samples[{site!r}] is of {found}; it must be a tensor (chains, draws, *site_shape)")
+        first = next(iter(self.samples))
+        shape = self.samples[first].shape[:2]
+        for kind, entries in (("samples", self.samples), ("statistics", self.statistics)):
+            for name, value in entries.items():
+                arguments.tensor(f"{kind}[{name!r}]", value)
+                if value.shape[:2] != shape or (kind == "statistics" and value.dim() != 2):
+                    raise ValueError(
+                        f"{kind}[{name!r}] has shape {tuple(value.shape)}, but samples[{first!r}] holds "
+                        f"{shape[0]} chains of {shape[1]} draws"
+                    )
+
+    @classmethod
+    def from_samples(
+        cls,
+        weights: Mapping[str, Tensor],
+        *,
+        rows: Rows,
+        num_chains: int = 1,
+        statistics: Mapping[str, Tensor] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Posterior:
+        """A posterior of flat draws: independent ones (an ensemble, draws of a guide), or chains laid end to end.
+
+        >>> posterior = Posterior.from_samples(guide.sample_posterior((400,)), rows="independent")
+
+        :param weights: site -> ``(S, *site_shape)``.
+        :param rows: ``"independent"`` or ``"chains"``, as of a :class:`Posterior`.
+        :param num_chains: into how many chains of ``S / num_chains`` consecutive draws to cut them.
+        :param statistics: name -> ``(S,)``.
+        """
+        arguments.weights("weights", weights)
+        arguments.mapping("statistics", statistics, "name -> numbers of every draw", none="none")
+        arguments.whole("num_chains", num_chains, 1)
+        for name, value in {**weights, **(statistics or {})}.items():
+            held = f"{'weights' if name in weights else 'statistics'}[{name!r}]"
+            if arguments.tensor(held, value).dim() < 1 or len(value) % num_chains:
+                raise ValueError(
+                    f"{held} has shape {tuple(value.shape)}, which can't be cut into num_chains={num_chains} chains of "
+                    "equal length along its first axis"
+                )
+
+        def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {k: v.reshape(num_chains, len(v) // num_chains, *v.shape[1:]) for k, v in entries.items()}
+
+        return cls(
+            cut(weights),
+            cut(statistics or {}),
+            {} if metadata is None else dict(arguments.mapping("metadata", metadata, "what JSON can hold")),
+            rows=rows,
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Posterior]) -> Posterior:
+        """The chains of several posteriors side by side, as of runs that were made by themselves.
+
+        :param parts: of the same sites and statistics, with as many draws of each chain.
+        :return: a posterior with ``metadata`` in which all agree; its ``seconds`` are added up, its ``trace`` is the
+            chains' mean, and ``metadata["parts"]`` keeps how many chains came from each and what else differs.
+        :raises ValueError: if their rows, sites, shapes or numbers of draws differ.
+        """
+        parts = arguments.listed("parts", parts, Posterior, "posteriors")
+        if not parts:
+            raise ValueError("parts is empty; it must hold at least one posterior")
+        for number, part in enumerate(parts):
+            for name, found, wanted in (
+                ("rows", part.rows, parts[0].rows),
+                ("sites", dict(part.site_shapes), dict(parts[0].site_shapes)),
+                ("statistics", list(part.statistics), list(parts[0].statistics)),
+                ("num_samples", part.num_samples, parts[0].num_samples),
+            ):
+                if found != wanted:
+                    raise ValueError(f"parts[{number}] has {name} {found}, but parts[0] has {wanted}; they must agree")
+        samples, statistics = (
+            {name: torch.cat([getattr(part, kind)[name] for part in parts]) for name in getattr(parts[0], kind)}
+            for kind in ("samples", "statistics")
+        )
+        metadata = joint_metadata([part.metadata for part in parts], [part.num_chains for part in parts])
+        result = cls(samples, statistics, metadata, rows=parts[0].rows)
+        object.__setattr__(result, "_origin", parts[0]._origin)
+        return result
+
+    # where it comes from --------------------------------------------------------------------------------------------
+
+    def attach(self, kernel_or_model: Any, *args: Any, **kwargs: Any) -> Posterior:
+        """This posterior, remembering what it was drawn from.
+
+        :func:`~pyro_symmetric.mcmc.sample` does it; do it again for a posterior that comes from a file, which holds no
+        model. ``from_pyro``, :meth:`check`, and :meth:`to_arviz` with ``log_likelihood=True`` need it.
+
+        >>> posterior = Posterior.load(path).attach(model, x, y)
+
+        :param kernel_or_model: a sampler that holds its model as ``kernel.model``, or the model itself.
+        :param args: what the model was called with, data included; ``kwargs`` likewise.
+        """
+        arguments.function(
+            "kernel_or_model", getattr(kernel_or_model, "model", kernel_or_model), "a sampler or a model, and no class"
+        )
+        is_kernel = callable(getattr(kernel_or_model, "model", None)) and not callable(kernel_or_model)
+        kernel = kernel_or_model if is_kernel else SimpleNamespace(model=kernel_or_model)
+        return self._like(self.samples, self.statistics, _Origin(kernel, args, kwargs))
+
+    def sampled_on(self, device: torch.device | str | None) -> Posterior:
+        """This posterior, remembering where its model was asked to compute, so that what looks at it does so there."""
+        arguments.device("device", device)
+        return self._like(self.samples, self.statistics, replace(self._drawn_from, device=device))
+
+    @property
+    def origin_device(self) -> torch.device | str | None:
+        """Where its model was asked to compute; ``None`` if that isn't known or was left to the model."""
+        return None if self._origin is None else self._origin.device
+
+    @property
+    def kernel(self) -> Any:
+        """The sampler; ``kernel.model`` is the model.
+
+        :raises AttributeError: if this posterior remembers none; see :meth:`attach`.
+        """
+        return self._drawn_from.kernel
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model, as :attr:`kernel`."""
+        return self._drawn_from.kernel.model
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether :attr:`model` and its arguments are known."""
+        return self._origin is not None
+
+    @property
+    def _args(self) -> tuple[Any, ...]:  # the names that Pyro's MCMC has and ArviZ reads
+        return self._drawn_from.args
+
+    @property
+    def _kwargs(self) -> dict[str, Any]:
+        return self._drawn_from.kwargs
+
+    @property
+    def _drawn_from(self) -> _Origin:
+        if self._origin is None:
+            raise AttributeError(
+                "this posterior doesn't know the model that it was drawn from (files hold none); say it by "
+                "posterior.attach(model, *args)"
+            )
+        return self._origin
+
+    def _like(
+        self, samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor], origin: _Origin | None = None
+    ) -> Posterior:
+        """Other draws of the same posterior."""
+        result = Posterior(dict(samples), dict(statistics), self.metadata, rows=self.rows)
+        object.__setattr__(result, "_origin", origin or self._origin)
+        return result
+
+    # what it holds --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_chains(self) -> int:
+        """Number of chains."""
+        return next(iter(self.samples.values())).shape[0]
+
+    @property
+    def num_samples(self) -> int:
+        """Number of draws of each chain."""
+        return next(iter(self.samples.values())).shape[1]
+
+    @property
+    def site_shapes(self) -> dict[str, torch.Size]:
+        """Shape of every site, without chains and draws."""
+        return {site: value.shape[2:] for site, value in self.samples.items()}
+
+    @property
+    def divergences(self) -> Tensor:
+        """Number of divergent draws of each chain, ``(chains,)``; zeros if the sampler knows no divergence."""
+        diverging = self.statistics.get("diverging")
+        return torch.zeros(self.num_chains, dtype=torch.long) if diverging is None else diverging.long().sum(1)
+
+    def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> Weights:
+        """The draws as weights, as Pyro's ``MCMC.get_samples`` gives them.
+
+        :param num_samples: ``None`` for all; otherwise as many, drawn with replacement.
+        :param group_by_chain: keep the chains apart: batch shape ``(chains, draws)`` instead of ``(chains * draws,)``.
+        """
+        arguments.whole("num_samples", num_samples, 1, none="all")
+        arguments.flag("group_by_chain", group_by_chain)
+        if num_samples is not None:
+            return select_samples(self.samples, num_samples, group_by_chain)
+        return {site: value if group_by_chain else value.flatten(0, 1) for site, value in self.samples.items()}
+
+    def select(self, chains: Any = slice(None), draws: Any = slice(None)) -> Posterior:
+        """Some chains and some draws, in a posterior of their own.
+
+        >>> posterior.select(chains=[0, 2], draws=slice(500, None))
+
+        :param chains: a slice (a view, which copies nothing), or indices, or a mask; a single index keeps its axis.
+        :param draws: likewise.
+        """
+        chains = _keeping_axis("chains", chains, self.num_chains)
+        draws = _keeping_axis("draws", draws, self.num_samples)
+
+        def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: value[chains][:, draws] for name, value in entries.items()}
+
+        return self._like(cut(self.samples), cut(self.statistics))
+
+    def thin(self, every: int) -> Posterior:
+        """Every ``every``-th draw of each chain, as a view; the last draw is kept."""
+        arguments.whole("every", every, 1)
+        return self.select(draws=slice((self.num_samples - 1) % every if self.num_samples else 0, None, every))
+
+    def __repr__(self) -> str:
+        weights = sum(shape.numel() for shape in self.site_shapes.values())
+        maker = f", by {self.metadata['kernel']}" if "kernel" in self.metadata else ""
+        width = max(len(site) for site in self.samples)
+        independent = self.rows == "independent" and self.num_chains == 1
+        held = f"{self.num_samples} independent draws" if independent else self._counts()
+        lines = [f"Posterior({held}, {weights} weights{maker})"]
+        lines += [f"  {site:<{width}}  {tuple(shape)}" for site, shape in self.site_shapes.items()]
+        if self.statistics:
+            lines.append(f"  statistics: {', '.join(self.statistics)}")
+        return "\n".join(lines)
+
+    def _counts(self) -> str:
+        chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
+        if self.rows == "independent":
+            chains = "1 row" if self.num_chains == 1 else f"{self.num_chains} rows"
+        return f"{chains} of {self.num_samples} {'independent ' if self.rows == 'independent' else ''}draws"
+
+    def map(self, function: Callable[..., Mapping[str, Tensor]], *args: Any, **kwargs: Any) -> Posterior:
+        """The same posterior with a function of weights applied to its draws; statistics and metadata are kept.
+
+        >>> posterior.map(element)                        # an element of a symmetry group moves every draw
+        >>> posterior.map(ps.canonicalize, symmetry)      # every draw becomes the representative of its orbit
+
+        :param function: takes weights of batch shape ``(chains, draws)`` and returns weights of that batch shape.
+        :param args: what it is called with after the weights; ``kwargs`` likewise.
+        :raises TypeError: if it isn't callable, or returns no weights.
+        :raises ValueError: if it returns another number of chains or draws.
+        """
+        found = arguments.function("function", function, "a function of weights")(self.samples, *args, **kwargs)
+        name, batch = "what function returned", (self.num_chains, self.num_samples)
+        for site, value in arguments.weights(name, found).items():
+            if value.shape[:2] != batch:
+                raise ValueError(
+                    f"function returned {site!r} of shape {tuple(value.shape)}; it must begin with the {batch[0]} "
+                    f"chains and {batch[1]} draws that it is given"
+                )
+        return self._like(found, self.statistics)
+
+    # how good it is -------------------------------------------------------------------------------------------------
+
+    def diagnostics(self) -> dict[str, dict[str, Any]]:
+        """Convergence, summarised for every site over its weights.
+
+        Modulo a symmetry: ``ps.align_many(posterior, symmetry).posterior.diagnostics()``.
+
+        Rank-normalised split R-hat and bulk and tail effective sample size (Vehtari et al. 2021), each as the worst and
+        the median over the site's weights. NaN if it can't be told: fewer than 4 draws, R-hat of one chain, weights
+        that are constant or not finite.
+
+        :return: site -> ``r_hat``, ``r_hat_median``, ``ess_bulk``, ``ess_bulk_median``, ``ess_tail``,
+            ``ess_tail_median`` (without suffix: the worst) and ``n_eff``, Pyro's name for ``ess_bulk``; and, as in
+            Pyro, ``"divergences"`` -> ``{"chain 0": [draws], ...}``, with empty lists if the sampler knows no
+            divergence, and ``"acceptance rate"`` -> ``{"chain 0": mean, ...}`` if it knows one. Draws mapped from a
+            file are read block by block.
+        """
+        table: dict[str, dict[str, Any]] = {
+            site: chain_statistics(value).summary() for site, value in self.samples.items()
+        }
+        for found in table.values():
+            found["n_eff"] = found["ess_bulk"]
+        flags = self.statistics.get("diverging", torch.zeros(self.num_chains, 0))
+        table["divergences"] = {f"chain {c}": row.nonzero().flatten().tolist() for c, row in enumerate(flags)}
+        if (rates := self.statistics.get("acceptance_rate")) is not None:
+            table["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
+        return table
+
+    def summary_table(self) -> str:
+        """One line for each site: worst and median R-hat and effective sample sizes; then divergences, acceptance."""
+        diagnostics = self.diagnostics()
+        columns = ["r_hat", "r_hat_median", "ess_bulk", "ess_bulk_median", "ess_tail", "ess_tail_median"]
+        width = max(len("site"), *(len(site) for site in self.samples))
+        lines = [f"{'site':<{width}}  entries  R-hat worst  median  ESS bulk worst    median  ESS tail worst    median"]
+        for site, shape in self.site_shapes.items():
+            r, r_median, bulk, bulk_median, tail, tail_median = (diagnostics[site][column] for column in columns)
+            lines.append(
+                f"{site:<{width}}  {shape.numel():>7}  {r:>11.3f}  {r_median:>6.3f}  {bulk:>14.0f}  {bulk_median:>8.0f}"
+                f"  {tail:>14.0f}  {tail_median:>8.0f}"
+            )
+        total = self.num_chains * self.num_samples
+        lines.append(self._counts())
+        if "diverging" in self.statistics:
+            lines[-1] += f"; {int(self.divergences.sum())} of {total} diverged"
+        if "acceptance_rate" in self.statistics:
+            lines[-1] += f"; mean acceptance {float(self.statistics['acceptance_rate'].double().mean()):.2f}"
+        parts = [diagnostics[site] for site in self.samples]
+        if any(np.isnan(part["ess_bulk"]) and not np.isnan(part["ess_bulk_median"]) for part in parts):
+            lines.append("nan: entries that never change, such as the zeros of a triangle, or aren't finite")
+        return "\n".join(lines)
+
+    def summary(self, prob: float = 0.9) -> None:
+        """Print :meth:`summary_table`, and before it, as Pyro does, a line for every entry of sites with few of them.
+
+        If the model has a symmetry, draws may come from different copies of a mode. Then
+        :func:`~pyro_symmetric.compare.summary` aligns them first: ``ps.summary(posterior, symmetry)``.
+
+        :param prob: how much of an entry's draws its interval holds, between quantiles.
+        """
+        arguments.fraction("prob", prob)
+        print("\n\n".join(filter(None, (self._entries_table(prob), self.summary_table()))))
+
+    def _entries_table(self, prob: float) -> str:
+        low, high = (1 - prob) / 2, (1 + prob) / 2
+        rows: list[tuple[Any, ...]] = []
+        for site, draws in self.samples.items():
+            shape = draws.shape[2:]
+            if not 0 < shape.numel() <= MOST_ENTRIES_SHOWN:
+                continue
+            statistics, flat = chain_statistics(draws), draws.double().cpu().reshape(-1, shape.numel())
+            numbers = [flat.mean(0), flat.std(0), *np.quantile(flat.numpy(), [0.5, low, high], axis=0)]
+            numbers += [statistics.ess_bulk.flatten(), statistics.r_hat.flatten()]
+            places = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)) if shape else [()]
+            names = [f"{site}[{','.join(str(int(i)) for i in at)}]" if shape else site for at in places]
+            rows += zip(names, *(number.tolist() for number in numbers), strict=True)
+        if not rows:
+            return ""
+        width = max(len(row[0]) for row in rows)
+        heads = ("mean", "std", "median", f"{low:.1%}", f"{high:.1%}", "n_eff", "r_hat")
+        lines = [" " * width + "".join(f"{head:>10}" for head in heads)]
+        return "\n".join([*lines, *(f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows)])
+
+    # the store ------------------------------------------------------------------------------------------------------
+
+    def save(self, path: PathLike) -> None:
+        """Write everything to one ``.safetensors`` file.
+
+        The file appears whole or not at all: it is written beside its place, synced and then moved there, so what was
+        at ``path`` survives any failure.
+
+        :raises OSError: if it can't be written (full disk, missing or read-only folder).
+        :raises ValueError: if the metadata can't be written as JSON.
+        """
+        tensors = {f"samples/{site}": value for site, value in self.samples.items()}
+        tensors |= {f"statistics/{name}": value for name, value in self.statistics.items()}
+        header = {
+            "sites": list(self.samples),
+            "statistics": list(self.statistics),
+            "metadata": self.metadata,
+            "rows": self.rows,
+        }
+        save_tensors(path, KIND, VERSION, tensors, header)
+
+    @classmethod
+    def load(cls, path: PathLike, *, verify: bool = True) -> Posterior:
+        """Read what :meth:`save` wrote, or the folder that ``sample(store=...)`` writes, also while it does.
+
+        On the CPU; draws are mapped from the files, so that they needn't fit into memory. Only those of tasks of which
+        some haven't finished are copied side by side; those tasks are left out, unless none has finished.
+
+        :param verify: read everything once and compare it with its checksums, at some 4 GB a second if the disk
+            gives so many. ``False``: open at once, and read draws when they are touched, right or damaged.
+        :raises OSError: if there is no such file or folder or it can't be read.
+        :raises StoreError: if it is truncated, differs from its checksum, is of another kind, or of a newer version of
+            the format.
+        """
+        folder = arguments.path("path", path)
+        if folder.is_dir():
+            parts, are_all = parts_of(folder)
+            if not parts:
+                return cls(*read_store(folder, verify=verify), rows="chains")
+            if (joined := read_joined(folder, parts, verify=verify)) is not None:
+                return cls(*joined, rows="chains")
+            found = [cls(*read_store(part, verify=verify), rows="chains") for part in parts]
+            least = min(part.num_samples for part in found)
+            whole = cls.concat([part.select(draws=slice(least)) for part in found])
+            return replace(whole, metadata={**whole.metadata, "interrupted": not are_all})
+        tensors, header = load_tensors(path, KIND, VERSION, verify=verify)
+        try:
+            samples = {site: tensors[f"samples/{site}"] for site in header["sites"]}
+            statistics = {name: tensors[f"statistics/{name}"] for name in header["statistics"]}
+            return cls(samples, statistics, header["metadata"], rows=header["rows"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"{path} has a damaged header: {error!r}") from error
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _keeping_axis(name: str, index: Any, length: int) -> Any:
+    """What to index an axis of this length by, so that it stays.
+
+    :raises ValueError: if there is no such entry.
+    :raises TypeError: if it is no index.
+    """
+    if isinstance(index, slice):
+        return index
+    known = isinstance(index, Tensor | np.ndarray | list | tuple | range | Integral)
+    chosen = torch.as_tensor(index) if known else None
+    if chosen is None or chosen.is_floating_point() or chosen.dim() > 1:
+        raise TypeError(f"{name} is {arguments.shown(index)}; it must be a slice, whole numbers, or a mask")
+    chosen = chosen.reshape(-1)
+    if chosen.dtype == torch.bool:
+        if len(chosen) != length:
+            raise ValueError(f"{name} is a mask of {len(chosen)} entries; there are {length} {name}")
+    elif bool(((chosen < -length) | (chosen >= length)).any()):
+        raise ValueError(f"{name} holds {chosen.tolist()[:10]}; there are {length} {name}, counted from 0")
+    return chosen

@@ -1,0 +1,141 @@
+"""A folder of runs, each of some of the chains, and a copy of their draws side by side once all have finished.
+
+The folder::
+
+    tasks.json          how the chains were shared out, with the fingerprint of the whole run
+    task-0000, ...      a store for each task
+    joined              a store of all chains, which is what readers map; made anew if it is damaged
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyro_symmetric.storage import StoreError, flush, inside, load_json, make_folder
+from pyro_symmetric.store.files import CHECKPOINT, KIND, TASKS, VERSION, Checkpoint, Draws, Layout, read_store
+from pyro_symmetric.store.recorders import copy_rows
+
+JOINED = "joined"
+
+
+def task_folder(folder: Path, task: int) -> Path:
+    """Where a task's own store lies."""
+    return folder / f"task-{task:04d}"
+
+
+def read_tasks(folder: Path) -> dict[str, Any]:
+    """What ``tasks.json`` says.
+
+    :raises StoreError: if it is damaged or of a newer version.
+    """
+    note = load_json(folder / TASKS, "list of tasks")
+    version, count = note.get("version"), note.get("num_tasks")
+    if type(version) is not int or type(count) is not int or count < 1 or not isinstance(note.get("fingerprint"), dict):
+        raise StoreError(f"the list of tasks {folder / TASKS} is damaged: it lacks a version, tasks or a fingerprint")
+    if version > VERSION:
+        raise StoreError(
+            f"{folder} is of version {version} of the {KIND} format; this library reads versions up to {VERSION}, so a "
+            "newer pyro_symmetric is needed"
+        )
+    return note
+
+
+def parts_of(folder: Path) -> tuple[list[Path], bool]:
+    """The stores of the tasks that have finished, or if none has, of those with draws; and whether these are all.
+
+    :return: no stores if the folder isn't one of tasks.
+    :raises StoreError: if there are no draws yet, or if a task's store is a copy of another's.
+    """
+    if not (folder / TASKS).exists():
+        return [], True
+    stores = [inside(folder, task_folder(folder, task).name) for task in range(read_tasks(folder)["num_tasks"])]
+    found = {store: Checkpoint.read(store) for store in stores if (store / CHECKPOINT).exists()}
+    first: dict[Any, Path] = {}
+    for store, checkpoint in found.items():
+        if (other := first.setdefault(checkpoint.fingerprint.get("seed"), store)) != store:
+            raise StoreError(f"{store} is a copy of {other.name}. Restore it, or remove it: the run makes it anew")
+    begun = [store for store, checkpoint in found.items() if checkpoint.draws]
+    if not begun:
+        raise StoreError(f"the draw store {folder} holds no draws yet")
+    finished = [store for store in begun if not found[store].metadata.get("interrupted")]
+    return finished or begun, len(finished) == len(stores)
+
+
+def read_joined(folder: Path, stores: Sequence[Path], *, verify: bool = True) -> Draws | None:
+    """The copy of these tasks' chains side by side; ``None`` if there is none, or if it is damaged or of others."""
+    with contextlib.suppress(StoreError):
+        joined = inside(folder, JOINED)
+        if (joined / CHECKPOINT).exists():
+            sums = torch.cat([Checkpoint.read(store).sums for store in stores], 1)
+            if torch.equal(Checkpoint.read(joined).sums, sums):
+                return read_store(joined, verify=verify)
+    return None
+
+
+def join_tasks(folder: Path, stores: Sequence[Path], metadata: dict[str, Any]) -> Draws:
+    """Lay the draws of some tasks side by side.
+
+    :raises OSError: if there is no room for them; nothing is lost then.
+    """
+    found = [Checkpoint.read(store) for store in stores]
+    layouts = [checkpoint.layout for checkpoint in found if checkpoint.layout is not None]
+    draws, joined = min(checkpoint.draws for checkpoint in found), folder / JOINED
+    layout = Layout(0, sum(part.chains for part in layouts), draws, layouts[0].columns)
+    if joined.is_symlink():
+        joined.unlink()
+    make_folder(joined)
+    (joined / CHECKPOINT).unlink(missing_ok=True)
+    descriptor = layout.make(joined)
+    try:
+        sums = copy_rows(list(zip(stores, layouts, strict=True)), descriptor, layout, draws)
+        flush(descriptor)
+    finally:
+        os.close(descriptor)
+    Checkpoint(layout, draws, torch.tensor(sums), {}, metadata).write(joined)
+    return read_store(joined, verify=False)
+
+
+def joint_metadata(every: Sequence[dict[str, Any]], chains: Sequence[int]) -> dict[str, Any]:
+    """What the metadata of several runs say together.
+
+    :param chains: of each.
+    :return: what they agree in; ``seconds`` are added up, ``trace`` is the chains' mean, ``interrupted`` is true if any
+        was; ``parts`` keeps for each its ``chains``, ``seed``, ``seconds``, ``trace`` and whatever else differs.
+    """
+    names = [name for name in every[0] if name not in SUMMED]
+    agreed = {name: every[0][name] for name in names if all(own.get(name) == every[0][name] for own in every)}
+    parts = [
+        {"chains": count, **{name: value for name, value in own.items() if name not in agreed}}
+        for count, own in zip(chains, every, strict=True)
+    ]
+    metadata = {**agreed, "parts": parts}
+    if all(isinstance(own.get("seconds"), dict) for own in every):
+        metadata["seconds"] = {phase: sum(own["seconds"][phase] for own in every) for phase in every[0]["seconds"]}
+    if all("trace" in own for own in every):
+        metadata["trace"] = _mean_trace([own["trace"] for own in every], chains)
+    if any("interrupted" in own for own in every):
+        metadata["interrupted"] = any(own.get("interrupted", False) for own in every)
+    return metadata
+
+
+SUMMED = ("seconds", "trace", "interrupted")
+
+
+def _mean_trace(traces: Sequence[dict[str, list[Any]]], chains: Sequence[int]) -> dict[str, list[Any]]:
+    """The mean over all chains at each iteration; ``None`` if any part has none there."""
+    shortest = min(traces, key=lambda trace: len(trace["iteration"]))
+    mean: dict[str, list[Any]] = {"iteration": shortest["iteration"]}
+    total = sum(chains)
+    for name in [name for name in shortest if name != "iteration"]:
+        rows = zip(*(trace[name] for trace in traces), strict=False)
+        mean[name] = [
+            None if None in row else sum(n * value for n, value in zip(chains, row, strict=True)) / total
+            for row in rows
+        ]
+    return mean

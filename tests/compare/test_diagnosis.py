@@ -1,0 +1,340 @@
+"""The diagnosis: sound draws pass, each fault is found and named, and the verdict says what it comes to.
+
+Where chains agree, their draws are independent and of one law: R-hat of 1,000 is near 1.01 in the worst entry,
+and over 1.05 with probability below 10^-10. What may fail is that random copies of four chains are all one: with
+probability (1/48)^3, or (1/120)^3 for five units, so that a test fails for fewer than 1 of 10^4 seeds.
+"""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric import Group, canonicalize, find_symmetry
+from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced
+from pyro_symmetric.compare.diagnosis import diagnose
+from pyro_symmetric.compare.frames import one_frame
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.posterior import Posterior
+
+CHAINS, DRAWS = 4, 500
+
+
+@pytest.fixture
+def model() -> BayesianModel:
+    return BayesianModel(nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood=GaussianLikelihood(0.1))
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.linspace(-1, 1, 7)[:, None]
+
+
+@pytest.fixture
+def symmetry(model, x):
+    return find_symmetry(model.net, x)
+
+
+def one_mode() -> dict[str, torch.Tensor]:
+    """Independent draws around one network, whose units can't be mistaken for each other."""
+    centre = {
+        "0.weight": torch.tensor([[1.0], [2.0], [3.0]]),
+        "0.bias": torch.tensor([0.5, -0.5, 0.2]),
+        "2.weight": torch.tensor([[1.0, -2.0, 0.7]]),
+        "2.bias": torch.tensor([0.3]),
+    }
+    return {site: value + 0.05 * torch.randn(CHAINS, DRAWS, *value.shape) for site, value in centre.items()}
+
+
+def in_copies(weights, symmetry):
+    """Each chain moved by an element of its own."""
+    moved = dict(weights)
+    for chain in range(CHAINS):
+        order = torch.randperm(3)
+        signs = torch.tensor([1.0, -1.0])[torch.randint(2, (3,))]
+        for site, dim in (("0.weight", 1), ("0.bias", 1), ("2.weight", 2)):
+            shape = [-1 if k == dim else 1 for k in range(moved[site][chain].dim())]
+            moved[site] = moved[site].clone()
+            moved[site][chain] = moved[site][chain].index_select(dim, order) * signs.reshape(shape)
+    return moved
+
+
+@pytest.mark.stochastic
+def test_chains_of_one_mode_agree_everywhere(model, x, symmetry):
+    result = diagnose(Posterior(one_mode(), rows="chains"), symmetry, model=model, x=x)
+    assert list(result.statistics) == ["weights", "canonical", "aligned", "predictions"]
+    assert all(result[space].status == "pass" for space in result.statistics)
+    assert result.verdict == "The chains agree on the function and on the weights."
+    assert "settled" not in result
+
+
+@pytest.mark.stochastic
+def test_chains_in_copies_of_a_mode_agree_on_the_function_and_in_every_common_frame(model, x, symmetry):
+    weights = in_copies(one_mode(), symmetry)
+    result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
+    found = {name: result[name].status for name in result.statistics}
+    assert found == {"weights": "warn", "canonical": "pass", "aligned": "pass", "predictions": "pass"}
+    assert "different copies of a mode" in result.verdict
+    assert result["weights"].value > 1.5
+    assert "give symmetry=" in diagnose(Posterior(weights, rows="chains"), model=model, x=x).verdict
+
+
+@pytest.mark.stochastic
+def test_an_aligned_posterior_is_a_frame_too(model, x, symmetry):
+    posterior = Posterior(in_copies(one_mode(), symmetry), rows="chains")
+    result = diagnose(posterior, aligned=posterior.map(canonicalize, symmetry), model=model, x=x)
+    assert result["aligned"].status == "pass"
+    assert "different copies" in result.verdict
+
+
+@pytest.mark.stochastic
+def test_chains_in_modes_that_predict_differently_are_told_apart_from_copies(model, x, symmetry):
+    weights = one_mode()
+    weights["2.bias"] = weights["2.bias"] + torch.tensor([0.0, 0.0, 5.0, 0.0])[:, None, None]
+    result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
+    assert result["predictions"].status == "fail"
+    assert result["settled"].status == "pass"
+    assert "modes that predict differently" in result.verdict
+
+
+@pytest.mark.stochastic
+def test_drifting_and_stuck_chains_are_told_to_run_longer(model, x):
+    weights = one_mode()
+    weights["2.bias"] = weights["2.bias"] + torch.linspace(0, 3, DRAWS)[:, None] * torch.arange(1.0, 5)[:, None, None]
+    assert "still drift or stand still" in diagnose(Posterior(weights, rows="chains"), model=model, x=x).verdict
+    stuck = {site: value.clone() for site, value in one_mode().items()}
+    for value in stuck.values():
+        value[1] = value[1, :1]
+    words = diagnose(Posterior(stuck, rows="chains"), model=model, x=x).verdict
+    assert words.startswith("The chains don't agree: chain 1 is stuck")
+
+
+@pytest.mark.stochastic
+def test_modes_that_predict_alike_are_not_called_copies(model, x, symmetry):
+    # A unit that says nothing (outgoing weight 0) may have any incoming weights.
+    weights = one_mode()
+    weights["2.weight"] = weights["2.weight"].clone()
+    weights["2.weight"][..., 2] = 1e-9 * torch.randn(CHAINS, DRAWS, 1)
+    weights["0.bias"] = weights["0.bias"].clone()
+    weights["0.bias"][..., 2] += 4 * torch.arange(CHAINS)[:, None]
+    result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
+    assert result["predictions"].status == "pass"
+    assert result["canonical"].status == "warn"
+    assert "different modes that predict alike" in result.verdict
+
+
+# exchangeable units about known centres ------------------------------------------------------------------------------
+
+UNITS = Group.declare({"w": ("unit", None)}, {"w": torch.Size([5, 3])})
+KEYS = torch.arange(5.0)
+CENTRES = {
+    "separated": torch.stack([8 * KEYS + 8, -3 * KEYS, -KEYS], 1),
+    # The canonical form sorts by the largest weight, which is alike for all; another weight tells the units apart.
+    "tied": torch.stack([torch.full((5,), 30.0), 6 * KEYS - 18, -KEYS], 1),
+    "overlapping": torch.stack([KEYS, -torch.ones(5), -torch.ones(5)], 1),  # no frame tells the units for sure
+}
+
+
+def planted(kind, shifts, switching="chain", draws=250):
+    """Four chains of independent draws, whose unit 2 is shifted in a weight that isn't the key, in random copies."""
+    weights = CENTRES[kind] + torch.randn(4, draws, 5, 3)
+    weights[:, :, 2, 2] += shifts[:, None]
+    copies = UNITS.sample((4, 1) if switching == "chain" else (4, draws))
+    return Posterior(copies({"w": weights}), rows="chains")
+
+
+@pytest.mark.stochastic
+def test_chains_apart_are_not_called_copies_where_units_tie_in_the_key():
+    # 1 to 3 deviations between halves of the chains have an R-hat of 1.13 or more in the frame that tells units apart,
+    # far above 1.05; in canonical forms a fifth of the shift is left.
+    for shift in torch.linspace(1, 3, 6):
+        result = diagnose(planted("tied", torch.tensor([0.0, 0.0, shift, shift])), UNITS)
+        assert result["aligned"].status == "fail"
+        assert "not even with their symmetries removed" in result.verdict
+        assert "copies" not in result.verdict
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("kind", CENTRES)
+def test_copies_of_one_mode_agree_however_their_units_overlap(kind):
+    # 6 runs each; the least effective sample size is near 800, of which 400 are enough.
+    for _ in range(6):
+        result = diagnose(planted(kind, torch.zeros(4)), UNITS)
+        assert "different copies of a mode" in result.verdict
+        assert "too few" not in result.verdict  # of the 1,000 independent draws, as seen in the aligned frame
+
+
+@pytest.mark.stochastic
+def test_agreement_as_drawn_is_not_enough():
+    # Chains that change copies with every draw have a law of weights that hides which unit is shifted.
+    posterior = planted("tied", torch.tensor([0.0, 0.0, 2.0, 2.0]), switching="draw")
+    assert "agree on the weights, and so on the function" in diagnose(posterior).verdict
+    assert "not even with their symmetries removed" in diagnose(posterior, UNITS).verdict
+    seen = {"predictions": torch.randn(4, 250)}
+    assert "function, but not on the weights (aligned:" in diagnose(posterior, UNITS, **seen).verdict
+
+
+def test_the_aligned_frame_depends_on_orbits_alone():
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    symmetry = find_symmetry(net, torch.zeros(2, 2))
+    weights = {name: p.detach() + 0.3 * torch.randn(4, 20, *p.shape) for name, p in net.named_parameters()}
+    frames = []
+    for drawn in (weights, symmetry.sample((4, 20))(weights)):
+        torch.manual_seed(0)
+        frames.append(one_frame(Posterior(drawn, rows="chains").map(canonicalize, symmetry), symmetry).samples)
+    for site, value in frames[0].items():
+        assert torch.allclose(value, frames[1][site], atol=1e-5)
+
+
+# draws that say nothing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_draws_that_are_not_finite_are_named_and_never_agree(value):
+    draws = torch.randn(CHAINS, DRAWS, 3)
+    draws[2, 250:, :2] = value  # half of a chain, two of three weights
+    result = diagnose(Posterior({"w": draws, "v": torch.randn(CHAINS, DRAWS)}, rows="chains"))
+    assert [finding.status for finding in result.findings] == ["fail"]
+    assert "Nothing can be said" in result.verdict
+    assert "'w' in 250 of 2,000 draws (chain 2)" in result.verdict
+    draws[:, :, 1] = value
+    everywhere = diagnose(Posterior({"w": draws}, rows="chains"))
+    assert "'w' in 2,000 of 2,000 draws (chains 0, 1, 2, 3)" in everywhere.verdict
+    json.dumps(result.to_dict())
+
+
+def test_draws_that_are_not_finite_are_named_with_a_symmetry_and_a_model_too(model, x, symmetry):
+    weights = one_mode()
+    weights["2.bias"][1, 7] = torch.nan
+    result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
+    assert "'2.bias' in 1 of 2,000 draws (chain 1)" in result.verdict
+
+
+def test_predictions_that_are_not_finite_are_named():
+    predictions = torch.randn(CHAINS, DRAWS, 2)
+    predictions[0, :10, 1] = torch.inf
+    result = diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS)}, rows="chains"), predictions=predictions)
+    assert "values of predictions in 10 of 2,000 draws (chain 0)" in result.verdict
+
+
+def test_chains_of_which_none_moves_are_told_so():
+    for still in (torch.ones(CHAINS, 1, 2), torch.randn(CHAINS, 1, 2)):
+        result = diagnose(Posterior({"w": still.expand(CHAINS, DRAWS, 2)}, rows="chains"))
+        assert result.verdict.startswith("No chain moves")
+        assert "too large for all" in result.verdict
+        assert result["moving"].status == "fail"
+
+
+@pytest.mark.stochastic
+def test_entries_that_never_change_are_left_out_and_told():
+    triangle = torch.randn(CHAINS, DRAWS, 3, 3).tril()
+    result = diagnose(Posterior({"L": triangle}, rows="chains"))
+    assert result["weights"].status == "pass"
+    assert "Left out: 3 entries of 'L'" in result.verdict
+    stuck = triangle.clone()
+    stuck[:, :, 0, 2] = torch.arange(float(CHAINS))[:, None]  # one value in each chain
+    apart = diagnose(Posterior({"L": stuck}, rows="chains"))
+    assert apart["weights"].status == "fail"
+    assert "Left out: 2 entries of 'L'" in apart.verdict
+    assert "stuck: 1 entry of 'L'" in apart.verdict
+
+
+def test_numbers_are_those_of_the_predictions(model, x):
+    posterior = Posterior(one_mode(), rows="chains").thin(10)
+    result = diagnose(posterior, model=model, x=x)
+    outputs = chain_statistics(model.outputs(posterior.samples, x))
+    assert torch.allclose(result.statistics["predictions"]["predictions"].r_hat, outputs.r_hat)
+    given = diagnose(posterior, predictions=model.outputs(posterior.samples, x))
+    assert torch.allclose(given.statistics["predictions"]["predictions"].r_hat, outputs.r_hat)
+    assert result["predictions"].value == pytest.approx(float(outputs.r_hat.max()))  # of fewer than a hundred
+
+
+def test_the_model_that_it_was_drawn_from_is_the_default(model, x):
+    y = torch.randn(7, 1)
+    posterior = Posterior(one_mode(), rows="chains").thin(50)
+    attached = diagnose(posterior.attach(model, x, y)).to_dict()
+    given = diagnose(posterior, model=model, x=x).to_dict()
+    assert attached["statistics"] == given["statistics"]
+    assert set(attached["findings"]) - set(given["findings"]) == {"temperature"}
+
+
+def test_without_a_model_the_samplers_log_density_stands_for_the_function():
+    weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
+    result = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"))
+    assert list(result.statistics) == ["weights", "log density"]
+    assert result.verdict == "The chains agree on the log density and on the weights."
+    weights["w"][..., 1] = 5.0 * torch.arange(CHAINS)[:, None] + torch.randn(CHAINS, DRAWS)
+    group = Group.declare({"w": ("k",)}, {"w": torch.Size((2,))})
+    apart = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"), group).verdict
+    assert "different modes of like density" in apart
+    assert "predict alike" not in apart.replace("Give predictions= to see whether they predict alike", "")
+    weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
+    assert list(diagnose(Posterior(weights, rows="chains")).statistics) == ["weights"]
+    assert "and so on the function" in diagnose(Posterior(weights, rows="chains")).verdict
+
+
+def test_few_draws_that_differ_by_chance_are_not_sent_to_a_longer_warm_up():
+    # Of 40 independent draws R-hat exceeds 1.05 by chance in far more than one of 300 entries in a hundred.
+    result = diagnose(Posterior({"w": torch.randn(4, 10, 300)}, rows="chains"))
+    assert result["weights"].value > 1.05
+    assert result["settled"].status == "unknown"
+    assert "may be chance" in result.verdict
+    assert "warm-up" not in result.verdict
+
+
+def test_of_very_many_draws_some_entries_are_looked_at(monkeypatch):
+    monkeypatch.setattr("pyro_symmetric.compare.diagnosis.MOST_NUMBERS", 4 * 50 * 30)
+    monkeypatch.setattr("pyro_symmetric.compare.diagnosis.LEAST_ENTRIES", 20)
+    draws = torch.randn(4, 50, 10, 10)
+    found = diagnose(Posterior({"w": draws, "v": draws[..., :3, 0]}, rows="chains")).statistics["weights"]
+    assert torch.equal(found["w"].r_hat, chain_statistics(draws.flatten(2)[..., evenly_spaced(100, 30)]).r_hat)
+    assert found["v"].r_hat.shape == (3,)
+
+
+def test_one_chain_and_few_draws_are_named():
+    assert "One chain can't be compared" in diagnose(Posterior({"w": torch.randn(1, 100, 2)}, rows="chains")).verdict
+    assert "too few (< 400)" in diagnose(Posterior({"w": torch.randn(2, 40, 2)}, rows="chains")).verdict
+
+
+def test_troubles_of_the_sampler_enter_the_verdict():
+    diverging = torch.zeros(CHAINS, DRAWS, dtype=torch.bool)
+    diverging[0, :20] = True
+    energy = torch.randn(CHAINS, DRAWS).cumsum(1)  # a random walk: E-BFMI near 0
+    statistics = {"diverging": diverging, "energy": energy, "acceptance_rate": torch.full((CHAINS, DRAWS), 0.8)}
+    result = diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, statistics, rows="chains"))
+    assert result["divergences"].value == pytest.approx(20 / (CHAINS * DRAWS))
+    assert result["acceptance"].value == pytest.approx(0.8)
+    assert "1.00% of the draws diverged" in result.verdict
+    assert "E-BFMI of the worst chain 0.0" in result.verdict
+
+
+def test_it_prints_plots_and_goes_to_json(model, x, symmetry, tmp_path):
+    result = diagnose(Posterior(one_mode(), rows="chains").thin(20), symmetry, model=model, x=x)
+    assert "canonical" in repr(result)
+    assert "predictions" in repr(result)
+    json.dumps(result.to_dict())
+    result.plot().savefig(tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"predictions": torch.zeros(4, 3)}, r"predictions has shape \(4, 3\)"),
+        ({"aligned": Posterior({"w": torch.zeros(2, 500, 2)}, rows="chains")}, "aligned has shape"),
+        ({"x": torch.zeros(3, 1)}, "no model"),
+    ],
+)
+def test_bad_input_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, rows="chains"), **options)
+
+
+def test_a_model_that_is_no_network_is_sent_to_predict():
+    with pytest.raises(TypeError, match=r"model is a function; it must be a BayesianModel.*predictions=predict"):
+        diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, rows="chains"), model=lambda x: x, x=torch.zeros(3, 1))
+
+
+def test_one_chain_is_compared_with_itself():
+    words = repr(diagnose(Posterior({"a": torch.randn(1, 200)}, rows="chains")))
+    assert words.startswith("Diagnosis of 1 chain of 200 draws: The halves of the chain agree.")

@@ -1,0 +1,230 @@
+"""The findings: sound draws pass, each fault is found and named."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric.compare.diagnosis import diagnose
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.posterior import Posterior
+
+CHAINS, DRAWS, ROWS = 8, 250, 60
+
+
+@dataclass
+class Sampler:
+    """What the checks read of a kernel."""
+
+    model: Any
+    batch_size: int | None = None
+
+
+def conjugate(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", ROWS, subsample=torch.arange(len(x))):
+        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+def unscaled(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+@pytest.fixture
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(ROWS, 2)
+    return x, x @ torch.tensor([1.0, -1.0]) + torch.randn(ROWS)
+
+
+def exact_draws(x, y, spread: float = 1.0) -> torch.Tensor:
+    """Draws of the conjugate posterior; ``spread`` multiplies their deviation."""
+    covariance = torch.linalg.inv(x.T @ x + torch.eye(2))
+    noise = torch.distributions.MultivariateNormal(torch.zeros(2), covariance).sample((CHAINS, DRAWS))
+    return covariance @ x.T @ y + spread * noise
+
+
+def sound(**statistics) -> Posterior:
+    return Posterior({"w": torch.randn(CHAINS, DRAWS, 3)}, statistics, rows="chains")
+
+
+def test_exact_draws_of_a_conjugate_model_pass(data):
+    posterior = Posterior({"w": exact_draws(*data)}, rows="chains").attach(Sampler(conjugate, batch_size=10), *data)
+    result = diagnose(posterior)
+    assert [f.name for f in result.findings] == [
+        *("finite", "moving", "weights", "effective draws", "temperature", "mini-batch scale")
+    ]
+    assert result.ok, result
+    assert diagnose(posterior).ok
+    json.dumps(result.to_dict())
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize(("spread", "expected"), [(1.5, 2.25), (0.6, 0.36)])
+def test_the_temperature_is_that_of_the_draws(data, spread, expected):
+    # z.grad U / D of Gaussian draws with variances c times too large averages to c + (the mean's part, 1 - 1 = 0):
+    # E z.(z - m) P = c D, whatever the mean, since E (z - m) = 0.
+    x, y = data
+    posterior = Posterior({"w": exact_draws(x, y, spread)}, rows="chains").attach(conjugate, x, y)
+    finding = diagnose(posterior, num_draws=2000)["temperature"]
+    assert finding.value == pytest.approx(expected, abs=0.5)  # 2,000 draws: a standard error of about 0.1
+    assert finding.status == "fail"
+    assert ("too widely" if spread > 1 else "too little") in finding.words
+
+
+def test_a_likelihood_that_forgets_the_mini_batchs_scale_fails(data):
+    posterior = Posterior({"w": exact_draws(*data)}, rows="chains").attach(Sampler(unscaled, batch_size=10), *data)
+    finding = diagnose(posterior)["mini-batch scale"]
+    assert finding.status == "fail"
+    assert "N / B times" in finding.words
+    # The mini-batches' energy lacks five sixths of the likelihood's, on average over a pass.
+    draws = posterior.samples["w"]
+    last = draws[:, -1]
+    likelihood = dist.Normal(last @ data[0].T, 1.0).log_prob(data[1]).sum(-1)
+    assert finding.value == pytest.approx(float(5 / 6 * likelihood.mean()), rel=0.02)
+
+
+def test_a_bayesian_model_counts_its_mini_batches_rightly():
+    model = BayesianModel(nn.Linear(2, 1), likelihood=GaussianLikelihood(1.0))
+    x, y = torch.randn(ROWS, 2), torch.randn(ROWS, 1)
+    weights = {name: 0.1 * torch.randn(CHAINS, 20, *shape) for name, shape in model.site_shapes.items()}
+    result = diagnose(Posterior(weights, rows="chains").attach(Sampler(model, batch_size=20), x, y))
+    assert result["mini-batch scale"].status == "pass"
+
+
+def test_stuck_and_slow_chains_are_named():
+    posterior = sound()
+    posterior.samples["w"][3] = posterior.samples["w"][3, :1]
+    assert diagnose(posterior)["moving"].status == "fail"
+    assert "chain 3 is stuck" in diagnose(posterior)["moving"].words
+    slow = sound()
+    slow.samples["w"][[1, 5]] *= 0.05
+    assert diagnose(slow)["moving"].status == "warn"
+    assert "chains 1, 5 are slow" in diagnose(slow)["moving"].words
+
+
+def test_chains_of_which_none_moves_get_advice_that_fits():
+    for still in (torch.ones(CHAINS, 1, 2), torch.randn(CHAINS, 1, 2)):
+        finding = diagnose(Posterior({"w": still.expand(CHAINS, DRAWS, 2)}, rows="chains"))["moving"]
+        assert finding.status == "fail"
+        assert "no chain moves: the step size is too large for all" in finding.words
+        assert "elsewhere" not in finding.words
+
+
+def test_zeros_of_a_triangle_are_no_stuck_chains():
+    # Most of the first 16 entries of a triangle of 10 rows are zeros.
+    result = diagnose(Posterior({"L": torch.randn(CHAINS, DRAWS, 10, 10).tril()}, rows="chains"))
+    assert result["moving"].status == "pass"
+
+
+def test_draws_that_are_not_finite_are_named():
+    posterior = Posterior({"w": torch.randn(CHAINS, DRAWS, 3)}, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains")
+    posterior.samples["w"][1, :5, :2] = torch.nan
+    posterior.statistics["lp"][0, 3] = torch.nan
+    finding = diagnose(posterior)["finite"]
+    assert finding.status == "fail"
+    assert f"site 'w' in 5 of {CHAINS * DRAWS:,} draws (chain 1)" in finding.words
+    assert f"of log density in 1 of {CHAINS * DRAWS:,} draws (chain 0)" in finding.words
+
+
+def test_chains_far_apart_fail_and_the_site_is_named():
+    posterior = Posterior({"a": torch.randn(CHAINS, DRAWS), "b": torch.randn(CHAINS, DRAWS, 2)}, rows="chains")
+    posterior.samples["b"][..., 1] += 10 * torch.arange(CHAINS)[:, None]
+    result = diagnose(posterior)
+    assert result["weights"].status == "fail"
+    assert "site 'b'" in result["weights"].words
+    assert result["settled"].status == "pass"
+    assert "each by itself has settled" in result.verdict
+    assert diagnose(posterior)["effective draws"].status == "fail"
+    drifting = Posterior({"a": torch.randn(1, DRAWS) + torch.linspace(0, 20, DRAWS)}, rows="chains")
+    result = diagnose(drifting)
+    assert result["weights"].status == "fail"  # one chain, by its halves
+    assert "longer warm-up" in result.verdict
+
+
+def test_a_networks_weights_in_copies_are_a_warning_and_its_log_density_decides():
+    weights = {"0.weight": torch.randn(CHAINS, DRAWS, 3) + 10 * torch.arange(CHAINS)[:, None, None]}
+    result = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"))
+    assert (result["log density"].status, result["weights"].status) == ("pass", "warn")
+    assert "give symmetry=" in result.verdict
+    assert result["effective draws"].status == "pass"
+    apart = torch.randn(CHAINS, DRAWS) + 3 * torch.arange(CHAINS)[:, None]
+    assert diagnose(Posterior(weights, {"lp": apart}, rows="chains"))["log density"].status == "fail"
+
+
+def test_a_temperature_of_chains_that_have_not_arrived_asks_for_warm_up_not_for_smaller_steps():
+    where = torch.randn(CHAINS, DRAWS, 1) + 10 * torch.arange(CHAINS)[:, None, None]
+    for spread in (0.1, 60.0):
+        values = 70 + spread * torch.randn(CHAINS, DRAWS) + spread * torch.randn(CHAINS, 1)
+        words = diagnose(Posterior({"w": where}, {"virial": values}, rows="chains"))["virial"].words
+        assert "longer warm-up" in words
+        assert "smaller steps" not in words
+        assert "too few draws" not in words
+
+
+def test_few_draws_are_a_warning():
+    result = diagnose(Posterior({"w": torch.randn(4, 50, 3)}, rows="chains"))  # 200 independent draws
+    assert result["effective draws"].status == "warn"
+    few = diagnose(Posterior({"w": torch.randn(4, 5)}, rows="chains"))
+    assert few["weights"].status == "unknown"
+    counts = [int(part.split()[0]) for part in repr(few).splitlines()[1].removeprefix("Findings: ").split(", ")]
+    assert sum(counts) == len(few.findings)  # those that can't be told are counted as well
+
+
+def test_draws_that_are_not_finite_end_the_battery():
+    posterior = sound()
+    posterior.samples["w"][0, 0, 0] = torch.nan
+    assert [f.status for f in diagnose(posterior).findings] == ["fail"]
+
+
+@pytest.mark.parametrize(
+    ("statistics", "name", "status"),
+    [
+        ({"acceptance_rate": torch.full((CHAINS, DRAWS), 0.8)}, "acceptance", "pass"),
+        ({"acceptance_rate": torch.full((CHAINS, DRAWS), 0.3)}, "acceptance", "warn"),
+        ({"acceptance_rate": torch.full((CHAINS, DRAWS), 0.01)}, "acceptance", "fail"),
+        ({"diverging": torch.zeros(CHAINS, DRAWS, dtype=torch.bool)}, "divergences", "pass"),
+        ({"diverging": torch.arange(CHAINS * DRAWS).reshape(CHAINS, DRAWS) % 50 == 0}, "divergences", "warn"),
+        ({"diverging": torch.arange(CHAINS * DRAWS).reshape(CHAINS, DRAWS) % 10 == 0}, "divergences", "fail"),
+        ({"reached_max_treedepth": torch.ones(CHAINS, DRAWS, dtype=torch.bool)}, "tree depth", "warn"),
+        ({"energy": torch.arange(DRAWS).expand(CHAINS, DRAWS).float()}, "energy", "fail"),
+    ],
+)
+def test_the_samplers_own_numbers_are_read(statistics, name, status):
+    assert diagnose(sound(**statistics))[name].status == status
+
+
+def test_independent_energies_pass_and_a_chain_left_behind_is_named():
+    statistics = {"energy": torch.randn(CHAINS, DRAWS), "lp": torch.randn(CHAINS, DRAWS)}
+    assert diagnose(sound(**statistics)).ok
+    statistics["lp"][6] -= 40
+    finding = diagnose(sound(**statistics))["level"]
+    assert finding.status == "warn"
+    assert "chain 6 is" in finding.words
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("name", ["kinetic_temperature", "virial"])
+def test_temperatures_are_compared_with_one_within_their_error(name):
+    title = name.replace("_", " ")
+    # Means of 2,000 numbers of deviation 0.5: a standard error of 0.011.
+    assert diagnose(sound(**{name: 1 + 0.5 * torch.randn(CHAINS, DRAWS)}))[title].status == "pass"
+    assert diagnose(sound(**{name: 1.2 + 0.5 * torch.randn(CHAINS, DRAWS)}))[title].status == "warn"
+    assert diagnose(sound(**{name: 1.5 + 0.5 * torch.randn(CHAINS, DRAWS)}))[title].status == "fail"
+    assert diagnose(sound(**{name: 1 + 50 * torch.randn(CHAINS, DRAWS)}))[title].status == "unknown"
+    lost = 1 + 0.1 * torch.randn(CHAINS, DRAWS)
+    lost[2, 5] = torch.nan
+    assert diagnose(sound(**{name: lost}))[title].status == "pass"
+
+
+def test_an_unknown_finding_is_named():
+    with pytest.raises(KeyError, match="no finding 'speed'"):
+        diagnose(sound())["speed"]
+    with pytest.raises(ValueError, match="num_draws is 0"):
+        diagnose(sound(), num_draws=0)

@@ -1,0 +1,182 @@
+"""The criterion of AdaptiveHMC against a naive sum, the length that it learns against quadrature, its invariant law."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+
+from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC, LengthTuning, expected_square, radical_inverse
+from pyro_symmetric.mcmc.kernels.mass import Mass
+
+
+def test_the_halton_sequence_fills_the_unit_interval():
+    assert [radical_inverse(k) for k in range(1, 8)] == [0.5, 0.25, 0.75, 0.125, 0.625, 0.375, 0.875]
+    assert sorted(radical_inverse(k) for k in range(1, 64)) == [k / 64 for k in range(1, 64)]
+
+
+def test_the_expected_square_is_that_of_the_squared_distances():
+    torch.manual_seed(0)
+    before, after = torch.randn(2, 40, 3, dtype=torch.float64)
+    acceptance = torch.rand(40, dtype=torch.float64)
+    found = expected_square(before, after, acceptance)
+    total = 0.0
+    for chain in range(40):
+        squares = [(x[chain] ** 2).sum().item() for x in (before, after)]
+        total += acceptance[chain].item() * (squares[1] - squares[0]) ** 2 / 4
+    assert found.item() == pytest.approx(total / 40, rel=1e-12)
+
+
+def test_lost_trajectories_count_as_no_move():
+    torch.manual_seed(0)
+    before, end = torch.randn(2, 5, 3)
+    acceptance = torch.tensor([1.0, 0.5, 0.0, 0.8, 0.0])
+    spoilt = end.clone()
+    spoilt[2] = torch.nan
+    clean, lost = (expected_square(before, after, acceptance) for after in (end, spoilt))
+    assert torch.equal(clean, lost)
+    assert clean > 0
+    assert expected_square(before, end * torch.nan, 0 * acceptance) == 0
+
+
+def test_a_step_judges_whitened_distances_from_each_chains_own_centre(gaussian, generator):
+    density = gaussian(torch.ones(3, dtype=torch.float64))
+    deviations = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
+    kernel = AdaptiveHMC(None, step_size=1e-3, max_steps=64)  # every trajectory is accepted
+    state = kernel.init(density, density.sample(40), 0, generator)
+    length = replace(state.tuning.length, centre=density.sample(40))
+    state = replace(state, tuning=replace(state.tuning, mass=Mass(deviations**2), length=length))
+    after = kernel.step(density, state)
+    assert (after.z != state.z).all()
+    total = 0.0
+    for chain in range(40):
+        ends = (z[chain] for z in (state.z, after.z))
+        squares = [(((z - length.centre[chain]) / deviations) ** 2).sum().item() for z in ends]
+        total += after.statistics["acceptance_rate"][chain].item() * (squares[1] - squares[0]) ** 2 / 4
+    assert after.tuning.length.sums.sum().item() == pytest.approx(total / 40, rel=1e-6)
+    assert after.tuning.length.counts.sum() == 1
+
+
+def curve(square: Callable[[float], float], longest: float) -> LengthTuning:
+    """A curve that is known at 2,000 times up to the longest."""
+    length = LengthTuning.start(torch.tensor(longest), torch.zeros(2, 3))
+    for k in torch.randperm(2000).tolist():
+        time = (k + 0.5) / 2000 * longest
+        length = length.seen(time, torch.tensor(square(time), dtype=torch.float64))
+    return length
+
+
+@pytest.mark.parametrize("period", [1.0, 8.0])
+def test_the_advice_is_the_length_of_the_greatest_mean_square_for_its_cost(period):
+    # A turn of a Gaussian: g(t) = sin^2, here with frequencies of which quadrature knows the best length.
+    def square(time: float) -> float:
+        return math.sin(time / period) ** 2
+
+    lengths = np.geomspace(0.2, 40, 400)
+    worth = [integrate.quad(square, 0, longest, limit=200)[0] / longest**2 for longest in lengths]
+    best = lengths[int(np.argmax(worth))]
+    assert best == pytest.approx(1.57 * period, rel=0.02)
+    torch.manual_seed(0)
+    # To the nearest bin, half a doubling wide, whose upper edge it is.
+    assert abs(math.log2(curve(square, 5 * period).advised().exp().item() / best)) < 0.5
+
+
+def test_what_gains_more_than_in_proportion_to_time_advises_the_longest_that_was_tried():
+    torch.manual_seed(0)
+    advice = curve(lambda time: time**1.5, 10.0).advised().exp()
+    assert 10 <= advice < 10 * math.sqrt(2)
+    assert LengthTuning.start(torch.tensor(1.5), torch.zeros(2, 3)).advised().exp() == pytest.approx(1.5)
+
+
+def test_the_length_goes_towards_the_advice_below_its_limit():
+    torch.manual_seed(0)
+    high = torch.tensor(1.0).double()
+    rising, falling = curve(lambda time: time**2, 1.0), curve(lambda time: 1.0, 1.0)
+    up, down = rising.update(high), falling.update(high)
+    assert up.log_length == pytest.approx(0.1)
+    assert down.log_length == pytest.approx(-0.1)
+    for _ in range(50):
+        up, down = up.update(high), down.update(high)
+    # No further than a bin beyond what was tried.
+    assert up.log_length == pytest.approx(float(rising.advised()) + math.log(2) / 2)
+    assert up.update(torch.tensor(0.2).double()).log_length == pytest.approx(0.2)
+    assert down.log_length == pytest.approx(-5.1)
+    assert up.log_average == pytest.approx(float(rising.advised()))
+
+
+def test_a_new_mass_matrix_starts_the_curve_anew():
+    torch.manual_seed(0)
+    length = curve(lambda time: time, 5.0)
+    for start, expected in ((3.0, 3.0), (7.0, 5.0)):
+        again = length.restarted(start)
+        assert again.log_length.exp() == pytest.approx(expected)
+        assert again.advised() == again.log_length
+        # Without a curve the next is a bin longer at most.
+        after = again.update(torch.tensor(9.0)).log_length.exp()
+        assert expected <= after <= expected * math.sqrt(2)
+
+
+def test_the_centre_is_an_average_weighted_to_the_last_draws():
+    length, draws = LengthTuning.start(torch.tensor(1.0), torch.zeros(1, 1)), torch.arange(1.0, 7.0) ** 2
+    for number, draw in enumerate(draws, 1):
+        length = replace(length, iteration=number).recentred(draw.reshape(1, 1))
+    weights = torch.arange(1.0, 7.0)
+    assert length.centre.item() == pytest.approx((weights @ draws / weights.sum()).item(), rel=1e-5)
+
+
+@pytest.mark.stochastic
+def test_the_length_learnt_on_a_gaussian_is_about_a_quarter_of_a_turn(gaussian, drive):
+    # Scales that the mass matrix removes. In theory 1.57, here by bins of half a doubling.
+    density = gaussian(torch.logspace(-2, 2, 50, dtype=torch.float64), rotated=False)
+    z = torch.randn(32, 50, dtype=torch.float64)
+    _, statistics, state = drive(AdaptiveHMC(None), density, z, 300, 5)
+    assert 1.57 / math.sqrt(2) < state.tuning.length.log_length.exp() < 1.57 * math.sqrt(2)
+    assert 0.6 < statistics["acceptance_rate"].mean() < 0.95
+
+
+@pytest.mark.stochastic
+def test_trajectories_that_are_too_short_grow(gaussian, drive):
+    # Rotated: correlations remain that the mass matrix can't hold. From 1 it went to 2.8.
+    density = gaussian(torch.logspace(-1.5, 1.5, 20, dtype=torch.float64))
+    z = torch.randn(32, 20, dtype=torch.float64)
+    state = drive(AdaptiveHMC(None, trajectory_length=1.0), density, z, 300, 1)[2]
+    assert state.tuning.length.log_length.exp() > 2
+
+
+def test_nothing_is_learnt_after_warm_up_or_where_it_is_switched_off(gaussian, drive):
+    density = gaussian(torch.ones(3, dtype=torch.float64))
+    z = density.sample(8)
+    state = drive(AdaptiveHMC(None, trajectory_length=2.0, adapt_length=False), density, z, 60, 5)[2]
+    assert state.tuning.length.log_length.exp().item() == pytest.approx(2.0)
+    alone = drive(AdaptiveHMC(None, trajectory_length=2.0), density, z[:1], 60, 5)[2]
+    assert alone.tuning.length.log_length.exp().item() == pytest.approx(2.0)
+
+
+@pytest.mark.stochastic
+def test_chains_that_start_in_the_target_stay_in_it(gaussian, generator):
+    # 20,000 exact draws, three transitions with a coarse step. Kolmogorov-Smirnov at 1e-4 for each of 3 coordinates and
+    # for the energy: false alarms 4e-4.
+    density = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64))
+    kernel = AdaptiveHMC(None, step_size=0.8, trajectory_length=4.0)
+    state = kernel.init(density, density.sample(20_000), 0, generator)
+    rates = []
+    for _ in range(3):
+        state = kernel.step(density, state)
+        rates.append(state.statistics["acceptance_rate"].mean().item())
+    assert 0.3 < sum(rates) / 3 < 0.97
+    x = density.standardise(state.z)
+    for coordinate in range(3):
+        assert stats.kstest(x[:, coordinate].numpy(), "norm").pvalue > 1e-4
+    assert stats.kstest((2 * density(state.z)).numpy(), "chi2", args=(3,)).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"trajectory_length": -1.0}, "trajectory_length is -1.0"), ({"max_steps": 0}, "max_steps is 0")],
+)
+def test_bad_settings_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdaptiveHMC(None, **options)

@@ -1,0 +1,307 @@
+"""Density: the batched energy of every kind of model equals a loop over Pyro's own log-densities."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer.mcmc.util import initialize_model
+from pyro.nn import PyroModule, PyroSample
+from torch import Tensor, nn
+
+from pyro_symmetric.mcmc import Density
+from pyro_symmetric.mcmc.starts import starting_points
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.weights import unflatten
+
+X, Y = torch.linspace(-2, 2, 24).reshape(8, 3), torch.linspace(-1, 1, 8)
+
+
+def hierarchical(x: Tensor, y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+    mix = pyro.sample("mix", dist.Dirichlet(torch.ones(3)))
+    bounded = pyro.sample("bounded", dist.Uniform(-1.0, 2.0))
+    factor = pyro.sample("factor", dist.LKJCholesky(3, 2.0))
+    with pyro.plate("outer", 2, dim=-2), pyro.plate("inner", 8, dim=-1):
+        theta = pyro.sample("theta", dist.Normal(mu, tau))
+        with poutine.scale(scale=0.7):
+            pyro.sample("y", dist.Normal(theta * mix[0] + bounded + factor[2, 0] + x[:, 0], 0.5), obs=y)
+
+
+def scaled(y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    s = pyro.sample("s", dist.HalfNormal(1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(b, s), obs=y)
+
+
+class PyroNet(PyroModule):
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        zero = torch.tensor(0.0, dtype=dtype)
+        self.first = PyroModule[nn.Linear](3, 4)
+        self.first.weight = PyroSample(dist.Normal(zero, 1.0).expand([4, 3]).to_event(2))
+        self.first.bias = PyroSample(dist.Normal(zero, 1.0).expand([4]).to_event(1))
+        self.norm = nn.BatchNorm1d(4)
+        self.second = PyroModule[nn.Linear](4, 1)
+        nn.init.zeros_(self.second.bias)
+        self.second.weight = PyroSample(dist.Laplace(zero, 1.0).expand([1, 4]).to_event(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> None:
+        sigma = pyro.sample("sigma", dist.Gamma(2.0, 2.0))
+        mean = self.second(self.norm(self.first(x)).tanh()).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, sigma), obs=y)
+
+
+def simplex_mixture(y: Tensor) -> None:
+    shares = pyro.sample("shares", dist.Dirichlet(torch.tensor([1.0, 2.0, 3.0])))
+    with pyro.plate("components", 3):
+        locs = pyro.sample("locs", dist.Normal(0.0, 3.0))
+        scales = pyro.sample("scales", dist.LogNormal(0.0, 1.0))
+    mixture = dist.MixtureSameFamily(dist.Categorical(shares), dist.Normal(locs, scales))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", mixture, obs=y)
+
+
+def bayesian_model(likelihood: str = "gaussian", **kwargs) -> BayesianModel:
+    torch.manual_seed(0)
+    out = 1 if likelihood == "gaussian" else 3
+    return BayesianModel(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, out)), likelihood=likelihood, **kwargs)
+
+
+MODELS = {
+    "hierarchical": (hierarchical, (X, Y)),
+    "pyro_module": (PyroNet(torch.float64).eval(), (X, Y)),
+    "mixture": (simplex_mixture, (Y,)),
+    "bayesian_gaussian": (bayesian_model(), (X, Y)),
+    "bayesian_categorical": (bayesian_model("categorical"), (X, torch.arange(8) % 3)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_batched_energy_and_gradient_equal_a_loop_over_pyros_potential(name):
+    model, args = MODELS[name]
+    args = tuple(a.double() if a.is_floating_point() else a for a in args)
+    torch.set_default_dtype(torch.float64)
+    double = model.double() if isinstance(model, nn.Module) else model
+    density = Density(double, args=args, dtype=torch.float64)
+    z = starting_points(density, 5, "uniform")
+    energy, gradient = density.energy_and_gradient(z)
+    _, pyro_potential, _, _ = initialize_model(double, args)
+    assert gradient.shape == z.shape
+    for chain in range(5):
+        leaf = z[chain].clone().requires_grad_()
+        expected = pyro_potential(
+            unflatten(leaf, density.layout.unconstrained_shapes, density.layout.unconstrained_shapes)
+        )
+        assert energy[chain].item() == pytest.approx(expected.item(), rel=1e-9)
+        assert torch.allclose(gradient[chain], torch.autograd.grad(expected, leaf)[0], rtol=1e-6, atol=1e-8)
+    assert torch.allclose(density.energy(z), energy)
+    if isinstance(model, nn.Module):
+        model.float()
+
+
+def test_chunks_of_chains_change_nothing():
+    whole, chunked = Density(hierarchical, args=(X, Y)), Density(hierarchical, args=(X, Y), chain_chunk=3)
+    z = starting_points(whole, 7)
+    for a, b in zip(whole.energy_and_gradient(z), chunked.energy_and_gradient(z), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_constrain_and_unconstrain_are_inverse_and_respect_supports():
+    density = Density(hierarchical, args=(X, Y), dtype=torch.float64)
+    z = starting_points(density, 6)
+    weights = density.constrain(z)
+    assert {site: w.shape[1:] for site, w in weights.items()} == density.layout.site_shapes
+    assert (weights["tau"] > 0).all()
+    assert torch.allclose(weights["mix"].sum(-1), torch.ones(6, dtype=torch.float64))
+    assert torch.allclose(density.unconstrain(weights), z, atol=1e-9)
+    assert density.dim == 1 + 1 + 2 + 1 + 3 + 16
+
+
+def test_log_determinants_make_the_prior_integrate_to_one():
+    # U(z) of a prior alone is -log of a density over z: its integral over the line is 1, by the trapezoidal rule.
+    def prior() -> None:
+        pyro.sample("s", dist.HalfNormal(2.0))
+
+    z = torch.linspace(-12, 4, 4001, dtype=torch.float64)[:, None]
+    density = (-Density(prior, dtype=torch.float64).energy(z)).exp()
+    assert torch.trapezoid(density, z[:, 0]).item() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_mini_batches_that_cover_the_data_average_to_the_full_energy():
+    labels = torch.arange(8) % 3
+    for model, y in ((bayesian_model(num_data=8), Y), (bayesian_model("categorical"), labels), (PlateModel(), Y)):
+        full = Density(model, args=(X, y))
+        cut = Density(model, args=(X, y), batch_size=2, subsampled=True)
+        assert cut.row_counts == {"rows": (8, 2)}
+        z = starting_points(full, 4)
+        order = torch.stack([torch.randperm(8) for _ in range(4)])  # each chain its own partition
+        parts = [cut.energy_and_gradient(z, {"rows": order[:, 2 * k : 2 * k + 2]}) for k in range(4)]
+        expected = full.energy_and_gradient(z)
+        for i in range(2):
+            assert torch.allclose(torch.stack([p[i] for p in parts]).mean(0), expected[i], rtol=1e-4, atol=1e-3)
+
+
+class PlateModel(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", 8, subsample=torch.arange(len(x))):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+def subsampling(x: Tensor, y: Tensor) -> None:
+    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", 8, subsample_size=2) as rows:
+        pyro.sample("y", dist.Normal(x[rows] @ w, 1.0), obs=y[rows])
+
+
+def test_a_plate_that_subsamples_gets_each_chains_own_rows():
+    density = Density(subsampling, args=(X, Y), subsampled=True)
+    full = Density(PlateModel(), args=(X, Y))
+    assert density.row_counts == {"data": (8, 2)}
+    z = starting_points(density, 3)
+    order = torch.stack([torch.randperm(8) for _ in range(3)])
+    parts = torch.stack([density.energy(z, {"data": order[:, 2 * k : 2 * k + 2]}) for k in range(4)])
+    assert torch.allclose(parts.mean(0), full.energy(z), rtol=1e-4)
+    assert (parts.std(0) > 1e-3).all()
+
+
+@pytest.mark.stochastic
+def test_given_prior_and_uniform_starts():
+    density = Density(bayesian_model(), args=(X, Y))
+    assert starting_points(density, 400, "uniform").abs().max() <= 2
+    prior = density.constrain(starting_points(density, 400))  # a network's default
+    # The standard deviation of 400 x 12 normal draws is off by more than 5 % with probability below 1e-5.
+    assert prior["0.weight"].std().item() == pytest.approx(1.0, abs=0.05)
+    given = {site: value[:3] for site, value in prior.items()}
+    assert torch.allclose(density.constrain(starting_points(density, 3, given))["0.weight"], given["0.weight"])
+    one = {site: value[0] for site, value in prior.items()}
+    assert starting_points(density, 5, one).shape == (5, density.dim)
+
+
+def test_chains_that_start_without_finite_energy_are_drawn_anew():
+    def half_plane() -> None:
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("wall", torch.where(x > 1.0, torch.tensor(0.0), torch.tensor(-torch.inf)))
+
+    z = starting_points(Density(half_plane), 50, "uniform")
+    assert (z > 1).all()
+    assert z.unique().numel() == 50
+
+
+def test_singular_matrices_cost_one_chain_only():
+    def model() -> None:
+        s = pyro.sample("s", dist.Normal(0.0, 0.1))
+        matrix = torch.eye(2) + s * torch.tensor([[0.0, 1.0], [1.0, 0.0]])  # positive definite for |s| < 1
+        pyro.factor("f", torch.linalg.cholesky(matrix).diagonal().log().sum())
+
+    density = Density(model)
+    energy, gradient = density.energy_and_gradient(torch.tensor([[0.5], [2.0], [-0.5], [0.1]]))
+    assert torch.isinf(energy).tolist() == [False, True, False, False]
+    expected = 0.5 * 25 + 0.9189 + torch.log(torch.tensor(0.1)) - 0.5 * torch.log(torch.tensor(0.75))
+    assert energy[0].item() == pytest.approx(expected.item(), abs=1e-3)
+    assert torch.isfinite(gradient).all()
+
+
+def test_a_module_with_single_precision_priors_runs_in_double():
+    single, double = PyroNet().eval(), PyroNet(torch.float64).eval()
+    density = Density(single, args=(X, Y), dtype=torch.float64)
+    z = starting_points(density, 3, "prior")
+    reference = Density(double.double(), args=(X.double(), Y.double()), dtype=torch.float64)
+    assert z.dtype == torch.float64
+    assert torch.allclose(density.energy(z), reference.energy(z), rtol=1e-6)
+
+
+def test_device_and_dtype_leave_the_callers_module_alone():
+    model = bayesian_model()
+    density = Density(model, args=(X, Y), device="cpu", dtype=torch.float64)
+    assert starting_points(density, 2).dtype == torch.float64
+    assert next(model.net.parameters()).dtype == torch.float32
+
+
+# what is refused ----------------------------------------------------------------------------------------------------
+
+
+def discrete(y: Tensor) -> None:
+    with pyro.plate("data", len(y)):
+        k = pyro.sample("assignment", dist.Categorical(torch.ones(2)))
+        pyro.sample("y", dist.Normal(k.float(), 1.0), obs=y)
+
+
+def moving_support() -> None:
+    a = pyro.sample("a", dist.HalfNormal(1.0))
+    pyro.sample("b", dist.Uniform(0.0, a))
+
+
+def varying_sites() -> None:
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    pyro.sample(f"b{torch.randint(10**6, ()).item()}", dist.Normal(a, 1.0))
+
+
+def fixed_subsample(x: Tensor) -> None:
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", 100, subsample=torch.arange(len(x))):
+        pyro.sample("y", dist.Normal(w, 1.0), obs=x[:, 0])
+
+
+def local_latent(x: Tensor) -> None:
+    with pyro.plate("data", 8, subsample_size=2) as rows:
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=x[rows, 0])
+
+
+def branching() -> None:
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    pyro.factor("f", a if a > 0 else -a)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "options", "message"),
+    [
+        (discrete, (Y,), {}, "'assignment' is discrete.*Sum it out"),
+        (moving_support, (), {}, "'b' depends on other sites"),
+        (varying_sites, (), {}, "exist in some runs of the model only"),
+        (subsampling, (X, Y), {}, "'data': 2 of 8 rows.*SGHMC"),
+        (fixed_subsample, (X,), {}, "'data' holds 8 of 100 rows, always the same"),
+        (local_latent, (X,), {"subsampled": True}, "'z' lies in the subsampled plate 'data'"),
+        (PyroNet().train(), (X, Y), {}, "'norm' is batch normalisation in train mode"),
+        (branching, (), {}, "can't be evaluated for many chains at once"),
+        (lambda: None, (), {}, "no latent site"),
+        (bayesian_model(), (X,), {}, "given x and y"),
+        (bayesian_model(num_data=100), (X, Y), {}, "num_data=100"),
+        (bayesian_model(), (X, Y[:5]), {}, "x has 8 rows but y has 5"),
+        (bayesian_model(), (X, Y), {"batch_size": 9, "subsampled": True}, "batch_size is 9"),
+        (bayesian_model(), (X, Y), {"chain_chunk": 0}, "chain_chunk is 0"),
+        (bayesian_model(), (X, Y * torch.nan), {"_initial": "prior"}, "no starting point.*NaN or infinite.*'y'"),
+        (scaled, (Y / 0,), {"_initial": "uniform"}, "NaN or infinite values, in 'y'"),
+        (scaled, (Y,), {"_initial": {"b": torch.tensor(0.0), "s": torch.tensor(-1.0)}}, "not finite, is 's'"),
+        (hierarchical, (X, Y), {"_initial": "nowhere"}, "'nowhere'"),
+        (bayesian_model(), (X, Y), {"_initial": {"0.weight": torch.zeros(4, 3)}}, "lacks the sites"),
+    ],
+)
+def test_what_cannot_be_sampled_is_named(model, args, options, message):
+    options = dict(options)
+    start = options.pop("_initial", "prior")
+    with pytest.raises(ValueError, match=message):
+        starting_points(Density(model, args=args, **options), 4, start)
+
+
+def test_a_likelihood_that_is_not_scaled_to_the_full_data_is_warned_of():
+    def unscaled(x: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    def scaled_by_its_plate(x: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        mean = pyro.deterministic("mean", x @ w)  # which Pyro calls observed, and which needs no scale
+        with pyro.plate("data", 8, subsample=x):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    with pytest.warns(UserWarning, match="4 times too little"):
+        Density(unscaled, args=(X, Y), batch_size=2, subsampled=True)
+    Density(scaled_by_its_plate, args=(X, Y), batch_size=2, subsampled=True)
+    Density(PlateModel(), args=(X, Y), batch_size=2, subsampled=True)  # warnings are errors: none may come here

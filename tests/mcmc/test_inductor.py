@@ -1,0 +1,123 @@
+"""Compiled potentials: the same energies and gradients as uncompiled ones, for any number of chains and any model."""
+
+import shutil
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroModule, PyroSample
+from torch import Tensor, nn
+
+from pyro_symmetric.mcmc import Density
+from pyro_symmetric.mcmc.density import inductor
+from pyro_symmetric.mcmc.starts import starting_points
+from pyro_symmetric.models import BayesianModel
+
+X, Y = torch.linspace(-2, 2, 24).reshape(8, 3), torch.linspace(-1, 1, 8)
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
+
+class PyroNet(PyroModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = PyroModule[nn.Linear](3, 4)
+        self.first.weight = PyroSample(dist.Normal(0.0, 1.0).expand([4, 3]).to_event(2))
+        self.second = PyroModule[nn.Linear](4, 1)
+        self.second.weight = PyroSample(dist.Laplace(0.0, 1.0).expand([1, 4]).to_event(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> None:
+        sigma = pyro.sample("sigma", dist.Gamma(2.0, 2.0))
+        mean = self.second(self.first(x).tanh()).squeeze(-1)
+        with pyro.plate("data", 8, subsample=torch.arange(len(x))):
+            pyro.sample("y", dist.Normal(mean, sigma), obs=y)
+
+
+def hierarchical(x: Tensor, y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+    mix = pyro.sample("mix", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("groups", 8):
+        theta = pyro.sample("theta", dist.Normal(mu, tau))
+        pyro.sample("y", dist.Normal(theta * mix[0] + x[:, 0], 0.5), obs=y)
+
+
+def convolutional() -> BayesianModel:
+    net = nn.Sequential(nn.Conv1d(1, 2, 2), nn.GELU(), nn.Flatten(), nn.Linear(4, 1))
+    return BayesianModel(net, likelihood="gaussian")
+
+
+MODELS = {
+    "pyro_module": (PyroNet, (X, Y)),
+    "hierarchical": (lambda: hierarchical, (X, Y)),
+    "convolutional": (convolutional, (X[:, None], Y)),
+}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_energies_and_gradients_equal_uncompiled_ones(name):
+    make, args = MODELS[name]
+    model = make()
+    density = Density(model, args=args, engine="inductor", chain_chunk=8)
+    plain = Density(model, args=args, engine="torch")
+    assert density.engine == "inductor"
+    z = 0.5 * starting_points(plain, 11, "uniform")
+    for count in (1, 2, 3, 8, 11):  # a small program, a whole one, padded ones, more than one
+        for found, expected in zip(
+            density.energy_and_gradient(z[:count]), plain.energy_and_gradient(z[:count]), strict=True
+        ):
+            assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert len(density._fast._programs) == 2
+    assert density.engine == "inductor"
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_mini_batches_are_each_chains_own():
+    model = PyroNet()
+    density = Density(model, args=(X, Y), engine="inductor", chain_chunk=4, batch_size=2, subsampled=True)
+    plain = Density(model, args=(X, Y), engine="torch", batch_size=2, subsampled=True)
+    z = 0.5 * starting_points(plain, 3, "uniform")
+    for _ in range(2):
+        rows = {"rows": torch.stack([torch.randperm(8)[:2] for _ in z])}
+        for found, expected in zip(
+            density.energy_and_gradient(z, rows), plain.energy_and_gradient(z, rows), strict=True
+        ):
+            assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_singular_matrices_cost_one_chain_only_when_compiled_as_well():
+    def model() -> None:
+        s = pyro.sample("s", dist.Normal(0.0, 0.1))
+        matrix = torch.eye(2) + s * torch.tensor([[0.0, 1.0], [1.0, 0.0]])  # positive definite for |s| < 1
+        pyro.factor("f", torch.linalg.cholesky(matrix).diagonal().log().sum())
+
+    z = torch.tensor([[0.5], [2.0], [-0.5], [0.1]])
+    found = Density(model, engine="inductor", chain_chunk=4).energy_and_gradient(z)
+    expected = Density(model, engine="torch").energy_and_gradient(z)
+    assert torch.isinf(found[0]).tolist() == [False, True, False, False]
+    assert torch.allclose(found[0], expected[0])
+    assert torch.allclose(found[1], expected[1])
+
+
+def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(inductor.torch, "compile", broken)
+    density = Density(PyroNet(), args=(X, Y), engine="inductor")
+    z = torch.rand(5, density.dim) - 0.5
+    with pytest.warns(RuntimeWarning, match=r"torch.compile failed.*no compiler here"):
+        found = density.energy_and_gradient(z)
+    assert density.engine == "torch"
+    assert torch.equal(density.energy_and_gradient(z)[1], found[1])  # and no second warning
+
+
+def test_nothing_but_networks_is_compiled_unless_asked_for():
+    assert Density(hierarchical, args=(X, Y)).engine == "torch"
+    assert Density(PyroNet(), args=(X, Y), engine="torch").engine == "torch"

@@ -1,0 +1,171 @@
+"""Targets: networks run in parallel threads, traced models alone; neither draws from or switches what others use."""
+
+import copy
+import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroModule, PyroSample
+from pyro.poutine.runtime import _PYRO_STACK
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from pyro_symmetric import log_joint
+from pyro_symmetric.mcmc import Density
+from pyro_symmetric.mcmc.density.native import compiler
+from pyro_symmetric.models import BayesianModel
+
+X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
+MEETING, GATE = threading.Event(), threading.Barrier(2)
+CHECKS: list[bool] = []  # whether distributions check values while a network runs
+
+
+class Meeting(nn.Module):
+    """A network that isn't a chain of layers, and waits for another thread within its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if MEETING.is_set():
+            GATE.wait(30)
+            CHECKS.append(Distribution._validate_args)
+        return self.linear(x).tanh() + x.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+def test_networks_run_in_parallel_threads_and_switch_no_check_off(likelihood):
+    class Two(Meeting):
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            return found if likelihood == "gaussian" else torch.cat([found, -found], -1)
+
+    model = BayesianModel(Two(), likelihood=likelihood)
+    y = Y if likelihood == "gaussian" else torch.arange(6) % 2
+    densities = [Density(model, (X, y)) for _ in range(2)]  # of one and the same model
+    assert all("doesn't follow" in density.engine_reason for density in densities)
+    points = [density.draw_prior(3, torch.Generator().manual_seed(k)) for k, density in enumerate(densities)]
+    alone = [density.energy_and_gradient(z) for density, z in zip(densities, points, strict=True)]
+    own = {name: value.clone() for name, value in model.net.named_parameters()}
+    MEETING.set()
+    CHECKS.clear()
+    try:
+        with ThreadPoolExecutor(2) as threads:  # if one waited for the other, the gate would stay shut
+            both = list(threads.map(lambda density, z: density.energy_and_gradient(z), densities, points))
+    finally:
+        MEETING.clear()
+    for found, expected in zip(both, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(CHECKS) == 2
+    assert all(CHECKS)
+    assert all(torch.equal(value, own[name]) for name, value in model.net.named_parameters())
+
+
+def test_traced_models_run_alone_and_leave_pyros_handlers_and_checks_as_they_were():
+    inside, most = [], []
+
+    def model(y: Tensor) -> None:
+        inside.append(1)
+        most.append(len(inside))
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        time.sleep(1e-3)  # another thread's chance
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
+        inside.pop()
+
+    density, joint, z = Density(model, (Y,)), log_joint(model, Y), torch.linspace(-2, 2, 5)[:, None]
+    energy = 0.5 * z[:, 0].square() + 0.5 * (Y - z).square().sum(1) + 7 * 0.5 * torch.log(torch.tensor(2 * torch.pi))
+
+    def evaluate(k: int) -> Tensor:
+        return density.energy_and_gradient(z)[0] if k % 2 else -joint({"loc": z[:, 0]})
+
+    before = Distribution._validate_args
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(evaluate, range(24)))
+    assert all(torch.allclose(one, energy, rtol=1e-5) for one in found)
+    assert max(most) == 1
+    assert _PYRO_STACK == []
+    assert Distribution._validate_args == before
+
+
+class Checking(PyroModule):
+    """Its prior was made with checks of values, which switching the default off doesn't reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prior = dist.HalfNormal(torch.ones(()), validate_args=True).expand([2]).to_event(1)
+        self.weight = PyroSample(self.prior)
+
+    def forward(self, x: Tensor, y: Tensor) -> None:
+        mean = x @ self.weight
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def test_a_chain_without_numbers_stops_no_other_and_the_users_prior_still_checks():
+    model = Checking()
+    density = Density(model, (X, Y))
+    z = torch.tensor([[0.1, 0.2], [torch.nan, 0.0], [-0.3, 0.4]])
+    energy, gradient = density.energy_and_gradient(z)
+    expected = density.energy_and_gradient(z[[0, 2]])
+    assert torch.equal(energy[[0, 2]], expected[0])
+    assert torch.equal(gradient[[0, 2]], expected[1])
+    assert energy[1].isnan()
+    w = z[0].exp()  # half-normal prior, unit noise, and the transform's log-determinant
+    normals = 0.5 * (Y - X @ w).square().sum() + 0.5 * w.square().sum() + 4 * torch.log(torch.tensor(2 * torch.pi))
+    assert energy[0].item() == pytest.approx(float(normals - 2 * torch.log(torch.tensor(2.0)) - z[0].sum()), rel=1e-5)
+    with pytest.raises(ValueError, match="within the support"):
+        model.prior.log_prob(torch.tensor([-1.0, 1.0]))
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("traced", [True, False])
+def test_draws_from_the_prior_come_from_the_generator_that_is_given_and_from_no_other(traced):
+    def scales() -> None:
+        pyro.sample("loc", dist.Normal(torch.tensor([1.0, -1.0]), 2.0).to_event(1))
+
+    net = BayesianModel(nn.Linear(1, 1), prior=2.0, likelihood="gaussian")
+    density = Density(scales) if traced else Density(net, (X[:, :1], Y))
+    before = torch.get_rng_state()
+    generator = torch.Generator().manual_seed(3)
+    first, second = density.draw_prior(400, generator), density.draw_prior(400, generator)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(density.draw_prior(400, torch.Generator().manual_seed(3)), first)
+    assert not torch.equal(first, second)
+    both = torch.cat([first, second])[:, :2]
+    mean = torch.tensor([1.0, -1.0]) if traced else torch.zeros(2)
+    # Of 800 normal draws, the mean is off by 5 and the deviation by 5 standard errors with probability below 1e-5.
+    assert ((both.mean(0) - mean).abs() < 5 * 2 / 800**0.5).all()
+    assert ((both.std(0) - 2).abs() < 5 * 2 / 1600**0.5).all()
+
+
+def test_a_log_joint_compiles_nothing_and_names_what_is_missing(monkeypatch):
+    def refuse() -> None:
+        raise AssertionError("a compiler was asked for")
+
+    monkeypatch.setattr(compiler, "_outcome", refuse)
+    model = BayesianModel(nn.Linear(2, 1), likelihood="gaussian")
+    weights = {name: prior.sample((4,)) for name, prior in model.priors().items()}
+    density = log_joint(model, X, Y)
+    assert torch.allclose(density(weights), model.log_joint(weights, X, Y), rtol=1e-5)
+    del weights["noise_scale"]
+    with pytest.raises(ValueError, match=r"weights lacks the sites.*noise_scale"):
+        density(weights)
+
+
+def test_a_twin_shares_the_tensors_of_its_model_and_nothing_else():
+    model = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
+    twin = model.twin()
+    assert twin.net is not model.net
+    ours, theirs = ({**dict(m.net.named_parameters()), **dict(m.net.named_buffers())} for m in (model, twin))
+    assert all(theirs[name] is value for name, value in ours.items())
+    weights = {name: prior.sample((5,)) for name, prior in model.priors().items()}
+    expected = model.outputs(weights, X)
+    for other in (twin, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other.outputs(weights, X), expected)

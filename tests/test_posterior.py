@@ -1,0 +1,489 @@
+"""Posterior: selection, diagnostics, ArviZ and the store."""
+
+import json
+import os
+import resource
+import struct
+
+import arviz_stats
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+from pyro.infer.mcmc.util import select_samples
+from safetensors.torch import save_file
+from torch import nn
+
+import pyro_symmetric as ps
+from pyro_symmetric.arviz_export import to_arviz
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.posterior import Posterior
+
+
+@pytest.fixture
+def posterior() -> Posterior:
+    return Posterior(
+        {"b": torch.randn(3, 50, 2, 4), "a": torch.randn(3, 50, dtype=torch.float64)},
+        {"diverging": torch.rand(3, 50) < 0.1, "acceptance_rate": torch.rand(3, 50)},
+        {"kernel": "HMC", "note": "é", "list": [1, 2.5, None]},
+        rows="chains",
+    )
+
+
+def assert_same(found: Posterior, expected: Posterior) -> None:
+    assert list(found.samples) == list(expected.samples)
+    assert list(found.statistics) == list(expected.statistics)
+    for entries, wanted in ((found.samples, expected.samples), (found.statistics, expected.statistics)):
+        for name, value in wanted.items():
+            assert entries[name].dtype == value.dtype
+            assert torch.equal(entries[name], value)
+    assert found.metadata == expected.metadata
+
+
+@pytest.mark.parametrize("group_by_chain", [False, True])
+@pytest.mark.parametrize("num_samples", [None, 70])
+def test_get_samples_selects_as_pyro_does(posterior, num_samples, group_by_chain):
+    torch.manual_seed(1)
+    expected = select_samples(posterior.samples, num_samples, group_by_chain)
+    torch.manual_seed(1)
+    found = posterior.get_samples(num_samples, group_by_chain)
+    assert all(torch.equal(found[site], expected[site]) for site in expected)
+    batch = {(None, False): (150,), (None, True): (3, 50), (70, False): (70,), (70, True): (3, 70)}
+    assert found["b"].shape == (*batch[num_samples, group_by_chain], 2, 4)
+
+
+def test_sizes_and_shapes(posterior):
+    assert (posterior.num_chains, posterior.num_samples) == (3, 50)
+    assert posterior.site_shapes == {"b": (2, 4), "a": ()}
+    assert posterior.divergences.tolist() == posterior.statistics["diverging"].sum(1).tolist()
+    assert "3 chains of 50 draws, 9 weights, by HMC" in repr(posterior)
+
+
+def test_from_samples_cuts_consecutive_draws_into_chains():
+    w = torch.arange(24.0).reshape(12, 2)
+    posterior = Posterior.from_samples({"w": w}, num_chains=3, statistics={"lp": torch.arange(12.0)}, rows="chains")
+    assert torch.equal(posterior.samples["w"][1], w[4:8])
+    assert torch.equal(posterior.get_samples()["w"], w)
+    assert posterior.statistics["lp"].shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Posterior({}, rows="chains"), "samples is empty"),
+        (lambda: Posterior({"w": torch.zeros(3)}, rows="chains"), r"samples\['w'\] is of shape \(3,\)"),
+        (
+            lambda: Posterior({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, rows="chains"),
+            r"samples\['b'\] has shape \(2, 4\)",
+        ),
+        (
+            lambda: Posterior({"a": torch.zeros(2, 3)}, {"lp": torch.zeros(2, 3, 1)}, rows="chains"),
+            r"statistics\['lp'\]",
+        ),
+        (lambda: Posterior.from_samples({"a": torch.zeros(7)}, num_chains=2, rows="chains"), "num_chains=2"),
+    ],
+)
+def test_bad_input_is_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+# diagnostics --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.stochastic
+def test_diagnostics_of_an_autoregression_match_its_known_effective_sample_size():
+    # AR(1) with coefficient r has ESS/N = (1-r)/(1+r). Over 4 x 4000 draws the estimate's relative error is about 3 %
+    # per weight; the median of 8 weights lies within 15 % but for a chance below 1e-6.
+    r, chains, draws = 0.6, 4, 4000
+    noise = torch.randn(chains, draws, 8, dtype=torch.float64)
+    x = torch.zeros_like(noise)
+    x[:, 0] = noise[:, 0]
+    for t in range(1, draws):
+        x[:, t] = r * x[:, t - 1] + (1 - r**2) ** 0.5 * noise[:, t]
+    found = Posterior({"x": x}, rows="chains").diagnostics()["x"]
+    expected = chains * draws * (1 - r) / (1 + r)
+    assert found["ess_bulk_median"] == pytest.approx(expected, rel=0.15)
+    assert found["ess_bulk"] <= found["ess_bulk_median"]
+    assert found["r_hat_median"] <= found["r_hat"] < 1.02
+
+
+def test_r_hat_names_the_worst_weight_of_a_site():
+    x = torch.randn(4, 200, 10)
+    x[2, :, 7] += 5
+    found = Posterior({"x": x}, rows="chains").diagnostics()["x"]
+    assert found["r_hat"] > 1.3
+    assert found["r_hat_median"] < 1.05
+
+
+@pytest.mark.parametrize("shape", [(1, 100), (4, 3), (1, 1), (2, 0)])
+def test_too_few_draws_or_chains_give_nan(shape):
+    posterior = Posterior({"x": torch.randn(*shape, 2)}, rows="chains")
+    assert np.isnan(posterior.diagnostics()["x"]["r_hat"])
+    assert "nan" in posterior.summary_table()
+
+
+def test_a_stuck_or_broken_weight_makes_the_worst_nan_but_not_the_median():
+    x = torch.randn(4, 100, 5)
+    x[..., 0] = 3.0
+    stuck = Posterior({"x": x}, rows="chains").diagnostics()["x"]
+    assert np.isnan(stuck["ess_bulk"])
+    assert stuck["ess_bulk_median"] > 100
+    assert "nan: entries that never change" in Posterior({"x": x}, rows="chains").summary_table()
+    x[0, 0, 1] = torch.inf
+    assert np.isnan(Posterior({"x": x}, rows="chains").diagnostics()["x"]["r_hat"])
+
+
+def test_summary_has_one_line_for_each_entry_and_one_for_each_site(posterior, capsys):
+    posterior.summary()
+    lines = capsys.readouterr().out.splitlines()
+    entries = sum(shape.numel() for shape in posterior.site_shapes.values())
+    blank = lines.index("")
+    assert blank == 1 + entries
+    assert len(lines[blank + 1 :]) == 1 + len(posterior.site_shapes) + 1
+    assert f"{int(posterior.divergences.sum())} of 150 diverged" in lines[-1]
+
+
+def test_divergences_are_listed_as_pyro_lists_them(posterior):
+    listed = posterior.diagnostics()["divergences"]
+    assert list(listed) == ["chain 0", "chain 1", "chain 2"]
+    assert listed["chain 1"] == [d for d in range(50) if posterior.statistics["diverging"][1, d]]
+
+
+# ArviZ --------------------------------------------------------------------------------------------------------------
+
+
+def test_to_arviz_keeps_values_and_names(posterior):
+    tree = to_arviz(posterior, dims={"b": ["out", "in"]})
+    assert tree["posterior"]["b"].dims == ("chain", "draw", "out", "in")
+    assert np.array_equal(tree["posterior"]["a"].values, posterior.samples["a"].numpy())
+    assert np.array_equal(tree["sample_stats"]["diverging"].values, posterior.statistics["diverging"].numpy())
+    assert json.loads(tree.attrs["metadata"]) == posterior.metadata
+
+
+def test_many_short_chains_reach_arviz_without_a_warning():
+    assert to_arviz(Posterior({"w": torch.randn(64, 5, 2)}, rows="chains"))["posterior"]["w"].shape == (64, 5, 2)
+
+
+def test_log_likelihood_and_predictions_reach_arviz_by_row():
+    model = BayesianModel(nn.Linear(2, 3))
+    x, y = torch.randn(7, 2), torch.randint(3, (7,))
+    posterior = Posterior({name: prior.sample((2, 5)) for name, prior in model.priors().items()}, rows="chains")
+    tree = to_arviz(posterior, log_likelihood=(model, x, y), posterior_predictive=(model, x))
+    attached = to_arviz(posterior.attach(model, x, y), log_likelihood=True, posterior_predictive=True)
+    for found in (tree, attached):
+        assert found["log_likelihood"]["y"].dims == ("chain", "draw", "row")
+        expected = model.log_likelihood(posterior.samples, x, y).numpy()
+        np.testing.assert_allclose(found["log_likelihood"]["y"].values, expected, atol=1e-5)
+        assert found["posterior_predictive"]["y"].shape == (2, 5, 7)
+        assert np.array_equal(found["observed_data"]["y"].values, y.numpy())
+    with pytest.raises(ValueError, match="doesn't know"):
+        to_arviz(posterior, log_likelihood=True)
+    with pytest.raises(TypeError, match="log_likelihood is 'y'"):
+        to_arviz(posterior, log_likelihood="y")
+
+
+@pytest.mark.stochastic
+def test_arvizs_loo_of_exact_draws_is_the_exact_one():
+    """Mean ~ N(0, 3²), y ~ N(mean, 1): each row given the others is normal, with known mean and variance."""
+
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 3.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    y = torch.randn(20)
+    precision = 1 / 9 + 20
+    draws = y.sum() / precision + torch.randn(4, 2000) / precision**0.5
+    tree = to_arviz(Posterior({"mean": draws}, rows="chains"), log_likelihood=(model, y))
+    others = precision - 1
+    exact = dist.Normal((y.sum() - y) / others, (1 + 1 / others) ** 0.5).log_prob(y).sum()
+    assert arviz_stats.loo(tree).elpd == pytest.approx(float(exact), abs=0.1)  # its standard error is 0.018
+    assert float(arviz_stats.ess(tree)["mean"]) > 5000
+
+
+def test_layers_axes_are_named_in_arviz():
+    shapes = {"0.weight": (5, 2), "0.bias": (5,), "1.weight": (4, 5, 3, 3), "1.bias": (4,), "norm.weight": (4,)}
+    posterior = Posterior({site: torch.zeros(2, 4, *shape) for site, shape in shapes.items()}, rows="chains")
+    tree = to_arviz(posterior)["posterior"]
+    assert tree["0.weight"].dims[2:] == ("0.out", "0.in")
+    assert tree["0.bias"].dims[2:] == ("0.out",)
+    assert tree["1.weight"].dims[2:] == ("1.out", "1.in", "1.kernel_0", "1.kernel_1")
+    assert tree["norm.weight"].dims[2:] == ("norm.weight_dim_0",)
+
+
+# where it comes from, and parts of it -------------------------------------------------------------------------------
+
+
+def test_an_attached_posterior_has_what_arvizs_from_pyro_reads(posterior):
+    def model(x, scale=1.0):
+        a = pyro.sample("a", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(a, scale), obs=x)
+
+    x = torch.zeros(3)
+    attached = posterior.attach(model, x, scale=2.0)
+    assert attached.kernel.model is model
+    assert (attached._args, attached._kwargs) == ((x,), {"scale": 2.0})
+    # What from_pyro does with them, in its own order.
+    trace = pyro.poutine.trace(attached.kernel.model).get_trace(*attached._args, **attached._kwargs)
+    assert trace.nodes["y"]["is_observed"]
+    grouped = attached.get_samples(group_by_chain=True)
+    assert all(value.shape[:2] == (attached.num_chains, attached.num_samples) for value in grouped.values())
+    divergences = attached.diagnostics()["divergences"]
+    assert sum(map(len, divergences.values())) == int(posterior.statistics["diverging"].sum())
+    log_likelihood = Predictive(model, {"a": attached.get_samples()["a"]}).get_vectorized_trace(x, scale=2.0)
+    assert log_likelihood.nodes["y"]["fn"].log_prob(x).shape[0] == 150
+
+
+def test_arvizs_from_pyro_takes_it(posterior):
+    arviz = pytest.importorskip("arviz", exc_type=(ImportError, AttributeError))
+    if not hasattr(arviz, "from_pyro"):
+        pytest.skip("this ArviZ has no from_pyro")
+    samples = Posterior({"a": posterior.samples["a"]}, posterior.statistics, rows="chains")
+
+    def model():
+        pyro.sample("a", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+
+    data = arviz.from_pyro(samples.attach(model))
+    assert np.array_equal(data.posterior["a"].values, posterior.samples["a"].numpy())
+    assert np.array_equal(data.sample_stats["diverging"].values, posterior.statistics["diverging"].numpy())
+
+
+def test_divergences_are_listed_even_where_none_are_known():
+    assert Posterior({"w": torch.randn(2, 5)}, rows="chains").diagnostics()["divergences"] == {
+        "chain 0": [],
+        "chain 1": [],
+    }
+
+
+def test_a_posterior_remembers_a_sampler_or_a_model_through_its_parts(posterior):
+    class Sampler:
+        def __init__(self, model):
+            self.model = model
+
+    sampler, model = Sampler(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
+    assert posterior.attach(sampler).thin(2).kernel is sampler
+    assert posterior.attach(model).select(chains=0).model is model
+    assert not posterior.is_attached
+    with pytest.raises(AttributeError, match=r"posterior\.attach"):
+        posterior.kernel.model  # noqa: B018
+    with pytest.raises(TypeError, match="kernel_or_model is 3; it must be a sampler or a model"):
+        posterior.attach(3)
+
+
+def test_thinning_keeps_the_last_draw_and_copies_nothing(posterior):
+    thin = posterior.thin(7)
+    assert thin.num_samples == 8
+    assert torch.equal(thin.samples["b"], posterior.samples["b"][:, 0::7][:, :8])
+    assert thin.samples["b"].data_ptr() == posterior.samples["b"].data_ptr()
+    assert torch.equal(posterior.thin(4).statistics["diverging"], posterior.statistics["diverging"][:, 1::4])
+    assert posterior.thin(4).metadata == posterior.metadata
+    with pytest.raises(ValueError, match="every is 0"):
+        posterior.thin(0)
+
+
+def test_chains_and_draws_are_selected_together(posterior):
+    part = posterior.select(chains=[2, 0], draws=slice(40, None))
+    assert torch.equal(part.samples["b"], posterior.samples["b"][[2, 0], 40:])
+    assert torch.equal(part.statistics["diverging"], posterior.statistics["diverging"][[2, 0], 40:])
+    assert posterior.select(chains=1, draws=-1).samples["a"].shape == (1, 1)
+
+
+# the store ----------------------------------------------------------------------------------------------------------
+
+
+def test_save_and_load_round_trip(posterior, tmp_path):
+    path = tmp_path / "posterior.safetensors"
+    posterior.save(path)
+    assert_same(Posterior.load(path), posterior)
+    assert [p.name for p in tmp_path.iterdir()] == ["posterior.safetensors"]
+
+
+def test_views_of_one_tensor_and_non_contiguous_draws_are_stored_whole(tmp_path):
+    base = torch.randn(5, 3, 4)
+    posterior = Posterior({"x": base.transpose(0, 1), "y": base.transpose(0, 1)[..., :2]}, rows="chains")
+    posterior.save(tmp_path / "p")
+    assert_same(Posterior.load(tmp_path / "p"), posterior)
+
+
+def test_saving_over_a_loaded_file_leaves_the_loaded_draws_alone(posterior, tmp_path):
+    path = tmp_path / "p"
+    posterior.save(path)
+    loaded = Posterior.load(path)
+    Posterior({"a": torch.zeros(3, 50)}, rows="chains").save(path)
+    assert_same(loaded, posterior)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_file_is_named(posterior, tmp_path, keep):
+    path = tmp_path / "p"
+    posterior.save(path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="damaged"):
+        Posterior.load(path)
+
+
+def test_foreign_newer_and_missing_files_are_named(posterior, tmp_path):
+    (tmp_path / "text").write_text("no tensors here, only a long enough text")
+    save_file({"x": torch.zeros(2)}, tmp_path / "foreign")
+    header = {"format": "pyro_symmetric.posterior", "version": "99", "json": "{}"}
+    save_file({"x": torch.zeros(2)}, tmp_path / "newer", header)
+    save_file({"x": torch.zeros(2)}, tmp_path / "broken", {**header, "version": "1", "json": "{"})
+    for name, message in (("text", "damaged"), ("foreign", "no posterior"), ("newer", "newer"), ("broken", "header")):
+        with pytest.raises(ValueError, match=message):
+            Posterior.load(tmp_path / name)
+    with pytest.raises(OSError, match="no posterior at"):
+        Posterior.load(tmp_path / "missing")
+
+
+def test_a_header_whose_json_lacks_entries_is_named(tmp_path):
+    header = {"format": "pyro_symmetric.posterior", "version": "1", "json": "{}"}
+    save_file({"x": torch.zeros(2)}, tmp_path / "p", header)
+    with pytest.raises(ValueError, match="header"):
+        Posterior.load(tmp_path / "p")
+
+
+def test_a_full_disk_gives_one_error_and_leaves_the_old_file(posterior, tmp_path):
+    path = tmp_path / "p"
+    posterior.save(path)
+    large = Posterior({"w": torch.zeros(4, 1000, 100)}, rows="chains")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # stands for a disk with no room left
+    try:
+        with pytest.raises(OSError, match="couldn't be saved"):
+            large.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_same(Posterior.load(path), posterior)
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+def test_a_missing_folder_gives_one_error(posterior, tmp_path):
+    with pytest.raises(OSError, match="couldn't be saved"):
+        posterior.save(tmp_path / "nowhere" / "p")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root writes anywhere")
+def test_a_read_only_folder_gives_one_error(posterior, tmp_path):
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(OSError, match="couldn't be saved"):
+            posterior.save(tmp_path / "p")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_metadata_that_json_cannot_hold_is_named(tmp_path):
+    with pytest.raises(ValueError, match="metadata"):
+        Posterior({"w": torch.zeros(1, 2)}, metadata={"x": torch.zeros(1)}, rows="chains").save(tmp_path / "p")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_file_is_plain_safetensors_with_a_readable_header(posterior, tmp_path):
+    path = tmp_path / "p"
+    posterior.save(path)
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
+    assert header["samples/b"]["shape"] == [3, 50, 2, 4]
+    assert header["__metadata__"]["format"] == "pyro_symmetric.posterior"
+
+
+def test_map_applies_a_function_to_all_draws_and_keeps_the_rest(posterior):
+    doubled = posterior.attach(print, 3).map(lambda weights, by: {site: by * v for site, v in weights.items()}, by=2)
+    assert all(torch.equal(doubled.samples[site], 2 * value) for site, value in posterior.samples.items())
+    assert doubled.statistics == posterior.statistics
+    assert doubled.metadata == posterior.metadata
+    assert doubled.rows == posterior.rows
+    assert doubled.model is print
+    with pytest.raises(ValueError, match=r"function returned 'b' of shape \(3, 2, 2, 4\); it must begin with the 3"):
+        Posterior(posterior.samples, rows="chains").map(lambda w: {site: v[:, :2] for site, v in w.items()})
+    with pytest.raises(TypeError, match="what function returned"):
+        posterior.map(lambda weights: weights["a"])
+
+
+def test_chains_in_two_copies_of_a_mode_agree_in_canonical_form():
+    unit = torch.tensor([-3.0, 3.0]) + 0.1 * torch.randn(4, 50, 2)
+    unit[2:] = unit[2:].flip(-1)
+    posterior = Posterior({"w": unit}, {"lp": torch.zeros(4, 50)}, rows="chains")
+    group = ps.Group.declare({"w": ("unit",)}, {"w": torch.Size([2])})
+    canonical = posterior.map(ps.canonicalize, group)
+    assert posterior.diagnostics()["w"]["r_hat"] > 1.5
+    assert canonical.diagnostics()["w"]["r_hat"] < 1.1
+    assert torch.equal(canonical.statistics["lp"], posterior.statistics["lp"])
+
+
+def test_summary_and_diagnostics_say_what_those_of_pyros_mcmc_say(capsys):
+    generator = torch.Generator().manual_seed(0)
+    draws = {"a": torch.randn(2, 50, generator=generator), "b": torch.randn(2, 50, 1, 2, generator=generator)}
+    rates = torch.rand(2, 50, generator=generator)
+    posterior = Posterior(
+        {**draws, "large": torch.randn(2, 50, 40, generator=generator)}, {"acceptance_rate": rates}, rows="chains"
+    )
+    found = posterior.diagnostics()
+    assert found["acceptance rate"] == pytest.approx({f"chain {c}": float(rates[c].mean()) for c in (0, 1)})
+    assert found["a"]["n_eff"] == found["a"]["ess_bulk"]
+    posterior.summary(prob=0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["mean", "std", "median", "25.0%", "75.0%", "n_eff", "r_hat"]
+    for line, name, values in zip(
+        lines[1:4], ("a", "b[0,0]", "b[0,1]"), (draws["a"], *draws["b"].flatten(2).unbind(-1)), strict=True
+    ):
+        shown = line.split()
+        low, middle, high = np.quantile(values.numpy(), [0.25, 0.5, 0.75])
+        assert shown[0] == name
+        assert [float(v) for v in shown[1:6]] == pytest.approx(
+            [values.mean().item(), values.std().item(), middle, low, high], abs=0.06
+        )
+    assert "large[" not in "".join(lines)
+    with pytest.raises(ValueError, match="prob is 90"):
+        posterior.summary(prob=90)
+
+
+def test_whether_rows_are_chains_must_be_said_and_is_kept(tmp_path):
+    with pytest.raises(TypeError, match="rows"):
+        Posterior({"w": torch.randn(2, 5)})
+    with pytest.raises(ValueError, match="rows is 'chain'; it must be 'chains'"):
+        Posterior({"w": torch.randn(2, 5)}, rows="chain")
+    for rows in ("chains", "independent"):
+        posterior = Posterior({"w": torch.randn(2, 5)}, rows=rows)
+        posterior.save(tmp_path / rows)
+        assert Posterior.load(tmp_path / rows).rows == posterior.thin(2).rows == rows
+    assert "5 independent draws" in repr(Posterior.from_samples({"w": torch.randn(5)}, rows="independent"))
+
+
+def test_concat_lays_chains_side_by_side_with_mean_traces_and_summed_seconds():
+    def part(chains: int, value: float) -> Posterior:
+        trace = {"iteration": [0, 1, 2], "energy": [value] * 3, "acceptance_rate": [None] * 3}
+        seconds = {"warmup": 1.0, "sampling": value}
+        metadata = {"kernel": "k", "seconds": seconds, "trace": trace, "seed": int(value), "interrupted": value > 5}
+        draws = torch.full((chains, 3, 2), value)
+        return Posterior({"w": draws}, {"lp": torch.zeros(chains, 3)}, metadata, rows="chains")
+
+    whole = Posterior.concat([part(1, 2.0), part(3, 6.0)])
+    assert whole.samples["w"].shape == (4, 3, 2)
+    assert whole.samples["w"][:, 0, 0].tolist() == [2.0, 6.0, 6.0, 6.0]
+    assert whole.rows == "chains"
+    assert whole.metadata["kernel"] == "k"
+    assert whole.metadata["seconds"] == {"warmup": 2.0, "sampling": 8.0}
+    assert whole.metadata["trace"] == {"iteration": [0, 1, 2], "energy": [5.0] * 3, "acceptance_rate": [None] * 3}
+    assert [(part["chains"], part["seed"]) for part in whole.metadata["parts"]] == [(1, 2), (3, 6)]
+    assert whole.metadata["interrupted"]
+    json.dumps(whole.metadata)
+
+
+def test_concat_refuses_parts_that_do_not_belong_together(posterior):
+    independent = Posterior(posterior.samples, posterior.statistics, rows="independent")
+    bare = Posterior(posterior.samples, rows="chains")
+    fewer = Posterior({"b": posterior.samples["b"]}, posterior.statistics, rows="chains")
+    for other, named in (
+        (independent, "rows"),
+        (bare, "statistics"),
+        (fewer, "sites"),
+        (posterior.select(draws=slice(5)), "num_samples"),
+    ):
+        with pytest.raises(ValueError, match=rf"parts\[1\] has {named}"):
+            Posterior.concat([posterior, other])
+    assert Posterior.concat([posterior, posterior]).num_chains == 6
