@@ -71,7 +71,7 @@ clean:  ## remove the virtual environment, builds and caches; data/ and runs/ st
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment: made once, and installed into again only when the requirements change. A stamp is written last, so
-# what is interrupted is taken up again. Our own package is installed in editable mode: the sources are always current.
+# an interrupted installation resumes. Our own package is installed in editable mode: the sources are always current.
 $(STUDY): $(VENV)/.installed-torch
 	$(PIP) install -c constraints.txt -e '.[study]'
 	@touch $@

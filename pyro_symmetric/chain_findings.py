@@ -130,8 +130,7 @@ def acceptance(rates: Tensor, subsampled: bool = False) -> Finding:
             f"The {TOO_LARGE}; use a smaller step_size, a longer warm-up or dtype=torch.float64, and check the density "
             "where they start"
             if len(stuck) == len(by_chain)
-            else "The step suits the others; start these elsewhere (initial=), use a smaller step_size, or "
-            "reparametrise the model"
+            else "Start them elsewhere (initial=), use a smaller step_size, or reparametrise the model"
         )
         words = f"{len(stuck)} of {len(by_chain)} chains hardly move (acceptance below {limit:g}): {_listed(stuck)}"
         return Finding("acceptance", "fail", f"{words}. {advice}", least)

@@ -13,7 +13,7 @@ again), normal scores from a table, and autocovariances averaged over chains bef
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +109,22 @@ def never_changing(draws: Tensor) -> Tensor:
         return torch.ones(draws.shape[2:], dtype=torch.bool)
     lowest, highest = torch.aminmax(draws.flatten(0, 1), dim=0)
     return (lowest == highest).cpu()
+
+
+def copied_chains(samples: Mapping[str, Tensor]) -> list[int]:
+    """The chains that equal an earlier one draw for draw, and move: runs that had the same seed, say.
+
+    :param samples: site -> ``(chains, draws, ...)``.
+    """
+    parts = [value.reshape(len(value), value.shape[1], -1) for value in samples.values()]
+    # Chains that differ do so in their first entries already: each move changes them all.
+    heads = torch.cat([part[..., :16].flatten(1).double() for part in parts], 1)
+    if len(heads) < 2 or not heads.shape[1]:
+        return []
+    _, which = torch.unique(heads, dim=0, return_inverse=True)
+    moves = torch.stack([(part[:, :1] != part).flatten(1).any(1) for part in parts]).any(0)
+    first = {int(group): chain for chain, group in reversed(list(enumerate(which.tolist())))}
+    return [chain for chain, group in enumerate(which.tolist()) if chain != first[group] and bool(moves[chain])]
 
 
 def missing_energy(energy: Tensor) -> Tensor:

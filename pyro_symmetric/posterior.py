@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
@@ -451,23 +452,31 @@ class Posterior:
             the format.
         """
         folder = arguments.path("path", path)
-        if folder.is_dir():
-            parts, are_all = parts_of(folder)
-            if not parts:
-                return cls(*read_store(folder, verify=verify), rows="chains")
-            if (joined := read_joined(folder, parts, verify=verify)) is not None:
-                return cls(*joined, rows="chains")
-            found = [cls(*read_store(part, verify=verify), rows="chains") for part in parts]
-            least = min(part.num_samples for part in found)
-            whole = cls.concat([part.select(draws=slice(least)) for part in found])
-            return replace(whole, metadata={**whole.metadata, "interrupted": not are_all})
-        tensors, header = load_tensors(path, KIND, VERSION, verify=verify)
         try:
-            samples = {site: tensors[f"samples/{site}"] for site in header["sites"]}
-            statistics = {name: tensors[f"statistics/{name}"] for name in header["statistics"]}
-            return cls(samples, statistics, header["metadata"], rows=header["rows"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"{path} has a damaged header: {error!r}") from error
+            return cls._of_folder(folder, verify) if folder.is_dir() else cls._of_file(folder, verify)
+        except StoreError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # a header that nothing of ours has written
+            raise StoreError(f"{path} is damaged: {error!r}") from error
+
+    @classmethod
+    def _of_folder(cls, folder: Path, verify: bool) -> Posterior:
+        parts, are_all = parts_of(folder)
+        if not parts:
+            return cls(*read_store(folder, verify=verify), rows="chains")
+        if (joined := read_joined(folder, parts, verify=verify)) is not None:
+            return cls(*joined, rows="chains")
+        found = [cls(*read_store(part, verify=verify), rows="chains") for part in parts]
+        least = min(part.num_samples for part in found)
+        whole = cls.concat([part.select(draws=slice(least)) for part in found])
+        return replace(whole, metadata={**whole.metadata, "interrupted": not are_all})
+
+    @classmethod
+    def _of_file(cls, path: Path, verify: bool) -> Posterior:
+        tensors, header = load_tensors(path, KIND, VERSION, verify=verify)
+        samples = {site: tensors[f"samples/{site}"] for site in header["sites"]}
+        statistics = {name: tensors[f"statistics/{name}"] for name in header["statistics"]}
+        return cls(samples, statistics, header["metadata"], rows=header["rows"])
 
 
 # small steps --------------------------------------------------------------------------------------------------------

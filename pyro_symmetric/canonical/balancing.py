@@ -70,6 +70,7 @@ class Balance:
         # The most units that multiply one entry.
         self.order = max(sum(len(units) for units in array.units) for array in arrays)
         self._masses = [torch.stack([a.mass for a in own], 1) if own[1:] else own[0].mass[:, None] for own in stacks]
+        self._has_volumes = any(mass.dim() > 4 for mass in self._masses)  # with three axes or more
         self._lengths = [len(own) * length for own in stacks for length in own[0].mass.shape[1:]]
         depth = max(units.shape[0] for array in arrays for units in array.units)
         units, exponents = (
@@ -112,11 +113,12 @@ class Balance:
         :param replaced: if given, this stands for the multipliers of each *other* axis in turn, and the sums of these
             are added up; the position's own axis keeps its multiplier.
         """
-        others = [None] * len(self._masses) if replaced is None else self._by_stack(replaced)
+        given = self._by_stack(multipliers if replaced is None else replaced)
+        kept = given if replaced is None or not self._has_volumes else self._by_stack(multipliers)
         sums = [
-            value.flatten(1)
-            for mass, xs, ys in zip(self._masses, self._by_stack(multipliers), others, strict=True)
-            for value in _sums_over_others(mass, xs, ys)
+            value
+            for mass, xs, ys in zip(self._masses, kept, given, strict=True)
+            for value in _sums_over_others(mass, xs, None if replaced is None else ys)
         ]
         return multipliers * torch.cat(sums, 1)
 
@@ -162,7 +164,7 @@ def reached(arrays: Sequence[Array], start: Tensor, outgoing: bool = False) -> T
             passes = [(found[:, units] | (sign * powers >= 0)).all(1)[:, None].to(array.mass) for units, powers in axes]
             sums = _sums_over_others(array.mass[:, None], passes)
             for (units, powers), own, others in zip(axes, passes, sums, strict=True):
-                flow = (own * others)[:, 0] > 0
+                flow = own[:, 0] * others > 0
                 for row, exponents in zip(units, sign * powers, strict=True):
                     found |= (
                         torch.zeros_like(found, dtype=torch.long).index_add_(1, row, (flow & (exponents > 0)).long())
@@ -248,20 +250,24 @@ def _sums_over_others(mass: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor] |
     """For each axis of a stack: its entries times ``xs`` (``ys`` on each other axis in turn), summed over the others.
 
     :param mass: ``(samples, arrays, length_1, ...)``.
-    :param xs: for each axis ``(samples, arrays, length)``, as what is returned.
+    :param xs: for each axis ``(samples, arrays, length)``; of one or two axes only needed if ``ys`` isn't given.
+    :return: for each axis ``(samples, arrays * length)``.
     """
     k = len(xs)
     if k == 1:
-        return [mass if ys is None else torch.zeros_like(mass)]
+        return [(mass if ys is None else torch.zeros_like(mass)).flatten(1)]
     if k == 2:
         rows, columns = xs if ys is None else ys
         # Vectors as rows from the left: the other way round, a batch of matrices takes up to twenty times as long.
-        flat, rows, columns = mass.flatten(0, 1), rows.flatten(0, 1).unsqueeze(1), columns.flatten(0, 1).unsqueeze(1)
-        return [torch.bmm(columns, flat.mT).reshape(xs[0].shape), torch.bmm(rows, flat).reshape(xs[1].shape)]
+        flat = mass.flatten(0, 1)
+        rows, columns = rows.reshape(len(flat), 1, -1), columns.reshape(len(flat), 1, -1)
+        samples = mass.shape[0]
+        return [torch.bmm(columns, flat.mT).reshape(samples, -1), torch.bmm(rows, flat).reshape(samples, -1)]
     if ys is None:
-        return [_contract(mass, xs, d) for d in range(k)]
+        return [_contract(mass, xs, d).flatten(1) for d in range(k)]
     mixed = [[ys[i] if i == j else xs[i] for i in range(k)] for j in range(k)]
-    return [torch.stack([_contract(mass, mixed[j], d) for j in range(k) if j != d]).sum(0) for d in range(k)]
+    terms = [[_contract(mass, mixed[j], d) for j in range(k) if j != d] for d in range(k)]
+    return [torch.stack(own).sum(0).flatten(1) for own in terms]
 
 
 def _contract(mass: Tensor, vectors: Sequence[Tensor], kept: int) -> Tensor:

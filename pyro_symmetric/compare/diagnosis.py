@@ -39,6 +39,7 @@ from pyro_symmetric.chain_findings import (
 from pyro_symmetric.chain_statistics import (
     ChainStatistics,
     chain_statistics,
+    copied_chains,
     evenly_spaced,
     never_changing,
     standing_still,
@@ -155,9 +156,11 @@ def diagnose(
 
     >>> print(diagnose(posterior, find_symmetry(net, x), model, x=x))
 
-    The findings, of which a posterior gets those that it has the numbers for:
+    Of independent rows (an ensemble, draws of a guide) it is told how many they are, and whether they are finite. The
+    findings for chains, of which a posterior gets those that it has the numbers for:
 
     * ``finite``: no draw is NaN or infinite, nor its log density. If one is, nothing else is looked at.
+    * ``copies``, a failure: chains that equal others draw for draw. If there are any, nothing else is looked at.
     * ``moving``: every chain moves, and spreads as widely as the others.
     * ``constant entries``: entries that never change in any chain. They are left out of everything else.
     * ``weights``, ``canonical``, ``aligned``, ``predictions``, ``log density``: whether the chains agree there: the
@@ -200,6 +203,11 @@ def diagnose(
     found = finite({**sites, **density, **({} if predictions is None else {"predictions": predictions})})
     if found.status == "fail":
         return _diagnosis(posterior, [found], {})
+    if posterior.rows == "independent":
+        return _of_independent_draws(posterior, found)
+    if copies := copied_chains(posterior.samples):
+        words = f"the chains {copies} equal others draw for draw; were they drawn with the same seed? Leave them out"
+        return _diagnosis(posterior, [found, Finding("copies", "fail", words, float(len(copies)))], {})
     with torch.no_grad():
         spaces = _spaces(posterior, symmetry, aligned)
         if predictions is None and model is not None and x is not None:
@@ -231,6 +239,17 @@ def diagnose(
         *energy_findings(posterior, num_draws, subsampled, arrived),
     ]
     return _diagnosis(posterior, findings, statistics)
+
+
+def _of_independent_draws(posterior: Posterior, found: Finding) -> Diagnosis:
+    """Of an ensemble or a guide: there are no chains that could agree."""
+    count = posterior.num_chains * posterior.num_samples
+    few = count < EFFECTIVE_DRAWS[0]
+    advice = f", fewer than {EFFECTIVE_DRAWS[0]:.0f}: means and deviations are rough" if few else ""
+    words = f"{count} independent draws{advice}"
+    findings = (found, Finding("effective draws", "warn" if few else "pass", words, float(count)))
+    verdict = f"{words[0].upper()}{words[1:]}, all finite. There are no chains that could agree or disagree."
+    return Diagnosis(verdict, findings, {}, posterior.num_chains, posterior.num_samples)
 
 
 def _diagnosis(

@@ -18,6 +18,7 @@ or, with no import at all, by an entry point of the package that it comes in:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -101,14 +102,13 @@ def register_distance(distance: Distance) -> Distance:
 def distances(between: Between | None = None) -> list[Distance]:
     """All registered distances, those of entry points last; by default of weights and of predictions.
 
-    :raises TypeError: if an entry point isn't a :class:`Distance`.
+    An entry point that can't be loaded, or isn't a :class:`Distance`, is warned of and left out.
     """
     for entry in entry_points(group=ENTRY_POINTS):
-        register_distance(
-            arguments.instance(
-                f"the entry point {entry.name!r} of {ENTRY_POINTS}", entry.load(), Distance, "a Distance"
-            )
-        )
+        try:
+            register_distance(entry.load())
+        except Exception as error:  # whatever another package's module raises
+            warnings.warn(f"the distance {entry.name!r} of {entry.value} can't be used: {error}", stacklevel=2)
     return [distance for distance in _REGISTERED.values() if between in (None, distance.between)]
 
 

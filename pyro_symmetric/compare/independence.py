@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pyro_symmetric import arguments
-from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, evenly_spaced
+from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, copied_chains, evenly_spaced
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
@@ -48,9 +48,11 @@ def thinned(posterior: Posterior, seen: Posterior | None = None) -> Weights:
 
     :param seen: the same draws as they will be compared, which say how many are independent: chains in copies of a mode
         seem to stand apart until their symmetries are removed.
-    :raises ValueError: if they are fewer than 2, or any of all draws isn't finite.
+    :raises ValueError: if they are fewer than 2, any of all draws isn't finite, or chains are copies of each other.
     """
     require_finite(posterior.samples, "posterior")
+    if posterior.rows == "chains" and (copies := copied_chains(posterior.samples)):
+        raise ValueError(f"the chains {copies} are copies of others, as of runs with the same seed; leave them out")
     total, count = posterior.num_chains * posterior.num_samples, independent_draws(seen or posterior)
     if count < 2:
         raise ValueError(

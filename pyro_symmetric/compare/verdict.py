@@ -41,6 +41,8 @@ def _hopeless(findings: Findings) -> str | None:
             f"Nothing can be said of these chains: {findings['finite'].words}. Leave them out by posterior.select, or "
             "draw anew with smaller steps or dtype=torch.float64."
         )
+    if "copies" in findings:
+        return _sentence(findings["copies"])
     if findings["moving"].status == "fail":
         words = findings["moving"].words
         if words.startswith("no chain"):

@@ -72,7 +72,8 @@ class ExactOrbit(OrbitEstimator):
         dtype, moments = own.dtype, mean_field_moments(base)
         if summed.units and moments is not None:
             # A permanent is told beside log q, and both may be a thousand times the sum of the two: all in float64.
-            base = Independent(Normal(*(moment.double() for moment in moments), validate_args=False), 1)
+            loc, scale = (moment.double() for moment in moments)
+            base = Independent(Normal(loc, scale, validate_args=False), 1)
             value = value.double()
             own = base.log_prob(value)
         # The identity comes first; its term is the density itself, not what a bijection there and back makes of it.

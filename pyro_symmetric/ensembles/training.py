@@ -77,7 +77,7 @@ def ensemble(
     torch.Size([500, 2, 2])
 
     Randomness comes from a seed drawn from PyTorch's generator; each part of the members has one of its own, so that a
-    run that was stopped and taken up again gives the same members.
+    run that was stopped and resumed gives the same members.
 
     *Outliers.* A member whose mean loss over an epoch isn't finite, or that ``outliers`` names, stops at once; the
     others continue. The losses after the last step are judged likewise, and the weights must be finite. Members that

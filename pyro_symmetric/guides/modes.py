@@ -162,7 +162,7 @@ class AutoModes(WeightsGuide):
         >>> aligned = [push_forward(fit, align(fit, fits[0], group).element) for fit in fits]
         >>> guide = AutoModes.from_guides(aligned)
 
-        The moments are copied: training goes on with stock SVI and leaves the given guides as they are.
+        The moments are copied: stock SVI continues the training and leaves the given guides as they are.
 
         :param guides: set-up Gaussian guides of one model, stock or ours.
         :param weights: mixture weights, positive; equal by default.

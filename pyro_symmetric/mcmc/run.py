@@ -150,8 +150,11 @@ class Run:
             return
         if not last.state:
             raise StoreError(f"the draw store {settings.store} holds draws, but no run that could resume")
-        self.seed = last.fingerprint["seed"]
-        self.density = settings.density(last.fingerprint["density"].get("chain_chunk"))
+        try:
+            self.seed, chain_chunk = int(last.fingerprint["seed"]), last.fingerprint["density"].get("chain_chunk")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(f"the fingerprint in {settings.store} is damaged: {error!r}") from error
+        self.density = settings.density(chain_chunk)
         recorder.fingerprint = identify(settings, self.density, self.seed)
         require_same(settings, last.fingerprint, recorder.fingerprint)
         self._passed = Passed(self.density, settings.num_chains)
@@ -172,6 +175,8 @@ class Run:
             at, more = unpacked(last.state, self.settings.kernel)
             if at.state.z.shape != shape:
                 raise ValueError(f"the state doesn't hold {shape[0]} chains of {shape[1]} coordinates")
+            if at.iteration < 0 or self.settings.draws(at.iteration) != last.draws:
+                raise ValueError(f"iteration {at.iteration} has {last.draws} draws")
             self._trace.restore(more["trace"])
             self._seconds = {phase: float(more["seconds"][phase]) for phase in self._seconds}
             same = self._passed.restore(more["passed"], at.state.z, tolerance)

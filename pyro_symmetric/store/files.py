@@ -158,8 +158,8 @@ class Layout:
         :raises StoreError: if it isn't there, is a link that leads out, or isn't of this layout.
         """
         path, header, size = inside(folder, self.file), self.header(), self.file_size
-        if not path.exists():
-            raise StoreError(f"the draw store {folder} is damaged: {self.file} is missing")
+        if not path.is_file():  # a pipe would be waited for
+            raise StoreError(f"the draw store {folder} is damaged: {self.file} is missing, or no file")
         descriptor = open_own(path, flags) if flags != os.O_RDONLY else os.open(path, flags)
         if (found := os.fstat(descriptor).st_size) != size:
             message = f"{self.file} holds {found} of {size} bytes (was it cut short?)"

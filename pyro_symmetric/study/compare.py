@@ -204,7 +204,7 @@ def fit_and_store(
         try:
             return _fit_and_store(method, of_study, problem, out, progress, say)
         except StoreError as error:
-            say(f"{scratch} can't be gone on from and is made anew: {error}")
+            say(f"{scratch} can't resume and is made anew: {error}")
             shutil.rmtree(scratch)
     return _fit_and_store(method, of_study, problem, out, progress, say)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from pyro_symmetric.chain_findings import R_HAT
 from pyro_symmetric.compare import distances
 
 Row = Mapping[str, Any]
@@ -291,7 +292,7 @@ CHAINS = Table(
             "R-hat weights",
             ("chains", "r_hat_weights"),
             ".2f",
-            "Rank-normalised split R-hat of the worst weight; 1.01 is good.",
+            f"Rank-normalised split R-hat of the worst weight; up to {R_HAT[0]:g} is good.",
         ),
         Column(
             "R-hat predictions",

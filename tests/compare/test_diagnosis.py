@@ -15,6 +15,7 @@ from pyro_symmetric import Group, canonicalize, find_symmetry
 from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.compare.frames import one_frame
+from pyro_symmetric.compare.two_sample import mmd_test
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 from pyro_symmetric.posterior import Posterior
 
@@ -338,3 +339,28 @@ def test_a_model_that_is_no_network_is_sent_to_predict():
 def test_one_chain_is_compared_with_itself():
     words = repr(diagnose(Posterior({"a": torch.randn(1, 200)}, rows="chains")))
     assert words.startswith("Diagnosis of 1 chain of 200 draws: The halves of the chain agree.")
+
+
+def test_copies_of_a_chain_are_named_and_count_for_nothing() -> None:
+    torch.manual_seed(0)
+    one = Posterior({"w": torch.randn(2, 200, 3)}, rows="chains")
+    twice = Posterior.concat([one, one])
+    found = diagnose(twice)
+    assert not found.ok
+    assert found["copies"].status == "fail"
+    assert "[2, 3]" in found["copies"].words
+    assert "copies" not in diagnose(one)
+    with pytest.raises(ValueError, match="copies"):
+        mmd_test(twice, one)
+    stuck = Posterior({"w": torch.zeros(3, 200, 3)}, rows="chains")  # which never move: nothing is copied
+    assert "copies" not in diagnose(stuck)
+
+
+def test_independent_draws_are_counted_and_no_chain_is_spoken_of() -> None:
+    torch.manual_seed(0)
+    many, few = (diagnose(Posterior.from_samples({"w": torch.randn(n, 2)}, rows="independent")) for n in (500, 100))
+    assert many.ok
+    assert many["effective draws"].value == 500
+    assert few["effective draws"].status == "warn"
+    assert "weights" not in many
+    assert "halves" not in many.verdict

@@ -5,7 +5,7 @@ held where ``element`` has it, scores tell how well each unit of the reference g
 
 .. math:: S_{ij}, \qquad \text{so that the descent takes} \quad \max_\pi \sum_i S_{i \pi(i)},
 
-and what a whole element costs. The descent never looks at weights. Who writes scores of his own derives a class from
+and what a whole element costs. The descent never looks at weights. Scores of your own are a class derived from
 :class:`Scores`; :class:`~pyro_symmetric.alignment.scores.table.TableScores` serves if no score depends on where other
 units are. ``align`` takes a function of (weights of the sources, weights of the reference, group) that returns scores.
 """
