@@ -46,7 +46,7 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
 
 
 def load_guide(path: PathLike, device: torch.device | str | None = None) -> WeightsGuide:
-    """Read a guide that :func:`save_guide` wrote; ``sample_posterior`` works at once, and stock SVI continues the training.
+    """Read a guide that :func:`save_guide` wrote. ``sample_posterior`` works at once; stock SVI continues the training.
 
     Gaussian guides come back as :class:`AutoGaussian`, all others as what they were, with such guides inside.
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
 from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
 from pyro_symmetric.ensembles import load_ensemble
+from pyro_symmetric.mcmc import HMC, sample
+from pyro_symmetric.mcmc.run import packed, unpacked
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.storage import StoreError, inside, load_json, load_tensors, save_json, save_tensors
 from pyro_symmetric.store import FolderRecorder, read_store
-from pyro_symmetric.store.files import CHECKPOINT, KIND, TASKS, VERSION
+from pyro_symmetric.store.files import CHECKPOINT, KIND, TASKS, VERSION, Checkpoint
 from pyro_symmetric.store.recorders import LOCK
 from pyro_symmetric.store.tasks import join_tasks
 
@@ -221,3 +226,38 @@ def test_links_within_a_folder_may_stay(tmp_path):
     assert inside(tmp_path, "b") == tmp_path / "b"
     with pytest.raises(StoreError, match="isn't a file inside"):
         inside(tmp_path, "loop/x")
+
+
+def sampled(path: Path) -> Posterior:
+    def model() -> None:
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+
+    options = {"num_samples": 6, "num_warmup": 2, "num_chains": 2, "seed": 0, "progress": False}
+    kernel = HMC(model, step_size=0.5, num_steps=2, adapt_step_size=False, adapt_mass=False)
+    return sample(kernel, store=path, **options)
+
+
+@pytest.mark.parametrize("iteration", [-5, 3, 10**6])
+def test_a_run_that_claims_another_iteration_is_refused(iteration, tmp_path):
+    sampled(tmp_path / "run")
+    checkpoint = Checkpoint.read(tmp_path / "run")
+    at, more = unpacked(checkpoint.state, HMC(None))
+    more = {name: value for name, value in more.items() if name not in ("iteration", "generator", "state")}
+    replace(checkpoint, state=packed(replace(at, iteration=iteration), more)).write(tmp_path / "run")
+    with pytest.raises(StoreError, match="iteration"):
+        sampled(tmp_path / "run")
+
+
+def test_a_run_without_a_fingerprint_is_refused(tmp_path):
+    sampled(tmp_path / "run")
+    replace(Checkpoint.read(tmp_path / "run"), fingerprint={}).write(tmp_path / "run")
+    with pytest.raises(StoreError, match="fingerprint"):
+        sampled(tmp_path / "run")
+
+
+@links
+def test_a_pipe_in_place_of_draws_is_not_waited_for(path):
+    (path / "draws-0000.safetensors").unlink()
+    os.mkfifo(path / "draws-0000.safetensors")
+    with pytest.raises(StoreError, match="no file"):
+        Posterior.load(path)
