@@ -261,6 +261,8 @@ def unpacked(content: bytes, kernel: Kernel) -> tuple[Boundary, dict[str, Any]]:
 def _recorder(settings: Settings) -> AbstractContextManager[MemoryRecorder | FolderRecorder]:
     if settings.store is None:
         return nullcontext(MemoryRecorder(settings.num_samples))
+    if not settings.store.exists():
+        settings.require_resumable(False)  # before a folder is made
     return FolderRecorder(settings.store, settings.num_samples)
 
 

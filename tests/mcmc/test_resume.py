@@ -390,6 +390,7 @@ def test_resume_false_wants_a_new_folder_and_true_an_old_one(stored, tmp_path):
         run("HMC", seed=1, store=stored, resume=False)
     with pytest.raises(FileNotFoundError, match="no run to resume"):
         run("HMC", seed=1, store=tmp_path / "s", resume=True)
+    assert not (tmp_path / "s").exists()
     with pytest.raises(ValueError, match="resume is 'maybe'"):
         run("HMC", seed=1, store=stored, resume="maybe")
 
