@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import importlib
 import inspect
 import itertools
@@ -24,6 +23,7 @@ from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.datasets import Dataset
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.fingerprint import digest
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior, Likelihood
 from pyro_symmetric.networks import NETWORKS
 from pyro_symmetric.study.settings import ACTIVATIONS, StudySettings
@@ -173,12 +173,11 @@ def check_settings(settings: StudySettings, net: nn.Module, dataset: Dataset) ->
 def fingerprint(problem: Problem) -> dict[str, str]:
     """What settings only name: ``"data"`` and ``"network"`` -> a hash of their contents."""
     data = problem.dataset
-    rows = hashlib.sha256()
-    for value in (data.train_x, data.train_y, data.test_x, data.test_y, data.ood_x):
-        rows.update(b"none" if value is None else value.cpu().contiguous().numpy().tobytes())
     shapes = {name: tuple(shape) for name, shape in problem.model.site_shapes.items()}
-    network = hashlib.sha256(f"{problem.model.net}{shapes}".encode())
-    return {"data": rows.hexdigest(), "network": network.hexdigest()}
+    return {
+        "data": digest([data.train_x, data.train_y, data.test_x, data.test_y, data.ood_x]),
+        "network": digest([str(problem.model.net), shapes]),
+    }
 
 
 def noise_scale(model: BayesianModel, weights: Mapping[str, Tensor]) -> Tensor | float:

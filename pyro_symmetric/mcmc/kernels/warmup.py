@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.chain_findings import ACCEPTANCE
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import DualAveraging, window_ends
 from pyro_symmetric.mcmc.kernels.integrator import Point, find_step_size
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.mass import MASSES, MAX_DENSE, Mass, MassEstimate
 
-STUCK = 0.1  # acceptance below which a chain hardly moves
+STUCK = ACCEPTANCE[1]  # acceptance below which a chain hardly moves
 STUCK_SHARE = 0.05  # of the chains, up to 20 the worst; if these are stuck at the beginning, they lead the step size
 
 
