@@ -1,8 +1,7 @@
-"""Every experiment runs from one command, in its quick setting, and is taken up from its results file."""
+"""Experiments run from one command in their quick setting, resume from their results, and can be kept on record."""
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from argparse import Namespace
@@ -11,45 +10,58 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EXPERIMENTS = ("mixture_target", "two_weight_network", "width_study", "mode_proximity")
+EXPERIMENTS = {
+    **{
+        f"experiments.gelberg_2024.{name}": ["--seeds", "2"]
+        for name in ("mixture_target", "two_weight_network", "width_study", "mode_proximity")
+    },
+    "experiments.laurent_2024.two_blobs": ["--networks", "300"],
+    "experiments.laurent_2024.two_circles": [],
+    "experiments.laurent_2024.mass_at_convergence": [],
+    "experiments.laurent_2024.sorting_dynamics": [],
+    "experiments.laurent_2024.functional_collapse": [],
+    "experiments.laurent_2024.unit_marginals": ["--data", "diabetes"],
+    "experiments.laurent_2024.hmc_or_ensemble": ["--data", "diabetes"],
+    "performance.mmd": [],
+    "performance.test_levels": [],
+    "performance.level_and_power": ["--only", "tied"],
+}
 
 
-def run(name: str, folder: Path) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        f"benchmarks.experiments.gelberg_2024.{name}",
-        "--quick",
-        "--seeds",
-        "2",
-        "--no-progress",
-    ]
-    result = subprocess.run(
-        [*map(str, command), "--json", str(folder / "results.json"), "--out", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiment_runs_and_resumes(name: str, tmp_path: Path) -> None:
-    report = run(name, tmp_path)
-    assert " ± " in report
-    assert list(tmp_path.glob("*.png"))
+    def run() -> str:
+        arguments = ["--quick", "--no-progress", "--json", str(tmp_path / "results.json"), "--out", str(tmp_path)]
+        result = subprocess.run(
+            [sys.executable, "-m", f"benchmarks.{name}", *arguments, *EXPERIMENTS[name]],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    first = run()
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    again = run(name, tmp_path)
+    assert bool(list(tmp_path.glob("*.png"))) == name.startswith("experiments.")
+    again = run()
     assert f"{len(rows)} rows taken over" in again
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
+    last, same = ([line for line in text.splitlines() if "wrote" not in line][-3:] for text in (first, again))
+    assert last == same  # the same tables, from the file
 
 
 def test_results_are_filled_with_the_rows_that_are_missing(tmp_path: Path) -> None:
-    results_of = runpy.run_path(str(ROOT / "benchmarks" / "harness.py"))["Results"].of
+    from benchmarks.harness import Results
+
     options = Namespace(json=tmp_path / "results.json", size=3, rates=[1, 2])
     asked = []
 
@@ -58,10 +70,39 @@ def test_results_are_filled_with_the_rows_that_are_missing(tmp_path: Path) -> No
         return {"sum": seed + rate}
 
     for seeds in (1, 2):
-        results = results_of(options, "size")
+        results = Results.of(options, "size")
         results.fill(run, seed=range(seeds), rate=options.rates)
     assert asked == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert results.find(seed=1) == [{"seed": 1, "rate": rate, "sum": 1 + rate} for rate in options.rates]
     options.size = 4
     with pytest.raises(SystemExit, match="other settings"):
-        results_of(options, "size")
+        Results.of(options, "size")
+
+
+def test_a_record_holds_output_command_machine_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import record
+
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "run", lambda command: ([" ".join(command[1:])], 0))
+    assert record.main(["performance.mmd", "--threads", "2"]) == 0
+    found = json.loads((tmp_path / "performance.mmd.json").read_text())
+    assert found["command"] == "python -m benchmarks.performance.mmd --threads 2"
+    assert found["output"] == ["-m benchmarks.performance.mmd --threads 2"]
+    assert {"commit", "date", "seconds", "uncommitted changes"} <= set(found)
+    assert found["machine"]["cores"] == os.cpu_count()
+
+
+def test_a_benchmark_that_fails_leaves_the_record_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import record
+
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    assert record.main(["no_such_benchmark"]) != 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_lines_are_shown_and_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import record
+
+    lines, code = record.run([sys.executable, "-c", "print('one'); print('two'); raise SystemExit(3)"])
+    assert (lines, code) == (["one", "two"], 3)
+    assert capfd.readouterr().out == "one\ntwo\n"
