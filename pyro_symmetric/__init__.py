@@ -12,8 +12,8 @@ from pyro_symmetric.alignment import (
     BarrierCurve,
     Frame,
     GaussianWeights,
-    Scores,
-    TableScores,
+    MatchCost,
+    TableCost,
     align,
     align_many,
     loss_barrier,
@@ -28,6 +28,7 @@ from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
 from pyro_symmetric.compare import (
     Distance,
     DistanceResult,
+    Shown,
     SortingTracker,
     diagnose,
     equivalent_modes,
@@ -44,15 +45,16 @@ from pyro_symmetric.compare import (
     summary,
     total_variation,
 )
-from pyro_symmetric.discovery.densities import InconclusiveError
+from pyro_symmetric.discovery.completeness import completeness
 from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import check_priors, verify_model
 from pyro_symmetric.discovery.rules.registry import register_rule
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.trace import UnknownOperator, UntraceableError
-from pyro_symmetric.discovery.verify import BrokenSymmetry, verify
+from pyro_symmetric.discovery.verify import BrokenSymmetry, UnverifiedSymmetry, verify
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, Symmetrized
-from pyro_symmetric.ensembles import ensemble, load_ensemble
+from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
@@ -77,10 +79,26 @@ from pyro_symmetric.guides import (
     swag,
     wasserstein,
 )
-from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, AdaptiveHMC, CyclicalSG, log_joint, pSGLD, sample
-from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
+from pyro_symmetric.mcmc import (
+    HMC,
+    NUTS,
+    SGHMC,
+    SGLD,
+    AdaptiveHMC,
+    CyclicalSG,
+    Kernel,
+    OtherRun,
+    State,
+    TaskError,
+    log_joint,
+    pSGLD,
+    sample,
+)
+from pyro_symmetric.models import BayesianModel, GaussianPrior
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import predict
+from pyro_symmetric.storage import StoreError
 
 __all__ = [
     "HMC",
@@ -112,24 +130,32 @@ __all__ = [
     "Group",
     "InconclusiveError",
     "InfoNCE",
+    "Kernel",
+    "MatchCost",
     "Modes_ELBO",
     "NotADensityError",
+    "OtherRun",
     "Posterior",
-    "Scores",
+    "Shown",
     "SinkhornImportance",
     "SortingTracker",
+    "State",
+    "StoreError",
     "Symmetrized",
     "SymmetrizedMeanField_ELBO",
     "Symmetry",
-    "TableScores",
+    "TableCost",
+    "TaskError",
     "Units",
     "UnknownOperator",
     "UntraceableError",
+    "UnverifiedSymmetry",
     "align",
     "align_many",
     "barycentre",
     "canonicalize",
     "check_priors",
+    "completeness",
     "datasets",
     "diagnose",
     "distinct",
@@ -142,7 +168,6 @@ __all__ = [
     "group_of",
     "interpolate",
     "invariance_tests",
-    "load_ensemble",
     "load_guide",
     "log_joint",
     "loss_barrier",

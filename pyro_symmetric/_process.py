@@ -1,6 +1,9 @@
 """What belongs to the whole process and is changed for a while: behind one lock, so that threads undo it in order.
 
 A thread that saves such a state while another has it changed, and puts it back last, would leave it changed for good.
+
+PyTorch's global generators belong here, too, for what can draw from nothing else: Pyro models, guides, other people's
+code. All else in the library draws from a :class:`torch.Generator` of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 import pyro
 import torch
+from torch.utils import _pytree as pytree
 
 # Held while any of it is changed; one thread may nest such changes.
 LOCK = threading.RLock()
@@ -42,6 +46,34 @@ def running_pyro() -> Iterator[None]:
     """Run a Pyro model: alone, and without the checks of values, which no map over chains or samples can hold."""
     with PYRO, pyro.validation_enabled(False):
         yield
+
+
+@contextlib.contextmanager
+def forked(source: int | torch.Generator | None = None, device: torch.device | str | None = None) -> Iterator[None]:
+    """Let PyTorch's global generators be drawn from, and leave them as they were; meanwhile no other thread has them.
+
+    :param source: a seed, or a generator from which one number is drawn as a seed; ``None``: they begin as they are.
+    :param device: a GPU whose generator is seeded, too. CUDA isn't woken up for any other: a process that is forked
+        afterwards couldn't use it any more.
+    """
+    place = torch.device("cpu" if device is None else device)
+    if isinstance(source, torch.Generator):
+        source = int(torch.randint(2**62, (), generator=source, device=source.device))
+    with PYRO:
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() or place.type == "cuda" else ()
+        with torch.random.fork_rng(gpus):
+            if source is not None:
+                torch.default_generator.manual_seed(source)  # torch.manual_seed would seed all GPUs
+            if source is not None and place.type == "cuda":
+                index = torch.cuda.current_device() if place.index is None else place.index
+                torch.cuda.default_generators[index].manual_seed(source)
+            yield
+
+
+def drawn_seed() -> int:
+    """A seed drawn from PyTorch's global generator, when no other thread has it forked."""
+    with PYRO:
+        return int(torch.randint(2**62, ()))
 
 
 class OwnLock:
@@ -78,6 +110,25 @@ def without_fast_attention() -> Iterator[None]:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextlib.contextmanager
+def with_both_branches() -> Iterator[None]:
+    """``torch.cond`` computes both of its branches, and chooses entry by entry: plain operators, to be traced."""
+    with LOCK:
+        cond = torch.cond
+        torch.cond = _both_branches
+        try:
+            yield
+        finally:
+            torch.cond = cond
+
+
+def _both_branches(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    if not isinstance(pred, torch.Tensor):
+        return (true_fn if pred else false_fn)(*operands)
+    results = true_fn(*operands), false_fn(*operands)
+    return pytree.tree_map(lambda one, other: torch.where(pred.reshape(()), one, other), *results)
 
 
 @contextlib.contextmanager

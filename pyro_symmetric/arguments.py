@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,14 +75,11 @@ def number(
     return value
 
 
-def positive(name: str, value: Any, *, none: str = "") -> Any:
-    """A positive finite number."""
-    return number(name, value, above=0, below=math.inf, none=none)
+positive = partial(number, above=0, below=math.inf)
+"""A positive finite number."""
 
-
-def fraction(name: str, value: Any) -> Any:
-    """A number strictly between 0 and 1."""
-    return number(name, value, above=0, below=1)
+fraction = partial(number, above=0, below=1)
+"""A number strictly between 0 and 1."""
 
 
 def flag(name: str, value: Any) -> bool:
@@ -125,6 +124,13 @@ def tensor(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         hint = f": torch.as_tensor({name})" if hasattr(value, "__array__") else ""
         raise TypeError(f"{name} is {shown(value)}; it must be a tensor{hint}")
+    return value
+
+
+def real(name: str, value: Any) -> Tensor:
+    """A tensor of real numbers."""
+    if tensor(name, value).is_complex():
+        raise TypeError(f"{name} is of {value.dtype}; it must be real: torch.view_as_real gives both parts")
     return value
 
 
@@ -192,6 +198,23 @@ def shape(name: str, value: Any) -> torch.Size:
     if isinstance(value, str | Tensor) or not isinstance(value, Sequence):
         raise TypeError(f"{name} is {shown(value)}; it must be a tuple of whole numbers, as in (100,)")
     return torch.Size([whole(f"{name}[{i}]", length, 0) for i, length in enumerate(value)])
+
+
+def places(name: str, index: Any, length: int) -> Any:
+    """Which entries of an axis of this length are meant: a slice, or whole numbers or a mask as a tensor ``(n,)``."""
+    if isinstance(index, slice):
+        return index
+    known = isinstance(index, Tensor | np.ndarray | list | tuple | range | Integral)
+    chosen = torch.as_tensor(index) if known else None
+    if chosen is None or chosen.is_floating_point() or chosen.dim() > 1:
+        raise TypeError(f"{name} is {shown(index)}; it must be a slice, whole numbers, or a mask")
+    chosen = chosen.reshape(-1)
+    if chosen.dtype == torch.bool:
+        if len(chosen) != length:
+            raise ValueError(f"{name} is a mask of {len(chosen)} entries; there are {length} {name}")
+    elif bool(((chosen < -length) | (chosen >= length)).any()):
+        raise ValueError(f"{name} holds {chosen.tolist()[:10]}; there are {length} {name}, counted from 0")
+    return chosen
 
 
 def device(name: str, value: Any, *, here: bool = True, none: str = "the tensors' own") -> torch.device | None:

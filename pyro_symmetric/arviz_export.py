@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import arviz_base
 import numpy as np
 import torch
 from pyro import poutine
@@ -49,6 +48,8 @@ def to_arviz(
     :param log_likelihood: the model and what it is called with, or ``True`` for what the posterior was drawn from.
     :param posterior_predictive: likewise; leave targets out (or pass ``y=None``) to predict other inputs.
     """
+    import arviz_base  # which takes a second to load, with xarray and pandas
+
     arguments.instance("posterior", posterior, Posterior, "a Posterior")
     names = axis_names(posterior.site_shapes)
     arguments.mapping("dims", dims, "site -> names of its axes", none="the usual names")

@@ -6,11 +6,14 @@ The model's own error always stays: it is chained, or passed on with a note.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from pyro.distributions import ImproperUniform
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 WRAP = "BayesianModel(net, prior=1.0, likelihood='categorical' or 'gaussian')"
@@ -18,14 +21,23 @@ WRAP = "BayesianModel(net, prior=1.0, likelihood='categorical' or 'gaussian')"
 
 @contextlib.contextmanager
 def explaining(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Around a call of a Pyro model: say what it was called with if that fails.
+    """Around a call of a Pyro model that draws its sites: say what it was called with if that fails.
 
-    :raises TypeError: if the model doesn't take such arguments. Any other error is passed on, with a note.
+    :raises TypeError: if the model doesn't take such arguments.
+    :raises ValueError: if PyTorch can't compute with them (their shapes don't fit, as of arguments in the wrong order),
+        or if a site can't be drawn. Any other error is passed on, with a note.
     """
+    while isinstance(model, functools.partial):
+        model, args, kwargs = model.func, (*model.args, *args), {**model.keywords, **kwargs}
     try:
-        yield
+        with _Drawable():
+            yield
     except Exception as error:
         called = described_call(args, kwargs)
+        if type(error) is RuntimeError:  # PyTorch's own, and nothing that stands for more, such as too little memory
+            said = (str(error).strip() or repr(error)).splitlines()[0]
+            hint = "; are its arguments in order?" if len(args) > 1 else ""
+            raise ValueError(f"{name_of(model)} fails, called with {called}: {said}{hint}") from error
         reason = _mismatch(model, args, kwargs) if isinstance(error, TypeError) else ""
         if not reason:
             error.add_note(f"This came from {name_of(model)}, called with {called}.")
@@ -37,7 +49,7 @@ def explaining(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
 
 
 def input_problem(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
-    """Why a network, with the weights that it has, can't take these inputs; empty if it can."""
+    """The reason why a network, with its weights, can't take these inputs; empty if it can."""
     kwargs = kwargs or {}
     try:
         with torch.no_grad():
@@ -70,6 +82,17 @@ def model_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, 
     return tuple(args), dict(kwargs or {})
 
 
+def require_drawable(site: str, prior: Any) -> None:
+    """:raises ValueError: if a site's prior is improper, so that it has no draws."""
+    while hasattr(prior, "base_dist"):
+        prior = prior.base_dist
+    if isinstance(prior, ImproperUniform):
+        raise ValueError(
+            f"the prior of site {site!r} is ImproperUniform, which can't be drawn from; give it a proper one, such as "
+            "Normal(0, 10)"
+        )
+
+
 def name_of(model: Any) -> str:
     """A model in words: a function with its parameters, a module by its class."""
     if isinstance(model, nn.Module):
@@ -97,6 +120,14 @@ def described(value: Any) -> str:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
+class _Drawable(Messenger):
+    """Names a site that is to be drawn, but can't be."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["value"] is None and not msg["done"]:
+            require_drawable(msg["name"], msg["fn"])
+
+
 def _signature(function: Any) -> str:
     try:
         names = [str(p).partition(":")[0] for p in inspect.signature(function).parameters.values()]
@@ -106,7 +137,7 @@ def _signature(function: Any) -> str:
 
 
 def _mismatch(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Why a signature can't take these arguments; empty if it can or that can't be told."""
+    """The reason why a signature can't take these arguments; empty if it can or that can't be told."""
     try:
         signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
     except (TypeError, ValueError):

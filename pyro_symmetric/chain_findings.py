@@ -14,7 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_statistics import chain_statistics, missing_energy, never_changing, non_finite
+from pyro_symmetric.chain_statistics import (
+    chain_statistics,
+    exceeded_by_few,
+    missing_energy,
+    non_finite,
+    spacing,
+    standing_still,
+)
 
 Status = Literal["fail", "warn", "pass", "unknown"]
 
@@ -26,6 +33,7 @@ DIVERGING = (0.0, 0.05)  # share of the draws
 CUT_OFF = 0.1  # share of the trajectories that reach the largest tree: a warning only
 ENERGY_FRACTION = (0.3, 0.1)  # E-BFMI of one chain
 TEMPERATURE = (0.1, 0.3)  # distance from 1
+SPACING = (0.1, 0.5)  # distance of neighbouring numbers of the dtype, in deviations of a chain
 MOVING = (0.1, 0.01)  # share of the draws at which a chain moves, and its spread in units of the median chain's
 LEFT_BEHIND = 5.0  # deviations of the log density that a chain lies below the others: a warning only
 
@@ -66,7 +74,7 @@ def graded(value: float, limits: tuple[float, float]) -> Status:
 
 
 def finite(draws: Mapping[str, Tensor]) -> Finding:
-    """Whether all draws ``(chains, draws, ...)`` are finite.
+    """Check that all draws ``(chains, draws, ...)`` are finite.
 
     :param draws: what they are called in the sentence -> the draws.
     """
@@ -81,18 +89,39 @@ def finite(draws: Mapping[str, Tensor]) -> Finding:
     return Finding("finite", "fail", f"NaN or infinite values of {', of '.join(found)}{more}")
 
 
-def moving(samples: Mapping[str, Tensor]) -> Finding:
-    """How often chains change place, and whether any spreads far less than the others.
+def resolved(draws: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Judge whether numbers lie densely enough for the spread of draws ``(chains, draws, ...)``.
 
-    An accepted move changes all entries, so that the first ones of each site tell; entries that are the same in all
-    draws of all chains, such as the zeros of a triangle, are left out.
+    Nothing of whole numbers, nor of chains that never move.
+
+    :param draws: their name in the sentence -> the draws. Of the entries of each, one in a hundred may be worse.
+    """
+    gaps = {name: exceeded_by_few(spacing(value)) for name, value in draws.items() if value.is_floating_point()}
+    told = {name: gap for name, gap in gaps.items() if not math.isnan(gap)}
+    if not told:
+        return
+    worst = max(told, key=told.__getitem__)
+    status, gap = graded(told[worst], SPACING), f"{told[worst]:.2g} deviations apart"
+    if status == "pass":
+        yield Finding("resolution", status, f"numbers lie at most {gap}", told[worst])
+        return
+    words = f"numbers as large as those of {worst} lie {gap} in {draws[worst].dtype}, so moves are lost to rounding"
+    words += ": draw anew with dtype=torch.float64, or let the model centre and scale what is so large"
+    yield Finding("resolution", status, words, told[worst])
+
+
+def moving(samples: Mapping[str, Tensor]) -> Finding:
+    """Judge how often chains change place, and whether any spreads far less than the others.
+
+    An accepted move changes all entries, so that the first ones of each site tell; entries that never change in any
+    chain, such as the zeros of a triangle, are left out.
     """
     chains, draws = next(iter(samples.values())).shape[:2]
     if draws < 2:
         return Finding("moving", "unknown", "one draw of each chain says nothing of its moves")
     heads = (v.flatten(2)[..., :WATCHED_ENTRIES] if v.dim() > 2 else v[..., None] for v in samples.values())
     watched = torch.cat(list(heads), dim=2).double()
-    changing = ~never_changing(watched)
+    changing = ~standing_still(watched).all(0)
     if not bool(changing.any()):
         return Finding("moving", "fail", NO_CHAIN_MOVES, 0.0)
     watched = watched[..., changing]
@@ -115,8 +144,8 @@ def moving(samples: Mapping[str, Tensor]) -> Finding:
 # the sampler's own statistics ---------------------------------------------------------------------------------------
 
 
-def acceptance(rates: Tensor, subsampled: bool = False) -> Finding:
-    """Whether every chain's moves are accepted.
+def acceptance(rates: Tensor) -> Finding:
+    """Judge whether every chain's moves are accepted.
 
     :param rates: of every draw, ``(chains, draws)``.
     """
@@ -141,7 +170,7 @@ def acceptance(rates: Tensor, subsampled: bool = False) -> Finding:
 
 
 def divergences(diverging: Tensor, subsampled: bool = False) -> Finding:
-    """Which share of the draws ``(chains, draws)`` diverged.
+    """Judge the share of the draws ``(chains, draws)`` that diverged.
 
     :param subsampled: whether the sampler takes mini-batches, and so has a tolerance instead of a target acceptance.
     """
@@ -154,15 +183,14 @@ def divergences(diverging: Tensor, subsampled: bool = False) -> Finding:
     return Finding("divergences", graded(share, DIVERGING), words, share)
 
 
-def sampler_failures(statistics: Mapping[str, Tensor], subsampled: bool) -> Iterator[Finding]:
-    """What a sampler warns of at once: chains that hardly move, and many divergences.
+def sampler_failures(statistics: Mapping[str, Tensor], subsampled: bool) -> list[Finding]:
+    """Failures that a sampler warns of at once: chains that hardly move, and many divergences.
 
     :param statistics: the sampler's own numbers of every draw, ``(chains, draws)`` each.
     """
-    if "acceptance_rate" in statistics:
-        yield from _failing(acceptance(statistics["acceptance_rate"]))
-    if "diverging" in statistics:
-        yield from _failing(divergences(statistics["diverging"], subsampled))
+    found = [acceptance(statistics["acceptance_rate"])] if "acceptance_rate" in statistics else []
+    found += [divergences(statistics["diverging"], subsampled)] if "diverging" in statistics else []
+    return [finding for finding in found if finding.status == "fail"]
 
 
 def sampler_findings(statistics: Mapping[str, Tensor], subsampled: bool, arrived: bool) -> Iterator[Finding]:
@@ -204,7 +232,7 @@ def _level(lp: Tensor) -> Finding:
 
 
 def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool) -> Finding:
-    """Whether the mean of ``(chains, draws)`` is 1, within what is tolerable and what chance allows."""
+    """Judge whether the mean of ``(chains, draws)`` is 1, within what is tolerable and what chance allows."""
     known = values[~values.isnan().any(1)]  # without chains that lost their numbers on the way
     if known.numel() < 2:
         return Finding(name, "unknown", "no chain has values throughout")
@@ -234,11 +262,6 @@ def _standard_error(values: Tensor) -> float:
     within = float(values.std()) / math.sqrt(size) if size == size else float(values.std())
     between = float(values.mean(1).std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return max(within, between)
-
-
-def _failing(finding: Finding) -> Iterator[Finding]:
-    if finding.status == "fail":
-        yield finding
 
 
 def _named(chains: Sequence[int]) -> str:

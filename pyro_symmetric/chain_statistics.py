@@ -1,4 +1,4 @@
-r"""Whether chains agree, and how much their draws are worth: for many quantities at once.
+r"""Agreement of chains, and the worth of their draws, for many quantities at once.
 
 Rank-normalised split :math:`\hat R` (the larger one of values and folded values) and effective sample sizes of the
 bulk and of the tails (the smaller one of the indicators of the 5 % and 95 % quantiles), after Vehtari, Gelman, Simpson,
@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from scipy import fft, special
 from torch import Tensor
 
+from pyro_symmetric import arguments
+
 Array = NDArray[np.float64]
 
 TAILS = (0.05, 0.95)
@@ -33,9 +35,9 @@ _PART_ENTRIES = 2**18  # what a thread works on at a time: a few megabytes, whic
 
 @dataclass(frozen=True, eq=False)
 class ChainStatistics:
-    """Of each of the quantities; NaN where it can't be told.
+    """Of each of the quantities; NaN if it can't be told.
 
-    :param r_hat: rank-normalised split R-hat, ``event_shape``, float64; 1 where chains agree.
+    :param r_hat: rank-normalised split R-hat, ``event_shape``, float64; 1 if chains agree.
     :param ess_bulk: effective sample size for the location, of all chains together, likewise.
     :param ess_tail: for the 5 % and 95 % quantiles, likewise.
     """
@@ -60,11 +62,14 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
     >>> chain_statistics(torch.randn(4, 250, 10, 3)).r_hat.shape
     torch.Size([10, 3])
 
-    NaN for fewer than 4 draws, for quantities that are constant or not finite, and R-hat of one chain. Draws that are
-    mapped from a file are read in blocks of half a gigabyte at most.
+    NaN for fewer than 4 draws, for quantities that are constant or not finite, and R-hat of one chain; R-hat is
+    infinite if no half of a chain moves, but halves differ. Draws that are mapped from a file are read in blocks of
+    half a gigabyte at most.
 
     :param draws: ``(chains, draws, *event_shape)``.
+    :raises TypeError: if the draws are complex: ranks need an order.
     """
+    arguments.real("draws", draws)
     if draws.dim() < 2:
         raise ValueError(f"draws has shape {tuple(draws.shape)}; it must be (chains, draws, *event_shape)")
     event = draws.shape[2:]
@@ -79,7 +84,7 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
 
 
 def non_finite(draws: Tensor) -> Tensor:
-    """How many draws of each chain hold a NaN or an infinite value, ``(chains,)``.
+    """Number of draws of each chain that hold a NaN or an infinite value, ``(chains,)``.
 
     :param draws: ``(chains, draws, *event_shape)``, floating.
     """
@@ -90,7 +95,7 @@ def non_finite(draws: Tensor) -> Tensor:
 
 
 def standing_still(draws: Tensor) -> Tensor:
-    """Which quantities never change in which chain, bool ``(chains, *event_shape)``.
+    """Mask of the quantities that never change in a chain, bool ``(chains, *event_shape)``.
 
     :param draws: ``(chains, draws, *event_shape)``.
     """
@@ -101,7 +106,7 @@ def standing_still(draws: Tensor) -> Tensor:
 
 
 def never_changing(draws: Tensor) -> Tensor:
-    """Which quantities have one and the same value in all draws of all chains, bool ``event_shape``.
+    """Mask of the quantities that have one value in all draws of all chains, bool ``event_shape``.
 
     :param draws: ``(chains, draws, *event_shape)``.
     """
@@ -116,7 +121,7 @@ def copied_chains(samples: Mapping[str, Tensor]) -> list[int]:
 
     :param samples: site -> ``(chains, draws, ...)``.
     """
-    parts = [value.reshape(len(value), value.shape[1], -1) for value in samples.values()]
+    parts = [value[..., None].flatten(2) for value in samples.values()]
     # Chains that differ do so in their first entries already: each move changes them all.
     heads = torch.cat([part[..., :16].flatten(1).double() for part in parts], 1)
     if len(heads) < 2 or not heads.shape[1]:
@@ -136,6 +141,29 @@ def missing_energy(energy: Tensor) -> Tensor:
     """
     energy = energy.double()
     return energy.diff(dim=1).square().mean(1) / energy.var(1)
+
+
+def spacing(draws: Tensor) -> Tensor:
+    r"""Distance of neighbouring numbers of the draws' dtype, in deviations within a chain, ``(K,)`` of moving entries.
+
+    Numbers near :math:`x` are multiples of :math:`\varepsilon\, 2^{\lfloor \log_2 |x| \rfloor}`; of an entry the
+    largest :math:`|x|` counts.
+
+    :param draws: ``(chains, draws, *event_shape)``, floating.
+    """
+    if draws.numel() == 0 or draws.shape[1] < 2:
+        return torch.empty(0, dtype=torch.float64)
+    entries = draws.flatten(2) if draws.dim() > 2 else draws[..., None]
+    lowest, highest = torch.aminmax(entries, dim=1)
+    _, exponent = torch.frexp(torch.maximum(-lowest, highest).amax(0).double())
+    unit = torch.finfo(draws.dtype).eps * torch.exp2((exponent - 1).double())
+    spread = entries.var(1).double().mean(0).sqrt()
+    return (unit / spread)[spread > 0].cpu()
+
+
+def exceeded_by_few(values: Tensor) -> float:
+    """The value that one in a hundred exceeds; of fewer the largest; NaN if there is none."""
+    return float(values.sort().values[-1 - len(values) // 100]) if len(values) else float("nan")
 
 
 def evenly_spaced(count: int, most: int) -> Tensor:
@@ -246,7 +274,13 @@ def _r_hat(split: Array) -> Array:
     length = split.shape[-1]
     within = split.var(-1, ddof=1).mean(1)
     between = length * split.mean(-1).var(1, ddof=1)
-    return np.sqrt((between / within + length - 1) / length)
+    result = np.sqrt((between / within + length - 1) / length)
+    # Of halves that stand still, both variances are rounding errors: rows that hardly vary are looked at.
+    suspects = np.flatnonzero(within < 1e-9)
+    few = split[suspects]
+    still, alike = (few == few[..., :1]).all((1, 2)), (few == few[:, :1, :1]).all((1, 2))
+    result[suspects] = np.where(still, np.where(alike, np.nan, np.inf), result[suspects])
+    return result
 
 
 def effective_size(split: NDArray[Any]) -> Array:

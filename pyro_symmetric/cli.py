@@ -250,7 +250,7 @@ def load_net(name: str) -> torch.nn.Module:
     :raises ValueError: if there is none of that name.
     """
     from pyro_symmetric._torchvision import import_torchvision
-    from pyro_symmetric.study.problem import import_callable
+    from pyro_symmetric.study.network import import_callable
 
     if ":" in name:
         try:

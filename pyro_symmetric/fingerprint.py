@@ -37,7 +37,17 @@ COARSE = 1e-2  # in others
 ELSEWHERE = 100.0  # times as much where other threads, processors or versions round otherwise
 
 
-def fingerprint(**parts: Any) -> dict[str, Any]:
+def _own_version() -> str:
+    try:
+        return version("pyro-symmetric")
+    except PackageNotFoundError:  # a source tree that isn't installed
+        return "unknown"
+
+
+VERSIONS = {"pyro_symmetric": _own_version(), "torch": torch.__version__, "pyro": version("pyro-ppl")}
+
+
+def as_json(**parts: Any) -> dict[str, Any]:
     """These parts as JSON; what JSON can't hold goes in by its hash."""
     return json.loads(json.dumps(parts, default=lambda value: f"{type(value).__name__} {digest(value)}"))
 
@@ -45,12 +55,8 @@ def fingerprint(**parts: Any) -> dict[str, Any]:
 def surroundings() -> dict[str, Any]:
     """What the arithmetic of a computation depends on beside itself: ``versions``, and what decides the ``rounding``
     of sums."""
-    try:
-        own = version("pyro-symmetric")
-    except PackageNotFoundError:  # a source tree that isn't installed
-        own = "unknown"
     return {
-        "versions": {"pyro_symmetric": own, "torch": torch.__version__, "pyro": version("pyro-ppl")},
+        "versions": VERSIONS,
         "rounding": {
             "threads": torch.get_num_threads(),
             "matmul_precision": torch.get_float32_matmul_precision(),
@@ -94,7 +100,9 @@ def digest(value: Any) -> str:
 
 
 def _is_hash(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 2 * HASH_BYTES and set(value) <= set("0123456789abcdef")
+    """Whether it is a hash, with the name of a type in front of it or not."""
+    digits = value.rpartition(" ")[2] if isinstance(value, str) else ""
+    return len(digits) == 2 * HASH_BYTES and set(digits) <= set("0123456789abcdef")
 
 
 def _digest(value: Any, above: tuple[int, ...]) -> bytes:

@@ -1,42 +1,77 @@
-"""PyTorch's global random generators, for what can draw from nothing else: Pyro models, guides, other people's code.
+"""The random numbers of a network: to draw the same ones again, and to draw others.
 
-They belong to the process. What draws from them for a while does so in :func:`forked`, one thread at a time, and leaves
-them as they were. All else in the library draws from a :class:`torch.Generator` of its own.
+A network draws from the process's generators of PyTorch, NumPy and Python, or from some that its modules keep.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from pyro_symmetric._process import PYRO
 
 
-@contextlib.contextmanager
-def forked(source: int | torch.Generator | None = None, device: torch.device | str | None = None) -> Iterator[None]:
-    """Let PyTorch's global generators be drawn from, and leave them as they were; meanwhile no other thread has them.
+@dataclass
+class Draws:
+    """What was drawn inside :func:`repeated`.
 
-    :param source: a seed, or a generator from which one number is drawn as a seed; ``None``: they begin as they are.
-    :param device: a GPU whose generator is seeded, too. CUDA isn't woken up for any other: a process that is forked
-        afterwards couldn't use it any more.
+    :ivar host: whether NumPy's or Python's generator was drawn from, known afterwards.
     """
-    place = torch.device("cpu" if device is None else device)
-    if isinstance(source, torch.Generator):
-        source = int(torch.randint(2**62, (), generator=source, device=source.device))
-    with PYRO:
-        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() or place.type == "cuda" else ()
-        with torch.random.fork_rng(gpus):
-            if source is not None:
-                torch.default_generator.manual_seed(source)  # torch.manual_seed would seed all GPUs
-            if source is not None and place.type == "cuda":
-                index = torch.cuda.current_device() if place.index is None else place.index
-                torch.cuda.default_generators[index].manual_seed(source)
-            yield
+
+    host: bool = False
 
 
-def drawn_seed() -> int:
-    """A seed drawn from PyTorch's global generator, when no other thread has it forked."""
-    with PYRO:
-        return int(torch.randint(2**62, ()))
+@contextlib.contextmanager
+def repeated(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[Draws]:
+    """Let a network draw the same random numbers each time, from PyTorch, NumPy or Python, and leave all as they were.
+
+    :param seed: of all global generators.
+    :param devices: the devices, besides the CPU, whose generators are seeded, too.
+    """
+    draws = Draws()
+    with PYRO, contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([]))
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all GPUs
+        for device in {device for device in devices if device.type not in ("cpu", "meta")}:
+            module = torch.get_device_module(device)
+            index = module.current_device() if device.index is None else device.index
+            stack.enter_context(torch.random.fork_rng([index], device_type=device.type))
+            with module.device(index):
+                module.manual_seed(seed)
+        before = _host_states()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 (other people's code draws from it)
+        seeded = _host_states()
+        try:
+            yield draws
+        finally:
+            draws.host = _host_states() != seeded
+            random.setstate(before[0])
+            np.random.set_state(before[1:])  # noqa: NPY002
+
+
+def own_generators(net: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """The places where modules keep generators of their own: their attributes, and the name among these."""
+    kinds = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+    return [(vars(m), name) for m in net.modules() for name, value in vars(m).items() if isinstance(value, kinds)]
+
+
+def moved_on(generator: Any) -> Any:
+    """A generator of the same kind that will give other numbers."""
+    other = copy.deepcopy(generator)
+    torch.rand(1, generator=other, device=other.device) if isinstance(other, torch.Generator) else other.random()
+    return other
+
+
+def _host_states() -> tuple[Any, ...]:
+    """The state of Python's generator, then NumPy's, in pieces that can be compared."""
+    numpy: Any = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), numpy[0], numpy[1].tolist(), *numpy[2:]

@@ -17,7 +17,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric._process import OwnLock
 from pyro_symmetric.calls import described, input_problem
+from pyro_symmetric.likelihoods import Likelihood, likelihood_of
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
-LIKELIHOOD = ("temperature", "latents", "distribution", "targets", "mean")  # what a likelihood object has
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
 
 
@@ -69,100 +69,6 @@ class GaussianPrior:
         arguments.tensor("parameter", parameter)
         loc = torch.zeros_like(parameter)
         return dist.Normal(loc, torch.full_like(loc, self.scale_of(name, parameter.shape))).to_event(loc.dim())
-
-
-class Likelihood(Protocol):
-    """How outputs of the network give rise to targets; write your own by providing these."""
-
-    @property
-    def temperature(self) -> float:
-        """``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``."""
-
-    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
-        """Priors of the likelihood's own latent sites, on the device and in the dtype of ``like``."""
-
-    def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
-        """Distribution of the targets, of batch shape ``batch_shape + (N,)``, given outputs ``batch_shape + (N,
-        ...)``."""
-
-    def targets(self, y: Tensor) -> Tensor:
-        """The targets in the shape that :meth:`distribution` scores."""
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        """The expected target: class probabilities, or the regression function."""
-
-
-@dataclass(frozen=True)
-class CategoricalLikelihood:
-    """Class labels; the network's outputs are logits ``(N, C)``.
-
-    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``; under 1 is a cold likelihood.
-    """
-
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        arguments.positive("temperature", self.temperature)
-
-    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
-        return {}
-
-    def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
-        if outputs.shape[-1] < 2:
-            raise ValueError(f"the network has {outputs.shape[-1]} output; a categorical likelihood needs at least 2")
-        return _with_any_parameters(dist.Categorical(logits=outputs, validate_args=False))
-
-    def targets(self, y: Tensor) -> Tensor:
-        return y
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        return outputs.softmax(-1)
-
-
-@dataclass(frozen=True)
-class GaussianLikelihood:
-    r"""Real targets with noise of one standard deviation; the network's outputs are means ``(N, D)``, ``(N, 1)`` or
-    ``(N,)``.
-
-    :param scale: the noise's standard deviation, or ``None`` to learn it as the latent site ``noise_scale``.
-    :param prior_scale: with ``scale=None``, the scale of the half-normal prior of ``noise_scale``.
-    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``.
-    """
-
-    scale: float | None = None
-    prior_scale: float = 1.0
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        arguments.positive("temperature", self.temperature)
-        arguments.positive("scale", self.scale, none="one that is learnt")
-        arguments.positive("prior_scale", self.prior_scale)
-
-    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
-        return {"noise_scale": dist.HalfNormal(like.new_tensor(self.prior_scale))} if self.scale is None else {}
-
-    def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
-        outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
-        scale = outputs.new_tensor(self.scale) if self.scale is not None else latents["noise_scale"]
-        per_row = outputs.dim() - scale.dim()
-        scale = scale.reshape(*scale.shape, *([1] * per_row))
-        return _with_any_parameters(dist.Normal(outputs, scale, validate_args=False))
-
-    def targets(self, y: Tensor) -> Tensor:
-        return y.squeeze(-1) if y.dim() > 1 and y.shape[-1] == 1 else y
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        return outputs
-
-
-def _with_any_parameters(made: dist.TorchDistribution) -> dist.TorchDistribution:
-    """A distribution made without a look at its parameters looks at the values that it is asked about, as others do.
-
-    One network of many that diverges (a member of an ensemble, a chain) is for the caller to notice, and mustn't stop
-    the others.
-    """
-    del made.__dict__["_validate_args"]
-    return made
 
 
 class BayesianModel(nn.Module):
@@ -205,7 +111,7 @@ class BayesianModel(nn.Module):
         self._lock = OwnLock()
         self.net = copy.deepcopy(net).eval().requires_grad_(False)
         self.prior: PriorFunction = prior
-        self.likelihood: Likelihood = _likelihood(likelihood)
+        self.likelihood: Likelihood = likelihood_of(likelihood)
         self.num_data = num_data
         self._prior_cache: tuple[object, dict[str, dist.TorchDistribution]] = (None, {})
         if not self._parameters_of_net():
@@ -378,13 +284,6 @@ class BayesianModel(nn.Module):
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-def _likelihood(likelihood: str | Likelihood) -> Likelihood:
-    known: dict[str, Likelihood] = {"categorical": CategoricalLikelihood(), "gaussian": GaussianLikelihood()}
-    if isinstance(likelihood, type) or not all(hasattr(likelihood, name) for name in LIKELIHOOD):
-        return known[arguments.one_of("likelihood", likelihood, sorted(known), "a likelihood object")]
-    return likelihood  # type: ignore[return-value]
 
 
 def _latents(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Weights:

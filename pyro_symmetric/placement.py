@@ -25,7 +25,9 @@ def placed(
     """
 
     def place(value: Any) -> Any:
-        return value.to(device=device, dtype=_own(value, dtype)) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
 
     if isinstance(model, nn.Module):
         parts = [*model.parameters(), *model.buffers()]
@@ -53,7 +55,3 @@ def promoted(values: list[Tensor]) -> torch.dtype | None:
         if value.is_floating_point():
             dtype = value.dtype if dtype is None else torch.promote_types(dtype, value.dtype)
     return dtype
-
-
-def _own(value: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
-    return dtype if value.is_floating_point() else None

@@ -14,21 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
-from pyro.infer.mcmc.util import select_samples
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.chain_tables import diagnostics, entries_table, sites_table
 from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
-from pyro_symmetric.store import read_store
-from pyro_symmetric.store.tasks import joint_metadata, parts_of, read_joined
+from pyro_symmetric.store import joint_metadata, read_folder
 from pyro_symmetric.weights import Weights
 
 Rows = Literal["chains", "independent"]
@@ -37,16 +33,20 @@ KIND = "posterior"
 VERSION = 1
 ROWS: tuple[Rows, ...] = get_args(Rows)
 HELD = {"samples": "site -> draws", "statistics": "name -> numbers of every draw", "metadata": "what JSON can hold"}
-MOST_ENTRIES_SHOWN = 32  # of a site, one by one
 
 
 @dataclass(frozen=True, eq=False)
-class _Origin:
-    """What a posterior was drawn from; kept in memory only. ``device``: where that was asked to compute."""
+class Origin:
+    """What a posterior was drawn from; kept in memory only.
+
+    :param kernel: the sampler; ``kernel.model`` is the model.
+    :param args: what the model was called with; ``kwargs`` likewise.
+    :param device: where it was asked to compute; ``None`` if that isn't known or was left to the model.
+    """
 
     kernel: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
     device: torch.device | str | None = None
 
 
@@ -65,13 +65,14 @@ class Posterior:
     :param rows: ``"chains"``: each row holds successive states of a Markov chain, of which one depends on the last.
         ``"independent"``: every draw is independent of every other (members of an ensemble, draws of a guide). Tests
         count chains by their effective sample size and independent draws one by one, so this has no default.
+    :param origin: what they were drawn from, if that is known; see :meth:`attach`.
     """
 
     samples: Weights
     statistics: dict[str, Tensor] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     rows: Rows = field(kw_only=True)
-    _origin: _Origin | None = field(default=None, init=False)
+    origin: Origin | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, what in HELD.items():
@@ -82,18 +83,20 @@ class Posterior:
             )
         if not self.samples:
             raise ValueError("samples is empty; a posterior needs the draws of at least one site")
-        for site, value in self.samples.items():
-            if not isinstance(value, Tensor) or value.dim() < 2:
-                found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"samples[{site!r}] is of {found}; it must be a tensor (chains, draws, *site_shape)")
+        arguments.instance("origin", self.origin, (Origin, type(None)), "an Origin or None; see attach")
         first = next(iter(self.samples))
-        shape = self.samples[first].shape[:2]
+        shape: Any = getattr(self.samples[first], "shape", ())[:2]
         for kind, entries in (("samples", self.samples), ("statistics", self.statistics)):
             for name, value in entries.items():
-                arguments.tensor(f"{kind}[{name!r}]", value)
+                named = f"{kind}[{name!r}]"
+                if not isinstance(value, Tensor) or value.dim() < 2:
+                    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                    raise ValueError(f"{named} is of {found}; it must be a tensor (chains, draws, ...)")
+                if value.is_complex():
+                    raise ValueError(f"{named} is of {value.dtype}; it must be real: keep .real and .imag as two sites")
                 if value.shape[:2] != shape or (kind == "statistics" and value.dim() != 2):
                     raise ValueError(
-                        f"{kind}[{name!r}] has shape {tuple(value.shape)}, but samples[{first!r}] holds "
+                        f"{named} has shape {tuple(value.shape)}, but samples[{first!r}] holds "
                         f"{shape[0]} chains of {shape[1]} draws"
                     )
 
@@ -105,7 +108,7 @@ class Posterior:
         rows: Rows,
         num_chains: int = 1,
         statistics: Mapping[str, Tensor] | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
     ) -> Posterior:
         """A posterior of flat draws: independent ones (an ensemble, draws of a guide), or chains laid end to end.
 
@@ -130,12 +133,7 @@ class Posterior:
         def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {k: v.reshape(num_chains, len(v) // num_chains, *v.shape[1:]) for k, v in entries.items()}
 
-        return cls(
-            cut(weights),
-            cut(statistics or {}),
-            {} if metadata is None else dict(arguments.mapping("metadata", metadata, "what JSON can hold")),
-            rows=rows,
-        )
+        return cls(cut(weights), cut(statistics or {}), {} if metadata is None else metadata, rows=rows)
 
     @classmethod
     def concat(cls, parts: Sequence[Posterior]) -> Posterior:
@@ -163,9 +161,7 @@ class Posterior:
             for kind in ("samples", "statistics")
         )
         metadata = joint_metadata([part.metadata for part in parts], [part.num_chains for part in parts])
-        result = cls(samples, statistics, metadata, rows=parts[0].rows)
-        object.__setattr__(result, "_origin", parts[0]._origin)
-        return result
+        return cls(samples, statistics, metadata, rows=parts[0].rows, origin=parts[0].origin)
 
     # where it comes from --------------------------------------------------------------------------------------------
 
@@ -185,17 +181,12 @@ class Posterior:
         )
         is_kernel = callable(getattr(kernel_or_model, "model", None)) and not callable(kernel_or_model)
         kernel = kernel_or_model if is_kernel else SimpleNamespace(model=kernel_or_model)
-        return self._like(self.samples, self.statistics, _Origin(kernel, args, kwargs))
-
-    def sampled_on(self, device: torch.device | str | None) -> Posterior:
-        """This posterior, remembering where its model was asked to compute, so that what looks at it does so there."""
-        arguments.device("device", device)
-        return self._like(self.samples, self.statistics, replace(self._drawn_from, device=device))
+        return replace(self, origin=Origin(kernel, args, kwargs))
 
     @property
     def origin_device(self) -> torch.device | str | None:
         """Where its model was asked to compute; ``None`` if that isn't known or was left to the model."""
-        return None if self._origin is None else self._origin.device
+        return None if self.origin is None else self.origin.device
 
     @property
     def kernel(self) -> Any:
@@ -213,7 +204,7 @@ class Posterior:
     @property
     def is_attached(self) -> bool:
         """Whether :attr:`model` and its arguments are known."""
-        return self._origin is not None
+        return self.origin is not None
 
     @property
     def _args(self) -> tuple[Any, ...]:  # the names that Pyro's MCMC has and ArviZ reads
@@ -224,21 +215,13 @@ class Posterior:
         return self._drawn_from.kwargs
 
     @property
-    def _drawn_from(self) -> _Origin:
-        if self._origin is None:
+    def _drawn_from(self) -> Origin:
+        if self.origin is None:
             raise AttributeError(
                 "this posterior doesn't know the model that it was drawn from (files hold none); say it by "
                 "posterior.attach(model, *args)"
             )
-        return self._origin
-
-    def _like(
-        self, samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor], origin: _Origin | None = None
-    ) -> Posterior:
-        """Other draws of the same posterior."""
-        result = Posterior(dict(samples), dict(statistics), self.metadata, rows=self.rows)
-        object.__setattr__(result, "_origin", origin or self._origin)
-        return result
+        return self.origin
 
     # what it holds --------------------------------------------------------------------------------------------------
 
@@ -271,9 +254,14 @@ class Posterior:
         """
         arguments.whole("num_samples", num_samples, 1, none="all")
         arguments.flag("group_by_chain", group_by_chain)
-        if num_samples is not None:
-            return select_samples(self.samples, num_samples, group_by_chain)
-        return {site: value if group_by_chain else value.flatten(0, 1) for site, value in self.samples.items()}
+        found = {site: value if group_by_chain else value.flatten(0, 1) for site, value in self.samples.items()}
+        if num_samples is None:
+            return found
+        count = self.num_samples if group_by_chain else self.num_chains * self.num_samples
+        if not count:
+            raise ValueError(f"num_samples is {num_samples}, but the posterior holds no draws to draw from")
+        index, axis = torch.randint(count, (num_samples,)), int(group_by_chain)
+        return {site: value.index_select(axis, index.to(value.device)) for site, value in found.items()}
 
     def select(self, chains: Any = slice(None), draws: Any = slice(None)) -> Posterior:
         """Some chains and some draws, in a posterior of their own.
@@ -283,13 +271,13 @@ class Posterior:
         :param chains: a slice (a view, which copies nothing), or indices, or a mask; a single index keeps its axis.
         :param draws: likewise.
         """
-        chains = _keeping_axis("chains", chains, self.num_chains)
-        draws = _keeping_axis("draws", draws, self.num_samples)
+        chains = arguments.places("chains", chains, self.num_chains)
+        draws = arguments.places("draws", draws, self.num_samples)
 
         def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: value[chains][:, draws] for name, value in entries.items()}
 
-        return self._like(cut(self.samples), cut(self.statistics))
+        return replace(self, samples=cut(self.samples), statistics=cut(self.statistics))
 
     def thin(self, every: int) -> Posterior:
         """Every ``every``-th draw of each chain, as a view; the last draw is kept."""
@@ -333,58 +321,23 @@ class Posterior:
                     f"function returned {site!r} of shape {tuple(value.shape)}; it must begin with the {batch[0]} "
                     f"chains and {batch[1]} draws that it is given"
                 )
-        return self._like(found, self.statistics)
+        return replace(self, samples=dict(found))
 
     # how good it is -------------------------------------------------------------------------------------------------
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Convergence, summarised for every site over its weights.
+        """Convergence, for every site over its weights; see :func:`~pyro_symmetric.chain_tables.diagnostics`.
 
         Modulo a symmetry: ``ps.align_many(posterior, symmetry).posterior.diagnostics()``.
 
-        Rank-normalised split R-hat and bulk and tail effective sample size (Vehtari et al. 2021), each as the worst and
-        the median over the site's weights. NaN if it can't be told: fewer than 4 draws, R-hat of one chain, weights
-        that are constant or not finite.
-
-        :return: site -> ``r_hat``, ``r_hat_median``, ``ess_bulk``, ``ess_bulk_median``, ``ess_tail``,
-            ``ess_tail_median`` (without suffix: the worst) and ``n_eff``, Pyro's name for ``ess_bulk``; and, as in
-            Pyro, ``"divergences"`` -> ``{"chain 0": [draws], ...}``, with empty lists if the sampler knows no
-            divergence, and ``"acceptance rate"`` -> ``{"chain 0": mean, ...}`` if it knows one. Draws mapped from a
-            file are read block by block.
+        :return: site -> ``r_hat``, ``ess_bulk``, ``ess_tail`` of the worst weight, each also as ``_median``, and
+            ``n_eff``, Pyro's name for ``ess_bulk``; and, as in Pyro, ``"divergences"`` and ``"acceptance rate"``.
         """
-        table: dict[str, dict[str, Any]] = {
-            site: chain_statistics(value).summary() for site, value in self.samples.items()
-        }
-        for found in table.values():
-            found["n_eff"] = found["ess_bulk"]
-        flags = self.statistics.get("diverging", torch.zeros(self.num_chains, 0))
-        table["divergences"] = {f"chain {c}": row.nonzero().flatten().tolist() for c, row in enumerate(flags)}
-        if (rates := self.statistics.get("acceptance_rate")) is not None:
-            table["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
-        return table
+        return diagnostics(self.samples, self.statistics)
 
     def summary_table(self) -> str:
         """One line for each site: worst and median R-hat and effective sample sizes; then divergences, acceptance."""
-        diagnostics = self.diagnostics()
-        columns = ["r_hat", "r_hat_median", "ess_bulk", "ess_bulk_median", "ess_tail", "ess_tail_median"]
-        width = max(len("site"), *(len(site) for site in self.samples))
-        lines = [f"{'site':<{width}}  entries  R-hat worst  median  ESS bulk worst    median  ESS tail worst    median"]
-        for site, shape in self.site_shapes.items():
-            r, r_median, bulk, bulk_median, tail, tail_median = (diagnostics[site][column] for column in columns)
-            lines.append(
-                f"{site:<{width}}  {shape.numel():>7}  {r:>11.3f}  {r_median:>6.3f}  {bulk:>14.0f}  {bulk_median:>8.0f}"
-                f"  {tail:>14.0f}  {tail_median:>8.0f}"
-            )
-        total = self.num_chains * self.num_samples
-        lines.append(self._counts())
-        if "diverging" in self.statistics:
-            lines[-1] += f"; {int(self.divergences.sum())} of {total} diverged"
-        if "acceptance_rate" in self.statistics:
-            lines[-1] += f"; mean acceptance {float(self.statistics['acceptance_rate'].double().mean()):.2f}"
-        parts = [diagnostics[site] for site in self.samples]
-        if any(np.isnan(part["ess_bulk"]) and not np.isnan(part["ess_bulk_median"]) for part in parts):
-            lines.append("nan: entries that never change, such as the zeros of a triangle, or aren't finite")
-        return "\n".join(lines)
+        return sites_table(self.samples, self.statistics, self._counts())
 
     def summary(self, prob: float = 0.9) -> None:
         """Print :meth:`summary_table`, and before it, as Pyro does, a line for every entry of sites with few of them.
@@ -395,27 +348,7 @@ class Posterior:
         :param prob: how much of an entry's draws its interval holds, between quantiles.
         """
         arguments.fraction("prob", prob)
-        print("\n\n".join(filter(None, (self._entries_table(prob), self.summary_table()))))
-
-    def _entries_table(self, prob: float) -> str:
-        low, high = (1 - prob) / 2, (1 + prob) / 2
-        rows: list[tuple[Any, ...]] = []
-        for site, draws in self.samples.items():
-            shape = draws.shape[2:]
-            if not 0 < shape.numel() <= MOST_ENTRIES_SHOWN:
-                continue
-            statistics, flat = chain_statistics(draws), draws.double().cpu().reshape(-1, shape.numel())
-            numbers = [flat.mean(0), flat.std(0), *np.quantile(flat.numpy(), [0.5, low, high], axis=0)]
-            numbers += [statistics.ess_bulk.flatten(), statistics.r_hat.flatten()]
-            places = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)) if shape else [()]
-            names = [f"{site}[{','.join(str(int(i)) for i in at)}]" if shape else site for at in places]
-            rows += zip(names, *(number.tolist() for number in numbers), strict=True)
-        if not rows:
-            return ""
-        width = max(len(row[0]) for row in rows)
-        heads = ("mean", "std", "median", f"{low:.1%}", f"{high:.1%}", "n_eff", "r_hat")
-        lines = [" " * width + "".join(f"{head:>10}" for head in heads)]
-        return "\n".join([*lines, *(f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows)])
+        print("\n\n".join(filter(None, (entries_table(self.samples, prob), self.summary_table()))))
 
     # the store ------------------------------------------------------------------------------------------------------
 
@@ -430,12 +363,8 @@ class Posterior:
         """
         tensors = {f"samples/{site}": value for site, value in self.samples.items()}
         tensors |= {f"statistics/{name}": value for name, value in self.statistics.items()}
-        header = {
-            "sites": list(self.samples),
-            "statistics": list(self.statistics),
-            "metadata": self.metadata,
-            "rows": self.rows,
-        }
+        held = {"sites": list(self.samples), "statistics": list(self.statistics)}
+        header = {**held, "metadata": self.metadata, "rows": self.rows}
         save_tensors(path, KIND, VERSION, tensors, header)
 
     @classmethod
@@ -453,23 +382,14 @@ class Posterior:
         """
         folder = arguments.path("path", path)
         try:
-            return cls._of_folder(folder, verify) if folder.is_dir() else cls._of_file(folder, verify)
+            if folder.is_dir():
+                contents = read_folder(folder, verify=verify)
+                return cls(*contents, rows=contents.metadata.get("rows", "chains"))
+            return cls._of_file(folder, verify)
         except StoreError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # a header that nothing of ours has written
             raise StoreError(f"{path} is damaged: {error!r}") from error
-
-    @classmethod
-    def _of_folder(cls, folder: Path, verify: bool) -> Posterior:
-        parts, are_all = parts_of(folder)
-        if not parts:
-            return cls(*read_store(folder, verify=verify), rows="chains")
-        if (joined := read_joined(folder, parts, verify=verify)) is not None:
-            return cls(*joined, rows="chains")
-        found = [cls(*read_store(part, verify=verify), rows="chains") for part in parts]
-        least = min(part.num_samples for part in found)
-        whole = cls.concat([part.select(draws=slice(least)) for part in found])
-        return replace(whole, metadata={**whole.metadata, "interrupted": not are_all})
 
     @classmethod
     def _of_file(cls, path: Path, verify: bool) -> Posterior:
@@ -477,27 +397,3 @@ class Posterior:
         samples = {site: tensors[f"samples/{site}"] for site in header["sites"]}
         statistics = {name: tensors[f"statistics/{name}"] for name in header["statistics"]}
         return cls(samples, statistics, header["metadata"], rows=header["rows"])
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _keeping_axis(name: str, index: Any, length: int) -> Any:
-    """What to index an axis of this length by, so that it stays.
-
-    :raises ValueError: if there is no such entry.
-    :raises TypeError: if it is no index.
-    """
-    if isinstance(index, slice):
-        return index
-    known = isinstance(index, Tensor | np.ndarray | list | tuple | range | Integral)
-    chosen = torch.as_tensor(index) if known else None
-    if chosen is None or chosen.is_floating_point() or chosen.dim() > 1:
-        raise TypeError(f"{name} is {arguments.shown(index)}; it must be a slice, whole numbers, or a mask")
-    chosen = chosen.reshape(-1)
-    if chosen.dtype == torch.bool:
-        if len(chosen) != length:
-            raise ValueError(f"{name} is a mask of {len(chosen)} entries; there are {length} {name}")
-    elif bool(((chosen < -length) | (chosen >= length)).any()):
-        raise ValueError(f"{name} holds {chosen.tolist()[:10]}; there are {length} {name}, counted from 0")
-    return chosen

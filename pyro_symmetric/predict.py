@@ -146,7 +146,7 @@ def _run(
 
 
 @dataclass(frozen=True, eq=False)
-class _Draws:
+class _Selection:
     """Weights, which of them to take (in the order of their flattened batch), and the batch shape of the result."""
 
     weights: Weights
@@ -187,7 +187,7 @@ def _device_of(posterior: Any) -> torch.device | str | None:
     return posterior.origin_device if isinstance(posterior, Posterior) else None
 
 
-def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> _Draws:
+def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> _Selection:
     if isinstance(posterior, Sampler):
         posterior, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
     weights = posterior.samples if isinstance(posterior, Posterior) else posterior
@@ -197,19 +197,19 @@ def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> _Draws:
     count = batch.numel()
     flat = torch.Size([count]) if isinstance(posterior, Posterior) else batch
     if num_samples is None:
-        return _Draws(weights, batch, torch.arange(count), flat)
+        return _Selection(weights, batch, torch.arange(count), flat)
     if len(flat) != 1 or num_samples > count:
         raise ValueError(
             f"num_samples is {num_samples}, of weights of batch shape {tuple(batch)}; it takes as many or fewer, "
             "evenly spaced, along one batch axis"
         )
-    return _Draws(weights, batch, evenly_spaced(count, num_samples), torch.Size([num_samples]))
+    return _Selection(weights, batch, evenly_spaced(count, num_samples), torch.Size([num_samples]))
 
 
 class _Collected:
     """The predictions as they come: laid in their places, or averaged."""
 
-    def __init__(self, draws: _Draws, num_rows: int | None, average: bool):
+    def __init__(self, draws: _Selection, num_rows: int | None, average: bool):
         self.draws, self.num_rows, self.average = draws, num_rows, average
         self.leaves: list[Tensor] = []
         self.spec: Any = None
@@ -246,7 +246,7 @@ def _ranges(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _chunks(draws: _Draws, predictor: Predictor, draw_chunk: int | None, row_chunk: int | None) -> tuple[int, int]:
+def _chunks(draws: _Selection, predictor: Predictor, draw_chunk: int | None, row_chunk: int | None) -> tuple[int, int]:
     """How many draws and rows to take at once, from the largest tensor that one draw meets on the way."""
     rows = predictor.num_rows if predictor.num_rows is not None else 1
     if len(draws) == 0 or rows == 0 or (draw_chunk and row_chunk):

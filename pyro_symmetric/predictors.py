@@ -143,7 +143,7 @@ class TracedPredictor:
         self.model, self.args, self.kwargs = placed(model, args, kwargs, device, self.dtype)
         self.kind = kind
         self.device: torch.device | None = _place_of(self.model, (self.args, self.kwargs), device)
-        with PYRO, explaining(self.model, args, kwargs), poutine.block(), Placement(self.device, self.dtype):
+        with PYRO, poutine.block(), explaining(self.model, args, kwargs), Placement(self.device, self.dtype):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
         drawn = [name for name, site in sites.items() if name not in given and _is_random(site)]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributions import Normal
 
 from pyro_symmetric import UntraceableError, find_symmetry
-from pyro_symmetric._process import running_pyro, without_messages, without_warnings
+from pyro_symmetric._process import running_pyro, with_both_branches, without_messages, without_warnings
 
 
 class Branching(nn.Linear):
@@ -105,3 +105,15 @@ def test_a_forked_process_finds_nothing_changed_and_waits_for_no_thread_of_its_p
             with without_warnings():
                 os._exit(0 if sys.stderr is before else 1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_both_branches_of_a_condition_are_computed_and_the_function_is_put_back():
+    cond = torch.cond
+    x = torch.tensor([-1.0, 2.0])
+    with with_both_branches():
+        for side in (True, False):
+            expected = x.relu() if side else x.tanh()
+            for pred in (side, torch.tensor(side), torch.tensor([side])):
+                found = torch.cond(pred, lambda v: {"y": (v.relu(),)}, lambda v: {"y": (v.tanh(),)}, (x,))
+                assert torch.equal(found["y"][0], expected)
+    assert torch.cond is cond

@@ -2,8 +2,11 @@
 
 import functools
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from torch import nn
 
 from pyro_symmetric.calls import described, explaining, input_problem
@@ -43,6 +46,38 @@ def test_arguments_that_a_signature_cannot_take_are_told_and_chained(args, kwarg
 def test_a_network_is_advised_to_become_a_model():
     with pytest.raises(TypeError, match=r"module Linear.forward\(input\) can't be.*too many.*BayesianModel\(net"):
         called(nn.Linear(2, 1), torch.zeros(3, 2), torch.zeros(3))
+
+
+def multiplied(x, y):
+    return x @ y
+
+
+def test_arguments_that_pytorch_cannot_compute_with_are_told_and_chained():
+    partial = functools.partial(multiplied, torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"multiplied\(x, y\).*tensor \(2, 3\).*tensor \(2,\)") as error:
+        called(partial, torch.zeros(2))
+    assert type(error.value.__cause__) is RuntimeError
+
+
+def test_errors_that_stand_for_more_than_shapes_keep_their_type():
+    def hungry():
+        raise torch.OutOfMemoryError("a lot")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        called(hungry)
+
+
+def improper(value=None):
+    prior = dist.ImproperUniform(dist.constraints.real, (), (3,)).mask(True).expand([2])
+    with pyro.plate("rows", 2):
+        return pyro.sample("w", prior, obs=value)
+
+
+def test_a_prior_that_cannot_be_drawn_from_is_named_unless_its_value_is_given():
+    with pytest.raises(ValueError, match="prior of site 'w'"):
+        called(improper)
+    assert called(improper, torch.ones(2, 3)).sum() == 6
+    assert called(poutine.condition(improper, data={"w": torch.ones(2, 3)})).sum() == 6
 
 
 def test_the_models_own_errors_pass_as_they_are_with_a_note_of_the_call():

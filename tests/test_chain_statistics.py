@@ -14,6 +14,7 @@ from pyro_symmetric.chain_statistics import (
     missing_energy,
     never_changing,
     non_finite,
+    spacing,
     standing_still,
 )
 
@@ -100,6 +101,42 @@ def test_constant_and_infinite_quantities_are_nan_and_leave_the_others_alone():
     summary = found.summary()
     assert np.isnan(summary["r_hat"])
     assert summary["r_hat_median"] == found.r_hat[2]
+
+
+def test_r_hat_is_infinite_if_no_half_moves_and_halves_differ():
+    still = torch.tensor([0.1, 0.7, 0.3])[:, None].expand(3, 40)
+    halves = torch.tensor([0.1, 0.7])[:, None].expand(2, 20).reshape(1, 40).expand(3, 40)
+    moving = torch.randn(3, 40)
+    found = chain_statistics(torch.stack([still, halves, moving], -1)).r_hat
+    assert torch.isinf(found).tolist() == [True, True, False]
+    # One chain that moves has a variance to compare with: a large number, and ArviZ's.
+    partly = torch.cat([still[:2], moving[:1]])[..., None]
+    r_hat = chain_statistics(partly).r_hat
+    np.testing.assert_allclose(r_hat.numpy(), arviz(partly)[0], rtol=1e-10)
+    assert 1.05 < r_hat < torch.inf
+
+
+def test_two_values_in_turn_fold_to_one_number_and_say_nothing_of_the_spread():
+    draws = torch.tensor([0.0, 1.0]).repeat(20).expand(4, 40)
+    assert torch.isfinite(chain_statistics(draws).r_hat)
+    assert chain_statistics(draws).r_hat < 1.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_spacing_is_the_step_to_the_next_number_in_deviations_of_a_chain(dtype):
+    centres = torch.tensor([0.0, 3.0, -100.0, 2.0**20])
+    draws = (centres + torch.tensor([1.0, 1.0, 20.0, 2.0**17]) * torch.randn(3, 400, 4)).to(dtype)
+    draws += (7 * torch.arange(3)[:, None, None] * (centres == 3.0)).to(dtype)  # chains apart: the spread is each one's
+    largest = draws.abs().amax((0, 1)).to(dtype)
+    step = (torch.nextafter(largest, torch.full_like(largest, torch.inf)) - largest).double()
+    spread = draws.double().var(1).mean(0).sqrt()
+    torch.testing.assert_close(spacing(draws), step / spread, rtol=0.01, atol=0)
+    assert len(spacing(draws[:, :1].expand(3, 400, 4))) == 0
+
+
+def test_complex_draws_are_refused():
+    with pytest.raises(TypeError, match="draws"):
+        chain_statistics(torch.zeros(2, 10, dtype=torch.complex64))
 
 
 def test_draws_without_chains_are_refused():

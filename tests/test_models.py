@@ -11,12 +11,8 @@ from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import nn
 
-from pyro_symmetric.models import (
-    BayesianModel,
-    CategoricalLikelihood,
-    GaussianLikelihood,
-    GaussianPrior,
-)
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
+from pyro_symmetric.models import BayesianModel, GaussianPrior
 
 LIKELIHOODS = {
     "categorical": ("categorical", 3, lambda n: torch.randint(3, (n,))),

@@ -1,6 +1,7 @@
 """Posterior: selection, diagnostics, ArviZ and the store."""
 
 import json
+import math
 import os
 import resource
 import struct
@@ -487,3 +488,59 @@ def test_concat_refuses_parts_that_do_not_belong_together(posterior):
         with pytest.raises(ValueError, match=rf"parts\[1\] has {named}"):
             Posterior.concat([posterior, other])
     assert Posterior.concat([posterior, posterior]).num_chains == 6
+
+
+# draws that are unusual -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["samples", "statistics"])
+def test_complex_draws_are_refused_by_name(kind):
+    parts = {"samples": {"w": torch.randn(2, 5)}, "statistics": {"lp": torch.randn(2, 5)}}
+    name = next(iter(parts[kind]))
+    parts[kind][name] = parts[kind][name].to(torch.complex64)
+    with pytest.raises(ValueError, match=rf"{kind}\['{name}'\]"):
+        Posterior(**parts, rows="chains")
+
+
+def test_a_site_without_entries_goes_through_everything(tmp_path, capsys):
+    posterior = Posterior({"w": torch.randn(2, 10), "none": torch.zeros(2, 10, 0)}, rows="chains")
+    assert posterior.get_samples(3)["none"].shape == (3, 0)
+    assert posterior.get_samples(3, group_by_chain=True)["none"].shape == (2, 3, 0)
+    assert math.isnan(posterior.diagnostics()["none"]["r_hat"])
+    posterior.summary()
+    assert "none" in capsys.readouterr().out
+    assert Posterior.concat([posterior, posterior]).samples["none"].shape == (4, 10, 0)
+    posterior.thin(3).save(tmp_path / "p.safetensors")
+    assert Posterior.load(tmp_path / "p.safetensors").samples["none"].shape == (2, 4, 0)
+    assert ps.to_arviz(posterior).posterior["none"].shape == (2, 10, 0)
+    assert "none" in posterior.summary_table()
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 5, 3)])
+def test_a_posterior_without_draws_goes_through_everything_but_drawing_from_it(tmp_path, shape):
+    statistics = {"acceptance_rate": torch.zeros(shape[:2]), "diverging": torch.zeros(shape[:2]).bool()}
+    posterior = Posterior({"w": torch.zeros(shape)}, statistics, rows="chains")
+    posterior.summary()
+    assert math.isnan(posterior.diagnostics()["w"]["ess_bulk"])
+    assert posterior.get_samples()["w"].shape == (0, 3)
+    assert posterior.thin(2).samples["w"].shape[2:] == (3,)
+    assert Posterior.concat([posterior, posterior]).num_chains == 2 * shape[0]
+    posterior.save(tmp_path / "p.safetensors")
+    assert Posterior.load(tmp_path / "p.safetensors").samples["w"].shape == shape
+    for by_chain in (False, True):
+        if shape[1] == 0 or not by_chain:
+            with pytest.raises(ValueError, match="num_samples is 3"):
+                posterior.get_samples(3, group_by_chain=by_chain)
+
+
+def test_draws_with_replacement_are_the_same_ones_of_every_site():
+    number = torch.arange(40.0).reshape(4, 10)
+    posterior = Posterior({"a": number, "b": number[..., None] * torch.tensor([1.0, 2.0])}, rows="chains")
+    drawn = posterior.get_samples(200)
+    assert drawn["a"].shape == (200,)
+    assert torch.equal(drawn["b"], drawn["a"][:, None] * torch.tensor([1.0, 2.0]))
+    assert len(drawn["a"].unique()) > 30  # of 40, each is left out with a chance of 0.6 %
+    grouped = posterior.get_samples(7, group_by_chain=True)
+    assert grouped["a"].shape == (4, 7)
+    assert torch.equal(grouped["a"] // 10, torch.arange(4.0)[:, None].expand(4, 7))
+    assert torch.equal(grouped["b"][..., 0], grouped["a"])

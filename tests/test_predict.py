@@ -9,7 +9,8 @@ from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.likelihoods import GaussianLikelihood
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import pointwise_log_likelihood, predict
 

@@ -40,7 +40,7 @@ from benchmarks.harness import print_table
 from benchmarks.performance.sampler_gradients import Problem, PyroNet, numpyro_model, problem
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC, Density, State
-from pyro_symmetric.mcmc.kernels.adaptation import DualAveraging
+from pyro_symmetric.mcmc.kernels.warmup import StepSearch
 from pyro_symmetric.mcmc.starts import starting_points
 
 HELD_OUT = 10  # every tenth row
@@ -67,7 +67,7 @@ class Setting:
 
     def pieces(self, z: Tensor) -> list[Tensor]:
         """Positions ``(C, D)`` -> each site's ``(C, *shape)``, in our order."""
-        return list(self.density.constrain(z).values())
+        return list(self.density.layout.constrain(z).values())
 
     def variances(self) -> list[Tensor]:
         """Each site's flat diagonal of the inverse mass matrix."""
@@ -80,8 +80,8 @@ class Setting:
 def ours(setting: Setting, kernel: HMC | NUTS | AdaptiveHMC) -> Step:
     fresh = kernel.init(setting.density, setting.warm.z, 0, setting.warm.generator).tuning
     step_size = setting.warm.tuning.step_size
-    averaging = DualAveraging.start(step_size)
-    tuning = replace(fresh, step_size=step_size, averaging=averaging, mass=setting.warm.tuning.mass)
+    search = StepSearch.start(step_size)
+    tuning = replace(fresh, step_size=step_size, search=search, mass=setting.warm.tuning.mass)
     if isinstance(kernel, AdaptiveHMC):
         tuning = replace(tuning, length=setting.warm.tuning.length)
     held = [replace(setting.warm, tuning=tuning)]
@@ -243,7 +243,7 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     def predict(z: Tensor) -> Tensor:
         with torch.no_grad():
-            return model.outputs(density.constrain(z), whole.x[held_out]).flatten(1)
+            return model.outputs(density.layout.constrain(z), whole.x[held_out]).flatten(1)
 
     results: dict[str, Measured] = {}
     for contestant, make in contestants(setting).items():

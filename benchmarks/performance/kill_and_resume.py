@@ -78,17 +78,17 @@ def cut_power(store: Path, chance: random.Random) -> None:
     if not (store / CHECKPOINT).exists():
         return
     commit = Checkpoint.read(store)
-    layout = commit.layout
-    for file in store.glob("draws-*"):
-        if layout is None or file.name != layout.file:
-            file.write_bytes(chance.randbytes(chance.randint(0, 5000)))
-    if layout is None:
+    file = commit.file
+    for path in store.glob("draws-*"):
+        if file is None or path.name != file.name:
+            path.write_bytes(chance.randbytes(chance.randint(0, 5000)))
+    if file is None:
         return
-    with open(store / layout.file, "r+b") as handle:
-        for column, place in zip(layout.columns, layout.places, strict=True):
-            for chain in range(layout.chains):
-                handle.seek(place + (chain * layout.room + commit.draws) * column.size)
-                handle.write(chance.randbytes((layout.room - commit.draws) * column.size))
+    with open(store / file.name, "r+b") as handle:
+        for entry, place in zip(file.entries, file.places, strict=True):
+            for chain in range(file.chains):
+                handle.seek(place + (chain * file.room + commit.draws) * entry.size)
+                handle.write(chance.randbytes((file.room - commit.draws) * entry.size))
 
 
 def same(found: Posterior, expected: Posterior) -> bool:

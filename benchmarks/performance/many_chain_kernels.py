@@ -43,7 +43,7 @@ class Target:
 def network(net: nn.Module, likelihood: object, x: Tensor, y: Tensor, test: Tensor) -> Target:
     model = ps.BayesianModel(net, likelihood=likelihood)
     density = Density(model, args=(x, y))
-    return Target(density, lambda z: model.outputs(density.constrain(z), test).flatten(1))
+    return Target(density, lambda z: model.outputs(density.layout.constrain(z), test).flatten(1))
 
 
 def energy(folder: Path) -> Target:
@@ -165,7 +165,7 @@ def measure(target: Target, state: State, budget: int, lengths: list[float]) -> 
     contestants = {f"HMC, mean time {t:g}": HMC(None, trajectory_length=t, max_steps=4000) for t in lengths}
     for name, kernel in {**contestants, "AdaptiveHMC as it starts": AdaptiveHMC(None), "NUTS": NUTS(None)}.items():
         tuned = kernel.init(target.density, state.z, 0, state.generator).tuning
-        tuning = replace(tuned, step_size=state.tuning.step_size, mass=state.tuning.mass, blind=False)
+        tuning = replace(tuned, step_size=state.tuning.step_size, mass=state.tuning.mass, pace=None)
         held = [replace(state, tuning=tuning)]
 
         def step(kernel: HMC | NUTS | AdaptiveHMC = kernel, held: list[State] = held) -> Tensor:

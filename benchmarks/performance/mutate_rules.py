@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/discovery/test_discovery.py", "tests/discovery/test_discovery_operators.py")
+TESTS = (
+    "tests/discovery/test_discovery.py",
+    "tests/discovery/test_discovery_operators.py",
+    "tests/discovery/test_grouped.py",
+)
 
 
 class Mutation(NamedTuple):
@@ -58,13 +62,13 @@ MUTATIONS = [
     Mutation("split gives the first piece", "rules/shape.py", "        start = stop\n", "", "split"),
     Mutation("flip does nothing", "rules/shape.py", "np.arange(value.shape[axis])[::-1]", "np.arange(value.shape[axis])", "flip"),
     Mutation("cat doesn't tell copies apart", "rules/shape.py", "joined = labeller.copies(joined, shape.axes, axis)", "pass", "occurs_twice"),
-    Mutation("cat doesn't pin constants", "rules/shape.py", "labeller.facts.pin(atoms, labeller.where)", "pass", "constant"),
+    Mutation("cat doesn't pin constants", "rules/shape.py", "labeller.facts.pin(atoms, labeller.where)", "pass", "constant or cat"),
     Mutation("repeat puts copies behind", "rules/shape.py", "labeller.expand(labeller.unsqueeze(value, axis), shape)", "labeller.unsqueeze(value, axis)", "repeat"),
     Mutation("reshape forgets places", "labeller.py", "            self.facts.refine(joint.atoms, place, self.where)\n", "            pass\n", "flatten"),
     Mutation("restrict forgets places", "labeller.py", "self.facts.refine(part.atoms, positions(off, part.axes, sizes), self.where)", "pass", "pixel_shuffle"),
     # images
     Mutation("convolution ties inputs with outputs", "rules/spatial.py", "[inputs, outputs] if transposed else [outputs, inputs]", "[outputs, inputs] if transposed else [inputs, outputs]", "flatten or padded"),
-    Mutation("groups are not groups", "rules/spatial.py", "letters = [group, inputs, outputs] if transposed else [group, outputs, inputs]", "letters = [9, inputs, outputs] if transposed else [9, outputs, inputs]", "grouped_conv or depthwise"),
+    Mutation("groups are not groups", "rules/spatial.py", "letters = [group, inputs, outputs] if transposed else [group, outputs, inputs]", "letters = [9, inputs, outputs] if transposed else [9, outputs, inputs]", "kernel"),
     Mutation("convolution forgets its bias", "rules/spatial.py", "    if bias is not None:\n", "    if False:\n", "padded"),
     Mutation("max pooling passes signs", "rules/spatial.py", "partial(_channelwise, passes=_passes)", "partial(_channelwise, passes=LINEAR)", "pooling"),
     Mutation("places of maxima have multipliers", "rules/spatial.py", "[pooled, labeller.unscaled(pooled)]", "[pooled, pooled]", "places"),

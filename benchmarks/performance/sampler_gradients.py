@@ -38,9 +38,10 @@ from torch.func import functional_call, grad, vmap
 
 from benchmarks.harness import print_table
 from pyro_symmetric import BayesianModel
+from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc import Density
 from pyro_symmetric.mcmc.starts import starting_points
-from pyro_symmetric.models import GaussianLikelihood, GaussianPrior
+from pyro_symmetric.models import GaussianPrior
 
 Gradient = Callable[[Any], Any]
 STEP = 0.1  # scale of the weights at which gradients are taken, in prior standard deviations

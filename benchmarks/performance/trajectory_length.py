@@ -28,15 +28,15 @@ from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC, Kernel, State
 from pyro_symmetric.mcmc.kernels.adaptive_hmc import radical_inverse
 from pyro_symmetric.mcmc.kernels.hmc import transition, whole_steps
-from pyro_symmetric.mcmc.kernels.integrator import Point
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, Tuning
+from pyro_symmetric.mcmc.kernels.integrator import PhasePoint
+from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 from pyro_symmetric.mcmc.starts import starting_points
 
 RATE, FORGETTING, LARGEST = 0.025, 0.95, 0.35  # Adam's
 
 
 @dataclass(frozen=True, eq=False)
-class Climb(Tuning):
+class Climb(HamiltonianTuning):
     """The log length and its average, the last slope, Adam's mean of squared slopes, and what was counted."""
 
     log_length: Tensor
@@ -90,19 +90,19 @@ class ChEES(HamiltonianKernel):
         updates = tuning.updates + 1
         squares = FORGETTING * tuning.squares + (1 - FORGETTING) * tuning.slope.square()
         climb = RATE * tuning.slope / ((squares / (1 - FORGETTING**updates)).sqrt() + 1e-8)
-        step = tuning.averaging.log_average
+        step = tuning.search.log_average
         length = tuning.log_length + climb.clamp(-LARGEST, LARGEST)
         length = length.clamp(min=step, max=step + math.log(self.max_steps))
         average = tuning.log_average.lerp(length, updates**-0.5)
         return replace(tuning, log_length=length, log_average=average, squares=squares, updates=updates)
 
-    def _pooled(self, acceptance: Tensor, recent: Tensor, blind: bool) -> Tensor:
-        if blind:
-            return super()._pooled(acceptance, recent, blind)
-        return len(acceptance) / (1 / acceptance.clamp(min=1e-3)).sum()
+    def _adapt_step_size(self, tuning: HamiltonianTuning, acceptance: Tensor) -> HamiltonianTuning:
+        if not tuning.blind:
+            acceptance = (len(acceptance) / (1 / acceptance.clamp(min=1e-3)).sum()).expand_as(acceptance)
+        return super()._adapt_step_size(tuning, acceptance)
 
 
-def slope(tuning: Climb, before: Tensor, end: Point, acceptance: Tensor, time: float) -> Tensor:
+def slope(tuning: Climb, before: Tensor, end: PhasePoint, acceptance: Tensor, time: float) -> Tensor:
     """Of the criterion in the log length, ``()``: the mean of ``t (|x'|² - |x|²) x'.v'``, weighted by acceptance."""
     arrived = (acceptance > 1e-4)[:, None]
     velocity = tuning.mass.velocity(torch.where(arrived, end.momentum, 0.0))
@@ -115,6 +115,9 @@ def slope(tuning: Climb, before: Tensor, end: Point, acceptance: Tensor, time: f
     change = last.square().sum(-1) - first.square().sum(-1)
     found = (share * time * change * (last * speed).sum(-1)).sum()
     return torch.where(torch.isfinite(found), found, 0.0)
+
+
+KERNELS = {"AdaptiveHMC": AdaptiveHMC, "ChEES": ChEES, "HMC": HMC, "NUTS": NUTS}
 
 
 # targets ------------------------------------------------------------------------------------------------------------
@@ -171,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", choices=("schools", "gaussian"), default=["schools", "gaussian"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), default=list(KERNELS))
     parser.add_argument("--chains", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=300)
     options = parser.parse_args()
@@ -178,8 +182,8 @@ def main() -> None:
     print(f"  {'target':<9} seed {'kernel':<11} {'worst':>8} {'median':>8} {'R-hat':>7} {'step':>7}")
     for name in options.targets:
         for seed in options.seeds:
-            for kernel in (AdaptiveHMC(None), ChEES(None), HMC(None), NUTS(None)):
-                measure(name, kernel, options.chains, seed, options.warmup)
+            for kernel in options.kernels:
+                measure(name, KERNELS[kernel](None), options.chains, seed, options.warmup)
 
 
 if __name__ == "__main__":

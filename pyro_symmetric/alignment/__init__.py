@@ -4,23 +4,23 @@ What a user calls: ``matching`` (:func:`align`), ``many`` (:func:`align_many`, w
 ``relabel`` (:func:`relabel`), and ``paths.barrier`` (:func:`loss_barrier`). Each floor below knows only those beneath
 it:
 
-* ``descent``: coordinate descent over the units of a group, by scores, the best of several; ``decision``: one step;
+* ``descent``: coordinate descent over the units of a group, by a cost, the best of several; ``decision``: one step;
 * ``moments``: what was given, site by site; ``gaussian``: what was given, as Gaussian moments;
-* ``scores``: how well units go together, and what a match costs: write your own by ``scores.protocol``;
+* ``costs``: how well units go together, and what a match costs: write your own by ``costs.protocol``;
 * ``assignment``: linear assignment problems.
 
 Beside them, ``textbook``, weight matching in forty lines, and ``paths``: distances and paths between Gaussians, and
 what is lost along the way.
 """
 
+from pyro_symmetric.alignment.costs.activation import ActivationCost
+from pyro_symmetric.alignment.costs.protocol import MatchCost, Matched
+from pyro_symmetric.alignment.costs.table import TableCost
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.many import Frame, align_many
 from pyro_symmetric.alignment.matching import Alignment, align
 from pyro_symmetric.alignment.paths.barrier import BarrierCurve, loss_barrier
 from pyro_symmetric.alignment.relabel import relabel
-from pyro_symmetric.alignment.scores.activation import ActivationCost
-from pyro_symmetric.alignment.scores.protocol import Matched, Scores
-from pyro_symmetric.alignment.scores.table import TableScores
 
 __all__ = [
     "ActivationCost",
@@ -28,9 +28,9 @@ __all__ = [
     "BarrierCurve",
     "Frame",
     "GaussianWeights",
+    "MatchCost",
     "Matched",
-    "Scores",
-    "TableScores",
+    "TableCost",
     "align",
     "align_many",
     "loss_barrier",

@@ -1,7 +1,7 @@
 r"""One decision: the best places, signs and scales of some units, and of all that lies inside them, given the others.
 
 Places solve a linear assignment problem whose scores come from
-:class:`~pyro_symmetric.alignment.scores.protocol.Scores`; signs and scales follow. Of units with others inside them
+:class:`~pyro_symmetric.alignment.costs.protocol.MatchCost`; signs and scales follow. Of units with others inside them
 every pair is tried with its inside at its best: under each cyclic shift of the outer units, of which ``n`` meet all
 pairs, the units inside are matched first.
 """
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.alignment.assignment import assign
+from pyro_symmetric.alignment.costs.protocol import MatchCost
 from pyro_symmetric.alignment.elements import differing, joined, replaced
-from pyro_symmetric.alignment.scores.protocol import Scores
 from pyro_symmetric.groups.element import Element
 
 # Which part of the largest gain a flip must have, in shorter and shorter steps.
@@ -31,18 +31,18 @@ TRIED_TOGETHER = 256
 
 
 class Decision:
-    """How units are decided by some scores.
+    """How units are decided.
 
-    :param scores: of a batch of sources.
+    :param cost: of a batch of sources.
     :ivar moves: the units that are decided one after the other; all others are decided with what they lie inside.
     :ivar families: name of the units -> these, and what is decided with them.
     """
 
-    def __init__(self, scores: Scores):
-        self.scores, self.group = scores, scores.group
+    def __init__(self, cost: MatchCost):
+        self.cost, self.group = cost, cost.group
         units = self.group.units
         self._permuted = set(self.group.names("permute"))
-        self._own = {name: [name, *scores.riders(name)] for name in units}
+        self._own = {name: [name, *cost.riders(name)] for name in units}
         self._riding = {rider for own in self._own.values() for rider in own[1:]}
         lone = [
             name
@@ -63,7 +63,7 @@ class Decision:
         self._meeting = {
             name
             for name, inside in self._inside.items()
-            if any(scores.coupled(one, other) for one in inside for other in inside)
+            if any(cost.coupled(one, other) for one in inside for other in inside)
         }
 
     def __call__(self, name: str, element: Element, rows: Tensor, known: Collection[str], shorter: int = 0) -> Element:
@@ -79,7 +79,7 @@ class Decision:
         if self._inside[name]:
             before = element = self._inside_matched(name, element, rows, known)
         elif name in self._permuted:
-            scores = self.scores.pairs(name, element, rows, known)
+            scores = self.cost.pairs(name, element, rows, known)
             element = replaced(element, {name: self._assigned(name, element, scores, shorter)})
         return self._multiplied(name, element, rows, known, shorter, before)
 
@@ -87,7 +87,7 @@ class Decision:
         """The units, those of which the largest part is known first; what is known grows meanwhile."""
         waiting = list(names)
         while waiting:
-            name = max(waiting, key=lambda name: self.scores.share(name, known))
+            name = max(waiting, key=lambda name: self.cost.share(name, known))
             waiting.remove(name)
             yield name
 
@@ -122,7 +122,7 @@ class Decision:
     ) -> Element:
         """Units matched with each pair's inside at its best, which all cyclic shifts of the units go through."""
         units, n = self.group[name], self.group[name].size
-        places = torch.arange(n, device=self.scores.device)
+        places = torch.arange(n, device=self.cost.device)
         together = max(1, TRIED_TOGETHER // max(1, element.batch_shape.numel()))
         tried, gains = [], []
         for start in range(INSIDE_STARTS if name in self._meeting else 1):
@@ -132,7 +132,7 @@ class Decision:
                 images = images.reshape(len(shifts), *[1] * (trial[name].dim() - 2), n).expand(trial[name].shape)
                 trial = self._inside_matched(name, replaced(trial, {name: images}), rows, known, start)
                 tried.append(self._multiplied(name, trial, rows, known))
-                gains.append(self.scores.matched(name, tried[-1], rows, known).score)
+                gains.append(self.cost.matched(name, tried[-1], rows, known).score)
         # (start, shift s, ..., copy, i): the score of i with i + s, from the best start of each pair.
         gain, best = torch.cat(gains).unflatten(-1, (units.copies, n)).unflatten(0, (-1, n)).max(0)
         shift_of = (places - places.unsqueeze(1)) % n
@@ -204,7 +204,7 @@ class Decision:
         """
         if not any(self.group[own].moves & {"flip", "scale"} for own in self._own[name]):
             return element
-        best = self.scores.matched(name, element, rows, known)
+        best = self.cost.matched(name, element, rows, known)
         index = element.unit_index(name)
         stays = index == (present or element).unit_index(name)
 

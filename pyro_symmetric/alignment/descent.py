@@ -21,9 +21,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pyro_symmetric.alignment.costs.protocol import MatchCost
 from pyro_symmetric.alignment.decision import Decision
 from pyro_symmetric.alignment.elements import differing, joined, put, replaced, some
-from pyro_symmetric.alignment.scores.protocol import Scores
 from pyro_symmetric.groups.element import Element
 
 # How many units a kick shuffles. On random networks of widths 16 to 256, shares of 0.2 and 0.3 ended lowest among
@@ -98,12 +98,12 @@ class Search:
     max_sweeps: int
     tolerance: float
 
-    def __call__(self, batches: Iterable[Scores], tick: Callable[[], object] = int) -> Found:
+    def __call__(self, batches: Iterable[MatchCost], tick: Callable[[], object] = int) -> Found:
         """Search for the best element of each source, batch by batch.
 
         :param tick: called after every descent.
         """
-        found = [self._of_batch(scores, tick) for scores in batches]
+        found = [self._of_batch(cost, tick) for cost in batches]
         costs, ends = (
             torch.cat(_as_long(parts), 1) for parts in ([f.best.costs for f in found], [f.ends for f in found])
         )
@@ -111,8 +111,8 @@ class Search:
         best = Ended(joined([one.best.element for one in found]), costs, converged)
         return Found(best, torch.cat([one.initial for one in found]), ends)
 
-    def _of_batch(self, scores: Scores, tick: Callable[[], object]) -> Found:
-        descent = Descent(scores, self.max_sweeps, self.tolerance)
+    def _of_batch(self, cost: MatchCost, tick: Callable[[], object]) -> Found:
+        descent = Descent(cost, self.max_sweeps, self.tolerance)
         best = descent.descend(*descent.forward_start())
         ends = [best.cost]
         tick()
@@ -131,26 +131,29 @@ class Search:
 
 
 class Descent:
-    """Coordinate descent by some scores.
+    """Coordinate descent by some cost.
 
-    :param scores: of a batch of sources.
+    :param cost: of a batch of sources.
     :param max_sweeps: how often at most one descent goes through what waits.
     :param tolerance: which part of the initial cost a step must gain.
     :ivar initial: the cost of each source at the identity, float64 ``(B,)``.
     :ivar threshold: by how much a step must lower the cost of each source.
     """
 
-    def __init__(self, scores: Scores, max_sweeps: int, tolerance: float = 0.0):
-        self.scores, self.group = scores, scores.group
-        self.rows = torch.arange(scores.batch)
-        self.initial = scores.costs(None, self.rows).sum(1)
+    def __init__(self, cost: MatchCost, max_sweeps: int, tolerance: float = 0.0):
+        self.cost, self.group = cost, cost.group
+        self.rows = torch.arange(cost.batch)
+        self.initial = cost.costs(None, self.rows).sum(1)
         self.threshold = tolerance * self.initial.abs()
         self._max_sweeps = max_sweeps
-        self._decide = Decision(scores)
+        self._decide = Decision(cost)
         self.moves = self._decide.moves
         # Row m: the moves to look at again after move m has changed something.
-        pairs = [[scores.coupled(one, other) for other in self.moves] for one in self.moves]
+        pairs = [[cost.coupled(one, other) for other in self.moves] for one in self.moves]
         self.coupled = torch.tensor(pairs, dtype=torch.bool).reshape(len(self.moves), len(self.moves))
+        # Moves that change more than scales, if these are fitted together.
+        changing = [bool(self._moves_of(move) - ({"scale"} if cost.rescales else set())) for move in self.moves]
+        self._rearranging = torch.tensor(changing, dtype=torch.bool)
 
     @cached_property
     def kickable(self) -> list[int]:
@@ -162,6 +165,10 @@ class Descent:
         by_move = ([m for m in coupled if move in self.group[self.moves[m]].moves] for move in ("permute", "flip"))
         return next(filter(None, by_move), [])
 
+    def _moves_of(self, name: str) -> set[str]:
+        """All that may happen to some units and what is decided with them."""
+        return set().union(*(self.group[own].moves for own in self._decide.families[name]))
+
     @property
     def everything(self) -> Tensor:
         """All moves of all sources, bool ``(B, moves)``."""
@@ -169,7 +176,7 @@ class Descent:
 
     def identity(self) -> Element:
         """Nothing is changed."""
-        return self.group.identity((self.scores.batch,), self.scores.device, torch.float64)
+        return self.group.identity((self.cost.batch,), self.cost.device, torch.float64)
 
     def forward_start(self) -> tuple[Element, Tensor]:
         """Match one set of units after the other, each by that alone whose other units are placed already.
@@ -222,9 +229,11 @@ class Descent:
         :param later: moves to look at once these have been.
         :param shuffled: whether to visit the moves in random order.
         """
-        waiting = waiting.clone()
-        costs = self.scores.costs(element, self.rows)
+        waiting = waiting & self._rearranging
+        costs = self.cost.costs(element, self.rows)
         history = [costs.sum(1)]
+        element, gained = self._rescaled(element, costs, history)
+        waiting = waiting | (gained.unsqueeze(1) & self._rearranging)
         for _ in range(self._max_sweeps):
             order = torch.randperm(len(self.moves)) if shuffled else torch.arange(len(self.moves))
             for m in order.tolist():
@@ -235,14 +244,34 @@ class Descent:
                 element, accepted = self._step(m, element, looking, costs)
                 if len(accepted):
                     history.append(history[-1].index_copy(0, accepted, costs[accepted].sum(1)))
-                    waiting[accepted] |= self.coupled[m]
+                    waiting[accepted] |= self.coupled[m] & self._rearranging
             if later is not None:
                 waiting, later = waiting | later, None
+            if not bool(waiting.any()):
+                element, gained = self._rescaled(element, costs, history)
+                waiting = waiting | (gained.unsqueeze(1) & self._rearranging)
             if not bool(waiting.any()):
                 break
         return Ended(element, torch.stack(history), ~waiting.any(1))
 
     # small steps ----------------------------------------------------------------------------------------------------
+
+    def _rescaled(self, element: Element, costs: Tensor, history: list[Tensor]) -> tuple[Element, Tensor]:
+        """All scales at their best together, and the sources that gain so much by it that places may change.
+
+        :param costs: the cost in parts; they and the history are brought up to date.
+        """
+        if not self.cost.rescales:
+            return element, torch.zeros(len(self.rows), dtype=torch.bool)
+        proposal = self.cost.rescaled(element, self.rows)
+        found = self.cost.costs(proposal, self.rows)
+        gain = (costs - found).sum(1)
+        better = (gain > 0).nonzero().flatten()
+        if len(better):
+            costs[better] = found[better]
+            history.append(costs.sum(1))
+            element = put(element, better, some(proposal, better))
+        return element, gain > SCALE_STEPS * self.threshold
 
     def _step(self, m: int, element: Element, looking: Tensor, costs: Tensor) -> tuple[Element, Tensor]:
         """Decide one move for some sources, and accept what improves; also, the sources that accepted.
@@ -252,17 +281,17 @@ class Descent:
         convex objective lies nowhere below its linearisation, so that the step can't fail.
         """
         name, taken = self.moves[m], []
-        parts = list(self.scores.parts[name])
+        parts = list(self.cost.parts[name])
         for shorter in range(1 + SHORTER_STEPS if bool(self.coupled[m, m]) else 1):
             here = some(element, looking)
             proposal = self._decide(name, here, looking, self.group.units, shorter)
             rearranged, scaled = differing(self._decide.families[name], here, proposal)
-            changed = (rearranged | scaled).nonzero().flatten()
+            changed = (rearranged if self.cost.rescales else rearranged | scaled).nonzero().flatten()
             if not len(changed):
                 break
             looking, proposal = looking[changed], some(proposal, changed)
             least = self.threshold[looking] * torch.where(rearranged[changed], 1.0, SCALE_STEPS)
-            found = self.scores.costs(proposal, looking, parts)
+            found = self.cost.costs(proposal, looking, parts)
             good = (costs[looking][:, parts] - found).sum(1) > least
             accepted = looking[good]
             if len(accepted):

@@ -20,17 +20,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
+from pyro_symmetric.alignment.costs.gaussian import GaussianCost
+from pyro_symmetric.alignment.costs.protocol import CostFunction, MatchCost
+from pyro_symmetric.alignment.costs.weights import Moments, PlainCost, WeightCost
 from pyro_symmetric.alignment.descent import Descent, Ended, Found, Search
 from pyro_symmetric.alignment.elements import joined, shaped
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.moments import batch_shape_of, chunks_of, compared_sites, moments_of, shifted
-from pyro_symmetric.alignment.scores.gaussian import GaussianScores
-from pyro_symmetric.alignment.scores.protocol import ScoreFunction, Scores
-from pyro_symmetric.alignment.scores.weights import Moments, PlainScores, WeightScores
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 
-COSTS: dict[str, type[WeightScores]] = {"wasserstein": WeightScores, "l2": PlainScores, "gaussian": GaussianScores}
+COSTS: dict[str, type[WeightCost]] = {"wasserstein": WeightCost, "l2": PlainCost, "gaussian": GaussianCost}
 # How many restarts by default, and up to how many units in a set. In a network with three hidden layers of 512 they
 # lower the cost by 0.0007 of it, in five times the time.
 RESTARTS, NARROW = 3, 256
@@ -79,7 +79,7 @@ def align(
     source: Any,
     reference: Any,
     group: Any,
-    cost: str | ScoreFunction = "wasserstein",
+    cost: str | CostFunction = "wasserstein",
     *,
     restarts: int | None = None,
     max_sweeps: int = 100,
@@ -109,8 +109,8 @@ def align(
         of the means), ``"gaussian"`` (how likely the source is under the reference's Gaussian),
         :class:`~pyro_symmetric.alignment.ActivationCost` (correlation of hidden activations), or a function of
         (weights of the sources, ``(B, *site_shape)``; weights of the reference; group) that returns
-        :class:`~pyro_symmetric.alignment.scores.protocol.Scores`. What no scores see, signs and scales that they leave
-        as they are, is fitted to the weights afterwards.
+        :class:`~pyro_symmetric.alignment.costs.protocol.MatchCost`. What it doesn't see, signs and scales that it
+        leaves as they are, is fitted to the weights afterwards.
     :param restarts: further descents, each from the best matching so far with some units of one layer shuffled, drawn
         from PyTorch's generator. The best is kept. A group whose units share no site is solved exactly without any.
         ``None``: three, or none if there are more than 256 units of a kind: in wide networks they take most of the
@@ -122,7 +122,7 @@ def align(
     :raises TypeError: if there are no Gaussian moments to read.
     """
     if not callable(cost):
-        arguments.one_of("cost", cost, COSTS, "a function that returns Scores")
+        arguments.one_of("cost", cost, COSTS, "a function that returns a MatchCost")
     group = group_of(group)
     narrow = max((group[name].size for name in group.names("permute")), default=0) <= NARROW
     restarts = (RESTARTS if narrow else 0) if restarts is None else restarts
@@ -130,7 +130,7 @@ def align(
     arguments.whole("max_sweeps", max_sweeps, 1)
     arguments.number("tolerance", tolerance, least=0)
     first, second = to_gaussian(reference, "reference"), to_gaussian(source, "source")
-    kind = PlainScores if callable(cost) else COSTS[cost]
+    kind = PlainCost if callable(cost) else COSTS[cost]
     require_fit(kind, group, first)
     if several := batch_shape_of(first, group, "reference"):
         raise ValueError(
@@ -143,15 +143,15 @@ def align(
     sources, shifts = shifted(group, fixed, came)
     decided, chunks = group.restricted("permute", "flip", "scale"), chunks_of(group, sources)
 
-    def by_weights(rows: Tensor) -> WeightScores:
+    def by_weights(rows: Tensor) -> WeightCost:
         return kind(decided, fixed, _features(kind, sources, rows))
 
-    def scores(rows: Tensor) -> Scores:
+    def matching(rows: Tensor) -> MatchCost:
         return _given(cost, first, second, shape, rows, decided) if callable(cost) else by_weights(rows)
 
     search = Search(restarts, max_sweeps, tolerance)
     with tqdm(total=len(chunks) * (1 + restarts), desc="align", disable=not progress, delay=BAR_DELAY) as bar:
-        found = search((scores(rows) for rows in chunks), bar.update)
+        found = search((matching(rows) for rows in chunks), bar.update)
     if callable(cost):
         found = replace(found, best=_fitted(found.best, decided, by_weights, chunks, search))
     elif shifts:
@@ -160,7 +160,7 @@ def align(
     return _result(found, shaped(found.best.element, group, shifts, shape), shape)
 
 
-def require_fit(kind: type[WeightScores], group: Group, reference: GaussianWeights | None = None) -> None:
+def require_fit(kind: type[WeightCost], group: Group, reference: GaussianWeights | None = None) -> None:
     """:raises ValueError: if a cost has no least value over scales, or the reference no spread."""
     if not kind.squared and group.names("scale"):
         raise ValueError(
@@ -175,38 +175,38 @@ def require_fit(kind: type[WeightScores], group: Group, reference: GaussianWeigh
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _features(kind: type[WeightScores], moments: Moments, rows: Tensor) -> Moments:
+def _features(kind: type[WeightCost], moments: Moments, rows: Tensor) -> Moments:
     return {site: kind.features(value[:, rows.to(value.device)]) for site, value in moments.items()}
 
 
 def _given(
-    cost: ScoreFunction, first: GaussianWeights, second: GaussianWeights, shape: torch.Size, rows: Tensor, group: Group
-) -> Scores:
-    """The user's own scores of some sources."""
+    cost: CostFunction, first: GaussianWeights, second: GaussianWeights, shape: torch.Size, rows: Tensor, group: Group
+) -> MatchCost:
+    """The user's own cost of some sources."""
     every = second.each(lambda value: value.reshape(-1, *value.shape[len(shape) :])[rows.to(value.device)])
-    scores = cost(every.constrained(every.loc), first.constrained(first.loc), group)
-    if not isinstance(scores, Scores):
+    given = cost(every.constrained(every.loc), first.constrained(first.loc), group)
+    if not isinstance(given, MatchCost):
         raise TypeError(
-            f"cost returned {arguments.shown(scores)}; it must return Scores, e.g. ps.TableScores(group, tables)"
+            f"cost returned {arguments.shown(given)}; it must return a MatchCost, e.g. ps.TableCost(group, tables)"
         )
-    if scores.batch != len(rows):
-        raise ValueError(f"cost returned scores of {scores.batch} sources; it was given {len(rows)}")
-    return scores
+    if given.batch != len(rows):
+        raise ValueError(f"cost returned a MatchCost of {given.batch} sources; it was given {len(rows)}")
+    return given
 
 
 def _fitted(
-    best: Ended, group: Group, by_weights: Callable[[Tensor], WeightScores], chunks: Sequence[Tensor], search: Search
+    best: Ended, group: Group, by_weights: Callable[[Tensor], WeightCost], chunks: Sequence[Tensor], search: Search
 ) -> Ended:
-    """The same end, with scales, and signs that the scores leave as they are, fitted to the weights."""
+    """The same end, with scales, and signs that the cost leaves as they are, fitted to the weights."""
     seen = [name for name, sign in best.element.signs.items() if bool((sign != 1).any())]
     left = group.restricted("flip", "scale").without(seen, "flip") if seen else group.restricted("flip", "scale")
     if not left.moves & {"flip", "scale"}:
         return best
     ends = []
     for rows in chunks:
-        scores = by_weights(rows)
-        features = scores.features_after(best.element.select(rows))
-        descent = Descent(PlainScores(left, scores.reference, features), search.max_sweeps, search.tolerance)
+        cost = by_weights(rows)
+        features = cost.features_after(best.element.select(rows))
+        descent = Descent(PlainCost(left, cost.reference, features), search.max_sweeps, search.tolerance)
         ends.append(descent.descend(descent.identity(), descent.everything))
     rest, converged = joined([end.element for end in ends]), torch.cat([end.converged for end in ends])
     rest = Element(group, signs=rest.signs, log_scales=rest.log_scales)

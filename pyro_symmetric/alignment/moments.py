@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pyro_symmetric.alignment.costs.weights import Moments, WeightCost
 from pyro_symmetric.alignment.gaussian import GaussianWeights
-from pyro_symmetric.alignment.scores.weights import Moments, WeightScores
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.weights import batch_shape, require_finite, require_same_network
@@ -63,7 +63,7 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
 
 
 def moments_of(
-    given: Sequence[GaussianWeights], sites: Sequence[str], group: Group, kind: type[WeightScores]
+    given: Sequence[GaussianWeights], sites: Sequence[str], group: Group, kind: type[WeightCost]
 ) -> list[Moments]:
     """Of each, site -> moments ``(channels, B, *site_shape)``, on the device of the last.
 

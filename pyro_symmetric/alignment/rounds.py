@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pyro_symmetric.alignment.costs.weights import Moments, WeightCost
 from pyro_symmetric.alignment.descent import Descent, Search
 from pyro_symmetric.alignment.elements import put
 from pyro_symmetric.alignment.moments import chunks_of, shifted
-from pyro_symmetric.alignment.scores.weights import Moments, WeightScores
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 
@@ -31,7 +31,7 @@ class Rounds:
     :ivar shifts: name of units -> the constants that were added in front of a softmax, ``(S, *units.shape)``.
     """
 
-    def __init__(self, group: Group, kind: type[WeightScores], moments: Moments, search: Search):
+    def __init__(self, group: Group, kind: type[WeightCost], moments: Moments, search: Search):
         self._whole, self._group = group, group.restricted("permute", "flip", "scale")
         self._kind, self._search, self._moments = kind, search, moments
         self._chunks = chunks_of(self._group, moments)
@@ -80,7 +80,7 @@ class Rounds:
         one = _some(self._moments, torch.randint(len(self), (1,)))
         exchanged = {site: sorted(self._group.permutations.dims(site)) for site in one}
         alone = {site: self._kind.alone(one[site], every, exchanged[site]) for site, every in self._moments.items()}
-        self.element = self._search(self._scores(alone, rows) for rows in self._chunks).best.element
+        self.element = self._search(self._cost(alone, rows) for rows in self._chunks).best.element
         self._update()
 
     def _iterate(self, max_rounds: int, tick: Callable[[], object]) -> bool:
@@ -115,7 +115,7 @@ class Rounds:
             row = torch.tensor([k])
             others = {site: value - self._present[site][:, k : k + 1] for site, value in total.items()}
             self._descend(self._centre(others, len(self) - 1), row, fresh=True)
-            own = self._scores(others, row).features_after(self.element.select(row))
+            own = self._cost(others, row).features_after(self.element.select(row))
             for site, value in own.items():
                 total[site] = others[site] + value
                 self._present[site][:, k : k + 1] = value
@@ -125,15 +125,15 @@ class Rounds:
 
     def _descend(self, centre: Moments, rows: Tensor, fresh: bool) -> None:
         """Resume from the present elements of some members or, if that is better, from a forward start."""
-        scores, present = self._scores(centre, rows), self.element.select(rows)
-        descent = Descent(scores, self._search.max_sweeps)
-        descent.threshold = self._search.tolerance * 0.1 * scores.costs(present, descent.rows).sum(1).abs()
+        cost, present = self._cost(centre, rows), self.element.select(rows)
+        descent = Descent(cost, self._search.max_sweeps)
+        descent.threshold = self._search.tolerance * 0.1 * cost.costs(present, descent.rows).sum(1).abs()
         best = descent.descend(present, descent.everything, shuffled=True)
         if fresh:
             best = best.better(descent.descend(*descent.forward_start()), 10 * descent.threshold)
         self.element = put(self.element, rows, best.element)
 
-    def _scores(self, reference: Moments, rows: Tensor) -> WeightScores:
+    def _cost(self, reference: Moments, rows: Tensor) -> WeightCost:
         return self._kind(self._group, reference, _some(self._source, rows))
 
     def _identity(self) -> Element:
@@ -150,7 +150,7 @@ class Rounds:
 
     def _update(self) -> None:
         every = torch.arange(len(self))
-        self._present = self._scores(self._source, every).features_after(self.element)
+        self._present = self._cost(self._source, every).features_after(self.element)
         self._history.append(float(self.costs().mean()))
 
 

@@ -205,6 +205,37 @@ def minimise(balance: Balance, free: Tensor, tolerance: float = 1e-12) -> tuple[
     return u, imbalance
 
 
+def least_logs(logs: Balance, counts: Balance, free: Tensor) -> Tensor:
+    """The minimum of :math:`\\sum_t n_t (l_t / n_t + a_t \\cdot u)^2` over the free units: a linear problem.
+
+    It is solved by conjugate gradients; units that no entry tells anything of stay at zero.
+
+    :param logs: its masses are sums :math:`l_t` of logarithms.
+    :param counts: its masses are the numbers :math:`n_t` of what was summed.
+    :param free: bool ``(samples, units)``; the others stay at zero.
+    """
+    ones = torch.ones_like(counts.lay_out(torch.zeros_like(free, dtype=torch.float64)))
+    numbers = counts.marginals(ones)
+    diagonal = counts.collect(numbers, 1) + counts.collect(numbers, -1)
+    diagonal = torch.where(diagonal > 0, diagonal, 1.0)
+    residual = torch.where(free, -logs.collect(logs.marginals(ones)), 0.0)
+    u, z = torch.zeros_like(residual), residual / diagonal
+    direction, rho = z, (residual * z).sum(-1, keepdim=True)
+    goal = ROUNDED**2 * rho
+    for _ in range(CG_STEPS):
+        if bool((rho <= goal).all()):
+            break
+        change = counts.lay_out(direction)
+        h = free * counts.collect(change * numbers + counts.marginals(ones, replaced=change))
+        curvature = (direction * h).sum(-1, keepdim=True)
+        alpha = torch.where((curvature > 0) & (rho > goal), rho / curvature.clamp_min(1e-300), 0.0)
+        u, residual = u + alpha * direction, residual - alpha * h
+        z = residual / diagonal
+        before, rho = rho, (residual * z).sum(-1, keepdim=True)
+        direction = z + torch.where(before > 0, rho / before.clamp_min(1e-300), 0.0) * direction
+    return u
+
+
 # small steps --------------------------------------------------------------------------------------------------------
 
 

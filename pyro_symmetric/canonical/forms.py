@@ -2,7 +2,8 @@ r"""Canonical forms: one representative per orbit, so that equal functions get e
 
 What is removed, in this order, each step leaving the function as it is:
 
-1. *scalings*: every unit's incoming weights get norm (or standard deviation) one, or the network its minimal mass;
+1. *scalings*: every unit's incoming weights get norm (or standard deviation) one, or the network its minimal mass or
+   norm;
 2. *signs*: every odd unit's largest incoming weight, by magnitude, becomes positive;
 3. *permutations*: units are sorted by a key that is read off their weights;
 4. *shifts*: the biases in front of a softmax get mean zero.
@@ -16,33 +17,35 @@ Source: Laurent, Aldea & Franchi 2024, arXiv 2310.08287, section 3 and appendix 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.overlap import warn_of_overlap
 from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
-from pyro_symmetric.canonical.unit_measures import largest_sign, norm, removing_element, spread
-from pyro_symmetric.groups.element import Element
+from pyro_symmetric.canonical.unit_measures import largest_sign, norm, removing_element, rounding, spread
+from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
+from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.places import rows
 from pyro_symmetric.weights import Weights, require_finite
 
-ScalingRule = Literal["unit_norm", "unit_std", "minimal_mass"]
+ScalingRule = Literal["unit_norm", "unit_std", "minimal_mass", "minimal_norm"]
 
 
 def canonicalize(
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | nn.Module,
     symmetry: Any,
     permutations: PermutationKey | None = "max",
     scalings: ScalingRule | None = "unit_norm",
     signs: bool = True,
     shifts: bool = True,
     warn: bool = True,
-) -> Weights:
+) -> Any:
     """One representative of the orbit of each set of weights; the function that they compute stays the same.
 
     *What it is for.* Comparing orbits: two sets of weights compute the same function if they have the same canonical
@@ -68,12 +71,16 @@ def canonicalize(
     has the symmetries ``symmetry.holding(net)``.
 
     :param weights: site -> tensor ``batch_shape + site_shape``; every element of the batch gets its own canonical form.
+        Or a network, of which a new one comes back.
     :param symmetry: the symmetries to remove: ``find_symmetry(net, x)``, or a group.
     :param permutations: the key that units are sorted by, ascending: their ``"first"`` incoming weight, the largest one
         (``"max"``), the ``"norm"`` of all their weights, in- and outgoing; ``None`` leaves the order.
     :param scalings: ``"unit_norm"`` or ``"unit_std"`` of each unit's incoming weights (units with one incoming weight
         get norm one for both), ``"minimal_mass"`` (see :func:`~pyro_symmetric.canonical.minimal_mass.minimal_mass`;
-        units that have no minimum get norm one), ``None`` leaves the scales.
+        units that have no minimum get norm one), ``"minimal_norm"``, the same with biases counted, ``None`` leaves the
+        scales. *Nearly dead units*, whose weights have shrunk towards zero and whose biases haven't, get biases without
+        bound by all rules but ``"minimal_norm"``: a few of them decide a distance. There no set of weights has a larger
+        norm than it came with, and such units go to zero continuously.
     :param signs: whether to remove the signs of odd units.
     :param shifts: whether to remove the shift of a softmax.
     :param warn: whether to warn if labels are mixed; not needed for forms that are only compared.
@@ -84,7 +91,11 @@ def canonicalize(
     for name, flag in {"signs": signs, "shifts": shifts, "warn": warn}.items():
         arguments.flag(name, flag)
     group = group_of(symmetry)
+    if isinstance(weights, nn.Module):
+        own = plain_weights(weights, group)
+        return with_weights(weights, canonicalize(own, group, permutations, scalings, signs, shifts, warn))
     require_finite(weights)
+    acted_shape(group, weights)
     form: Weights = dict(weights)
     if scalings and group.names("scale"):
         if scalings == "unit_std" and signs and group.names("flip"):
@@ -107,14 +118,16 @@ def canonicalize(
 
 
 def _without_scales(weights: Weights, group: Group, rule: ScalingRule) -> Weights:
-    if rule == "minimal_mass":
-        minimum = minimal_mass(weights, group)
-        return removing_element(minimum.weights, group, "scale", norm, minimum.pinned)(minimum.weights)
+    if rule in ("minimal_mass", "minimal_norm"):
+        biases = rule == "minimal_norm"
+        parameters = [site for site in group.site_shapes if site in weights and site not in group.buffers]
+        minimum = minimal_mass(weights, group, sites=parameters if biases else None)
+        return removing_element(minimum.weights, group, "scale", norm, minimum.pinned, biases)(minimum.weights)
     return removing_element(weights, group, "scale", spread if rule == "unit_std" else norm)(weights)
 
 
 def _without_signs(weights: Weights, group: Group) -> Weights:
-    return removing_element(weights, group, "flip", largest_sign)(weights)
+    return removing_element(weights, group, "flip", partial(largest_sign, tie=rounding(weights)))(weights)
 
 
 def _centring(weights: Weights, group: Group) -> Element:

@@ -16,18 +16,19 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.balancing import Array, Balance, minimise, reached, without
+from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import acted_shape
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.places import offsets, owners
-from pyro_symmetric.weights import Weights, require_finite, require_sites
+from pyro_symmetric.weights import require_finite, require_sites
 
 CHUNK_ENTRIES = 2**26
 TOLERANCE = 1e-12
@@ -43,7 +44,7 @@ class MinimalMass:
         unit multiplies left out.
     :param log_scales: name -> float64 ``batch_shape + units.shape``, the logarithm of what each unit was multiplied by;
         zero for pinned units.
-    :param weights: the rescaled weights, all sites, in the dtype they came in.
+    :param weights: the rescaled weights, all sites, in the dtype they came in; a new network, if one was given.
     :param pinned: name -> bool ``batch_shape + units.shape``, units whose best scale isn't finite: they stay as they
         were.
     :param imbalance: float64 ``batch_shape``: at a minimum the squared weights that enter a unit equal those that leave
@@ -52,7 +53,7 @@ class MinimalMass:
 
     mass: Tensor
     log_scales: dict[str, Tensor]
-    weights: Weights
+    weights: Any
     pinned: dict[str, Tensor]
     imbalance: Tensor
 
@@ -73,7 +74,7 @@ class MinimalMass:
 
 
 def minimal_mass(
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | nn.Module,
     symmetry: Any,
     scale_free: ScaleFree = "leave_out",
     sites: Iterable[str] | None = None,
@@ -88,6 +89,7 @@ def minimal_mass(
     networks with batch normalisation; it then depends on the scale of the pinned units.
 
     :param weights: site -> tensor ``batch_shape + site_shape``; each sample has a minimum of its own, found in float64.
+        Or a network.
     :param symmetry: a symmetry or a group; its scalings count.
     :param scale_free: what becomes of weights that a pinned unit multiplies: ``"leave_out"`` or ``"hold"``.
     :param sites: the sites whose squared norm is the mass; by default all weights, see
@@ -98,6 +100,9 @@ def minimal_mass(
     arguments.one_of("scale_free", scale_free, get_args(ScaleFree))
     whole = group_of(symmetry)
     group = whole.scalings
+    if isinstance(weights, nn.Module):
+        found = minimal_mass(plain_weights(weights, whole), whole, scale_free, sites)
+        return replace(found, weights=with_weights(weights, found.weights))
     require_finite(weights)
     shape = acted_shape(group, weights)
     counted = _counted(weights, whole, sites)
@@ -146,7 +151,7 @@ def _minimise_chunk(
         if group.members(site):
             arrays.append(_array(value, site, group))
         else:
-            constant = constant + value.double().square().flatten(1).sum(-1)
+            constant = constant + value.double().square().reshape(len(value), -1).sum(-1)
     if not arrays:
         none = constant.new_zeros(len(first), units)
         return constant, none, torch.ones_like(none, dtype=torch.bool), torch.zeros_like(constant)

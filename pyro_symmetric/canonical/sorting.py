@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.unit_measures import meeting
+from pyro_symmetric.discovery.symmetry import plain_weights
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.tensors import along_axis
 from pyro_symmetric.groups.units import Axis
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, require_same_network
 
 # Keys closer than this many roundings tie: after unit norm, units with one incoming weight all have 1 or -1 there.
 TIE = 16
@@ -25,16 +26,22 @@ Reduction = Callable[[Tensor, tuple[int, ...]], Tensor]
 PermutationKey = Literal["first", "max", "norm"]
 
 
-def sorting_permutation(weights: Mapping[str, Tensor], symmetry: Any, key: PermutationKey = "max") -> Element:
+def sorting_permutation(
+    weights: Mapping[str, Tensor] | nn.Module, symmetry: Any, key: PermutationKey = "max"
+) -> Element:
     """The permutation, one per set of weights, that sorts all units; see
     :func:`~pyro_symmetric.canonical.forms.canonicalize`.
 
-    :param weights: site -> tensor ``batch_shape + site_shape``.
+    :param weights: site -> tensor ``batch_shape + site_shape``, or a network.
     :param symmetry: a symmetry or a group; its permutations count.
     :param key: ``"first"``, ``"max"`` or ``"norm"``.
     """
     arguments.one_of("key", key, get_args(PermutationKey))
-    group = group_of(symmetry, "symmetry").permutations
+    whole = group_of(symmetry, "symmetry")
+    group = whole.permutations
+    weights = plain_weights(weights, whole) if isinstance(weights, nn.Module) else weights
+    arguments.weights("weights", weights)
+    require_same_network(weights, group.site_shapes)
     shape = group.batch_shape(weights)
     device = next(iter(weights.values())).device
     images = dict(group.identity(shape, device=device).permutations)
@@ -62,7 +69,7 @@ class _Sides:
 
 def _sides(group: Group, name: str) -> _Sides:
     """Incoming weights of units that are permuted are rows of a site itself."""
-    pairs = zip(group[name].axes, group.axes(name), strict=True)
+    pairs = sorted(zip(group[name].axes, group.axes(name), strict=True), key=lambda pair: (pair[0].site, pair[0].dim))
     axes = [(viewed, axis.dim == 0 and axis.span == 1) for axis, viewed in pairs if not axis.buffer]
     matrices = [(axis, is_row) for axis, is_row in axes if len(group.site_shapes[axis.site]) > 1]
     vectors = [axis for axis, _ in axes if len(group.site_shapes[axis.site]) == 1]
@@ -82,18 +89,22 @@ def _sort_order(group: Group, key: str) -> list[tuple[str, Axis | None]]:
     once all that lies inside them is.
     """
     lying = [name for name in group.names("permute") if not all(axis.buffer for axis in group[name].axes)]
+    # The order in which sites and units were defined doesn't matter.
+    lying.sort(key=lambda name: sorted((axis.site, axis.dim) for axis in group.axes(name)))
     innermost_first = sorted(lying, key=lambda name: -len(group.ancestors(name)))
     if key != "first":
         return [(name, None) for name in innermost_first]
     order: list[tuple[str, Axis | None]] = []
+    steps: Sequence[tuple[str, Axis | None]]
     pending, done = innermost_first, set[str]()
     while pending:
         ready = [name for name in pending if not any(name in group.ancestors(other) for other in pending)]
-        found = ((name, _settled_axis(group, name, done)) for name in ready)
-        step = next(((name, axis) for name, axis in found if axis is not None), (ready[0], None))
-        order.append(step)
-        done.add(step[0])
-        pending.remove(step[0])
+        found = [(name, axis) for name in ready if (axis := _settled_axis(group, name, done)) is not None]
+        # All that are settled at once, so that none goes by what another one settles.
+        steps = found or [(ready[0], None)]
+        order += steps
+        done |= {name for name, _ in steps}
+        pending = [name for name in pending if name not in done]
     return order
 
 

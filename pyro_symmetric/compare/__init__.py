@@ -1,4 +1,4 @@
-"""How close two sets of weights, or their predictions, are: distances, tests, diagnosis, diversity, scores."""
+"""Comparison of two sets of weights, or of their predictions: distances, tests, diagnosis, diversity, scores."""
 
 from pyro_symmetric.chain_findings import Finding
 from pyro_symmetric.compare import scores

@@ -85,7 +85,7 @@ class Pairs:
         return result
 
     def coefficients(self, rows: slice, upper: Tensor, device: torch.device) -> Tensor:
-        """What each pair counts in the unbiased estimate, for the pairs of one block."""
+        """Coefficient of each pair in the unbiased estimate, for the pairs of one block."""
         is_q = torch.arange(self.total, device=device) >= self.m
         left, right = is_q[rows, None], is_q[None, rows.start :]
         within = torch.where(left, 2 / (self.n * (self.n - 1)), 2 / (self.m * (self.m - 1)))

@@ -100,5 +100,5 @@ def holm(p_values: Tensor) -> Tensor:
 
 
 def holm_rejections(p_values: Tensor, level: float) -> int:
-    """How many hypotheses Holm's method rejects at ``level``."""
+    """Number of hypotheses that Holm's method rejects at ``level``."""
     return int((holm(p_values) <= level).sum())

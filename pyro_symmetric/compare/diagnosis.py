@@ -16,8 +16,6 @@ If model and data are known, the energy is looked at, too (see :mod:`pyro_symmet
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -32,18 +30,12 @@ from pyro_symmetric.chain_findings import (
     Finding,
     Status,
     finite,
-    graded,
     moving,
+    resolved,
     sampler_findings,
 )
-from pyro_symmetric.chain_statistics import (
-    ChainStatistics,
-    chain_statistics,
-    copied_chains,
-    evenly_spaced,
-    never_changing,
-    standing_still,
-)
+from pyro_symmetric.chain_statistics import copied_chains, evenly_spaced
+from pyro_symmetric.compare.agreement import Statistics, agreement, constant_entries, known, statistics_of
 from pyro_symmetric.compare.energy import energy_findings
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.results import plain, table
@@ -54,16 +46,12 @@ from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import predict
 
-Draws = Mapping[str, Tensor]
-
-LEAST_DRAWS = 8  # of a chain: halves of four
 MOST_ROWS = 256
-MOST_NUMBERS, LEAST_ENTRIES = 2**28, 256  # of a site
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What there is to say of a posterior's draws; see :func:`diagnose`.
+    """The verdict on a posterior's draws, and what it rests on; see :func:`diagnose`.
 
     >>> diagnosis["weights"].status
     'pass'
@@ -76,13 +64,13 @@ class Diagnosis:
 
     verdict: str
     findings: tuple[Finding, ...]
-    statistics: dict[str, dict[str, ChainStatistics]]
+    statistics: Statistics
     num_chains: int
     num_samples: int
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed and nothing was warned of."""
+        """True if nothing failed and nothing was warned of."""
         return not any(finding.status in ("warn", "fail") for finding in self.findings)
 
     def __getitem__(self, name: str) -> Finding:
@@ -110,7 +98,7 @@ class Diagnosis:
         curves: dict[str, dict[str, Any]] = {"r_hat": {}, "ess_bulk": {}}
         for space, by_site in self.statistics.items():
             for name, by_space in curves.items():
-                by_space[space] = _known(by_site, name).numpy()
+                by_space[space] = known(by_site, name).numpy()
         return chain_agreement(curves["r_hat"], curves["ess_bulk"], R_HAT[1])
 
     def __repr__(self) -> str:
@@ -152,7 +140,7 @@ def diagnose(
     aligned: Posterior | None = None,
     num_draws: int = 256,
 ) -> Diagnosis:
-    """Whether draws can be trusted, in one verdict, and everything that it rests on.
+    """Judge whether draws can be trusted: one verdict, and everything that it rests on.
 
     >>> print(diagnose(posterior, find_symmetry(net, x), model, x=x))
 
@@ -162,7 +150,10 @@ def diagnose(
     * ``finite``: no draw is NaN or infinite, nor its log density. If one is, nothing else is looked at.
     * ``copies``, a failure: chains that equal others draw for draw. If there are any, nothing else is looked at.
     * ``moving``: every chain moves, and spreads as widely as the others.
-    * ``constant entries``: entries that never change in any chain. They are left out of everything else.
+    * ``resolution``: numbers of the draws' dtype lie densely enough for the chains' spread. If they lie more than half
+      a deviation apart it fails, and nothing else is looked at.
+    * ``constant entries``: entries that never change in any chain. Those that are the same in all chains are left out
+      of everything else.
     * ``weights``, ``canonical``, ``aligned``, ``predictions``, ``log density``: whether the chains agree there: the
       R-hat that one entry in a hundred exceeds (of fewer, the largest), of the worst site. Above 1.02 it is a warning,
       above 1.05 a failure. Where something else decides, disagreement is no more than a warning: weights may sit in
@@ -193,48 +184,40 @@ def diagnose(
     :param aligned: the same draws, brought to one frame otherwise, to stand for the alignment that is done here. Each
         draw must have been moved by itself: an element for each chain (``each="chain"``) looks at the chain.
     :param num_draws: at how many draws, of all chains together, to evaluate the gradient of the energy.
-    :raises TypeError: if ``model`` is no ``BayesianModel``.
-    :raises ValueError: if arguments don't fit.
+    :raises TypeError: if ``model`` is no ``BayesianModel``, or predictions are complex.
+    :raises ValueError: if arguments don't fit, or there are no draws.
     """
     _check_arguments(posterior, x, predictions, aligned, num_draws)
     model, x = _to_predict(posterior, model, x)
     density = {"log density": posterior.statistics["lp"]} if "lp" in posterior.statistics else {}
-    sites = {f"site {site!r}": value for site, value in posterior.samples.items()}
-    found = finite({**sites, **density, **({} if predictions is None else {"predictions": predictions})})
+    drawn = {**{f"site {site!r}": value for site, value in posterior.samples.items()}, **density}
+    found = finite({**drawn, **({} if predictions is None else {"predictions": predictions})})
     if found.status == "fail":
-        return _diagnosis(posterior, [found], {})
+        return _diagnosis(posterior, [found])
     if posterior.rows == "independent":
         return _of_independent_draws(posterior, found)
     if copies := copied_chains(posterior.samples):
         words = f"the chains {copies} equal others draw for draw; were they drawn with the same seed? Leave them out"
-        return _diagnosis(posterior, [found, Finding("copies", "fail", words, float(len(copies)))], {})
-    with torch.no_grad():
-        spaces = _spaces(posterior, symmetry, aligned)
-        if predictions is None and model is not None and x is not None:
-            rows = x if len(x) <= MOST_ROWS else x[evenly_spaced(len(x), MOST_ROWS)]
-            predictions = predict(posterior.samples, model, rows, kind="mean", progress=False)
-        if predictions is not None:
-            spaces["predictions"] = {"predictions": predictions}
+        return _diagnosis(posterior, [found, Finding("copies", "fail", words, float(len(copies)))])
+    resolution = list(resolved(drawn))
+    if any(finding.status == "fail" for finding in resolution):
+        return _diagnosis(posterior, [found, *resolution])
+    spaces = _spaces(posterior, symmetry, model, x, predictions, aligned)
     made = {space: by_site for space, by_site in spaces.items() if space not in ("weights", "log density")}
     found = finite({f"{space} {site!r}": v for space, by_site in made.items() for site, v in by_site.items()})
     if found.status == "fail":
-        return _diagnosis(posterior, [found], {})
-    statistics, agreement = {}, []
-    if posterior.num_samples < LEAST_DRAWS:
-        agreement = [Finding("weights", "unknown", "too few draws to tell whether chains agree")]
-    else:
-        statistics = {
-            name: {s: chain_statistics(_chains(_looked_at(v))) for s, v in by.items()} for name, by in spaces.items()
-        }
-        agreement = _agreement(spaces, statistics, _is_network(posterior))
-    arrived = all(finding.status != "fail" for finding in agreement)
+        return _diagnosis(posterior, [found])
+    statistics = statistics_of(spaces)
+    agreed = agreement(spaces, statistics, _is_network(posterior))
+    arrived = all(finding.status != "fail" for finding in agreed)
     guess = "acceptance_rate" not in posterior.statistics
     subsampled = getattr(posterior.kernel, "subsampled", guess) if posterior.is_attached else guess
     findings = [
         found,
+        *resolution,
         moving(posterior.samples),
-        *_constant(posterior.samples),
-        *agreement,
+        *constant_entries(posterior.samples),
+        *agreed,
         *sampler_findings(posterior.statistics, subsampled, arrived),
         *energy_findings(posterior, num_draws, subsampled, arrived),
     ]
@@ -252,23 +235,22 @@ def _of_independent_draws(posterior: Posterior, found: Finding) -> Diagnosis:
     return Diagnosis(verdict, findings, {}, posterior.num_chains, posterior.num_samples)
 
 
-def _diagnosis(
-    posterior: Posterior, findings: list[Finding], statistics: dict[str, dict[str, ChainStatistics]]
-) -> Diagnosis:
+def _diagnosis(posterior: Posterior, findings: list[Finding], statistics: Statistics | None = None) -> Diagnosis:
     words = verdict({finding.name: finding for finding in findings}, posterior.num_chains)
-    return Diagnosis(words, tuple(findings), statistics, posterior.num_chains, posterior.num_samples)
+    return Diagnosis(words, tuple(findings), statistics or {}, posterior.num_chains, posterior.num_samples)
 
 
-# what is looked at --------------------------------------------------------------------------------------------------
-
-
+@torch.no_grad()
 def _spaces(
     posterior: Posterior,
     symmetry: Symmetry | Group | None,
+    model: BayesianModel | None,
+    x: Tensor | None,
+    predictions: Tensor | None,
     aligned: Posterior | None,
-) -> dict[str, Draws]:
-    """Space -> site -> ``(chains, draws, ...)``: weights as drawn and without their symmetries, and the density."""
-    spaces: dict[str, Draws] = {"weights": posterior.samples}
+) -> dict[str, dict[str, Tensor]]:
+    """The spaces in which chains are compared: weights as drawn and without symmetries, log density, predictions."""
+    spaces = {"weights": posterior.samples}
     if symmetry is not None:
         canonical = canonical_frame(posterior, symmetry)
         spaces["canonical"] = canonical.samples
@@ -277,134 +259,12 @@ def _spaces(
         spaces["aligned"] = aligned.samples
     if "lp" in posterior.statistics:
         spaces["log density"] = {"log density": posterior.statistics["lp"]}
-    return spaces
-
-
-def _looked_at(draws: Tensor) -> Tensor:
-    """All entries; of very many draws evenly spaced ones, as many as take some seconds."""
-    most = max(LEAST_ENTRIES, MOST_NUMBERS // max(1, draws.shape[:2].numel()))
-    entries = draws.shape[2:].numel()
-    return draws if entries <= most else draws.flatten(2)[..., evenly_spaced(entries, most)]
-
-
-def _chains(draws: Tensor) -> Tensor:
-    """The draws; those of a single chain as two, its halves."""
-    return draws if len(draws) > 1 else _halves(draws).squeeze(1)
-
-
-def _halves(draws: Tensor) -> Tensor:
-    """First and second half of each chain, ``(2, chains, draws // 2, ...)``."""
-    half = draws.shape[1] // 2
-    return torch.stack([draws[:, :half], draws[:, draws.shape[1] - half :]])
-
-
-def _constant(samples: Draws) -> list[Finding]:
-    """Entries that never change: the same everywhere, or another value in each chain."""
-    fixed: list[str] = []
-    stuck: list[str] = []
-    for site, value in samples.items():
-        alike = never_changing(value)
-        apart = standing_still(value).all(0) & ~alike
-        for counts, count in ((fixed, int(alike.sum())), (stuck, int(apart.sum()))):
-            if count:
-                counts.append(f"{count:,} {'entry' if count == 1 else 'entries'} of {site!r}")
-    sentences = [f"{_few(fixed)}, the same in all draws of all chains"] if fixed else []
-    sentences += [f"stuck: {_few(stuck)}, different from chain to chain but never changing in one"] if stuck else []
-    return [Finding("constant entries", "warn" if stuck else "pass", "; ".join(sentences))] if sentences else []
-
-
-def _few(parts: list[str]) -> str:
-    return ", ".join(parts[:3]) + (f" and of {len(parts) - 3} more sites" if len(parts) > 3 else "")
-
-
-# whether chains agree -----------------------------------------------------------------------------------------------
-
-
-def _agreement(
-    spaces: Mapping[str, Draws], statistics: Mapping[str, Mapping[str, ChainStatistics]], is_network: bool
-) -> list[Finding]:
-    """R-hat of each space; whether chains have settled, if what decides disagrees; effective draws."""
-    decisive = _decisive(list(spaces), is_network)
-    grave = [
-        name for name in decisive if name != "weights" or not is_network
-    ]  # a network's may sit in copies of a mode
-    findings = [_r_hat(name, by_site, name in grave) for name, by_site in statistics.items()]
-    if any(f.value > R_HAT[1] for f in findings if f.name in decisive):
-        findings.append(_settled([value for name in decisive for value in spaces[name].values()]))
-    measured = {name: statistics[name] for name in decisive}
-    return [*findings, _effective(measured)]
-
-
-def _decisive(spaces: list[str], is_network: bool) -> list[str]:
-    """The spaces in which chains must agree: what no symmetry touches, else a frame, else the weights.
-
-    The log density alone says little, unless symmetries forbid to look at the weights.
-    """
-    density = ["log density"] if "log density" in spaces else []
-    if "predictions" in spaces:
-        return ["predictions", *density]
-    if frames := [name for name in ("canonical", "aligned") if name in spaces]:
-        return [*frames, *density]
-    return density if density and is_network else ["weights", *density]
-
-
-def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], grave: bool) -> Finding:
-    """The R-hat of the worst site that one entry in a hundred exceeds: of hundreds, some stand out by chance."""
-    worst = {site: _exceeded_by_few(_known({site: numbers}, "r_hat")) for site, numbers in by_site.items()}
-    known = {site: value for site, value in worst.items() if not math.isnan(value)}
-    if not known:
-        return Finding(space, "unknown", "R-hat can't be told: the draws never change")
-    site = max(known, key=known.__getitem__)
-    status = graded(known[site], R_HAT)
-    words = f"R-hat up to {known[site]:.3f}" + (f", of site {site!r}" if site != space else "")
-    advice = {"fail": ": the chains disagree", "warn": ": run longer"}.get(status, "")
-    return Finding(space, status if grave or status != "fail" else "warn", words + advice, known[site])
-
-
-def _effective(measured: Mapping[str, Mapping[str, ChainStatistics]]) -> Finding:
-    least = {
-        (space, site): -_exceeded_by_few(-torch.minimum(*(_known({site: n}, f"ess_{k}") for k in ("bulk", "tail"))))
-        for space, by_site in measured.items()
-        if space != "canonical" or "aligned" not in measured  # of two frames, the one that tells units apart
-        for site, n in by_site.items()
-    }
-    known = {name: size for name, size in least.items() if not math.isnan(size)}
-    if not known:
-        return Finding("effective draws", "unknown", "they can't be told: the draws never change")
-    space, site = min(known, key=known.__getitem__)
-    size = known[space, site]
-    status = graded(size, EFFECTIVE_DRAWS)
-    few = f": too few (< {EFFECTIVE_DRAWS[0]:.0f}) to be sure of means and deviations; more draws, or more chains"
-    of = f"the {space}" if site == space else f"site {site!r} ({space})"
-    return Finding("effective draws", status, f"at least {size:.0f}, of {of}{'' if status == 'pass' else few}", size)
-
-
-def _known(by_site: Mapping[str, ChainStatistics], name: str) -> Tensor:
-    """Values of all entries that have one, ``(K,)``."""
-    values = torch.cat([getattr(statistics, name).flatten() for statistics in by_site.values()])
-    return values[~values.isnan()]
-
-
-def _exceeded_by_few(values: Tensor) -> float:
-    """The value that one in a hundred exceeds; of fewer the largest."""
-    return float(values.sort().values[-1 - len(values) // 100]) if len(values) else math.nan
-
-
-def _settled(decisive: list[Tensor]) -> Finding:
-    """Whether each chain stays where it is, from its first half to its second."""
-    if decisive[0].shape[:2].numel() < EFFECTIVE_DRAWS[0]:
-        return Finding("settled", "unknown", "too few draws to tell whether chains drift, or differ by chance")
-    if all(map(_halves_agree, decisive)):
-        return Finding("settled", "pass", "each chain stays the same from its first half to its second")
-    return Finding("settled", "fail", "some chains still drift, or stand still")
-
-
-def _halves_agree(draws: Tensor) -> bool:
-    """Of each chain: a half is taken for a chain, each chain's value for a quantity."""
-    draws = draws[:, :, ~never_changing(draws).to(draws.device)]
-    compared = chain_statistics(_halves(draws).transpose(1, 2))
-    stuck = bool(torch.isnan(compared.r_hat).any())
-    return not stuck and _exceeded_by_few(compared.r_hat.flatten()) <= R_HAT[1]
+    if predictions is None and model is not None and x is not None:
+        rows = x if len(x) <= MOST_ROWS else x[evenly_spaced(len(x), MOST_ROWS)]
+        predictions = predict(posterior.samples, model, rows, kind="mean", progress=False)
+    if predictions is not None:
+        spaces["predictions"] = {"predictions": predictions}
+    return {space: {site: v for site, v in by_site.items() if v.numel()} for space, by_site in spaces.items()}
 
 
 # arguments ----------------------------------------------------------------------------------------------------------
@@ -417,8 +277,11 @@ def _check_arguments(posterior: Any, x: Any, predictions: Any, aligned: Any, num
         arguments.instance("aligned", aligned, Posterior, "a Posterior, or None")
     for name, value in {"x": x, "predictions": predictions}.items():
         if value is not None:
-            arguments.tensor(name, value)
+            arguments.real(name, value)
     shape = (posterior.num_chains, posterior.num_samples)
+    if not any(value.numel() for value in posterior.samples.values()):
+        shapes = {site: tuple(value.shape) for site, value in posterior.samples.items()}
+        raise ValueError(f"posterior holds no numbers; it must have a chain, a draw and an entry, and has {shapes}")
     compared = {} if predictions is None else {"predictions": [predictions]}
     compared |= {} if aligned is None else {"aligned": list(aligned.samples.values())}
     for name, values in compared.items():
@@ -449,7 +312,7 @@ def _to_predict(
 
 
 def _is_network(posterior: Posterior) -> bool:
-    """Whether the sites are a network's weights, by the model or, if none is known, by names like ``0.weight``."""
+    """True if the sites are a network's weights, by the model or, if none is known, by names like ``0.weight``."""
     if posterior.is_attached:
         return isinstance(posterior.model, nn.Module)
     return any("." in site for site in posterior.samples)

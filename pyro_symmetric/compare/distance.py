@@ -1,14 +1,8 @@
 """The distances that a study reports: one protocol, and a register that third parties add to.
 
 A distance takes two sets of draws (or of predictions) and returns a
-:class:`~pyro_symmetric.compare.results.DistanceResult`. One that is registered appears in the report of every study:
-
->>> def energy_distance(p, q, like=None):
-...     return DistanceResult(...)
->>> ENERGY = Distance("energy", energy_distance, shows=(Shown("value", "energy", "What the number means."),))
->>> register_distance(ENERGY)
-
-or, with no import at all, by an entry point of the package that it comes in:
+:class:`~pyro_symmetric.compare.results.DistanceResult`. One that is registered (:func:`register_distance`) appears in
+the report of every study. With no import at all it is by an entry point of the package that it comes in:
 
 .. code-block:: toml
 
@@ -50,6 +44,14 @@ class Shown:
     meaning: str
     form: str = ".4f"
 
+    def __post_init__(self) -> None:
+        for name in ("total", "title", "meaning", "form"):
+            arguments.instance(name, getattr(self, name), str, "a text")
+        try:
+            format(1.0, self.form)
+        except ValueError as error:
+            raise ValueError(f"form is {self.form!r}; it must be a format of numbers, such as '.4f'") from error
+
 
 @dataclass(frozen=True)
 class Distance:
@@ -90,6 +92,17 @@ _REGISTERED: dict[str, Distance] = {}
 
 def register_distance(distance: Distance) -> Distance:
     """Let a distance appear in the reports of studies.
+
+    >>> import torch
+    >>> import pyro_symmetric as ps
+    >>> def between_means(p, q, like=None):
+    ...     gap = max(float((p[site].mean(0) - q[site].mean(0)).abs().max()) for site in p)
+    ...     sizes = tuple(len(next(iter(side.values()))) for side in (p, q))
+    ...     return ps.DistanceResult(title="Between means", num_samples=sizes, totals={"gap": gap})
+    >>> column = ps.Shown("gap", "means", "The largest distance between the means of one weight.")
+    >>> distance = ps.register_distance(ps.Distance("between means", between_means, shows=(column,)))
+    >>> distance({"w": torch.zeros(10, 3)}, {"w": torch.ones(20, 3)})
+    Between means, 10 against 20 samples: gap 1
 
     :raises ValueError: if another distance has its name.
     """

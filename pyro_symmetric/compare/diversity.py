@@ -1,11 +1,11 @@
-r"""How much the members of an ensemble (or samples of a posterior) disagree in what they predict.
+r"""Disagreement of an ensemble's members (or of a posterior's samples) in their predictions.
 
 Mutual information between prediction and member (BALD; Depeweg et al. 2018, arXiv 1710.07283, equation 3) is the
 entropy of the mean prediction minus the mean entropy of the predictions,
 
 .. math:: I = H\Big[\frac{1}{S} \sum_s p_s\Big] - \frac{1}{S} \sum_s H[p_s] \in [0, \log \min(S, C)],
 
-zero if all members predict alike. Of two members it is their Jensen-Shannon divergence, at most log 2; where many
+zero if all members predict alike. Of two members it is their Jensen-Shannon divergence, at most log 2; if many
 pairs are close to 0 the ensemble has collapsed in function space (Laurent et al. 2024, section 5). All entropies in
 nats.
 """
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from pyro_symmetric import arguments
@@ -94,7 +93,7 @@ def _pairwise(probabilities: Tensor, name: str, chunk: int | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FunctionalCollapse:
-    """How alike the members of an ensemble are as functions; see :func:`functional_collapse`.
+    """Similarity of an ensemble's members as functions; see :func:`functional_collapse`.
 
     :param within: mutual information of every pair of members on inputs from the distribution, ``(S, S)`` in nats.
     :param outside: the same on inputs from elsewhere, ``(S, S)``.
@@ -140,8 +139,8 @@ class FunctionalCollapse:
 def functional_collapse(
     probabilities: Tensor, ood_probabilities: Tensor, *, chunk: int | None = None
 ) -> FunctionalCollapse:
-    """Whether members that agree on the data disagree elsewhere: pairwise mutual information in and out of
-    distribution, and its correlation over pairs (Laurent et al. 2024, figures 3 and 15).
+    """Compare the members' disagreement on the data with that elsewhere: pairwise mutual information in and out
+    of distribution, and its correlation over pairs (Laurent et al. 2024, figures 3 and 15).
 
     :param probabilities: predictions for inputs from the distribution, ``(S, N, C)``.
     :param ood_probabilities: the same members' for inputs from elsewhere, ``(S, M, C)``.
@@ -174,7 +173,9 @@ def _correlation(x: Tensor, y: Tensor) -> float:
 
 def _ranks(values: Tensor) -> Tensor:
     """Ranks, those of ties averaged."""
-    return torch.from_numpy(stats.rankdata(values.cpu().numpy())).to(values.device)
+    from scipy.stats import rankdata  # which takes a quarter of a second to load
+
+    return torch.from_numpy(rankdata(values.cpu().numpy())).to(values.device)
 
 
 def _entropy(p: Tensor) -> Tensor:
@@ -185,10 +186,24 @@ def _checked(probabilities: Tensor, name: str = "probabilities") -> Tensor:
     arguments.tensor(name, probabilities)
     if probabilities.dim() < 2 or 0 in (probabilities.shape[0], probabilities.shape[-1]):
         raise ValueError(f"{name} has shape {tuple(probabilities.shape)}; it must be (members, ..., classes)")
-    return check_probabilities(probabilities, name)
+    return _require_probabilities(probabilities, name)
 
 
-def check_probabilities(probabilities: Tensor, name: str) -> Tensor:
+def members_of(probabilities: Any, name: str) -> Tensor:
+    """Class probabilities ``(members, inputs, classes)``; without an axis of members, those of one.
+
+    :raises ValueError: if their shape is another, or the last axis holds no probabilities.
+    """
+    shape = tuple(arguments.tensor(name, probabilities).shape)
+    if len(shape) not in (2, 3) or 0 in shape:
+        raise ValueError(f"{name} has shape {shape}; it must be (members, inputs, classes) or (inputs, classes)")
+    if shape[-1] < 2:
+        raise ValueError(f"{name} has shape {shape}: one class only; there must be at least 2")
+    checked = _require_probabilities(probabilities, name)
+    return checked if checked.dim() == 3 else checked[None]
+
+
+def _require_probabilities(probabilities: Tensor, name: str) -> Tensor:
     """:raises ValueError: unless the last axis holds probabilities: finite, not negative, summing to one."""
     if not probabilities.is_floating_point():
         raise ValueError(f"{name} has dtype {probabilities.dtype}; probabilities are floating-point numbers")

@@ -1,4 +1,4 @@
-r"""What symmetries do along training and at its end.
+r"""Symmetries along training and at its end.
 
 Units of a layer may be sorted by a key that is read off their weights (see
 :func:`~pyro_symmetric.canonical.forms.canonicalize`). How far the sorting permutation still changes from one training
@@ -129,7 +129,7 @@ class SortingTracker:
 
 @dataclass(frozen=True)
 class EquivalentModes:
-    """How many modes of a posterior are copies of one; see :func:`equivalent_modes`.
+    """The number of modes of a posterior that are copies of one; see :func:`equivalent_modes`.
 
     :param log_number: natural logarithm of the number.
     :param permutations: units -> (their number in all copies, log of their number of orders).
@@ -206,7 +206,7 @@ def excess_mass(weights: Samples, symmetry: Symmetry | Group) -> Tensor:
 
 
 def _inversions(places: Tensor) -> Tensor:
-    """How many pairs of each row stand in descending order, ``(rows,)``."""
+    """Number of pairs of each row in descending order, ``(rows,)``."""
     n = places.shape[-1]
     later = torch.ones(n, n, dtype=torch.bool, device=places.device).triu(1)
     return ((places[:, :, None] > places[:, None, :]) & later).sum((1, 2))

@@ -1,4 +1,4 @@
-r"""What the energy of a posterior's draws tells: their temperature, and whether mini-batches are counted rightly.
+r"""The energy of a posterior's draws: their temperature, and the scale of mini-batches.
 
 *Temperature.* Integration by parts gives :math:`\mathbb E[z \cdot \nabla U(z)] = D` for every posterior over
 :math:`z \in \mathbb R^D` whose density vanishes at infinity (the virial theorem). Its average over :math:`D` is the

@@ -16,11 +16,11 @@ from pyro_symmetric.weights import Weights
 
 MOST_ROUNDS = 10  # any frame will do, so the last per cent of the distance needn't be won
 
-Draws = TypeVar("Draws", Posterior, Weights)
+AnyDraws = TypeVar("AnyDraws", Posterior, Weights)
 
 
 def is_group(symmetry: Any) -> TypeGuard[Symmetry | Group]:
-    """Whether it is a symmetry or a group, rather than a function of weights."""
+    """True for a symmetry or a group, rather than a function of weights."""
     return isinstance(symmetry, Symmetry | Group)
 
 
@@ -47,7 +47,7 @@ def canonical_frame(
     return canonicalize(draws, comparing(symmetry, draws), **{"warn": False, **options})
 
 
-def one_frame(canonical: Draws, symmetry: Symmetry | Group) -> Draws:
+def one_frame(canonical: AnyDraws, symmetry: Symmetry | Group) -> AnyDraws:
     """Canonical forms, their units and signs moved to where they lie closest to the mean of all draws.
 
     A canonical form sorts units by one key, and tells nothing of units whose keys overlap; alignment looks at all that

@@ -1,4 +1,4 @@
-"""How many draws of Markov chains count as independent. Tests take their samples to be."""
+"""The number of draws of Markov chains that count as independent, as tests take their samples to be."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def require_posterior(name: str, draws: Any) -> Posterior:
 
 
 def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatistics] | None = None) -> int:
-    """How many evenly spaced draws may be taken as independent. Of independent rows all; of chains half of the smallest
-    bulk effective sample size over the weights, since draws that are thinned to all of it keep a correlation of about
-    0.1; but one of each chain, as chains know nothing of each other. Weights that never move are left out.
+    """Number of evenly spaced draws that may be taken as independent.
+
+    Of independent rows all; of chains half of the smallest bulk effective sample size over the weights, since draws
+    that are thinned to all of it keep a correlation of about 0.1; but one of each chain, as chains know nothing of each
+    other. Weights that never move are left out.
 
     :param statistics: site -> its :func:`~pyro_symmetric.chain_statistics.chain_statistics`, if they are at hand.
     """

@@ -138,7 +138,7 @@ class _Units:
 
 
 def _padded(counts: list[Tensor]) -> Tensor:
-    """Counts ``(copies, n)`` of sets of several sizes, NaN where there is no unit."""
+    """Counts ``(copies, n)`` of sets of several sizes, NaN if there is no unit."""
     copies, size = (max((count.shape[dim] for count in counts), default=0) for dim in (0, 1))
     result = torch.full((len(counts), copies, size), torch.nan, dtype=torch.float64)
     for row, count in zip(result, counts, strict=True):
@@ -147,7 +147,7 @@ def _padded(counts: list[Tensor]) -> Tensor:
 
 
 def _verdict(found: list[_Units], adjusted: Tensor, level: float, draws: int) -> str:
-    """What was found, in one line."""
+    """The finding, in one line."""
     count, smallest = 2 * len(found), adjusted.amin(1)
     if not found:
         return "nothing to test: the group permutes no two units"
@@ -179,7 +179,7 @@ def _verdict(found: list[_Units], adjusted: Tensor, level: float, draws: int) ->
 
 
 def _unit_axes(group: Group, name: str) -> list[Axis]:
-    """Where to look at units: at their rows if they have any. Axes are those of the group's view."""
+    """The axes at which to look at units: their rows if they have any. Axes are those of the group's view."""
     pairs = [pair for pair in zip(group[name].axes, group.axes(name), strict=True) if not pair[0].buffer]
     viewed = [axis for _, axis in pairs]
     # Units that meet themselves on one flattened axis (tied grouped convolutions) have no position of their own there.

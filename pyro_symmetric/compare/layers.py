@@ -80,7 +80,7 @@ def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str,
 
 
 def removal(symmetry: Any) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
-    """What brings weights to their canonical forms under a symmetry; a function of weights does it itself.
+    """The function that brings weights to their canonical forms under a symmetry; a function of weights is one itself.
 
     :raises TypeError: if it is neither.
     """

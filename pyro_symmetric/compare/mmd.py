@@ -11,7 +11,7 @@ Laurent et al. (2024, arXiv 2310.08287) it is taken layer by layer under ten Gau
 / \lambda)^2)` and ten Laplace kernels :math:`\exp(-\|x - y\|_1 / \lambda)`, with the bandwidths of MMDAgg (Schrab et
 al. 2023, arXiv 2110.15073): see :func:`bandwidth_grid`. That grid is chosen by the distances *between* the samples
 only, so that under its smallest bandwidths, no larger than half of any such distance, the estimate is slightly positive
-on average even where
+on average even if
 :math:`p = q`. Kernels chosen beforehand (``bandwidths=``) leave it exactly unbiased.
 """
 
@@ -66,7 +66,7 @@ def mmd(
         running statistics left out.
     :param symmetry: remove it first: both sides are brought to their canonical forms, by the default rules of
         :func:`~pyro_symmetric.canonical.forms.canonicalize`; or by a function of weights, such as
-        ``lambda w: canonicalize(w, symmetry, scalings="minimal_mass")``, which ``pyro-symmetric compare`` uses: at unit
+        ``lambda w: canonicalize(w, symmetry, scalings="minimal_norm")``, which ``pyro-symmetric compare`` uses: at unit
         norm nearly dead units have biases so large that they decide the distance. If a prior sees the scales (a
         Gaussian one does), they are no symmetry of the posterior: ``symmetry.finite`` removes permutations and signs
         only.

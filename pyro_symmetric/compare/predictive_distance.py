@@ -1,4 +1,4 @@
-r"""How far two approximations are apart in what they predict: total variation of their predictive distributions.
+r"""Distance of two approximations in their predictions: total variation of the predictive distributions.
 
 .. math:: \mathrm{TV}(p, q) = \max_A |p(A) - q(A)| = \frac12 \int |p(y) - q(y)| \, dy,
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import evenly_spaced
-from pyro_symmetric.compare.diversity import check_probabilities
+from pyro_symmetric.compare.diversity import members_of
 from pyro_symmetric.compare.regression import gaussians
 from pyro_symmetric.compare.results import DistanceResult
 
@@ -54,10 +54,11 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
         by_input = _between_mixtures(_mixture(p, "p"), _mixture(q, "q"))
         members = len(p[0]), len(q[0])
     else:
-        first, second = _mean(p, "p"), _mean(q, "q")  # type: ignore[arg-type]
+        sides = [members_of(side, name) for name, side in (("p", p), ("q", q))]
+        first, second = (side.mean(0, dtype=torch.float64) for side in sides)
         _require_alike(first, second)
         by_input = (first - second).abs().sum(-1) / 2
-        members = tuple(len(side) if side.dim() == 3 else 1 for side in (p, q))  # type: ignore[assignment, union-attr]
+        members = len(sides[0]), len(sides[1])
     values = by_input.cpu().numpy()
     return DistanceResult(
         title="Total variation of predictions",
@@ -76,17 +77,6 @@ def _between_mixtures(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor
     edges = torch.cat([_quantiles(*first), _quantiles(*second)]).sort(0).values
     difference = _masses(*first, edges) - _masses(*second, edges)
     return (difference.abs().sum(0) / 2).reshape(len(difference[0]), -1).mean(-1)
-
-
-def _mean(probabilities: Tensor, name: str) -> Tensor:
-    """Probabilities ``(N, C)``, averaged over members, checked."""
-    arguments.tensor(name, probabilities)
-    if probabilities.dim() not in (2, 3) or 0 in probabilities.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(probabilities.shape)}; it must be (members, inputs, classes) or (inputs, classes)"
-        )
-    checked = check_probabilities(probabilities, name).double()
-    return checked if checked.dim() == 2 else checked.mean(0)
 
 
 def _mixture(prediction: tuple[Tensor, Tensor | float], name: str) -> tuple[Tensor, Tensor]:
@@ -123,7 +113,7 @@ def _quantiles(means: Tensor, scale: Tensor) -> Tensor:
 
 
 def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:
-    """What a mixture has between edges ``(E, N, ...)``, before the first and after the last: ``(E + 1, N, ...)``."""
+    """A mixture's mass between edges ``(E, N, ...)``, before the first and after the last: ``(E + 1, N, ...)``."""
     chunk = max(1, _CHUNK_ENTRIES // means.numel())
     slope = 0.5**0.5 / scale
     signs = torch.cat([torch.erf((part[:, None] - means) * slope).mean(1) for part in edges.split(chunk)])

@@ -51,13 +51,13 @@ def regression(
 
     .. math:: \bar p(y|x) = \frac{1}{S} \sum_s \mathcal{N}(y \mid m_s(x), \sigma_s^2).
 
-    Coverage is that of the mixture's own central intervals: ``y`` lies in the one of level ``c`` where the mixture's
+    Coverage is that of the mixture's own central intervals: ``y`` lies in the one of level ``c`` if the mixture's
     distribution function at ``y`` lies within ``c / 2`` of one half. With several outputs the density is joint (outputs
     independent given the member), errors and coverage are pooled over outputs.
 
     :param means: ``(S,) + targets.shape`` of S members, or ``targets.shape``.
     :param noise_scale: standard deviation of the noise, positive: a number, ``(S,)`` for one of each member, or
-        anything that broadcasts with ``means``. With one value for each member, ``(S,)`` is taken as that even where
+        anything that broadcasts with ``means``. With one value for each member, ``(S,)`` is taken as that even if
         ``S`` equals ``N``.
     :param targets: ``(N,)`` or ``(N, D)``.
     :param levels: levels of the central intervals to report, each between 0 and 1.
@@ -92,7 +92,7 @@ def regression(
 
 
 def _axis_of_one(means: Tensor, targets: Tensor) -> str:
-    """What to do where targets lack the axis of a single output."""
+    """The hint for targets that lack the axis of a single output."""
     one = targets.dim() == 1 and means.shape[-2:] == (len(targets), 1)
     return "; pass targets[:, None]" if one else ""
 

@@ -1,4 +1,4 @@
-"""What comparisons return: distances and tests, with their numbers on named axes, as text, as JSON and as a figure."""
+"""Results of comparisons: distances and tests, with their numbers on named axes, as text, as JSON and as a figure."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Labelled:
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class DistanceResult(Labelled):
-    """How far apart two sets of draws are.
+    """The distance between two sets of draws.
 
     >>> result = mmd(p, q)
     >>> result.value == result["median"]        # of everything together
@@ -147,7 +147,7 @@ class DistanceResult(Labelled):
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class SignificanceTest(Labelled):
-    """What a test of a null hypothesis found.
+    """The result of a test of a null hypothesis.
 
     >>> test = mmd_test(p, q)
     >>> test.rejected == (test.p_value <= test.level)
@@ -164,7 +164,7 @@ class SignificanceTest(Labelled):
 
     @property
     def rejected(self) -> bool:
-        """Whether the null hypothesis is rejected at the level."""
+        """True if the null hypothesis is rejected at the level."""
         return self.p_value <= self.level
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare.diversity import check_probabilities, mean_entropy, predictive_entropy
+from pyro_symmetric.compare.diversity import mean_entropy, members_of, predictive_entropy
 from pyro_symmetric.compare.regression import RegressionScores, regression
 from pyro_symmetric.compare.results import Scores
 
@@ -51,7 +51,7 @@ class CalibrationCurve(Scores):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DetectionScores(Scores):
-    """How well one uncertainty score detects inputs from out of the distribution (the positive class).
+    """Detection of inputs from out of the distribution (the positive class) by one uncertainty score.
 
     :param aupr: area under the precision-recall curve, as average precision.
     :param auroc: area under the receiver operating characteristic; 0.5 by chance.
@@ -125,12 +125,9 @@ def classification(
     :raises ValueError: if shapes don't fit, values aren't probabilities or labels aren't classes.
     :raises ImportError: if detection scores are asked for and scikit-learn is missing.
     """
-    arguments.tensor("probabilities", probabilities)
     arguments.tensor("labels", labels)
     arguments.whole("num_bins", num_bins, 1)
-    if ood_probabilities is not None:
-        arguments.tensor("ood_probabilities", ood_probabilities)
-    members = _members(probabilities, "probabilities")
+    members = members_of(probabilities, "probabilities")
     inputs, classes = members.shape[1:]
     _check_labels(labels, inputs, classes)
     labels = labels.to(members.device).long()
@@ -144,7 +141,7 @@ def classification(
     detection: dict[str, DetectionScores] = {}
     elsewhere: dict[str, Tensor] = {}
     if ood_probabilities is not None:
-        ood = _members(ood_probabilities, "ood_probabilities")
+        ood = members_of(ood_probabilities, "ood_probabilities")
         if (ood.shape[0], ood.shape[2]) != (members.shape[0], classes):
             raise ValueError(
                 f"ood_probabilities has shape {tuple(ood_probabilities.shape)}, but probabilities has "
@@ -172,7 +169,7 @@ def classification(
 
 
 def detect(scores_in: Tensor, scores_out: Tensor) -> DetectionScores:
-    """How well an uncertainty score separates inputs from out of the distribution (positive) from those within.
+    """Score how well an uncertainty separates inputs from out of the distribution (positive) from those within.
 
     :param scores_in: scores of inputs from the distribution, ``(N,)``; larger means more uncertain.
     :param scores_out: scores of inputs from elsewhere, ``(M,)``.
@@ -199,18 +196,6 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> DetectionScores:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-def _members(probabilities: Tensor, name: str) -> Tensor:
-    """Probabilities as ``(S, N, C)``, checked."""
-    if probabilities.dim() not in (2, 3) or 0 in probabilities.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(probabilities.shape)}; it must be (members, inputs, classes) or (inputs, classes)"
-        )
-    if probabilities.shape[-1] < 2:
-        raise ValueError(f"{name} has shape {tuple(probabilities.shape)}: one class only; there must be at least 2")
-    checked = check_probabilities(probabilities, name)
-    return checked if checked.dim() == 3 else checked[None]
 
 
 def _check_labels(labels: Tensor, inputs: int, classes: int) -> None:

@@ -15,9 +15,10 @@ from pyro_symmetric.posterior import Posterior
 def summary(posterior: Posterior, symmetry: Symmetry | Group, *, prob: float = 0.9, **alignment: Any) -> None:
     """Print the summary of a posterior modulo a symmetry: all draws are aligned first.
 
-    The lines above the table say how many draws were moved, and whether labels are uncertain in many of them: units
-    that are alike get means of their own all the same. The labels are those in which most draws came. A declared group
-    is taken as it is: :func:`~pyro_symmetric.discovery.model_check.verify_model` tests it.
+    The lines above the table say how many draws were moved, which sites the symmetry doesn't know and so leaves as they
+    were drawn, and in how many draws labels are uncertain: units that are alike get means of their own all the same.
+    The labels are those in which most draws came. A declared group is taken as it is:
+    :func:`~pyro_symmetric.discovery.model_check.verify_model` tests it.
 
     >>> summary(posterior, find_symmetry(net, x))
 
@@ -32,7 +33,7 @@ def summary(posterior: Posterior, symmetry: Symmetry | Group, *, prob: float = 0
     arguments.fraction("prob", prob)
     group = group_of(symmetry, "symmetry")
     frame = align_many(posterior, group, **alignment)
-    print("\n".join([_head(frame, group), *_doubt(frame, group), ""]))
+    print("\n".join([_head(frame, group), *_unknown(frame, group), *_doubt(frame, group), ""]))
     frame.posterior.summary(prob)
 
 
@@ -40,7 +41,7 @@ def summary(posterior: Posterior, symmetry: Symmetry | Group, *, prob: float = 0
 
 
 def _head(frame: Frame, group: Group) -> str:
-    """What was done to the draws."""
+    """The line on what was done to the draws."""
     posterior, cost = frame.posterior, frame.history
     displaced = frame.displaced.expand(posterior.num_chains, posterior.num_samples)
     return (
@@ -49,8 +50,19 @@ def _head(frame: Frame, group: Group) -> str:
     )
 
 
+def _unknown(frame: Frame, group: Group) -> list[str]:
+    """The sites that a declaration forgot, or that no unit has."""
+    unknown = [site for site in frame.posterior.samples if site not in group.site_shapes]
+    if not unknown:
+        return []
+    return [
+        f"left as drawn: the sites {unknown}, which the symmetry doesn't know. If their entries belong to its units, "
+        "declare them too; as it is they no longer fit the aligned sites"
+    ]
+
+
 def _doubt(frame: Frame, group: Group) -> list[str]:
-    """Whether the labels could as well be others."""
+    """A line if the labels could as well be others."""
     share = uncertain_share(frame.posterior.samples, group)
     if share <= RARE:
         return []

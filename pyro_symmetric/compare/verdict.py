@@ -1,10 +1,11 @@
-"""What the findings on chains come to, in a few sentences."""
+"""The findings on chains in a few sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pyro_symmetric.chain_findings import R_HAT, Finding
+from pyro_symmetric.chain_findings import NO_CHAIN_MOVES, R_HAT, Finding
+from pyro_symmetric.compare.agreement import TOO_FEW
 
 Findings = Mapping[str, Finding]
 
@@ -15,11 +16,12 @@ FOLLOWS = ("constant entries", "effective draws", "acceptance", "level")
 
 
 def verdict(findings: Findings, num_chains: int) -> str:
-    """Whether the chains agree and on what, whether their draws suffice, and what went wrong on the way."""
+    """Sentences on whether and where the chains agree, whether their draws suffice, and what went wrong."""
     hopeless = _hopeless(findings)
     spoken_of = (*SPOKEN_OF, *(FOLLOWS if hopeless else ()))
     first = hopeless or _agreement(findings, num_chains)
     others = [f for name, f in findings.items() if name not in spoken_of and f.status in ("warn", "fail")]
+    others = [finding for finding in others if finding.words not in first]
     left_out = [findings["constant entries"]] if "constant entries" in findings and not hopeless else []
     spoken = [*left_out, *(finding for finding in others if finding not in left_out)]
     return " ".join([first, *(_sentence(finding) for finding in spoken)])
@@ -29,13 +31,12 @@ def verdict(findings: Findings, num_chains: int) -> str:
 
 
 def _sentence(finding: Finding) -> str:
-    heads = {"constant entries": "Left out: ", "effective draws": "Effective draws: "}
-    words = heads.get(finding.name, "") + finding.words
+    words = f"effective draws: {finding.words}" if finding.name == "effective draws" else finding.words
     return f"{words[0].upper()}{words[1:]}."
 
 
 def _hopeless(findings: Findings) -> str | None:
-    """Why nothing can be said of the chains, or what is wrong before any comparison."""
+    """The reason why nothing can be said of the chains, or what is wrong before any comparison."""
     if findings["finite"].status == "fail":
         return (
             f"Nothing can be said of these chains: {findings['finite'].words}. Leave them out by posterior.select, or "
@@ -43,14 +44,12 @@ def _hopeless(findings: Findings) -> str | None:
         )
     if "copies" in findings:
         return _sentence(findings["copies"])
+    if "resolution" in findings and findings["resolution"].status == "fail":
+        return f"Nothing can be said of these chains: {findings['resolution'].words}."
     if findings["moving"].status == "fail":
         words = findings["moving"].words
-        if words.startswith("no chain"):
-            return _sentence(findings["moving"])
-        return f"The chains don't agree: {words}."
-    if len(findings) and findings["weights"].status == "unknown" and findings["weights"].words.startswith("too few"):
-        return "Too few draws to tell whether chains agree: it takes eight of each."
-    return None
+        return _sentence(findings["moving"]) if words == NO_CHAIN_MOVES else f"The chains don't agree: {words}."
+    return _sentence(findings["weights"]) if findings["weights"].words == TOO_FEW else None
 
 
 def _agreement(findings: Findings, num_chains: int) -> str:
@@ -84,7 +83,7 @@ def _agreement(findings: Findings, num_chains: int) -> str:
 
 
 def _by_weights(weights: Finding, frames: list[Finding], findings: Findings) -> str:
-    """If nothing is known of what the weights do."""
+    """The verdict if nothing is known of the function that the weights make."""
     where = _apart([weights, *frames])
     if not where:
         return "The chains agree on the weights, and so on the function."
@@ -107,7 +106,7 @@ def _one_chain(weights: Finding, function: list[Finding], findings: Findings) ->
 
 
 def _why(findings: Findings, where: str) -> str:
-    """Whether chains are on their way, or at home in different places."""
+    """The reason why chains disagree: they are on their way, or at home in different places."""
     if "settled" not in findings:
         return f"{where}, or haven't mixed."
     return {

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from pyro_symmetric.datasets.dataset import Raw, Task, shorten
 from pyro_symmetric.datasets.tables import encode_target
+
+if TYPE_CHECKING:
+    import pandas as pd  # half a second, which only those who read a file should wait for
 
 MOST_CATEGORIES = 20
 """How many different words a column may hold, and how many whole numbers a target, to be taken as categories."""
@@ -81,6 +84,8 @@ def read_csv_features(name: str, feature_names: tuple[str, ...]) -> np.ndarray:
 
 def _read_columns(path: Path) -> dict[str, pd.Series]:
     """Column name -> its cells as text, in the order of the file."""
+    import pandas as pd
+
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r} (looked in {path.resolve().parent})")
     try:
@@ -131,6 +136,8 @@ def _typed(column: str, cells: pd.Series, path: Path) -> np.ndarray:
 
 def _numbers(cells: pd.Series) -> pd.Series:
     """Cells as floats; NaN for words."""
+    import pandas as pd
+
     return pd.to_numeric(cells, errors="coerce").astype(np.float64)
 
 

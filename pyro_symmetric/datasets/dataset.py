@@ -110,10 +110,6 @@ class Dataset:
         """Bring standardised targets or predicted means, of any shape, back to the data's units."""
         return y * self.y_scale + self.y_mean
 
-    def unstandardize_x(self, x: Tensor) -> Tensor:
-        """Bring standardised inputs ``(..., *input_shape)`` back to the data's units (pixels to 0..1)."""
-        return x * self.x_scale + self.x_mean
-
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Dataset:
         """The same data on another device, or with floats of another type; class indices stay integers."""
         moved: dict[str, Any] = {
@@ -122,25 +118,6 @@ class Dataset:
             if isinstance(value := getattr(self, field.name), Tensor)
         }
         return dataclasses.replace(self, **moved)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the rows, as plain values that JSON can hold."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "task": self.task,
-            "num_train": len(self.train_x),
-            "num_test": len(self.test_x),
-            "num_ood": 0 if self.ood_x is None else len(self.ood_x),
-            "ood_name": self.ood_name,
-            "input_shape": list(self.input_shape),
-            "num_classes": self.num_classes,
-            "class_names": list(self.class_names),
-            "feature_names": list(self.feature_names),
-            "y_mean": float(self.y_mean),
-            "y_scale": float(self.y_scale),
-            "notes": list(self.notes),
-        }
 
     def describe(self) -> str:
         """A paragraph for a report: rows, inputs, targets, and the notes."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from pyro_symmetric.discovery.facts import Facts, Leaf
 from pyro_symmetric.discovery.labels import Array, distinct_rows, rank_within
+from pyro_symmetric.discovery.slices import Run, Slices, narrowed
 from pyro_symmetric.discovery.structure import Structure
 from pyro_symmetric.groups import Axis, Units
 
@@ -20,13 +22,23 @@ def permuted_units(facts: Facts, structure: Structure) -> dict[int, Units]:
     """Cell -> its units, if they move, in order of first use; owners come before what lies inside them."""
     assembly = _Assembly(structure)
     for leaf in facts.leaves.values():
-        image = len(leaf.shape) > 2
-        for dim, part in enumerate(leaf.parts):
-            if leaf.groups == 1 or dim > 1:
-                assembly.add((leaf.site, dim, 1, leaf.buffer), part.atoms, image)
-        if leaf.groups > 1:
-            assembly.add_kernel(leaf, image)
-    return assembly.units()
+        image = leaf.site in facts.kernels and len(leaf.shape) > 2
+        for dim, atoms in leaf.plain:
+            if leaf.slices is None or dim != leaf.slices.axis:
+                assembly.add((leaf.site, dim, 1, leaf.buffer), atoms, image)
+        if leaf.slices is not None:
+            assembly.add_sliced(leaf, leaf.slices, image)
+    return assembly.units({leaf.site: leaf.shape for leaf in facts.leaves.values()})
+
+
+class _Columns(NamedTuple):
+    """Columns of slices, one slice after the other: their atoms; who moves them within their slice; and whether slices
+    that are exchanged have them in the same order.
+    """
+
+    atoms: Array
+    inside: Lying
+    aligned: bool
 
 
 class _Assembly:
@@ -53,36 +65,62 @@ class _Assembly:
         for mover, units in lying.items():
             self._add_blocks(mover, units, self._key(atoms, lying, {mover, *self.cells[mover].parents}), place)
 
-    def add_kernel(self, leaf: Leaf, image: bool) -> None:
-        """Note where units lie in a grouped kernel: its rows, and columns that span rows of one group only.
+    def add_sliced(self, leaf: Leaf, slices: Slices, image: bool) -> None:
+        """Note where units lie in a leaf whose rows (the axis that is cut) fall into slices with columns of their own.
 
-        Rows take whole groups along, column by column. Where groups that are exchanged have their columns in different
+        Rows take whole slices along, column by column. Where slices that are exchanged have their columns in different
         orders that isn't enough: then rows, too, move entry by entry.
         """
-        rows, columns = leaf.parts[0].atoms, leaf.columns.reshape(-1)
-        by_row, by_column = self._lying(rows, image), self._lying(columns, image)
-        shape = leaf.columns.shape
-        whole, inside = {}, {}  # who moves a group with all of its columns, who moves columns within their group
+        rows = leaf.labels[slices.axis]
+        by_row = self._lying(rows, image)
+        columns = {dim: self._columns(leaf.labels[dim], image) for dim in slices.dims}
+        tangled = [dim for dim, own in columns.items() if not own.aligned]
+        if not tangled:
+            self.add((leaf.site, slices.axis, 1, leaf.buffer), rows, image)
+        else:
+            run = Run(leaf.shape, [slices.axis, *tangled])
+            for mover, units in by_row.items():
+                above = set(self.cells[mover].parents)
+                keys = {slices.axis: self._key(rows, by_row, {mover, *above})}
+                keys |= {dim: self._key(columns[dim].atoms, columns[dim].inside, above) for dim in tangled}
+                self._add_entries(mover, slices.axis, units, keys, run, leaf)
+        for dim, own in columns.items():
+            run = Run(leaf.shape, [slices.axis, dim])
+            for mover, units in own.inside.items():
+                above = set(self.cells[mover].parents)
+                keys = {slices.axis: self._key(rows, by_row, above)}
+                keys[dim] = self._key(own.atoms, own.inside, {mover, *above})
+                self._add_entries(mover, dim, units, keys, run, leaf)
+
+    def _add_entries(self, mover: int, dim: int, units: Array, keys: dict[int, Array], run: Run, leaf: Leaf) -> None:
+        """Note where units lie among the entries of a run of axes.
+
+        :param units: of each row, or, slice by slice, of each column ``dim``.
+        :param keys: axis -> for each row, or each column, a number of what it is alike in apart from these units.
+        """
+        slices = leaf.slices
+        assert slices is not None
+        row = run.places[slices.axis]
+
+        def number(axis: int) -> Array:
+            return row if axis == slices.axis else slices.of[row] * leaf.shape[axis] + run.places[axis]
+
+        key = np.zeros(len(row), dtype=np.int64)
+        for axis in run.dims:
+            key = _paired(key, keys[axis][number(axis)] if axis in keys else run.places[axis])
+        self._add_blocks(mover, units[number(dim)], key, (leaf.site, run.dims[0], len(run.dims), leaf.buffer))
+
+    def _columns(self, labels: Array, image: bool) -> _Columns:
+        """Who moves the columns of slices, ``labels``."""
+        by_column, inside, whole = self._lying(labels.reshape(-1), image), {}, []
         for mover, units in by_column.items():
-            same = (units.reshape(shape) == units.reshape(shape)[:, :1]).all(1)
-            whole[mover] = np.where(same, units.reshape(shape)[:, 0], -1)
+            units = units.reshape(labels.shape)
+            same = (units == units[:, :1]).all(1)
+            whole.append(np.where(same, units[:, 0], -1))
             if not same.all():
-                inside[mover] = np.where(same.repeat(shape[1]), -1, units)
-        aligned = all(self._aligned(units, inside, shape) for units in whole.values())
-        if aligned:
-            self.add((leaf.site, 0, 1, leaf.buffer), rows, image)
-        # From here on positions are entries (row, column), flattened.
-        entry_row, entry = np.divmod(np.arange(len(rows) * shape[1]), shape[1])
-        entry_column = entry_row * shape[0] // len(rows) * shape[1] + entry
-        place = leaf.site, 0, 2, leaf.buffer
-        for mover, units in {} if aligned else by_row.items():
-            above = set(self.cells[mover].parents)
-            keys = self._key(rows, by_row, {mover, *above})[entry_row], self._key(columns, inside, above)[entry_column]
-            self._add_blocks(mover, units[entry_row], _paired(*keys), place)
-        for mover, units in inside.items():
-            above = set(self.cells[mover].parents)
-            keys = self._key(rows, by_row, above)[entry_row], self._key(columns, inside, {mover, *above})[entry_column]
-            self._add_blocks(mover, units[entry_column], _paired(*keys), place)
+                inside[mover] = np.where(same[:, None], -1, units).reshape(-1)
+        aligned = all(self._aligned(units, inside, labels.shape) for units in whole)
+        return _Columns(labels.reshape(-1), inside, aligned)
 
     def _aligned(self, group: Array, inside: Lying, shape: tuple[int, ...]) -> bool:
         """Whether groups that move, with these units, have the units inside them in the same order of columns."""
@@ -125,13 +163,16 @@ class _Assembly:
             raise RuntimeError(f"interchangeable units lie unevenly along axis {place[1]} of {place[0]!r}")
         self.blocks.setdefault(mover, {}).setdefault(place, []).append(where[order].reshape(-1, count))
 
-    def units(self) -> dict[int, Units]:
+    def units(self, shapes: Mapping[str, Sequence[int]]) -> dict[int, Units]:
         """Named after the module whose outputs are permuted: that of the first site in which the units lie."""
         has_inner = {cell.direct[0] for cell in self.cells.values() if len(cell.direct) == 1}
         built: dict[int, Units] = {}
         for mover in self._order():
             axes = tuple(
-                Axis(site, dim, torch.from_numpy(_in_order(np.concatenate(blocks))), 0, buffer, None, span)
+                narrowed(
+                    Axis(site, dim, torch.from_numpy(_in_order(np.concatenate(blocks))), 0, buffer, None, span),
+                    shapes[site],
+                )
                 for (site, dim, span, buffer), blocks in self.blocks[mover].items()
             )
             # Units with an inner life are heads of attention, or groups of channels.

@@ -8,6 +8,7 @@ units of its own. Anything else would be no group together with the permutations
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -55,7 +56,8 @@ class _Attachment:
     def __init__(
         self, units: Sequence[Units], found: Mapping[Move, Sequence[Axes]], site_shapes: Mapping[str, torch.Size]
     ):
-        self.units = {one.name: one for one in units}
+        self.given = {one.name: one for one in units}
+        self.units = dict(self.given)
         self.permuting = tuple(sorted(self.units, key=lambda name: -self.units[name].count))
         self.shapes = site_shapes
         every = [*(a for u in units for a in u.axes), *(a for own in found.values() for axes in own for a in axes)]
@@ -73,41 +75,59 @@ class _Attachment:
         left = torch.arange(axes[0].index.shape[1])
         for name in self.permuting:
             fits = self._fits(name, axes, left)
+            doubtful = len(fits) > 1  # if something else exchanges the units inside, no unit owns their multipliers
+            together = self._recorded(move, name, [own for _, own in fits], doubtful)
             for chosen, own in fits:
-                before = dict(self.units)
-                self._record(move, self.units[name], own)
-                changed = [one for key, one in self.units.items() if before.get(key) is not one]
-                if len(fits) > 1 and not all(map(self._is_carried, changed)):
-                    self.units = before  # something else exchanges the units inside: no unit can own their multipliers
-                else:
+                if together or self._recorded(move, name, [own], doubtful):
                     left = left[~torch.isin(left, chosen)]
         if len(left):
             rest = tuple(replace(axis, index=axis.index[:, left]) for axis in axes)
             self._put(Units(self._name(rest), len(left), rest, moves=frozenset({move})))
 
+    def _recorded(self, move: Move, name: str, every: Sequence[Axes], doubtful: bool) -> bool:
+        """Let some units be multiplied along these axes; if in doubt, only if all that permutes carries it along."""
+        before = dict(self.units)
+        for own in every:
+            self._record(move, self.units[name], own)
+        changed = [one for key, one in self.units.items() if before.get(key) is not one]
+        carried = not doubtful or self._are_carried(changed)
+        self.units = self.units if carried else before
+        return carried
+
     def group(self, others: Sequence[Units]) -> Group:
         """All units; multipliers that permutations don't carry onto one another are left out."""
-        try:
+        with contextlib.suppress(ValueError):
             return Group([*self.units.values(), *others], self.shapes)
-        except ValueError:
-            alone = {one.name for one in self.units.values() if one.parent is None and "permute" not in one.moves}
-            kept = [one for one in self.units.values() if one.name not in alone or self._is_carried(one)]
-            return Group([*kept, *others], self.shapes)
+        proposed, self.units = self.units, {name: self.given[name] for name in self.permuting}
+        for name, one in proposed.items():
+            before = dict(self.units)
+            self._put(one)
+            if before.get(name) is not one and not self._are_carried([one], proposed):
+                self.units = before
+        with contextlib.suppress(ValueError):
+            return Group([*self.units.values(), *others], self.shapes)
+        return Group(self.given.values(), self.shapes)
 
     # small steps ----------------------------------------------------------------------------------------------------
 
     def _name(self, axes: Sequence[Axis]) -> str:
         return unused(module_name(axes[0].site), self.units)
 
-    def _is_carried(self, one: Units) -> bool:
-        """Whether all that permutes on the sites of some units carries their multipliers along."""
-        sites = {axis.site for axis in one.axes}
-        near = {one.name: one}
-        waiting = [one.parent, *(n for n in self.permuting if sites & {axis.site for axis in self.units[n].axes})]
+    def _are_carried(self, chosen: Sequence[Units], names: Iterable[str] | None = None) -> bool:
+        """Whether all that permutes on the sites of some units carries their multipliers along.
+
+        :param names: the units that are looked at; those that permute by default.
+        """
+        among = [name for name in (self.permuting if names is None else names) if name in self.units]
+        sites = {axis.site for one in chosen for axis in one.axes}
+        near = {one.name: one for one in chosen}
+        parents = [one.parent for one in chosen]
+        waiting = [*parents, *(n for n in among if sites & {axis.site for axis in self.units[n].axes})]
         while waiting:
             name = waiting.pop()
             if name is not None and name not in near:
-                near[name] = self.units[name]
+                here = tuple(axis for axis in self.units[name].axes if axis.site in sites)  # what is elsewhere is far
+                near[name] = replace(self.units[name], axes=here or self.units[name].axes)
                 waiting.append(near[name].parent)
         try:
             Group(near.values(), {a.site: self.shapes[a.site] for units in near.values() for a in units.axes})

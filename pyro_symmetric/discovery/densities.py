@@ -12,9 +12,9 @@ from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_symmetric._process import running_pyro, without_warnings
-from pyro_symmetric.discovery.invariance import Change
-from pyro_symmetric.generators import forked
+from pyro_symmetric._process import forked, running_pyro, without_warnings
+from pyro_symmetric.calls import explaining
+from pyro_symmetric.discovery.invariance import Change, InconclusiveError
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.weights import Weights
@@ -27,10 +27,6 @@ COMPARED = 2
 NOISE, NATS = 10.0, 0.01
 # How often a function is asked again that answers the same draws differently: dropout may give one answer a few times.
 REPEATS = 8
-
-
-class InconclusiveError(ValueError):
-    """The model's density isn't a function of its sites alone, so that nothing can be compared."""
 
 
 @contextlib.contextmanager
@@ -59,7 +55,7 @@ class JointDensity:
     :raises InconclusiveError: if the density isn't a function of the sites.
     """
 
-    name = "the model's log-density, in nats"
+    name, unit = "the model's log-density", "nats"
 
     def __init__(self, model: Callable[[], Any], group: Group, draws: int, tolerance: float):
         self.model, self.tolerance = model, tolerance
@@ -76,7 +72,8 @@ class JointDensity:
         return Change(any(change.broken for change in changes), size, tuple(dict.fromkeys(sites)))
 
     def _draw(self, group: Group) -> Point:
-        trace = poutine.trace(self.model).get_trace()
+        with explaining(self.model, (), {}):
+            trace = poutine.trace(self.model).get_trace()
         nodes: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
         unseen = {name: site for name, site in nodes.items() if not site["is_observed"]}
         latent = {name: site for name, site in unseen.items() if not site_is_subsample(site)}
@@ -143,7 +140,7 @@ class FunctionDensity:
     :param nearby: the same but for the last digit of each number.
     """
 
-    name = "the log-density, in nats"
+    name, unit = "the log-density", "nats"
 
     def __init__(self, log_joint: Callable[[Weights], Tensor], draws: Weights, nearby: Weights):
         self._log_joint = log_joint

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from pyro_symmetric import arguments
 from pyro_symmetric.discovery.facts import Facts
 from pyro_symmetric.discovery.labels import Array
+from pyro_symmetric.discovery.selection import named
 from pyro_symmetric.discovery.structure import Structure
 
 
@@ -19,8 +21,8 @@ class AxisExplanation:
 
     :param site: the parameter or running statistic.
     :param dim: the axis.
-    :param length: its length; of the columns of a grouped kernel, which each group has for its own, their number in all
-        groups together.
+    :param length: its length; of an axis along which each slice has units of its own (the columns of a grouped kernel),
+        their number in all slices together.
     :param permuted: how many of its positions are permuted.
     :param units: the units that lie there.
     :param reasons: why the others stay: the operator that pinned them, and its module.
@@ -53,9 +55,26 @@ class Explanation(tuple[AxisExplanation, ...]):
 
     __repr__ = __str__
 
-    def pinned(self) -> tuple[AxisExplanation, ...]:
-        """The axes of which some positions stay."""
-        return tuple(axis for axis in self if axis.permuted < axis.length)
+    def about(self, site: str | None = None, factor: str | None = None, only: str | None = None) -> Explanation:
+        """The entries of one site or module, of one set of units, or of axes that move or stay.
+
+        :param site: the name of a site or module, or a pattern such as ``"*.bias"``.
+        :param factor: the name of units that lie along the axis.
+        :param only: ``"pinned"``: axes of which some positions stay; ``"moved"``: axes of which some move.
+        :raises ValueError: if no site or units have this name.
+        """
+        found = list(self)
+        if site is not None:
+            arguments.instance("site", site, str, "the name of a site or module")
+            chosen = named("site", site, dict.fromkeys(axis.site for axis in self))
+            found = [axis for axis in found if axis.site in chosen]
+        if factor is not None:
+            arguments.one_of("factor", factor, dict.fromkeys(name for axis in self for name in axis.units))
+            found = [axis for axis in found if factor in axis.units]
+        if only is not None:
+            arguments.one_of("only", only, ("pinned", "moved"))
+            found = [axis for axis in found if (axis.permuted < axis.length if only == "pinned" else axis.permuted)]
+        return Explanation(found)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """As JSON."""
@@ -76,8 +95,8 @@ def explain(facts: Facts, structure: Structure, names: Mapping[int, str]) -> Exp
     first = _first_reasons(facts, structure)
     axes = []
     for leaf in facts.leaves.values():
-        for dim, part in enumerate(leaf.parts):
-            atoms = leaf.columns.reshape(-1) if leaf.groups > 1 and dim == 1 else part.atoms
+        for dim, labels in enumerate(leaf.labels):
+            atoms = labels.reshape(-1)
             cells = structure.cell[structure.unit_class[atoms]]
             permuted = np.isin(cells, list(structure.cells))
             movers = {
@@ -109,7 +128,8 @@ def _reasons(atoms: Array, facts: Facts, structure: Structure, first: Array) -> 
     found: dict[str, int] = {}
     for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
         if number >= 0:
-            why = f"pinned by {facts.refinements[number].why}"
+            why = facts.refinements[number].why
+            why = f"pinned {why}" if why.startswith("because") else f"pinned by {why}"
         elif structure.individualised[classes[first[classes] == number]].any():
             why = "its units meet each other in a way that no product of symmetric groups describes"
         else:

@@ -8,40 +8,52 @@ a linear equation between logarithms of multipliers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pyro_symmetric.discovery.labels import Array, Part, Value, components
+from pyro_symmetric.discovery.slices import Slices
 
 Multiple = tuple[float, Array]  # a coefficient, and the atoms whose log-multipliers it multiplies
 
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A parameter (or a running statistic) as the graph's input: its site and one part for each of its axes.
+    """A parameter (or a running statistic) as the graph's input: its site, and the labels along each of its axes.
 
-    The kernel of a grouped convolution has columns (axis 1) of each group's own: their part lies on axes 0 and 1 and
-    holds the same atoms in all rows of a group. Only the rule of convolutions may see it, since parts otherwise don't
-    overlap.
-
-    :param groups: into how many groups of rows its columns fall.
+    :param labels: for each axis its atoms, ``(length,)``; along an axis with slices ``(slices, length)``.
+    :param slices: the slices that it is cut into, if any.
     """
 
     site: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    labels: tuple[Array, ...]
     buffer: bool = False
-    groups: int = 1
-
-    def value(self) -> Value:
-        return Value(self.shape, self.parts)
+    slices: Slices | None = None
 
     @property
-    def columns(self) -> Array:
-        """The atoms of a grouped kernel's columns, ``(groups, columns)``."""
-        return self.parts[1].atoms.reshape(self.groups, -1, self.shape[1])[:, 0]
+    def plain(self) -> tuple[tuple[int, Array], ...]:
+        """The axes whose labels depend on no other axis, and these labels."""
+        return tuple((dim, atoms) for dim, atoms in enumerate(self.labels) if atoms.ndim == 1)
+
+    def value(self) -> Value:
+        """As a tensor. A slice of one position needs no label for that position: its own rows and columns tell."""
+        if self.slices is None:
+            return Value(self.shape, tuple(Part((dim,), atoms) for dim, atoms in self.plain))
+        told = {self.slices.axis} if self.slices.owned and self.slices.single else set()
+        parts = [Part((dim,), atoms) for dim, atoms in self.plain if dim not in told]
+        parts += [self.slices.part(dim, self.labels[dim]) for dim in self.slices.dims]
+        return Value(self.shape, tuple(sorted(parts, key=lambda part: part.axes)))
+
+
+class Entangled(Exception):
+    """Labels of slices met an operator that can't keep them apart: these sites must be labelled axis by axis."""
+
+    def __init__(self, sites: Iterable[str]):
+        super().__init__(", ".join(sites))
+        self.sites = set(sites)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +66,18 @@ class Refinement:
 
 
 class Facts:
-    """All facts about one network, in the order in which they were found."""
+    """All facts about one network, in the order in which they were found.
 
-    def __init__(self) -> None:
+    :param plan: site -> the slices that it is cut into; None if it mustn't be.
+    :param statistics: the buffers that move along with units, and how they are used.
+    """
+
+    def __init__(
+        self, plan: Mapping[str, Slices | None] | None = None, statistics: Mapping[str, str | None] | None = None
+    ) -> None:
+        self.plan, self.statistics = dict(plan or {}), dict(statistics or {})
+        self.kernels: set[str] = set()  # of convolutions
+        self.stacks: list[Array] = []  # atoms along axes of which each entry has a life of its own
         self.size = 0
         self.unions: list[tuple[Array, Array]] = []
         self.relations: list[tuple[Array, Array]] = []
@@ -66,8 +87,10 @@ class Facts:
         self.leaves: dict[str, Leaf] = {}
         self.epsilons: dict[str, float] = {}
         self.lost: dict[str, None] = {}  # where units were left out that might move, and why
+        self.common: list[int] = []  # atoms that are no unit's, but a multiplier that all units of something share
         self._occurrences: dict[int, Array] = {}
         self._still: dict[int, Array] = {}
+        self._unscaled: dict[int, Array] = {}
         self._copies: list[tuple[int, Array, Array]] = []
 
     def fresh(self, shape: Sequence[int]) -> Array:
@@ -77,21 +100,46 @@ class Facts:
         self.size += count
         return atoms
 
-    def leaf(self, site: str, shape: Sequence[int], buffer: bool = False, groups: int = 1) -> Leaf:
+    def shared(self) -> Array:
+        """One new atom, without axes: a multiplier that all units of something share."""
+        self.common.append(self.size)
+        return self.fresh(())
+
+    def leaf(self, site: str, shape: Sequence[int], buffer: bool = False, slices: Slices | None = None) -> Leaf:
         """A parameter: every entry of every axis is a unit of its own until an operator ties or pins it.
 
-        :param groups: if more than one, rows fall into so many groups with columns of their own.
+        :param slices: what it is cut into; each slice has units of its own.
         """
         if site not in self.leaves:
-            parts = [Part((i,), self.fresh((n,))) for i, n in enumerate(shape)]
-            for part in parts if groups == 1 else [parts[0], *parts[2:]]:
-                self.occur(part.atoms)
-            if groups > 1:
-                columns = self.fresh((groups, shape[1]))
-                self.occur(columns)
-                parts[1] = Part((0, 1), columns.repeat(shape[0] // groups, axis=0))
-            self.leaves[site] = Leaf(site, tuple(shape), tuple(parts), buffer, groups)
+            dims = () if slices is None else slices.dims
+            labels = [self.fresh((slices.count, n) if slices and i in dims else (n,)) for i, n in enumerate(shape)]
+            for atoms in labels:
+                self.occur(atoms)
+            if slices is not None and slices.owned:
+                along = labels[slices.axis]
+                owner = along if slices.single else self.fresh((slices.count,))
+                if owner is not along:
+                    self.relate(along, owner[slices.of])
+                for dim in dims:
+                    self.relate(labels[dim], owner.repeat(shape[dim]))
+                if slices.single:  # multipliers of all rows and columns do what one of the slice would do
+                    self.still(along)
+            self.leaves[site] = Leaf(site, tuple(shape), tuple(labels), buffer, slices)
         return self.leaves[site]
+
+    def is_sliced(self, atoms: Array) -> bool:
+        """Whether these are labels of slices, as some parameter has them."""
+        one = atoms.flat[0]
+        owned = [leaf for leaf in self.leaves.values() if leaf.slices is not None and leaf.slices.owned]
+        return any(a.flat[0] <= one <= a.flat[-1] for leaf in owned for a in leaf.labels if a.ndim > 1 and a.size)
+
+    def entangled(self, parts: Iterable[Part]) -> Entangled:
+        """What to raise for labels of slices: it names the sites that they belong to, or all that may be meant."""
+        sliced = {site: leaf for site, leaf in self.leaves.items() if leaf.slices is not None and leaf.slices.owned}
+        ranges = {site: [(a.min(), a.max()) for a in leaf.labels if a.size] for site, leaf in sliced.items()}
+        firsts = [part.atoms.flat[0] for part in parts if part.atoms.size]
+        named = [s for s, own in ranges.items() if any(low <= one <= high for low, high in own for one in firsts)]
+        return Entangled(named or sliced)
 
     def classes(self) -> tuple[int, Array]:
         """Units as classes of unified atoms: how many there are, and the class of each atom."""
@@ -133,14 +181,25 @@ class Facts:
         """These units can't be rescaled."""
         if scale and sign:
             self._still[id(atoms)] = atoms
-        self.balance([(1.0, atoms)], scale, sign)
+        if scale:
+            self._unscaled[id(atoms)] = atoms
+        if scale or sign:
+            self.balance([(1.0, atoms)], scale, sign)
 
     def is_still(self, atoms: Array) -> bool:
         """Whether :meth:`still` was said of this very array."""
         return id(atoms) in self._still
 
+    def is_unscaled(self, atoms: Array) -> bool:
+        """Whether :meth:`still` was said of the scales of this very array."""
+        return id(atoms) in self._unscaled
+
     def placed(self, atoms: Array, origin: Array, place: Array) -> None:
         """New ``atoms`` are those of ``origin``, told apart by their ``place`` along fixed axes."""
+        before = self.origin(origin)
+        if before is not None:  # these were told apart by other places already
+            origin, earlier = before
+            place = earlier * (int(place.max(initial=0)) + 1) + place
         self._copies.append((int(atoms.flat[0]), origin.reshape(-1), place.reshape(-1)))
 
     def origin(self, atoms: Array) -> tuple[Array, Array] | None:
@@ -154,7 +213,7 @@ class Facts:
     def epsilon(self, atoms: Array, epsilon: float) -> None:
         """If these are the atoms of a leaf, it is ``leaf + epsilon`` that takes the multiplier."""
         for leaf in self.leaves.values():
-            if any(part.atoms.size and part.atoms.flat[0] == atoms.flat[0] for part in leaf.parts):
+            if any(own.size and own.flat[0] == atoms.flat[0] for own in leaf.labels):
                 self.epsilons[leaf.site] = epsilon
 
     def pin(self, atoms: Array, why: str) -> None:

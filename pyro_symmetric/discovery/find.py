@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,24 +23,36 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.assembly import permuted_units
 from pyro_symmetric.discovery.attachment import attached
 from pyro_symmetric.discovery.explain import explain
 from pyro_symmetric.discovery.facts import Facts
 from pyro_symmetric.discovery.multipliers import multipliers
+from pyro_symmetric.discovery.selection import Names, held_sites, hold
 from pyro_symmetric.discovery.structure import solve
 from pyro_symmetric.discovery.symmetry import Symmetry, copied
-from pyro_symmetric.discovery.trace import Trace, UnknownOperator, UntraceableError, try_out
-from pyro_symmetric.discovery.verify import repaired
-from pyro_symmetric.generators import forked
+from pyro_symmetric.discovery.trace import Trace, UnknownOperator, UntraceableError, site_names, try_out, walked
+from pyro_symmetric.discovery.verify import UnverifiedSymmetry, repaired
 from pyro_symmetric.groups import Axis, Units
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import require_finite
 
+# How many passes are traced if each draws other numbers outside of PyTorch: what one doesn't show, another may.
+HOST_DRAWS = 8
+
 
 @forked()
 def find_symmetry(
-    net: nn.Module, *example_inputs: Any, strict: bool = False, verify: bool = True, logits: bool = False
+    net: nn.Module,
+    *example_inputs: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    only: Names | None = None,
+    freeze: Names = (),
+    buffers: bool = True,
+    strict: bool = False,
+    verify: bool = True,
+    logits: bool = False,
 ) -> Symmetry:
     """The symmetries of a network's weights: which permutations, scalings, signs and shifts leave its function alone.
 
@@ -48,42 +60,62 @@ def find_symmetry(
     >>> find_symmetry(net, torch.randn(4, 3)).permutations.factors
     {'0': 8}
 
+    The function is that from the tensors among the inputs to the tensors among the outputs, inside whatever holds them
+    (caches of language models apart). If the network draws random numbers, they count as given: units that meet one
+    number each aren't interchangeable, even if they are in law. Masks of dropout, and noise that is added in train mode
+    alone, count as their means.
+
     :param net: any module that ``torch.export`` can trace. It isn't changed.
     :param example_inputs: what its ``forward`` takes, of the size that it is meant for, with a batch of two or more.
         May be left out for an ``nn.Sequential`` that starts with a linear layer.
+    :param kwargs: keyword arguments of ``forward``, such as ``{"attention_mask": mask}``.
+    :param only: names of the sites (parameters and buffers) that may move, or of modules, or patterns such as
+        ``"*.bias"``; all others stay. By default all may move but frozen parameters (``requires_grad=False``); in a
+        network of frozen parameters alone, all may.
+    :param freeze: names, as for ``only``, of what stays besides. What stays has the same values after every element,
+        whatever these are, so that units that lie there aren't exchanged.
+    :param buffers: whether running statistics move along with their units. If not, what is left of the symmetry leaves
+        them as they are in ``net``; see :meth:`~pyro_symmetric.Symmetry.holding`.
     :param strict: raise if an operator isn't understood; otherwise what reaches it is left out, with a warning.
     :param verify: try a random element of the group on a copy, in float64 if the network runs in it. Moves that fail
-        are dropped, with a warning that names them.
+        are dropped, with a warning that names them; if nothing can be told, a warning (``UnverifiedSymmetry``) says so,
+        and the group is what the rules prove.
     :param logits: whether the outputs go through a softmax over their last axis, so that one constant may be added to
         the last bias.
     :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``).
     :raises UntraceableError: if the forward pass depends on the data that flows through it.
-    :raises ValueError: if the network doesn't take the inputs, or holds NaN or infinite weights; if ``strict`` and an
-        operator isn't understood.
+    :raises ValueError: if the network doesn't take the inputs, returns no tensor, or holds NaN or infinite weights; if
+        a name fits nothing; if ``strict`` and an operator isn't understood.
     """
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")
-    for name, value in {"strict": strict, "verify": verify, "logits": logits}.items():
+    arguments.mapping("kwargs", kwargs, "of keyword arguments of the network's forward", none="none")
+    for name, value in {"buffers": buffers, "strict": strict, "verify": verify, "logits": logits}.items():
         arguments.flag(name, value)
     _require_parameters(net)
+    held = held_sites(net, site_names(net), only, freeze)
     parameters = {name: p.detach() for name, p in net.named_parameters() if not is_lazy(p)}
     if verify and parameters:
         require_finite(parameters, "net")
-    inputs = example_inputs or _default_inputs(net)
-    facts = Facts()
+    inputs = example_inputs or (() if kwargs else _default_inputs(net))
     traced = copied(net).eval()  # tracing leaves marks on some modules
     try:
-        used, shifted = _propagate(traced, inputs, facts, logits)
+        traces = _traces(traced, inputs, kwargs)
     except UntraceableError:
-        try_out(copied(net).eval(), inputs)
+        try_out(copied(net).eval(), inputs, kwargs)
         raise
+    used, shifted = _used(traces), set.intersection(*(trace.shifted_biases(logits) for trace in traces))
     if any(name not in used for name, _ in traced.named_parameters()):  # another (training) branch may use them
         with contextlib.suppress(ValueError):  # what only the training branch uses then stays as it is
-            used |= _propagate(traced.train(), inputs, facts, logits)[0]
+            traces += _traces(traced.train(), inputs, kwargs)
+    used = _used(traces)
+    facts, _ = walked(traces)
     _report_lost(facts, strict)
-    symmetry = _solved(traced, facts, used, shifted, logits)
-    if verify:
-        symmetry = repaired(symmetry, net, inputs)
-    return symmetry
+    for site, why in held.items():
+        if site in facts.leaves:
+            hold(facts, facts.leaves[site], why)
+    symmetry = _solved(traced, facts, used, shifted - set(held), set(held), logits)
+    symmetry = symmetry if buffers else symmetry.holding(net)
+    return repaired(symmetry, net, inputs, kwargs) if verify else symmetry
 
 
 def _require_parameters(net: nn.Module) -> None:
@@ -111,11 +143,29 @@ def _default_inputs(net: nn.Module) -> tuple[torch.Tensor]:
     return (torch.randn(2, first.in_features, device=first.weight.device, dtype=first.weight.dtype),)
 
 
-def _propagate(net: nn.Module, inputs: Sequence[Any], facts: Facts, logits: bool) -> tuple[set[str], set[str]]:
-    """Record the facts of one forward pass; returns the sites that it uses, and the biases in front of a softmax."""
-    trace = Trace(net, inputs)
-    trace.propagate(facts)
-    return trace.used_sites(), trace.shifted_biases(logits)
+def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Trace]:
+    """One forward pass; several if passes may differ by what they draw from NumPy's or Python's generators.
+
+    Then a warning says so: no trace shows what other draws would do.
+    """
+    trace = Trace(net, inputs, kwargs)
+    if not trace.returned:
+        raise ValueError(
+            f"{type(net).__name__} returns no tensor, so that there is nothing for a symmetry to leave alone"
+        )
+    if not trace.host_draws:
+        return [trace]
+    warnings.warn(
+        f"{type(net).__name__} draws random numbers from NumPy or Python, which tracing can't follow: the "
+        f"symmetry is that of {HOST_DRAWS} forward passes. With torch.rand instead it would be proven for all",
+        UnverifiedSymmetry,
+        stacklevel=4,
+    )
+    return [trace, *(Trace(net, inputs, kwargs) for _ in range(HOST_DRAWS - 1))]
+
+
+def _used(traces: Sequence[Trace]) -> set[str]:
+    return {site for trace in traces for site in trace.used_sites()}
 
 
 def _report_lost(facts: Facts, strict: bool) -> None:
@@ -130,17 +180,21 @@ def _report_lost(facts: Facts, strict: bool) -> None:
     warnings.warn(text, UnknownOperator, stacklevel=3)
 
 
-def _solved(net: nn.Module, facts: Facts, used: set[str], shifted: set[str], logits: bool) -> Symmetry:
+def _solved(net: nn.Module, facts: Facts, used: set[str], shifted: set[str], held: set[str], logits: bool) -> Symmetry:
     for site in list(facts.leaves):
         if site not in used:  # nothing is known about what no forward pass has touched
-            for part in facts.leaves[site].parts:
-                facts.pin(part.atoms, "no forward pass uses it")
+            for atoms in facts.leaves[site].labels:
+                facts.pin(atoms, "because no forward pass uses it")
     structure = solve(facts)
     buffers = {site for site, leaf in facts.leaves.items() if leaf.buffer}
     shapes = {name: value.shape for name, value in net.named_parameters()}
     shapes |= {name: value.shape for name, value in net.named_buffers() if name in buffers}
     moves: tuple[Move, ...] = ("scale", "flip")
-    found = {move: multipliers(facts, move) for move in moves}
+    # At sites that stay, multipliers of different axes cancel out.
+    found = {
+        move: [own for axes in multipliers(facts, move) if (own := tuple(a for a in axes if a.site not in held))]
+        for move in moves
+    }
     shifts = [_shift(site, shapes[site]) for site in sorted(shifted)]
     units = permuted_units(facts, structure)
     group = attached(list(units.values()), found, shifts, shapes)

@@ -23,6 +23,10 @@ SiteAndDim = tuple[str, int]
 DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": "shifted"}
 
 
+class InconclusiveError(ValueError):
+    """Nothing can be told about an invariance: the function isn't one of the weights alone, or can't be evaluated."""
+
+
 class Change(NamedTuple):
     """What an element does to a function.
 
@@ -43,6 +47,10 @@ class FunctionOfWeights(Protocol):
     def name(self) -> str:
         """The function in words."""
 
+    @property
+    def unit(self) -> str:
+        """What its changes are measured in, in words."""
+
     def change(self, element: Element) -> Change:
         """What an element does to the function."""
 
@@ -59,6 +67,7 @@ class BrokenMove:
         summed out.
     :param superfluous: axes ``(site, dim)`` without which the declaration holds.
     :param missing: axes ``(site, dim)`` with which it holds.
+    :param unit: what the change is measured in, in words.
     """
 
     move: Move
@@ -67,9 +76,11 @@ class BrokenMove:
     sites: tuple[str, ...] = ()
     superfluous: tuple[SiteAndDim, ...] = ()
     missing: tuple[SiteAndDim, ...] = ()
+    unit: str = ""
 
     def __str__(self) -> str:
-        text = f"units {self.name!r}: a change of {self.change:.3g} when they are {DONE[self.move]}"
+        change = f"a change of {self.change:.3g} {self.unit}".rstrip()
+        text = f"units {self.name!r}: {change} when they are {DONE[self.move]}"
         if self.sites:
             text += f"; what changes is the density of {', '.join(map(repr, self.sites))}"
         hints = [
@@ -92,6 +103,7 @@ class Verification:
         change in nats.
     :param train_error: the same as ``error`` in train mode with batch statistics and without dropout (a scaling in
         front of a batch normalisation is exact in eval mode only, and left out).
+    :param passes: which changes pass as rounding, in words.
     """
 
     function: str
@@ -99,6 +111,7 @@ class Verification:
     error: float
     tolerance: float
     train_error: float = 0.0
+    passes: str = ""
 
     def __bool__(self) -> bool:
         return not self.broken
@@ -108,7 +121,9 @@ class Verification:
             error = max(self.error, self.train_error)
             return f"{self.function}: invariant under the group; the largest change seen is {error:.1e}"
         names = [found.name for found in self.broken]
-        return "\n".join([f"{self.function}: not invariant under the units {names}", *map(str, self.broken)])
+        return "\n".join(
+            [f"{self.function}: not invariant under the units {names}", *map(str, self.broken), self.passes]
+        ).strip()
 
     def require(self) -> None:
         """:raises ValueError: if the function isn't invariant, with all that is known about it."""
@@ -162,7 +177,9 @@ def broken_moves(group: Group, function: FunctionOfWeights) -> tuple[BrokenMove,
     def inspected(move: Move, name: str) -> BrokenMove:
         changes = [function.change(element) for element in tried(group, [(move, name)])]
         sites = (site for change in changes if change.broken for site in change.sites)
-        return BrokenMove(move, name, max(change.size for change in changes), tuple(dict.fromkeys(sites)))
+        return BrokenMove(
+            move, name, max(change.size for change in changes), tuple(dict.fromkeys(sites)), unit=function.unit
+        )
 
     return tuple(inspected(*part) for part in _guilty(parts_of(group), fails))
 

@@ -7,153 +7,28 @@ Whatever isn't understood is pinned, never freed.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from pyro_symmetric.discovery.facts import Facts
-from pyro_symmetric.discovery.labels import Array, Part, Value, opaque, positions, rank_within, spread
+from pyro_symmetric.discovery.combination import combine
+from pyro_symmetric.discovery.labels import LINEAR, NOTHING, Array, Part, Passes, Value, positions, rank_within, spread
+from pyro_symmetric.discovery.recorder import Recorder
 
 # Joint labels of several axes cost one atom for each entry; beyond this many, units are pinned, and a warning says so.
 JOINT_LIMIT = 4_000_000
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Which multipliers an operation lets through: ``scale`` if positively homogeneous, ``sign`` if odd."""
+class Labeller(Recorder):
+    """Carries labels through operators: the methods that rules are written in."""
 
-    scale: bool
-    sign: bool
-
-
-LINEAR = Passes(scale=True, sign=True)
-HOMOGENEOUS = Passes(scale=True, sign=False)
-ODD = Passes(scale=False, sign=True)
-NOTHING = Passes(scale=False, sign=False)
-
-
-class Labeller:
-    """Records facts on behalf of the operator that is being looked at.
-
-    :param facts: where facts go.
-    :ivar where: the operator and its module in words, for explanations.
-    """
-
-    def __init__(self, facts: Facts):
-        self.facts = facts
-        self.where = "?"
-
-    # values ---------------------------------------------------------------------------------------------------------
-
-    def value(
-        self, shape: Iterable[int], parts: Iterable[Part] = (), fixed: Iterable[int] = (), zero: bool = False
-    ) -> Value:
-        """A value, with its parts noted as occurring together."""
-        parts = tuple(parts)
-        shape = tuple(shape)
-        for part in parts:
-            self.facts.occur(part.atoms)
-        labelled = {axis for part in parts for axis in part.axes}
-        return Value(shape, parts, frozenset(i for i in fixed if i not in labelled and shape[i] > 1), zero)
-
-    def still(self, value: Value, passes: Passes = NOTHING) -> None:
-        """The operation doesn't let (all) multipliers of this operand through."""
-        for part in value.parts:
-            self.facts.still(part.atoms, not passes.scale, not passes.sign)
-
-    def pin(self, value: Value) -> None:
-        """Nothing may move in this operand."""
-        for part in value.parts:
-            self.facts.pin(part.atoms, self.where)
-
-    def give_up(self, operands: Iterable[Value], shape: Iterable[int], why: str) -> Value:
-        """Pin all operands, and have a warning say so; nothing is known about the result."""
-        for value in operands:
-            self.lose(value.parts, why)
-            self.pin(value)
-        return opaque(shape)
-
-    def lose(self, parts: Iterable[Part], why: str) -> None:
-        """Have a warning say that units of these parts are left out, though they might move."""
-        if any(part.atoms.size for part in parts):
-            self.facts.lost[f"{self.where} ({why})"] = None
-
-    # axes -----------------------------------------------------------------------------------------------------------
-
-    def larger(self, part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Part:
-        """New units over some axes of a part, whose units are members of these."""
-        larger = Part(axes, self.facts.fresh([sizes[a] for a in axes]))
-        self.facts.relate(part.atoms, spread(larger, part.axes, sizes))
-        return larger
-
-    def joint(self, parts: Sequence[Part], sizes: Mapping[int, int], axes: Iterable[int] = ()) -> Part:
-        """Units over all axes of ``parts`` (and further ones) that are members of theirs: one of them, or new ones."""
-        union = tuple(sorted(set(axes).union(*(part.axes for part in parts))))
-        found = next((part for part in parts if part.axes == union), None)
-        joint = Part(union, self.facts.fresh([sizes[a] for a in union])) if found is None else found
-        for part in parts:
-            if part.axes == union:
-                self.facts.unify(joint.atoms, part.atoms)
-            else:
-                self.facts.relate(joint.atoms, spread(part, union, sizes))
-        return joint
-
-    def project(
-        self, part: Part, keep: Iterable[int], sizes: Mapping[int, int], passes: Passes = LINEAR
-    ) -> Part | None:
-        """The larger units that remain when a part is summed over its other axes; None if no axis remains."""
-        axes = tuple(axis for axis in part.axes if axis in set(keep))
-        if axes == part.axes:
-            return part
-        if not axes:
-            self.facts.still(part.atoms)
-            return None
-        larger = self.larger(part, axes, sizes)
-        wide = spread(larger, part.axes, sizes)
-        self.facts.balance([(1.0, part.atoms), (-1.0, wide)], passes.scale, passes.sign)
-        self.facts.still(part.atoms, not passes.scale, not passes.sign)
-        return larger
-
-    def restrict(self, value: Value, keep: Iterable[int]) -> Value:
-        """Allow labels on the axes ``keep`` only; along all others units are told apart by their place."""
-        keep = set(keep)
-        sizes = dict(enumerate(value.shape))
-        parts, fixed = [], set(value.fixed)
-        for part in value.parts:
-            off = [axis for axis in part.axes if axis not in keep]
-            if not off:
-                parts.append(part)
-                continue
-            fixed.update(off)
-            if len(off) == len(part.axes):
-                self.facts.pin(part.atoms, self.where)
-                continue
-            self.facts.refine(part.atoms, positions(off, part.axes, sizes), self.where)
-            larger = self.project(part, keep, sizes)
-            if larger is not None:
-                parts.append(larger)
-        if len(parts) == len(value.parts) and all(p is q for p, q in zip(parts, value.parts, strict=True)):
-            return value
-        return self.value(value.shape, parts, fixed, value.zero)
-
-    def renewed(self, part: Part, passes: Passes) -> Part:
-        """The same units with the multipliers that pass; the others end here, which leaves them free."""
-        fresh = Part(part.axes, self.facts.fresh(part.atoms.shape))
-        self.facts.unify(fresh.atoms, part.atoms)
-        self.facts.balance([(1.0, part.atoms), (-1.0, fresh.atoms)], passes.scale, passes.sign)
-        self.facts.still(fresh.atoms, not passes.scale, not passes.sign)
-        return fresh
-
-    def unscaled(self, value: Value, passes: Passes = NOTHING) -> Value:
-        """Other multipliers end here: signs for absolute values; all for places of maxima and random masks."""
-        parts = [self.renewed(part, passes) for part in value.parts]
-        return self.value(value.shape, parts, value.fixed, value.zero and passes.scale)
+    # statistics -----------------------------------------------------------------------------------------------------
 
     def normalise(self, value: Value, axes: Iterable[int], passes: Passes = NOTHING) -> Value:
-        """Any function of an entry and of symmetric statistics along some axes."""
+        """Any function of an entry and of symmetric statistics along some axes, which know no multipliers."""
         self.still(value, passes)
-        self.reduce(value, axes)
+        self.reduce(self.unscaled(value), axes)
         return replace(value, zero=False)
 
     def reduce(self, value: Value, axes: Iterable[int], keepdim: bool = False, passes: Passes = LINEAR) -> Value:
@@ -161,8 +36,7 @@ class Labeller:
         gone = {value.axis(axis) for axis in axes}
         keep = [axis for axis in range(value.dim) if axis not in gone]
         sizes = dict(enumerate(value.shape))
-        parts = (self.project(part, keep, sizes, passes) for part in value.parts)
-        left = replace(value, parts=tuple(part for part in parts if part is not None))
+        left = replace(value, parts=tuple(self.project(part, keep, sizes, passes) for part in value.parts))
         self.still(left, passes)
         return self.relaid(left, [None if i in gone else i for i in range(value.dim)] if keepdim else keep)
 
@@ -176,17 +50,11 @@ class Labeller:
         :param shape: the new shape; axes without an old one have length one by default.
         """
         to = {old: new for new, old in enumerate(axes) if old is not None}
-        parts = [thin.renumbered(to) for part in value.parts for thin in self.thinned(part, to, value.shape)]
+        parts = [thin.renumbered(to) for part in value.parts for thin in self.thinned(part, to, value.sizes)]
         if shape is None:
             shape = [1 if old is None else value.shape[old] for old in axes]
-        return self.value(shape, parts, [to[i] for i in value.fixed if i in to], value.zero)
-
-    def thinned(self, part: Part, kept: Container[int], sizes: Mapping[int, int] | Sequence[int]) -> list[Part]:
-        """A part without axes of length one; none if no axis is left."""
-        axes = tuple(axis for axis in part.axes if axis in kept)
-        if not axes:
-            self.facts.still(part.atoms)
-        return [Part(axes, part.atoms.reshape([sizes[a] for a in axes]))] if axes else []
+        routes = {to[axis]: route for axis, route in value.routes.items() if axis in to}
+        return self.value(shape, parts, [to[i] for i in value.fixed if i in to], value.zero, routes)
 
     def squeeze(self, value: Value, axes: Iterable[int]) -> Value:
         """Drop axes of length one."""
@@ -210,22 +78,26 @@ class Labeller:
         """Choose places along an axis; if one is chosen twice, a unit's copies are told apart by their place."""
         if np.array_equal(index, np.arange(value.shape[axis])):
             return value
+        value = self.settled(value, [axis])
         parts = []
         for part in value.parts:
             if axis in part.axes:
                 chosen = np.take(part.atoms, index, axis=part.axes.index(axis))
                 if np.unique(index).size < index.size:
+                    if value.overlaps:
+                        raise self.facts.entangled(value.parts)
                     chosen = self.copies(chosen, part.axes, axis)
                 part = Part(part.axes, chosen)
+                part = _of_one_slice(part, axis) if value.overlaps else part
             parts.append(part)
         shape = [len(index) if i == axis else n for i, n in enumerate(value.shape)]
-        return self.value(shape, parts, value.fixed, value.zero)
+        return self.value(shape, parts, value.fixed, value.zero, value.routes)
 
     def copies(self, atoms: Array, axes: tuple[int, ...], axis: int) -> Array:
         """New atoms for an array that holds a unit more than once along ``axis``: first copies, second copies, ..."""
         line = np.moveaxis(atoms, axes.index(axis), 0).reshape(atoms.shape[axes.index(axis)], -1)[:, 0]
         fresh = self.facts.fresh(atoms.shape)
-        self.facts.relate(fresh, atoms)
+        self.facts.unify(fresh, atoms)  # places of one unit, also where another label of the same unit is copied
         shape = [-1 if i == axes.index(axis) else 1 for i in range(atoms.ndim)]
         self.facts.refine(fresh, np.broadcast_to(rank_within(line).reshape(shape), atoms.shape), self.where)
         self.facts.balance([(1.0, fresh), (-1.0, atoms)])
@@ -243,7 +115,7 @@ class Labeller:
             value = self._joined(value, old)
         parts: list[Part] = []
         for part in value.parts:
-            split = _split_and_merged(part, groups, value.shape, shape)
+            split = _split_and_merged(part, groups, value.shape, shape) if part.axes else part
             if split is None:
                 self.facts.still(part.atoms)
             else:
@@ -276,19 +148,22 @@ class Labeller:
         return replace(value, parts=(*rest, joint), fixed=value.fixed - set(joint.axes))
 
     def _simplified(self, part: Part) -> Part:
-        """Labels that were told apart by their place along an axis (when it was merged), and lie along it again."""
+        """Labels that were told apart by their place along axes that were merged, and lie along these again.
+
+        Units lie along some axes, and places along all others: then labels on the former say all.
+        """
         found = self.facts.origin(part.atoms) if len(part.axes) > 1 else None
         if found is None:
             return part
         origin, place = found
-        for i, axis in enumerate(part.axes):
-            first = [slice(0, 1) if j == i else slice(None) for j in range(origin.ndim)]
-            rest = [slice(None) if j == i else slice(0, 1) for j in range(origin.ndim)]
-            thin = origin[tuple(first)]
-            if (origin == thin).all() and (place == place[tuple(rest)]).all() and np.unique(thin).size == thin.size:
-                axes = tuple(a for a in part.axes if a != axis)
-                return Part(axes, np.ascontiguousarray(thin.squeeze(i)))
-        return part
+        every = range(origin.ndim)
+        flat = [i for i in every if (origin == origin.take([0], i)).all()]  # no unit changes along these
+        thin = origin[tuple(slice(0, 1) if i in flat else slice(None) for i in every)]
+        rest = place[tuple(slice(None) if i in flat else slice(0, 1) for i in every)]
+        if not 0 < len(flat) < origin.ndim or (place != rest).any() or np.unique(thin).size < thin.size:
+            return part
+        axes = tuple(axis for i, axis in enumerate(part.axes) if i not in flat)
+        return Part(axes, np.ascontiguousarray(thin.squeeze(tuple(flat))))
 
     # several operands -----------------------------------------------------------------------------------------------
 
@@ -316,12 +191,19 @@ class Labeller:
         Labels of equal letters are tied: as the same units if they depend on the same letters, as members of larger
         units if one depends on more letters than the other.
         """
-        from pyro_symmetric.discovery.combination import combine
-
         return combine(self, operands, list(out), kind, passes, list(coefficients) or [1.0] * len(operands))
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _of_one_slice(part: Part, axis: int) -> Part:
+    """Labels that no longer depend on an axis, since all of its positions are of one slice."""
+    place = part.axes.index(axis)
+    first = part.atoms.take(0, place)
+    if part.atoms.shape[place] == 1 or not (part.atoms == np.expand_dims(first, place)).all():
+        return part
+    return Part(tuple(a for a in part.axes if a != axis), first)
 
 
 def _resolved(old: Sequence[int], new: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,11 +20,25 @@ from scipy.sparse.csgraph import connected_components
 Array = np.ndarray
 
 
+@dataclass(frozen=True)
+class Passes:
+    """Which multipliers an operation lets through: ``scale`` if positively homogeneous, ``sign`` if odd."""
+
+    scale: bool
+    sign: bool
+
+
+LINEAR = Passes(scale=True, sign=True)
+HOMOGENEOUS = Passes(scale=True, sign=False)
+ODD = Passes(scale=False, sign=True)
+NOTHING = Passes(scale=False, sign=False)
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """A labelling of entries by atoms that depends on some axes only.
 
-    :param axes: the axes that it depends on, ascending.
+    :param axes: the axes that it depends on, ascending. None at all: one atom, whose multiplier all entries share.
     :param atoms: int64 array, one axis for each entry of ``axes``.
     """
 
@@ -35,7 +49,10 @@ class Part:
         """The same labels after its axes were renumbered."""
         axes = [to[axis] for axis in self.axes]
         order = sorted(range(len(axes)), key=axes.__getitem__)
-        return Part(tuple(axes[i] for i in order), self.atoms.transpose(order))
+        atoms = (
+            self.atoms if order == [*range(len(axes))] else self.atoms.transpose(order)
+        )  # the same array if it can be
+        return Part(tuple(axes[i] for i in order), atoms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +62,14 @@ class Value:
     Along an axis, entries either belong to labelled units (the axis lies in one of ``parts``), or differ in a way that
     no symmetry touches (the axis is ``fixed``: batch, time, pixels, classes), or are all equal (neither).
 
-    :param parts: labellings with disjoint axes; an entry is found by its atoms and its place along the fixed axes.
-        (A grouped kernel's rows and columns overlap, see :class:`~pyro_symmetric.discovery.facts.Leaf`.)
+    :param parts: labellings; an entry is found by its atoms and its place along the fixed axes. Their axes are disjoint
+        unless the value *overlaps*: along one axis of a stack of matrices lie the matrices, each of which has rows and
+        columns of its own, and parts lie on (stack, rows) and on (stack, columns).
     :param zero: whether all entries are known to be zero.
     :param constant: the value itself, if it is known while tracing (index maps).
+    :param routes: axis -> which router, for axes along which the data have chosen each entry from a list (an expert for
+        each token). Parts on such an axis are as long as the list, since any of it may be chosen.
+    :param mask: whether its entries are true or false.
     """
 
     shape: tuple[int, ...]
@@ -56,6 +77,22 @@ class Value:
     fixed: frozenset[int] = frozenset()
     zero: bool = False
     constant: torch.Tensor | None = None
+    routes: Mapping[int, int] = field(default_factory=dict)
+    mask: bool = False
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The length of each axis as parts on it have it."""
+        sizes = dict(enumerate(self.shape))
+        for part in self.parts if self.routes else ():
+            sizes |= dict(zip(part.axes, part.atoms.shape, strict=True))
+        return sizes
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether some axis lies in several parts."""
+        axes = [axis for part in self.parts for axis in part.axes]
+        return len(set(axes)) < len(axes)
 
     @property
     def dim(self) -> int:

@@ -54,9 +54,9 @@ def verify_model(
     ...         pyro.sample("x", dist.MixtureSameFamily(uniform, dist.Normal(locs, scales)), obs=data)
     >>> group = Group.declare({"locs": ("k",)}, {"locs": torch.zeros(3), "scales": torch.zeros(3)})
     >>> print(verify_model(group, model, data))
-    the model's log-density, in nats: not invariant under the units ['k']
-    units 'k': a change of 7.3 when they are permuted; what changes is the density of 'x'. It would hold with axis 0 of
-    'scales'
+    the model's log-density: not invariant under the units ['k']
+    units 'k': a change of 7.3 nats when they are permuted; what changes is the density of 'x'. It would hold with
+    axis 0 of 'scales'
 
     :param group: what was declared, or a symmetry; its permutations and signs count.
     :param model: any Pyro model; ``args`` and ``kwargs`` are what it is called with, data included. (If its own

@@ -7,7 +7,7 @@ brought to a canonical form and solved once (exactly, in rational numbers or mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from pyro_symmetric.discovery.facts import Facts, Leaf, Multiple
 from pyro_symmetric.discovery.labels import Array, by_appearance, components
 from pyro_symmetric.discovery.nullspace import nullspace
+from pyro_symmetric.discovery.slices import Run, narrowed
 from pyro_symmetric.discovery.structure import mix
 from pyro_symmetric.groups import Axis
 
@@ -55,12 +56,12 @@ def multipliers(facts: Facts, move: str) -> list[tuple[Axis, ...]]:
     equations: Sequence[Sequence[Multiple]] = facts.sign_equations if signs else facts.scale_equations
     if signs:
         equations = [[(1.0, atoms) for c, atoms in terms if int(c) % 2] for terms in equations]
-    zero = _still(facts.size, equations)
+    zero = _untangled(facts, equations, _still(facts.size, equations))
     used = [terms for terms in equations if any(not zero[atoms].all() for _, atoms in terms)]
     entries = _entries(used, zero)
-    axes = [(leaf, dim) for leaf in facts.leaves.values() for dim in range(len(leaf.parts))]
-    axis, position = _leaf_axes(facts.size, axes)
-    dims = np.array([*(dim for _, dim in axes), np.iinfo(int).max])
+    axes = _leaf_axes(facts.leaves.values())
+    axis, position = _positions(facts.size, axes)
+    dims = np.array([*(along.dim for along in axes), np.iinfo(int).max])
     found: list[_Alike] = []
     for atoms, local in _alike(facts.size, entries, axis):
         # Rows are free before columns, which follow what enters the units: so each unit has a multiplier of its own.
@@ -88,6 +89,25 @@ def _still(size: int, equations: Sequence[Sequence[Multiple]]) -> Array:
         if int(zero.sum()) == before:
             break
     return zero
+
+
+def _untangled(facts: Facts, equations: Sequence[Sequence[Multiple]], zero: Array) -> Array:
+    """Give up multipliers that all units of something share, if they tangle up what is free without them."""
+    common = np.array(facts.common, dtype=np.int64)
+    common = common[~zero[common]]
+    if not len(common):
+        return zero
+    used = [terms for terms in equations if any(not zero[atoms].all() for _, atoms in terms)]
+    entries = _entries(used, zero)
+    order = np.argsort(entries.equation, kind="stable")
+    equation, atom = entries.equation[order], entries.atom[order]
+    same = equation[1:] == equation[:-1]
+    count, component = components(facts.size, atom[:-1][same], atom[1:][same])
+    unknowns = np.bincount(component[np.unique(atom)], minlength=count)
+    stated = np.bincount(component[atom[np.r_[True, ~same][: len(atom)]]], minlength=count)
+    tangled = (unknowns > TANGLE) | (unknowns - stated > FREE)
+    dropped = common[tangled[component[common]]]
+    return _still(facts.size, [[(1.0, dropped)], *equations]) if len(dropped) else zero
 
 
 def _entries(equations: Sequence[Sequence[Multiple]], zero: Array) -> _Entries:
@@ -166,32 +186,85 @@ def _is_idle(axes: Sequence[Axis], shapes: Mapping[str, torch.Size]) -> bool:
     return not any(total.values())
 
 
-def _leaf_axes(size: int, axes: Sequence[tuple[Leaf, int]]) -> tuple[Array, Array]:
+class _Along(NamedTuple):
+    """Positions along one axis of a leaf; along an axis with slices, those of slices of one length.
+
+    :param slices: the numbers of these slices; None along an axis without.
+    """
+
+    leaf: Leaf
+    dim: int
+    slices: Array | None
+
+
+def _leaf_axes(leaves: Iterable[Leaf]) -> list[_Along]:
+    found: list[_Along] = []
+    for leaf in leaves:
+        for dim, atoms in enumerate(leaf.labels):
+            if atoms.ndim == 1 or leaf.slices is None:
+                found.append(_Along(leaf, dim, None))
+            else:
+                sizes = leaf.slices.sizes
+                found += [_Along(leaf, dim, np.flatnonzero(sizes == size)) for size in np.unique(sizes)]
+    return found
+
+
+def _positions(size: int, axes: Sequence[_Along]) -> tuple[Array, Array]:
     """For each atom: the number of the leaf axis that it lies on (-1: none), and its (first) position there."""
     axis, position = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=np.int64)
-    for number, (leaf, dim) in enumerate(axes):
-        atoms, place = leaf.parts[dim].atoms, np.arange(leaf.shape[dim])
-        if leaf.groups > 1 and dim == 1:
-            first = np.arange(0, leaf.shape[0], leaf.shape[0] // leaf.groups)
-            atoms, place = leaf.columns, first[:, None] * leaf.shape[1] + place
+    for number, (leaf, dim, slices) in enumerate(axes):
+        atoms, place = leaf.labels[dim], np.arange(leaf.shape[dim])
+        if slices is not None and leaf.slices is not None:
+            run = Run(leaf.shape, [leaf.slices.axis, dim])
+            first = np.searchsorted(leaf.slices.of, slices) * run.stride(leaf.slices.axis)
+            atoms, place = atoms[slices], first[:, None] + place * run.stride(dim)
         axis[atoms], position[atoms] = number, place
     return axis, position
 
 
-def _axis(leaf: Leaf, dim: int, index: Array, exponent: int, epsilon: float | None) -> Axis:
-    """One axis of a leaf, at these positions; columns of a grouped kernel lie in all rows of their group."""
+def _axis(along: _Along, index: Array, exponent: int, epsilon: float | None) -> Axis:
+    """One axis of a leaf, at these positions; columns of a slice lie in all of its rows."""
+    leaf, dim, slices = along
     span = 1
-    if leaf.groups > 1 and dim == 1:
-        rows = np.arange(leaf.shape[0] // leaf.groups) * leaf.shape[1]
-        index = (index[:, None] + rows[:, None]).reshape(-1, index.shape[1])
-        dim, span = 0, 1 if leaf.shape[1] == 1 else 2
+    if slices is not None and leaf.slices is not None:
+        run = Run(leaf.shape, [leaf.slices.axis, dim])
+        step = np.zeros(1, dtype=np.int64)
+        for other, length in zip(run.dims, run.lengths, strict=True):
+            if other != dim:
+                own = leaf.slices.sizes[slices[0]] if other == leaf.slices.axis else length
+                step = (step[:, None] + np.arange(own) * run.stride(other)).reshape(-1)
+        index = (index[:, None] + step[:, None]).reshape(-1, index.shape[1])
+        dim, span = run.dims[0], len(run.dims)
     positions = torch.from_numpy(np.ascontiguousarray(index))
-    return Axis(leaf.site, dim, positions, exponent, leaf.buffer, epsilon, span)
+    return narrowed(Axis(leaf.site, dim, positions, exponent, leaf.buffer, epsilon, span), leaf.shape)
+
+
+def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """The same axes, each block once; none if units share positions in another way, which no group has.
+
+    Rows and columns of a depthwise kernel ``(channels, 1, ...)`` are the same numbers: their exponents add up.
+    """
+    places: dict[tuple[str, int, int], list[Axis]] = {}
+    for axis in axes:
+        places.setdefault((axis.site, axis.dim, axis.span), []).append(axis)
+    merged: list[Axis] = []
+    for own in places.values():
+        if len(own) > 1:
+            total: dict[tuple[int, ...], int] = {}
+            for axis in own:
+                for row in map(tuple, axis.index.tolist()):
+                    total[row] = total.get(row, 0) + axis.exponent
+            blocks = {exponent: [row for row in total if total[row] == exponent] for exponent in total.values()}
+            if torch.tensor(list(total)).unique().numel() < len(total) * own[0].index.shape[1]:
+                return ()
+            own = [replace(own[0], index=torch.tensor(rows), exponent=n) for n, rows in blocks.items() if n]
+        merged += own
+    return tuple(merged)
 
 
 def _placed(
     alike: Sequence[_Alike],
-    axes: Sequence[tuple[Leaf, int]],
+    axes: Sequence[_Along],
     leaf_axis: Array,
     position: Array,
     epsilons: Mapping[str, float],
@@ -200,7 +273,7 @@ def _placed(
 
     Those that enter the same axes alike are one: the equations may have tangled them up, unit by unit.
     """
-    shapes = {leaf.site: torch.Size(leaf.shape) for leaf, _ in axes}
+    shapes = {along.leaf.site: torch.Size(along.leaf.shape) for along in axes}
     found: list[tuple[int, int, tuple[Axis, ...]]] = []
     for one in alike:
         rows: dict[tuple[int, int], list[Array]] = {}
@@ -216,11 +289,11 @@ def _placed(
         leading = min(rows, key=lambda key: (key[0], int(np.min(rows[key]))))
         sign = 1 if leading[1] > 0 else -1  # what enters the units has a positive exponent
         order = np.argsort(rows[leading][0], kind="stable")
-        placed = tuple(
-            _axis(*axes[number], np.stack(own)[:, order], sign * exponent, epsilons.get(axes[number][0].site))
+        placed = _merged(
+            _axis(axes[number], np.stack(own)[:, order], sign * exponent, epsilons.get(axes[number].leaf.site))
             for (number, exponent), own in sorted(rows.items())
         )
-        if not _is_idle(placed, shapes):
+        if placed and not _is_idle(placed, shapes):
             found.append((leading[0], int(placed[0].index.min()), placed))
     same: dict[tuple[Any, ...], list[tuple[Axis, ...]]] = {}
     for *_, placed in sorted(found, key=lambda item: item[:2]):

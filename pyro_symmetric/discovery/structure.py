@@ -65,6 +65,7 @@ class _Solver:
     def __init__(self, facts: Facts):
         self.count, self.unit_class = facts.classes()
         self.unions = facts.unions
+        self.relations = facts.relations
         self.occurrences = facts.occurrences
         self.atom_colour = self._first_colours(facts)
         self.child, self.parent, self.kind = self._relations(facts)
@@ -91,8 +92,8 @@ class _Solver:
         return child[apart][rows], parent[apart][rows], kind[apart][rows]
 
     def solve(self) -> Structure:
+        self._set_apart_ambiguous_owners()
         self._tell_copies_apart()
-        self._set_apart_ambiguous_members()
         while True:
             colour = self._refine()
             try:
@@ -140,6 +141,7 @@ class _Solver:
         if not doubled.any():
             return
         self._refine_atoms(doubled)
+        self._tell_members_apart(doubled)
         stuck = np.zeros(self.count, dtype=bool)
         for atoms in self.occurrences:
             chosen = atoms[doubled[self.unit_class[atoms]]]
@@ -147,6 +149,20 @@ class _Solver:
                 _, where, counts = distinct_rows(self.unit_class[chosen], self.atom_colour[chosen])
                 stuck[self.unit_class[chosen[counts[where] > 1]]] = True
         self._individualise(np.flatnonzero(stuck), np.flatnonzero(stuck))
+        if stuck.any():  # each of its places stays, with what lies there
+            places = np.flatnonzero(stuck[self.unit_class])
+            self.atom_colour[places] = mix(self.atom_colour[places] ^ mix(mix(places)))
+            self._tell_members_apart(stuck)
+
+    def _tell_members_apart(self, doubled: Array) -> None:
+        """Members of a rigid block are members of one of its places each: they have the colour of that place."""
+        colour = self.atom_colour.copy()
+        for number, (child, parent) in enumerate(self.relations):
+            chosen = doubled[self.unit_class[parent]]
+            if chosen.any():
+                place = mix(colour[parent[chosen]] ^ mix(np.array([2 * number]))[0])
+                with np.errstate(over="ignore"):
+                    np.add.at(self.atom_colour, child[chosen], mix(place))
 
     def _refine_atoms(self, doubled: Array, rounds: int = 20) -> None:
         edges = []
@@ -170,11 +186,24 @@ class _Solver:
                 break
             before = now
 
-    def _set_apart_ambiguous_members(self) -> None:
-        """A relation that names two larger units for one unit is no membership: all three stay put."""
+    def _set_apart_ambiguous_owners(self) -> None:
+        """A relation that names two larger units for one unit is no membership: these two stay put.
+
+        The unit itself may still move, to one that has the same two owners in the same places. (A rotary embedding ties
+        entry ``i`` of a head to entry ``i + d/2``, and a weight that all heads share owns both: heads may be exchanged
+        all the same.)
+        """
         if not len(self.child):
             return
         _, where, counts = distinct_rows(self.kind, self.child)
         bad = counts[where] > 1
-        ambiguous = np.unique(np.concatenate([self.child[bad], self.parent[bad]]))
-        self._individualise(ambiguous, ambiguous)
+        owners = np.unique(self.parent[bad])
+        self._individualise(owners, owners)
+        fixed = np.zeros(self.count, dtype=bool)
+        fixed[owners] = True
+        for number in np.unique(self.kind[bad]).tolist():
+            child, parent = self.relations[number]
+            own = self.unit_class[parent]
+            chosen = fixed[own] & (self.unit_class[child] != own)
+            with np.errstate(over="ignore"):
+                np.add.at(self.atom_colour, child[chosen], mix(mix(own[chosen]) ^ mix(np.array([2 * number + 1]))))

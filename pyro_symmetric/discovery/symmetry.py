@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.explain import Explanation
@@ -96,6 +97,18 @@ class Symmetry:
         It is the number of equivalent modes of a posterior whose prior has these symmetries.
         """
         return self.group.log_order()
+
+    def explain(self, site: str | None = None, factor: str | None = None, only: str | None = None) -> Explanation:
+        """Why axes of parameters move or stay, one line each.
+
+        >>> print(symmetry.explain(site="encoder", only="pinned"))
+
+        :param site: the name of a site or module, or a pattern such as ``"*.bias"``; all by default.
+        :param factor: the name of units that lie along the axis, such as a key of ``permutations.factors``.
+        :param only: ``"pinned"``: axes of which some positions stay; ``"moved"``: axes of which some move.
+        :raises ValueError: if no site or units have this name.
+        """
+        return self.explanation.about(site, factor, only)
 
     # elements -------------------------------------------------------------------------------------------------------
 
@@ -228,26 +241,56 @@ def _(target: Mapping[str, Tensor], element: Element, symmetry: Symmetry) -> Wei
 def _(target: nn.Module, element: Element, symmetry: Symmetry) -> nn.Module:
     if element.batch_shape.numel() != 1:
         raise ValueError(f"element has batch shape {tuple(element.batch_shape)}; one module takes one element")
-    result = copied(target)
-    weights = symmetry.weights_of(result)
+    return with_weights(target, element(symmetry.weights_of(target)))
+
+
+def plain_weights(net: nn.Module, group: Group) -> Weights:
+    """The weights of the network in which a group was found, detached; see :meth:`Symmetry.weights_of`."""
+    return {site: value.detach() for site, value in Symmetry(group).weights_of(net).items()}
+
+
+def with_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a network with other weights: parameters and buffers by site, one set of them."""
+    result = copied(net)
+    tensors = dict(result.named_parameters()) | dict(result.named_buffers())
     with torch.no_grad():
-        for site, value in element(weights).items():
-            weights[site].copy_(value.reshape(weights[site].shape))
+        for site, value in weights.items():
+            tensors[site].copy_(value.reshape(tensors[site].shape))
     return result
 
 
 def copied(net: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """A deep copy, also of modules that keep computed weights as attributes (the old weight and spectral norm).
+    """A deep copy, also of networks that keep computed tensors, such as the old weight norm; see :func:`refreshed`.
 
     :param dtype: of the copy's real numbers; complex ones get the same precision. Each keeps its own by default.
     """
-    memo: dict[int, Any] = {}
-    for module in net.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-    copied_net = copy.deepcopy(net, memo)
+    with _Detached():
+        copied_net = refreshed(copy.deepcopy(net))
     return copied_net if dtype is None else copied_net._apply(lambda value: value.to(in_precision(value.dtype, dtype)))
+
+
+class _Detached(TorchFunctionMode):
+    """What a tensor was computed from isn't copied with it: PyTorch would refuse."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
+def refreshed(net: nn.Module, train: bool | None = None) -> nn.Module:
+    """The network itself, which forgets what it keeps of its weights for eval mode (biases that it looked up, say).
+
+    :param train: its mode from now on; each module keeps its own by default.
+    """
+    modes = [(module, module.training) for module in net.modules()]
+    net.train()
+    if train is not None:
+        return net.train(train)
+    for module, mode in modes:
+        module.training = mode
+    return net
 
 
 def in_precision(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

@@ -6,25 +6,37 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.conv import _ConvNd
 
-from pyro_symmetric._process import without_fast_attention, without_messages, without_warnings
-from pyro_symmetric.discovery.facts import Facts
+from pyro_symmetric._process import (
+    drawn_seed,
+    running_pyro,
+    with_both_branches,
+    without_fast_attention,
+    without_messages,
+    without_warnings,
+)
+from pyro_symmetric.discovery.facts import Entangled, Facts
 from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import Value, opaque
-from pyro_symmetric.discovery.rules.registry import Call, rule_for
+from pyro_symmetric.discovery.labels import Part, Value, opaque
+from pyro_symmetric.discovery.plan import planned, stacked
+from pyro_symmetric.discovery.rules.random_numbers import RANDOM
+from pyro_symmetric.discovery.rules.registry import Call, rule_for, takes_slices
 from pyro_symmetric.discovery.rules.spatial import convolution
-
-# Statistics that a module keeps about its units: they move along. All other buffers are constants of the architecture.
-RUNNING_STATISTICS = ("running_mean", "running_var", "_u", "_v", "weight_u", "weight_v")
+from pyro_symmetric.discovery.sizes import TAKE_SIZES, closed, is_open
+from pyro_symmetric.discovery.slices import Slices
+from pyro_symmetric.discovery.statistics import Use, statistics
+from pyro_symmetric.discovery.tensors_only import TensorsOnly
+from pyro_symmetric.generators import own_generators, repeated
 
 UNTRACEABLE = """\
 {net} can't be traced by torch.export ({error}).
@@ -51,20 +63,36 @@ class Trace:
 
     Operators without a rule are taken apart into others, if PyTorch knows how.
 
+    :param net: the network; what tracing leaves behind stays in it.
+    :param args: an example of what its forward pass takes; so are ``kwargs``.
     :ivar program: the graph.
+    :ivar specs: what the graph takes, in this order, by the names that the network has for it.
+    :ivar tensors: the tensors among the example inputs, in the order in which the graph takes them.
     :ivar returned: the nodes whose values the network returns (and not those that are written back to buffers).
+    :ivar host_draws: whether the pass draws from NumPy's or Python's generator, or from one of the network's own, so
+        that another pass may be different.
     :raises UntraceableError: if there is no such graph.
     """
 
-    def __init__(self, net: nn.Module, inputs: Sequence[Any]):
+    def __init__(self, net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
         self.net = net
-        self.program = _exported(net, inputs)
+        with repeated(drawn_seed()) as draws:
+            function = TensorsOnly(net, args, kwargs)
+            self.program = _exported(function)
+        self.tensors = function.tensors
+        self.host_draws = draws.host or any(
+            not isinstance(place[name], torch.Generator) for place, name in own_generators(net)
+        )
         signature = self.program.graph_signature
-        self._specs = {spec.arg.name: spec for spec in signature.input_specs if hasattr(spec.arg, "name")}
+        self.specs = [
+            replace(spec, target=spec.target and spec.target.removeprefix("net.")) for spec in signature.input_specs
+        ]
+        self._specs = {spec.arg.name: spec for spec in self.specs if hasattr(spec.arg, "name")}
         flat = torch.utils._pytree.tree_leaves(self.program.graph.output_node().args[0])
         ends = [n for n, s in zip(flat, signature.output_specs, strict=True) if s.kind == OutputKind.USER_OUTPUT]
         self.returned = [node for node in ends if isinstance(node, torch.fx.Node)]
         self._sites = site_names(net)
+        self._noise = _noise(self.program.graph)
 
     def propagate(self, facts: Facts) -> dict[torch.fx.Node, Any]:
         """Carry labels through the graph, recording facts; returns the labels of every node's value."""
@@ -74,12 +102,27 @@ class Trace:
             if node.op in ("placeholder", "get_attr"):
                 values[node] = self._input(node, facts)
             elif node.op == "call_function":
+                labeller.where = f"{_operator_name(node)} in {_module(node)}{self._circumstances(node)}"
                 values[node] = _apply(node, values, labeller, self.returned)
         labeller.where = "the network's output"
         for node in self.returned:
             if isinstance(values[node], Value):
                 labeller.pin(values[node])
         return values
+
+    def constant(self, target: str | None) -> Any:
+        """The value of a buffer or a constant of the graph, by its name in the network."""
+        every = {**self.program.constants, **self.program.state_dict}
+        return every.get(f"net.{target}", every.get(str(target)))
+
+    def statistics(self) -> dict[str, Use | None]:
+        """The buffers that the graph reads: how they are used, if they are statistics of units."""
+        nodes = {n: self._specs[n.name] for n in self.program.graph.nodes if n.name in self._specs and n.users}
+        buffers = {n: str(spec.target) for n, spec in nodes.items() if spec.kind == InputKind.BUFFER}
+        saved = {n: name.rpartition(".")[0] for n, name in buffers.items() if nodes[n].persistent}
+        learned = [n for n, spec in nodes.items() if spec.kind == InputKind.PARAMETER]
+        found = statistics(self.program.graph.nodes, saved, learned)
+        return {self._sites.get(name, name): found.get(n) for n, name in buffers.items()}
 
     def used_sites(self) -> set[str]:
         """The parameters and buffers that the graph reads."""
@@ -107,66 +150,111 @@ class Trace:
         spec = self._specs.get(bias.name) if isinstance(bias, torch.fx.Node) and len(bias.users) == 1 else None
         return {self._sites[spec.target]} if spec is not None and spec.kind == InputKind.PARAMETER else set()
 
+    def _circumstances(self, node: torch.fx.Node) -> str:
+        """What else meets the units there, in words that a network's author knows."""
+        name = self._noise.get(node) or next((self._noise[n] for n in node.all_input_nodes if n in self._noise), None)
+        if name:
+            return f", where each unit meets a random number of its own ({name}): a symmetry in law at most"
+        specs = [self._specs[n.name] for n in node.all_input_nodes if n.op == "placeholder" and n.name in self._specs]
+        if any(spec.kind == InputKind.USER_INPUT for spec in specs):
+            return " with the network's input"
+        constant = next((spec.target for spec in specs if spec.kind != InputKind.PARAMETER), None)
+        return f" with the constant {constant}" if constant else ""
+
     def _input(self, node: torch.fx.Node, facts: Facts) -> Any:
         value, spec = node.meta.get("val"), self._specs.get(node.name)
         if not isinstance(value, Tensor):
             return value
         if spec is None or spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            return opaque(value.shape)
+            return replace(opaque(value.shape), mask=value.dtype == torch.bool)
         site = self._sites.get(spec.target, spec.target)
         if spec.kind == InputKind.PARAMETER:
             return self._parameter(node, site, spec.target, facts)
-        statistic = spec.kind == InputKind.BUFFER and spec.target.rsplit(".", 1)[-1] in RUNNING_STATISTICS
-        if not (statistic and value.is_floating_point()):
-            constants = {**self.program.constants, **self.program.state_dict}
-            return opaque(value.shape, _small(constants.get(spec.target)))
+        use = facts.statistics.get(site)
+        if use is None or spec.kind != InputKind.BUFFER:
+            known = _small(self.constant(spec.target))
+            return replace(opaque(value.shape, known), mask=value.dtype == torch.bool)
         leaf = facts.leaf(site, value.shape, buffer=True)
-        if "running" not in spec.target:  # singular vectors have length one: they keep it
-            for part in leaf.parts:
-                facts.still(part.atoms, sign=False)
+        if use == "contracted":  # singular vectors have length one: they keep it
+            for atoms in leaf.labels:
+                facts.still(atoms, sign=False)
         return leaf.value()
 
     def _parameter(self, node: torch.fx.Node, site: str, name: str, facts: Facts) -> Value:
-        groups = _kernel_groups(node)
-        leaf = facts.leaf(site, node.meta["val"].shape, groups=groups)
+        shape = node.meta["val"].shape
         module = self.net.get_submodule(name.partition(".parametrizations.")[0].rpartition(".")[0])
-        for part in leaf.parts[2:] if isinstance(module, _ConvNd) else ():
-            facts.pin(part.atoms, f"the pixels of a convolution's kernel in {name.rpartition('.')[0]}")
-        if leaf.groups not in (1, groups):  # a grouped kernel that is tied to something else: its columns stay
-            facts.pin(leaf.columns, f"the other use of {leaf.site} as {name}")
-            return replace(leaf.value(), parts=(leaf.parts[0], *leaf.parts[2:]), fixed=frozenset({1}))
+        kernel = isinstance(module, _ConvNd)
+        facts.kernels |= {site} if kernel else set()
+        groups = _kernel_groups(node)
+        slices = _cut_by_groups(shape, groups) if groups > 1 else None if kernel else planned(facts, node, site)
+        leaf = facts.leaf(site, shape, slices=slices)
+        for dim in range(2, len(shape)) if kernel else ():
+            facts.pin(leaf.labels[dim], f"the pixels of a convolution's kernel in {name.rpartition('.')[0]}")
+        own = leaf.slices
+        if own is not None and not own.owned and own.count != groups:  # it is tied to something else: its columns stay
+            facts.pin(leaf.labels[1], f"the other use of {leaf.site} as {name}")
+            return Value(leaf.shape, tuple(Part((dim,), atoms) for dim, atoms in leaf.plain), frozenset({1}))
         return leaf.value()
 
 
-def _exported(net: nn.Module, inputs: Sequence[Any]) -> ExportedProgram:
-    with _quiet(), torch.enable_grad():
+Labels = dict[torch.fx.Node, Any]
+
+
+def walked(traces: Sequence[Trace]) -> tuple[Facts, list[Labels]]:
+    """The facts of one forward pass, or of several, and all values' labels.
+
+    If a first walk shows stacks of matrices, a second gives each matrix rows and columns of its own.
+    """
+    plan: dict[str, Slices | None] = {}
+    uses: dict[str, set[Use | None]] = {}
+    for trace in traces:
+        for site, use in trace.statistics().items():
+            uses.setdefault(site, set()).add(use)
+    moving = {site: max(own, key=str) for site, own in uses.items() if None not in own}
+    while True:
+        facts = Facts(plan, moving)
         try:
-            program = torch.export.export(net, tuple(inputs), strict=False)
+            labels = [trace.propagate(facts) for trace in traces]
+        except Entangled as error:
+            if not any(plan.get(site, True) for site in error.sites):
+                raise RuntimeError(f"labels of {error} got entangled though they have no slices") from error
+            plan |= dict.fromkeys(error.sites)
+            continue
+        found = stacked(facts)
+        if not found:
+            return facts, labels
+        plan |= found
+
+
+def _exported(net: TensorsOnly) -> ExportedProgram:
+    with running_pyro(), _quiet(), with_both_branches(), torch.enable_grad():  # distributions check their arguments
+        try:
+            program = torch.export.export(net, tuple(net.tensors), strict=False)
             table = torch.export.default_decompositions()
             return program.run_decompositions({op: steps for op, steps in table.items() if rule_for(op) is None})
         except Exception as error:  # torch.export raises whatever the forward pass met
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-            raise UntraceableError(UNTRACEABLE.format(net=type(net).__name__, error=reason)) from error
+            raise UntraceableError(UNTRACEABLE.format(net=type(net.net).__name__, error=reason)) from error
 
 
-def try_out(net: nn.Module, inputs: Sequence[Any]) -> None:
+def try_out(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
     """Run the network as its user would, so that inputs which don't fit aren't taken for a graph that can't be had.
 
     :raises ValueError: if it doesn't take them.
     """
     try:
         with _quiet(), torch.no_grad():
-            net(*inputs)
+            net(*args, **(kwargs or {}))
     except Exception as error:
-        raise unfit(net, inputs, error) from error
+        shapes = [_shape(value) for value in args] + [f"{name}={_shape(v)}" for name, v in (kwargs or {}).items()]
+        raise ValueError(
+            f"{type(net).__name__} fails on the example inputs, of shapes [{', '.join(shapes)}]: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
-def unfit(net: nn.Module, inputs: Sequence[Any], error: Exception) -> ValueError:
-    """What to raise if a network fails on the user's inputs."""
-    shapes = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in inputs]
-    return ValueError(
-        f"{type(net).__name__} fails on the example inputs, of shapes {shapes}: {type(error).__name__}: {error}"
-    )
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 @contextlib.contextmanager
@@ -202,6 +290,11 @@ def _kernel_groups(node: torch.fx.Node) -> int:
     return found.pop() if len(found) == 1 else 1
 
 
+def _cut_by_groups(shape: Sequence[int], groups: int) -> Slices:
+    """A grouped kernel: the rows of each group have columns of their own, of which the rule of convolutions knows."""
+    return Slices(0, np.arange(shape[0]) * groups // shape[0], (1,), owned=False)
+
+
 def _small(constant: Any) -> Tensor | None:
     """Index maps are worth remembering; anything else is data."""
     if not isinstance(constant, Tensor) or constant.is_floating_point() or constant.is_complex():
@@ -219,24 +312,39 @@ def _apply(
         return args[0][int(args[1])] if isinstance(args[0], list | tuple) else args[0]
     shapes, floating = _results(node)
     if not shapes:  # a number, or nothing
-        return node.meta.get("val")
+        return _number(node, args, labeller)
     schema = getattr(target, "_schema", None)
     given = (
         _bound(schema, args, kwargs) if schema is not None else {"args": list(args), "kwargs": list(kwargs.values())}
     )
     call = Call(target, given, shapes, floating, _read(node, len(shapes), returned))
-    labeller.where = f"{call.name} in {_module(node)}"
     rule = rule_for(target)
-    if rule is None:
+    call = _untangled(call, labeller)
+    if _takes_open_size(node, call):
+        results = [labeller.give_up(call.operands, shape, "a place or a size depends on data") for shape in shapes]
+    elif rule is None:
         results = [labeller.give_up(call.operands, shape, "there is no rule") for shape in shapes]
     else:
         result = rule(labeller, call)
         results = [result] if isinstance(result, Value) else list(result)
     if [tuple(r.shape) for r in results] != [tuple(s) for s in shapes]:
         raise RuntimeError(f"the rule of {labeller.where} gave shapes {[r.shape for r in results]}, not {list(shapes)}")
-    if call.operands:
+    if any(map(is_open, _sizes(node))) or any(is_open(n.meta.get("val")) for n in node.all_input_nodes):
+        results = [replace(r, constant=None) for r in results]
+    elif call.operands:
         results = [replace(r, constant=c) for r, c in zip(results, _constants(call, args, kwargs), strict=True)]
+    results = [replace(r, mask=t.dtype == torch.bool) for r, t in zip(results, _tensors(node), strict=True)]
     return results if isinstance(node.meta["val"], list | tuple) else results[0]
+
+
+def _untangled(call: Call, labeller: Labeller) -> Call:
+    """The call with operands that its rule understands: most know neither slices nor routes."""
+    if takes_slices(call.target) or not any(value.overlaps or value.routes for value in call.operands):
+        return call
+    if any(value.overlaps for value in call.operands):
+        raise labeller.facts.entangled([part for value in call.operands if value.overlaps for part in value.parts])
+    settled = torch.utils._pytree.tree_map(lambda x: labeller.settled(x) if isinstance(x, Value) else x, call.arguments)
+    return replace(call, arguments=settled)
 
 
 def _constants(call: Call, args: Any, kwargs: Any) -> list[Tensor | None]:
@@ -256,11 +364,38 @@ def _read(node: torch.fx.Node, count: int, returned: Sequence[torch.fx.Node]) ->
     return tuple(k in used for k in range(count))
 
 
+def _tensors(node: torch.fx.Node) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+
+
+def _sizes(node: torch.fx.Node) -> list[Any]:
+    return [n for t in _tensors(node) for n in t.shape]
+
+
 def _results(node: torch.fx.Node) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    value = node.meta.get("val")
-    tensors = [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
+    tensors = _tensors(node)
     floating = bool(tensors) and (tensors[0].is_floating_point() or tensors[0].is_complex())
-    return tuple(tuple(int(n) for n in t.shape) for t in tensors), floating
+    return tuple(tuple(closed(n) for n in t.shape) for t in tensors), floating
+
+
+def _number(node: torch.fx.Node, args: Any, labeller: Labeller) -> Any:
+    """A number that an operator reads off a tensor, in which nothing moves then; sizes and assertions don't matter."""
+    name = getattr(node.target, "__name__", "")
+    if not name.startswith(("sym_", "_assert")):
+        labeller.where = f"{name} in {_module(node)}"
+        for value in args:
+            if isinstance(value, Value):
+                labeller.pin(value)
+    return closed(node.meta.get("val"))
+
+
+def _takes_open_size(node: torch.fx.Node, call: Call) -> bool:
+    """Whether an operator reads a number that depends on the data, and does more than make a tensor of that size."""
+    if not any(is_open(n.meta.get("val")) for n in node.all_input_nodes):
+        return False
+    if call.name in ("split_with_sizes", "unsafe_split_with_sizes"):
+        return call.value.part_on(call.axis) is not None
+    return call.name not in TAKE_SIZES
 
 
 def _bound(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -270,12 +405,34 @@ def _bound(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str
     return bound | dict(kwargs)
 
 
+def _noise(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
+    """Nodes whose values are random numbers, and nothing else but numbers -> the operator that draws them."""
+    plain: set[torch.fx.Node] = set()
+    noise: dict[torch.fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        drawn = next((noise[n] for n in node.all_input_nodes if n in noise), None)
+        if _operator_name(node) in RANDOM:
+            noise[node] = _operator_name(node)
+        elif all(n in noise or n in plain for n in node.all_input_nodes):
+            plain.add(node)
+            if drawn:
+                noise[node] = drawn
+    return noise
+
+
+def _operator_name(node: torch.fx.Node) -> str:
+    packet: Any = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet))
+
+
 def _module(node: torch.fx.Node) -> str:
     """The innermost module that the operator was called in."""
     stack = node.meta.get("nn_module_stack") or {}
     path, kind = list(stack.values())[-1] if stack else ("", "")
     kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-    path = path.removeprefix("L['self'].").removeprefix("L['self']")
+    path = path.removeprefix("L['self'].").removeprefix("L['self']").removeprefix("net").removeprefix(".")
     kind = kind.rsplit(".", 1)[-1]
     return f"{path} ({kind})" if path else (kind or "the network")
 

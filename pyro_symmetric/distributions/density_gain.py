@@ -21,15 +21,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 from pyro_symmetric.distributions.placements import Placements
-from pyro_symmetric.distributions.unit_scores import UnitScores
+from pyro_symmetric.distributions.unit_densities import UnitDensities
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.tensors import along_axis, permute_axes
 
 
-def log_density_gain(units: UnitScores, elements: Element) -> Tensor:
+def log_density_gain(units: UnitDensities, elements: Element) -> Tensor:
     r""":math:`\log q(g \cdot w) - \log q(w)` for a stack of elements.
 
-    :param units: the scores of these draws, whose base is what is meant.
+    :param units: the densities of these draws, whose base is what is meant.
     :param elements: batch shape ``(K, N)``.
     :return: ``(K, N)``, differentiable in draws and moments; zero if nothing moves.
     """
@@ -45,7 +45,7 @@ def log_density_gain(units: UnitScores, elements: Element) -> Tensor:
 
 
 def _moving(images: Tensor) -> Tensor:
-    """Which positions any of the elements moves: ``(K, N, n)`` -> ``(n,)``."""
+    """Mask of the positions that any of the elements moves: ``(K, N, n)`` -> ``(n,)``."""
     return (images != torch.arange(images.shape[-1], device=images.device)).flatten(0, -2).any(0)
 
 
@@ -57,15 +57,15 @@ def _among(images: Tensor, moving: Tensor) -> Tensor:
 # units that share no site -------------------------------------------------------------------------------------------
 
 
-def _gain_of_units(units: UnitScores, name: str, images: Tensor) -> Tensor:
+def _gain_of_units(units: UnitDensities, name: str, images: Tensor) -> Tensor:
     """The share of a set of units without neighbours, all its sites at once: ``(K, N)``."""
     moving = _moving(images)
     if not bool(moving.any()):
         return units.like.new_zeros(images.shape[:2])
     with torch.no_grad():
-        scores = units.scores(name, Placements()).total[0].expand(images.shape[1], -1, -1)
-        picked = scores.gather(-1, images.permute(1, 2, 0))
-        gain = (picked - scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).sum(-2).mT.to(units.like.dtype)
+        densities = units.densities(name, Placements()).total[0].expand(images.shape[1], -1, -1)
+        picked = densities.gather(-1, images.permute(1, 2, 0))
+        gain = (picked - densities.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).sum(-2).mT.to(units.like.dtype)
     chosen = slice(None) if bool(moving.all()) else moving.nonzero()[:, 0]
     for axis in units.sets[name].axes if torch.is_grad_enabled() else ():
         parts = (units.draws[axis.own.site], units.base.loc[axis.own.site], units.base.scale[axis.own.site])
@@ -117,7 +117,7 @@ def _bags(images: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
 # other sites ----------------------------------------------------------------------------------------------------------
 
 
-def _gain_of_site(units: UnitScores, elements: Element, site: str) -> Tensor:
+def _gain_of_site(units: UnitDensities, elements: Element, site: str) -> Tensor:
     """The share of one site, in blocks: what moves along one axis, then what stays there and moves along the next."""
     before, loc, scale = (part[None] for part in (units.draws[site], units.base.loc[site], units.base.scale[site]))
     total, site_dims = before.new_zeros(elements.batch_shape), before.dim() - 2
@@ -139,7 +139,7 @@ def _gain_of_site(units: UnitScores, elements: Element, site: str) -> Tensor:
 
 
 def _moves_on(elements: Element, site: str, dtype: torch.dtype) -> dict[int, tuple[Tensor, Tensor | None, Tensor]]:
-    """What elements do along each axis of a viewed site that any of them changes.
+    """The moves along each axis of a viewed site that any of the elements changes.
 
     :return: axis -> where each position's value comes from, ``(K, N, length)``; what it is multiplied by, or None; and
         which positions any element changes, ``(length,)``.

@@ -24,7 +24,7 @@ from pyro_symmetric.distributions.orbit import (
     log_prob_on_orbit,
 )
 from pyro_symmetric.distributions.permanent import LARGEST_PERMANENT
-from pyro_symmetric.distributions.unit_scores import ExactScores
+from pyro_symmetric.distributions.unit_densities import ExactUnitDensities
 from pyro_symmetric.distributions.unit_sets import log_order_of, unit_sets
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
@@ -135,8 +135,8 @@ def _gains(base: Distribution, action: Action, value: Tensor, group: Group, elem
         moved = action(flat[rows], chosen.select((slice(None), None)))
         sites = (m if len(m) == 1 else m[rows].repeat(len(moved), 1) for m in moments)
         normals = Normals(*(sites_of(action, moment) for moment in sites))
-        scores = ExactScores(group, normals, sites_of(action, moved.flatten(0, 1)))
-        return (scores.gain() - log_order_of(group, scores.sets)).reshape(moved.shape[:2])
+        densities = ExactUnitDensities(group, normals, sites_of(action, moved.flatten(0, 1)))
+        return (densities.gain() - log_order_of(group, densities.sets)).reshape(moved.shape[:2])
 
     def some(part: slice) -> Tensor:
         return in_chunks(lambda rows: gain(elements.select(part), rows), len(flat), few, -1)

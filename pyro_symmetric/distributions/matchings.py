@@ -27,13 +27,13 @@ from pyro_symmetric.distributions.permanent import log_permanent
 
 # Log-densities further than this below the best of their row or column count alike; e^-40 leaves room in float32.
 FLOOR = -40.0
-# Alternations of rows and columns; where units overlap so much that this isn't enough, the matrix is nearly flat.
+# Alternations of rows and columns; if units overlap so much that this isn't enough, the matrix is nearly flat.
 ITERATIONS = 12
 # What each row spreads evenly over all columns, so that no matching has probability zero.
 SPREAD = 1e-4
 # Rows that are matched exactly, by enumeration. On random bases of width 12 the estimate's error fell threefold.
 TAIL = 6
-# Up to this width sums over matchings are made term by term where a good guess would do.
+# Up to this width sums over matchings are made term by term; beyond, a good guess stands for them.
 SUMMED = 3
 # Draws that each row makes before it looks which columns are left; most rows need no more.
 STREAM = 8
@@ -41,17 +41,17 @@ STREAM = 8
 CHUNK_NUMBERS = 2**24
 
 
-def doubly_stochastic(scores: Tensor, iterations: int = ITERATIONS) -> Tensor:
-    """Sinkhorn's scaling of ``exp(scores)``.
+def doubly_stochastic(densities: Tensor, iterations: int = ITERATIONS) -> Tensor:
+    """Sinkhorn's scaling of ``exp(densities)``.
 
-    :param scores: log-densities, ``batch_shape + (n, n)``; constants added to rows or columns don't matter.
+    :param densities: log-densities, ``batch_shape + (n, n)``; constants added to rows or columns don't matter.
     :param iterations: alternations of rows and columns; more come closer to column sums of one. Row sums are exact.
     :return: nonnegative, of the same shape.
     """
-    scores = scores - scores.amax(-1, keepdim=True)
-    scores = scores - scores.amax(-2, keepdim=True)
-    scores = scores - scores.amax(-1, keepdim=True)
-    kernel = scores.clamp(min=FLOOR).exp()
+    densities = densities - densities.amax(-1, keepdim=True)
+    densities = densities - densities.amax(-2, keepdim=True)
+    densities = densities - densities.amax(-1, keepdim=True)
+    kernel = densities.clamp(min=FLOOR).exp()
     columns = kernel.new_ones(*kernel.shape[:-2], kernel.shape[-1], 1)
     transposed = kernel.mT
     for _ in range(iterations):
@@ -61,7 +61,7 @@ def doubly_stochastic(scores: Tensor, iterations: int = ITERATIONS) -> Tensor:
     return scaled / scaled.sum(-1, keepdim=True)
 
 
-def soft_permanent(scores: Tensor) -> Tensor:
+def soft_permanent(densities: Tensor) -> Tensor:
     r"""Nearly the log-sum over all matchings, ``batch_shape + (n, n)`` -> ``batch_shape``.
 
     Up to width 3 the sum itself; beyond, the Bethe value at Sinkhorn's matrix, which doesn't exceed the sum (Gurvits
@@ -69,12 +69,12 @@ def soft_permanent(scores: Tensor) -> Tensor:
 
     .. math:: \sum_{ji} S_{ji} A_{ji} - S_{ji} \log S_{ji} + (1 - S_{ji}) \log (1 - S_{ji})
     """
-    n = scores.shape[-1]
+    n = densities.shape[-1]
     if n <= SUMMED:
-        return log_permanent(scores)
-    matrix = doubly_stochastic(scores)
+        return log_permanent(densities)
+    matrix = doubly_stochastic(densities)
     free = (1 - matrix).clamp(min=0)
-    return (matrix * scores - torch.xlogy(matrix, matrix) + torch.xlogy(free, free)).sum((-2, -1))
+    return (matrix * densities - torch.xlogy(matrix, matrix) + torch.xlogy(free, free)).sum((-2, -1))
 
 
 def with_spread(matrix: Tensor) -> Tensor:
@@ -87,10 +87,10 @@ def certain_first(rows: Tensor) -> Tensor:
     return rows.square().sum(-1).argsort(-1, descending=True).argsort(-1).int()
 
 
-def draw_matchings(scores: Tensor, rows: Tensor, rank: Tensor) -> Tensor:
+def draw_matchings(densities: Tensor, rows: Tensor, rank: Tensor) -> Tensor:
     """Random permutations: row by row without replacement in the given order, the last rows exactly.
 
-    :param scores: log-densities ``A``, ``(L, N, n, n)`` with ``L`` 1 (shared by all proposals) or ``K``.
+    :param densities: log-densities ``A``, ``(L, N, n, n)`` with ``L`` 1 (shared by all proposals) or ``K``.
     :param rows: distributions of each row, likewise.
     :param rank: place of each row in the order, ``(K, N, n)``.
     :return: ``(K, N, n)``: the column that each row takes.
@@ -99,7 +99,7 @@ def draw_matchings(scores: Tensor, rows: Tensor, rank: Tensor) -> Tensor:
     late, tables = _tail(rank.shape[-1], rank.device)
 
     def matched(part: slice) -> Tensor:
-        own = scores[part] if len(scores) > 1 else scores
+        own = densities[part] if len(densities) > 1 else densities
         where, columns, sums = _late_sums(own, rank[part], choice[part], late, tables)
         total = (sums - sums.amax(-1, keepdim=True)).exp().cumsum(-1)
         uniform = torch.rand(*total.shape[:-1], 1, dtype=total.dtype, device=total.device)
@@ -156,20 +156,20 @@ def _below(uniform: Tensor, total: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _tail(n: int, device: torch.device) -> tuple[int, Tensor]:
-    """How many rows are late, and all their permutations."""
+    """The number of late rows, and all their permutations."""
     late = min(TAIL, n)
     with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
         return late, torch.tensor(list(itertools.permutations(range(late))), device=device)
 
 
 def _late_sums(
-    scores: Tensor, rank: Tensor, choice: Tensor, late: int, tables: Tensor
+    densities: Tensor, rank: Tensor, choice: Tensor, late: int, tables: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The late rows and their columns, ``(K, N, late)``, and the log-density of each of their matchings."""
     n = rank.shape[-1]
     where = rank.argsort(-1)[..., n - late :]
     columns = choice.gather(-1, where)
-    block = scores.expand(*rank.shape, n).gather(-2, where.unsqueeze(-1).expand(*where.shape, n))
+    block = densities.expand(*rank.shape, n).gather(-2, where.unsqueeze(-1).expand(*where.shape, n))
     block = block.gather(-1, columns.unsqueeze(-2).expand(*where.shape, late)).double()
     return where, columns, block[..., torch.arange(late, device=tables.device), tables].sum(-1)
 
@@ -177,10 +177,10 @@ def _late_sums(
 # probabilities ------------------------------------------------------------------------------------------------------
 
 
-def log_probability(scores: Tensor, rows: Tensor, rank: Tensor, choice: Tensor) -> Tensor:
+def log_probability(densities: Tensor, rows: Tensor, rank: Tensor, choice: Tensor) -> Tensor:
     r"""Log-probability :math:`\log\tau(p)` of matchings.
 
-    :param scores: as in :func:`draw_matchings`, ``(L, N, n, n)``.
+    :param densities: as in :func:`draw_matchings`, ``(L, N, n, n)``.
     :param rows: likewise.
     :param rank: ``(K, N, n)``.
     :param choice: ``(K, N, n)``.
@@ -190,11 +190,11 @@ def log_probability(scores: Tensor, rows: Tensor, rank: Tensor, choice: Tensor) 
     late, tables = _tail(n, rank.device)
 
     def probability(part: slice) -> Tensor:
-        some_scores, some_rows = (m[part] if len(m) > 1 else m for m in (scores, rows))
+        some_densities, some_rows = (m[part] if len(m) > 1 else m for m in (densities, rows))
         some_rank, chosen = rank[part], choice[part]
         early = some_rank < n - late
-        _, _, sums = _late_sums(some_scores, some_rank, chosen, late, tables)
-        own_late = (_picked(some_scores, chosen).double() * ~early).sum(-1)
+        _, _, sums = _late_sums(some_densities, some_rank, chosen, late, tables)
+        own_late = (_picked(some_densities, chosen).double() * ~early).sum(-1)
         return (_log_row_choices(some_rows, some_rank, chosen) * early).sum(-1) + own_late - sums.logsumexp(-1)
 
     return in_chunks(probability, len(rank), CHUNK_NUMBERS // (rank.shape[1] * max(n * n, TAIL * len(tables))))

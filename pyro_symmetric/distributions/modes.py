@@ -90,14 +90,14 @@ class Modes(TorchDistribution):
         return torch.logsumexp(self._weighted(log_terms), -1)
 
     def responsibilities(self, value: Tensor) -> Tensor:
-        """How probable each component is to have made a draw, ``batch_shape + (M,)``."""
+        """Probability of each component to have made a draw, ``batch_shape + (M,)``."""
         return self._weighted([component.log_prob(value) for component in self.components]).softmax(-1)
 
     def _weighted(self, log_terms: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(log_terms), -1) + self.log_weights
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
-        """What Pyro's objectives ask for: value and gradient, the score of the weights included."""
+        """Score parts as Pyro's objectives ask for them: value and gradient, the score of the weights included."""
         return score_parts(self, self.log_prob(x), x)
 
     # moments --------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def mean_field_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
 
 
 def is_mean_field(base: Distribution, action: Action) -> bool:
-    """Whether weights are independent normals that elements move themselves, so that unit scores are exact."""
+    """True if weights are independent normals that elements move themselves, so that unit densities are exact."""
     return not action.nonlinear_sites and mean_field_moments(base) is not None
 
 

@@ -49,7 +49,7 @@ class Suggestion(NamedTuple):
 
 
 class OrbitEstimator(ABC):
-    """What :class:`~pyro_symmetric.distributions.Symmetrized` needs: a value, and what that value is.
+    """The estimator that :class:`~pyro_symmetric.distributions.Symmetrized` needs: a value, and what that value is.
 
     The average is over ``action.group.finite``, the permutations and signs of the group.
     """
@@ -98,7 +98,7 @@ def estimator_from_dict(data: Mapping[str, Any]) -> OrbitEstimator:
 
 
 def suggested(group: Group, mean_field: bool, training: bool) -> Suggestion:
-    """What the estimators suggest: exact ones are asked first, then those that were defined last."""
+    """The estimators' suggestion: exact ones are asked first, then those that were defined last."""
     asked = sorted(reversed(ESTIMATORS.values()), key=lambda kind: getattr(kind, "bound", "upper") != "exact")
     suggestions = (kind.suggested(group, mean_field, training) for kind in asked)
     return next(suggestion for suggestion in suggestions if suggestion is not None)

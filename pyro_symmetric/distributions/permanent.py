@@ -21,18 +21,18 @@ from torch import Tensor
 LARGEST_PERMANENT = 20
 
 
-def log_permanent(scores: Tensor) -> Tensor:
-    """Logarithm of the permanent of ``exp(scores)``, differentiable.
+def log_permanent(densities: Tensor) -> Tensor:
+    """Logarithm of the permanent of ``exp(densities)``, differentiable.
 
-    :param scores: ``batch_shape + (n, n)``, ``n`` at most 20.
+    :param densities: ``batch_shape + (n, n)``, ``n`` at most 20.
     :return: ``batch_shape``.
     """
-    n = scores.shape[-1]
+    n = densities.shape[-1]
     if n > LARGEST_PERMANENT:
         raise ValueError(f"the matrix has width {n}; permanents are computed up to {LARGEST_PERMANENT}")
-    total = scores.new_zeros(*scores.shape[:-2], 1)
-    for row, (columns, previous) in enumerate(_subsets(n, scores.device)):
-        total = torch.logsumexp(total[..., previous] + scores[..., row, :][..., columns], -1)
+    total = densities.new_zeros(*densities.shape[:-2], 1)
+    for row, (columns, previous) in enumerate(_subsets(n, densities.device)):
+        total = torch.logsumexp(total[..., previous] + densities[..., row, :][..., columns], -1)
     return total[..., 0]
 
 

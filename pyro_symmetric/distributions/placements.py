@@ -1,4 +1,4 @@
-"""What is known of the other sets of units when one set is matched, and entries of a site with those sets in place."""
+"""Knowledge of the other sets of units when one set is matched, and entries of a site with those sets in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Drawn:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What to expect of one set of units that isn't drawn yet.
+    """Expectations of one set of units that isn't drawn yet.
 
     :param matrix: ``(L, N, count, count)``: probabilities that a place receives a unit, whatever moves outside.
     :param sign: the expected sign of the unit, if it comes to the place, likewise; None if units have none.
@@ -40,7 +40,7 @@ class Expected:
 
 @dataclass(frozen=True, eq=False)
 class Placements:
-    """What is known of other sets.
+    """Knowledge of other sets.
 
     :param drawn: moves of sets that are drawn already.
     :param expected: what to expect of sets still to come.
@@ -56,7 +56,7 @@ class Placements:
         return replace(self, assumed={**self.assumed, name: sign})
 
     def tell(self, axis: UnitAxis) -> bool:
-        """Whether all else that moves the entries of these units is placed, so that they count."""
+        """True if all else that moves the entries of these units is placed, so that they count."""
         return self._all_drawn(axis.beside) and all(
             self._all_drawn(members) or self._all_expected(members) for members in axis.across
         )
@@ -81,7 +81,7 @@ class Placements:
         return all(member.name in self.drawn for member in members)
 
     def _all_expected(self, members: Sequence[Member]) -> bool:
-        """Whether each position may be averaged over: all sets have expectations, and no two hold it."""
+        """True if each position may be averaged over: all sets have expectations, and no two hold it."""
         own = [member.own.index.reshape(-1) for member in members if member.own is not None]
         crossed = len(own) > 1 and sum(map(len, own)) > len(torch.cat(own).unique())
         return not crossed and all(member.name in self.expected for member in members)

@@ -1,6 +1,6 @@
 r"""Random group elements that bring a draw close to the base density: the proposal of ``SinkhornImportance``.
 
-For each set of units in turn, the matrix ``A`` of unit scores is made doubly stochastic and a matching is drawn from
+For each set of units in turn, the matrix ``A`` of unit densities is made doubly stochastic and a matching is drawn from
 it, then signs, given the matching. What lies inside units follows its outer units: the heads are matched first, by what
 a matching of their rows would be worth; then the rows of each head, to those of the head that has come to its place.
 Sets drawn before enter ``A`` by their matchings, those still to come by their doubly stochastic matrices, which a sweep
@@ -30,13 +30,13 @@ from pyro_symmetric.distributions.matchings import (
     with_spread,
 )
 from pyro_symmetric.distributions.placements import Drawn, Expected, Placements
-from pyro_symmetric.distributions.unit_scores import UnitScores, blocks, own_blocks
+from pyro_symmetric.distributions.unit_densities import UnitDensities, blocks, own_blocks
 from pyro_symmetric.groups.element import Element
 
 
 @torch.no_grad()
-def propose(units: UnitScores, count: int) -> tuple[Element, Tensor]:
-    """Draw ``count`` elements for each of the ``N`` draws that these scores are of.
+def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
+    """Draw ``count`` elements for each of the ``N`` draws that these densities are of.
 
     :return: the elements, batch shape ``(count, N)``, and the log-probabilities of the identity and of these,
         ``(count + 1, N)``.
@@ -46,12 +46,12 @@ def propose(units: UnitScores, count: int) -> tuple[Element, Tensor]:
     moves, log_probability = drawn[0], log_tau[0]
     if len(walkers) > 1:
         moves = _one_of(drawn, torch.randint(len(walkers), (1, *log_probability.shape, 1), device=units.like.device))
-        scores = torch.stack([walker.walk(moves)[1] for walker in walkers])
-        log_probability = scores.logsumexp(0) - math.log(len(walkers))
+        by_walker = torch.stack([walker.walk(moves)[1] for walker in walkers])
+        log_probability = by_walker.logsumexp(0) - math.log(len(walkers))
     return _element(units, moves, (count, len(units.like))), log_probability
 
 
-def _element(units: UnitScores, moves: Mapping[str, Drawn], batch: tuple[int, int]) -> Element:
+def _element(units: UnitDensities, moves: Mapping[str, Drawn], batch: tuple[int, int]) -> Element:
     """The moves as elements, without the identity."""
     permutations, signs = {}, {}
     for name, drawn in moves.items():
@@ -77,7 +77,7 @@ def _one_of(drawn: Sequence[Mapping[str, Drawn]], which: Tensor) -> dict[str, Dr
     }
 
 
-def walkers_of(units: UnitScores, count: int) -> list[Walker]:
+def walkers_of(units: UnitDensities, count: int) -> list[Walker]:
     """The walks that are mixed; the choice is by trial on random bases, from overlapping to separated units."""
     sets, forward = units.sets, list(units.sets)
     # The last sets first, but what lies inside units after these.
@@ -104,7 +104,7 @@ class Walker:
     :param sweeps: how many sweeps find out what to expect of sets to come.
     """
 
-    def __init__(self, units: UnitScores, count: int, order: Sequence[str], sweeps: int):
+    def __init__(self, units: UnitDensities, count: int, order: Sequence[str], sweeps: int):
         self._units, self._order = units, order
         self._shape = (count + 1, len(units.like))
         self._expected = _expectations(units, order, sweeps)
@@ -119,13 +119,13 @@ class Walker:
         where: dict[str | None, Tensor] = {}
         total = self._units.like.new_zeros(self._shape)
         for name in self._order:
-            scores = self._units.scores(name, Placements(shared, self._expected))
+            densities = self._units.densities(name, Placements(shared, self._expected))
             own = Drawn(None) if given is None else given[name]
             outer = where.get(self._units.group[name].parent)
-            images, where[name], log_tau = self._match(name, scores.total, outer, own.images)
+            images, where[name], log_tau = self._match(name, densities.total, outer, own.images)
             total, signs = total + log_tau, None
-            if scores.odd is not None:
-                signs, log_tau = self._flip(scores.odd, where[name], own.signs)
+            if densities.odd is not None:
+                signs, log_tau = self._flip(densities.odd, where[name], own.signs)
                 total = total + log_tau
             drawn[name] = shared[name] = Drawn(images, signs)
             # If no draw moves a unit, all of them see the same neighbour, and one matrix serves all.
@@ -134,7 +134,7 @@ class Walker:
         return drawn, total
 
     def _match(
-        self, name: str, scores: Tensor, outer: Tensor | None, given: Tensor | None
+        self, name: str, densities: Tensor, outer: Tensor | None, given: Tensor | None
     ) -> tuple[Tensor | None, Tensor, Tensor | float]:
         """Draw, or take, the moves of one set of units.
 
@@ -144,37 +144,37 @@ class Walker:
         """
         units = self._units.group[name]
         copies, n = units.copies, units.size
-        start = torch.arange(0, units.count, n, device=scores.device).unsqueeze(-1)
+        start = torch.arange(0, units.count, n, device=densities.device).unsqueeze(-1)
         source = start if outer is None else outer.unsqueeze(-1) * n  # the first unit of the copy that comes to a place
         if not self._units.sets[name].is_permuted:
-            inside = torch.arange(n, device=scores.device)
+            inside = torch.arange(n, device=densities.device)
             return None, (source + inside).expand(*self._shape, copies, n).flatten(-2), 0.0
         places = None if outer is None else outer.unsqueeze(-1).expand(*self._shape, copies, n)
         if given is not None:
             given = given.unflatten(-1, (copies, n))
             given = (given if places is None else given.gather(-2, places)) - source
-        inside, log_tau = self._match_copies(_blocks_of(scores, copies, outer), given)
+        inside, log_tau = self._match_copies(_blocks_of(densities, copies, outer), given)
         images = inside + source
         where = images.flatten(-2)
         if places is not None:  # from the places of copies to the copies that come to them
             images = images.scatter(-2, places, images)
         return images.flatten(-2), where, log_tau
 
-    def _match_copies(self, scores: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _match_copies(self, densities: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
         """Match the units of each copy, ``(L, N, copies, n, n)``: ``(K + 1, N, copies, n)``, and log-probabilities."""
-        copies, n = scores.shape[2], scores.shape[-1]
+        copies, n = densities.shape[2], densities.shape[-1]
         batch = self._shape[1] * copies
         # Constants of a place don't matter, but would swallow what does when late rows are added up.
-        scores = (scores - scores.amax(-1, keepdim=True)).expand(-1, self._shape[1], -1, -1, -1).flatten(1, 2)
-        rows = with_spread(doubly_stochastic(scores))
+        densities = (densities - densities.amax(-1, keepdim=True)).expand(-1, self._shape[1], -1, -1, -1).flatten(1, 2)
+        rows = with_spread(doubly_stochastic(densities))
         rank = certain_first(rows).expand(self._shape[0], batch, n)
         if given is None:
-            own = (scores[1:], rows[1:]) if len(rows) > 1 else (scores, rows)
-            identity = torch.arange(n, device=scores.device).expand(1, batch, n)
+            own = (densities[1:], rows[1:]) if len(rows) > 1 else (densities, rows)
+            identity = torch.arange(n, device=densities.device).expand(1, batch, n)
             matched = torch.cat([identity, draw_matchings(*own, rank[1:])])
         else:
             matched = given.flatten(1, 2)
-        log_tau = log_probability(scores, rows, rank, matched).unflatten(1, (-1, copies)).sum(-1)
+        log_tau = log_probability(densities, rows, rank, matched).unflatten(1, (-1, copies)).sum(-1)
         return matched.unflatten(1, (-1, copies)), log_tau
 
     def _flip(self, odd: Tensor, where: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -187,16 +187,16 @@ class Walker:
         return given, logsigmoid(given.gather(-1, where) * log_odds).sum(-1)
 
 
-def _blocks_of(scores: Tensor, copies: int, outer: Tensor | None) -> Tensor:
+def _blocks_of(densities: Tensor, copies: int, outer: Tensor | None) -> Tensor:
     """The block of the copy that comes to each place: ``(L, N, count, count)`` -> ``(.., copies, n, n)``."""
     if outer is None or torch.equal(outer, torch.arange(copies, device=outer.device).expand_as(outer)):
-        return own_blocks(scores, copies)
-    pairs = blocks(scores, copies)
+        return own_blocks(densities, copies)
+    pairs = blocks(densities, copies)
     return pairs.take_along_dim(outer[..., None, None, None], -3).squeeze(-3)
 
 
-def _expectations(units: UnitScores, order: Sequence[str], sweeps: int) -> dict[str, Expected]:
-    """What to expect of the sets that others wait for; those known so far sharpen the next."""
+def _expectations(units: UnitDensities, order: Sequence[str], sweeps: int) -> dict[str, Expected]:
+    """Expectations of the sets that others wait for; those known so far sharpen the next."""
     axes = (axis for one in units.sets.values() for axis in one.axes)
     awaited = {member.name for axis in axes for members in axis.across for member in members}
     expected: dict[str, Expected] = {}
@@ -207,14 +207,14 @@ def _expectations(units: UnitScores, order: Sequence[str], sweeps: int) -> dict[
     return expected
 
 
-def _expectation(units: UnitScores, name: str, expected: Mapping[str, Expected]) -> Expected:
-    scores, one = units.scores(name, Placements({}, expected)), units.sets[name]
+def _expectation(units: UnitDensities, name: str, expected: Mapping[str, Expected]) -> Expected:
+    densities, one = units.densities(name, Placements({}, expected)), units.sets[name]
     copies, n = one.units.copies, one.units.size
     if one.is_permuted:
-        matrix = doubly_stochastic(blocks(scores.total, copies))
+        matrix = doubly_stochastic(blocks(densities.total, copies))
     else:
-        matrix = torch.eye(n).to(scores.even).expand(*scores.even.shape[:2], copies, copies, n, n)
+        matrix = torch.eye(n).to(densities.even).expand(*densities.even.shape[:2], copies, copies, n, n)
     parent = one.units.parent
     around = torch.eye(copies).to(matrix) if parent is None else expected[parent].matrix
     matrix = (matrix * around[..., None, None]).transpose(-2, -3).flatten(-2).flatten(-3, -2)
-    return Expected(matrix, None if scores.odd is None else scores.odd.tanh())
+    return Expected(matrix, None if densities.odd is None else densities.odd.tanh())

@@ -16,7 +16,7 @@ from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.normals import is_mean_field, normals_of, sites_of
 from pyro_symmetric.distributions.orbit import Bound, OrbitEstimator, Suggestion, log_prob_on_orbit
 from pyro_symmetric.distributions.proposal import propose
-from pyro_symmetric.distributions.unit_scores import UnitScores
+from pyro_symmetric.distributions.unit_densities import UnitDensities
 from pyro_symmetric.distributions.unit_sets import log_order_of
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.group import Group
@@ -31,9 +31,9 @@ class SinkhornImportance(OrbitEstimator):
 
     For :math:`w \sim q` its mean is an upper bound of that of :math:`\log \bar q(w)`, for every ``K`` and every
     proposal :math:`\tau` that depends on the orbit of ``w`` only (importance-weighted hierarchical variational
-    inference), and exact where :math:`\tau` is the posterior of the group element. Here :math:`\tau` matches units by
-    Sinkhorn's algorithm (:mod:`~pyro_symmetric.distributions.proposal`): where units are far apart it finds all of the
-    :math:`\log|G|` nats, whatever the width, and where they are alike it knows that; in between a larger ``K`` helps.
+    inference), and exact if :math:`\tau` is the posterior of the group element. Here :math:`\tau` matches units by
+    Sinkhorn's algorithm (:mod:`~pyro_symmetric.distributions.proposal`): if units are far apart it finds all of the
+    :math:`\log|G|` nats, whatever the width, and if they are alike it knows that; in between a larger ``K`` helps.
     The default suits training; take 16 or more to report.
 
     *Gradients* are those of :math:`\log \bar q`, not of the estimate ``L`` as it stands. With the proposals held
@@ -56,7 +56,7 @@ class SinkhornImportance(OrbitEstimator):
       mean.
 
     Mean-field bases come close to that: of :math:`\nabla I`, up to 0.02 is lost on one layer, with signs and for
-    mixtures, up to 0.05 on two layers, and more only where :math:`\nabla I` is next to nothing. Where proposals are
+    mixtures, up to 0.05 on two layers, and more only if :math:`\nabla I` is next to nothing. If proposals are
     poor, more stays lost, as the identity takes most of the sum and leaves the gradient of ``log q``. On four
     overlapping units at ``K`` = 1, 4, 16 that is 0.13, 0.08, 0.04 for a low-rank base, whose units are matched by their
     means and deviations alone, and 0.31, 0.20, 0.10 for a full-rank one (``benchmarks/performance/gradient_bias.py``);
@@ -151,7 +151,7 @@ def _log_ratios(base: Distribution, action: Action, value: Tensor, own: Tensor, 
     """
     batch = own.shape
     flat = value.expand(*batch, value.shape[-1]).reshape(-1, value.shape[-1])
-    units = UnitScores(action.group.finite, normals_of(base, action, batch), sites_of(action, flat))
+    units = UnitDensities(action.group.finite, normals_of(base, action, batch), sites_of(action, flat))
     if not units.sets:
         return own.reshape(1, -1).double().expand(count + 1, -1)
     elements, log_tau = propose(units, count)

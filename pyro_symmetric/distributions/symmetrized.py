@@ -122,7 +122,7 @@ class Symmetrized(TorchDistribution):
         return self.estimator.log_prob(self.scored_distribution, self.action, value)
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
-        """What Pyro's objectives ask for; of a mixture, with the score of its weights."""
+        """Score parts as Pyro's objectives ask for them; of a mixture, with the score of its weights."""
         return score_parts(self.base_distribution, self.log_prob(x), x)
 
     @property

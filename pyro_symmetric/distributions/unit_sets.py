@@ -32,7 +32,7 @@ class Member:
 
     @property
     def flips(self) -> bool:
-        """Whether the units' own signs flip these entries."""
+        """True if the units' own signs flip these entries."""
         return self.name in self.flipping
 
 

@@ -5,22 +5,28 @@ By itself a loss broadcasts targets of another shape and scores labels that can'
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from pyro_symmetric._process import forked
 from pyro_symmetric.calls import described, input_problem
 from pyro_symmetric.ensembles.members import evaluating
 
-FEW_ROWS = 2
+FEW_ROWS = 3
 IGNORED = -100  # the label of rows that cross_entropy leaves out
 
 
 def require_data(net: nn.Module, loss: Any, x: Tensor, y: Tensor) -> None:
     """Ask of a few rows, in eval mode, whether ``net`` takes ``x`` and ``loss`` can score ``y``.
 
-    :param loss: the name of a loss; of a function of the user's own nothing is asked, targets may hold NaN then.
+    :param loss: the name of a loss; a function of the user's own takes what it likes, NaN included, but it mustn't
+        pair every output with every target.
     :raises ValueError: if they don't fit: what was found, and what would be right.
     """
     if isinstance(loss, str) and (bad := int((~_finite_rows(y)).sum())):
@@ -31,7 +37,10 @@ def require_data(net: nn.Module, loss: Any, x: Tensor, y: Tensor) -> None:
         outputs, missing = net(x[:FEW_ROWS]), ~_finite_rows(x)
         if bool(missing.any()) and not bool(_finite_rows(net(x[missing][:FEW_ROWS])).all()):
             raise ValueError(f"data: {int(missing.sum())} rows of the inputs aren't finite; fill or remove them")
-    if not isinstance(loss, str) or not isinstance(outputs, Tensor):
+    if not isinstance(outputs, Tensor):
+        return
+    if not isinstance(loss, str):
+        _require_no_crossing(loss, outputs, y[:FEW_ROWS])
         return
     if loss == "cross_entropy":
         _require_labels(outputs, y)
@@ -71,6 +80,39 @@ def _require_values(outputs: Tensor, y: Tensor) -> None:
             f"data: the targets have shape {tuple(y.shape)}, but the network's outputs are {_shape(outputs, y)}; they "
             "must be alike" + ("; pass y.squeeze(-1)" if y.shape[1:] == (*outputs.shape[1:], 1) else "")
         )
+
+
+def _require_no_crossing(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, y: Tensor) -> None:
+    """Refuse a function that broadcasts outputs ``(B, 1)`` against targets ``(B,)``, or the other way round."""
+    rows = len(y)
+    if rows < 2 or {tuple(outputs.shape), tuple(y.shape)} != {(rows, 1), (rows,)}:
+        return
+    with forked(), warnings.catch_warnings(record=True) as told, _Crossings(rows) as mode, torch.enable_grad():
+        warnings.simplefilter("always")
+        with contextlib.suppress(Exception):  # which training shows as it is
+            loss(outputs.detach().requires_grad_(), y)
+    if mode.found or any("target size" in str(warning.message) for warning in told):  # as PyTorch's own losses say
+        raise ValueError(
+            f"loss pairs every output with every target: outputs of shape {tuple(outputs.shape)} and targets of shape "
+            f"{tuple(y.shape)} broadcast to {(rows, rows)}; pass targets of the outputs' shape, or squeeze in the loss"
+        )
+
+
+class _Crossings(TorchFunctionMode):
+    """Notices an operation that makes ``(B, B)`` of outputs, which require a gradient, and targets, which don't."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.rows, self.found = rows, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and tuple(result.shape) == (self.rows, self.rows):
+            given = [part for part in (*args, *(kwargs or {}).values()) if isinstance(part, Tensor)]
+            shapes = {tuple(part.shape) for part in given}
+            sides = {part.requires_grad for part in given}
+            self.found |= sides == {True, False} and shapes == {(self.rows, 1), (self.rows,)}
+        return result
 
 
 def _finite_rows(value: Tensor) -> Tensor:

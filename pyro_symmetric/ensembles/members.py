@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights
@@ -71,7 +72,7 @@ def fresh_members(net: nn.Module, count: int) -> Weights:
     if alike:
         warnings.warn(
             f"no module resets the parameters {alike}, so that they begin alike in all members; pass "
-            "init=initialised_by(...) with a function that builds the network",
+            "initial=initialised_by(...) with a function that builds the network",
             UserWarning,
             stacklevel=2,
         )
@@ -79,7 +80,7 @@ def fresh_members(net: nn.Module, count: int) -> Weights:
 
 
 def initialised_by(make: Callable[[], nn.Module]) -> Callable[[int], Weights]:
-    """Initial values of members as a function makes networks, for ``ensemble(..., init=)``: all that its construction
+    """Initial values of members as a function makes networks, for ``ensemble(..., initial=)``: all that construction
     does to the weights is done to every member's.
 
     >>> members = initialised_by(lambda: torchvision.models.resnet18(num_classes=10))(5)
@@ -87,11 +88,11 @@ def initialised_by(make: Callable[[], nn.Module]) -> Callable[[int], Weights]:
     :param make: a new network, of the same architecture each time; called once for each member.
     """
 
-    def init(count: int) -> Weights:
+    def initial(count: int) -> Weights:
         made = [dict(make().named_parameters()) for _ in range(count)]
         return {name: torch.stack([own[name].detach() for own in made]) for name in made[0]}
 
-    return init
+    return initial
 
 
 def _default_bound(module: nn.Module) -> float | None:
@@ -126,6 +127,7 @@ def map_loss(model: BayesianModel, num_data: int, perturb: Perturb | None) -> Me
     :param perturb: weights -> :math:`\tilde w`, the weights at which the likelihood is evaluated; by default these.
     """
     in_net = _names(model.net)
+    priors = {site: _unvalidated(prior) for site, prior in model.priors().items()}
 
     def evaluate(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
         seen = weights if perturb is None else perturb(weights)
@@ -133,10 +135,20 @@ def map_loss(model: BayesianModel, num_data: int, perturb: Perturb | None) -> Me
         outputs = torch.func.functional_call(model.net, {**network, **buffers}, (x,))
         outputs = outputs[:, None] if outputs.dim() == 1 else outputs
         latents = {site: value for site, value in seen.items() if site not in in_net}
-        rows = model.likelihood.distribution(outputs, latents).log_prob(model.likelihood.targets(y))
-        return -rows.sum() / (len(x) * model.likelihood.temperature) - model.log_prior(weights) / num_data
+        rows = _unvalidated(model.likelihood.distribution(outputs, latents)).log_prob(model.likelihood.targets(y))
+        log_prior = torch.stack([prior.log_prob(weights[site]) for site, prior in priors.items()]).sum()
+        return -rows.sum() / (len(x) * model.likelihood.temperature) - log_prior / num_data
 
     return evaluate
+
+
+def _unvalidated(distribution: Distribution) -> Distribution:
+    """The same law, which gives NaN for values that it can't have: one member that diverges mustn't stop the others."""
+    own = copy.copy(distribution)
+    own._validate_args = False
+    if hasattr(own, "base_dist"):
+        own.base_dist = _unvalidated(own.base_dist)
+    return own
 
 
 def _names(net: nn.Module) -> set[str]:

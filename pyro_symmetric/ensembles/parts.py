@@ -1,139 +1,120 @@
-"""The parts of an ensemble: each is written to a folder when it is trained, so that a run that stopped can resume.
+"""The parts of an ensemble: each is handed to a recorder when it is trained, so that a run that stopped can resume.
 
-The folder holds ``part-00000.safetensors``, ``part-00001.safetensors`` ..., each a
-:class:`~pyro_symmetric.posterior.Posterior` that appears whole or not at all and says which part of which ensemble
-it is.
+In a folder that is the recorder of :mod:`pyro_symmetric.store`: one file of all members, and one checkpoint that says
+how many of them there are, of which ensemble, and how the training of each part went.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from pyro_symmetric import arguments
+from pyro_symmetric.fingerprint import COARSE, ELSEWHERE, TOLERANCE, agree, differences
+from pyro_symmetric.mcmc.identity import OtherRun
 from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.storage import PathLike, StoreError, inside
+from pyro_symmetric.storage import StoreError
+from pyro_symmetric.store import FolderRecorder, MemoryRecorder
+from pyro_symmetric.weights import Weights
 
-_PATTERN = "part-[0-9]*.safetensors"
+
+@dataclass(frozen=True)
+class Part:
+    """How the training of a part went.
+
+    :param members: how many came through.
+    :param stopped: epoch and loss of those that didn't.
+    :param losses: the mean loss in each epoch.
+    :param seconds: what it took.
+    """
+
+    members: int
+    stopped: list[dict[str, float]]
+    losses: list[float]
+    seconds: float
 
 
 class Parts:
-    """The parts of one ensemble, in memory or in a folder.
+    """The finished parts of one ensemble, in a recorder.
 
-    :param folder: where to write; ``None`` keeps the parts in memory.
-    :param settings: what the members depend on; a folder that was begun with others is refused.
-    :param seed: of the ensemble; a folder that was begun keeps its own.
-    :raises StoreError: if the folder holds another ensemble, or something else.
+    :param found: what decides the members: see :func:`~pyro_symmetric.fingerprint.fingerprint`. A store keeps its seed.
+    :param seed: what the call said; ``None`` takes that of the store.
+    :raises StoreError: if the store is damaged, or holds another ensemble.
     """
 
-    def __init__(self, folder: PathLike | None, settings: Mapping[str, Any], seed: int):
-        self.folder = None if folder is None else arguments.path("folder", folder)
-        self.seed = seed
-        self._settings = json.loads(json.dumps(settings))
-        self._held: dict[int, Posterior] = {}
-        if self.folder is None:
+    def __init__(self, recorder: MemoryRecorder | FolderRecorder, found: Mapping[str, Any], seed: int | None):
+        self.recorder, self.fingerprint = recorder, dict(found)
+        self.done: list[Part] = []
+        if not isinstance(recorder, FolderRecorder):
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        found = _indices(self.folder)
-        if not found and any(not name.name.startswith(".") for name in self.folder.iterdir()):
-            raise StoreError(f"folder {self.folder} isn't empty and holds no ensemble; name a new or an empty one")
-        if found:
-            head = _load(self.folder, found[0]).metadata["part"]
-            self._require_same(head["settings"])
-            self.seed = int(head["seed"])
+        if recorder.last is not None:
+            there = recorder.last.fingerprint
+            self._require_same(there, seed)
+            self.fingerprint["seed"] = there["seed"]
+            self.done = _parts(recorder)
+        recorder.fingerprint = self.fingerprint
 
-    def get(self, index: int) -> Posterior | None:
-        """A finished part, or ``None``.
+    @property
+    def seed(self) -> int:
+        """From which every part has its own."""
+        return int(self.fingerprint["seed"])
 
-        :raises StoreError: if it is damaged, or of another ensemble.
-        """
-        if self.folder is None:
-            return self._held.get(index)
-        if not _path(self.folder, index).exists():
-            return None
-        part = _load(self.folder, index)
-        if part.metadata["part"] != self._head(index):
-            raise _foreign(_path(self.folder, index))
-        return part
+    @property
+    def count(self) -> int:
+        """How many members there are."""
+        return sum(part.members for part in self.done)
 
-    def put(self, index: int, part: Posterior) -> None:
-        """Write a finished part."""
-        if self.folder is None:
-            self._held[index] = part
-        else:
-            metadata = {**part.metadata, "part": self._head(index)}
-            Posterior(part.samples, part.statistics, metadata, rows=part.rows).save(_path(self.folder, index))
+    def put(self, weights: Weights, losses: Any, part: Part) -> None:
+        """Keep a part that is finished, and make it safe."""
+        for member in range(part.members):
+            one = {site: value[None, member] for site, value in weights.items()}
+            self.recorder.append(self.count + member, one, {"loss": losses[None, member]})
+        self.done = [*self.done, part]
+        self.recorder.commit(self.count, self.metadata, self._state)
 
-    def _head(self, index: int) -> dict[str, Any]:
-        return {"index": index, "settings": self._settings, "seed": self.seed}
+    def posterior(self) -> Posterior:
+        """All members as independent draws."""
+        return Posterior(*self.recorder.draws(self.count, self.metadata()), rows="independent")
 
-    def _require_same(self, found: Mapping[str, Any]) -> None:
-        now = self._settings
-        if changed := sorted(name for name in {**found, **now} if found.get(name) != now.get(name)):
-            raise StoreError(
-                f"folder {self.folder} holds an ensemble of other settings ({', '.join(changed)} differ); name another "
-                "folder, or give the settings that it was begun with"
-            )
+    def metadata(self) -> dict[str, Any]:
+        """Of the posterior."""
+        curves = zip(*(part.losses for part in self.done), strict=False)
+        shares = [part.members / self.count for part in self.done]
+        return {
+            "kernel": "ensemble",
+            "rows": "independent",
+            "settings": self.fingerprint["settings"],
+            "seed": self.seed,
+            "stopped": [entry for part in self.done for entry in part.stopped],
+            "losses": [sum(share * loss for share, loss in zip(shares, row, strict=True)) for row in curves],
+            "seconds": sum(part.seconds for part in self.done),
+        }
 
+    # small steps ----------------------------------------------------------------------------------------------------
 
-def load_ensemble(folder: PathLike) -> Posterior:
-    """The members of an ensemble that have been written to a folder so far.
+    def _state(self) -> bytes:
+        return json.dumps([asdict(part) for part in self.done]).encode()
 
-    :raises OSError: if there is no such folder, or no finished part in it.
-    :raises StoreError: naming the file that is damaged.
-    """
-    folder = arguments.path("folder", folder)
-    parts = [_load(folder, index) for index in _indices(folder)]
-    if not parts:
-        raise FileNotFoundError(f"there is no finished part of an ensemble at {folder}")
-    heads = [{**part.metadata["part"], "index": None} for part in parts]
-    if other := next((k for k, head in enumerate(heads) if head != heads[0]), 0):
-        raise _foreign(_path(folder, _indices(folder)[other]))
-    return joined(parts, heads[0]["settings"])
-
-
-def joined(parts: Sequence[Posterior], settings: Mapping[str, Any]) -> Posterior:
-    """All members as one chain of independent draws."""
-    samples = {site: torch.cat([part.samples[site] for part in parts], 1) for site in parts[0].samples}
-    statistics = {name: torch.cat([part.statistics[name] for part in parts], 1) for name in parts[0].statistics}
-    curves = torch.tensor([part.metadata["losses"] for part in parts], dtype=torch.float64)
-    members = torch.tensor([part.num_samples for part in parts], dtype=torch.float64)
-    metadata = {
-        "kernel": "ensemble",
-        "settings": dict(settings),
-        "stopped": [entry for part in parts for entry in part.metadata["stopped"]],
-        "losses": (members @ curves / members.sum()).tolist(),
-        "seconds": sum(part.metadata["seconds"] for part in parts),
-    }
-    return Posterior(samples, statistics, metadata, rows="independent")
+    def _require_same(self, there: Mapping[str, Any], seed: int | None) -> None:
+        """:raises OtherRun: naming what differs."""
+        here = self.fingerprint
+        differing = differences(there.get("settings"), here["settings"])
+        differing += [] if seed is None else differences(there.get("seed"), seed, "seed")
+        tolerance = ELSEWHERE * TOLERANCE.get(here["dtype"], COARSE)
+        if not differing and not agree(there.get("losses", []), here["losses"], tolerance):
+            differing = ["the loss (at the same weights it is another)"]
+        if differing:
+            raise OtherRun.of(getattr(self.recorder, "path", None), differing)
 
 
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _path(folder: Path, index: int) -> Path:
-    return inside(folder, f"part-{index:05d}.safetensors")
-
-
-def _indices(folder: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("part-")) for path in folder.glob(_PATTERN))
-
-
-def _load(folder: Path, index: int) -> Posterior:
-    """:raises StoreError: if it is damaged, or no part of that number."""
-    part = Posterior.load(_path(folder, index))
-    head = part.metadata.get("part")
-    if not isinstance(head, dict) or head.keys() != {"index", "settings", "seed"} or head["index"] != index:
-        raise _foreign(_path(folder, index))
-    return part
-
-
-def _foreign(path: Path) -> StoreError:
-    return StoreError(
-        f"{path} is another part, or one of another ensemble, as if it had been copied there; remove it, and the same "
-        "call trains it anew"
-    )
+def _parts(recorder: FolderRecorder) -> list[Part]:
+    """:raises StoreError: if the checkpoint isn't of an ensemble."""
+    assert recorder.last is not None
+    try:
+        parts = [Part(**entry) for entry in json.loads(recorder.last.state)]
+        if sum(part.members for part in parts) == recorder.last.draws:
+            return parts
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"the draw store {recorder.path} holds draws, but no ensemble that could resume") from error
+    raise StoreError(f"the draw store {recorder.path} is damaged: its parts and its draws disagree")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import forked
+from pyro_symmetric.ensembles.coordinates import Coordinates, standardising
 from pyro_symmetric.ensembles.data_checks import require_data
+from pyro_symmetric.ensembles.descent import batches_of, descend
 from pyro_symmetric.ensembles.members import (
     LOSSES,
     Loss,
@@ -30,12 +33,11 @@ from pyro_symmetric.ensembles.members import (
     network_loss,
     stacked_buffers,
 )
-from pyro_symmetric.fingerprint import digest
-from pyro_symmetric.generators import drawn_seed, forked
+from pyro_symmetric.ensembles.parts import Part
+from pyro_symmetric.fingerprint import as_json
+from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc.density.data_checks import require_data as require_model_data
-from pyro_symmetric.mcmc.kernels.batches import Batches
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
@@ -43,6 +45,7 @@ Watch = Callable[[int, Weights], None]
 OutlierRule = Callable[[Tensor], Tensor]
 _ENTRIES = 2**22  # inputs of all members of a part in one step, about
 _PROBED = 32  # rows
+_STEPS, _EPOCHS = 2_000, 20  # at least, by default
 
 
 class Trainer:
@@ -54,23 +57,23 @@ class Trainer:
         data: tuple[Tensor, Tensor],
         *,
         loss: str | Loss,
-        epochs: int,
+        epochs: int | None,
         batch_size: int | None,
-        optimizer: MakeOptimizer,
+        optimizer: MakeOptimizer | None,
         cosine: bool,
-        init: Callable[[int], Weights] | None,
+        initial: Callable[[int], Weights] | None,
         perturb: Perturb | None,
         outliers: OutlierRule | None,
         watch: Watch | None,
         device: torch.device | str | None,
     ):
         self.x, self.y = _checked_data(data)
-        arguments.whole("epochs", epochs, 1)
+        arguments.whole("epochs", epochs, 1, none="2,000 steps")
         arguments.whole("batch_size", batch_size, 1, none="all data")
         arguments.instance("net", net, nn.Module, "an nn.Module or a BayesianModel")
         arguments.device("device", device, none="the network's own")
         arguments.flag("cosine", cosine)
-        arguments.function("init", init, "a function of a number of members", none="the modules' own")
+        arguments.function("initial", initial, "a function of a number of members", none="the modules' own")
         arguments.function("perturb", perturb, "a function of weights", none="none")
         arguments.function("outliers", outliers, "a function of losses", none="none")
         arguments.function("watch", watch, "a function of a step's number and the weights", none="none")
@@ -94,18 +97,26 @@ class Trainer:
         self.transforms: dict[str, Transform] = {}
         self.shapes = {name: p.shape for name, p in parameters.items()}
         self.loss: MemberLoss
+        self.loss_name: str | Loss
         if self.model is not None:
             require_model_data(self.model, self.x, self.y)
             self.transforms = {site: biject_to(prior.support) for site, prior in self.model.priors().items()}
             self.shapes = dict(self.model.site_shapes)
             self.loss, self.loss_name = map_loss(self.model, len(self.x), perturb), repr(self.model)
         else:
-            self.loss, self.loss_name = network_loss(self.net, _named_loss(loss)), _name(loss)
+            self.loss, self.loss_name = network_loss(self.net, _named_loss(loss)), loss
             require_data(self.net, loss, self.x, self.y)
-        self.epochs, self.cosine, self.init, self.outliers = epochs, cosine, init, outliers
+        self.epochs = epochs or max(_EPOCHS, -(-_STEPS // (len(self.x) // self.batch_size)))
+        self.cosine, self.initial, self.outliers = cosine, initial, outliers
         self.perturb, self.watch = perturb, watch
         trained = [shape for name, shape in self.shapes.items() if name not in self.frozen]
-        self.optimizer, self.optimizer_name = optimizer, _checked_optimizer(optimizer, trained)
+        self.optimizer = optimizer or functools.partial(torch.optim.Adam, lr=0.01)
+        self.optimizer_name, self.coordinates = _checked_optimizer(self.optimizer, trained), Coordinates()
+        if optimizer is None:
+            real = self.loss_name == "mse" or isinstance(getattr(self.model, "likelihood", None), GaussianLikelihood)
+            with evaluating(self.net):
+                self.coordinates = standardising(self.net, self.x, self.y if real else None, self.frozen)
+            self.optimizer_name += " of standardised data"
 
     @property
     def device(self) -> torch.device:
@@ -113,25 +124,31 @@ class Trainer:
         return self.like.device
 
     def constrain(self, free: Weights) -> Weights:
-        """The weights of free coordinates, which optimisers move; they differ if a site's support has bounds."""
-        return {site: self.transforms[site](v) if site in self.transforms else v for site, v in free.items()}
+        """The weights of free coordinates, which optimisers move: sites with bounds, and layers that see the data."""
+        bounded = {site: self.transforms[site](v) if site in self.transforms else v for site, v in free.items()}
+        return self.coordinates.weights(bounded)
 
-    def settings(self) -> dict[str, Any]:
-        """What the members depend on, as far as it can be written down."""
-        return {
+    def fingerprint(self, more: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """What the members depend on.
+
+        :param more: further settings.
+        """
+        settings = {
             "network": str(self.net),
-            "frozen": sorted(self.frozen),
-            "data": f"{len(self.x)} rows, {digest((self.x, self.y))}",
+            "frozen": {name: self.net.get_parameter(name) for name in sorted(self.frozen)},
+            "data": {"x": self.x, "y": self.y},
             "loss": self.loss_name,
-            "loss at fixed weights": self._probe(),
             "epochs": self.epochs,
             "batch_size": self.batch_size,
             "optimizer": self.optimizer_name,
             "cosine": self.cosine,
-            "init": None if self.init is None else _name(self.init),
-            "perturb": None if self.perturb is None else _name(self.perturb),
-            "outliers": None if self.outliers is None else _name(self.outliers),
+            "initial": self.initial,
+            "perturb": self.perturb,
+            "outliers": self.outliers,
+            **more,
         }
+        dtype = str(self.like.dtype).removeprefix("torch.")
+        return as_json(settings=settings, seed=seed, dtype=dtype, losses=[self._loss_at_fixed_weights()])
 
     def comfortable_size(self) -> int:
         """How many members a part has by default."""
@@ -139,16 +156,19 @@ class Trainer:
         per_member = max(self.batch_size * self.x[0].numel(), weights, len(self.x))
         return max(1, min(2_500, _ENTRIES // per_member))
 
-    def part(self, count: int, seed: int, redraw: bool, bar: tqdm) -> Posterior:
-        """``count`` members, trained together; those that stop are drawn again in further rounds."""
+    def part(self, count: int, seed: int, redraw: bool, bar: tqdm) -> tuple[Weights, Tensor, Part]:
+        """``count`` members, trained together; those that stop are drawn again in further rounds.
+
+        :return: weights ``(members, *shape)`` and losses ``(members,)`` on the CPU, and how it went.
+        """
         began = time.perf_counter()
         done: list[tuple[Weights, Tensor]] = []
         stopped: list[dict[str, float]] = []
         curve: list[float] = []  # of the first round
-        missing = count
-        with forked(seed, self.device):
+        missing, generator = count, torch.Generator(self.device).manual_seed(seed)
+        with forked(generator, self.device):  # which initial values, dropout and users' functions draw from
             while missing:
-                weights, losses, out, followed = self._round(missing, bar)
+                weights, losses, out, followed = self._round(missing, generator, bar)
                 curve = curve or followed
                 if not len(losses):
                     raise ValueError(
@@ -159,11 +179,12 @@ class Trainer:
                 stopped += out
                 missing = len(out) if redraw else 0
         samples = {site: torch.cat([weights[site] for weights, _ in done]).cpu() for site in done[0][0]}
-        statistics = {"loss": torch.cat([losses for _, losses in done]).cpu()}
-        metadata = {"stopped": stopped, "losses": curve, "seconds": time.perf_counter() - began}
-        return Posterior.from_samples(samples, rows="independent", statistics=statistics, metadata=metadata)
+        losses = torch.cat([losses for _, losses in done]).cpu()
+        return samples, losses, Part(len(losses), stopped, curve, time.perf_counter() - began)
 
-    def _round(self, count: int, bar: tqdm) -> tuple[Weights, Tensor, list[dict[str, float]], list[float]]:
+    def _round(
+        self, count: int, generator: torch.Generator, bar: tqdm
+    ) -> tuple[Weights, Tensor, list[dict[str, float]], list[float]]:
         """Train ``count`` members: those that came through, their losses, who stopped when, and the mean losses."""
         parameters = {name: value.requires_grad_(name not in self.frozen) for name, value in self._start(count).items()}
         buffers = stacked_buffers(self.net, count)
@@ -173,7 +194,8 @@ class Trainer:
         stopped: list[dict[str, float]] = []
         curve: list[float] = []
         for epoch in range(self.epochs):
-            losses = self._epoch(parameters, buffers, optimizer, schedule, range(epoch * steps, (epoch + 1) * steps))
+            now = range(epoch * steps, (epoch + 1) * steps)
+            losses = self._epoch(parameters, buffers, optimizer, schedule, now, generator)
             curve.append(float(losses.mean()))
             out = self._off(losses)
             bar.update(len(losses))
@@ -201,8 +223,8 @@ class Trainer:
     def _start(self, count: int) -> Weights:
         """Initial values in free coordinates."""
         held = {name: self.net.get_parameter(name).expand(count, *self.shapes[name]).clone() for name in self.frozen}
-        if self.init is not None:
-            start = {**arguments.weights("what init gave", self.init(count)), **held}
+        if self.initial is not None:
+            start = {**arguments.weights("what initial gave", self.initial(count)), **held}
         elif self.model is not None:
             start = fresh_starts(self.model, count)
         else:
@@ -210,7 +232,9 @@ class Trainer:
         for name, shape in self.shapes.items():
             if name not in start or start[name].shape != (count, *shape):
                 found = "is missing" if name not in start else f"has shape {tuple(start[name].shape)}"
-                raise ValueError(f"init: {name!r} {found}; it must be {(count, *shape)}")
+                raise ValueError(f"initial: {name!r} {found}; it must be {(count, *shape)}")
+        if self.initial is not None:  # others are drawn for standardised data
+            start = self.coordinates.free(start)
         free = {n: self.transforms[n].inv(start[n]) if n in self.transforms else start[n] for n in self.shapes}
         return {name: value.detach().to(self.device).clone() for name, value in free.items()}
 
@@ -221,28 +245,22 @@ class Trainer:
         optimizer: Optimizer,
         schedule: LRScheduler | None,
         steps: range,
+        generator: torch.Generator,
     ) -> Tensor:
         """One pass of every member over the data, in these of all steps; their mean losses."""
-        count = len(next(iter(parameters.values())))
-        stream = Batches({"data": (len(self.x), self.batch_size)}, count)
-        generator = torch.Generator(self.device).manual_seed(drawn_seed())
-        mapped = self._mapped(0)
-        total = torch.zeros(count, device=self.device)
-        for step in steps:
-            rows, stream = stream.next(generator)
-            index = rows["data"] if rows else slice(None)
-            losses = mapped(parameters, buffers, self.x[index], self.y[index])
-            optimizer.zero_grad()
-            # the members' losses share nothing, so the gradient of their sum is each one's own
-            losses.sum().backward()
-            optimizer.step()
-            if schedule is not None:
-                schedule.step()
-            total += losses.detach() / len(steps)
+        batches = batches_of(len(self.x), self.batch_size, len(next(iter(parameters.values()))))
+        mapped = self._mapped(None if batches is None else 0)
+
+        def losses(rows: Tensor | None) -> Tensor:
+            x, y = (self.x, self.y) if rows is None else (self.x[rows], self.y[rows])
+            return mapped(parameters, buffers, x, y)
+
+        @torch.no_grad()
+        def watch(step: int) -> None:
             if self.watch is not None:
-                with torch.no_grad():
-                    self.watch(step, self.constrain(parameters))
-        return total
+                self.watch(step, self.constrain(parameters))
+
+        return descend(losses, optimizer, steps, batches, generator, schedule, watch)
 
     def _mapped(self, data_axis: int | None) -> MemberLoss:
         """The losses of all members; ``data_axis`` is 0 if each has a mini-batch of its own."""
@@ -253,8 +271,8 @@ class Trainer:
         return torch.func.vmap(evaluate, in_dims=(0, 0, data_axis, data_axis), randomness="different")
 
     @torch.no_grad()
-    def _probe(self) -> str:
-        """The loss of a few rows at weights that are the same in every run, by which functions of one name differ."""
+    def _loss_at_fixed_weights(self) -> float:
+        """The loss of a few rows at weights that are the same in every run: it shows what no hash of code sees."""
         mapped = self._mapped(None)
         with evaluating(self.net), forked(0, self.device):
             weights = {
@@ -262,7 +280,7 @@ class Trainer:
                 for name, shape in self.shapes.items()
             }
             loss = mapped(weights, stacked_buffers(self.net, 1), self.x[:_PROBED], self.y[:_PROBED])
-        return f"{float(loss):.4g}"
+        return float(loss)
 
     @torch.no_grad()
     def _final(self, parameters: Weights, buffers: Weights) -> Tensor:
@@ -319,14 +337,6 @@ def _checked_optimizer(make: MakeOptimizer, shapes: Sequence[torch.Size]) -> str
 
 def _plain(value: Any) -> str:
     return repr(value.tolist() if isinstance(value, Tensor) else value)
-
-
-def _name(thing: Any) -> str:
-    """A function's name and its arguments, the same in every run."""
-    if isinstance(thing, functools.partial):
-        arguments = [repr(value) for value in thing.args] + [f"{k}={v!r}" for k, v in thing.keywords.items()]
-        return f"{_name(thing.func)}({', '.join(arguments)})"
-    return thing if isinstance(thing, str) else getattr(thing, "__qualname__", type(thing).__name__)
 
 
 def _is_finite(parameters: Weights, frozen: Collection[str]) -> Tensor:

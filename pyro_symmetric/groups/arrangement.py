@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.groups.units import Axis, Move, Units
+from pyro_symmetric.groups.units import MOVES, Axis, Move, Units
 from pyro_symmetric.groups.views import views_of
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
@@ -70,7 +71,11 @@ class Arrangement:
 
     def names(self, move: Move) -> tuple[str, ...]:
         """The units that admit a move."""
-        return tuple(name for name, one in self._units.items() if move in one.moves)
+        return self._by_move.get(move, ())
+
+    @cached_property
+    def _by_move(self) -> dict[Move, tuple[str, ...]]:
+        return {move: tuple(name for name, one in self._units.items() if move in one.moves) for move in MOVES}
 
     @property
     def moves(self) -> frozenset[Move]:

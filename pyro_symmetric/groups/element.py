@@ -25,7 +25,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.groups.arrangement import Arrangement
 from pyro_symmetric.groups.numbers import neutral
 from pyro_symmetric.groups.tensors import along_axis, gather_last, lay_out, lift, permute_axes
-from pyro_symmetric.groups.units import MOVES, Units
+from pyro_symmetric.groups.units import MOVES, Move, Units
 from pyro_symmetric.weights import Weights, require_same_network
 
 ByName = dict[str, Tensor]
@@ -120,7 +120,11 @@ class Element:
 
     def within(self, group: Arrangement) -> Element:
         """The element of another group that has the same numbers for the units of both, and leaves all others."""
-        return Element(group, *self.parts, self.batch_shape, device=self.device)
+        parts = [
+            {name: own[name] if name in own else self._still(move, group[name]) for name in group.names(move)}
+            for move, own in zip(MOVES, self.parts, strict=True)
+        ]
+        return Element._of_parts(group, parts, self.batch_shape)
 
     def equal(self, other: Element) -> bool:
         """Whether both are the same elements, bit by bit."""
@@ -133,10 +137,26 @@ class Element:
             for mine, theirs in zip(self.parts, other.parts, strict=True)
         )
 
+    def _still(self, move: Move, units: Units) -> Tensor:
+        """Numbers that move nothing, in the precision of the others."""
+        numbers = (value.dtype for part in self.parts for value in part.values() if value.is_floating_point())
+        value = neutral(move, units, self.device, next(numbers, torch.get_default_dtype()))
+        return value.expand(*self.batch_shape, *units.shape)
+
     def _each(self, change: Callable[[Tensor], Tensor], batch_shape: Sequence[int] = ()) -> Element:
-        each = ({name: change(value) for name, value in part.items()} for part in self.parts)
-        permutations, signs, log_scales, shifts = each
-        return Element(self.group, permutations, signs, log_scales, shifts, batch_shape)
+        parts = [{name: change(value) for name, value in part.items()} for part in self.parts]
+        for name, value in ((name, value) for part in parts for name, value in part.items()):
+            batch_shape = value.shape[: value.dim() - len(self.group[name].shape)]
+            break
+        return Element._of_parts(self.group, parts, batch_shape)
+
+    @classmethod
+    def _of_parts(cls, group: Arrangement, parts: Sequence[ByName], batch_shape: Sequence[int]) -> Element:
+        """An element whose numbers are complete and of one batch shape: of many small ones, looking takes longest."""
+        element = cls.__new__(cls)
+        element.group, element.batch_shape = group, torch.Size(batch_shape)
+        element.permutations, element.signs, element.log_scales, element.shifts = parts
+        return element
 
     # algebra --------------------------------------------------------------------------------------------------------
 

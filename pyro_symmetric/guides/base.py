@@ -1,4 +1,4 @@
-"""What all guides of this library share: parameters of their own, set-up without a step, draws without data."""
+"""The base of all guides of this library: parameters of their own, set-up without a step, draws without data."""
 
 from __future__ import annotations
 

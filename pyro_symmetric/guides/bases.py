@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide, 
 from pyro_symmetric import arguments
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.flow import AutoFlow
-from pyro_symmetric.guides.gaussian import gaussian_copy
+from pyro_symmetric.guides.gaussian import gaussian_copy, plain
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.guides.starts import InitLocFn
 
@@ -45,7 +45,7 @@ def held_guide(base: Any, model: Any, start: InitLocFn, options: Mapping[str, An
 
 def _copied(guide: AutoGuide) -> AutoContinuous:
     layout_of(guide)
-    guide = guide.plain if isinstance(guide, WeightsGuide) else guide
+    guide = plain(guide)
     copied = copy.deepcopy(guide) if isinstance(guide, WeightsGuide) else gaussian_copy(guide)
     copied._pyro_context.used = False  # it hasn't run under any name yet
     return copied

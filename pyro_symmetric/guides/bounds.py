@@ -1,4 +1,4 @@
-r"""What a fitted guide is worth: its ELBO, and that of the guide averaged over the orbits of a group.
+r"""The value of a fitted guide: its ELBO, and that of the guide averaged over the orbits of a group.
 
 .. math:: \mathrm{ELBO}(q) = \mathbb E_q[\log p(w, D) - \log q(w)] \;\le\; \mathrm{ELBO}(\bar q) \;\le\; \log p(D)
 
@@ -16,11 +16,11 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator
 from pyro_symmetric.distributions.orbit import require_estimator
-from pyro_symmetric.generators import forked
 from pyro_symmetric.groups import Group, group_of
 from pyro_symmetric.guides.gaussian import plain_posterior
 from pyro_symmetric.guides.layout import Layout, layout_of

@@ -71,7 +71,7 @@ class AutoGaussian(WeightsGuide):
 
     @property
     def is_mean_field(self) -> bool:
-        """Whether it has no correlations."""
+        """True if it has no correlations."""
         return self.moment_names == ("loc", "scale")
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class AutoGaussian(WeightsGuide):
 
 @torch.no_grad()
 def moments_of(guide: AutoGuide) -> dict[str, Tensor]:
-    """What makes an :class:`AutoGaussian` the equal of a set-up Gaussian guide; of a symmetrised one, of its base.
+    """Moments of an :class:`AutoGaussian` that equals a set-up Gaussian guide; of a symmetrised one, its base.
 
     :raises TypeError: for a guide that isn't Gaussian.
     """

@@ -104,7 +104,7 @@ class Layout:
         return total
 
     def action(self, group: Group) -> Action:
-        """How a group acts on the vectors.
+        """The action of a group on the vectors.
 
         :raises ValueError: if the group moves sites that aren't there, or whose shapes or supports don't fit.
         """

@@ -174,7 +174,7 @@ class Modes_ELBO(OwnParticle_ELBO):
 
 
 def _base_of(distribution: Any) -> Any:
-    """What is symmetrised, or the distribution itself."""
+    """The base that is symmetrised, or the distribution itself."""
     return distribution.base_distribution if isinstance(distribution, Symmetrized) else distribution
 
 

@@ -1,4 +1,4 @@
-r"""Where guides start: off the fixed point of a group, with scales that suit, at the best of a few candidates.
+r"""Starting points of guides: off the fixed point of a group, with scales that suit, at the best of a few candidates.
 
 What a group exchanges starts at a network's own values, or at a draw from the prior: at the prior's median all units
 are alike, and no gradient can tell them apart. Other sites, a likelihood's scale of noise among them, start at their
@@ -19,6 +19,7 @@ from pyro.infer.autoguide.initialization import InitMessenger, init_to_median, i
 from torch import Tensor
 
 from pyro_symmetric._process import running_pyro
+from pyro_symmetric.calls import require_drawable
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.models import BayesianModel
 
@@ -45,7 +46,10 @@ class Start:
         if name in self.values:
             return self.values[name].clone()
         exchanged = not self.values if self.exchanged is None else name in self.exchanged
-        return init_to_sample(site) if exchanged or self.drawn else init_to_median(site)
+        if not (exchanged or self.drawn):
+            return init_to_median(site)
+        require_drawable(name, site["fn"])
+        return init_to_sample(site)
 
 
 def set_up_at_best(

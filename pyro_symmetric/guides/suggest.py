@@ -1,4 +1,4 @@
-"""Which estimator of the symmetrised log-density suits a guide and a group, and why."""
+"""The estimator of the symmetrised log-density that suits a guide and a group, and why."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.discovery.densities import InconclusiveError
+from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized

@@ -1,4 +1,4 @@
-r"""What lies between Gaussian guides: distances, geodesics and barycentres of 2-Wasserstein transport.
+r"""Transport between Gaussian guides: distances, geodesics and barycentres of 2-Wasserstein.
 
 Mean-field guides follow :mod:`pyro_symmetric.alignment.paths.geodesic`, those with correlations (low-rank and
 full-rank) :mod:`pyro_symmetric.alignment.paths.bures`. Everything is measured in the guides' unconstrained coordinates.

@@ -2,6 +2,7 @@
 
 from pyro_symmetric.mcmc.density.density import Density, log_joint
 from pyro_symmetric.mcmc.density.layout import Layout
+from pyro_symmetric.mcmc.identity import OtherRun
 from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.cyclical import CyclicalSG
 from pyro_symmetric.mcmc.kernels.hmc import HMC
@@ -11,6 +12,7 @@ from pyro_symmetric.mcmc.kernels.psgld import pSGLD
 from pyro_symmetric.mcmc.kernels.sghmc import SGHMC
 from pyro_symmetric.mcmc.kernels.sgld import SGLD
 from pyro_symmetric.mcmc.sampling import sample
+from pyro_symmetric.mcmc.tasks import TaskError
 
 __all__ = [
     "HMC",
@@ -22,7 +24,9 @@ __all__ = [
     "Density",
     "Kernel",
     "Layout",
+    "OtherRun",
     "State",
+    "TaskError",
     "log_joint",
     "pSGLD",
     "sample",

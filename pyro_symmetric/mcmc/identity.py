@@ -25,16 +25,16 @@ from pyro_symmetric.fingerprint import (
     ELSEWHERE,
     TOLERANCE,
     agree,
+    as_json,
     differences,
     digest,
-    fingerprint,
     surroundings,
 )
+from pyro_symmetric.mcmc.curves import Thinned
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.targets import ROWS, Rows
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import described
-from pyro_symmetric.mcmc.trace import Thinned
 from pyro_symmetric.storage import StoreError
 
 NEAR, FAR, NUMBERS = 16, 14, 2**24  # points to compare densities at, and how many numbers the far ones may have in all
@@ -76,7 +76,7 @@ def identify(settings: Settings, density: Density | None, seed: int) -> dict[str
         call["dtype"] = str(density.dtype).removeprefix("torch.")
     found = {} if density is None else {"chain_chunk": density.chain_chunk, "engine": density.engine}
     energies = [] if density is None else _energies_at_fixed_points(density, settings.num_chains)
-    return fingerprint(call=call, seed=seed, energies=energies, density=found, **surroundings())
+    return as_json(call=call, seed=seed, energies=energies, density=found, **surroundings())
 
 
 def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -134,9 +134,12 @@ class Passed:
 
     def note(self, iteration: int, z: Tensor) -> None:
         """Keep one chain's state, if it is its iteration's turn."""
-        if self._states.wants(iteration):
-            chain = z[iteration // self._states.stride % len(z)]
-            self._states.keep(iteration, torch.cat([chain, chain.new_tensor([torch.nan])]))  # its energy, later
+
+        def chain() -> Tensor:
+            one = z[iteration // self._states.stride % len(z)]
+            return torch.cat([one, one.new_tensor([torch.nan])])  # its energy, later
+
+        self._states.note(iteration, chain)
 
     def to_dict(self, iteration: int, z: Tensor) -> dict[str, Any]:
         """What a checkpoint keeps after so many iterations, with chains at ``z``."""

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_symmetric._process import LOCK
-from pyro_symmetric.fingerprint import surroundings
-from pyro_symmetric.generators import drawn_seed
+from pyro_symmetric._process import LOCK, drawn_seed
+from pyro_symmetric.fingerprint import VERSIONS
+from pyro_symmetric.mcmc.curves import Curves
 from pyro_symmetric.mcmc.identity import OTHER_MODEL, OtherRun, Passed, identify, require_same, tolerance_of
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve, starting_points
-from pyro_symmetric.mcmc.trace import Trace
 from pyro_symmetric.storage import StoreError
-from pyro_symmetric.store import Checkpoint, Draws, FolderRecorder, MemoryRecorder
+from pyro_symmetric.store import Checkpoint, Contents, FolderRecorder, MemoryRecorder
 
 KERNELS = Kernel.__module__.rpartition(".")[0]
 
@@ -44,7 +43,7 @@ class Stop:
         return Stop, ()
 
 
-def run(settings: Settings, progress: bool = False, stop: Stop | None = None) -> Draws:
+def run(settings: Settings, progress: bool = False, stop: Stop | None = None) -> Contents:
     """Start, or resume, chains and move them. Ctrl-C while sampling returns what there is, marked as interrupted.
 
     :param stop: has the effect of Ctrl-C.
@@ -82,7 +81,7 @@ class Run:
         self._clock = time.perf_counter()
         self._seconds = {"warmup": 0.0, "sampling": 0.0}
         self._diverged = 0
-        self._trace = Trace()
+        self._curves = Curves()
         self._passed: Passed | None = None
         self.at: Boundary
         if isinstance(recorder, FolderRecorder):
@@ -94,13 +93,14 @@ class Run:
 
     def go(self, progress: bool, stop: Stop | None) -> None:
         """Run all iterations that are left. However that ends, the recorder commits what was done."""
-        total = self.settings.total
+        settings = self.settings
+        total = settings.num_warmup + settings.num_samples * settings.thinning
         if self.at.iteration >= total:
             return
         bar = tqdm(total=total, initial=self.at.iteration, disable=not progress, mininterval=0.2)
         try:
             while self.at.iteration < total:
-                warming_up = self.at.iteration < self.settings.num_warmup
+                warming_up = self.at.iteration < settings.num_warmup
                 bar.set_description("warm-up" if warming_up else "sampling", refresh=False)
                 self._advance()
                 if self.recorder.is_due:
@@ -126,12 +126,12 @@ class Run:
             "device": str(density.device),
             "dtype": str(density.dtype).removeprefix("torch."),
             "chain_chunk": density.chain_chunk,
-            "versions": surroundings()["versions"],
+            "versions": VERSIONS,
             "engine": density.engine,  # as it turned out: torch.compile may have failed on the way
             "engine_reason": density.engine_reason,
             "seconds": dict(self._seconds),
             "interrupted": settings.draws(done) < settings.num_samples,
-            "trace": self._trace.curves(done),
+            "trace": self._curves.curves(done),
         }
 
     # small steps ----------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Run:
                 raise ValueError(f"the state doesn't hold {shape[0]} chains of {shape[1]} coordinates")
             if at.iteration < 0 or self.settings.draws(at.iteration) != last.draws:
                 raise ValueError(f"iteration {at.iteration} has {last.draws} draws")
-            self._trace.restore(more["trace"])
+            self._curves.restore(more["trace"])
             self._seconds = {phase: float(more["seconds"][phase]) for phase in self._seconds}
             same = self._passed.restore(more["passed"], at.state.z, tolerance)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -188,12 +188,12 @@ class Run:
     def _advance(self) -> None:
         settings, iteration = self.settings, self.at.iteration
         state = settings.kernel.step(self.density, self.at.state)
-        self._trace.record(iteration, state)
+        self._curves.record(iteration, state)
         if iteration < settings.num_warmup:
             state = settings.kernel.adapt(self.density, state, iteration, settings.num_warmup)
         elif (iteration + 1 - settings.num_warmup) % settings.thinning == 0:
             statistics = {name: value.to("cpu") for name, value in state.statistics.items()}
-            self.recorder.append(settings.draws(iteration), self.density.constrain(state.z), statistics)
+            self.recorder.append(settings.draws(iteration), self.density.layout.constrain(state.z), statistics)
             self._diverged += int(statistics["diverging"].sum()) if "diverging" in statistics else 0
         now = time.perf_counter()
         self._seconds["warmup" if iteration < settings.num_warmup else "sampling"] += now - self._clock
@@ -214,7 +214,7 @@ class Run:
         assert self._passed is not None
         at = self.at
         passed = self._passed.to_dict(at.iteration, at.state.z)
-        trace = self._trace.to_dict(at.iteration)
+        trace = self._curves.to_dict(at.iteration)
         return packed(at, {"passed": passed, "trace": trace, "seconds": dict(self._seconds)})
 
     def _postfix(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from pyro_symmetric.mcmc.run import run
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import Initial
 from pyro_symmetric.mcmc.tasks import run_tasks
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior import Origin, Posterior
 from pyro_symmetric.storage import PathLike
 
 
@@ -122,12 +123,13 @@ def sample(
         device=device,
         dtype=dtype,
     )
+    origin = Origin(kernel, args, kwargs, device)
     if executor is None and chains_per_task is None:
-        posterior = Posterior(*run(settings, progress), rows="chains")
+        posterior = Posterior(*run(settings, progress), rows="chains", origin=origin)
     else:
-        posterior = run_tasks(settings, executor, chains_per_task, threads_per_task, progress)
+        posterior = replace(run_tasks(settings, executor, chains_per_task, threads_per_task, progress), origin=origin)
     _warn_of_trouble(posterior, settings)
-    return posterior.attach(kernel, *settings.args, **settings.kwargs).sampled_on(device)
+    return posterior
 
 
 def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:

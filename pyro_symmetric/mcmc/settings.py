@@ -55,11 +55,6 @@ class Settings:
         if self.resume is True and self.store is None:
             raise ValueError("resume is True, but store is not given; pass the folder that the run was stored in")
 
-    @property
-    def total(self) -> int:
-        """Iterations in all."""
-        return self.num_warmup + self.num_samples * self.thinning
-
     def draws(self, iterations: int) -> int:
         """Draws that are kept in the first iterations."""
         return max(iterations - self.num_warmup, 0) // self.thinning

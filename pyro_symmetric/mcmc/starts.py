@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.fingerprint import digest
-from pyro_symmetric.generators import drawn_seed, forked
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.targets import NetworkTarget, not_a_number
-from pyro_symmetric.mcmc.kernels.batches import independent_rows
+from pyro_symmetric.mcmc.kernels.randomness import independent_rows
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 

@@ -9,13 +9,12 @@ a worker that died are done again in this process.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -25,25 +24,19 @@ import torch
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import PYRO
+from pyro_symmetric._process import PYRO, drawn_seed
 from pyro_symmetric.fingerprint import agree
-from pyro_symmetric.generators import drawn_seed, forked
+from pyro_symmetric.mcmc.cutting import cut, default_size
 from pyro_symmetric.mcmc.identity import OTHER_MODEL, OtherRun, call_differences, identify, tolerance_of
 from pyro_symmetric.mcmc.run import Stop, run
 from pyro_symmetric.mcmc.settings import Settings
-from pyro_symmetric.mcmc.starts import resolve
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.storage import save_json
-from pyro_symmetric.store import Draws
+from pyro_symmetric.store import Contents
 from pyro_symmetric.store.files import CHECKPOINT, TASKS, VERSION
 from pyro_symmetric.store.recorders import LOCK as LOCK_FILE
 from pyro_symmetric.store.recorders import lock_folder
 from pyro_symmetric.store.tasks import join_tasks, joint_metadata, read_joined, read_tasks, task_folder
-from pyro_symmetric.weights import batch_shape
-
-LARGEST_TASK = 16  # chains, about as many as a processor's cache serves at once
-SMALLEST_TASK = 4  # chains, for a warm-up that has something to pool
-FEWEST_TASKS = 4
 
 _is_forked = False
 _threads_lock, _running = threading.Lock(), 0
@@ -79,14 +72,14 @@ class Outcome:
     :param cause: the executor's first complaint.
     """
 
-    done: dict[int, Draws] = field(default_factory=dict)
+    done: dict[int, Contents] = field(default_factory=dict)
     failed: dict[int, Exception] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     cause: BaseException | None = None
     interrupted: bool = False
 
-    def note(self, task: int, result: Callable[[], Draws]) -> None:
+    def note(self, task: int, result: Callable[[], Contents]) -> None:
         """Write down how a task ended; an error of one doesn't end the others."""
         try:
             draws = result()
@@ -137,7 +130,7 @@ def run_tasks(
         return _gathered(settings, tasks, outcome, {"seed": seed, "chains_per_task": size})
 
 
-def do_task(settings: Settings, threads: int, stop: Stop) -> Draws:
+def do_task(settings: Settings, threads: int, stop: Stop) -> Contents:
     """One task, wherever it is done, with so many of PyTorch's threads.
 
     :return: the draws, as arrays, which every executor can carry; only the metadata, if they lie in a store or if the
@@ -154,44 +147,12 @@ def do_task(settings: Settings, threads: int, stop: Stop) -> Draws:
             draws = run(settings, stop=stop)
         except KeyboardInterrupt:
             if stop.is_set():
-                return Draws({}, {}, {"interrupted": True})
+                return Contents({}, {}, {"interrupted": True})
             raise
     if settings.store is not None:
-        return Draws({}, {}, draws.metadata)
+        return Contents({}, {}, draws.metadata)
     samples, statistics = ({name: value.numpy() for name, value in kept.items()} for kept in draws[:2])
-    return Draws(samples, statistics, draws.metadata)  # type: ignore[arg-type]
-
-
-def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
-    """The settings of tasks of ``size`` chains; what is left over makes a smaller one."""
-    starts = range(0, settings.num_chains, size)
-    with forked(seed_of_task(seed, "initial")):
-        given = _starts_of_tasks(settings, [slice(start, start + size) for start in starts])
-    folders = [None if settings.store is None else task_folder(settings.store, task) for task in range(len(starts))]
-    begun = [folder is not None and (folder / CHECKPOINT).exists() for folder in folders]
-    return [
-        replace(
-            settings,
-            num_chains=min(size, settings.num_chains - start),
-            initial=initial,
-            seed=seed_of_task(seed, task),
-            store=folder,
-            resume=True if settings.resume is True and begun[task] else "auto",
-        )
-        for task, (start, initial, folder) in enumerate(zip(starts, given, folders, strict=True))
-    ]
-
-
-def default_size(num_chains: int) -> int:
-    """Chains of a task: a quarter of all, but from ``SMALLEST_TASK`` to about ``LARGEST_TASK``, the last task's too."""
-    size = max(SMALLEST_TASK, min(LARGEST_TASK, num_chains // FEWEST_TASKS))
-    fitting = (s for s in range(size, num_chains) if num_chains % s == 0 or num_chains % s >= SMALLEST_TASK)
-    return next(fitting, num_chains)
-
-
-def seed_of_task(seed: int, task: int | str) -> int:
-    """A seed for one part of a run, independent of the others'."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{task}".encode(), digest_size=8).digest(), "big") >> 1
+    return Contents(samples, statistics, draws.metadata)  # type: ignore[arg-type]
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -252,20 +213,6 @@ def _identity(settings: Settings, seed: int) -> dict[str, Any]:
     return identify(settings, settings.density(chain_chunk=settings.num_chains, engine="torch"), seed)
 
 
-def _starts_of_tasks(settings: Settings, tasks: Sequence[slice]) -> list[Any]:
-    """Each task's ``initial``; guides and functions draw here, once for all chains, so they needn't travel."""
-    initial = resolve(settings.initial, settings.num_chains, settings.args, settings.kwargs)
-    for_each_chain = callable(initial)
-    if callable(initial):
-        initial = initial(settings.num_chains)
-    elif isinstance(initial, Mapping):
-        shapes = settings.density(chain_chunk=settings.num_chains, engine="torch").layout.site_shapes
-        for_each_chain = bool(batch_shape(initial, shapes))
-    if not for_each_chain:
-        return [initial] * len(tasks)
-    return [{site: value[chains] for site, value in initial.items()} for chains in tasks]
-
-
 def _require_free(folder: Path) -> None:
     """:raises FileExistsError: if there are other things than a store of tasks."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK_FILE)
@@ -296,7 +243,7 @@ def _num_threads(count: int) -> Iterator[None]:
 
 
 def _by_workers(tasks: Sequence[Settings], executor: Executor, threads: int, outcome: Outcome, bar: tqdm) -> None:
-    futures: dict[Future[Draws], int] = {}
+    futures: dict[Future[Contents], int] = {}
     stop = Stop()
     try:
         for task, settings in enumerate(tasks):
@@ -315,7 +262,7 @@ def _by_workers(tasks: Sequence[Settings], executor: Executor, threads: int, out
         raise
 
 
-def _receive(future: Future[Draws], task: int, outcome: Outcome) -> None:
+def _receive(future: Future[Contents], task: int, outcome: Outcome) -> None:
     error = None if future.cancelled() else future.exception()
     if future.cancelled() or _is_loss(error):
         if not outcome.lost:  # why the first worker died says more than why the executor took no more

@@ -13,7 +13,17 @@ the draws that it counts have reached the disk. If more draws are asked for than
 ``draws-0001.safetensors``, takes its place.
 """
 
-from pyro_symmetric.store.files import Checkpoint, Draws, read_store
+from pyro_symmetric.store.files import Checkpoint, Contents, read_store
 from pyro_symmetric.store.recorders import FolderRecorder, MemoryRecorder, Recorder
+from pyro_symmetric.store.tasks import joint_metadata, read_folder
 
-__all__ = ["Checkpoint", "Draws", "FolderRecorder", "MemoryRecorder", "Recorder", "read_store"]
+__all__ = [
+    "Checkpoint",
+    "Contents",
+    "FolderRecorder",
+    "MemoryRecorder",
+    "Recorder",
+    "joint_metadata",
+    "read_folder",
+    "read_store",
+]

@@ -30,8 +30,8 @@ CODES = {  # those of safetensors
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
-class Draws(NamedTuple):
-    """What a posterior is made of.
+class Contents(NamedTuple):
+    """The tensors and metadata of a posterior.
 
     :param samples: site -> ``(chains, draws, *site_shape)``.
     :param statistics: name -> ``(chains, draws)``.
@@ -44,7 +44,7 @@ class Draws(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Column:
+class Entry:
     """One tensor of a file of draws.
 
     :param kind: ``samples`` or ``statistics``.
@@ -65,22 +65,22 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What lies where in a file of draws.
+class DrawsFile:
+    """A file of draws: the places of tensors in it.
 
     :param number: of the file.
     :param chains: how many there are.
     :param room: draws of each chain that fit.
-    :param columns: in the order in which they were given.
+    :param entries: in the order in which they were given.
     """
 
     number: int
     chains: int
     room: int
-    columns: tuple[Column, ...]
+    entries: tuple[Entry, ...]
 
     @classmethod
-    def like(cls, number: int, room: int, draw: Mapping[str, Mapping[str, Tensor]]) -> Layout:
+    def like(cls, number: int, room: int, draw: Mapping[str, Mapping[str, Tensor]]) -> DrawsFile:
         """For draws like this one, kind -> name -> ``(chains, *shape)``.
 
         :raises TypeError: if one has a dtype that the file can't hold.
@@ -89,47 +89,47 @@ class Layout:
         for kind, name, value in named:
             if value.dtype not in CODES:
                 raise TypeError(f"{kind}[{name!r}] is of {value.dtype}, which a store can't keep")
-        columns = (Column(kind, name, CODES[value.dtype], tuple(value.shape[1:])) for kind, name, value in named)
-        return cls(number, len(named[0][2]), room, tuple(columns))
+        entries = (Entry(kind, name, CODES[value.dtype], tuple(value.shape[1:])) for kind, name, value in named)
+        return cls(number, len(named[0][2]), room, tuple(entries))
 
     @property
-    def file(self) -> str:
+    def name(self) -> str:
         """The file's name."""
         return f"draws-{self.number:04d}.safetensors"
 
     def header(self) -> bytes:
-        """What the file begins with; it says all that a reader of safetensors needs."""
-        entries = {
-            f"{column.kind}/{column.name}": {
-                "dtype": column.code,
-                "shape": [self.chains, self.room, *column.shape],
-                "data_offsets": [begin, begin + self.bytes_of(column)],
+        """The beginning of the file: all that a reader of safetensors needs."""
+        header = {
+            f"{entry.kind}/{entry.name}": {
+                "dtype": entry.code,
+                "shape": [self.chains, self.room, *entry.shape],
+                "data_offsets": [begin, begin + self.bytes_of(entry)],
             }
-            for column, begin in zip(self.columns, self._begins(), strict=True)
+            for entry, begin in zip(self.entries, self._begins(), strict=True)
         }
-        text = json.dumps(entries).encode()
+        text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
 
-    def bytes_of(self, column: Column) -> int:
-        """How many a column takes."""
-        return self.chains * self.room * column.size
+    def bytes_of(self, entry: Entry) -> int:
+        """Bytes that an entry takes."""
+        return self.chains * self.room * entry.size
 
     @property
     def places(self) -> list[int]:
-        """Where in the file each column begins."""
+        """The place in the file at which each entry begins."""
         first = len(self.header())
         return [first + begin for begin in self._begins()]
 
     @property
     def file_size(self) -> int:
         """Bytes of the file."""
-        return len(self.header()) + sum(map(self.bytes_of, self.columns))
+        return len(self.header()) + sum(map(self.bytes_of, self.entries))
 
     def _begins(self) -> list[int]:
-        """Where each column begins after the header: those of long numbers first, so that all are aligned."""
-        order = sorted(range(len(self.columns)), key=lambda i: -DTYPES[self.columns[i].code].itemsize)
-        ends = itertools.accumulate((self.bytes_of(self.columns[i]) for i in order), initial=0)
+        """The place of each entry after the header: those of long numbers first, so that all are aligned."""
+        order = sorted(range(len(self.entries)), key=lambda i: -DTYPES[self.entries[i].code].itemsize)
+        ends = itertools.accumulate((self.bytes_of(self.entries[i]) for i in order), initial=0)
         return [begin for _, begin in sorted(zip(order, ends, strict=False))]
 
     def make(self, folder: Path) -> int:
@@ -137,7 +137,7 @@ class Layout:
 
         :raises OSError: if there isn't so much room on the disk.
         """
-        path = folder / self.file
+        path = folder / self.name
         path.unlink(missing_ok=True)  # left by a process that was killed before a checkpoint named it
         descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
@@ -155,16 +155,16 @@ class Layout:
     def open(self, folder: Path, flags: int) -> int:
         """A descriptor of the file.
 
-        :raises StoreError: if it isn't there, is a link that leads out, or isn't of this layout.
+        :raises StoreError: if it isn't there, is a link that leads out, or doesn't begin as it should.
         """
-        path, header, size = inside(folder, self.file), self.header(), self.file_size
+        path, header, size = inside(folder, self.name), self.header(), self.file_size
         if not path.is_file():  # a pipe would be waited for
-            raise StoreError(f"the draw store {folder} is damaged: {self.file} is missing, or no file")
+            raise StoreError(f"the draw store {folder} is damaged: {self.name} is missing, or no file")
         descriptor = open_own(path, flags) if flags != os.O_RDONLY else os.open(path, flags)
         if (found := os.fstat(descriptor).st_size) != size:
-            message = f"{self.file} holds {found} of {size} bytes (was it cut short?)"
+            message = f"{self.name} holds {found} of {size} bytes (was it cut short?)"
         elif os.pread(descriptor, len(header), 0) != header:
-            message = f"{self.file} has a damaged header"
+            message = f"{self.name} has a damaged header"
         else:
             return descriptor
         os.close(descriptor)
@@ -173,28 +173,28 @@ class Layout:
     def map(self, folder: Path, draws: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Samples and statistics, read when they are touched; changes to them stay in memory."""
         os.close(self.open(folder, os.O_RDONLY))
-        file = str(folder / self.file)
-        whole = torch.from_file(file, shared=False, size=self.file_size, dtype=torch.uint8)
+        path = str(folder / self.name)
+        whole = torch.from_file(path, shared=False, size=self.file_size, dtype=torch.uint8)
         found: dict[str, dict[str, Tensor]] = {"samples": {}, "statistics": {}}
-        for column, begin in zip(self.columns, self.places, strict=True):
-            flat = whole[begin : begin + self.bytes_of(column)].view(DTYPES[column.code])
-            found[column.kind][column.name] = flat.view(self.chains, self.room, *column.shape)[:, :draws]
+        for entry, begin in zip(self.entries, self.places, strict=True):
+            flat = whole[begin : begin + self.bytes_of(entry)].view(DTYPES[entry.code])
+            found[entry.kind][entry.name] = flat.view(self.chains, self.room, *entry.shape)[:, :draws]
         return found["samples"], found["statistics"]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the last commit said.
+    """The record of the last commit.
 
-    :param layout: of the file of draws; ``None`` before there are any.
+    :param file: of draws; ``None`` before there are any.
     :param draws: how many of each chain are safe.
-    :param sums: the CRC-32 of each chain's draws in each column, ``(columns, chains)``.
+    :param sums: the CRC-32 of each chain's draws in each entry, ``(entries, chains)``.
     :param fingerprint: of the run.
     :param metadata: of the posterior.
     :param state: what the run resumes from; empty if it can't.
     """
 
-    layout: Layout | None
+    file: DrawsFile | None
     draws: int
     sums: Tensor
     fingerprint: dict[str, Any]
@@ -204,7 +204,7 @@ class Checkpoint:
     def write(self, folder: Path) -> None:
         """Replace what the folder has, whole or not at all."""
         header = {name: getattr(self, name) for name in ("draws", "fingerprint", "metadata")}
-        header["layout"] = None if self.layout is None else asdict(self.layout)
+        header["file"] = None if self.file is None else asdict(self.file)
         state = torch.frombuffer(bytearray(self.state or b"\0"), dtype=torch.uint8)
         header["state_bytes"] = len(self.state)
         save_tensors(folder / CHECKPOINT, KIND, VERSION, {"sums": self.sums, "state": state}, header)
@@ -214,9 +214,9 @@ class Checkpoint:
         """:raises StoreError: if it is damaged or of a newer version."""
         tensors, header = load_tensors(inside(folder, CHECKPOINT), KIND, VERSION)
         try:
-            layout = None if header["layout"] is None else _layout(header["layout"])
+            file = None if header["file"] is None else _file_of(header["file"])
             state = bytes(raw_bytes(tensors["state"])[: header["state_bytes"]].numpy())
-            found = cls(layout, header["draws"], tensors["sums"], header["fingerprint"], header["metadata"], state)
+            found = cls(file, header["draws"], tensors["sums"], header["fingerprint"], header["metadata"], state)
             _require_sound(found)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{folder / CHECKPOINT} has a damaged header: {error!r}") from error
@@ -227,17 +227,17 @@ class Checkpoint:
 
         :raises StoreError: naming the first site or statistic that differs, and the chains.
         """
-        if self.layout is None:
+        if self.file is None:
             return
-        descriptor = self.layout.open(folder, os.O_RDONLY)
+        descriptor = self.file.open(folder, os.O_RDONLY)
         try:
-            for column, begin, sums in zip(self.layout.columns, self.layout.places, self.sums.tolist(), strict=True):
-                row = self.layout.room * column.size
-                found = [checksum(descriptor, begin + c * row, self.draws * column.size) for c in range(len(sums))]
+            for entry, begin, sums in zip(self.file.entries, self.file.places, self.sums.tolist(), strict=True):
+                row = self.file.room * entry.size
+                found = [checksum(descriptor, begin + c * row, self.draws * entry.size) for c in range(len(sums))]
                 if bad := [chain for chain, pair in enumerate(zip(found, sums, strict=True)) if pair[0] != pair[1]]:
                     shown = ", ".join(map(str, bad[:5])) + ", ..." * (len(bad) > 5)
                     raise StoreError(
-                        f"the draw store {folder} is damaged: in {self.layout.file}, {column.kind}/{column.name} of "
+                        f"the draw store {folder} is damaged: in {self.file.name}, {entry.kind}/{entry.name} of "
                         f"{len(bad)} chains ({shown}) differs from its checksum. Restore it from a copy; "
                         "Posterior.load(path, verify=False) reads it as it is"
                     )
@@ -245,7 +245,7 @@ class Checkpoint:
             os.close(descriptor)
 
 
-def read_store(path: PathLike, *, verify: bool = True) -> Draws:
+def read_store(path: PathLike, *, verify: bool = True) -> Contents:
     """The committed draws of a store, mapped from its file.
 
     :param verify: read everything and compare it with the checksums; otherwise draws are read when they are touched.
@@ -257,15 +257,15 @@ def read_store(path: PathLike, *, verify: bool = True) -> Draws:
         raise FileNotFoundError(f"there is no draw store at {path}")
     while True:
         found = Checkpoint.read(folder)
-        if found.layout is None or found.draws == 0:
+        if found.file is None or found.draws == 0:
             raise StoreError(f"the draw store {folder} holds no draws yet")
         try:
             if verify:
                 found.verify(folder)
-            return Draws(*found.layout.map(folder, found.draws), found.metadata)
+            return Contents(*found.file.map(folder, found.draws), found.metadata)
         except StoreError:
-            now = Checkpoint.read(folder).layout
-            if now is None or now.number == found.layout.number:
+            now = Checkpoint.read(folder).file
+            if now is None or now.number == found.file.number:
                 raise  # otherwise a larger file has taken its place meanwhile
 
 
@@ -288,23 +288,26 @@ def checksum(descriptor: int, offset: int, size: int) -> int:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _layout(entries: Mapping[str, Any]) -> Layout:
-    columns = tuple(Column(**{**column, "shape": tuple(column["shape"])}) for column in entries["columns"])
-    layout = Layout(**{**entries, "columns": columns})
-    numbers: Sequence[Any] = (layout.number, layout.chains, layout.room, *(n for c in columns for n in c.shape))
-    if any(type(number) is not int or number < 0 for number in numbers) or not (layout.chains and columns):
-        raise ValueError(f"{layout.file if type(layout.number) is int else 'it'} is of no shape that draws can have")
-    for column in columns:
-        known = column.kind in ("samples", "statistics") and column.code in DTYPES
-        if not known or not isinstance(column.name, str):
-            raise ValueError(f"a column is {column}")
-    return layout
+def _file_of(found: Mapping[str, Any]) -> DrawsFile:
+    entries = tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in found["entries"])
+    file = DrawsFile(**{**found, "entries": entries})
+    numbers: Sequence[Any] = (file.number, file.chains, file.room, *(n for c in entries for n in c.shape))
+    if any(type(number) is not int or number < 0 for number in numbers) or not (file.chains and entries):
+        raise ValueError(f"{file.name if type(file.number) is int else 'it'} is of no shape that draws can have")
+    for entry in entries:
+        known = entry.kind in ("samples", "statistics") and entry.code in DTYPES
+        if not known or not isinstance(entry.name, str):
+            raise ValueError(f"an entry is {entry}")
+    names = [f"{entry.kind}/{entry.name}" for entry in entries]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"it has several entries of one name: {twice}")
+    return file
 
 
 def _require_sound(found: Checkpoint) -> None:
     """:raises ValueError: if counts, checksums or the rest are none."""
-    shape = (0, 0) if found.layout is None else (len(found.layout.columns), found.layout.chains)
-    room = 0 if found.layout is None else found.layout.room
+    shape = (0, 0) if found.file is None else (len(found.file.entries), found.file.chains)
+    room = 0 if found.file is None else found.file.room
     if type(found.draws) is not int or not 0 <= found.draws <= room:
         raise ValueError(f"draws is {found.draws!r}")
     if tuple(found.sums.shape) != shape or found.sums.dtype != torch.int64:

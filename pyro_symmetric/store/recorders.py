@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.storage import Lock, PathLike, StoreError, flush, make_folder, raw_bytes, sync
-from pyro_symmetric.store.files import CHECKPOINT, PIECE, TASKS, Checkpoint, Draws, Layout, checksum, write_at
+from pyro_symmetric.store.files import CHECKPOINT, PIECE, TASKS, Checkpoint, Contents, DrawsFile, checksum, write_at
 
 LOCK = ".pyro_symmetric.lock"
 COMMIT_SECONDS = 5.0  # at least so long between two commits,
@@ -42,7 +42,7 @@ class Recorder(Protocol):
         :param metadata: of the posterior; called, as ``state`` is, only if something is kept beyond the process.
         """
 
-    def draws(self, count: int, metadata: dict[str, Any]) -> Draws:
+    def draws(self, count: int, metadata: dict[str, Any]) -> Contents:
         """The first draws."""
 
 
@@ -69,9 +69,9 @@ class MemoryRecorder:
     def commit(self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes]) -> None:
         pass
 
-    def draws(self, count: int, metadata: dict[str, Any]) -> Draws:
+    def draws(self, count: int, metadata: dict[str, Any]) -> Contents:
         cut = [{name: value[:, :count] for name, value in kept.items()} for kept in self._kept.values()]
-        return Draws(cut[0], cut[1], metadata)
+        return Contents(cut[0], cut[1], metadata)
 
 
 class FolderRecorder:
@@ -95,9 +95,9 @@ class FolderRecorder:
         self.fingerprint: dict[str, Any] = {}  # what every checkpoint says of the run
         self.last: Checkpoint | None = None  # what the folder held, with draws that agree with their checksums
         self.failed = False  # once writing has failed, no more is tried
-        self._layout: Layout | None = None
+        self._file: DrawsFile | None = None
         self._descriptor: int | None = None
-        self._columns: list[_Column] = []
+        self._writers: list[_Writer] = []
         self._safe = 0
         self._next_commit = time.perf_counter() + COMMIT_SECONDS
         self._lock = lock_folder(self.path, _require_free)
@@ -105,7 +105,7 @@ class FolderRecorder:
             if (self.path / CHECKPOINT).exists():
                 self.last = Checkpoint.read(self.path)
                 self.last.verify(self.path)
-                self._layout, self._safe = self.last.layout, self.last.draws
+                self._file, self._safe = self.last.file, self.last.draws
         except BaseException:
             self._lock.withdraw()
             raise
@@ -120,34 +120,34 @@ class FolderRecorder:
         with self._reporting():
             if self._descriptor is None:
                 self._open({"samples": samples, "statistics": statistics})
-            for column, value in zip(self._columns, values, strict=True):
-                column.append(number, value)
+            for writer, value in zip(self._writers, values, strict=True):
+                writer.append(number, value)
 
     def commit(self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes]) -> None:
         """:raises OSError: if it can't be written; what was committed before is safe."""
         began = time.perf_counter()
         content = state()
         with self._reporting():
-            for column in self._columns:
-                column.write(draws)
+            for writer in self._writers:
+                writer.write(draws)
             if self._descriptor is not None:
                 flush(self._descriptor)
-            if self._columns:
-                sums = torch.tensor([column.sums for column in self._columns])
+            if self._writers:
+                sums = torch.tensor([writer.sums for writer in self._writers])
             else:
                 sums = torch.empty(0, 0, dtype=torch.long) if self.last is None else self.last.sums
-            found = Checkpoint(self._layout, draws, sums, self.fingerprint, metadata(), content)
+            found = Checkpoint(self._file, draws, sums, self.fingerprint, metadata(), content)
             found.write(self.path)
             self._safe = draws
-            for file in self.path.glob("draws-*.safetensors"):  # whose place a larger one has taken
-                if self._layout is not None and file.name != self._layout.file:
-                    file.unlink()
+            for path in self.path.glob("draws-*.safetensors"):  # whose place a larger one has taken
+                if self._file is not None and path.name != self._file.name:
+                    path.unlink()
         now = time.perf_counter()
         self._next_commit = now + max(COMMIT_SECONDS, (now - began) / COMMIT_SHARE)
 
-    def draws(self, count: int, metadata: dict[str, Any]) -> Draws:
-        assert self._layout is not None
-        return Draws(*self._layout.map(self.path, count), metadata)
+    def draws(self, count: int, metadata: dict[str, Any]) -> Contents:
+        assert self._file is not None
+        return Contents(*self._file.map(self.path, count), metadata)
 
     def close(self) -> None:
         """Let others write."""
@@ -166,14 +166,14 @@ class FolderRecorder:
 
     def _open(self, draw: Mapping[str, Values]) -> None:
         """The file of draws, with room for all of them."""
-        before = self._layout
-        now = Layout.like(0 if before is None else before.number, self._num_samples, draw)
-        if before is not None and (before.chains, before.columns) != (now.chains, now.columns):
-            differing = sorted({column.name for column in set(before.columns) ^ set(now.columns)})
+        before = self._file
+        now = DrawsFile.like(0 if before is None else before.number, self._num_samples, draw)
+        if before is not None and (before.chains, before.entries) != (now.chains, now.entries):
+            differing = sorted({entry.name for entry in set(before.entries) ^ set(now.entries)})
             raise StoreError(f"the draw store {self.path} holds other sites or statistics; what differs: {differing}")
         for stale in self.path.glob(f".{CHECKPOINT}.*.tmp"):  # left by a process that was killed in a commit
             stale.unlink()
-        sums: Sequence[Sequence[int]] = [[0] * now.chains] * len(now.columns)
+        sums: Sequence[Sequence[int]] = [[0] * now.chains] * len(now.entries)
         if before is None:
             self._descriptor = now.make(self.path)
         elif self.last is not None:
@@ -181,14 +181,14 @@ class FolderRecorder:
             if before.room >= self._num_samples:
                 self._descriptor = before.open(self.path, os.O_RDWR)
             else:
-                now = Layout(before.number + 1, before.chains, self._num_samples, before.columns)
+                now = DrawsFile(before.number + 1, before.chains, self._num_samples, before.entries)
                 self._descriptor = now.make(self.path)
                 copy_rows([(self.path, before)], self._descriptor, now, self._safe)
         sync(self.path)
-        places = zip(now.columns, now.places, sums, strict=True)
+        places = zip(now.entries, now.places, sums, strict=True)
         assert self._descriptor is not None
-        self._columns = [_Column(self._descriptor, now.room, c.size, at, self._safe, s) for c, at, s in places]
-        self._layout = now
+        self._writers = [_Writer(self._descriptor, now.room, c.size, at, self._safe, s) for c, at, s in places]
+        self._file = now
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -203,7 +203,7 @@ class FolderRecorder:
             ) from error
 
 
-class _Column:
+class _Writer:
     """The part of a file that one site's or statistic's draws go to, and the draws that are yet to go there.
 
     :param room: draws of each chain that fit.
@@ -244,26 +244,26 @@ class _Column:
         self._done = (until, now)
 
 
-def copy_rows(sources: Sequence[tuple[Path, Layout]], target: int, layout: Layout, draws: int) -> list[list[int]]:
+def copy_rows(sources: Sequence[tuple[Path, DrawsFile]], target: int, file: DrawsFile, draws: int) -> list[list[int]]:
     """Copy the first draws of the chains of some files into one that is to hold them all, one below the other.
 
-    :param sources: folders, and the layouts of their files.
-    :param target: descriptor of the file to write; ``layout``: its own.
-    :return: the CRC-32 of each chain's draws in each column.
+    :param sources: folders, and the file of draws in each.
+    :param target: descriptor of the file to write, which is ``file``.
+    :return: the CRC-32 of each chain's draws in each entry.
     """
     first = 0
-    sums: list[list[int]] = [[] for _ in layout.columns]
+    sums: list[list[int]] = [[] for _ in file.entries]
     for folder, source in sources:
         descriptor = source.open(folder, os.O_RDONLY)
         try:
-            for k, (column, begin, to) in enumerate(zip(layout.columns, source.places, layout.places, strict=True)):
+            for k, (entry, begin, to) in enumerate(zip(file.entries, source.places, file.places, strict=True)):
                 for chain in range(source.chains):
-                    at = begin + chain * source.room * column.size
-                    new = to + (first + chain) * layout.room * column.size
-                    for done in range(0, draws * column.size, PIECE):
-                        piece = os.pread(descriptor, min(PIECE, draws * column.size - done), at + done)
+                    at = begin + chain * source.room * entry.size
+                    new = to + (first + chain) * file.room * entry.size
+                    for done in range(0, draws * entry.size, PIECE):
+                        piece = os.pread(descriptor, min(PIECE, draws * entry.size - done), at + done)
                         write_at(target, memoryview(piece), new + done)
-                    sums[k].append(checksum(target, new, draws * column.size))
+                    sums[k].append(checksum(target, new, draws * entry.size))
         finally:
             os.close(descriptor)
         first += source.chains

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pyro_symmetric.storage import StoreError, flush, inside, load_json, make_folder
-from pyro_symmetric.store.files import CHECKPOINT, KIND, TASKS, VERSION, Checkpoint, Draws, Layout, read_store
+from pyro_symmetric.store.files import CHECKPOINT, KIND, TASKS, VERSION, Checkpoint, Contents, DrawsFile, read_store
 from pyro_symmetric.store.recorders import copy_rows
 
 JOINED = "joined"
@@ -46,7 +46,7 @@ def read_tasks(folder: Path) -> dict[str, Any]:
     return note
 
 
-def parts_of(folder: Path) -> tuple[list[Path], bool]:
+def stores_of_tasks(folder: Path) -> tuple[list[Path], bool]:
     """The stores of the tasks that have finished, or if none has, of those with draws; and whether these are all.
 
     :return: no stores if the folder isn't one of tasks.
@@ -67,7 +67,32 @@ def parts_of(folder: Path) -> tuple[list[Path], bool]:
     return finished or begun, len(finished) == len(stores)
 
 
-def read_joined(folder: Path, stores: Sequence[Path], *, verify: bool = True) -> Draws | None:
+def read_folder(folder: Path, *, verify: bool = True) -> Contents:
+    """The committed draws of a run, whether it was cut into tasks or not.
+
+    Of tasks of which some haven't finished, the chains are copied side by side, as far as all of them have come.
+
+    :param verify: as of :func:`~pyro_symmetric.store.files.read_store`, which says what is raised.
+    """
+    stores, are_all = stores_of_tasks(folder)
+    if not stores:
+        return read_store(folder, verify=verify)
+    if (joined := read_joined(folder, stores, verify=verify)) is not None:
+        return joined
+    found = [read_store(store, verify=verify) for store in stores]
+    held = [{(kind, n, v.shape[2:], v.dtype) for kind in (0, 1) for n, v in part[kind].items()} for part in found]
+    if differing := {entry[1] for own in held for entry in own ^ held[0]}:
+        raise StoreError(f"the tasks of {folder} hold different sites or statistics; what differs: {sorted(differing)}")
+    chains, draws = zip(*(next(iter(part.samples.values())).shape[:2] for part in found), strict=True)
+    samples, statistics = (
+        {name: torch.cat([part[kind][name][:, : min(draws)] for part in found]) for name in found[0][kind]}
+        for kind in (0, 1)
+    )
+    metadata = joint_metadata([part.metadata for part in found], chains)
+    return Contents(samples, statistics, {**metadata, "interrupted": not are_all})
+
+
+def read_joined(folder: Path, stores: Sequence[Path], *, verify: bool = True) -> Contents | None:
     """The copy of these tasks' chains side by side; ``None`` if there is none, or if it is damaged or of others."""
     with contextlib.suppress(StoreError):
         joined = inside(folder, JOINED)
@@ -78,26 +103,26 @@ def read_joined(folder: Path, stores: Sequence[Path], *, verify: bool = True) ->
     return None
 
 
-def join_tasks(folder: Path, stores: Sequence[Path], metadata: dict[str, Any]) -> Draws:
+def join_tasks(folder: Path, stores: Sequence[Path], metadata: dict[str, Any]) -> Contents:
     """Lay the draws of some tasks side by side.
 
     :raises OSError: if there is no room for them; nothing is lost then.
     """
     found = [Checkpoint.read(store) for store in stores]
-    layouts = [checkpoint.layout for checkpoint in found if checkpoint.layout is not None]
+    files = [checkpoint.file for checkpoint in found if checkpoint.file is not None]
     draws, joined = min(checkpoint.draws for checkpoint in found), folder / JOINED
-    layout = Layout(0, sum(part.chains for part in layouts), draws, layouts[0].columns)
+    file = DrawsFile(0, sum(part.chains for part in files), draws, files[0].entries)
     if joined.is_symlink():
         joined.unlink()
     make_folder(joined)
     (joined / CHECKPOINT).unlink(missing_ok=True)
-    descriptor = layout.make(joined)
+    descriptor = file.make(joined)
     try:
-        sums = copy_rows(list(zip(stores, layouts, strict=True)), descriptor, layout, draws)
+        sums = copy_rows(list(zip(stores, files, strict=True)), descriptor, file, draws)
         flush(descriptor)
     finally:
         os.close(descriptor)
-    Checkpoint(layout, draws, torch.tensor(sums), {}, metadata).write(joined)
+    Checkpoint(file, draws, torch.tensor(sums), {}, metadata).write(joined)
     return read_store(joined, verify=False)
 
 

@@ -7,28 +7,45 @@ no study's.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pyro_symmetric.fingerprint import differences, digest
 from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.storage import StoreError, write_text
-from pyro_symmetric.study.methods import Method
-from pyro_symmetric.study.settings import StudySettings
+from pyro_symmetric.storage import StoreError, load_json, save_json
+from pyro_symmetric.study.methods import Fit, Method
+from pyro_symmetric.study.problem import Problem
 
 FORMAT = "pyro-symmetric study"
 NOTED, RESULTS, REPORT, SAMPLES, UNFINISHED = "settings.json", "results.json", "report.html", "samples", "unfinished"
 
 
-def prepare_folder(out: Path, settings: StudySettings, mark: Mapping[str, str], overwrite: bool) -> Path:
-    """Make the folder and note the settings in it, or check that those noted there are the same.
+CURVE_POINTS = 1000  # of a curve that are kept: more than a plot can show
+KEPT = ("label", "losses", "loss_label", "evidence", "barrier", "details")  # of a fit, beside its posterior
 
-    :param mark: name -> fingerprint of what the settings only name: the data and the network.
+
+@dataclass(frozen=True)
+class Finished:
+    """A fit that is on disk, and how long its method took."""
+
+    fit: Fit
+    seconds: float
+
+    @classmethod
+    def of(cls, posterior: Posterior) -> Finished:
+        """What :func:`save_fit` wrote."""
+        about = posterior.metadata
+        return cls(Fit(posterior=posterior, **{name: about[name] for name in KEPT}), about["seconds"])
+
+
+def prepare_folder(out: Path, problem: Problem, overwrite: bool) -> Path:
+    """Make the folder and note in it whose it is, or check that it is this study's.
+
     :param overwrite: whether to delete what another study wrote there.
     :raises ValueError: if the folder is another study's.
     :raises OSError: if it holds files of these names that no study wrote, or can't be made.
@@ -38,16 +55,62 @@ def prepare_folder(out: Path, settings: StudySettings, mark: Mapping[str, str], 
         _require_room(out)
     elif overwrite:
         _clear(out)
-    else:
-        _require_same(out, noted, settings, mark)
+    elif differing := differences(noted.get("fingerprint"), problem.fingerprint()):
+        raise ValueError(f"{out} holds another study ({'; '.join(differing)}); choose another --out, or --overwrite")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        note = {"format": FORMAT, "settings": settings.to_dict(), "fingerprint": mark}
-        write_text(out / NOTED, json.dumps(note, indent=1), "settings")  # first: whose the rest is
+        note = {"format": FORMAT, "settings": problem.settings.to_dict(), "fingerprint": problem.fingerprint()}
+        save_json(out / NOTED, note, "settings")  # first: whose the rest is
         (out / SAMPLES).mkdir(exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise OSError(f"{out} can't be made a folder: {error}") from error
     return out
+
+
+def save_fit(out: Path, method: Method, mark: Mapping[str, Any], finished: Finished) -> None:
+    """Write the posterior with all that belongs to the fit in its metadata.
+
+    :param mark: the study's fingerprint.
+    """
+    fit = finished.fit
+    stride = max(1, len(fit.losses) // CURVE_POINTS)
+    about = {
+        **fit.posterior.metadata,
+        **{name: getattr(fit, name) for name in KEPT},
+        "losses": fit.losses[::stride],
+        "loss_stride": stride,
+        "method": method.title,
+        "budget": method.budget,
+        "seconds": finished.seconds,
+        "study": mark,
+    }
+    replace(fit.posterior, metadata=about).save(store_path(out, fit.label))
+
+
+def load_fits(out: Path, method: Method, mark: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Finished]:
+    """The fits of a method that finished earlier; empty if any is missing, damaged or another's."""
+    found = {}
+    for label in method.rows:
+        path = store_path(out, label)
+        if not path.exists():
+            return {}
+        try:
+            posterior = Posterior.load(path)
+            found[label] = Finished.of(posterior)
+        except (StoreError, KeyError) as error:
+            say(f"{path} is damaged and will be made anew: {error}")
+            return {}
+        origin = [posterior.metadata.get(name) for name in ("study", "method", "label")]
+        if origin != [mark, method.title, label]:
+            say(f"{path} is of another study or method, as if it had been copied there, and will be made anew.")
+            return {}
+        if posterior.metadata["budget"] != method.budget:
+            say(f"{path} was made on another budget and will be made anew.")
+            return {}
+    shutil.rmtree(scratch_path(out, method), ignore_errors=True)  # of a stop just before it was removed
+    seconds = found[method.rows[0]].seconds
+    say(f"Reusing {method.title} from {out / SAMPLES} (it took {seconds:.1f} s).")
+    return found
 
 
 def store_path(out: Path, label: str) -> Path:
@@ -57,8 +120,7 @@ def store_path(out: Path, label: str) -> Path:
 
 def scratch_path(out: Path, method: Method) -> Path:
     """Where a method keeps what it has before it is finished, on this budget."""
-    mark = zlib.crc32(json.dumps(method.budget, sort_keys=True).encode())
-    return out / UNFINISHED / f"{method.title}-{mark:08x}"
+    return out / UNFINISHED / f"{method.title}-{digest(method.budget)[:8]}"
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -67,10 +129,10 @@ def scratch_path(out: Path, method: Method) -> Path:
 def _noted(out: Path) -> dict[str, Any] | None:
     """What a study noted in the folder; ``None`` if it is no study's."""
     try:
-        found = json.loads((out / NOTED).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+        found = load_json(out / NOTED, "settings")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, StoreError):
         return None
-    return found if isinstance(found, dict) and found.get("format") == FORMAT else None
+    return found if found.get("format") == FORMAT else None
 
 
 def _require_room(out: Path) -> None:
@@ -79,21 +141,6 @@ def _require_room(out: Path) -> None:
         raise FileExistsError(
             f"{out} is no study's folder, but holds {', '.join(found)}, where a study would write; choose another "
             "--out. It was left as it is"
-        )
-
-
-def _require_same(out: Path, noted: Mapping[str, Any], settings: StudySettings, mark: Mapping[str, str]) -> None:
-    try:
-        there, marked = StudySettings.from_dict(noted["settings"]), dict(noted["fingerprint"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{out / NOTED} can't be read ({error}); choose another --out, or --overwrite") from error
-    if changed := settings.differences(there):
-        shown = "; ".join(f"{name}: {there!r} there, {here!r} now" for name, (here, there) in changed.items())
-        raise ValueError(f"{out} holds a study with other settings ({shown}); choose another --out, or --overwrite")
-    if changed_marks := [name for name, value in mark.items() if marked.get(name) != value]:
-        raise ValueError(
-            f"{out} holds a study of another {' and '.join(changed_marks)} of the same name; choose another --out, "
-            "or --overwrite"
         )
 
 

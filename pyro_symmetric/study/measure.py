@@ -217,7 +217,9 @@ def training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
 def _scores(law: Prediction, problem: Problem, y: Tensor, outside: Tensor | None = None) -> dict[str, Any]:
     if not isinstance(law, tuple):
         return scores.classification(law, y, outside).to_dict()
-    return scores.regression(*law, problem.model.likelihood.targets(y)).to_dict()
+    (means, noise), data = law, problem.dataset
+    targets = data.unstandardize_y(problem.model.likelihood.targets(y))
+    return scores.regression(data.unstandardize_y(means), noise * data.y_scale, targets).to_dict()
 
 
 def nll(found: Mapping[str, Any]) -> float:

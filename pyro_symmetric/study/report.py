@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import importlib.metadata
 import io
+import platform
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from pyro_symmetric import plots
@@ -15,6 +19,7 @@ from pyro_symmetric.storage import write_text
 from pyro_symmetric.study.measure import Draws
 from pyro_symmetric.study.methods import make_method
 from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.study.settings import StudySettings
 from pyro_symmetric.study.tables import tables
 
 if TYPE_CHECKING:
@@ -104,6 +109,21 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
     if curves:
         shown.append(("Training", "What each method minimised, or followed, step by step.", plots.loss_curves(curves)))
     return shown
+
+
+def environment(settings: StudySettings) -> dict[str, Any]:
+    """Versions and machine, for whoever repeats the study."""
+    packages = ("pyro-symmetric", "torch", "pyro-ppl", "numpy", "scipy", "arviz-stats", "scikit-learn")
+    device = settings.torch_device
+    return {
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads",
+        "platform": f"{platform.system()} {platform.machine()}",
+        "command": " ".join(sys.argv[1:]),
+    }
 
 
 def _project(draws: Mapping[str, Mapping[str, Any]]) -> dict[str, plots.Array]:

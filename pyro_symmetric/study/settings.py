@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -128,19 +128,6 @@ class StudySettings:
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         return {**asdict(self), "hidden": list(self.hidden), "methods": list(self.methods)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> StudySettings:
-        """From JSON; entries that this version doesn't know are refused."""
-        known = {entry.name for entry in fields(cls)}
-        if unknown := sorted(set(data) - known):
-            raise ValueError(f"the stored settings hold {unknown}, which this version doesn't know")
-        return cls(**data)
-
-    def differences(self, other: StudySettings) -> dict[str, tuple[Any, Any]]:
-        """Settings that make results incomparable: name -> (here, there)."""
-        mine, theirs = self.deciding(), other.deciding()
-        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
     def deciding(self) -> dict[str, Any]:
         """The settings that decide results, as JSON."""

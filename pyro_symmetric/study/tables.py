@@ -86,130 +86,56 @@ class Table:
         return f"{self.title}\n{frame.to_string()}"
 
 
+def _columns(*rows: tuple[str, str, str, Callable[..., float] | None, str]) -> tuple[Column, ...]:
+    """Title, path (parted by /), form, best and meaning of each."""
+    return tuple(
+        Column(title, tuple(path.split("/")), form, meaning, best) for title, path, form, best, meaning in rows
+    )
+
+
+# A row for each column.
+# fmt: off
 CLASSIFICATION = Table(
     "Predictions",
     "Averaged over each method's draws, on the test rows and on inputs from out of the distribution.",
-    (
-        Column(
-            "accuracy", ("prediction", "accuracy"), ".1%", "Share of test rows whose most probable class is right.", max
-        ),
-        Column(
-            "NLL",
-            ("prediction", "nll"),
-            ".4f",
-            "Negative log-likelihood: mean of −log of the probability given to the right class, in nats.",
-            min,
-        ),
-        Column(
-            "NLL train",
-            ("training", "nll"),
-            ".4f",
-            "The same on training rows: high where a method underfits, far under “NLL” where it overfits.",
-        ),
-        Column(
-            "Brier",
-            ("prediction", "brier"),
-            ".4f",
-            "Brier score: mean squared distance of the probabilities from the truth, 0 to 2.",
-            min,
-        ),
-        Column(
-            "ECE",
-            ("prediction", "ece"),
-            ".4f",
-            "Expected calibration error: how far confidence and accuracy lie apart, over 15 bins of confidence.",
-            min,
-        ),
-        Column(
-            "AUPR",
-            ("prediction", "aupr"),
-            ".3f",
-            "Telling out-of-distribution inputs (the positive class) apart by the largest probability: area under the precision-recall curve.",
-            max,
-        ),
-        Column(
-            "FPR95",
-            ("prediction", "fpr95"),
-            ".3f",
-            "The same: share of test rows taken for foreign when 95 % of the foreign ones are found.",
-            min,
-        ),
-        Column(
-            "MI in",
-            ("prediction", "mutual_information"),
-            ".4f",
-            "Mutual information of prediction and draw on test rows, in nats: how much the draws disagree.",
-        ),
-        Column(
-            "MI out",
-            ("prediction", "mutual_information_ood"),
-            ".4f",
-            "The same on out-of-distribution inputs; the higher over “MI in”, the better the method knows what it doesn't know.",
-        ),
-        Column(
-            "AUPR by MI",
-            ("prediction", "detection", "mutual_information", "aupr"),
-            ".3f",
-            "As AUPR, with mutual information as the score.",
-            max,
-        ),
+    _columns(
+        ("accuracy", "prediction/accuracy", ".1%", max, "Share of test rows whose most probable class is right."),
+        ("NLL", "prediction/nll", ".4f", min, "Negative log-likelihood: mean of −log of the probability given to the right class, in nats."),
+        ("NLL train", "training/nll", ".4f", None, "The same on training rows: high where a method underfits, far under “NLL” where it overfits."),
+        ("Brier", "prediction/brier", ".4f", min, "Brier score: mean squared distance of the probabilities from the truth, 0 to 2."),
+        ("ECE", "prediction/ece", ".4f", min, "Expected calibration error: how far confidence and accuracy lie apart, over 15 bins of confidence."),
+        ("AUPR", "prediction/aupr", ".3f", max, "Telling out-of-distribution inputs (the positive class) apart by the largest probability: area under the precision-recall curve."),
+        ("FPR95", "prediction/fpr95", ".3f", min, "The same: share of test rows taken for foreign when 95 % of the foreign ones are found."),
+        ("MI in", "prediction/mutual_information", ".4f", None, "Mutual information of prediction and draw on test rows, in nats: how much the draws disagree."),
+        ("MI out", "prediction/mutual_information_ood", ".4f", None, "The same on out-of-distribution inputs; the higher over “MI in”, the better the method knows what it doesn't know."),
+        ("AUPR by MI", "prediction/detection/mutual_information/aupr", ".3f", max, "As AUPR, with mutual information as the score."),
     ),
 )
 
 REGRESSION = Table(
     "Predictions",
-    "Averaged over each method's draws, on the test rows, in units of the standardised target.",
-    (
-        Column("RMSE", ("prediction", "rmse"), ".4f", "Root mean squared error of the mean prediction.", min),
-        Column(
-            "log density",
-            ("prediction", "log_predictive_density"),
-            ".4f",
-            "Mean log predictive density of the test targets, in nats.",
-            max,
-        ),
-        Column(
-            "log density train",
-            ("training", "log_predictive_density"),
-            ".4f",
-            "The same of the training targets: low where a method underfits, far over “log density” where it overfits.",
-        ),
-        Column(
-            "90 % covered",
-            ("prediction", "coverage", "0.9"),
-            ".1%",
-            "Share of test targets inside the central 90 % predictive interval.",
-        ),
-        Column(
-            "calibration error",
-            ("prediction", "calibration_error"),
-            ".4f",
-            "Mean difference between the level of a central predictive interval and the share of targets inside.",
-            min,
-        ),
+    "Averaged over each method's draws, on the test rows, in the target's own units.",
+    _columns(
+        ("RMSE", "prediction/rmse", ".4f", min, "Root mean squared error of the mean prediction."),
+        ("log density", "prediction/log_predictive_density", ".4f", max, "Mean log predictive density of the test targets, in nats."),
+        ("log density train", "training/log_predictive_density", ".4f", None, "The same of the training targets: low where a method underfits, far over “log density” where it overfits."),
+        ("90 % covered", "prediction/coverage/0.9", ".1%", None, "Share of test targets inside the central 90 % predictive interval."),
+        ("calibration error", "prediction/calibration_error", ".4f", min, "Mean difference between the level of a central predictive interval and the share of targets inside."),
     ),
 )
+
+INVARIANCE = _columns(
+    ("invariance p", "invariance/p_value", ".3g", None, "The true posterior is the same for every hidden unit of a layer. Smallest p-value, corrected for their number, of the tests that the draws are so too; small means that they are not."),
+    ("draws tested", "invariance/num_draws", "d", None, "Independent draws that the invariance tests could use; with few of them a large p-value says nothing."),
+    ("compared to", "distance/to", "s", None, "What the draws are compared to."),
+)
+# fmt: on
 
 NLL_GAP = Column(
     "NLL gap",
     ("distance", "prediction", "nll_gap"),
     "+.4f",
     "Negative log-likelihood of the test targets, in nats a row, less the reference's; under 0 the method predicts better than the reference.",
-)
-INVARIANCE = (
-    Column(
-        "invariance p",
-        ("invariance", "p_value"),
-        ".3g",
-        "The true posterior is the same for every hidden unit of a layer. Smallest p-value, corrected for their number, of the tests that the draws are so too; small means that they are not.",
-    ),
-    Column(
-        "draws tested",
-        ("invariance", "num_draws"),
-        "d",
-        "Independent draws that the invariance tests could use; with few of them a large p-value says nothing.",
-    ),
-    Column("compared to", ("distance", "to"), "s", "What the draws are compared to."),
 )
 
 
@@ -239,95 +165,48 @@ def distance_table() -> Table:
     )
 
 
-SAME_REMOVED = "The same after symmetries are removed: hidden units scaled to the least total norm where their scale is free, and ordered by their largest incoming weight."
+SAME_REMOVED = "The same after symmetries are removed: hidden units scaled to the least total norm, biases included, where their scale is free, and ordered by their largest incoming weight."
 
+# fmt: off
 EVIDENCE = Table(
     "Evidence",
     "For variational methods: lower bounds of the log-evidence of the training data, in nats (with a likelihood temperature other than 1, of the tempered evidence).",
-    (
-        Column(
-            "ELBO",
-            ("evidence", "elbo"),
-            ",.1f",
-            "Evidence lower bound of the Gaussian guide, one copy of the mode, not averaged over permutations.",
-            max,
-        ),
-        Column("±", ("evidence", "elbo_error"), ".1f", "Its Monte Carlo standard error."),
-        Column(
-            "symmetrised ELBO",
-            ("evidence", "symmetrized_elbo"),
-            ",.1f",
-            "ELBO of the guide averaged over all permutations of hidden units. It exceeds the ELBO by at most log |G|.",
-            max,
-        ),
-        Column("±", ("evidence", "symmetrized_error"), ".1f", "Its Monte Carlo standard error."),
-        Column(
-            "bound",
-            ("evidence", "bound"),
-            "s",
-            "“lower”: the estimate is, in expectation, a lower bound of the symmetrised ELBO; “exact”: it is that ELBO.",
-        ),
-        Column(
-            "estimator",
-            ("evidence", "estimator"),
-            "s",
-            "How the density of the symmetrised guide was estimated.",
-        ),
-        Column(
-            "log |G|",
-            ("evidence", "log_order"),
-            ",.1f",
-            "Logarithm of the number of permutations that the guide is averaged over; signs are not among them.",
-        ),
+    _columns(
+        ("ELBO", "evidence/elbo", ",.1f", max, "Evidence lower bound of the Gaussian guide, one copy of the mode, not averaged over symmetries."),
+        ("±", "evidence/elbo_error", ".1f", None, "Its Monte Carlo standard error."),
+        ("symmetrised ELBO", "evidence/symmetrized_elbo", ",.1f", max, "ELBO of the guide averaged over the network's finite group G: all permutations of hidden units and, if the network has them, all flips of their signs. It exceeds the ELBO by at most log |G|."),
+        ("±", "evidence/symmetrized_error", ".1f", None, "Its Monte Carlo standard error."),
+        ("bound", "evidence/bound", "s", None, "“lower”: the estimate is, in expectation, a lower bound of the symmetrised ELBO; “exact”: it is that ELBO."),
+        ("estimator", "evidence/estimator", "s", None, "How the density of the symmetrised guide was estimated."),
+        ("log |G|", "evidence/log_order", ",.1f", None, "Logarithm of the number of elements of G, over all of which the guide is averaged: permutations and flips of signs. Scales are continuous and no symmetry of the prior."),
     ),
 )
 
 CHAINS = Table(
     "Chains",
     "For Markov chains: whether they agree. In weight space chains that sit in different copies of a mode never do; in function space they can.",
-    (
-        Column("chains", ("chains", "num_chains"), "d", "Number of chains."),
-        Column("draws each", ("chains", "num_draws"), "d", "Draws kept of each."),
-        Column(
-            "R-hat weights",
-            ("chains", "r_hat_weights"),
-            ".2f",
-            f"Rank-normalised split R-hat of the worst weight; up to {R_HAT[0]:g} is good.",
-        ),
-        Column(
-            "R-hat predictions",
-            ("chains", "r_hat_predictions"),
-            ".2f",
-            "The same of the worst of the predictions of 32 test rows.",
-            min,
-        ),
-        Column("ESS weights", ("chains", "ess_weights"), ",.0f", "Effective sample size of the worst weight."),
-        Column(
-            "ESS predictions",
-            ("chains", "ess_predictions"),
-            ",.0f",
-            "Effective sample size of the worst prediction.",
-            max,
-        ),
-        Column("divergences", ("chains", "divergences"), "d", "Draws whose trajectory diverged."),
-        Column("acceptance", ("chains", "acceptance"), ".2f", "Mean acceptance probability."),
-        Column(
-            "kinetic temperature",
-            ("chains", "kinetic_temperature"),
-            ".3f",
-            "Mean kinetic temperature, for stochastic gradients: 1 where the step is small enough and friction outweighs the noise of mini-batches.",
-        ),
+    _columns(
+        ("chains", "chains/num_chains", "d", None, "Number of chains."),
+        ("draws each", "chains/num_draws", "d", None, "Draws kept of each."),
+        ("R-hat weights", "chains/r_hat_weights", ".2f", None, f"Rank-normalised split R-hat of the worst weight; up to {R_HAT[0]:g} is good."),
+        ("R-hat predictions", "chains/r_hat_predictions", ".2f", min, "The same of the worst of the predictions of 32 test rows."),
+        ("ESS weights", "chains/ess_weights", ",.0f", None, "Effective sample size of the worst weight."),
+        ("ESS predictions", "chains/ess_predictions", ",.0f", max, "Effective sample size of the worst prediction."),
+        ("divergences", "chains/divergences", "d", None, "Draws whose trajectory diverged."),
+        ("acceptance", "chains/acceptance", ".2f", None, "Mean acceptance probability."),
+        ("kinetic temperature", "chains/kinetic_temperature", ".3f", None, "Mean kinetic temperature, for stochastic gradients: 1 where the step is small enough and friction outweighs the noise of mini-batches."),
     ),
 )
 
 COST = Table(
     "Cost",
     "",
-    (
-        Column("draws", ("draws",), "d", "Weight samples that were compared."),
-        Column("seconds", ("seconds",), ".1f", "Wall time of the method; all rows of one method share it."),
+    _columns(
+        ("draws", "draws", "d", None, "Weight samples that were compared."),
+        ("seconds", "seconds", ".1f", None, "Wall time of the method; all rows of one method share it."),
     ),
 )
+# fmt: on
 
 
 def tables(is_classification: bool) -> tuple[Table, ...]:

@@ -139,8 +139,8 @@ CALLS = (
         {"sources": (*THINGS, ARRAY, Made("one", weights)), "reference": (*THINGS, ARRAY), "group": THINGS},
     ),
     Calls(
-        "TableScores",
-        lambda **o: ps.TableScores(**o),
+        "TableCost",
+        lambda **o: ps.TableCost(**o),
         lambda: {"group": group(), "tables": {name: torch.zeros(1, n, n) for name, n in group().factors.items()}},
         {"group": THINGS, "tables": (*THINGS, {}, Made("numbers", lambda: dict.fromkeys(group().factors, 3)))},
     ),

@@ -180,6 +180,12 @@ CALLS = (
         words={"like": "what distance 'mine' returned is"},
         misspelt=False,
     ),
+    Calls(
+        "Shown",
+        ps.Shown,
+        lambda: {"total": "mean", "title": "W1", "meaning": "What it says.", "form": ".3f"},
+        {"total": (3, None), "title": (3, None), "meaning": (3, None), "form": (3, None, "banana")},
+    ),
     Calls("register_distance", ps.register_distance, bad={"distance": (*THINGS, ps.mmd, OTHER_MMD)}, quick=False),
     Calls(
         "DistanceResult",

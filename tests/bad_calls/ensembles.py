@@ -4,7 +4,7 @@ from torch import nn
 
 import pyro_symmetric as ps
 
-from .table import ARRAY, COUNTS, DEVICES, FLAGS, NAN, THINGS, Calls, data, network
+from .table import ARRAY, COUNTS, DEVICES, FLAGS, NAN, NOT_NEGATIVE, THINGS, Calls, data, network
 
 X, Y = data()
 
@@ -23,25 +23,18 @@ CALLS = (
             ),
             "num_members": (*COUNTS, None),
             "loss": ("entropy", None, 3, nn.CrossEntropyLoss),
-            "epochs": (*COUNTS, None),
+            "epochs": COUNTS,
             "batch_size": COUNTS,
-            "optimizer": (*THINGS, lambda parameters: 3),
+            "optimizer": (*THINGS[1:], lambda parameters: 3),
             "cosine": FLAGS,
-            "init": (3, "banana", lambda count: 3, lambda count: {}),
+            "initial": (3, "banana", lambda count: 3, lambda count: {}),
             "outliers": (3, "banana", lambda losses: 3),
             "redraw": FLAGS,
             "members_at_once": COUNTS,
-            "folder": (3, "", ["a"]),
+            "store": (3, "", ["a"]),
+            "seed": NOT_NEGATIVE,
             "device": DEVICES,
         },
         words={"net": "net", "data": ""},
-    ),
-    Calls(
-        "load_ensemble",
-        ps.load_ensemble,
-        dict,
-        {"folder": (None, 3, "", "missing", ".", ["a"])},
-        words={"folder": ""},
-        quick=False,
     ),
 )

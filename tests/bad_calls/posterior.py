@@ -5,7 +5,7 @@ import torch
 
 import pyro_symmetric as ps
 
-from .table import ARRAY, COUNTS, DEVICES, FRACTIONS, THINGS, Calls, data, group, model, posterior
+from .table import ARRAY, COUNTS, FRACTIONS, THINGS, Calls, data, group, model, posterior
 
 BAD_SAMPLES = (
     *(*THINGS, ARRAY, {}, {"w": ARRAY}, {"w": None}, {"w": torch.zeros(3)}, {3: torch.zeros(2, 3)}),
@@ -92,12 +92,6 @@ CALLS = (
         lambda: {"kernel_or_model": model()},
         {"kernel_or_model": (*THINGS, ps.HMC)},
         misspelt=False,
-    ),
-    Calls(
-        "Posterior.sampled_on",
-        lambda **o: posterior().attach(model()).sampled_on(**o),
-        lambda: {"device": "cpu"},
-        {"device": DEVICES},
     ),
     Calls(
         "Posterior.save",

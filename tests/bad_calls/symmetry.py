@@ -33,6 +33,7 @@ from .table import (
 )
 
 NO_SYMMETRY = (*THINGS, ARRAY, {}, network)
+NO_NAMES = (3, [3], "nothing", ["0.weight", "nothing"], "")
 NO_ELEMENT = (*THINGS, ARRAY, group)
 
 
@@ -62,11 +63,15 @@ CALLS = (
         {
             "net": (*THINGS, ARRAY, nn.Linear, {"0.weight": torch.zeros(3, 2)}),
             "x": (ARRAY, 3, torch.zeros(5, 3)),
+            "kwargs": (3, "x", [1], {3: 4}, {"banana": 3}),
+            "only": (*NO_NAMES, ()),
+            "freeze": NO_NAMES,
+            "buffers": FLAGS,
             "strict": FLAGS,
             "verify": FLAGS,
             "logits": FLAGS,
         },
-        words={"x": "input"},
+        words={"x": "input", "kwargs": ""},
     ),
     Calls(
         "verify",
@@ -76,11 +81,27 @@ CALLS = (
             "symmetry": (*THINGS, ARRAY),
             "net": (*THINGS, ARRAY, nn.Linear(3, 3)),
             "x": (ARRAY, 3, None, torch.zeros(3, 3), torch.zeros(0, 2)),
+            "kwargs": (3, "x", [1], {3: 4}, {"banana": 3}),
             "tolerance": (-1.0, NAN, "1e-6"),
             "trials": COUNTS,
             "dtype": DTYPES,
         },
-        words={"x": "input"},
+        words={"x": "input", "kwargs": ""},
+    ),
+    Calls(
+        "completeness",
+        lambda net, x, **o: ps.completeness(o.pop("symmetry", symmetry()), net, x, **o),
+        lambda: {"net": network(), "x": data()[0]},
+        {
+            "symmetry": (*THINGS, ARRAY),
+            "net": (*THINGS, ARRAY, nn.Linear(3, 3)),
+            "x": (ARRAY, 3, None, torch.zeros(3, 3), torch.zeros(0, 2)),
+            "kwargs": (3, "banana", ARRAY, {"there_is_none": 1}),
+            "sites": (3, ["there is none"], [], [3]),
+            "largest": (*COUNTS, 5),
+            "seed": (-1, 0.5, "0"),
+        },
+        words={"x": "input", "kwargs": "argument", "sites": "sites", "largest": "largest"},
     ),
     Calls(
         "verify_model",
@@ -104,9 +125,9 @@ CALLS = (
     ),
     Calls(
         "register_rule",
-        lambda operator: ps.register_rule(operator),
+        lambda operator, **o: ps.register_rule(operator, **o),
         lambda: {"operator": "aten.there_is_no_such_operator"},
-        {"operator": THINGS[:2]},
+        {"operator": THINGS[:2], "sliced": FLAGS},
     ),
     Calls(
         "canonicalize",
@@ -175,6 +196,16 @@ CALLS = (
         lambda **o: symmetry().weights_of(**o),
         lambda: {"net": network()},
         {"net": (*THINGS, ARRAY, nn.Linear(3, 3))},
+    ),
+    Calls(
+        "Symmetry.explain",
+        lambda **o: symmetry().explain(**o),
+        lambda: {"site": "0", "factor": "0", "only": "moved"},
+        {
+            "site": (3, "nothing", ["0"], ""),
+            "factor": (3, "nothing", "2.weight", ["0"]),
+            "only": (3, "pinne", ["pinned"], ""),
+        },
     ),
     Calls(
         "Symmetry.renamed",

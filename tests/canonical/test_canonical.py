@@ -15,7 +15,7 @@ from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 
 KEYS = st.sampled_from(["first", "max", "norm"])
-RULES = st.sampled_from(["unit_norm", "unit_std", "minimal_mass"])
+RULES = st.sampled_from(["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
 WIDTHS = st.lists(st.integers(1, 6), min_size=3, max_size=5)
 SEEDS = st.integers(0, 2**31 - 1)
 BATCHES = st.sampled_from([(), (3,), (2, 3)])
@@ -119,7 +119,7 @@ def test_norm_and_unit_norm_go_together(mlp):
 # hard cases ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass"])
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
 def test_dead_units_have_canonical_forms_too(mlp, rule, activation, key):
@@ -227,7 +227,7 @@ def test_heads_wait_for_the_rows_within_them_even_if_those_wait_for_a_neighbour(
 
 
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
-@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass"])
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
 def test_residual_streams_and_recurrent_weights_have_canonical_forms(key, rule):
     """A stream fed by two layers, and weights from a layer to itself: circles among the incoming weights."""
     s, h = torch.arange(4)[None], torch.arange(3)[None]
@@ -260,7 +260,7 @@ def test_residual_streams_and_recurrent_weights_have_canonical_forms(key, rule):
     assert_same(canonicalize(form, group, key, rule), form, 1e-8)
 
 
-@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass"])
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
 def test_networks_with_batch_normalisation_have_canonical_forms(rule):
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
     net = net.double().eval()
@@ -321,7 +321,7 @@ def grouped_network() -> tuple[nn.Module, dict, Group]:
 
 
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
-@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass"])
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
 def test_grouped_convolutions_have_canonical_forms(key, rule):
     net, weights, group = grouped_network()
     form = canonicalize(weights, group, key, rule)
@@ -371,7 +371,7 @@ def test_unknown_options_and_bad_weights_are_refused(mlp):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
-@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass"])
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
 def test_canonical_forms_are_made_on_the_device_of_the_weights(mlp, activation, rule):
     net = mlp([3, 5, 4, 2], activation)
     weights = net.weights(6)
@@ -422,3 +422,28 @@ def test_unit_deviations_on_a_residual_stream_do_not_depend_on_signs() -> None:
     for site in weights:
         torch.testing.assert_close(again[site], first[site])
         torch.testing.assert_close(moved[site], first[site])
+
+
+def test_biases_of_nearly_dead_units_stay_bounded_at_minimal_norm(mlp):
+    r"""One unit by hand: :math:`s^2 (|w|^2 + b^2) + |a|^2 / s^2` is least at :math:`s^4 = |a|^2 / (|w|^2 + b^2)`."""
+    net = mlp([3, 5, 2])
+    weights = net.weights(20)
+    shrinking = torch.logspace(0, -30, 20, dtype=torch.float64)[:, None]
+    weights["0.weight"][:, 1] *= shrinking**2
+    weights["1.weight"][:, :, 1] *= shrinking  # at minimal mass its bias grows like shrinking ** -0.5
+    form = canonicalize(weights, net, None, "minimal_norm")
+    inside = torch.cat([weights["0.weight"], weights["0.bias"][..., None]], -1).norm(dim=-1)
+    factor = (weights["1.weight"].norm(dim=-2) / inside).sqrt()
+    torch.testing.assert_close(form["0.bias"], weights["0.bias"] * factor, rtol=1e-9, atol=0)
+    torch.testing.assert_close(form["0.weight"], weights["0.weight"] * factor[..., None], rtol=1e-9, atol=0)
+    assert float(canonicalize(weights, net, None, "minimal_mass")["0.bias"].abs().max()) > 1e10
+
+
+def test_units_that_feed_nothing_are_measured_with_their_biases_at_minimal_norm(mlp):
+    net = mlp([3, 4, 2])
+    weights = net.weights(2)
+    weights["0.weight"][:, 0] *= 1e-12
+    weights["1.weight"][:, :, 0] = 0.0
+    form = canonicalize(weights, net, None, "minimal_norm")
+    measured = (form["0.weight"][:, 0].square().sum(-1) + form["0.bias"][:, 0].square()).sqrt()
+    torch.testing.assert_close(measured, torch.ones_like(measured))

@@ -16,7 +16,8 @@ from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.compare.frames import one_frame
 from pyro_symmetric.compare.two_sample import mmd_test
-from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.likelihoods import GaussianLikelihood
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 
 CHAINS, DRAWS = 4, 500
@@ -241,6 +242,51 @@ def test_entries_that_never_change_are_left_out_and_told():
     assert "stuck: 1 entry of 'L'" in apart.verdict
 
 
+@pytest.mark.parametrize("shape", [(4, 0, 3), (0, 10, 3), (4, 10, 0)])
+@pytest.mark.parametrize("rows", ["chains", "independent"])
+def test_a_posterior_without_numbers_is_refused(shape, rows):
+    with pytest.raises(ValueError, match="posterior"):
+        diagnose(Posterior({"w": torch.zeros(shape)}, rows=rows))
+
+
+def test_a_site_without_entries_is_left_out():
+    draws = {"none": torch.zeros(CHAINS, DRAWS, 0), "w": torch.randn(CHAINS, DRAWS, 2)}
+    result = diagnose(Posterior(draws, rows="chains"))
+    assert result.ok
+    assert list(result.statistics["weights"]) == ["w"]
+
+
+def test_complex_draws_and_predictions_are_refused():
+    draws = torch.randn(CHAINS, DRAWS, 2)
+    with pytest.raises(ValueError, match=r"samples\['w'\]"):
+        diagnose(Posterior({"w": draws.to(torch.complex64)}, rows="chains"))
+    with pytest.raises(TypeError, match="predictions"):
+        diagnose(Posterior({"w": draws}, rows="chains"), predictions=draws.to(torch.complex64))
+
+
+def test_numbers_too_far_apart_for_the_spread_get_no_confident_verdict():
+    # Near 2^27 numbers of float32 lie 16 apart.
+    for spread, status in ((16.0, "fail"), (100.0, "warn"), (2000.0, "pass")):
+        draws = (2.0**27 + 2.0**25 + spread * torch.randn(CHAINS, DRAWS, 2, dtype=torch.float64)).float()
+        result = diagnose(Posterior({"w": draws}, rows="chains"))
+        assert result["resolution"].status == status
+        assert ("agree" in result.verdict) == (status != "fail")
+        assert ("rounding" in result.verdict) == (status != "pass")
+    assert diagnose(Posterior({"w": draws.long()}, rows="chains")).ok
+
+
+@pytest.mark.stochastic
+def test_chains_that_stand_still_have_an_infinite_r_hat_and_a_sentence():
+    draws = torch.randn(CHAINS, DRAWS, 2)
+    draws[..., 0] = torch.arange(float(CHAINS))[:, None]
+    result = diagnose(Posterior({"w": draws}, rows="chains"))
+    assert result["weights"].value == torch.inf
+    assert "R-hat infinite, of site 'w'" in result.verdict
+    assert "Stuck: 1 entry of 'w'" in result.verdict
+    json.dumps(result.to_dict(), allow_nan=False)
+    assert "inf: " in Posterior({"w": draws}, rows="chains").summary_table()
+
+
 def test_numbers_are_those_of_the_predictions(model, x):
     posterior = Posterior(one_mode(), rows="chains").thin(10)
     result = diagnose(posterior, model=model, x=x)
@@ -285,8 +331,8 @@ def test_few_draws_that_differ_by_chance_are_not_sent_to_a_longer_warm_up():
 
 
 def test_of_very_many_draws_some_entries_are_looked_at(monkeypatch):
-    monkeypatch.setattr("pyro_symmetric.compare.diagnosis.MOST_NUMBERS", 4 * 50 * 30)
-    monkeypatch.setattr("pyro_symmetric.compare.diagnosis.LEAST_ENTRIES", 20)
+    monkeypatch.setattr("pyro_symmetric.compare.agreement.MOST_NUMBERS", 4 * 50 * 30)
+    monkeypatch.setattr("pyro_symmetric.compare.agreement.LEAST_ENTRIES", 20)
     draws = torch.randn(4, 50, 10, 10)
     found = diagnose(Posterior({"w": draws, "v": draws[..., :3, 0]}, rows="chains")).statistics["weights"]
     assert torch.equal(found["w"].r_hat, chain_statistics(draws.flatten(2)[..., evenly_spaced(100, 30)]).r_hat)

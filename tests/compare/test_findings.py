@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from pyro_symmetric.compare.diagnosis import diagnose
-from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.likelihoods import GaussianLikelihood
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 
 CHAINS, DRAWS, ROWS = 8, 250, 60
@@ -58,7 +59,7 @@ def test_exact_draws_of_a_conjugate_model_pass(data):
     posterior = Posterior({"w": exact_draws(*data)}, rows="chains").attach(Sampler(conjugate, batch_size=10), *data)
     result = diagnose(posterior)
     assert [f.name for f in result.findings] == [
-        *("finite", "moving", "weights", "effective draws", "temperature", "mini-batch scale")
+        *("finite", "resolution", "moving", "weights", "effective draws", "temperature", "mini-batch scale")
     ]
     assert result.ok, result
     assert diagnose(posterior).ok

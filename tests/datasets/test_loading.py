@@ -1,6 +1,5 @@
 """Loading by name: splits, held-out classes, standardisation, out-of-distribution inputs, and what is refused."""
 
-import json
 import re
 
 import pytest
@@ -33,7 +32,7 @@ def test_digits_hold_the_last_two_classes_out_and_keep_every_row_once(digits):
 def test_unstandardised_digits_are_the_original_pixels(digits):
     original = sklearn_datasets.load_digits()
     everything = torch.cat([digits.train_x, digits.test_x, digits.ood_x])
-    pixels = (digits.unstandardize_x(everything) * 16).round()
+    pixels = ((everything * digits.x_scale + digits.x_mean) * 16).round()
     assert digits.input_shape == (1, 8, 8)
     assert sorted(map(tuple, pixels.flatten(1).int().tolist())) == sorted(
         map(tuple, original.data.astype(int).tolist())
@@ -46,7 +45,7 @@ def test_each_label_stays_with_its_image_when_classes_in_the_middle_are_held_out
         tuple(row): label for row, label in zip(original.data.astype(int).tolist(), original.target, strict=True)
     }
     data = datasets.load("digits", hold_out=["3", 5])
-    pixels = (data.unstandardize_x(data.test_x) * 16).round().flatten(1).int()
+    pixels = ((data.test_x * data.x_scale + data.x_mean) * 16).round().flatten(1).int()
     found = [data.class_names[index] for index in data.test_y]
     assert found == [str(label_of[tuple(row)]) for row in pixels.tolist()]
     assert data.class_names == ("0", "1", "2", "4", "6", "7", "8", "9")
@@ -66,8 +65,8 @@ def test_a_subset_is_stratified_and_drawn_from_the_same_training_rows(digits):
     small = datasets.load("digits", max_train=80, max_test=40)
     assert torch.bincount(small.train_y).tolist() == pytest.approx([10] * 8, abs=1)
     assert (len(small.train_x), len(small.test_x), len(small.ood_x)) == (80, 40, 40)
-    originals = rows_of(digits.unstandardize_x(digits.train_x))
-    assert rows_of(small.unstandardize_x(small.train_x)) <= originals
+    originals = rows_of(digits.train_x * digits.x_scale + digits.x_mean)
+    assert rows_of(small.train_x * small.x_scale + small.x_mean) <= originals
 
 
 def test_a_seed_repeats_the_split_and_another_seed_or_split_changes_it(digits):
@@ -81,10 +80,10 @@ def test_a_seed_repeats_the_split_and_another_seed_or_split_changes_it(digits):
 
 def test_tables_are_standardised_as_scikit_learn_does():
     data = datasets.load("wine", dtype=torch.float64)
-    raw = data.unstandardize_x(data.train_x)
+    raw = data.train_x * data.x_scale + data.x_mean
     scaler = StandardScaler().fit(raw.numpy())
     torch.testing.assert_close(data.train_x, torch.from_numpy(scaler.transform(raw.numpy())))
-    raw_test = data.unstandardize_x(data.test_x)
+    raw_test = data.test_x * data.x_scale + data.x_mean
     torch.testing.assert_close(data.test_x, torch.from_numpy(scaler.transform(raw_test.numpy())))
     assert rows_of(torch.cat([raw, raw_test])) == rows_of(torch.from_numpy(sklearn_datasets.load_wine().data))
 
@@ -112,9 +111,6 @@ def test_dtype_applies_to_inputs_and_targets_but_not_to_class_indices():
 
 
 def test_descriptions_say_what_a_report_needs(digits):
-    summary = digits.to_dict()
-    assert json.loads(json.dumps(summary)) == summary
-    assert (summary["num_train"], summary["num_ood"], summary["input_shape"]) == (1154, 354, [1, 8, 8])
     assert repr(digits) == (
         "Dataset('digits': 8 classes, inputs 1x8x8, 1154 train, 289 test, "
         "354 out of distribution (digits: classes 8, 9))"
@@ -131,7 +127,7 @@ def test_tables_of_the_same_width_serve_as_out_of_distribution_inputs(tmp_path):
     )
     data = datasets.ood(f"csv:{tmp_path / 'other.csv'}", like, max_rows=3)
     assert data.ood_x.shape == (3, 13)
-    torch.testing.assert_close(data.unstandardize_x(data.ood_x), torch.full((3, 13), 1.5, dtype=torch.float64))
+    torch.testing.assert_close((data.ood_x * data.x_scale + data.x_mean), torch.full((3, 13), 1.5, dtype=torch.float64))
     torch.testing.assert_close(data.train_x, like.train_x)
 
 

@@ -7,8 +7,9 @@ import torch
 from pyro.infer import config_enumerate
 from torch import nn
 
-from pyro_symmetric.discovery.densities import InconclusiveError, JointDensity, compared
+from pyro_symmetric.discovery.densities import JointDensity, compared
 from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.models import BayesianModel

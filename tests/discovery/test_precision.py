@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.verify import verify
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.discovery.verify import BrokenSymmetry, UnverifiedSymmetry, verify
 from pyro_symmetric.groups import Group
 
 
@@ -40,6 +43,23 @@ def mixed_by_frequency(s: Layers, x: Tensor) -> Tensor:
     return s.b(h.relu())
 
 
+def cast(s: Layers, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return mlp(s, x).float()
+
+
+def branching(s: Layers, x: Tensor) -> Tensor:
+    (h,) = torch.cond(x.sum() > 0, lambda h: (h.relu(),), lambda h: (torch.nn.functional.leaky_relu(h),), (s.a(x),))
+    return s.b(h)
+
+
+def rotated(s: Layers, x: Tensor) -> Tensor:
+    turned = torch.view_as_complex(x.reshape(-1, 2, 2)) * torch.polar(torch.ones(2), torch.arange(2.0))
+    return mlp(s, torch.view_as_real(turned).flatten(1)[:, :3])
+
+
+TABLE = torch.randn(3, 3)
+
 DOUBLE = {
     "bytes": (Layers(lambda s, x: mlp(s, x.float() / 255)), torch.randint(0, 255, (4, 3), dtype=torch.uint8)),
     "whole numbers": (Layers(lambda s, x: mlp(s, x.float())), torch.randint(0, 9, (4, 3))),
@@ -48,6 +68,16 @@ DOUBLE = {
     "softmax in single": (Layers(lambda s, x: mlp(s, x).softmax(-1, dtype=torch.float32)), torch.randn(4, 3)),
     "complex": (Layers(apart, torch.complex64), torch.randn(4, 3, dtype=torch.complex64)),
     "frequencies": (Layers(mixed_by_frequency), torch.randn(4, 5, 3)),
+    "automatic casts": (Layers(cast), torch.randn(4, 3)),
+    "torch.cond": (Layers(branching), torch.randn(4, 3)),
+    "rotated by complex numbers": (Layers(rotated), torch.randn(4, 4)),
+    "plain tensors": (Layers(lambda s, x: mlp(s, x @ TABLE + torch.eye(3)[0])), torch.randn(4, 3)),
+    "arrays of NumPy": (
+        Layers(lambda s, x: mlp(s, x @ torch.from_numpy(np.eye(3, dtype=np.float32)))),
+        torch.randn(4, 3),
+    ),
+    "logarithms": (Layers(lambda s, x: mlp(s, x.log())), torch.rand(4, 3)),
+    "masked logits": (Layers(lambda s, x: mlp(s, x).masked_fill(torch.eye(2) > 0, -torch.inf)), torch.randn(2, 3)),
 }
 
 
@@ -60,6 +90,84 @@ def test_casts_go_to_double_precision_while_a_network_is_verified(name: str) -> 
     result = verify(symmetry, net, x, trials=3)
     assert result
     assert result.error < 1e-12
+
+
+class Experts(nn.Module):
+    """Three experts of 16 hidden units in half precision, by one product of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.out = nn.Linear(8, 3, bias=False), nn.Linear(8, 2)
+        self.up, self.down = nn.Parameter(torch.randn(3, 8, 16) / 3), nn.Parameter(torch.randn(3, 16, 8) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, expert = self.router(x).softmax(-1).max(-1, keepdim=True)
+        order = expert[:, 0].argsort()
+        ends = torch.bincount(expert[:, 0], minlength=3).cumsum(0).to(torch.int32)
+        up, down = self.up.to(torch.bfloat16), self.down.to(torch.bfloat16)
+        hidden = torch.nn.functional.grouped_mm(x[order].to(torch.bfloat16), up, offs=ends).relu()
+        result = torch.nn.functional.grouped_mm(hidden, down, offs=ends).to(x.dtype)
+        return self.out(x + weight * result[order.argsort()])
+
+
+def test_products_of_groups_are_compared_in_double_precision() -> None:
+    net, x = Experts(), torch.randn(20, 8)
+    axes = {"up": (None, None, "hidden"), "down": (None, "hidden", None)}
+    symmetry = Symmetry(Group.declare(axes, dict(net.named_parameters())))
+    result = verify(symmetry, net, x, trials=3)
+    assert result
+    assert result.tolerance == 1e-6
+    assert result.error < 1e-12
+    declared = Group.declare({"up": axes["up"]}, dict(net.named_parameters()))
+    assert not verify(Symmetry(declared), net, x)
+    single = verify(symmetry, net, x, dtype=torch.float32)
+    assert single
+    assert single.tolerance < 1e-4
+
+
+def coarse(s: Layers, x: Tensor) -> Tensor:
+    if x.dtype != torch.float32:
+        raise RuntimeError("single precision only")
+    h = s.a(x).to(torch.bfloat16).relu()
+    return torch.nn.functional.linear(h, s.b.weight.to(torch.bfloat16)).float()
+
+
+def test_casts_inside_a_network_count_among_its_rounding_errors() -> None:
+    net, x = Layers(coarse), torch.randn(4, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BrokenSymmetry)
+        symmetry = find_symmetry(net, x)
+    result = verify(symmetry, net, x, trials=3)
+    assert result
+    assert 1e-2 < result.tolerance < 0.5  # the last digit of bfloat16 is 0.8 %
+
+
+def test_rounding_errors_as_large_as_the_outputs_are_inconclusive() -> None:
+    net = Layers(lambda s, x: mlp(s, x) + 0 * x.sum() if x.dtype == torch.float32 else 1 / 0)
+    net.function = lambda s, x: (1e9 * mlp(s, x)).sin() if x.dtype == torch.float32 else 1 / 0
+    with pytest.warns(UnverifiedSymmetry, match="inconclusive"):
+        symmetry = find_symmetry(net, torch.randn(4, 3))
+    assert symmetry.permutations.factors == {"a": 6}
+
+
+def test_a_network_that_cannot_be_run_in_another_way_is_not_blamed_on_its_inputs() -> None:
+    class Particular(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
+            self.first = torch.zeros(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = self.net[0].weight
+            if type(x) is Tensor and not torch.equal(weights, self.seen):
+                raise RuntimeError("these are other weights")
+            return self.net(x)
+
+    net, x = Particular(), torch.randn(4, 3)
+    nn.init.ones_(net.net[0].weight)  # constant weights are drawn anew
+    net.seen = net.net[0].weight.detach().clone()
+    with pytest.warns(UnverifiedSymmetry, match="other weights"):
+        find_symmetry(net, x)
 
 
 def only_half(s: Layers, x: Tensor) -> Tensor:

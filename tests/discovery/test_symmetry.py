@@ -207,3 +207,41 @@ def test_a_prior_that_is_not_even_breaks_signs_only() -> None:
     assert check_priors(found(net).permutations, given)
     with pytest.raises(ValueError, match=r"lacks the sites \['2.bias'\]"):
         check_priors(found(net), {k: v for k, v in given.items() if k != "2.bias"})
+
+
+class Cached(nn.Module):
+    """Attention whose biases are looked up once and kept for eval mode, in a dictionary."""
+
+    def __init__(self, heads: int = 3):
+        super().__init__()
+        self.qk, self.v, self.o = nn.Linear(5, heads * 2), nn.Linear(5, heads * 2), nn.Linear(heads * 2, 2)
+        self.biases = nn.Parameter(torch.randn(heads, 4))
+        self.register_buffer("places", (torch.arange(4)[:, None] - torch.arange(4)).abs())
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def train(self, mode: bool = True) -> Cached:
+        if mode:
+            self.kept = {}
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training or "bias" not in self.kept:
+            self.kept["bias"] = self.biases[:, self.places]
+        qk, v = (layer(x).unflatten(-1, (3, 2)).transpose(1, 2) for layer in (self.qk, self.v))
+        return self.o((torch.softmax(qk @ qk.mT + self.kept["bias"], -1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_what_a_forward_pass_with_gradients_has_left_behind_is_copied_and_forgotten() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 5)
+    fresh = ps.find_symmetry(Cached().eval(), x)
+    net = Cached().eval()
+    before = net(x)
+    assert not net.kept["bias"].is_leaf
+    symmetry = ps.find_symmetry(net, x)
+    assert symmetry.permutations.factors == fresh.permutations.factors
+    assert any(axis.site == "biases" for units in symmetry.permutations.units.values() for axis in units.axes)
+    assert not net.kept["bias"].is_leaf  # the network itself keeps what it had
+    acted = symmetry.act(symmetry.group.sample(dtype=torch.float64), net)
+    assert not acted.training
+    assert torch.allclose(acted(x), before, atol=1e-5)  # with biases of its own weights

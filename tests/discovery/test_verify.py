@@ -165,6 +165,18 @@ def test_a_guilty_scale_leaves_the_permutations_of_the_same_units() -> None:
     assert verify(left, net, x)
 
 
+def test_a_broken_symmetry_says_by_how_much_outputs_change() -> None:
+    net, x = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.randn(4, 3)
+    wrong = declared({"0.weight": ("hidden", None)}, net)
+    result = verify(wrong, net, x)  # a random permutation of eight units is the identity once in 40,320 times
+    (broken,) = result.broken
+    assert 1e-3 < broken.change < 1e3
+    assert f"a change of {broken.change:.3g} of the largest output" in str(result)
+    assert "1e-06 of the largest output would pass as rounding" in str(result)
+    with pytest.warns(BrokenSymmetry, match=r"a change of \S+ of the largest output"):
+        assert not repaired(wrong, net, [x]).group.units
+
+
 def test_guilty_units_inside_others_leave_those_outside() -> None:
     net, x, symmetry = examples()[1]
     group = symmetry.permutations

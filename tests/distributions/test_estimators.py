@@ -24,7 +24,7 @@ from pyro_symmetric.distributions.normals import normals_of, sites_of
 from pyro_symmetric.distributions.orbit import estimator_from_dict, suggested
 from pyro_symmetric.distributions.placements import Drawn
 from pyro_symmetric.distributions.proposal import walkers_of
-from pyro_symmetric.distributions.unit_scores import UnitScores
+from pyro_symmetric.distributions.unit_densities import UnitDensities
 from pyro_symmetric.distributions.unit_sets import log_order_of
 from pyro_symmetric.groups import Action, Axis, Group, Units
 
@@ -127,9 +127,9 @@ def test_width_64_with_separated_units_finds_all_of_log_64_factorial() -> None:
     assert float(capped.max()) <= math.log(256) + 1e-9
 
 
-def scores_of(group: Group, q: Any, w: torch.Tensor) -> UnitScores:
+def scores_of(group: Group, q: Any, w: torch.Tensor) -> UnitDensities:
     action = action_of(group)
-    return UnitScores(group, normals_of(q, action, w.shape[:1]), sites_of(action, w))
+    return UnitDensities(group, normals_of(q, action, w.shape[:1]), sites_of(action, w))
 
 
 def proposal_probability(group: Group, q: Any, w: torch.Tensor, element: Any, walk: int) -> torch.Tensor:

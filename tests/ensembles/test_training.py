@@ -8,11 +8,16 @@ import scipy.optimize
 import torch
 from torch import nn
 
-from pyro_symmetric.ensembles import ensemble, far_off, fresh_members, initialised_by, load_ensemble
+from pyro_symmetric.ensembles import ensemble, far_off, fresh_members, initialised_by
+from pyro_symmetric.ensembles.coordinates import standardising
 from pyro_symmetric.ensembles.data_checks import require_data
 from pyro_symmetric.ensembles.members import LOSSES
-from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.ensembles.trainer import Trainer
+from pyro_symmetric.likelihoods import GaussianLikelihood
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.storage import StoreError
+from pyro_symmetric.store import FolderRecorder
 
 
 def blobs(rows=60):
@@ -49,7 +54,7 @@ def test_every_member_goes_where_it_would_go_alone(optimizer):
     (x, y), net = blobs(), perceptron()
     start = fresh_members(net, 4)
     found = ensemble(
-        net, (x, y), 4, epochs=20, batch_size=None, optimizer=optimizer, init=lambda n: start, progress=False
+        net, (x, y), 4, epochs=20, batch_size=None, optimizer=optimizer, initial=lambda n: start, progress=False
     ).get_samples()
     for member in range(4):
         expected = alone(perceptron(), {k: v[member] for k, v in start.items()}, x, y, optimizer, 20)
@@ -60,7 +65,7 @@ def test_every_member_goes_where_it_would_go_alone(optimizer):
 def test_members_have_their_own_starts_and_their_own_batches():
     (x, y), net = blobs(), perceptron()
     same = {k: v[:1].expand(6, *v.shape[1:]) for k, v in fresh_members(net, 1).items()}
-    found = ensemble(net, (x, y), 6, epochs=2, batch_size=10, init=lambda n: same, progress=False).get_samples()
+    found = ensemble(net, (x, y), 6, epochs=2, batch_size=10, initial=lambda n: same, progress=False).get_samples()
     assert len({tuple(row.flatten().tolist()) for row in found["0.weight"]}) == 6
     fresh = fresh_members(net, 6)["0.weight"]
     assert len({tuple(row.flatten().tolist()) for row in fresh}) == 6
@@ -69,7 +74,7 @@ def test_members_have_their_own_starts_and_their_own_batches():
 @pytest.mark.stochastic
 def test_training_learns_and_reports_each_members_loss():
     x, y = blobs()
-    posterior = ensemble(perceptron(), (x, y), 20, epochs=30, progress=False)
+    posterior = ensemble(perceptron(), (x, y), 20, progress=False)
     weights = posterior.get_samples()
     hidden = torch.tanh(torch.einsum("mhi,ni->mnh", weights["0.weight"], x) + weights["0.bias"][:, None])
     logits = torch.einsum("moh,mnh->mno", weights["2.weight"], hidden) + weights["2.bias"][:, None]
@@ -104,14 +109,14 @@ def test_a_member_that_diverges_stops_alone_and_is_redrawn():
         return members
 
     with pytest.warns(RuntimeWarning, match=r"1 members diverged.*; others were trained in their place"):
-        found = ensemble(net, (x, y), 5, epochs=4, init=start, progress=False)
+        found = ensemble(net, (x, y), 5, epochs=4, initial=start, progress=False)
     assert calls == [5, 1]
     assert found.num_samples == 5
     assert bool(torch.isfinite(found.get_samples()["0.weight"]).all())
     assert [entry["epoch"] for entry in found.metadata["stopped"]] == [0]
     calls.clear()
     with pytest.warns(RuntimeWarning, match=r"1 members diverged.*; 4 of 5 are left"):
-        assert ensemble(net, (x, y), 5, epochs=4, init=start, redraw=False, progress=False).num_samples == 4
+        assert ensemble(net, (x, y), 5, epochs=4, initial=start, redraw=False, progress=False).num_samples == 4
 
 
 class Cliff(torch.optim.SGD):
@@ -179,9 +184,9 @@ def test_members_that_go_on_are_untouched_by_those_that_stop():
     broken = {k: v.clone() for k, v in start.items()}
     broken["0.weight"][1] = float("nan")
     options = {"epochs": 10, "batch_size": None, "optimizer": functools.partial(torch.optim.Adam, lr=0.05)}
-    whole = ensemble(net, (x, y), 3, init=lambda n: start, progress=False, **options).get_samples()
+    whole = ensemble(net, (x, y), 3, initial=lambda n: start, progress=False, **options).get_samples()
     with pytest.warns(RuntimeWarning, match="2 of 3 are left"):
-        left = ensemble(net, (x, y), 3, init=lambda n: broken, redraw=False, progress=False, **options).get_samples()
+        left = ensemble(net, (x, y), 3, initial=lambda n: broken, redraw=False, progress=False, **options).get_samples()
     for name, value in left.items():
         torch.testing.assert_close(value, whole[name][[0, 2]])
 
@@ -197,32 +202,133 @@ def test_far_off_losses_are_outliers():
         far_off(0)
 
 
-def test_a_stopped_run_is_taken_up_and_gives_the_same_members(tmp_path):
+def interrupted(monkeypatch, parts, *args, **options):
+    """An ensemble that is stopped after so many parts."""
+    train, made = Trainer.part, []
+
+    def stopping(*arguments):
+        if len(made) == parts:
+            raise KeyboardInterrupt
+        made.append(1)
+        return train(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "part", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            ensemble(*args, **options)
+
+
+def test_a_stopped_run_is_taken_up_and_gives_the_same_members(tmp_path, monkeypatch):
     (x, y), net = blobs(), perceptron()
     options = {"epochs": 2, "members_at_once": 3, "progress": False}
-    torch.manual_seed(5)
-    whole = ensemble(net, (x, y), 8, **options).get_samples()
-    torch.manual_seed(5)
-    folder = tmp_path / "run"
-    ensemble(net, (x, y), 8, folder=folder, **options)
-    (folder / "part-00001.safetensors").unlink()
-    assert load_ensemble(folder).num_samples == 5
-    torch.manual_seed(99)  # the folder knows its seed
-    again = ensemble(net, (x, y), 8, folder=folder, **options).get_samples()
-    for name, value in whole.items():
-        assert torch.equal(again[name], value)
-    with pytest.raises(ValueError, match=r"other settings \(epochs differ\)"):
-        ensemble(net, (x, y), 8, folder=folder, **{**options, "epochs": 3})
-    with pytest.raises(ValueError, match=r"other settings \(data, loss at fixed weights differ\)"):
-        ensemble(net, (x + 1, y), 8, folder=folder, **options)
+    whole = ensemble(net, (x, y), 8, seed=5, **options)
+    options["store"] = tmp_path / "run"
+    interrupted(monkeypatch, 2, net, (x, y), 8, seed=5, **options)
+    so_far = Posterior.load(tmp_path / "run")
+    assert so_far.num_samples == 6
+    assert so_far.rows == "independent"
+    torch.manual_seed(99)  # the store knows its seed
+    again = ensemble(perceptron(), (x, y), 8, **options)  # whose own values decide nothing
+    for read in (again, Posterior.load(tmp_path / "run")):
+        assert all(torch.equal(read.samples[name], value) for name, value in whole.samples.items())
+        assert torch.equal(read.statistics["loss"], whole.statistics["loss"])
+        assert read.metadata["losses"] == whole.metadata["losses"]
+    with pytest.raises(StoreError, match=r"epochs: 2 there, 3 here"):
+        ensemble(net, (x, y), 8, **{**options, "epochs": 3})
+    with pytest.raises(StoreError, match=r"data\.x: their hash is another"):
+        ensemble(net, (x + 1, y), 8, **options)
+    with pytest.raises(StoreError, match=r"seed: 5 there, 6 here"):
+        ensemble(net, (x, y), 8, seed=6, **options)
+
+
+def test_a_seed_decides_the_members_and_leaves_the_global_generator_alone():
+    (x, y), net = blobs(), nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3), nn.Linear(3, 2))
+    before = torch.get_rng_state()
+    first, again, other = (
+        ensemble(net, (x, y), 3, epochs=2, seed=seed, progress=False).samples["0.weight"] for seed in (1, 1, 2)
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    torch.manual_seed(3)
+    drawn = ensemble(net, (x, y), 3, epochs=2, progress=False)
+    given = ensemble(net, (x, y), 3, epochs=2, seed=drawn.metadata["seed"], progress=False)
+    assert torch.equal(drawn.samples["0.weight"], given.samples["0.weight"])
+
+
+def test_a_second_writer_is_refused(tmp_path):
+    with FolderRecorder(tmp_path / "e", 2), pytest.raises(BlockingIOError):
+        ensemble(perceptron(), blobs(), 2, epochs=1, store=tmp_path / "e", progress=False)
+
+
+def test_members_that_are_left_out_are_left_out_of_the_store(tmp_path):
+    (x, y), net = blobs(), perceptron()
+
+    def start(count):
+        members = fresh_members(net, count)
+        members["2.weight"][1] = float("nan")
+        return members
+
+    options = {"epochs": 2, "initial": start, "redraw": False, "members_at_once": 3, "progress": False}
+    with pytest.warns(RuntimeWarning, match="4 of 6 are left"):
+        found = ensemble(net, (x, y), 6, store=tmp_path / "e", **options)
+    assert found.num_samples == Posterior.load(tmp_path / "e").num_samples == 4
+    assert bool(torch.isfinite(found.samples["2.weight"]).all())
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match="holds no ensemble"):
-        ensemble(perceptron(), blobs(), 2, folder=tmp_path, progress=False)
-    with pytest.raises(FileNotFoundError, match="no finished part"):
-        load_ensemble(tmp_path)
+    with pytest.raises(FileExistsError, match="holds thesis"):
+        ensemble(perceptron(), blobs(), 2, store=tmp_path, progress=False)
+
+
+def test_a_member_whose_likelihood_diverges_stops_alone():
+    """A learnt scale of noise that isn't a number any more is no error of the model."""
+    x = torch.randn(20, 2)
+    model = BayesianModel(nn.Linear(2, 1), 1.0, GaussianLikelihood(), 20)
+
+    def start(count):
+        return {"noise_scale": torch.tensor([1.0, float("nan"), 1.0])[:count], **fresh_members(model.net, count)}
+
+    with pytest.warns(RuntimeWarning, match="1 members diverged"):
+        found = ensemble(model, (x, x[:, 0]), 3, epochs=2, initial=start, redraw=False, progress=False)
+    assert found.num_samples == 2
+
+
+def crossing(outputs, targets):
+    return (outputs - targets).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        crossing,
+        lambda outputs, targets: -torch.distributions.Normal(outputs, 1.0).log_prob(targets).mean(),
+        lambda outputs, targets: torch.nn.functional.l1_loss(outputs, targets),
+        lambda outputs, targets: (targets > outputs).float().mul(outputs - targets).mean(),
+    ],
+)
+def test_a_loss_that_pairs_every_output_with_every_target_is_refused(loss):
+    x, net = torch.randn(12, 2), perceptron(1)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"loss pairs every output with every target"):
+        ensemble(net, (x, x[:, 0]), 2, loss=loss, epochs=1, seed=0, progress=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match=r"loss pairs every output"):
+        ensemble(nn.Sequential(perceptron(1), nn.Flatten(0)), (x, x[:, :1]), 2, loss=crossing, progress=False)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs, targets: (outputs.squeeze(-1) - targets).square().mean(),
+        lambda outputs, targets: (outputs - targets[:, None]).square().mean(),
+        lambda outputs, targets: ((outputs - outputs.T) - (targets[:, None] - targets)).square().mean(),  # of pairs
+    ],
+)
+def test_a_loss_that_doesnt_is_taken(loss):
+    x = torch.randn(12, 2)
+    ensemble(perceptron(1), (x, x[:, 0]), 2, loss=loss, epochs=1, progress=False)
 
 
 def test_map_members_end_at_the_mode_of_a_linear_model():
@@ -270,7 +376,7 @@ def test_losses_of_one_output_take_flat_targets(loss):
 
 def test_result_is_a_posterior_that_can_be_stored(tmp_path):
     posterior = ensemble(perceptron(), blobs(), 3, epochs=1, progress=False)
-    assert json.loads(json.dumps(posterior.metadata))["settings"]["optimizer"].startswith("SGD(lr=0.05")
+    assert json.loads(json.dumps(posterior.metadata))["settings"]["optimizer"].startswith("Adam(lr=0.01")
     posterior.save(tmp_path / "e.safetensors")
     assert Posterior.load(tmp_path / "e.safetensors").num_samples == 3
 
@@ -283,7 +389,7 @@ def test_result_is_a_posterior_that_can_be_stored(tmp_path):
         ({"batch_size": 0}, "batch_size is 0"),
         ({"members_at_once": 0}, "members_at_once is 0"),
         ({"num_members": 0}, "num_members is 0"),
-        ({"init": lambda n: {}}, "what init gave is empty"),
+        ({"initial": lambda n: {}}, "what initial gave is empty"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):
@@ -308,7 +414,7 @@ LABELS = torch.arange(20) % 2
 @pytest.mark.parametrize(
     ("outputs", "loss", "x", "y", "message"),
     [
-        (2, "cross_entropy", X[:, :1], LABELS, r"can't take a tensor \(2, 1\)"),
+        (2, "cross_entropy", X[:, :1], LABELS, r"can't take a tensor \(3, 1\)"),
         (2, "cross_entropy", X.double(), LABELS, r"pass inputs\.to\(torch\.float32\)"),
         (2, "cross_entropy", X.log(), LABELS, r"\d+ rows of the inputs aren't finite"),
         (2, "cross_entropy", X, LABELS + 1, "labels from 1 to 2, but the network has 2 outputs"),
@@ -383,7 +489,7 @@ def test_parameters_that_no_module_resets_are_warned_of():
         members = fresh_members(net, 5)
     assert torch.equal(members["places"], net.places.detach().expand(5, 3, 2))
     assert not torch.equal(members["out.weight"][0], members["out.weight"][1])
-    options = {"init": initialised_by(Positions), "epochs": 1, "progress": False}
+    options = {"initial": initialised_by(Positions), "epochs": 1, "progress": False}
     draws = ensemble(net, blobs(), 3, **options).get_samples()["places"]
     assert not torch.equal(draws[0], draws[1])
 
@@ -400,7 +506,7 @@ def test_members_can_be_initialised_as_a_network_is_built():
     members = initialised_by(make)(4)
     for name in members:
         assert torch.equal(members[name], torch.stack([net.get_parameter(name).detach() for net in expected]))
-    ensemble(perceptron(), blobs(), 2, init=initialised_by(make), epochs=1, progress=False)
+    ensemble(perceptron(), blobs(), 2, initial=initialised_by(make), epochs=1, progress=False)
 
 
 @pytest.mark.parametrize("init", [None, initialised_by(perceptron)])
@@ -408,7 +514,7 @@ def test_frozen_parameters_stay_as_they_are_in_all_members(init):
     net = perceptron()
     net[0].requires_grad_(False)
     x, y = blobs()
-    draws = ensemble(net, (x, y), 3, epochs=2, init=init, progress=False).get_samples()
+    draws = ensemble(net, (x, y), 3, epochs=2, initial=init, progress=False).get_samples()
     for name in ("0.weight", "0.bias"):
         assert torch.equal(draws[name], net.get_parameter(name).detach().expand_as(draws[name]))
     assert not torch.equal(draws["2.weight"][0], draws["2.weight"][1])
@@ -421,8 +527,8 @@ def test_frozen_parameters_stay_as_they_are_in_all_members(init):
     ("change", "what"),
     [
         ({"optimizer": lambda p: torch.optim.Adam(p, lr=0.5)}, "optimizer"),
-        ({"loss": lambda o, y: 2 * nn.functional.cross_entropy(o, y)}, "loss at fixed weights"),
-        ({"net": Positions(torch.relu)}, "loss at fixed weights"),
+        ({"loss": lambda o, y: 2 * nn.functional.cross_entropy(o, y)}, "loss: "),
+        ({"net": Positions(torch.relu)}, "at the same weights it is another"),
     ],
 )
 def test_a_folder_is_not_taken_up_by_functions_that_only_look_alike(tmp_path, change, what):
@@ -431,7 +537,7 @@ def test_a_folder_is_not_taken_up_by_functions_that_only_look_alike(tmp_path, ch
         "optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
         "loss": lambda o, y: nn.functional.cross_entropy(o, y),
     }
-    options |= {"data": blobs(), "num_members": 2, "epochs": 1, "folder": tmp_path, "progress": False}
+    options |= {"data": blobs(), "num_members": 2, "epochs": 1, "store": tmp_path, "progress": False}
     first, again = ensemble(**options), ensemble(**options)
     assert torch.equal(first.samples["places"], again.samples["places"])
     with pytest.raises(ValueError, match=what):
@@ -446,9 +552,9 @@ def test_something_that_makes_no_optimiser_of_members_is_refused():
         ensemble(net, blobs(), 2, optimizer=torch.optim.LBFGS, progress=False)
 
 
-def test_with_a_folder_a_part_is_a_tenth_of_the_members(tmp_path):
-    ensemble(perceptron(), blobs(), 60, epochs=1, folder=tmp_path, progress=False)
-    assert len(list(tmp_path.glob("part-*"))) == 3  # of 25 at least
+def test_with_a_store_a_part_is_a_tenth_of_the_members(tmp_path):
+    found = ensemble(perceptron(), blobs(), 60, epochs=1, store=tmp_path, progress=False)
+    assert found.metadata["settings"]["members_at_once"] == 25
 
 
 def test_an_optimiser_may_have_groups_and_a_loss_noise_and_both_are_taken_up(tmp_path):
@@ -462,7 +568,7 @@ def test_an_optimiser_may_have_groups_and_a_loss_noise_and_both_are_taken_up(tmp
     def noisy(outputs, targets):
         return nn.functional.cross_entropy(outputs + 0.1 * torch.randn_like(outputs), targets)
 
-    options = {"loss": noisy, "epochs": 1, "folder": tmp_path, "progress": False}
+    options = {"loss": noisy, "epochs": 1, "store": tmp_path, "progress": False}
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
     first = ensemble(perceptron(), blobs(), 2, optimizer=groups(0.01), **options)
@@ -485,7 +591,7 @@ def test_a_site_of_the_likelihood_is_trained_within_its_support() -> None:
         [0.5, 1.0, 2.0], dtype=torch.float64
     )  # a draw from the prior may be tiny, and Adam slow there
     start = {"weight": torch.zeros(3, 1, 1, dtype=torch.float64), "noise_scale": scales}
-    options: dict[str, Any] = {"epochs": 1000, "batch_size": None, "optimizer": adam, "init": lambda count: start}
+    options: dict[str, Any] = {"epochs": 1000, "batch_size": None, "optimizer": adam, "initial": lambda count: start}
     found = ensemble(model, (x, y), 3, progress=False, **options)
 
     def objective(point: np.ndarray) -> float:
@@ -519,3 +625,44 @@ def test_a_watch_sees_every_step_and_a_perturbation_moves_the_likelihood_alone()
     assert float(found.samples["weight"].abs().max()) < 1e-5
     with pytest.raises(ValueError, match="perturb"):
         ensemble(model.net, (x, y), 3, perturb=without_weights, progress=False)
+
+
+def test_coordinates_are_those_of_a_network_on_standardised_data():
+    net = perceptron(1).double()
+    x = torch.randn(50, 2, dtype=torch.float64) * torch.tensor([100.0, 0.01]) + torch.tensor([700.0, 3.0])
+    y = 5 + 20 * torch.randn(50, dtype=torch.float64)
+    frame = standardising(net, x, y)
+    free = {name: torch.randn(4, *p.shape, dtype=torch.float64) for name, p in net.named_parameters()}
+    weights = frame.weights(free)
+    for member in range(4):
+        own, there = ({name: value[member] for name, value in w.items()} for w in (weights, free))
+        found = torch.func.functional_call(net, own, (x,))[:, 0]
+        standard = torch.func.functional_call(net, there, ((x - x.mean(0)) / x.std(0, correction=0),))[:, 0]
+        torch.testing.assert_close(found, y.mean() + y.std(correction=0) * standard)
+    again = frame.free(weights)
+    assert all(torch.allclose(again[name], value) for name, value in free.items())
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("bayesian", [False, True])
+def test_defaults_fit_a_regression_whatever_its_units(bayesian):
+    """Noise 1 of a target of deviation 10: 5 members of 8 units come under 4, where the mean alone has 10."""
+    x = torch.rand(300, 2) * 2 - 1
+    y = (3 * x[:, 0]).sin() + 0.7 * x[:, 1]
+    y = (y - y.mean()) / y.std() + 0.1 * torch.randn(300)
+    data = (x * torch.tensor([200.0, 0.01]) + torch.tensor([700.0, 3.0]), 10 * y + 20)
+    net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+    model = BayesianModel(net, prior=300.0, likelihood=GaussianLikelihood(prior_scale=10.0), num_data=300)
+    draws = ensemble(model if bayesian else net, data, 5, loss="mse", seed=1, progress=False).get_samples()
+    weights = {name: draws[name] for name, _ in net.named_parameters()}
+    outputs = torch.func.vmap(lambda w: torch.func.functional_call(net, w, (data[0],)))(weights)
+    assert float((outputs[..., 0] - data[1]).square().mean().sqrt()) < 4
+
+
+def test_layers_that_dont_see_the_data_keep_their_coordinates():
+    x, y = torch.randn(10, 2), torch.randn(10)
+    frame = standardising(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1), nn.Sigmoid()).eval(), x, y)
+    assert (frame.first, frame.last) == (None, None)
+    assert standardising(perceptron(1), x, None).last is None
+    assert standardising(perceptron(1), x, y, {"0.weight"}).first is None
+    assert standardising(nn.Linear(2, 1), x, y).first is None  # a network that is itself the layer

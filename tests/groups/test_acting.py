@@ -11,7 +11,8 @@ from torch.func import functional_call
 
 import pyro_symmetric as ps
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.likelihoods import GaussianLikelihood
+from pyro_symmetric.models import BayesianModel
 
 BUFFERS = ("1.running_mean", "1.running_var")
 

@@ -145,12 +145,35 @@ def test_ranks_and_orders_of_units_inside_units(name):
         assert group.signs.order() == number_of_images(all_signs(group.signs), weights_of(group))
 
 
-def test_a_stacked_mixture_of_experts_counts_a_common_scale_once():
-    """Scaling the inner weights of all experts is scaling all of their units: one scale less than there are units."""
+def test_a_stacked_mixture_of_experts_counts_each_scale_once():
+    """Two experts of four units: a scale for each unit, and one of each expert's outputs with its gate."""
     symmetry = find_symmetry(Experts(), torch.randn(4, 3))
-    scales = symmetry.scalings
-    assert sum(scales[name].count for name in scales.units) > rank_of_scales(scales)
-    assert f" {rank_of_scales(scales)} scales" in repr(symmetry)
+    assert rank_of_scales(symmetry.scalings) == 2 * 4 + 2
+    assert " 10 scales" in repr(symmetry)
+
+
+@pytest.mark.parametrize("name", ["chain", "one layer", "two layers"])
+def test_all_signs_of_single_weights_that_leave_the_function_alone_are_in_the_group(name):
+    """By trying every sign of every weight: no such sign is missed, and none is counted twice."""
+    make, shape, _ = NETWORKS[name]
+    torch.manual_seed(0)
+    net, x = make().double(), torch.randn(7, *shape[1:], dtype=torch.float64)
+    symmetry = find_symmetry(net, x)
+    weights = {site: value.detach() for site, value in net.named_parameters()}
+    sizes = [value.numel() for value in weights.values()]
+    every = torch.tensor(list(itertools.product((1.0, -1.0), repeat=sum(sizes))), dtype=torch.float64)
+
+    def outputs(signs: Tensor) -> Tensor:
+        pieces = zip(weights.items(), signs.split(sizes), strict=True)
+        own = {site: value * piece.reshape(value.shape) for (site, value), piece in pieces}
+        return torch.func.functional_call(net, own, (x,)).flatten()
+
+    alone = (torch.func.vmap(outputs, chunk_size=4096)(every) - outputs(every[0])).abs().amax(1) < 1e-9
+    assert int(alone.sum()) == symmetry.signs.order()
+    ones = {site: torch.ones_like(value) for site, value in weights.items()}
+    images = symmetry.signs.enumerate()(ones)
+    mine = torch.cat([images[site].flatten(1) for site in weights], 1)
+    assert {tuple(row) for row in mine.tolist()} == {tuple(row) for row in every[alone].tolist()}
 
 
 def test_independent_units_do_what_all_units_do():

@@ -98,7 +98,7 @@ def test_a_group_that_the_model_lacks_is_refused() -> None:
         pyro.sample("locs", dist.Normal(locs, 0.1).to_event(1))
 
     group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
-    with pytest.raises(ValueError, match=r"nats.*\['k'\].*\n.*change of 3\..*e\+03"):
+    with pytest.raises(ValueError, match=r"\['k'\].*\n.*change of 3\..*e\+03 nats"):
         ps.evidence(gaussian_guide(lopsided, locs), ps.log_joint(lopsided), group)
 
 

@@ -15,7 +15,8 @@ from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.distributions import InfoNCE
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import AutoModes, AutoSymmetrized
-from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.likelihoods import GaussianLikelihood
+from pyro_symmetric.models import BayesianModel
 
 GROUP = Group.declare({"locs": ("k",)}, {"locs": torch.Size([3])})
 DATA = torch.linspace(-1, 1, 40)

@@ -10,8 +10,9 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
+from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Density, pSGLD, sample
-from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.models import BayesianModel
 
 ROWS, BATCH = 20, 4
 X, Y = torch.randn(ROWS, 3), torch.randn(ROWS)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pyro_symmetric.mcmc.density.batched import BatchedLoss
-from pyro_symmetric.mcmc.density.feedforward import Problem, read_layers
+from pyro_symmetric.mcmc.density.feedforward import NetworkProblem, read_layers
 from pyro_symmetric.weights import unflatten
 
 ACTIVATIONS = {
@@ -31,7 +31,7 @@ def loss_of(net: nn.Module, x: Tensor, y: Tensor, batch_size: int | None = None)
     ends = itertools.accumulate(sizes.values())
     offsets = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
     categorical = not y.is_floating_point()
-    return BatchedLoss(Problem(read_layers(net), offsets, sum(sizes.values()), x, y, categorical, batch_size))
+    return BatchedLoss(NetworkProblem(read_layers(net), offsets, sum(sizes.values()), x, y, categorical, batch_size))
 
 
 def autograd(net: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

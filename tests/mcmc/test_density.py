@@ -113,7 +113,7 @@ def test_chunks_of_chains_change_nothing():
 def test_constrain_and_unconstrain_are_inverse_and_respect_supports():
     density = Density(hierarchical, args=(X, Y), dtype=torch.float64)
     z = starting_points(density, 6)
-    weights = density.constrain(z)
+    weights = density.layout.constrain(z)
     assert {site: w.shape[1:] for site, w in weights.items()} == density.layout.site_shapes
     assert (weights["tau"] > 0).all()
     assert torch.allclose(weights["mix"].sum(-1), torch.ones(6, dtype=torch.float64))
@@ -173,11 +173,11 @@ def test_a_plate_that_subsamples_gets_each_chains_own_rows():
 def test_given_prior_and_uniform_starts():
     density = Density(bayesian_model(), args=(X, Y))
     assert starting_points(density, 400, "uniform").abs().max() <= 2
-    prior = density.constrain(starting_points(density, 400))  # a network's default
+    prior = density.layout.constrain(starting_points(density, 400))  # a network's default
     # The standard deviation of 400 x 12 normal draws is off by more than 5 % with probability below 1e-5.
     assert prior["0.weight"].std().item() == pytest.approx(1.0, abs=0.05)
     given = {site: value[:3] for site, value in prior.items()}
-    assert torch.allclose(density.constrain(starting_points(density, 3, given))["0.weight"], given["0.weight"])
+    assert torch.allclose(density.layout.constrain(starting_points(density, 3, given))["0.weight"], given["0.weight"])
     one = {site: value[0] for site, value in prior.items()}
     assert starting_points(density, 5, one).shape == (5, density.dim)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.kernels.integrator import Point, choose, find_step_size, leapfrog
+from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, choose, find_step_size, leapfrog
 from pyro_symmetric.mcmc.kernels.mass import DenseMass, Mass
 
 UNIT = Mass(torch.ones(2, dtype=torch.float64))
@@ -15,9 +15,9 @@ MASSES = [
 ]
 
 
-def start(density, chains: int) -> Point:
+def start(density, chains: int) -> PhasePoint:
     z, momentum = torch.randn(2, chains, 2, dtype=torch.float64)
-    return Point(z, momentum, *density.energy_and_gradient(z))
+    return PhasePoint(z, momentum, *density.energy_and_gradient(z))
 
 
 @pytest.mark.parametrize("mass", MASSES)
@@ -59,7 +59,7 @@ def test_leapfrog_preserves_volume(banana):
 
     def flow(state: Tensor) -> Tensor:
         here = state[None, :2]
-        end = leapfrog(banana, Point(here, state[None, 2:], *banana.energy_and_gradient(here)), step, mass, 5)
+        end = leapfrog(banana, PhasePoint(here, state[None, 2:], *banana.energy_and_gradient(here)), step, mass, 5)
         return torch.cat([end.z[0], end.momentum[0]])
 
     state, h = torch.randn(4, dtype=torch.float64), 1e-5
@@ -72,7 +72,7 @@ def test_every_chain_may_have_its_own_direction(banana):
     steps = torch.tensor([[0.1], [-0.1]], dtype=torch.float64)
     both = leapfrog(banana, first, steps, UNIT, 3)
     for chain in range(2):
-        one = Point(*(value[chain : chain + 1] for value in first))
+        one = PhasePoint(*(value[chain : chain + 1] for value in first))
         alone = leapfrog(banana, one, steps[chain, 0], UNIT, 3)
         assert all(torch.allclose(a[chain : chain + 1], b) for a, b in zip(both, alone, strict=True))
 
@@ -87,7 +87,7 @@ def test_of_two_points_each_chain_gets_one(banana):
 def test_step_size_is_found_on_either_side(gaussian, generator):
     density = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
     z = density.sample(2000)
-    at = Point(z, z, *density.energy_and_gradient(z))
+    at = PhasePoint(z, z, *density.energy_and_gradient(z))
     mass = Mass(torch.ones(3, dtype=torch.float64))
     found = [
         find_step_size(density, at, torch.tensor(first).double(), mass, 0.8, generator).item() for first in (1e-4, 50.0)

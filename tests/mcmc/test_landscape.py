@@ -8,9 +8,10 @@ import torch
 from scipy.linalg import eigvalsh, inv
 from torch import Tensor, nn
 
+from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc import Density
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
-from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.models import BayesianModel
 
 N, D, NOISE, BATCH = 60, 3, 0.5, 6
 _GENERATOR = np.random.default_rng(0)

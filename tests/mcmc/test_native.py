@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.mcmc.density.engine import Unavailable
-from pyro_symmetric.mcmc.density.feedforward import Problem, read_layers
+from pyro_symmetric.mcmc.density.feedforward import NetworkProblem, read_layers
 from pyro_symmetric.mcmc.density.native import NativeLoss
 from pyro_symmetric.mcmc.density.native.compiler import library
 from pyro_symmetric.mcmc.density.native.loss import WEIGHT_BYTES
@@ -25,7 +25,7 @@ def engine(net: nn.Module, x: Tensor, y: Tensor, categorical: bool = False, batc
     offsets, dim = {}, 0
     for name, parameter in net.named_parameters():
         offsets[name], dim = dim, dim + parameter.numel()
-    return NativeLoss(Problem(read_layers(net), offsets, dim, x, y, categorical, batch_size))
+    return NativeLoss(NetworkProblem(read_layers(net), offsets, dim, x, y, categorical, batch_size))
 
 
 ACTIVATIONS = {

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pyro
 import pyro.distributions as dist
@@ -12,12 +13,14 @@ from pyro import poutine
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.mcmc import HMC, Density, sample
 from pyro_symmetric.mcmc.density.engine import Unavailable
+from pyro_symmetric.mcmc.density.feedforward import read_layers
 from pyro_symmetric.mcmc.density.native.compiler import library
 from pyro_symmetric.mcmc.density.targets import NetworkTarget
 from pyro_symmetric.mcmc.starts import starting_points
-from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
+from pyro_symmetric.models import BayesianModel, GaussianPrior
 
 
 def has_compiler() -> bool:
@@ -395,3 +398,20 @@ def test_the_network_target_is_what_networks_use():
     assert isinstance(
         Density(BayesianModel(nn.Linear(5, 3)), args=data(classes=3, dtype=torch.float32)).target, NetworkTarget
     )
+
+
+def test_modules_of_other_threads_are_called_as_ever_while_a_network_is_read():
+    class Slow(nn.Module):
+        def forward(self, x):
+            found.extend(threads.submit(other, torch.ones(1, 2)).result() for _ in range(20))
+            return self.layer(x)
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+    found, other = [], nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    with ThreadPoolExecutor(1) as threads:
+        assert len(read_layers(Slow())) == 1
+    assert all(torch.equal(value, other(torch.ones(1, 2))) for value in found)
+    assert len(found) == 20

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from pyro_symmetric.mcmc.kernels.integrator import Point, leapfrog
+from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, leapfrog
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.mass import DenseMass, Mass
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
@@ -47,14 +47,14 @@ def reference(
 
     It asks for random numbers in the kernel's order: momentum, direction, one for each leaf, one for each doubling.
     """
-    first = Point(z[None], mass.draw(z[None], generator), *density.energy_and_gradient(z[None]))
+    first = PhasePoint(z[None], mass.draw(z[None], generator), *density.energy_and_gradient(z[None]))
     start = first.energy + mass.kinetic(first.momentum)
     states = [first]
     chosen, log_weight, depth, steps, accepted = (z, start.item()), 0.0, 0, 0, 0.0
     diverging = False
     while depth < max_depth:
         forward = bool(torch.rand(1, dtype=z.dtype, generator=generator) < 0.5)
-        new: list[Point] = []
+        new: list[PhasePoint] = []
         weights: list[float] = []
         candidate = chosen
         for _ in range(2**depth):

@@ -12,10 +12,11 @@ import torch
 from scipy.linalg import eigvalsh, inv, solve_discrete_lyapunov, sqrtm
 from torch import Tensor, nn
 
+from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc import SGHMC, SGLD, Density, pSGLD
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.starts import starting_points
-from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.models import BayesianModel
 
 N, D, NOISE, BATCH = 60, 3, 0.5, 6
 _GENERATOR = np.random.default_rng(0)

@@ -15,6 +15,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+import pyro_symmetric as ps
 from pyro_symmetric import log_joint
 from pyro_symmetric.mcmc import Density
 from pyro_symmetric.mcmc.density.native import compiler
@@ -169,3 +170,45 @@ def test_a_twin_shares_the_tensors_of_its_model_and_nothing_else():
     expected = model.outputs(weights, X)
     for other in (twin, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other.outputs(weights, X), expected)
+
+
+def test_a_log_joint_takes_any_batch_shape():
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x @ w, 1.0).to_event(1), obs=y)
+
+    x, y, w = torch.randn(10, 3), torch.randn(10), torch.randn(2, 5, 3)
+    density = log_joint(model, x, y)
+    expected = dist.Normal(0.0, 1.0).log_prob(w).sum(-1) + dist.Normal(w @ x.T, 1.0).log_prob(y).sum(-1)
+    torch.testing.assert_close(density({"w": w}), expected)
+    torch.testing.assert_close(density({"w": w[1, 2]}), expected[1, 2])
+
+
+def improper(x):
+    w = pyro.sample("w", dist.ImproperUniform(dist.constraints.real, (), (3,)))
+    pyro.sample("y", dist.Normal(x @ w, 1.0).to_event(1), obs=torch.zeros(10))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: log_joint(improper, x),
+        lambda x: ps.check_priors(ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)}), improper, x),
+        lambda x: ps.AutoSymmetrized(improper, ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)})).setup(x),
+    ],
+    ids=["log_joint", "check_priors", "AutoSymmetrized"],
+)
+def test_an_improper_prior_is_named(use):
+    with pytest.raises(ValueError, match="prior of site 'w'"):
+        use(torch.randn(10, 3))
+
+
+def test_a_models_arguments_in_the_wrong_order_are_shown_as_they_came():
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x @ w, 1.0).to_event(1), obs=y)
+
+    with pytest.raises(ValueError, match=r"model\(x, y\).*a tensor \(10,\).*a tensor \(10, 3\)"):
+        log_joint(model, torch.randn(10), torch.randn(10, 3))
+    with pytest.raises(TypeError, match="model is a tensor"):
+        log_joint(torch.randn(10, 3), torch.randn(10), model)

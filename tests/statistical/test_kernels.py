@@ -80,7 +80,7 @@ def holding(density: Density, state: State) -> State:
     ones = {site: torch.ones(shape) for site, shape in density.layout.unconstrained_shapes.items()}
     moving = torch.cat([(site in PARAMETERS) * value.flatten() for site, value in ones.items()]).double()
     mass = Holding(moving)
-    return replace(state, tuning=replace(state.tuning, mass=mass, blind=False))
+    return replace(state, tuning=replace(state.tuning, mass=mass, pace=None))
 
 
 def kernels(step_size: float | None) -> dict[str, Kernel]:
@@ -155,8 +155,8 @@ def calibration_p_values(kernel: Kernel, replications: int, num_warmup: int, dra
         if iteration < num_warmup:
             state = kernel.adapt(density, state, iteration, num_warmup)
         elif (iteration + 1 - num_warmup) % thinning == 0:
-            below += quantities(density.constrain(state.z)) < quantities(truth)
-    assert torch.allclose(density.constrain(state.z)["scores"], truth["scores"])  # held
+            below += quantities(density.layout.constrain(state.z)) < quantities(truth)
+    assert torch.allclose(density.layout.constrain(state.z)["scores"], truth["scores"])  # held
     bins = (below * 8 / (draws + 1)).long()  # draws + 1 ranks, a multiple of 8
     counts = torch.stack([(bins == b).sum(0) for b in range(8)])
     return [float(stats.chisquare(column.numpy()).pvalue) for column in counts.T]
@@ -189,7 +189,7 @@ def test_alternating_with_fresh_data_leaves_the_prior_as_it_is(name):
     for _ in range(3):
         state = kernel.step(density, state)
         rates.append(state.statistics["acceptance_rate"].mean().item())
-        weights = density.constrain(state.z)
+        weights = density.layout.constrain(state.z)
         z = density.unconstrain({**weights, "scores": draw_scores(weights)})
         energy, gradient = density.energy_and_gradient(z)
         state = replace(state, z=z, energy=energy, gradient=gradient)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from pyro_symmetric import Group
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE
 from pyro_symmetric.guides import AutoSymmetrized, evidence
+from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc import HMC, sample
-from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.models import BayesianModel
 
 NOISE = 0.5
 GROUP = Group.declare({"hidden.weight": ("hidden", None)}, {"hidden.weight": torch.Size([2, 1])})

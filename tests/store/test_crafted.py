@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
-from pyro_symmetric.ensembles import load_ensemble
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.mcmc.run import packed, unpacked
 from pyro_symmetric.posterior import Posterior
@@ -57,9 +56,9 @@ def add(path: Path) -> None:
 def rewrite(path: Path, **changes: object) -> None:
     """The checkpoint with another header, and a checksum that is right."""
     tensors, header = load_tensors(path / CHECKPOINT, KIND, VERSION)
-    layout = header["layout"]
-    layout["columns"][0] |= {name: changes.pop(name) for name in list(changes) if name in layout["columns"][0]}
-    layout |= {name: changes.pop(name) for name in list(changes) if name in layout}
+    file = header["file"]
+    file["entries"][0] |= {name: changes.pop(name) for name in list(changes) if name in file["entries"][0]}
+    file |= {name: changes.pop(name) for name in list(changes) if name in file}
     tensors |= {name: changes.pop(name) for name in list(changes) if name in tensors}
     save_tensors(path / CHECKPOINT, KIND, VERSION, tensors, header | changes)
 
@@ -135,10 +134,10 @@ def test_another_file_in_place_of_the_lock_is_left_alone(path, secret):
         {"kind": "statistics"},
         {"name": 5},
         {"name": "v"},
-        {"columns": []},
-        {"columns": 7},
-        {"layout": None},
-        {"layout": 3},
+        {"entries": []},
+        {"entries": 7},
+        {"file": None},
+        {"file": 3},
         {"metadata": None},
         {"fingerprint": []},
         {"state_bytes": "all"},
@@ -152,6 +151,15 @@ def test_counts_shapes_and_dtypes_that_cannot_be_are_told(changes, path):
     rewrite(path, **changes)
     for use in (read_store, Posterior.load, add):
         with pytest.raises(StoreError):
+            use(path)
+
+
+def test_two_entries_of_one_name_are_told_by_their_name(path):
+    _, header = load_tensors(path / CHECKPOINT, KIND, VERSION)
+    first, second = header["file"]["entries"]
+    rewrite(path, entries=[first, second | {"kind": first["kind"], "name": first["name"]}])
+    for use in (read_store, Posterior.load, add):
+        with pytest.raises(StoreError, match="samples/w"):
             use(path)
 
 
@@ -190,17 +198,6 @@ def test_a_joined_copy_that_lies_elsewhere_is_not_read(path, tmp_path):
     shutil.move(folder / "joined", tmp_path / "moved")
     (folder / "joined").symlink_to(tmp_path / "moved")
     assert torch.equal(Posterior.load(folder).samples["w"], expected)
-
-
-@links
-def test_an_ensembles_part_that_lies_elsewhere_is_refused(tmp_path):
-    (tmp_path / "e").mkdir()
-    save_json(tmp_path / "e/ensemble.json", {"settings": {}, "seed": 1}, "ensemble")
-    draws = Posterior({"w": torch.zeros(1, 2)}, rows="independent")
-    draws.save(tmp_path / "elsewhere")
-    (tmp_path / "e/part-00000.safetensors").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StoreError, match=r"part-00000.* isn't a file inside of it"):
-        load_ensemble(tmp_path / "e")
 
 
 def test_a_dtype_of_statistics_is_a_dtype(tmp_path):

@@ -19,7 +19,7 @@ from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import nn
 
 from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
-from pyro_symmetric.ensembles import ensemble, load_ensemble
+from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.guides.files import load_guide, save_guide
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.posterior import Posterior
@@ -59,11 +59,11 @@ def save(path: Path, seed: int) -> None:
     Posterior(draws, {"lp": draws["b"]}, {"seed": seed}, rows="chains").save(path / "draws")
 
 
-def train(path: Path, seed: int) -> None:
-    torch.manual_seed(seed)
+def train(path: Path, seed: int) -> Posterior:
     x = torch.linspace(-1, 1, 20).reshape(10, 2)
     y = (x[:, 0] > 0).long()
-    ensemble(NET, (x, y), 4, epochs=1, batch_size=5, members_at_once=2, folder=path, progress=False)
+    options = {"members_at_once": 2, "store": path, "seed": seed, "progress": False}
+    return ensemble(NET, (x, y), 4, epochs=1, batch_size=5, **options)
 
 
 def save_a_guide(path: Path, seed: int) -> None:
@@ -101,7 +101,7 @@ KINDS = {
     "a store's draws": Kind(run, lambda p: values_of(Posterior.load(p)), "draws-*.safetensors", run),
     "a list of tasks": Kind(run_tasks, lambda p: values_of(Posterior.load(p)), "tasks.json", run_tasks),
     "a joined copy": Kind(run_tasks, lambda p: values_of(Posterior.load(p)), "joined/**/*.*", run_tasks, True),
-    "an ensemble's part": Kind(train, lambda path: values_of(load_ensemble(path)), "part-*"),
+    "an ensemble": Kind(train, lambda path: values_of(Posterior.load(path)), "*.safetensors", train),
     "a guide": Kind(save_a_guide, parameters, "guide"),
     "checkpoints": Kind(write_some_checkpoints, lambda p: values_of(read_checkpoints(p, progress=False)), "*"),
 }
@@ -238,17 +238,6 @@ def test_checks_may_be_left_out(verify, root, tmp_path):
             Posterior.load(file)
     else:
         assert Posterior.load(file, verify=False).num_samples == 50
-
-
-def test_a_part_in_anothers_place_is_told(root, tmp_path):
-    shutil.copytree(made("an ensemble's part", 1, root), tmp_path / "s")
-    shutil.copyfile(tmp_path / "s/part-00000.safetensors", tmp_path / "s/part-00001.safetensors")
-    for read in (load_ensemble, lambda path: train(path, 1)):
-        with pytest.raises(StoreError, match=r"part-00001.* is another part.*remove it"):
-            read(tmp_path / "s")
-    (tmp_path / "s/part-00001.safetensors").unlink()
-    train(tmp_path / "s", 5)
-    assert same(values_of(load_ensemble(tmp_path / "s")), values_of(load_ensemble(made("an ensemble's part", 1, root))))
 
 
 def test_a_task_that_is_a_copy_of_another_is_told(root, tmp_path):

@@ -17,7 +17,7 @@ import pyro_symmetric.store.files as files
 import pyro_symmetric.store.recorders as recorders
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.storage import save_tensors
-from pyro_symmetric.store import Checkpoint, Draws, FolderRecorder, MemoryRecorder, read_store
+from pyro_symmetric.store import Checkpoint, Contents, FolderRecorder, MemoryRecorder, read_store
 from pyro_symmetric.store.files import CHECKPOINT, KIND, VERSION
 from pyro_symmetric.store.recorders import LOCK
 
@@ -37,7 +37,7 @@ def expected(draws: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     return tuple({name: torch.stack([d[i][name] for d in every], 1) for name in every[0][i]} for i in (0, 1))
 
 
-def check(found: Draws, draws: int) -> None:
+def check(found: Contents, draws: int) -> None:
     for have, want in zip(found[:2], expected(draws), strict=True):
         assert list(have) == list(want)
         for name, value in want.items():
@@ -204,10 +204,10 @@ def test_a_dtype_that_the_file_does_not_know_is_told(tmp_path):
 
 
 def place(path, name: str) -> tuple[Path, int]:
-    """The file of draws, and where in it a column begins."""
-    layout = Checkpoint.read(path).layout
-    at = [f"{column.kind}/{column.name}" for column in layout.columns].index(name)
-    return path / layout.file, layout.places[at]
+    """The file of draws, and where in it a entry begins."""
+    file = Checkpoint.read(path).file
+    at = [f"{entry.kind}/{entry.name}" for entry in file.entries].index(name)
+    return path / file.name, file.places[at]
 
 
 @pytest.mark.parametrize("kept", [0, 3, 100, -1])
@@ -278,7 +278,7 @@ def test_a_newer_version_is_refused_and_left_alone(path):
     assert snapshot(path) == before
 
 
-@pytest.mark.parametrize("header", [{}, {"layout": {"columns": 1}}])
+@pytest.mark.parametrize("header", [{}, {"file": {"entries": 1}}])
 def test_a_checkpoint_with_another_header_is_damaged(path, header):
     save_tensors(path / CHECKPOINT, KIND, VERSION, {}, header)
     with pytest.raises(ValueError, match="damaged header"):

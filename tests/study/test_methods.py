@@ -1,5 +1,7 @@
 """The methods of a study, each against what it should be in a case that can be computed."""
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,8 +13,9 @@ from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.cli import main
+from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.study import StudySettings
-from pyro_symmetric.study.methods import METHODS, Fit, Method, make_method
+from pyro_symmetric.study.methods import METHODS, Fit, Method, make_method, variational
 from pyro_symmetric.study.methods.base import pooled
 from pyro_symmetric.study.methods.laplace import FullLaplace
 from pyro_symmetric.study.methods.networks import dropped
@@ -93,7 +96,9 @@ def linear_problem() -> tuple[Any, torch.Tensor, torch.Tensor]:
     y = x @ torch.tensor([1.0, -0.5]) + 0.3 + 0.5 * torch.randn(40)
     likelihood = ps.GaussianLikelihood(scale=0.5)
     model = ps.BayesianModel(nn.Linear(2, 1), ps.GaussianPrior(0.7), likelihood, num_data=40)
-    problem = SimpleNamespace(model=model, x=x, y=y, is_classification=False, settings=SimpleNamespace(num_draws=20000))
+    problem = SimpleNamespace(
+        model=model, x=x, y=y, is_classification=False, settings=SimpleNamespace(num_draws=20000), seed=0
+    )
     features = torch.cat([x, torch.ones(40, 1)], 1).double()
     covariance = torch.linalg.inv(features.T @ features / 0.25 + torch.eye(3).double() / 0.49)
     return problem, covariance @ features.T @ y.double() / 0.25, covariance
@@ -181,3 +186,42 @@ def test_several_aligned_runs_lie_in_the_frame_of_the_first() -> None:
     assert together.details["squared_wasserstein_after"] < together.details["squared_wasserstein_before"]
     for fit in (midpoint, unaligned):
         assert fit.posterior.samples["1.weight"].shape == (1, 400, 5, 64)
+
+
+def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two tanh units: q(w) summed over 2! orders and 2^2 signs, written out by hand, at the same draws."""
+    problem = build_problem(StudySettings(data="wine", hidden=(2,), activation="tanh", num_draws=8))
+    method = make_method("mean-field", budget={"steps": 20})
+    guides, estimate = [], variational.evidence
+
+    def seeded(guide: Any, *args: Any) -> Any:
+        guides.append(guide)
+        torch.manual_seed(0)
+        return estimate(guide, *args)
+
+    monkeypatch.setattr(variational, "evidence", seeded)
+    (fit,) = method.fit(problem, progress=False)
+    assert fit.evidence is not None
+    assert fit.evidence["log_order"] == pytest.approx(math.log(8))
+    assert problem.symmetry.log_order() == pytest.approx(math.log(8))
+    torch.manual_seed(0)
+    base, layout = guides[0].get_posterior(), layout_of(guides[0])
+    expected = []
+    for _ in range(8):  # of 64 draws each, as evidence takes them
+        latent = base.sample((64,))
+        weights = layout.unpack(latent)
+        copies = []
+        for order in ([0, 1], [1, 0]):
+            for signs in itertools.product((1.0, -1.0), repeat=2):
+                s = torch.tensor(signs)
+                moved = {
+                    **weights,
+                    "0.weight": s[:, None] * weights["0.weight"][:, order],
+                    "0.bias": s * weights["0.bias"][:, order],
+                    "2.weight": s * weights["2.weight"][:, :, order],
+                }
+                copies.append(base.log_prob(torch.cat([moved[site.name].flatten(1) for site in layout], -1)).double())
+        density = torch.stack(copies).logsumexp(0) - math.log(8)
+        expected.append(problem.model.log_joint(weights, problem.x, problem.y).double() - density)
+    assert fit.evidence["symmetrized_elbo"] == pytest.approx(float(torch.cat(expected).detach().mean()), rel=1e-6)
+    assert fit.evidence["symmetrized_elbo"] - fit.evidence["elbo"] <= math.log(8) + 1e-6

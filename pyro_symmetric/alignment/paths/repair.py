@@ -16,7 +16,6 @@ ends are aligned (Jordan et al. 2023, arXiv 2211.08403). Two remedies:
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pyro_symmetric.discovery.symmetry import copied, refreshed
 from pyro_symmetric.weights import Weights
 
 _AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -47,7 +47,7 @@ class Repair:
     ):
         if not isinstance(inputs, Tensor) or len(inputs) < 2:
             raise ValueError("repair needs inputs, a tensor of at least 2 rows, to compute statistics from")
-        self._net = copy.deepcopy(net).eval()
+        self._net = copied(net).eval()
         # Equally large, up to one row: layers that see a small last batch normalise by the noise of its statistics.
         self._batches = inputs.tensor_split(min(math.ceil(len(inputs) / batch_size), len(inputs) // 2))
         self._norms = {
@@ -88,7 +88,7 @@ class Repair:
         averages: Weights = {}
         for batch in self._batches:
             with _calls(self._norms) as seen:
-                torch.func.functional_call(self._net, weights, (batch,))
+                torch.func.functional_call(refreshed(self._net, train=False), weights, (batch,))
             for name, value in {name: given for name, given, _ in seen}.items():
                 variance, mean = torch.var_mean(value, _all_but_units(value))
                 for key, part in ((f"{name}.running_mean", mean), (f"{name}.running_var", variance)):
@@ -102,7 +102,7 @@ class Repair:
         layer = self._affine[name]
         with _calls({name: layer}) as seen:
             for batch in self._batches:
-                torch.func.functional_call(self._net, weights, (batch,))
+                torch.func.functional_call(refreshed(self._net, train=False), weights, (batch,))
         value = torch.cat([output for _, _, output in seen])
         if isinstance(layer, nn.Linear):  # whose units lie in the last axis; those of convolutions in the second
             value = value.movedim(-1, 1)

@@ -7,8 +7,10 @@ from pyro_symmetric.discovery.rules import (  # noqa: F401
     elementwise,
     indexing,
     normalisation,
+    random_numbers,
     recurrent,
     reduction,
+    scattering,
     shape,
     spatial,
 )

@@ -26,23 +26,35 @@ def linear(labeller: Labeller, value: Value, weight: Value, bias: Value | None) 
     return result if bias is None else labeller.elementwise([result, bias])
 
 
-@register_rule("linear")
+@register_rule("linear", sliced=True)
 def linear_rule(labeller: Labeller, call: Call) -> Value:
     return linear(labeller, call["input"], call["weight"], call["bias"])
 
 
-@register_rule("matmul", "mm", "bmm", "mv", "dot", "vdot")
+@register_rule("matmul", "mm", "bmm", "mv", "dot", "vdot", sliced=True)
 def matmul_rule(labeller: Labeller, call: Call) -> Value:
     return matmul(labeller, *call.operands)
 
 
-@register_rule("addmm", "addbmm", "baddbmm", "addmv")
+@register_rule("addmm", "addbmm", "baddbmm", "addmv", sliced=True)
 def addmm(labeller: Labeller, call: Call) -> Value:
     start, one, other = call.operands
     product = matmul(labeller, one, other)
     if call.name == "addbmm":
-        product = labeller.reduce(product, [0])
+        product = labeller.reduce(labeller.settled(product), [0])
     return labeller.elementwise([start, product])
+
+
+@register_rule("_grouped_mm", "transformers::grouped_mm_fallback", sliced=True)
+def grouped_mm(labeller: Labeller, call: Call) -> Value:
+    """``value[start:end] @ weights[e]`` for the rows of each expert, where the data have chosen the experts' rows."""
+    value, weights, *others = call.operands
+    if (value.dim, weights.dim) != (2, 3) or not others:
+        return labeller.give_up(call.operands, call.shape, "its groups don't lie along the rows")
+    chosen = labeller.chosen(weights, 0, others[0], call.shape[0])
+    result = labeller.combine([(value, [0, 1]), (chosen, [0, 1, 2])], [0, 2])
+    bias = call.get("bias")
+    return result if bias is None else labeller.elementwise([result, bias])
 
 
 @register_rule("bilinear")
@@ -55,7 +67,7 @@ def bilinear(labeller: Labeller, call: Call) -> Value:
     return result if call["bias"] is None else labeller.elementwise([result, call["bias"]])
 
 
-@register_rule("einsum")
+@register_rule("einsum", sliced=True)
 def einsum(labeller: Labeller, call: Call) -> Value:
     """Axes of an ellipsis are counted from the last one, with numbers that are no letters."""
     inputs, arrow, out = call["equation"].replace(" ", "").partition("->")

@@ -5,18 +5,24 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from pyro_symmetric.discovery.labeller import HOMOGENEOUS, LINEAR, NOTHING, ODD, Labeller, Passes
-from pyro_symmetric.discovery.labels import Value
+from pyro_symmetric.discovery.labeller import Labeller
+from pyro_symmetric.discovery.labels import HOMOGENEOUS, LINEAR, NOTHING, ODD, Passes, Value
 from pyro_symmetric.discovery.rules.registry import Call, as_value, register_rule
 
 # The multipliers that functions of one entry let through.
 UNARY = {
     LINEAR: "alias clone detach lift lift_fresh lift_fresh_copy _to_copy type_as neg _conj _neg_view",
-    HOMOGENEOUS: "relu leaky_relu",
-    ODD: "asin asinh atan atanh erf erfinv hardshrink round sgn sign sin sinh softshrink tan tanh trunc",
-    NOTHING: """acos acosh bernoulli bitwise_not ceil celu cos cosh digamma elu erfc exp exp2 expm1 floor frac gelu
-        hardsigmoid hardswish i0 isfinite isinf isnan lgamma log log10 log1p log2 log_sigmoid logical_not logit mish
-        nan_to_num relu6 rrelu selu sigmoid silu softplus special_expit threshold""",
+    HOMOGENEOUS: "relu leaky_relu rrelu",
+    ODD: "asin asinh atan atanh erf erfinv hardshrink round sin sinh softshrink tan tanh trunc",
+    NOTHING: """acos acosh bitwise_not ceil celu digamma elu erfc exp exp2 expm1 floor frac gelu
+        hardsigmoid hardswish isfinite isinf isnan lgamma log log10 log1p log2 log_sigmoid logical_not logit mish
+        nan_to_num relu6 selu sigmoid silu softplus special_expit""",
+}
+# Functions that make others vanish: the multipliers that they let through, and those that don't matter to them.
+VANISHING = {
+    (HOMOGENEOUS, LINEAR): "abs",
+    (ODD, LINEAR): "sgn sign",
+    (NOTHING, ODD): "cos cosh i0",
 }
 # Functions of two entries that let no multiplier through; a sum keeps the units of both together.
 BINARY = """atan2 bitwise_and bitwise_or bitwise_xor eq floor_divide fmod ge gt hypot le logaddexp logical_and
@@ -31,12 +37,32 @@ def _unary(labeller: Labeller, call: Call, passes: Passes) -> Value:
 
 
 for _passes, _names in UNARY.items():
-    register_rule(*_names.split())(functools.partial(_unary, passes=_passes))
+    register_rule(*_names.split(), sliced=True)(functools.partial(_unary, passes=_passes))
 
 
-@register_rule("abs")
-def absolute(labeller: Labeller, call: Call) -> Value:
-    return labeller.unscaled(call.value, HOMOGENEOUS)
+def _vanishing(labeller: Labeller, call: Call, passes: Passes, allowed: Passes) -> Value:
+    """Multipliers that are ``allowed`` but don't pass end here; others are one."""
+    labeller.still(call.value, allowed)
+    value = labeller.unscaled(call.value, passes)
+    return replace(value, zero=value.zero and call.name not in ("cos", "cosh", "i0"))
+
+
+for (_passes, _allowed), _names in VANISHING.items():
+    register_rule(*_names.split())(functools.partial(_vanishing, passes=_passes, allowed=_allowed))
+
+
+@register_rule("gt.Scalar", "ge.Scalar", "lt.Scalar", "le.Scalar", "eq.Scalar", "ne.Scalar")
+def compared_with_number(labeller: Labeller, call: Call) -> Value:
+    """Scales don't matter to a comparison with zero, nor do signs if it asks for nothing but zero itself."""
+    zero, even = call["other"] == 0, call.name in ("eq", "ne")
+    return replace(_vanishing(labeller, call, NOTHING, Passes(scale=zero, sign=zero and even)), zero=False)
+
+
+@register_rule("threshold")
+def threshold(labeller: Labeller, call: Call) -> Value:
+    """Entries that don't exceed the threshold are replaced; positively homogeneous if both numbers are zero."""
+    homogeneous = call["threshold"] == 0 and call["value"] == 0
+    return _unary(labeller, call, HOMOGENEOUS if homogeneous else NOTHING)
 
 
 @register_rule("native_dropout")
@@ -69,13 +95,20 @@ def _binary(labeller: Labeller, call: Call, kind: str, passes: Passes, coefficie
     return labeller.elementwise(operands, kind, passes if call.floating else NOTHING, coefficients)
 
 
+# The names of all operators whose results depend, entry by entry, on their operands' entries in the same place.
+ENTRYWISE = frozenset(
+    name.partition(".")[0]
+    for names in (*UNARY.values(), *VANISHING.values(), BINARY, "add sub rsub mul div sqrt rsqrt reciprocal clamp")
+    for name in names.split()
+)
+
 # Sums keep one multiplier for both operands; products multiply theirs.
 for _names, _kind, _passes in (
     ("add sub rsub", "sum", LINEAR),
     ("mul", "product", LINEAR),
     ("maximum minimum fmax fmin max.other min.other", "sum", HOMOGENEOUS),
 ):
-    register_rule(*_names.split())(functools.partial(_binary, kind=_kind, passes=_passes))
+    register_rule(*_names.split(), sliced=True)(functools.partial(_binary, kind=_kind, passes=_passes))
 
 
 @register_rule("complex")
@@ -83,7 +116,7 @@ def real_and_imaginary(labeller: Labeller, call: Call) -> Value:
     return labeller.elementwise(call.operands)
 
 
-@register_rule("div")
+@register_rule("div", sliced=True)
 def div(labeller: Labeller, call: Call) -> Value:
     passes = LINEAR if call.get("rounding_mode") is None else NOTHING
     return _binary(labeller, call, "product", passes, (1.0, -1.0))

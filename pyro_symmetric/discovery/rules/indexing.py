@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import Value
+from pyro_symmetric.discovery.labels import Value, opaque
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
 from pyro_symmetric.discovery.rules.shape import places
 
@@ -23,15 +22,24 @@ def embedding(labeller: Labeller, call: Call) -> Value:
     return labeller.value(call.shape, result.parts, result.fixed.union(range(indices.dim)))
 
 
-@register_rule("index_select")
+@register_rule("index_select", sliced=True)
 def index_select(labeller: Labeller, call: Call) -> Value:
     return _look_up(labeller, call.value, {call.axis: call["index"]}, call.shape)
 
 
-@register_rule("index")
+@register_rule("index", sliced=True)
 def index(labeller: Labeller, call: Call) -> Value:
-    indices = {axis: value for axis, value in enumerate(call["indices"]) if value is not None}
+    indices, axis = {}, 0
+    for entry in call["indices"]:
+        if entry is not None:
+            indices[axis] = entry
+        axis += indexed_axes(entry)
     return _look_up(labeller, call.value, indices, call.shape)
+
+
+def indexed_axes(entry: Value | None) -> int:
+    """How many axes an index stands for: a mask for as many as it has."""
+    return entry.dim if entry is not None and entry.mask else 1
 
 
 def _look_up(labeller: Labeller, value: Value, indices: dict[int, Value], shape: tuple[int, ...]) -> Value:
@@ -39,15 +47,31 @@ def _look_up(labeller: Labeller, value: Value, indices: dict[int, Value], shape:
         labeller.pin(entry)
     if len(indices) == 1:
         ((axis, entry),) = indices.items()
-        if entry.constant is not None and entry.dim == 1 and entry.constant.dtype != torch.bool:
+        if entry.constant is not None and entry.dim == 1 and not entry.mask:
             return labeller.take(value, axis, entry.constant.numpy().astype(np.int64) % value.shape[axis])
-    kept = [axis for axis in range(value.dim) if axis not in indices]
+        if entry.dim == 1 and not entry.mask and axis not in value.routes and shape[axis : axis + 1] == entry.shape:
+            return labeller.chosen(value, axis, entry, entry.shape[0])
+    value = labeller.settled(value)
+    if value.overlaps:
+        raise labeller.facts.entangled(value.parts)
+    axes = [axis + i for axis, entry in sorted(indices.items()) for i in range(indexed_axes(entry))]
+    kept = [axis for axis in range(value.dim) if axis not in axes]
     value = labeller.restrict(value, kept)
-    axes = sorted(indices)
     together = axes == list(range(axes[0], axes[-1] + 1))
     first, new = axes[0] if together else 0, len(shape) - len(kept)
     result = labeller.relaid(value, [*kept[:first], *[None] * new, *kept[first:]], shape)
     return labeller.value(shape, result.parts, result.fixed.union(range(first, first + new)))
+
+
+@register_rule(
+    "nonzero", "_unique", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "bincount", "histc",
+    "searchsorted", "bucketize", "repeat_interleave.Tensor",
+)  # fmt: skip
+def depends_on_all(labeller: Labeller, call: Call) -> list[Value]:
+    """Nothing may move in what decides about places and sizes."""
+    for operand in call.operands:
+        labeller.pin(operand)
+    return [opaque(shape) for shape in call.shapes]
 
 
 @register_rule("gather")

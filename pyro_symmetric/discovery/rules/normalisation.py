@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pyro_symmetric.discovery.labeller import NOTHING, ODD, Labeller
-from pyro_symmetric.discovery.labels import Value, opaque
+from pyro_symmetric.discovery.labeller import Labeller
+from pyro_symmetric.discovery.labels import NOTHING, ODD, Value, opaque
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
 
 

@@ -1,6 +1,8 @@
 """LSTM, GRU and plain recurrent layers: one set of hidden units for each layer and direction.
 
 A hidden unit owns a row of ``weight_ih``, ``weight_hh`` and both biases in each gate, and a column of ``weight_hh``.
+The hyperbolic tangent is odd. So a unit of an LSTM or a GRU may change its sign, with that of its candidate's row
+(which goes through the tangent) and of its column; the rows of its gates (which go through a sigmoid) keep theirs.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from pyro_symmetric.discovery.labeller import HOMOGENEOUS, NOTHING, ODD, Labeller, Passes
-from pyro_symmetric.discovery.labels import Part, Value
+from pyro_symmetric.discovery.labeller import Labeller
+from pyro_symmetric.discovery.labels import HOMOGENEOUS, NOTHING, ODD, Part, Passes, Value
 from pyro_symmetric.discovery.rules.contraction import linear
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
 from pyro_symmetric.discovery.rules.shape import cat
 
-_CELLS = {"lstm": (4, NOTHING), "gru": (3, NOTHING), "rnn_tanh": (1, ODD), "rnn_relu": (1, HOMOGENEOUS)}
+# Rows for each unit, and the multipliers that candidates let through: of several rows, the third is the candidate.
+_CELLS = {"lstm": (4, ODD), "gru": (3, ODD), "rnn_tanh": (1, ODD), "rnn_relu": (1, HOMOGENEOUS)}
+_CANDIDATE = 2
 
 
 @register_rule(*(f"{kind}.input" for kind in _CELLS))
@@ -48,6 +52,7 @@ def _stacked(labeller: Labeller, finals: list[Value]) -> Value:
             labeller.give_up([final], final.shape, "hidden units belong to the batch or to time")
             part = Part((2,), labeller.facts.fresh((width,)))
             labeller.facts.pin(part.atoms, labeller.where)
+        labeller.still(replace(final, parts=tuple(other for other in final.parts if other is not part)))
         rows.append(part.atoms)
     return labeller.value((len(finals), batch, width), [Part((0, 2), np.stack(rows))], [1])
 
@@ -76,15 +81,16 @@ def _cell(
 
 
 def _per_unit(labeller: Labeller, value: Value, gates: int, passes: Passes) -> Value:
-    """Gate by gate rows -> the units that own one row in each gate."""
+    """Gate by gate rows -> the units that own one row in each gate, with the multipliers of their candidates."""
     if gates == 1:
         labeller.still(value, passes)
         return value
-    labeller.still(value)
     a, b, rows = value.shape
     split = labeller.reshape(value, [a, b, gates, rows // gates])
-    first, *others = (labeller.squeeze(labeller.take(split, 2, np.array([g])), [2]) for g in range(gates))
-    return labeller.elementwise([first, *others])
+    own = [labeller.squeeze(labeller.take(split, 2, np.array([g])), [2]) for g in range(gates)]
+    for gate, rows_of_gate in enumerate(own):
+        labeller.still(rows_of_gate, passes if gate == _CANDIDATE else NOTHING)
+    return labeller.elementwise(own, "product")
 
 
 def _starts_like(labeller: Labeller, state: Value, like: Value) -> None:

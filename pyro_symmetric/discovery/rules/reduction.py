@@ -6,8 +6,8 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pyro_symmetric.discovery.labeller import HOMOGENEOUS, LINEAR, NOTHING, Labeller, Passes
-from pyro_symmetric.discovery.labels import Value
+from pyro_symmetric.discovery.labeller import Labeller
+from pyro_symmetric.discovery.labels import HOMOGENEOUS, LINEAR, NOTHING, Passes, Value
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
 
 # The multipliers that symmetric functions of all entries along an axis let through; those of functions of their order.
@@ -51,8 +51,9 @@ def _ordered(labeller: Labeller, call: Call, passes: Passes) -> Value | list[Val
 
 
 def _in_order(labeller: Labeller, call: Call) -> Value:
-    """Units along these axes can't move."""
-    return labeller.restrict(call.value, set(range(call.value.dim)) - set(_axes(call) if call.value.dim else []))
+    """Units along these axes can't move, but be rescaled together."""
+    keep = set(range(call.value.dim)) - set(_axes(call) if call.value.dim else [])
+    return labeller.restrict(call.value, keep, shared=True)
 
 
 for _rule, _table in ((_symmetric, SYMMETRIC), (_ordered, ORDERED)):
@@ -69,6 +70,15 @@ def place_of_maximum(labeller: Labeller, call: Call) -> Value:
 @register_rule("linalg_vector_norm")
 def norm(labeller: Labeller, call: Call) -> Value:
     return _reduced(labeller, call, labeller.unscaled(call.value, HOMOGENEOUS), HOMOGENEOUS)
+
+
+@register_rule("_cdist_forward", "cdist")
+def distances(labeller: Labeller, call: Call) -> Value:
+    """Norms of all differences between rows of two matrices; with p = 0, numbers of entries that differ."""
+    one, other = call["x1"], call["x2"]
+    difference = labeller.elementwise([labeller.unsqueeze(one, one.dim - 1), labeller.unsqueeze(other, other.dim - 2)])
+    size = labeller.unscaled(difference, HOMOGENEOUS if call["p"] else NOTHING)
+    return labeller.reduce(size, [-1], passes=HOMOGENEOUS)
 
 
 @register_rule("var", "var_mean", "std_mean")

@@ -23,6 +23,7 @@ A glossary. A rule is written in the methods of its ``labeller``:
 * ``elementwise``: operands meet entry by entry, as a sum (one multiplier for all) or a product (multipliers multiply).
 * ``combine``: the same for axes that carry letters, with a sum over the letters that the result lacks.
 * ``reduce``: a symmetric function (sum, mean, largest entry) of all entries along some axes.
+* ``settled``: labels that don't depend on what the data have chosen (an expert for each token).
 * ``normalise``: a function of an entry and of symmetric statistics along some axes.
 * ``restrict``: units may be exchanged along these axes only; along all others they are told apart by their place.
 * ``relaid``, ``squeeze``, ``unsqueeze``, ``expand``, ``reshape``, ``take``: labels move like the entries.
@@ -50,6 +51,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pyro_symmetric import arguments
 from pyro_symmetric.discovery.labeller import Labeller
 from pyro_symmetric.discovery.labels import Value
 
@@ -112,14 +114,19 @@ class Call:
 Rule = Callable[[Labeller, Call], Value | Sequence[Value]]
 R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}
+SLICED: set[Any] = set()
 
 
-def register_rule(*operators: Any) -> Callable[[R], R]:
+def register_rule(*operators: Any, sliced: bool = False) -> Callable[[R], R]:
     """Register a rule for operators (``torch.ops.aten.relu``, or an overload of one); a later rule replaces an earlier.
 
-    Operators of PyTorch may be given by name (``"relu"``, ``"where.self"``). Names that this version doesn't have are
-    passed over.
+    Operators of PyTorch may be given by name (``"relu"``, ``"where.self"``), those of other libraries by their full
+    name (``"mylib::centred"``). Names that this version of PyTorch doesn't have are passed over.
+
+    :param sliced: whether the rule understands values that overlap or have routes, see
+        :class:`~pyro_symmetric.discovery.labels.Value`.
     """
+    arguments.flag("sliced", sliced)
     for operator in operators:
         if not isinstance(operator, str) and not callable(operator):
             raise TypeError(
@@ -131,6 +138,7 @@ def register_rule(*operators: Any) -> Callable[[R], R]:
             found = _operator(operator) if isinstance(operator, str) else operator
             if found is not None:
                 RULES[found] = rule
+                (SLICED.add if sliced else SLICED.discard)(found)
         return rule
 
     return decorate
@@ -138,7 +146,18 @@ def register_rule(*operators: Any) -> Callable[[R], R]:
 
 def rule_for(target: Any) -> Rule | None:
     """The rule of an operator overload: its own, or that of all overloads."""
-    return RULES.get(target) or RULES.get(getattr(target, "overloadpacket", None))
+    return next((RULES[key] for key in _keys(target) if key in RULES), None)
+
+
+def takes_slices(target: Any) -> bool:
+    """Whether the rule of an operator understands values that overlap or have routes."""
+    return next((key in SLICED for key in _keys(target) if key in RULES), False)
+
+
+def _keys(target: Any) -> tuple[Any, ...]:
+    """What the rule of an operator may be registered for: the overload, all of its overloads, their name."""
+    packet = getattr(target, "overloadpacket", None)
+    return target, packet, getattr(packet, "_qualified_op_name", None)
 
 
 def as_value(argument: Any) -> Value:
@@ -149,6 +168,8 @@ def as_value(argument: Any) -> Value:
 
 
 def _operator(name: str) -> Any | None:
+    if "::" in name:
+        return name
     found: Any = torch.ops.aten
     for piece in name.split("."):
         found = getattr(found, piece, None)

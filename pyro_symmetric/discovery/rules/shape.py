@@ -11,28 +11,34 @@ from pyro_symmetric.discovery.labels import Array, Part, Value
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
 
 
+@register_rule("view.dtype")
+def other_numbers(labeller: Labeller, call: Call) -> Value:
+    """The same bytes, read as numbers of another kind."""
+    return labeller.give_up(call.operands, call.shape, "its bytes are read as other numbers")
+
+
 @register_rule("view", "_unsafe_view", "reshape")
 def reshape(labeller: Labeller, call: Call) -> Value:
     return labeller.reshape(call.value, call.shape)
 
 
-@register_rule("squeeze")
+@register_rule("squeeze", sliced=True)
 def squeeze(labeller: Labeller, call: Call) -> Value:
     dim = call.get("dim", range(call.value.dim))
     return labeller.squeeze(call.value, [dim] if isinstance(dim, int) else dim)
 
 
-@register_rule("unsqueeze")
+@register_rule("unsqueeze", sliced=True)
 def unsqueeze(labeller: Labeller, call: Call) -> Value:
     return labeller.unsqueeze(call.value, call["dim"])
 
 
-@register_rule("permute")
+@register_rule("permute", sliced=True)
 def permute(labeller: Labeller, call: Call) -> Value:
     return labeller.relaid(call.value, [call.value.axis(dim) for dim in call["dims"]])
 
 
-@register_rule("expand")
+@register_rule("expand", sliced=True)
 def expand(labeller: Labeller, call: Call) -> Value:
     return labeller.expand(call.value, call.shape)
 
@@ -57,13 +63,23 @@ def places(call: Call) -> Array:
     return every[[call["index"]]] if "index" in call.arguments else every[call["start"] : call["end"] : call["step"]]
 
 
-@register_rule("slice", "select")
+@register_rule("slice", "select", sliced=True)
 def slice_rule(labeller: Labeller, call: Call) -> Value:
     taken = labeller.take(call.value, call.axis, places(call))
     return labeller.squeeze(taken, [call.axis]) if call.name == "select" else taken
 
 
-@register_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
+@register_rule("diagonal", "diagonal_copy")
+def diagonal(labeller: Labeller, call: Call) -> Value:
+    """Entries that have the same place along two axes, as a new last axis; other units stay what they are."""
+    value = call.value
+    gone = {value.axis(call["dim1"]), value.axis(call["dim2"])}
+    keep = [axis for axis in range(value.dim) if axis not in gone]
+    thin = labeller.relaid(labeller.restrict(value, keep), [*keep, None], call.shape)
+    return labeller.value(call.shape, thin.parts, thin.fixed | {len(keep)}, value.zero)
+
+
+@register_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", sliced=True)
 def split(labeller: Labeller, call: Call) -> list[Value]:
     results, start = [], 0
     for shape in call.shapes:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pyro_symmetric.discovery.labeller import HOMOGENEOUS, LINEAR, NOTHING, Labeller, Passes
-from pyro_symmetric.discovery.labels import Part, Value
+from pyro_symmetric.discovery.labeller import Labeller
+from pyro_symmetric.discovery.labels import HOMOGENEOUS, LINEAR, NOTHING, Part, Passes, Value
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
 from pyro_symmetric.discovery.rules.shape import cat
 
@@ -20,11 +20,11 @@ def _resized(labeller: Labeller, value: Value, shape: Sequence[int], dims: int) 
     return labeller.value(shape, value.parts, fixed | set(range(len(shape) - dims, len(shape))))
 
 
-@register_rule(*(f"conv{d}d" for d in "123"), *(f"conv_transpose{d}d" for d in "123"), "convolution")
+@register_rule(*(f"conv{d}d" for d in "123"), *(f"conv_transpose{d}d" for d in "123"), "convolution", sliced=True)
 def convolution(labeller: Labeller, call: Call) -> Value:
     """Groups of channels each see their own inputs: output unit and input unit are members of one group."""
     weight, columns = _apart(call["weight"])
-    value, bias = call["input"], call["bias"]
+    value, bias = labeller.settled(call["input"]), call["bias"]
     transposed = call.get("transposed", "transpose" in call.name)
     dims = weight.dim - 2
     alone = value.dim == dims + 1
@@ -170,5 +170,5 @@ def _filled(value: Value, axis: int, width: int, filling: float | None) -> Value
 def fourier(labeller: Labeller, call: Call) -> Value:
     """A linear map along some axes, on which units can't move."""
     axes = {call.value.axis(axis) for axis in call["dim"]}
-    value = labeller.restrict(call.value, set(range(call.value.dim)) - axes)
+    value = labeller.restrict(call.value, set(range(call.value.dim)) - axes, shared=True)
     return labeller.value(call.shape, value.parts, value.fixed | axes, value.zero)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.density.feedforward import Layer, Problem
+from pyro_symmetric.mcmc.density.feedforward import Layer, NetworkProblem
 
 aten: Any = torch.ops.aten
 
@@ -25,7 +25,7 @@ class BatchedLoss:
 
     name = "torch"
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: NetworkProblem):
         self.problem = problem
         x = problem.x
         self._x = torch.cat([x, x.new_ones(len(x), 1)], 1)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.calls import described, input_problem
-from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, Likelihood
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, Likelihood
+from pyro_symmetric.models import BayesianModel
 
 FEW_ROWS = 2
 

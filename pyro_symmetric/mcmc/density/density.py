@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import forked
 from pyro_symmetric.calls import described, described_call, model_arguments
-from pyro_symmetric.generators import forked
 from pyro_symmetric.largest import LargestTensor
 from pyro_symmetric.mcmc.density.engine import Engine, Evaluation, NoCompiler, Unavailable
 from pyro_symmetric.mcmc.density.inductor import Inductor
@@ -57,7 +58,7 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
 
     :param model: a Pyro model with continuous latent sites, or a ``BayesianModel``; ``args`` and ``kwargs`` are what it
         is called with.
-    :return: constrained weights of batch shape ``(S,)`` -> ``(S,)``.
+    :return: constrained weights ``batch_shape + site_shape`` -> ``batch_shape``.
     """
     density = Density(model, args, kwargs, engine="torch")
     shapes = density.layout.site_shapes
@@ -65,8 +66,9 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
     def log_density(weights: Weights) -> Tensor:
         arguments.weights("weights", weights)
         require_sites(weights, shapes)
-        batch_shape(weights, shapes)  # names the site whose shape doesn't fit
-        return density.target.log_joint(weights, None)
+        batch = batch_shape(weights, shapes)  # names the site whose shape doesn't fit
+        flat = {site: weights[site].reshape(-1, *shape) for site, shape in shapes.items()}
+        return density.target.log_joint(flat, None).reshape(batch)
 
     return log_density
 
@@ -121,6 +123,8 @@ class Density:
         model, args, kwargs = placed(model, args, kwargs, device, dtype)
         with forked(0, device):  # a model is run from the prior, to see its sites and to try engines out
             self.target: Target = _target(model, args, kwargs, batch_size, device, dtype)
+            self.row_counts = self.target.row_counts
+            """What mini-batches draw from: name -> (rows there are, rows in a batch); empty if all data are used."""
             if not subsampled and self.row_counts:
                 sizes = ", ".join(
                     f"{name!r}: {size} of {total} rows" for name, (total, size) in self.row_counts.items()
@@ -130,6 +134,8 @@ class Density:
                     "whole data (and no subsample_size), or use a stochastic-gradient sampler (SGHMC)"
                 )
             self.layout = Layout.of(self.target.sites)
+            self.dim = self.layout.dim
+            """Number of unconstrained coordinates ``D``."""
             floats = [value for value in self.target.prior_weights(1).values() if value.is_floating_point()]
             self.device = torch.device(device) if device is not None else floats[0].device
             self.dtype = dtype or promoted(floats) or torch.get_default_dtype()
@@ -140,16 +146,6 @@ class Density:
         """Why no faster engine serves, in words."""
         self._fast: Engine | None = None
         self._settle_engine(engine, z)
-
-    @property
-    def dim(self) -> int:
-        """Number of unconstrained coordinates ``D``."""
-        return self.layout.dim
-
-    @property
-    def row_counts(self) -> dict[str, tuple[int, int]]:
-        """What mini-batches draw from: name -> (rows there are, rows in a batch); empty if all data are used."""
-        return self.target.row_counts
 
     @property
     def num_rows(self) -> int:
@@ -176,7 +172,7 @@ class Density:
         def evaluate(z: Tensor, rows: Rows | None) -> tuple[Tensor, ...]:
             return (self._energy(z, rows),)
 
-        return _joined([_sparing(evaluate, *part) for part in self._chunks(z, rows)])[0]
+        return self._in_chunks(partial(_sparing, evaluate), z, rows)[0]
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
         """Energy ``(C,)`` and gradient ``(C, D)``.
@@ -187,7 +183,7 @@ class Density:
         """
         if self._fast is not None and self._fast.by_chain and self._fast.serves(z, rows):
             return self._fast.energy_and_gradient(z, rows)
-        energy, gradient = _joined([self._by_engine(*part) for part in self._chunks(z, rows)])
+        energy, gradient = self._in_chunks(self._by_engine, z, rows)
         return energy, gradient
 
     def _by_engine(self, z: Tensor, rows: Rows | None) -> Evaluation:
@@ -212,11 +208,13 @@ class Density:
         weights, log_det = self.layout.constrain_with_log_det(z)
         return -(self.target.log_joint(weights, rows) + log_det)
 
-    def _chunks(self, z: Tensor, rows: Rows | None) -> list[tuple[Tensor, Rows | None]]:
+    def _in_chunks(
+        self, evaluate: Callable[[Tensor, Rows | None], tuple[Tensor, ...]], z: Tensor, rows: Rows | None
+    ) -> tuple[Tensor, ...]:
         if self.chain_chunk is None or len(z) <= self.chain_chunk:
-            return [(z, rows)]
+            return evaluate(z, rows)
         cuts = [slice(start, start + self.chain_chunk) for start in range(0, len(z), self.chain_chunk)]
-        return [(z[cut], _cut(rows, cut)) for cut in cuts]
+        return _joined([evaluate(z[cut], _cut(rows, cut)) for cut in cuts])
 
     # engines --------------------------------------------------------------------------------------------------------
 
@@ -266,12 +264,8 @@ class Density:
 
     # places ---------------------------------------------------------------------------------------------------------
 
-    def constrain(self, z: Tensor) -> Weights:
-        """Unconstrained vectors ``batch_shape + (D,)`` -> weights."""
-        return self.layout.constrain(z)
-
     def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Weights -> unconstrained vectors ``batch_shape + (D,)``."""
+        """Weights on any device and in any dtype -> unconstrained vectors ``batch_shape + (D,)`` of this density."""
         return self.layout.unconstrain(self._cast(weights))
 
     def draw_prior(self, num: int, generator: torch.Generator) -> Tensor:
@@ -299,7 +293,7 @@ def _sparing(evaluate: Callable[..., tuple[Tensor, ...]], z: Tensor, rows: Rows 
 
 
 def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(values) for values in zip(*parts, strict=False))
+    return tuple(torch.cat(values) for values in zip(*parts, strict=False))  # energies alone, if no more were asked for
 
 
 def _cut(rows: Rows | None, chains: slice) -> Rows | None:

@@ -39,7 +39,7 @@ class NoCompiler(Unavailable):
     """Why there is no compiled code on this machine, which another machine may have."""
 
 
-def agree(found: Evaluation, expected: Evaluation) -> bool:
+def same_evaluation(found: Evaluation, expected: Evaluation) -> bool:
     """Whether two evaluations are the same, up to rounding, where the expected energy is finite.
 
     Energies are continuous, but where the sign of a ReLU's input hangs on rounding, gradients are not.

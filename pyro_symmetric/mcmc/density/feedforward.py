@@ -14,6 +14,7 @@ which :mod:`~pyro_symmetric.mcmc.density.batched` evaluates by batched matrix pr
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from pyro_symmetric._process import LOCK
 from pyro_symmetric.mcmc.density.engine import Unavailable
 
 Activation = tuple[str, tuple[Any, ...]]  # name and settings
@@ -43,7 +45,7 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class NetworkProblem:
     """A network and the data that it is fitted to.
 
     :param offsets: where each parameter begins in a flat vector of length ``dim``.
@@ -63,12 +65,12 @@ class Problem:
 
 
 class Loss(Protocol):
-    """Evaluates a :class:`Problem`, which it is made of, for many weights at once."""
+    """Evaluates a :class:`NetworkProblem`, which it is made of, for many weights at once."""
 
     name: str
     """Of the engine: ``"native"`` or ``"torch"``."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: NetworkProblem) -> None:
         """:raises Unavailable: if it can't evaluate such a problem."""
 
     def loss_and_gradient(self, w: Tensor, scale: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -87,7 +89,8 @@ def read_layers(net: nn.Module) -> list[Layer]:
     """
     root = nn.Sequential(net)  # so that a network that is but one layer is read as a layer, too
     try:
-        nodes = list(fx.symbolic_trace(root).graph.nodes)
+        with LOCK:
+            nodes = list(_OwnThread().trace(root).nodes)
     except Exception as error:  # tracing runs the module's own code, which may raise anything
         raise Unavailable(f"it can't be traced ({type(error).__name__})") from error
     names = {parameter: name for name, parameter in net.named_parameters()}
@@ -117,6 +120,22 @@ def read_layers(net: nn.Module) -> list[Layer]:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+class _OwnThread(fx.Tracer):
+    """Tracing changes, for the whole process, what modules do when they are called; those of other threads pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        own = threading.get_ident() == self._thread
+        return super().call_module(m, forward, args, kwargs) if own else forward(*args, **kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        own = threading.get_ident() == self._thread
+        return super().getattr(attr, attr_val, parameter_proxy_cache) if own else attr_val
 
 
 # Name, module class, functions and methods of the same meaning, and the settings that matter with their defaults. They

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_symmetric._process import PYRO, without_warnings
-from pyro_symmetric.mcmc.density.engine import Evaluation, Unavailable, agree
+from pyro_symmetric.mcmc.density.engine import Evaluation, Unavailable, same_evaluation
 from pyro_symmetric.mcmc.density.targets import Rows
 
 FEW = 4  # up to a quarter of a chunk, such as NUTS leaves unfinished, a smaller program runs
@@ -64,7 +64,7 @@ class Inductor:
             raise
         except Exception as error:  # tracing and compiling run other people's code, which may raise anything
             raise Unavailable(f"torch.compile failed: {type(error).__name__}: {str(error).strip()[:300]}") from error
-        if not agree(found, evaluate(*inputs)):
+        if not same_evaluation(found, evaluate(*inputs)):
             raise Unavailable("torch.compile made a program that computes something else")
         return program
 

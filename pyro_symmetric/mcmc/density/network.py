@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.mcmc.density.batched import BatchedLoss
-from pyro_symmetric.mcmc.density.engine import Evaluation, Unavailable, agree
-from pyro_symmetric.mcmc.density.feedforward import Loss, Problem, read_layers
+from pyro_symmetric.mcmc.density.engine import Evaluation, Unavailable, same_evaluation
+from pyro_symmetric.mcmc.density.feedforward import Loss, NetworkProblem, read_layers
 from pyro_symmetric.mcmc.density.layout import Layout, is_identity
 from pyro_symmetric.mcmc.density.native import NativeLoss
 from pyro_symmetric.mcmc.density.targets import ROWS, NetworkTarget, Rows
-from pyro_symmetric.models import CategoricalLikelihood, GaussianLikelihood
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -31,7 +31,7 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 class NetworkEngine:
     """Value and gradient of a network's energy, by a loss that is evaluated by hand."""
 
-    def __init__(self, target: NetworkTarget, layout: Layout, problem: Problem, loss: Loss):
+    def __init__(self, target: NetworkTarget, layout: Layout, problem: NetworkProblem, loss: Loss):
         likelihood = target.model.likelihood
         self.name, self.by_chain = loss.name, loss.name == "native"
         self._loss, self._sites = loss, target.sites
@@ -145,7 +145,7 @@ def network_engine(
         except Unavailable as reason:
             why = reason
             continue
-        if found.serves(*at) and agree(found.energy_and_gradient(*at), expected):
+        if found.serves(*at) and same_evaluation(found.energy_and_gradient(*at), expected):
             return found, why
         why = Unavailable(f"the evaluation by hand ({found.name}) differs from the model's own")
     return None, why
@@ -154,7 +154,7 @@ def network_engine(
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _problem(target: NetworkTarget, layout: Layout) -> Problem:
+def _problem(target: NetworkTarget, layout: Layout) -> NetworkProblem:
     """:raises Unavailable: saying what about the model doesn't fit."""
     layers = read_layers(target.model.net)
     parameters = {name: parameter.shape.numel() for name, parameter in target.model.net.named_parameters()}
@@ -167,7 +167,7 @@ def _problem(target: NetworkTarget, layout: Layout) -> Problem:
     for name, count in parameters.items():
         offsets[name], dim = dim, dim + count
     batch_size = target.row_counts[ROWS][1] if target.row_counts else None
-    return Problem(layers, offsets, dim, x, y, categorical, batch_size)
+    return NetworkProblem(layers, offsets, dim, x, y, categorical, batch_size)
 
 
 def _data(target: NetworkTarget, outputs: int) -> tuple[Tensor, Tensor, bool]:

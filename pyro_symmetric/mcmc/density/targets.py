@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
 from pyro_symmetric._process import running_pyro
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.mcmc.density.data_checks import require_data
-from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights
 
 Rows = Mapping[str, Tensor]

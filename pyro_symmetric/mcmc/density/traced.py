@@ -42,17 +42,19 @@ class TracedTarget:
             self._data_rows = _rows_of(args, kwargs)
             require_batch_size(batch_size, self._data_rows)
         rows = None if batch_size is None else {ROWS: torch.arange(batch_size)}
-        with explaining(model, args, kwargs):
+        with PYRO, explaining(model, args, kwargs):
             trace = self._prior_trace(rows)
         self.sites: Mapping[str, Distribution] = _latent_sites(trace)
         if not self.sites:
             raise ValueError(_nothing_to_sample(model, trace))
-        self.num_rows = max((round(_weight(site)) for site in _observed_sites(trace)), default=0)
+        observed = _observed_sites(trace)
+        counts = [site["fn"].batch_shape.numel() * torch.as_tensor(site["scale"]).double().mean() for site in observed]
+        self.num_rows = max((round(float(count)) for count in counts), default=0)
         self.row_counts = _subsampled_plates(trace, given_is_right=batch_size is not None)
-        if batch_size is None:
-            warn_of_plate_scale(_observed_sites(trace))
+        if batch_size is None and self.row_counts:
+            warn_of_plate_scale(observed)
         if batch_size is not None and batch_size < self._data_rows:
-            warn_of_batch_scale(_observed_sites(trace), batch_size, self._data_rows)
+            warn_of_batch_scale(observed, batch_size, self._data_rows)
             self.row_counts = {**self.row_counts, ROWS: (self._data_rows, batch_size)}
         self._require_fixed_layout()
 
@@ -162,11 +164,6 @@ def _nothing_to_sample(model: Any, trace: poutine.Trace) -> str:
         return f"{found}. It has pyro.param {', '.join(map(repr, parameters))}; what is to be sampled needs a prior"
     observed = [site["name"] for site in _observed_sites(trace)]
     return f"{found}. All its sites are observed: {', '.join(map(repr, observed))}" if observed else found
-
-
-def _weight(site: Any) -> float:
-    """How many observations an observed site counts for, its scale included."""
-    return site["fn"].batch_shape.numel() * float(torch.as_tensor(site["scale"]).double().mean())
 
 
 def _subsampled_plates(trace: poutine.Trace, given_is_right: bool) -> dict[str, tuple[int, int]]:

@@ -9,26 +9,34 @@ in coordinates :math:`x = W z` that the mass matrix has whitened: the criterion 
 (2021, "An adaptive-MCMC scheme for setting trajectory lengths in Hamiltonian Monte Carlo", AISTATS). In warm-up
 :math:`T` goes to where
 
-.. math:: \frac{1}{T^2} \int_0^T g(t)\, dt,
+.. math:: \frac{1}{\bar t} \cdot \frac{\bar g}{2 \max g - \bar g}, \qquad
+    \bar g = \frac1T \int_0^T g(\lceil t \rceil)\, dt, \quad \bar t = \frac1T \int_0^T \lceil t \rceil\, dt,
 
-the mean square for its cost, is greatest. Trajectories of all times up to :math:`T` are made anyway, so that the whole
-curve :math:`g` is known up to there, bin by bin; :math:`T` stays a bin ahead of the best, to see what comes next.
+is greatest: the effective share of the draws for the cost of one. Here :math:`\lceil t \rceil` is the time rounded up
+to whole steps. Trajectories with the greatest square are taken to forget where they came from. Then the squared
+distances of successive draws have the correlation :math:`\rho = 1 - \bar g / \max g`, and the share is that of a chain
+whose correlations fall geometrically, :math:`(1 - \rho) / (1 + \rho)`.
+
+Trajectories of all times up to :math:`T` are made anyway, so that the whole curve :math:`g` is known up to there, bin
+by bin; :math:`T` stays a bin ahead of the best, to see what comes next.
 
 The paper's sampler is another one, in four points:
 
 * It climbs the slope of :math:`g` in :math:`T` by Adam. The slope's estimate from single trajectories, :math:`t (x' -
-  m)^\top v'` times the change, is noisier the longer they are: on a Gaussian, whose best length is 1.57, :math:`T`
-  became 4 to 5. By the curve it is 1.4.
+  m)^\top v'` times the change, is noisier the longer they are: on a Gaussian, whose best length is 1.8, :math:`T`
+  became 4 to 5. By the curve it is 1.3 to 2.
 * Its centre :math:`m` is the average of all chains, whose distance from a chain says where its mode lies and not how it
   moves. (On a network whose chains sit in different modes, :math:`T` fell to a single step.) Here it is each chain's
   own average.
-* It doesn't divide by the cost, which leaves open how far beyond half a turn to go.
+* It counts squares instead of effective draws, and doesn't divide by the cost.
 * Its step size follows the harmonic mean of the chains' acceptance, with a target of 0.651. A few bad chains pull that
-  down (half the step, on eight schools). Here it is the mean, with the target of the other Hamiltonian kernels.
+  down (to three quarters of the step, on eight schools). Here it is the mean, with the target of the other Hamiltonian
+  kernels.
 
-Warmed up by itself, it gives for 1,000 gradients 97 and 100 effective draws of the worst position or square on eight
-schools, the paper's sampler 31 and 43; on a rotated Gaussian of 50 dimensions and condition number 1,000, 8.1 and 6.8
-beside 7.4 and 4.9. (``benchmarks/performance/trajectory_length.py``: 16 chains, two seeds each.)
+Warmed up by itself, it gives for 1,000 gradients 104 and 111 effective draws of the worst position or square on eight
+schools, the paper's sampler 119 and 117; on a rotated Gaussian of 50 dimensions and condition number 1,000, 6.9 and
+11.6 beside 4.1 and 2.2. (``benchmarks/performance/trajectory_length.py``: 16 chains, two seeds each. The worst of so
+many figures is known to about 20 %.)
 """
 
 from __future__ import annotations
@@ -43,7 +51,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.hmc import transition, whole_steps
 from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, Tuning
+from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 START = math.pi  # for which uniform times leave draws of a standard Gaussian uncorrelated
 BINS, BINS_OF_TWO, SHORTEST = 64, 2, 2.0**-20  # of the curve: two for each doubling of the time, from 1e-6 to 4096
@@ -60,6 +68,7 @@ class LengthTuning:
     :param log_average: the average of what was advised, weighted to the last iterations, ``()``.
     :param sums: of squares over the trajectories whose time lay in each bin, older ones fading as new ones come,
         ``(BINS,)``.
+    :param times: sums of these trajectories' times, fading likewise, ``(BINS,)``.
     :param counts: of these trajectories, fading likewise, ``(BINS,)``.
     :param centre: each chain's average, weighted to the last iterations, ``(C, D)``.
     :param updates: how often the length was adapted since the curve was begun.
@@ -69,6 +78,7 @@ class LengthTuning:
     log_length: Tensor
     log_average: Tensor
     sums: Tensor
+    times: Tensor
     counts: Tensor
     centre: Tensor
     updates: int = 0
@@ -79,7 +89,7 @@ class LengthTuning:
         """Start from this length, ``()``, with chains at ``z``."""
         log_length = length.double().log()
         empty = log_length.new_zeros(BINS)
-        return cls(log_length, log_length, empty, empty, z)
+        return cls(log_length, log_length, empty, empty, empty, z)
 
     def recentred(self, z: Tensor) -> LengthTuning:
         """Take this draw of all chains into their averages, with weight in proportion to its number."""
@@ -90,23 +100,30 @@ class LengthTuning:
         place = int(min(max(BINS_OF_TWO * math.log2(time / SHORTEST), 0), BINS - 1))
         here = torch.zeros_like(self.counts)
         here[place] = 1.0
-        sums, counts = FADING * self.sums + here * square, FADING * self.counts + here
-        return replace(self, sums=sums, counts=counts, iteration=self.iteration + 1)
+        sums, times = FADING * self.sums + here * square, FADING * self.times + here * time
+        counts = FADING * self.counts + here
+        return replace(self, sums=sums, times=times, counts=counts, iteration=self.iteration + 1)
 
     def restarted(self, length: float) -> LengthTuning:
         """Start the curve anew in other units of time, from this length or the present one, whichever is shorter."""
         log_length = self.log_length.clamp(max=math.log(length))
-        return replace(self, log_length=log_length, sums=0 * self.sums, counts=0 * self.counts, updates=0)
+        empty = torch.zeros_like(self.counts)
+        return replace(self, log_length=log_length, sums=empty, times=empty, counts=empty, updates=0)
 
     def advised(self) -> Tensor:
-        """The log of the best length among those that were tried, ``()``; the present one before any was.
+        """The log of the best length among those that were tried twice, ``()``; the present one before any was.
 
-        Bins that no time fell into count for nothing; but for the shortest they are few, as times fill (0, T) evenly.
+        A time that was tried once belongs, as a rule, to a step size that the search has left. Times are rounded up to
+        whole steps. So a bin that wasn't tried stands for times of the next one that was.
         """
-        edges = SHORTEST * 2 ** (torch.arange(BINS + 1, device=self.sums.device) / BINS_OF_TWO).double()
-        tried = self.counts > 0
-        area = (torch.where(tried, self.sums / self.counts, 0.0) * edges.diff()).cumsum(0)
-        worth = torch.where(tried, area / edges[1:].square(), -torch.inf)
+        tried = self.counts > 1
+        places = torch.arange(BINS, device=tried.device)
+        edges = SHORTEST * 2 ** (torch.arange(BINS + 1, device=tried.device) / BINS_OF_TWO).double()
+        following = torch.where(tried, places, BINS - 1).flip(0).cummin(0).values.flip(0)
+        square, time = ((sums / self.counts)[following] for sums in (self.sums, self.times))
+        most = torch.where(tried, square, 0.0).max()
+        square, time = ((value * edges.diff()).cumsum(0) / edges[1:] for value in (square, time))
+        worth = torch.where(tried & (most > 0), square / ((2 * most - square) * time), -torch.inf)
         return torch.where(tried.any(), edges[1:].take(worth.argmax()).log(), self.log_length)
 
     def update(self, highest: Tensor) -> LengthTuning:
@@ -123,7 +140,7 @@ class LengthTuning:
 
 
 @dataclass(frozen=True, eq=False)
-class AdaptiveTuning(Tuning):
+class AdaptiveTuning(HamiltonianTuning):
     """What every Hamiltonian kernel learns in warm-up, and the trajectories' length."""
 
     length: LengthTuning
@@ -174,7 +191,7 @@ class AdaptiveHMC(HamiltonianKernel):
             length = tuning.length
             if not tuning.blind:
                 # By the average: a single small step would cut off what took long to learn.
-                length = length.update(tuning.averaging.log_average + math.log(self.max_steps))
+                length = length.update(tuning.search.log_average + math.log(self.max_steps))
             if iteration + 1 == num_warmup:
                 length = replace(length, log_length=length.log_average)
             state = replace(state, tuning=replace(tuning, length=length.recentred(state.z)))

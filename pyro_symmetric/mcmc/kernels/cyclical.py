@@ -26,7 +26,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
-from pyro_symmetric.mcmc.kernels.stochastic import StochasticGradientKernel, Tuning, Walk
+from pyro_symmetric.mcmc.kernels.stochastic import StochasticGradientKernel, StochasticTuning, Walk
 
 DYNAMICS = ("langevin", "hamiltonian")
 
@@ -97,7 +97,7 @@ class CyclicalSG(StochasticGradientKernel):
         counted = torch.full_like(state.energy, cycle, dtype=torch.long)
         return replace(after, statistics={**after.statistics, "cycle": counted})
 
-    def walk(self, walk: Walk, tuning: Tuning) -> Tuning:
+    def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         draw = (tuning.iteration - tuning.num_warmup) % self.samples_per_cycle
         if draw == 0 or tuning.iteration == 0:
             self._follow(walk, tuning, range(self.exploration_length), noisy=False)
@@ -106,7 +106,7 @@ class CyclicalSG(StochasticGradientKernel):
         begin, end = (self.exploration_length + length * part // self.samples_per_cycle for part in (draw, draw + 1))
         return replace(tuning, step_size=self._follow(walk, tuning, range(begin, end), noisy=True))
 
-    def _follow(self, walk: Walk, tuning: Tuning, steps: range, noisy: bool) -> Tensor:
+    def _follow(self, walk: Walk, tuning: StochasticTuning, steps: range, noisy: bool) -> Tensor:
         """Make these steps of a cycle; returns the last one's size."""
         keep = torch.full_like(tuning.base_step_size, 1 - self.momentum_decay)
         spread = (1 - keep.square()).sqrt() if noisy else None

@@ -18,10 +18,10 @@ import torch
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, Point, choose, energy_error, leapfrog
+from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, leapfrog
 from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.noise import uniform
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, Tuning
+from pyro_symmetric.mcmc.kernels.randomness import uniform
+from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 BLIND_STEPS = 32  # while the mass matrix is unknown, longer trajectories cost more than they teach
 
@@ -56,7 +56,7 @@ class HMC(HamiltonianKernel):
         return transition(density, state, self._draw_num_steps(state))[0]
 
     def _draw_num_steps(self, state: State) -> int:
-        tuning: Tuning = state.tuning
+        tuning: HamiltonianTuning = state.tuning
         # The one place where an iteration waits for the device: a loop needs its length.
         fraction, step_size = torch.stack([uniform(tuning.step_size, state.generator), tuning.step_size]).tolist()
         share = 1 + self.jitter * (2 * fraction - 1)
@@ -70,11 +70,11 @@ def whole_steps(steps: float, max_steps: int, blind: bool) -> int:
     return max(1, min(math.ceil(steps - 1e-9), limit))
 
 
-def transition(density: Density, state: State, num_steps: int) -> tuple[State, Point]:
+def transition(density: Density, state: State, num_steps: int) -> tuple[State, PhasePoint]:
     """One iteration of HMC with so many leapfrog steps: the next state, and where the trajectories ended."""
-    tuning: Tuning = state.tuning
-    start = Point(state.z, tuning.mass.draw(state.z, state.generator), state.energy, state.gradient)
-    end = leapfrog(density, start, tuning.step_size, tuning.mass, num_steps)
+    tuning: HamiltonianTuning = state.tuning
+    start = PhasePoint(state.z, tuning.mass.draw(state.z, state.generator), state.energy, state.gradient)
+    end = leapfrog(density, start, tuning.steps, tuning.mass, num_steps)
     before = start.total_energy(tuning.mass)
     error = energy_error(end.total_energy(tuning.mass), before)
     acceptance = (-error).clamp(max=0).exp()
@@ -85,7 +85,7 @@ def transition(density: Density, state: State, num_steps: int) -> tuple[State, P
         "acceptance_rate": acceptance,
         "energy": before + torch.where(accept, error, 0.0),
         "diverging": error > MAX_ENERGY_ERROR,
-        "step_size": tuning.step_size.expand(len(acceptance)),
+        "step_size": tuning.steps.expand(len(acceptance), 1)[:, 0],
         "n_steps": torch.full_like(acceptance, num_steps, dtype=torch.long),
     }
     return State(*after, tuning, state.generator, statistics), end

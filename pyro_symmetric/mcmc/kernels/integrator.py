@@ -13,7 +13,7 @@ from pyro_symmetric.mcmc.kernels.mass import Mass
 MAX_ENERGY_ERROR = 1000.0  # beyond it a trajectory counts as divergent, as in Stan and Pyro
 
 
-class Point(NamedTuple):
+class PhasePoint(NamedTuple):
     """Where C chains are in phase space; these fields a :class:`~pyro_symmetric.mcmc.State` has, too.
 
     :param z: positions ``(C, D)``; likewise ``momentum``.
@@ -30,13 +30,15 @@ class Point(NamedTuple):
         return self.energy + mass.kinetic(self.momentum)
 
 
-def choose(mask: Tensor, if_true: Point, if_false: Point) -> Point:
+def choose(mask: Tensor, if_true: PhasePoint, if_false: PhasePoint) -> PhasePoint:
     """For each chain the one point or the other, by a mask ``(C,)``."""
     rows = mask[:, None]
-    return Point(*(torch.where(mask if a.dim() == 1 else rows, a, b) for a, b in zip(if_true, if_false, strict=True)))
+    return PhasePoint(
+        *(torch.where(mask if a.dim() == 1 else rows, a, b) for a, b in zip(if_true, if_false, strict=True))
+    )
 
 
-def leapfrog(density: Density, start: Point, step_size: Tensor, mass: Mass, num_steps: int = 1) -> Point:
+def leapfrog(density: Density, start: PhasePoint, step_size: Tensor, mass: Mass, num_steps: int = 1) -> PhasePoint:
     """Follow the Hamiltonian flow for ``num_steps`` steps: reversible, volume-preserving, energy error O(step²).
 
     :param step_size: ``()``, or ``(C, 1)`` for each chain its own; negative ones go back in time.
@@ -46,7 +48,7 @@ def leapfrog(density: Density, start: Point, step_size: Tensor, mass: Mass, num_
         z = z + step_size * mass.velocity(p)
         energy, gradient = density.energy_and_gradient(z)
         p = p - (step_size if k + 1 < num_steps else 0.5 * step_size) * gradient
-    return Point(z, p, energy, gradient)
+    return PhasePoint(z, p, energy, gradient)
 
 
 def energy_error(after: Tensor, before: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ def energy_error(after: Tensor, before: Tensor) -> Tensor:
 
 def find_step_size(
     density: Density,
-    at: Point,
+    at: PhasePoint,
     step_size: Tensor,
     mass: Mass,
     target: float,

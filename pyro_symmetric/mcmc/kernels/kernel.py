@@ -55,14 +55,22 @@ class State:
 class Kernel(ABC):
     """A sampler of a model. Subclasses are frozen dataclasses whose first field is ``model``.
 
+    Metropolis' random walk, and draws of a standard normal by it:
+
+    >>> from collections.abc import Callable
+    >>> from dataclasses import dataclass, replace
+    >>> from typing import Any
+    >>> import pyro, torch
+    >>> import pyro_symmetric as ps
+    >>> from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
     >>> @dataclass(frozen=True, eq=False, repr=False)
-    ... class RandomWalk(Kernel):
+    ... class RandomWalk(ps.Kernel):
     ...     model: Callable[..., Any]
     ...     step_size: float = 1.0
     ...
     ...     def init(self, density, z, num_warmup, generator):
     ...         nothing = torch.zeros_like(z)
-    ...         return State(z, nothing, density.energy(z), nothing, None, generator)
+    ...         return ps.State(z, nothing, density.energy(z), nothing, None, generator)
     ...
     ...     def step(self, density, state):
     ...         z = state.z + self.step_size * normal(state.z, state.generator)
@@ -70,9 +78,14 @@ class Kernel(ABC):
     ...         accept = uniform(energy, state.generator) < (state.energy - energy).exp()
     ...         z, energy = torch.where(accept[:, None], z, state.z), torch.where(accept, energy, state.energy)
     ...         return replace(state, z=z, energy=energy, statistics={"acceptance_rate": accept.float()})
+    >>> def model():
+    ...     pyro.sample("w", pyro.distributions.Normal(torch.zeros(2), 1.0).to_event(1))
+    >>> kernel = RandomWalk(model, step_size=1.5)
+    >>> posterior = ps.sample(kernel, num_samples=500, num_warmup=100, num_chains=8, seed=0, progress=False)
+    >>> posterior.samples["w"].shape
+    torch.Size([8, 500, 2])
 
-    ``normal`` and ``uniform`` are those of :mod:`pyro_symmetric.mcmc.kernels.noise`. A kernel of mini-batches has
-    ``subsampled = True`` and a ``batch_size``.
+    A kernel of mini-batches has ``subsampled = True`` and a ``batch_size``.
     """
 
     model: Callable[..., Any]

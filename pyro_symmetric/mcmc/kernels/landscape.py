@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.batches import independent_rows
-from pyro_symmetric.mcmc.kernels.noise import normal
+from pyro_symmetric.mcmc.kernels.randomness import independent_rows, normal
 
 
 @dataclass(frozen=True, eq=False)

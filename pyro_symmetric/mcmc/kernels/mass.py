@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.kernels.noise import normal
+from pyro_symmetric.mcmc.kernels.randomness import normal
 
 MASSES = ("diagonal", "low-rank", "dense")
 MAX_DENSE = 10_000  # coordinates; a dense matrix of more fills the memory

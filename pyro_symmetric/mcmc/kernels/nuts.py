@@ -28,10 +28,10 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, Point, choose, energy_error, leapfrog
+from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, leapfrog
 from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.noise import uniform
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, Tuning
+from pyro_symmetric.mcmc.kernels.randomness import uniform
+from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 BLIND_DEPTH = 6  # while the mass matrix is unknown, longer trajectories cost more than they teach
 
@@ -50,7 +50,7 @@ class NUTS(HamiltonianKernel):
         arguments.whole("max_treedepth", self.max_treedepth, 1)
 
     def step(self, density: Density, state: State) -> State:
-        tuning: Tuning = state.tuning
+        tuning: HamiltonianTuning = state.tuning
         max_depth = min(self.max_treedepth, BLIND_DEPTH) if tuning.blind else self.max_treedepth
         tree, occupancy = _Trajectories(density, state).grown(max_depth)
         statistics = {
@@ -58,7 +58,7 @@ class NUTS(HamiltonianKernel):
             "acceptance_rate": tree.acceptance / tree.steps,
             "energy": tree.draw.total_energy(tuning.mass),
             "diverging": tree.diverging,
-            "step_size": tuning.step_size.expand(len(state.z)),
+            "step_size": tuning.steps.expand(len(state.z), 1)[:, 0],
             "n_steps": tree.steps,
             "tree_depth": tree.depth,
             "reached_max_treedepth": tree.depth >= self.max_treedepth,
@@ -82,12 +82,13 @@ class _Tree(NamedTuple):
     """A trajectory, between doublings."""
 
     chain: Tensor  # (A,), which of all chains it is
+    step: Tensor  # (A, 1), its step size
     start_energy: Tensor  # (A,), total
-    left: Point
-    right: Point
+    left: PhasePoint
+    right: PhasePoint
     momenta: Tensor  # their sum, (A, D)
     log_weight: Tensor  # log of the sum of exp(start energy - energy), (A,)
-    draw: Point  # the state that is drawn from it so far
+    draw: PhasePoint  # the state that is drawn from it so far
     steps: Tensor  # (A,)
     acceptance: Tensor  # (A,), sum over the steps
     depth: Tensor  # (A,)
@@ -98,9 +99,9 @@ class _Branch(NamedTuple):
     """The half that is added by a doubling, while it grows."""
 
     forward: Tensor  # (A,), whether it grows forwards in time
-    end: Point
+    end: PhasePoint
     log_weight: Tensor  # as above
-    draw: Point
+    draw: PhasePoint
     spans: list[_Span]  # complete subtrees, the largest first
     valid: Tensor  # (A,), whether it has neither turned nor diverged
 
@@ -110,12 +111,13 @@ class _Trajectories:
 
     def __init__(self, density: Density, state: State):
         self.density, self.generator = density, state.generator
-        self.mass, self.step_size = state.tuning.mass, state.tuning.step_size
-        start = Point(state.z, self.mass.draw(state.z, state.generator), state.energy, state.gradient)
+        self.mass = state.tuning.mass
+        start = PhasePoint(state.z, self.mass.draw(state.z, state.generator), state.energy, state.gradient)
         zero = torch.zeros_like(state.energy)
         none, chain = zero.long(), torch.arange(len(zero), device=zero.device)
         energy = start.total_energy(self.mass)
-        self.tree = _Tree(chain, energy, start, start, start.momentum, zero, start, none, zero, none, zero.bool())
+        step = state.tuning.steps.expand(len(zero), 1)
+        self.tree = _Tree(chain, step, energy, start, start, start.momentum, zero, start, none, zero, none, zero.bool())
         self.finished: list[_Tree] = []
         self.num_chains, self.num_batches, self.num_gradients = len(zero), 0, 0
 
@@ -148,7 +150,7 @@ class _Trajectories:
         return branch
 
     def _add_leaf(self, branch: _Branch, leaf: int) -> _Branch:
-        step = torch.where(branch.forward, self.step_size, -self.step_size)[:, None]
+        step = torch.where(branch.forward[:, None], self.tree.step, -self.tree.step)
         end = leapfrog(self.density, branch.end, step, self.mass)
         self.num_batches, self.num_gradients = self.num_batches + 1, self.num_gradients + len(end.z)
         tree, error = self.tree, energy_error(end.total_energy(self.mass), self.tree.start_energy)

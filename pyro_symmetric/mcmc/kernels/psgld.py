@@ -26,7 +26,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.sgld import SGLD
-from pyro_symmetric.mcmc.kernels.stochastic import Tuning, Walk
+from pyro_symmetric.mcmc.kernels.stochastic import StochasticTuning, Walk
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -56,11 +56,11 @@ class pSGLD(SGLD):
         typical = (gradient / max(density.num_rows, 1)).square().mean()
         return typical.expand_as(gradient).clone()
 
-    def preconditioner(self, tuning: Tuning) -> Tensor:
+    def preconditioner(self, tuning: StochasticTuning) -> Tensor:
         assert tuning.second_moment is not None
         return self._of(tuning.second_moment)
 
-    def walk(self, walk: Walk, tuning: Tuning) -> Tuning:
+    def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         assert tuning.second_moment is not None
         step, moment = self.scheduled(tuning), tuning.second_moment
         learning = self.running or tuning.warming_up

@@ -38,7 +38,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
-from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, Tuning, Walk
+from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, StochasticTuning, Walk
 
 MOST_KEPT = 0.95  # of the momentum in one step, if friction isn't given
 
@@ -106,7 +106,7 @@ class SGHMC(SteadyKernel):
                 )
         return state
 
-    def walk(self, walk: Walk, tuning: Tuning) -> Tuning:
+    def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         step = self.scheduled(tuning)
         keep, injected = self._momentum_shares(tuning, step)
         spread = injected.clamp(min=0).sqrt()
@@ -116,7 +116,7 @@ class SGHMC(SteadyKernel):
             walk.hamiltonian(step, keep, spread)
         return replace(tuning, step_size=step)
 
-    def _momentum_shares(self, tuning: Tuning, step: Tensor) -> tuple[Tensor, Tensor]:
+    def _momentum_shares(self, tuning: StochasticTuning, step: Tensor) -> tuple[Tensor, Tensor]:
         """The share of the momentum that a step keeps, and the variance that it injects: each ``()`` or ``(D,)``."""
         noise = step.new_zeros(()) if tuning.landscape is None else tuning.landscape.noise
         if self.friction is not None:

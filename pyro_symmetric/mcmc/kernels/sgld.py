@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
-from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, Tuning, Walk
+from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, StochasticTuning, Walk
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -36,7 +36,7 @@ class SGLD(SteadyKernel):
     def best_step(self, landscape: Landscape) -> Tensor:
         return 4 * self.tolerance / (landscape.stiffest + landscape.noise.mean())
 
-    def walk(self, walk: Walk, tuning: Tuning) -> Tuning:
+    def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         step = self.scheduled(tuning)
         for _ in range(self.num_steps):
             walk.langevin(step)

@@ -23,16 +23,15 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.batches import Batches
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
-from pyro_symmetric.mcmc.kernels.noise import normal
+from pyro_symmetric.mcmc.kernels.randomness import Batches, normal
 
 FIRST_ROUNDS = 6  # measurements of the landscape before the first step
 
 
 @dataclass(frozen=True, eq=False)
-class Tuning:
+class StochasticTuning:
     """What changes beside the chains.
 
     :param step_size: of the latest gradient step, ``()``.
@@ -144,7 +143,7 @@ class StochasticGradientKernel(Kernel):
     # what subclasses provide ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def walk(self, walk: Walk, tuning: Tuning) -> Tuning:
+    def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         """Move the chains through one iteration; returns the tuning with its new ``step_size``."""
 
     @abstractmethod
@@ -164,7 +163,7 @@ class StochasticGradientKernel(Kernel):
         """The tuning's first ``second_moment``."""
         return None
 
-    def preconditioner(self, tuning: Tuning) -> Tensor | None:
+    def preconditioner(self, tuning: StochasticTuning) -> Tensor | None:
         """The diagonal ``(C, D)`` of what multiplies gradients; ``None`` for none."""
         return None
 
@@ -176,7 +175,7 @@ class StochasticGradientKernel(Kernel):
         momentum = normal(z, generator) if self.has_momentum else torch.zeros_like(z)
         base = z.new_tensor(self.step_size or 0.0)
         landscape = Landscape.start(z, generator) if self.measures else None
-        tuning = Tuning(base, base, batches, landscape, self.first_moment(density, gradient), 0, num_warmup)
+        tuning = StochasticTuning(base, base, batches, landscape, self.first_moment(density, gradient), 0, num_warmup)
         state = State(z, momentum, energy, gradient, tuning, generator)
         for _ in range(FIRST_ROUNDS):
             state = self.adapt(density, state, 0, num_warmup)
@@ -211,7 +210,7 @@ class StochasticGradientKernel(Kernel):
         )
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
-        tuning: Tuning = state.tuning
+        tuning: StochasticTuning = state.tuning
         if tuning.landscape is None:
             return state
         landscape = tuning.landscape.update(density, state.z, state.generator, self.preconditioner(tuning))
@@ -248,7 +247,7 @@ class SteadyKernel(StochasticGradientKernel):
         arguments.positive("decay_offset", self.decay_offset)
         arguments.number("decay", self.decay, least=0, most=1)
 
-    def scheduled(self, tuning: Tuning) -> Tensor:
+    def scheduled(self, tuning: StochasticTuning) -> Tensor:
         """The step size of the iteration to come, ``()``."""
         if tuning.warming_up:
             share = 0.5 * (1 + math.cos(math.pi * tuning.iteration / tuning.num_warmup))

@@ -1,6 +1,22 @@
-"""The methods of a study, and their registry. To add one, write a small class with a ``fit`` and put ``@register``
-above it. An installed package adds its own by an entry point of the group ``pyro_symmetric.methods``, whose object is
-the class.
+"""The methods of a study, and their registry. To add one, write a small class:
+
+>>> @register
+... @dataclass(frozen=True)
+... class Prior(Method):
+...     name: ClassVar[str] = "prior"
+...     summary: ClassVar[str] = "Draws from the prior."
+...     draws: int = 400  # a part of the budget: --budget prior.draws=100
+...
+...     def fit(self, problem, progress):
+...         weights = {site: prior.sample((self.draws,)) for site, prior in problem.model.priors().items()}
+...         yield Fit(self.name, Posterior.from_samples(weights, rows="independent"))
+
+An installed package adds its own by an entry point, which bears the method's name; no ``@register`` is needed then:
+
+.. code-block:: toml
+
+    [project.entry-points."pyro_symmetric.methods"]
+    prior = "my_package.methods:Prior"
 
 A method that approximates the posterior by several modes says how many by its field ``modes``; those that know it by
 ``many`` can be asked for as ``single-<name>`` (one mode) and ``multi-<name>`` (``many`` of them) as well.
@@ -11,13 +27,14 @@ from __future__ import annotations
 import textwrap
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
 import torch
 
+from pyro_symmetric import arguments
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.problem import Problem
 
@@ -39,11 +56,17 @@ class Fit:
 
     label: str
     posterior: Posterior
-    losses: list[float]
-    loss_label: str
+    losses: list[float] = field(default_factory=list)
+    loss_label: str = ""
     evidence: dict[str, Any] | None = None
     barrier: dict[str, Any] | None = None
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def spent(self) -> float:
+        """Seconds that the draws took, where that was noted as they were made."""
+        noted = self.posterior.metadata.get("seconds", 0.0)
+        return float(sum(noted.values()) if isinstance(noted, Mapping) else noted)
 
     @property
     def is_chain(self) -> bool:
@@ -56,7 +79,9 @@ class Method(ABC):
     """One way of approximating the posterior.
 
     Subclasses are dataclasses whose fields are the method's budget; ``quick_budget`` replaces some of them under
-    ``--quick``.
+    ``--quick``. ``fit`` may draw from the global generators and use Pyro's parameter store: the study lends it some of
+    its own, which no other thread has meanwhile. A method that takes all random numbers from ``problem.seed`` says
+    ``draws_globally = False``.
 
     :param modes: how many independent runs its draws come from, of methods with ``many``.
     :param prefix: ``"single-"`` or ``"multi-"`` where it was asked for in that form.
@@ -66,15 +91,16 @@ class Method(ABC):
     prefix: str = ""
 
     name: ClassVar[str]
-    labels: ClassVar[tuple[str, ...]]
+    labels: ClassVar[tuple[str, ...]] = ()
     summary: ClassVar[str]
     quick_budget: ClassVar[Mapping[str, Any]] = {}
     many: ClassVar[int | None] = None
+    draws_globally: ClassVar[bool] = True
     quick_many: ClassVar[int] = 2
 
     @abstractmethod
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        """Fit, and yield one :class:`Fit` for each of ``labels``, in that order."""
+        """Fit, and yield one :class:`Fit` for each of ``labels`` (by default the name), in that order."""
 
     def quick(self) -> Method:
         """The same method on a small budget."""
@@ -88,7 +114,7 @@ class Method(ABC):
     @property
     def rows(self) -> tuple[str, ...]:
         """The rows of the report that it makes."""
-        return tuple(self.prefix + label for label in self.labels)
+        return tuple(self.prefix + label for label in self.labels or (self.name,))
 
     @property
     def description(self) -> str:
@@ -107,22 +133,51 @@ GROUP = "pyro_symmetric.methods"  # of entry points
 
 
 def register(cls: type[Method]) -> type[Method]:
-    """Make a method known by its name."""
-    if cls.name in METHODS:
-        raise ValueError(f"there is a method {cls.name!r} already")
-    METHODS[cls.name] = cls
+    """Make a method known by its name.
+
+    :raises TypeError: if it is no complete class of a method.
+    :raises ValueError: if another method has its name.
+    """
+    arguments.instance("cls", cls, type, "a class of a method")
+    if not issubclass(cls, Method):
+        raise TypeError(f"cls is {cls.__qualname__}; it must be a subclass of pyro_symmetric.study.Method")
+    for what in ("name", "summary"):
+        if not isinstance(getattr(cls, what, None), str):
+            raise TypeError(f"{cls.__qualname__} has no {what}; it needs {what}: ClassVar[str] = ...")
+    parts = [name for name, kind in vars(cls).get("__annotations__", {}).items() if "ClassVar" not in str(kind)]
+    if parts and "__dataclass_fields__" not in vars(cls):
+        raise TypeError(f"{cls.__qualname__} has a budget ({', '.join(parts)}); put @dataclass(frozen=True) above it")
+    if METHODS.setdefault(cls.name, cls) is not cls:
+        raise ValueError(f"there is a method {cls.name!r} already; give {cls.__qualname__} another name")
     return cls
 
 
 def known_methods() -> dict[str, type[Method]]:
-    """All methods by name, those of installed packages included; one that can't be loaded is warned of."""
+    """All methods by name, those of installed packages included; one that can't be used is warned of."""
     for point in entry_points(group=GROUP):
         if point.name not in METHODS:
             try:
-                METHODS[point.name] = point.load()
+                name = register(point.load()).name
+                if name != point.name:
+                    raise ValueError(f"its name is {name!r}, which the entry point must bear")
             except Exception as error:  # whatever another package's module raises
-                warnings.warn(f"the method {point.name!r} of {point.value} can't be loaded: {error}", stacklevel=2)
+                warnings.warn(f"the method {point.name!r} of {point.value} can't be used: {error}", stacklevel=2)
     return METHODS
+
+
+def require_fits(method: Method, fits: Sequence[Fit], shapes: Mapping[str, torch.Size]) -> None:
+    """:raises ValueError: if a method didn't yield what it says, or draws of other sites than the model's."""
+    found = tuple(fit.label for fit in fits)
+    if tuple(method.prefix + label for label in found) != method.rows:
+        raise ValueError(
+            f"the method {method.title!r} yielded fits of {found}; it must yield one of each of its labels"
+        )
+    for fit in fits:
+        there = {site: value.shape[2:] for site, value in fit.posterior.samples.items()}
+        if wrong := [site for site, shape in shapes.items() if there.get(site) != shape]:
+            told = {site: tuple(there[site]) if site in there else "no draws" for site in wrong}
+            needed = {site: tuple(shapes[site]) for site in wrong}
+            raise ValueError(f"the method {method.title!r} gave {told}; the model's sites are of shape {needed}")
 
 
 def make_method(name: str, quick: bool = False, budget: Mapping[str, Any] | None = None) -> Method:

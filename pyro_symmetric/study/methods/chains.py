@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class _Chains(Method):
 
     many: ClassVar[int | None] = 16
     quick_many: ClassVar[int] = 8
+    draws_globally: ClassVar[bool] = False
 
     @abstractmethod
     def kernel(self, problem: Problem) -> Kernel:
@@ -37,8 +39,9 @@ class _Chains(Method):
             num_warmup=self.warmup,
             num_chains=self.modes,
             thinning=self.thinning,
-            initial=fresh_starts(problem.model, self.modes),
+            initial=functools.partial(fresh_starts, problem.model),
             store=problem.scratch,
+            seed=problem.seed,
             device=problem.x.device,
             dtype=problem.settings.torch_dtype,
             progress=progress,
@@ -60,7 +63,6 @@ class StochasticGradientHMC(_Chains):
     num_steps: int = 20
 
     name: ClassVar[str] = "sghmc"
-    labels: ClassVar[tuple[str, ...]] = ("sghmc",)
     summary: ClassVar[str] = (
         "Stochastic-gradient Hamiltonian Monte Carlo: chains on mini-batches, without an accept step (Chen et al. "
         "2014)."
@@ -99,7 +101,6 @@ class StochasticGradientLangevin(_Langevin):
 
     sampler: ClassVar[type[SGLD] | type[pSGLD]] = SGLD
     name: ClassVar[str] = "sgld"
-    labels: ClassVar[tuple[str, ...]] = ("sgld",)
     summary: ClassVar[str] = (
         "Stochastic-gradient Langevin dynamics: chains on mini-batches, without momentum or accept step (Welling & Teh "
         "2011)."
@@ -113,7 +114,6 @@ class PreconditionedLangevin(_Langevin):
 
     sampler: ClassVar[type[SGLD] | type[pSGLD]] = pSGLD
     name: ClassVar[str] = "psgld"
-    labels: ClassVar[tuple[str, ...]] = ("psgld",)
     summary: ClassVar[str] = (
         "Preconditioned stochastic-gradient Langevin dynamics: each weight has a step size of its own (Li et al. 2016)."
     )
@@ -127,7 +127,6 @@ class HamiltonianMonteCarlo(_Chains):
     num_steps: int = 32
 
     name: ClassVar[str] = "hmc"
-    labels: ClassVar[tuple[str, ...]] = ("hmc",)
     summary: ClassVar[str] = (
         "Hamiltonian Monte Carlo on all data, many chains at once, step size and mass matrix adapted: the reference."
     )
@@ -147,7 +146,6 @@ class NoUTurn(_Chains):
     max_treedepth: int = 7
 
     name: ClassVar[str] = "nuts"
-    labels: ClassVar[tuple[str, ...]] = ("nuts",)
     summary: ClassVar[str] = (
         "The No-U-Turn Sampler (Hoffman & Gelman 2014) on all data: Hamiltonian trajectories that find their own "
         "length."

@@ -92,7 +92,6 @@ class FullLaplace(_Laplace):
 
     structure: ClassVar[str] = "full"
     name: ClassVar[str] = "laplace-full"
-    labels: ClassVar[tuple[str, ...]] = ("laplace-full",)
     summary: ClassVar[str] = f"{ABOUT} of all weights together (laplace-torch)."
 
 
@@ -103,7 +102,6 @@ class DiagonalLaplace(_Laplace):
 
     structure: ClassVar[str] = "diag"
     name: ClassVar[str] = "laplace-diagonal"
-    labels: ClassVar[tuple[str, ...]] = ("laplace-diagonal",)
     summary: ClassVar[str] = f"{ABOUT} of each weight by itself (laplace-torch)."
 
 
@@ -115,7 +113,6 @@ class LastLayerLaplace(_Laplace):
     structure: ClassVar[str] = "kron"
     subset: ClassVar[str] = "last_layer"
     name: ClassVar[str] = "laplace-last-layer"
-    labels: ClassVar[tuple[str, ...]] = ("laplace-last-layer",)
     summary: ClassVar[str] = f"{ABOUT} of the last layer as a Kronecker product (laplace-torch)."
 
 

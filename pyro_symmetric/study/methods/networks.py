@@ -42,6 +42,7 @@ class _Networks(Method):
             "batch_size": batch_size,
             "optimizer": functools.partial(torch.optim.Adam, lr=self.learning_rate),
             "members_at_once": min(self.modes, TOGETHER),
+            "seed": problem.seed,
             "progress": progress,
         }
         return ensemble(problem.model, (problem.x, problem.y), self.modes, **{**options, **more})
@@ -70,12 +71,12 @@ class Ensemble(_Networks):
     modes: int = 100
 
     name: ClassVar[str] = "ensemble"
-    labels: ClassVar[tuple[str, ...]] = ("ensemble",)
     summary: ClassVar[str] = "A deep ensemble: networks trained independently, each to a mode of the posterior (MAP)."
     quick_budget: ClassVar[Mapping[str, Any]] = {**_Networks.quick_budget, "modes": 40}
+    draws_globally: ClassVar[bool] = False
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        trained = self._train(problem, progress, folder=problem.scratch)
+        trained = self._train(problem, progress, store=problem.scratch)
         yield Fit(self.name, trained, losses_of(trained, problem), LOSS)
 
 
@@ -87,7 +88,6 @@ class Dropout(_Networks):
     rate: float = 0.1
 
     name: ClassVar[str] = "mc-dropout"
-    labels: ClassVar[tuple[str, ...]] = ("mc-dropout",)
     summary: ClassVar[str] = (
         "Monte Carlo dropout (Gal & Ghahramani 2016): a trained network whose hidden units are dropped at random; each "
         "draw is the network with one set of units dropped, as weights."
@@ -117,7 +117,6 @@ class SWAG(_Networks):
     descent_rate: float = 0.02
 
     name: ClassVar[str] = "swag"
-    labels: ClassVar[tuple[str, ...]] = ("swag",)
     summary: ClassVar[str] = (
         "SWAG (Maddox et al. 2019): a Gaussian, diagonal plus low rank, with the moments of the iterates of stochastic "
         "gradient descent at a constant step size, begun at a trained network."
@@ -137,7 +136,7 @@ class SWAG(_Networks):
             problem,
             progress,
             steps=self.iterates * self.every + len(problem.x) // self.batch_size,  # an epoch more, against rounding
-            init=lambda count: start,
+            initial=lambda count: start,
             optimizer=functools.partial(torch.optim.SGD, lr=self.descent_rate, momentum=0.9),
             cosine=False,
             redraw=False,

@@ -62,7 +62,7 @@ class _Variational(Method):
         return gaussian_copy(stock), losses
 
     def _fit(self, problem: Problem, guide: WeightsGuide, label: str, losses: list[float], **more: Any) -> Fit:
-        shape, group = (problem.settings.num_draws,), problem.symmetry.permutations
+        shape, group = (problem.settings.num_draws,), problem.symmetry.finite
         # A symmetrised guide is compared as what it is: with all its copies.
         if isinstance(guide, AutoSymmetrized):
             draws = guide.sample_posterior(shape, orbit=True)
@@ -90,7 +90,6 @@ class MeanField(_Variational):
     """Stock Pyro: one independent Gaussian for each weight."""
 
     name: ClassVar[str] = "mean-field"
-    labels: ClassVar[tuple[str, ...]] = ("mean-field",)
     summary: ClassVar[str] = "Pyro's stock AutoNormal: one independent Gaussian for each weight, fitted by SVI."
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
@@ -104,15 +103,15 @@ class MeanField(_Variational):
 @register
 @dataclass(frozen=True)
 class SymmetrizedMeanField(_Variational):
-    """The mean-field guide averaged over all permutations of hidden units, trained with proposals that match units."""
+    """The mean-field guide averaged over the network's finite group, trained with proposals that match units."""
 
     proposals: int = 4
 
     name: ClassVar[str] = "symmetrized"
-    labels: ClassVar[tuple[str, ...]] = ("symmetrized",)
     summary: ClassVar[str] = (
-        "AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units (Gelberg et al. 2024), "
-        "trained with SinkhornImportance, which matches units. Its draws come from all copies alike."
+        "AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units, and over all flips of "
+        "their signs if the network has these (Gelberg et al. 2024), trained with SinkhornImportance, which matches "
+        "units. Its draws come from all copies alike."
     )
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
@@ -121,7 +120,7 @@ class SymmetrizedMeanField(_Variational):
     def _fit_one(self, problem: Problem, progress: bool) -> Fit:
         guide = AutoSymmetrized(
             problem.model,
-            problem.symmetry.permutations,
+            problem.symmetry.finite,
             estimator=SinkhornImportance(self.proposals),
             init_loc_fn=init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_median),
             init_scale=self.init_scale,
@@ -142,17 +141,18 @@ class AlignedMeanField(_Variational):
     name: ClassVar[str] = "aligned"
     labels: ClassVar[tuple[str, ...]] = ("aligned", "aligned midpoint", "unaligned midpoint")
     summary: ClassVar[str] = (
-        "Two independent mean-field fits; the second is pushed forward by the permutation of hidden units that brings "
-        "it closest to the first in Wasserstein distance (Rossi et al. 2023). The midpoints lie half-way along the "
-        "Wasserstein geodesic between the two, with and without that permutation. Of several runs all are brought to "
-        "the first and drawn from alike; the midpoint is their barycentre."
+        "Two independent mean-field fits; the second is pushed forward by the permutation of hidden units, and the "
+        "flips of their signs if the network has these, that bring it closest to the first in Wasserstein distance "
+        "(Rossi et al. 2023). The midpoints lie half-way along the Wasserstein geodesic between the two, with and "
+        "without that move. Of several runs all are brought to the first and drawn from alike; the midpoint is their "
+        "barycentre."
     )
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         runs = max(2, self.modes)
         fits = [self._mean_field(problem, f"{self.title} {k + 1}/{runs}", progress) for k in range(runs)]
         first, *others = (guide for guide, _ in fits)
-        group = problem.symmetry.permutations
+        group = problem.symmetry.finite
         found = [align(other, first, group, cost="wasserstein", progress=progress) for other in others]
         moved = [push_forward(other, alignment.element) for other, alignment in zip(others, found, strict=True)]
         ends = {"aligned": moved[0], "unaligned": others[0]}

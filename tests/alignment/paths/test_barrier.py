@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from pyro_symmetric.alignment import GaussianWeights, loss_barrier
 from pyro_symmetric.alignment.paths import barrier, marginalise
 from pyro_symmetric.guides import interpolate
-from pyro_symmetric.models import BayesianModel, CategoricalLikelihood
+from pyro_symmetric.likelihoods import CategoricalLikelihood
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights
 

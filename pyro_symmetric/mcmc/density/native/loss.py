@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.density.engine import Unavailable
-from pyro_symmetric.mcmc.density.feedforward import Layer, Problem
+from pyro_symmetric.mcmc.density.feedforward import Layer, NetworkProblem
 from pyro_symmetric.mcmc.density.native.compiler import library
 
 KINDS = {"identity": 0, "relu": 1, "leaky_relu": 2, "tanh": 3, "sigmoid": 4, "silu": 5, "elu": 6}
@@ -26,7 +26,7 @@ class NativeLoss:
 
     name = "native"
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: NetworkProblem):
         layers, x = problem.layers, problem.x
         _require_served(layers, x)
         self._problem = problem

@@ -1,0 +1,266 @@
+r"""Costs by what units do: the correlation of hidden activations on given inputs.
+
+.. math:: S_{ij} = \operatorname{corr}_x\big( h^{(0)}_i(x),\; h^{(1)}_j(x) \big)
+
+over inputs (and pixels, tokens, time steps), for every set of units by itself (Li et al. 2016, arXiv 1511.07543;
+Ainsworth et al. 2023, section 3.1). Where units show in a network is read off the labels that
+:mod:`~pyro_symmetric.discovery.find` carries through every operator, so functional code, flattening, heads and
+recurrent layers need no hooks of their own. Of the operators that carry all units of a set, that with the most entries
+counts, the last of several: a layer's activations rather than its sums, before any pooling.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from pyro_symmetric import arguments
+from pyro_symmetric.alignment.costs.table import TableCost
+from pyro_symmetric.discovery import trace as tracing
+from pyro_symmetric.discovery.facts import Leaf
+from pyro_symmetric.discovery.labels import Array, Value
+from pyro_symmetric.discovery.slices import Run
+from pyro_symmetric.discovery.symmetry import copied
+from pyro_symmetric.groups import Axis
+from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.weights import Weights
+
+# How many numbers the activations of the sources that are evaluated together may hold.
+CHUNK_ENTRIES = 2**26
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class _Show:
+    """Where the units of a set show.
+
+    :param node: name of the operator.
+    :param axes: the axes of its value along which they lie.
+    :param index: positions on these axes, flattened: ``(blocks, count)``.
+    """
+
+    node: str
+    axes: tuple[int, ...]
+    index: Tensor
+
+
+class ActivationCost:
+    """Costs by correlation of hidden activations, for ``align(..., cost=ActivationCost(net, x))``.
+
+    The costs that the alignment reports are minus the sums of correlations. Signs go with the match if units have one;
+    scales, which no correlation sees, are fitted to the weights.
+
+    :param net: the network, in whose place weights are put. It isn't changed; parameters and buffers that weights lack
+        are taken from it. It runs in eval mode.
+    :param inputs: what its ``forward`` takes. A few hundred rows do.
+    :raises UntraceableError: if the network can't be traced.
+    """
+
+    def __init__(self, net: nn.Module, *inputs: Any):
+        arguments.instance("net", net, nn.Module, "a torch.nn.Module")
+        self._net = copied(net).eval()
+        tracing.try_out(self._net, inputs)
+        self._trace = tracing.Trace(self._net, inputs)
+        self._facts, (self._values,) = tracing.walked([self._trace])
+        _, self._classes = self._facts.classes()
+
+    def __call__(self, sources: Weights, reference: Weights, group: Any) -> TableCost:
+        """Correlations of every unit of the reference (rows) with every unit of each source, for every set of units.
+
+        :param sources: weights with one leading batch dimension: one batched forward for as many as fit into memory.
+        """
+        group = group_of(group)
+        arguments.weights("sources", sources)
+        arguments.weights("reference", reference)
+        if 0 in (batch := group.batch_shape(sources)) or len(batch) != 1:
+            raise ValueError(f"sources has batch shape {tuple(batch)}; it must be (number of sources,)")
+        every = [{site: value[k] for site, value in sources.items()} for k in range(batch[0])]
+        shows = self._shows(group)
+        known = self._activations([reference], shows)
+        entries = sum(value.numel() for value in known.values()) + sum(v.numel() for v in reference.values())
+        size = max(1, CHUNK_ENTRIES // max(1, 3 * entries))
+        pieces = [self._activations(every[k : k + size], shows) for k in range(0, len(every), size)]
+        tables = {}
+        for name in group.names("permute"):
+            if name in shows:
+                first = known[name][0]
+                parts = [torch.einsum("bis,kbjs->kij", first, own[name]) / len(first) for own in pieces]
+                tables[name] = torch.cat(parts)
+            else:  # all that such a unit consists of is matched inside it
+                tables[name] = torch.zeros(len(every), group[name].count, group[name].count)
+        return TableCost(group, tables, _signed(group))
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _shows(self, group: Group) -> dict[str, _Show]:
+        found = {}
+        for name in group.names("permute"):
+            unit, block = self._owners(name, group)
+            shows = [
+                show
+                for node, value in self._values.items()
+                for show in self._candidates(node, value, unit, block, group[name].count)
+            ]
+            if shows:
+                found[name] = max(enumerate(shows), key=lambda pair: (pair[1][0], pair[0]))[1][1]
+            elif bool((unit >= 0).any()):
+                raise ValueError(
+                    f"no operator's result shows all {group[name].count} units {name!r} (a layer inside "
+                    "nn.LSTM(num_layers=...), say); align over a group without them, or by cost 'l2'"
+                )
+        return found
+
+    def _owners(self, name: str, group: Group) -> tuple[Array, Array]:
+        """For each class of atoms, the unit that it belongs to and its number among that unit's; -1 for none."""
+        unit, block = np.full(self._facts.size, -1), np.full(self._facts.size, -1)
+        inside = [
+            axis for child in group.children(name) if "permute" in group[child].moves for axis in group[child].axes
+        ]
+        number = 0
+        for axis in group[name].axes:
+            if axis.site not in self._facts.leaves:
+                raise ValueError(f"the network has no site {axis.site!r}, along which the units {name!r} lie")
+            leaf, count = self._facts.leaves[axis.site], group[name].count
+            taken = [a.index.reshape(-1) for a in inside if (a.site, a.dim, a.span) == (axis.site, axis.dim, axis.span)]
+            for atoms in _atoms_along(leaf, axis):
+                for row in axis.index:
+                    if any(bool(torch.isin(row, own).any()) for own in taken):
+                        continue
+                    classes = self._classes[atoms[row.numpy()]]
+                    if (unit[classes] < 0).all() and len(np.unique(classes)) == count:
+                        unit[classes], block[classes] = np.arange(count), number
+                        number += 1
+        return unit, block
+
+    def _candidates(
+        self, node: torch.fx.Node, value: Any, unit: Array, block: Array, count: int
+    ) -> list[tuple[float, _Show]]:
+        """Labellings of one operator's result that show every unit equally often, with how many entries they have."""
+        if node.op != "call_function" or not isinstance(value, Value) or value.overlaps or value.routes:
+            return []
+        found = []
+        for part in value.parts:
+            classes = self._classes[part.atoms.reshape(-1)]
+            positions = np.flatnonzero(unit[classes] >= 0)
+            owners = unit[classes[positions]]
+            counts = np.bincount(owners, minlength=count)
+            if not len(positions) or counts.min() != counts.max():
+                continue
+            order = np.lexsort((positions, block[classes[positions]], owners))
+            index = torch.from_numpy(positions[order].reshape(count, -1).T.copy())
+            entries = float(np.prod(value.shape)) / part.atoms.size * len(index)
+            found.append((entries, _Show(node.name, part.axes, index)))
+        return found
+
+    def _activations(self, many: Sequence[Weights], shows: Mapping[str, _Show]) -> dict[str, Tensor]:
+        """Standardised activations of every set, ``(B, blocks, count, entries)``; zero where a unit never changes."""
+        results = self._results(many, {show.node for show in shows.values()})
+        found = {}
+        for name, show in shows.items():
+            axes, to = [1 + axis for axis in show.axes], list(range(1, 1 + len(show.axes)))
+            value = results[show.node].movedim(axes, to).flatten(1, len(axes))
+            rows = value.flatten(2) if value.dim() > 2 else value.unsqueeze(-1)
+            rows = rows[:, show.index.to(value.device)].double()
+            rows = rows - rows.mean(-1, keepdim=True)
+            norms = rows.norm(dim=-1, keepdim=True)
+            found[name] = torch.where(norms > 0, rows / norms.clamp_min(1e-300), 0.0)
+        return found
+
+    def _results(self, many: Sequence[Weights], nodes: set[str]) -> dict[str, Tensor]:
+        """What some operators return for each of several weights, ``(B, ...)``."""
+        arguments = [self._arguments(weights) for weights in many]
+        if len(many) > 1:
+            # What no weights replace is the same object for all.
+            own = [any(value is not first for value in values) for first, *values in zip(*arguments, strict=True)]
+            columns = zip(own, zip(*arguments, strict=True), strict=True)
+            stacked = [torch.stack(values) if differs else values[0] for differs, values in columns]
+            mapped = torch.func.vmap(
+                lambda *given: _Recorder(self._trace.program, nodes).record(given),
+                in_dims=tuple(0 if differs else None for differs in own),
+            )
+            try:
+                found: dict[str, Tensor] = mapped(*stacked)
+                return found
+            except RuntimeError as error:  # a fused recurrent layer, say, for which vmap has no rule
+                _log.debug("taken one by one, as the network can't be evaluated for many weights at once: %s", error)
+        every = [_Recorder(self._trace.program, nodes).record(given) for given in arguments]
+        return {name: torch.stack([results[name] for results in every]) for name in nodes}
+
+    def _arguments(self, weights: Weights) -> list[Any]:
+        names = tracing.site_names(self._net)
+        own = dict(self._net.named_parameters()) | dict(self._net.named_buffers())
+        arguments: list[Any] = []
+        users = iter(self._trace.tensors)
+        for spec in self._trace.specs:
+            if spec.kind == InputKind.USER_INPUT:
+                arguments.append(next(users))
+                continue
+            target = names.get(str(spec.target), str(spec.target))
+            if target in weights:
+                like = own[target]
+                if weights[target].shape != like.shape:
+                    raise ValueError(
+                        f"the weights of site {target!r} have shape {tuple(weights[target].shape)}, but those of net "
+                        f"{tuple(like.shape)}; is it another architecture?"
+                    )
+                arguments.append(weights[target].to(like.device, like.dtype))
+            else:
+                arguments.append(own[target] if target in own else self._trace.constant(spec.target))
+        return arguments
+
+
+def _atoms_along(leaf: Leaf, axis: Axis) -> list[Array]:
+    """The atoms that lie along an axis, position by position; of slices, one after the other."""
+    slices, dims = leaf.slices, range(axis.dim, axis.dim + axis.span)
+    if slices is None:
+        return [leaf.labels[axis.dim]]
+    if axis.span == 1:
+        own = leaf.labels[axis.dim]
+        # What lies inside a slice shows, not the slice.
+        return list(own) if own.ndim > 1 else [] if axis.dim == slices.axis and slices.single else [own]
+    places = Run(leaf.shape, dims).places
+    return [leaf.labels[dim][slices.of[places[slices.axis]], places[dim]] for dim in slices.dims if dim in dims]
+
+
+def _signed(group: Group) -> dict[str, str]:
+    """Of which units, they or riders, activations show the sign: it leaves them through another layer's columns.
+
+    A sign that is undone before it leaves (in front of a normalisation) shows in no activation.
+    """
+    found: dict[str, str] = {}
+    for name in group.names("permute"):
+        for own in (name, *(child for child in group.children(name) if group[child].size == 1)):
+            leaves = any(axis.exponent % 2 and axis.dim > 0 for axis in group[own].axes)
+            if "flip" in group[own].moves and leaves:
+                found.setdefault(name, own)
+    return found
+
+
+class _Recorder(torch.fx.Interpreter):
+    """Runs a traced network and keeps the results of some operators."""
+
+    def __init__(self, program: ExportedProgram, nodes: set[str]):
+        super().__init__(program.graph_module)
+        self._nodes = nodes
+        self._results: dict[str, Tensor] = {}
+
+    def record(self, arguments: Sequence[Any]) -> dict[str, Tensor]:
+        """The results, by the operators' names."""
+        with torch.no_grad():
+            self.run(*arguments)
+        return self._results
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.name in self._nodes:
+            self._results[n.name] = result
+        return result

@@ -1,0 +1,121 @@
+r"""The best scales of all units at once, with places and signs held.
+
+With entries :math:`A_t` of the reference and :math:`B_t` of the source in its place, of which units multiply the latter
+by :math:`e^{a_t \cdot u}`, the squared distance is
+
+.. math:: F(u) = \sum_t (A_t - e^{a_t \cdot u} B_t)^2 = \sum_t b_t e^{2 a_t \cdot u} - 2 c_t e^{a_t \cdot u} + A_t^2,
+    \qquad b_t = B_t^2,\ c_t = A_t B_t,
+
+a difference of two sums of exponentials (:mod:`~pyro_symmetric.canonical.balancing`). Scales of neighbouring layers
+pull at one another: unit by unit, what one gains the next one gives back, for hundreds of rounds. Newton's method with
+conjugate gradients goes there in a few steps; each is shortened until it lowers the distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.canonical.balancing import Array, Balance
+from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.places import owners
+
+STEPS, CG_STEPS, SHORTER = 30, 50, 8
+LIMIT = 30.0  # of log-scales
+# The part of the distance below which a step no longer counts.
+SETTLED = 1e-15
+
+
+class Distance:
+    """The squared distance of a batch of sources as a function of the log-scales of all units.
+
+    :param group: the scalings.
+    :param sites: site, moments of the reference and of the sources, ``(channels, B, *site_shape)`` each; sources are in
+        place, not yet scaled.
+    """
+
+    def __init__(self, group: Group, sites: Iterable[tuple[str, Tensor, Tensor]]):
+        self._count = sum(group[name].count for name in group.names("scale"))
+        squares: list[Array] = []
+        products: list[Array] = []
+        for site, reference, source in sites:
+            dims = sorted(group.members(site))
+            reference, source = (group.view(site, value) for value in (reference, source))
+            rest = [0, *(2 + dim for dim in range(source.dim() - 2) if dim not in dims)]
+            units, exponents = zip(*(owners(group, site, dim, "scale", source.device) for dim in dims), strict=True)
+            for factor, found in ((source, squares), (reference, products)):
+                mass = (factor * source).sum(rest, dtype=torch.float64)
+                found.append(Array(mass, units, exponents))
+        self._squares, self._products = Balance(squares, self._count), Balance(products, self._count)
+
+    def at(self, u: Tensor) -> Tensor:
+        """The distance, but for the reference's own norm: ``(B, units)`` -> ``(B,)``."""
+        return self._squares.value(u) - 2 * self._products.value(0.5 * u)
+
+    def least(self, u: Tensor) -> Tensor:
+        """The log-scales where the distance is least, from given ones; no source ends farther than it was."""
+        reached = self.at(u)
+        for _ in range(STEPS):
+            step = self._newton_step(u)
+            before, part = reached, 1.0
+            waiting = torch.ones_like(reached, dtype=torch.bool)
+            for _ in range(SHORTER):
+                trial = (u + part * step).clamp(-LIMIT, LIMIT)
+                found = self.at(trial)
+                better = waiting & (found < reached)
+                u, reached = torch.where(better.unsqueeze(-1), trial, u), torch.where(better, found, reached)
+                waiting = waiting & ~better
+                if not bool(waiting.any()):
+                    break
+                part *= 0.25
+            if bool((before - reached <= SETTLED * before.abs()).all()):
+                break
+        return u
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _newton_step(self, u: Tensor) -> Tensor:
+        """Newton's step by conjugate gradients, cut off where the distance curves downwards."""
+        squares, products = self._squares, self._products
+        laid = products.lay_out(u)
+        x, y = (2 * laid).exp(), laid.exp()
+        b, c = squares.marginals(x), products.marginals(y)
+        # What pulls nowhere stays; so does what would shrink for ever.
+        sides = [squares.collect(b, side) for side in (1, -1)]
+        gradient = squares.collect(b - c)
+        walled = (sides[0] > 0) & (sides[1] > 0)
+        free = walled | (
+            (sides[0] + sides[1] > 0) & (squares.collect(c).abs() > 0) & (_towards(c, products, sides) > 0)
+        )
+        diagonal = (sides[0] + sides[1]).clamp_min(1e-300)
+        residual = torch.where(free, -gradient, 0.0)
+        z = residual / diagonal
+        p, direction = torch.zeros_like(z), z
+        rho = (residual * z).sum(-1, keepdim=True)
+        goal = rho * torch.minimum(z.abs().amax(-1, keepdim=True), torch.tensor(0.1)).square().clamp_min(1e-20)
+        running = rho > 0
+        for number in range(CG_STEPS):
+            running = running & (rho > goal)
+            if not bool(running.any()):
+                break
+            change = squares.lay_out(direction)
+            h = squares.collect(change * (2 * b - c) + 2 * squares.marginals(x, replaced=x * change))
+            h = free * (h - products.collect(products.marginals(y, replaced=y * change)))
+            curvature = (direction * h).sum(-1, keepdim=True)
+            if number == 0:
+                p = torch.where(running & (curvature <= 0), direction, p)
+            running = running & (curvature > 0)
+            alpha = torch.where(running, rho / curvature.clamp_min(1e-300), 0.0)
+            p, residual = p + alpha * direction, residual - alpha * h
+            z = residual / diagonal
+            before, rho = rho, (residual * z).sum(-1, keepdim=True)
+            direction = z + torch.where(before > 0, rho / before.clamp_min(1e-300), 0.0) * direction
+        steepest = p.abs().amax(-1, keepdim=True)
+        return p * (1.0 / steepest.clamp_min(1.0))
+
+
+def _towards(c: Tensor, products: Balance, sides: list[Tensor]) -> Tensor:
+    """What pulls a unit of one side only away from zero."""
+    return torch.where(sides[0] > 0, products.collect(c, 1), products.collect(c, -1))

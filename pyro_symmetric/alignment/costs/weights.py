@@ -1,0 +1,292 @@
+r"""Costs by weights: squared distances of means, and of standard deviations.
+
+.. math:: \|m_0 - g \cdot m_1\|^2 + \|s_0 - |g| \cdot s_1\|^2
+
+is ``"l2"`` of the means alone, weight matching of plain networks (Ainsworth et al. 2023, arXiv 2209.04836), and, with
+the deviations, ``"wasserstein"``, the squared 2-Wasserstein distance of mean-field Gaussians (Rossi et al. 2023, arXiv
+2310.10171). It falls linearly, over all permutations, with the inner product of the reference's *features* :math:`A`
+and the moved features :math:`g \cdot B` of the source, here means and deviations themselves. With all but one set of
+units held, it is linear in the permutation of that one,
+
+.. math:: S_{ij} = \max_{\sigma, t} \sum_{\text{axes}} \langle A_i, \sigma e^t (g_{\text{others}} \cdot B)_j \rangle -
+    \tfrac12 e^{2t} \|B_j\|^2,
+
+over every axis on which the units lie, with the best sign of each pair and, for its scale, that which makes norms
+equal (:func:`~pyro_symmetric.alignment.costs.multipliers.balanced`): once units are matched,
+:meth:`WeightCost.matched` finds the best one. If units lie on two axes of one site (a recurrent matrix, tied streams)
+the objective is quadratic and :math:`S` its linearisation at the present element.
+
+Moments and features are tensors ``(channels, batch, *site_shape)``: means first, then deviations, if there are any. A
+sign flips the first channel only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.alignment.costs.multipliers import Sums
+from pyro_symmetric.alignment.costs.protocol import MatchCost, Matched
+from pyro_symmetric.alignment.costs.rescaling import Distance
+from pyro_symmetric.alignment.costs.terms import Term, plan_of
+from pyro_symmetric.alignment.elements import replaced, some
+from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.places import rows as rows_of
+from pyro_symmetric.groups.units import Units
+
+Moments = dict[str, Tensor]
+# Newton steps for the scales of all pairs, and of the pairs in place.
+PAIR_STEPS, STEPS = 1, 40
+
+
+class WeightCost(MatchCost):
+    """The squared 2-Wasserstein distance of mean-field Gaussians; of moments of one channel, of plain weights.
+
+    :param group: the group.
+    :param reference: site -> moments ``(channels, 1, *site_shape)``, or of one reference for each source.
+    :param source: site -> features ``(channels, B, *site_shape)``, see :meth:`features`.
+    :ivar reference: as given.
+    """
+
+    deviations = True  # whether moments need a second channel if there are deviations
+    squared = True  # whether scales have a best value
+
+    def __init__(self, group: Group, reference: Mapping[str, Tensor], source: Mapping[str, Tensor]):
+        self.group, self.sites = group, list(source)
+        self.reference, self._source = dict(reference), dict(source)
+        example = next(iter(source.values()), torch.zeros(1, 1))
+        self.batch, self.device = example.shape[1], example.device
+        self._plan = plan_of(group, tuple(source))
+        self.parts = self._plan.parts
+        self.rescales = self.squared and any(group.scalings.members(site) for site in source)
+        self._rows: dict[Term, Tensor] = {}
+        self._kept: dict[Term, tuple[Tensor, list[Tensor]]] = {}
+
+    # what a cost is made of -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def features(cls, moments: Tensor) -> Tensor:
+        """The features of a source's moments."""
+        return moments
+
+    @classmethod
+    def reference_features(cls, moments: Tensor) -> Tensor:
+        """The features of a reference's moments."""
+        return moments
+
+    @classmethod
+    def distance(cls, reference: Tensor, moved: Tensor) -> Tensor:
+        """The cost, elementwise: moments of the reference, features of the moved source, ``(channels, ...)`` each."""
+        return (reference - moved).square()
+
+    @classmethod
+    def site_cost(cls, reference: Tensor, moved: Tensor) -> Tensor:
+        """The cost of one site, float64 ``(B,)``, on the CPU."""
+        distance = cls.distance(reference, moved)
+        distance = distance.reshape(-1, *moved.shape[1:]).transpose(0, 1).flatten(1)
+        return distance.sum(1, dtype=torch.float64).cpu()
+
+    @classmethod
+    def total(cls, reference: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> Tensor:
+        """The cost of all sites, ``(B,)``."""
+        return torch.stack([cls.site_cost(reference[site], value) for site, value in moved.items()]).sum(0)
+
+    @classmethod
+    def centre(cls, features: Tensor) -> Tensor:
+        """The moments of the best reference of many sources, from the mean of their features."""
+        return features
+
+    @classmethod
+    def alone(cls, member: Tensor, every: Tensor, exchanged: Sequence[int]) -> Tensor:
+        """The moments of the reference that some members are by themselves.
+
+        :param member: their moments; ``every``: those of all members.
+        :param exchanged: the site's axes along which entries can be exchanged.
+        """
+        return member
+
+    # the protocol ---------------------------------------------------------------------------------------------------
+
+    def pairs(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Tensor:
+        units = self.group[name]
+        shape = (*element.batch_shape, units.copies, units.size)
+
+        def products(term: Term) -> list[Tensor]:
+            values = self._kept_products(term, element, rows, units)
+            if term.scale:
+                values.insert(-1, _norms(self._reference_rows(term, rows)).reshape(-1, *shape[-2:], 1))
+            return values
+
+        total = torch.zeros(*shape, units.size, dtype=torch.float64, device=self.device)
+        for sums, whole in self._sums(name, known, products):
+            total += sums.highest(PAIR_STEPS, whole)
+        return total
+
+    def matched(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Matched:
+        units = self.group[name]
+        local = (element.unit_index(name) % units.size).unflatten(-1, (units.copies, units.size))
+
+        def products(term: Term) -> list[Tensor]:
+            reference = self._reference_rows(term, rows)
+            fits = term in self._kept and element.batch_shape == rows.shape
+            if fits and not len(self._stale(term, element, rows)[0]):
+                values = self._kept_products(term, element, rows, units)
+                own, of_sources = values[: len(reference)], values[len(reference) :]
+                at_places = [v.gather(-1, local.unsqueeze(-1)).flatten(-3).double() for v in own]
+                norms_at_places = [v.squeeze(-2).gather(-1, local).flatten(-2) for v in of_sources]
+                return [*at_places, *([_norms(reference)] if of_sources else []), *norms_at_places]
+            source = self._source_rows(term, element, rows, term.placed)
+            norms = (_norms(reference), _norms(source)) if term.scale else ()
+            return [*((a * b).sum(-1, dtype=torch.float64) for a, b in zip(reference, source, strict=True)), *norms]
+
+        total = torch.zeros(*element.batch_shape, self.group[name].count, dtype=torch.float64, device=self.device)
+        pulls: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
+        for sums, whole in self._sums(name, known, products):
+            present = {}
+            for scale in sums.scales if whole else ():
+                before = element.log_scales[scale].flatten(len(element.batch_shape)).double()
+                present[scale] = before.gather(-1, element.unit_index(scale))
+            score, own, logs = sums.best(STEPS, present, whole)
+            total += score
+            pulls |= own
+            found |= logs
+        return Matched(total, pulls, found)
+
+    def costs(self, element: Element | None, rows: Tensor, parts: Sequence[int] | None = None) -> Tensor:
+        sites = self.sites if parts is None else [self.sites[part] for part in parts]
+        columns = [
+            self.site_cost(_some(self.reference[site], rows), self._site_after(site, self.group, element, rows))
+            for site in sites
+        ]
+        return torch.stack(columns, 1) if columns else torch.zeros(len(rows), 0, dtype=torch.float64)
+
+    def rescaled(self, element: Element, rows: Tensor) -> Element:
+        group = self.group.scalings
+        sites = [site for site in self.sites if group.members(site)]
+        placed = element.within(self.group.finite)
+        pairs = (
+            (site, _some(self.reference[site], rows), self._site_after(site, self.group.finite, placed, rows))
+            for site in sites
+        )
+        at = {name: element.unit_index(name) for name in self.group.names("scale")}
+        now = [element.log_scales[name].flatten(1).gather(-1, index) for name, index in at.items()]
+        best = Distance(group, pairs).least(torch.cat(now, -1).double())
+        found = {}
+        for (name, index), own in zip(at.items(), best.split([i.shape[-1] for i in at.values()], -1), strict=True):
+            by_source = torch.empty_like(own).scatter_(-1, index, own)
+            found[name] = by_source.to(element.log_scales[name]).reshape(element.log_scales[name].shape)
+        return replaced(element, log_scales=found)
+
+    def share(self, name: str, known: Collection[str]) -> float:
+        every = [term for terms in self._plan.terms[name] for term in terms]
+        sizes = [(self._reference_rows(term)[0][0].numel(), term.depends <= set(known)) for term in every]
+        return sum(size for size, usable in sizes if usable) / max(1, sum(size for size, _ in sizes))
+
+    def riders(self, name: str) -> tuple[str, ...]:
+        return self._plan.riders[name]
+
+    def coupled(self, one: str, other: str) -> bool:
+        return self._plan.coupled(one, other)
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def features_after(self, element: Element) -> Moments:
+        """The features of all sources as an element moves them."""
+        rows = torch.arange(self.batch)
+        return {site: self._site_after(site, self.group, element, rows) for site in self.sites}
+
+    def _sums(
+        self, name: str, known: Collection[str], products: Callable[[Term], list[Tensor]]
+    ) -> Iterator[tuple[Sums, bool]]:
+        """Terms that compare by known units alone, in parts that share no multiplier, and whether a part is whole."""
+        for terms in self._plan.terms[name]:
+            if usable := [term for term in terms if term.depends.issubset(known)]:
+                sums = Sums(usable)
+                for term in usable:
+                    sums.add(term, products(term))
+                yield sums, len(usable) == len(terms)
+
+    def _site_after(self, site: str, group: Group, element: Element | None, rows: Tensor) -> Tensor:
+        """A site of some sources as a group moves it that knows some of the element's numbers."""
+        value = _some(self._source[site], rows)
+        if element is None or not group.members(site):
+            shape = value.shape[1:2] if element is None else element.batch_shape
+            return value.expand(len(value), *shape, *value.shape[2:])
+        own = element.within(group)
+        if own.batch_shape.numel() == 1:  # one element for all that there is takes half the time
+            own = own.select((0,) * len(own.batch_shape))
+            if len(value) == 1 or not own.signs:
+                return own.on_site(site, value)
+        elif len(own.batch_shape) > 1:
+            value = value.expand(len(value), *own.batch_shape, *value.shape[2:])
+        first = own.on_site(site, value[0])
+        own.signs = {}  # of the first channel only
+        return torch.stack([first, *(own.on_site(site, channel) for channel in value[1:])])
+
+    def _kept_products(self, term: Term, element: Element, rows: Tensor, units: Units) -> list[Tensor]:
+        """The products, kept with the numbers that they come from, until these are others."""
+        if element.batch_shape != rows.shape:
+            return self._products(term, element, rows, units)
+        at = rows.to(self.device)
+        stale, now = self._stale(term, element, rows)
+        if term not in self._kept:
+            if len(rows) < self.batch:
+                return self._products(term, element, rows, units)
+            self._kept[term] = now.clone(), self._products(term, element, rows, units)
+            stale = rows[:0]
+        known, kept = self._kept[term]
+        if len(stale):
+            known[at[stale]] = now[stale]
+            fresh = self._products(term, some(element, stale), rows[stale], units)
+            for value, other in zip(kept, fresh, strict=True):
+                value[at[stale]] = other
+        return [value if len(rows) == self.batch else value[at] for value in kept]
+
+    def _stale(self, term: Term, element: Element, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The sources (places in ``rows``) whose kept products come from other numbers, and these numbers now."""
+        own = element.within(term.released)
+        numbers = [v.flatten(1).double() for part in own.parts[:3] for v in part.values()]
+        now = torch.cat([torch.zeros(len(rows), 0, device=self.device), *numbers], 1)
+        if term not in self._kept:
+            return torch.arange(len(rows)), now
+        return (self._kept[term][0][rows.to(self.device)] != now).any(1).nonzero().flatten().cpu(), now
+
+    def _products(self, term: Term, element: Element, rows: Tensor, units: Units) -> list[Tensor]:
+        """The inner products of each channel, ``batch_shape + (copies, size, size)``; the source's norms, if there is a
+        scale."""
+        source = self._source_rows(term, element, rows, term.released).unflatten(-2, (units.copies, units.size))
+        reference = self._reference_rows(term, rows).unflatten(-2, (units.copies, units.size))
+        products = [a @ b.mT for a, b in zip(reference, source, strict=True)]
+        return [*products, _norms(source).unsqueeze(-2)] if term.scale else products
+
+    def _source_rows(self, term: Term, element: Element, rows: Tensor, group: Group) -> Tensor:
+        site = term.axis.site
+        value = self.group.view(site, self._site_after(site, group, element, rows))
+        return rows_of(value, term.axis, len(self.group.view_shapes[site]))
+
+    def _reference_rows(self, term: Term, rows: Tensor | None = None) -> Tensor:
+        if term not in self._rows:
+            site = term.axis.site
+            value = self.group.view(site, self.reference_features(self.reference[site]))
+            self._rows[term] = rows_of(value, term.axis, len(self.group.view_shapes[site]))
+        return self._rows[term] if rows is None else _some(self._rows[term], rows)
+
+
+class PlainCost(WeightCost):
+    """The squared distance of means alone."""
+
+    deviations = False
+
+
+def _norms(value: Tensor) -> Tensor:
+    """``(channels, ..., entries)`` -> squared norms over both."""
+    return value.square().sum(-1, dtype=torch.float64).sum(0)
+
+
+def _some(value: Tensor, rows: Tensor) -> Tensor:
+    """Some of a batch ``(channels, B, ...)``; of one for all, that one."""
+    return value if value.shape[1] in (1, len(rows)) else value[:, rows.to(value.device)]

@@ -1,0 +1,95 @@
+"""Convergence of chains, as dictionaries and as text to print: by site, and entry by entry.
+
+Numbers that can't be told are NaN: of sites without entries, of fewer than 4 draws, of weights that are constant or not
+finite, R-hat of one chain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_symmetric.chain_statistics import chain_statistics
+
+MOST_ENTRIES_SHOWN = 32  # of a site, one by one
+
+
+def diagnostics(samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Convergence, summarised for every site over its weights.
+
+    Rank-normalised split R-hat and bulk and tail effective sample size (Vehtari et al. 2021), each as the worst and the
+    median over the site's weights. Draws mapped from a file are read block by block.
+
+    :param samples: site -> ``(chains, draws, *site_shape)``.
+    :param statistics: name -> ``(chains, draws)``.
+    :return: site -> ``r_hat``, ``r_hat_median``, ``ess_bulk``, ``ess_bulk_median``, ``ess_tail``, ``ess_tail_median``
+        (without suffix: the worst) and ``n_eff``, Pyro's name for ``ess_bulk``; and, as in Pyro, ``"divergences"`` ->
+        ``{"chain 0": [draws], ...}``, with empty lists if the sampler knows no divergence, and ``"acceptance rate"`` ->
+        ``{"chain 0": mean, ...}`` if it knows one.
+    """
+    table: dict[str, dict[str, Any]] = {site: chain_statistics(value).summary() for site, value in samples.items()}
+    for found in table.values():
+        found["n_eff"] = found["ess_bulk"]
+    flags = statistics.get("diverging", torch.zeros(len(next(iter(samples.values()))), 0))
+    table["divergences"] = {f"chain {c}": row.nonzero().flatten().tolist() for c, row in enumerate(flags)}
+    if (rates := statistics.get("acceptance_rate")) is not None:
+        table["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
+    return table
+
+
+def sites_table(samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor], counts: str) -> str:
+    """One line for each site: worst and median R-hat and effective sample sizes; then divergences and acceptance.
+
+    :param counts: how many draws there are, in words.
+    """
+    found = diagnostics(samples, statistics)
+    columns = ["r_hat", "r_hat_median", "ess_bulk", "ess_bulk_median", "ess_tail", "ess_tail_median"]
+    width = max(len("site"), *(len(site) for site in samples))
+    lines = [f"{'site':<{width}}  entries  R-hat worst  median  ESS bulk worst    median  ESS tail worst    median"]
+    for site, draws in samples.items():
+        r, r_median, bulk, bulk_median, tail, tail_median = (found[site][column] for column in columns)
+        lines.append(
+            f"{site:<{width}}  {draws.shape[2:].numel():>7}  {r:>11.3f}  {r_median:>6.3f}  {bulk:>14.0f}  "
+            f"{bulk_median:>8.0f}  {tail:>14.0f}  {tail_median:>8.0f}"
+        )
+    lines.append(counts)
+    if (diverging := statistics.get("diverging")) is not None:
+        lines[-1] += f"; {int(diverging.sum())} of {diverging.numel()} diverged"
+    if (rates := statistics.get("acceptance_rate")) is not None:
+        lines[-1] += f"; mean acceptance {float(rates.double().mean()):.2f}"
+    parts = [found[site] for site in samples]
+    if any(math.isnan(part["ess_bulk"]) and not math.isnan(part["ess_bulk_median"]) for part in parts):
+        lines.append("nan: entries that never change, such as the zeros of a triangle, or aren't finite")
+    if any(math.isinf(part["r_hat"]) for part in parts):
+        lines.append("inf: entries that differ between chains and never change in one")
+    return "\n".join(lines)
+
+
+def entries_table(samples: Mapping[str, Tensor], prob: float) -> str:
+    """A line for every entry of the sites that have few of them, as Pyro's summary; empty if no site has, or no draws.
+
+    :param prob: how much of an entry's draws its interval holds, between quantiles.
+    """
+    low, high = (1 - prob) / 2, (1 + prob) / 2
+    rows: list[tuple[Any, ...]] = []
+    for site, draws in samples.items():
+        shape = draws.shape[2:]
+        if not 0 < shape.numel() <= MOST_ENTRIES_SHOWN or draws.numel() == 0:
+            continue
+        statistics, flat = chain_statistics(draws), draws.double().cpu().reshape(-1, shape.numel())
+        numbers = [flat.mean(0), flat.std(0), *np.quantile(flat.numpy(), [0.5, low, high], axis=0)]
+        numbers += [statistics.ess_bulk.flatten(), statistics.r_hat.flatten()]
+        places = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)) if shape else [()]
+        names = [f"{site}[{','.join(str(int(i)) for i in at)}]" if shape else site for at in places]
+        rows += zip(names, *(number.tolist() for number in numbers), strict=True)
+    if not rows:
+        return ""
+    width = max(len(row[0]) for row in rows)
+    heads = ("mean", "std", "median", f"{low:.1%}", f"{high:.1%}", "n_eff", "r_hat")
+    lines = [" " * width + "".join(f"{head:>10}" for head in heads)]
+    return "\n".join([*lines, *(f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows)])

@@ -1,0 +1,216 @@
+r"""Log-densities of one unit's weights under another unit's factors: what matchings of units are made from.
+
+For a base density whose weights are independent normals, and a set of units, the log-density of a moved draw is a sum
+over positions, :math:`\log q(p \cdot w) = \sum_j A_{j\,p(j)} + \dots`, with
+
+.. math:: A_{ji} = \sum_{a} \log \mathcal N(w_{i,a} \mid m_{j,a}, s_{j,a})
+   = \sum_a \Big( w_{i,a} \frac{m_{j,a}}{s_{j,a}^2} - \frac{w_{i,a}^2}{2 s_{j,a}^2} \Big) + c_j ,
+
+over all weights ``a`` of a unit, incoming and outgoing: an inner product of features of the draw, :math:`(w, w^2)`,
+with features of the base. If a weight lies between two sets of units (a matrix between two hidden layers), the features
+of the draw are first moved by the other set's permutation, or averaged over a doubly stochastic matrix in its place.
+
+A unit that holds others (an attention head, a group of channels) has what is its own, and what a matching of the units
+inside it has: with :math:`C` the densities of those, numbered through all copies,
+
+.. math:: A_{ji} = A^{\text{own}}_{ji} + \sum_{\text{sets inside}} \log \sum_{c \in S_d} \exp \sum_b C_{(j,b)(i,c(b))} .
+
+A unit with a sign has :math:`\log (e^{A_{ji}^+} + e^{A_{ji}^-})` in place of :math:`A_{ji}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.distributions.matchings import soft_permanent
+from pyro_symmetric.distributions.normals import Normals
+from pyro_symmetric.distributions.permanent import log_permanent
+from pyro_symmetric.distributions.placements import Placements
+from pyro_symmetric.distributions.unit_sets import UnitAxis, unit_sets
+from pyro_symmetric.groups.group import Group
+from pyro_symmetric.weights import Weights
+
+# Entries of a matrix further than this below the best of their row are never drawn.
+COMPETING = 50.0
+# Rounding errors, in nats, beyond which a matrix is computed again in float64.
+ROUNDING = 2e-3
+
+
+@dataclass(frozen=True, eq=False)
+class PairDensities:
+    """The log-densities ``A`` of one set of units, ``(L, N, count, count)``: places by units, through all copies.
+
+    :param even: what doesn't depend on the units' signs.
+    :param odd: what changes its sign with them; None if they have none.
+    """
+
+    even: Tensor
+    odd: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """Summed over the sign of each unit."""
+        if self.odd is None:
+            return self.even
+        size = self.odd.abs()
+        return self.even + size + torch.log1p((-2 * size).exp())
+
+    def plus(self, values: Sequence[Tensor]) -> PairDensities:
+        """With a number more for each pair: the same for both signs of the unit, or one for each."""
+        if len(values) == 1 or self.odd is None:
+            return PairDensities(self.even + values[0], self.odd)
+        return PairDensities(self.even + (values[0] + values[1]) / 2, self.odd + (values[0] - values[1]) / 2)
+
+
+class UnitDensities:
+    """The log-densities ``A`` of every set of units, for one base density and one batch of draws.
+
+    :param group: whose units they are.
+    :param base: the normals, in the group's view; leading dimension 1 if all draws share them.
+    :param draws: site -> ``(N, *view_shape)``.
+    :ivar like: the draws of one site, which tell ``N``, the precision and the device.
+    """
+
+    def __init__(self, group: Group, base: Normals, draws: Weights):
+        self.group, self.base, self.draws = group, base, draws
+        self.like = next(iter(draws.values()))
+        self.sets = unit_sets(group, tuple(draws), self.like.device)
+        self._known: dict[Any, PairDensities] = {}
+        self._centred: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def densities(self, name: str, placements: Placements) -> PairDensities:
+        """The matrix ``A`` of one set, what lies inside its units included, up to a constant for each place.
+
+        :param placements: of the neighbours. Sites that units share with a set that isn't placed don't count.
+        """
+        if name in self._known:
+            return self._known[name]
+        own = self.sets[name]
+        result = self.own_densities(name, placements)
+        for child in own.inside:
+            signs = (1.0, -1.0) if name in self.sets[child].outer_signs else (1.0,)
+            inner = [self.densities(child, placements.assuming(name, sign)).total for sign in signs]
+            result = result.plus([self._summed(child, total) for total in inner])
+        if not own.waits and not own.outer_signs:
+            self._known[name] = result
+        return result
+
+    def _summed(self, name: str, total: Tensor) -> Tensor:
+        """Log-sums over the matchings of each pair of copies: ``(L, N, count, count)`` -> ``(.., copies, copies)``."""
+        pairs = blocks(total, self.sets[name].units.copies)
+        return self.log_sum(pairs) if self.sets[name].is_permuted else trace(pairs)
+
+    def log_sum(self, pairs: Tensor) -> Tensor:
+        """The logarithm of the sum over all matchings, ``batch + (n, n)`` -> ``batch``; here nearly."""
+        return soft_permanent(pairs)
+
+    def own_densities(self, name: str, placements: Placements) -> PairDensities:
+        """The part of the matrix that is the units' own; zero, if nothing is known of what else moves them."""
+        densities, squares = self._sum_of(name, placements, self.like.dtype)
+        if densities.even.dtype != torch.float64 and _rounding_error(densities.total, squares) > ROUNDING:
+            densities, _ = self._sum_of(name, placements, torch.float64)
+        return densities
+
+    def _sum_of(self, name: str, placements: Placements, dtype: torch.dtype) -> tuple[PairDensities, Tensor]:
+        """The matrix, computed in the given precision, and the part of it that other parts cancel."""
+        own = self.sets[name]
+        evens: list[Tensor] = []
+        odds: list[Tensor] = []
+        squares: list[Tensor] = []
+        for axis in own.axes:
+            if placements.tell(axis):
+                linear, quadratic = self._axis_densities(axis, placements, dtype)
+                (odds if axis.flips else evens).append(linear)
+                squares.append(quadratic)
+        # If no flipped site counts yet, signs are open: expected to be zero, not plus one.
+        nothing = self.like.new_zeros(1, 1, own.units.count, own.units.count, dtype=dtype)
+        square, odd = sum(squares[1:], squares[0]) if squares else nothing, sum(odds[1:], odds[0]) if odds else nothing
+        # A draw that isn't finite is matched anyhow; its density says what it is.
+        even = sum(evens, square)
+        even, odd = even.nan_to_num(0.0, 0.0, -1e30), odd.nan_to_num(0.0, 0.0, -1e30)
+        return PairDensities(even, odd if own.is_flipped else None), square
+
+    def _axis_densities(self, axis: UnitAxis, placements: Placements, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        value, loc, precision = (part.to(dtype) for part in self.centred(axis.own.site))
+        linear = axis.rows(placements.placed(value[None], axis, True), 2).mT
+        quadratic = axis.rows(placements.placed(value.square()[None], axis, False), 2).mT
+        return axis.rows(loc * precision, 1) @ linear, -0.5 * (axis.rows(precision, 1) @ quadratic)
+
+    def centred(self, site: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Draws and means of a site, centred so that squares cancel less, and precisions.
+
+        The centre is one number for all positions that are exchanged, and zero if signs are flipped.
+        """
+        if site not in self._centred:
+            loc, by_dim = self.base.loc[site], self.group.members(site)
+            members = [member for axes in by_dim.values() for member in axes]
+            flipped = any("flip" in self.group[name].moves and axis.exponent % 2 for name, axis in members)
+            centre = 0.0 if flipped else loc.detach().mean([dim + 1 for dim in by_dim], keepdim=True)
+            precision = self.base.scale[site].square().reciprocal_()
+            self._centred[site] = (self.draws[site] - centre, loc - centre, precision)
+        return self._centred[site]
+
+
+class ExactUnitDensities(UnitDensities):
+    """The matrices with exact sums over matchings.
+
+    Every entry of a site must be moved by sets of which each lies inside the other only, along one axis; other sets
+    must be applied to the draws already.
+    """
+
+    def log_sum(self, pairs: Tensor) -> Tensor:
+        return log_permanent(pairs)
+
+    def own_densities(self, name: str, placements: Placements) -> PairDensities:
+        around = sorted({member.name for axis in self.sets[name].axes for member in axis.around})
+        key = ("own", name, *(placements.assumed[outer] for outer in around))
+        if key not in self._known:
+            self._known[key] = super().own_densities(name, placements)
+        return self._known[key]
+
+    def gain(self) -> Tensor:
+        r""":math:`\log \sum_g q(g \cdot w) - \log q(w)` over all elements, ``(N,)``."""
+        total: Tensor | float = 0.0
+        upright = Placements(assumed=dict.fromkeys(self.sets, 1.0))
+        for name, own in self.sets.items():
+            densities = self.own_densities(name, upright)
+            total = total - trace(densities.even if densities.odd is None else densities.even + densities.odd)
+            if own.units.parent is None:
+                whole = own_blocks(self.densities(name, Placements()).total, own.units.copies)
+                total = total + (self.log_sum(whole) if own.is_permuted else trace(whole)).sum(-1)
+        return torch.as_tensor(total)[0]
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def blocks(matrix: Tensor, copies: int) -> Tensor:
+    """``batch + (copies n, copies n)`` -> ``batch + (copies, copies, n, n)``."""
+    if copies == 1:
+        return matrix[..., None, None, :, :]
+    size = matrix.shape[-1] // copies
+    return matrix.unflatten(-1, (copies, size)).unflatten(-3, (copies, size)).transpose(-2, -3)
+
+
+def own_blocks(matrix: Tensor, copies: int) -> Tensor:
+    """The blocks on the diagonal: ``batch + (copies, n, n)``."""
+    if copies == 1:
+        return matrix.unsqueeze(-3)
+    return blocks(matrix, copies).diagonal(dim1=-4, dim2=-3).movedim(-1, -3)
+
+
+def trace(matrix: Tensor) -> Tensor:
+    """The sum of the diagonal, ``batch + (n, n)`` -> ``batch``."""
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _rounding_error(densities: Tensor, squares: Tensor) -> float:
+    """About how far rounding may have moved the entries that compete: those near the best of their row, if several."""
+    competing = densities >= densities.amax(-1, keepdim=True) - COMPETING
+    competing &= competing.sum(-1, keepdim=True) > 1
+    return float((squares.abs() * competing).amax()) * torch.finfo(densities.dtype).eps

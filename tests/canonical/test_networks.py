@@ -1,0 +1,65 @@
+"""Canonical forms of networks, and of weights of another network."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_symmetric as ps
+
+
+def perceptron(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def weights_of(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in net.named_parameters()}
+
+
+X = torch.randn(7, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "form", [ps.canonicalize, lambda net, symmetry: ps.minimal_mass(net, symmetry).weights], ids=["form", "mass"]
+)
+def test_a_network_gives_a_new_network_that_computes_the_same(form):
+    net = perceptron(4, 6, 5, 3)
+    symmetry = ps.find_symmetry(net, X)
+    before = {name: value.clone() for name, value in weights_of(net).items()}
+    found = form(net, symmetry)
+    assert isinstance(found, nn.Sequential)
+    torch.testing.assert_close(found(X).softmax(-1), net(X).softmax(-1))
+    expected = form(before, symmetry)
+    for name, value in weights_of(found).items():
+        assert torch.equal(value, expected[name])
+        assert torch.equal(weights_of(net)[name], before[name])
+    element = ps.sorting_permutation(net, symmetry)
+    assert element.equal(ps.sorting_permutation(before, symmetry))
+
+
+CALLS = {
+    "element": lambda weights, symmetry: symmetry.sample()(weights),
+    "act": lambda weights, symmetry: symmetry.act(symmetry.sample(), weights),
+    "canonicalize": ps.canonicalize,
+    "permutations": lambda weights, symmetry: ps.canonicalize(weights, symmetry.permutations, "first", None),
+    "sorting_permutation": ps.sorting_permutation,
+    "minimal_mass": ps.minimal_mass,
+    "align": lambda weights, symmetry: ps.align(weights, weights, symmetry),
+    "align_many": lambda weights, symmetry: ps.align_many([weights, weights], symmetry),
+}
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+@pytest.mark.parametrize("other", [(4, 6, 6), (4, 7, 6, 3), (4, 6, 6, 6, 3)], ids=["shallow", "wide", "deep"])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_weights_of_another_network_are_refused(name, other, as_module):
+    if name == "element" and as_module:
+        pytest.skip("elements act on networks by symmetry.act")
+    symmetry = ps.find_symmetry(perceptron(4, 6, 6, 3), X)
+    net = perceptron(*other)
+    with pytest.raises(ValueError, match=r"\b(weights|source|sources|reference|net)\b"):
+        CALLS[name](net if as_module else weights_of(net), symmetry)

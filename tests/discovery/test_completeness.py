@@ -1,0 +1,300 @@
+"""The null space of the Jacobian, against counts by hand and a singular value decomposition of its own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import pyro_symmetric as ps
+from pyro_symmetric.discovery.completeness import Completeness
+from pyro_symmetric.discovery.families import LOST, MEAN, PAIRS
+from pyro_symmetric.groups import Axis, Group, Units
+
+
+class Attention(nn.Module):
+    """Self-attention with separate projections, perhaps fewer keys than queries, and rotary positions."""
+
+    def __init__(self, width=8, heads=4, shared=2, size=4, norm=None, bias=True, rotary=False):
+        super().__init__()
+        self.heads, self.shared, self.size, self.rotary = heads, shared, size, rotary
+        self.norm = norm(width) if norm else nn.Identity()
+        self.q = nn.Linear(width, heads * size, bias)
+        self.k, self.v = nn.Linear(width, shared * size, bias), nn.Linear(width, shared * size, bias)
+        self.o = nn.Linear(heads * size, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (one(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        q, k = (self.turned(one) if self.rotary else one for one in (q, k))
+        k, v = (one.repeat_interleave(self.heads // self.shared, 1) for one in (k, v))
+        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def turned(self, x: Tensor) -> Tensor:
+        half = self.size // 2
+        angles = torch.arange(x.shape[-2]).to(x)[:, None] * 0.3 ** torch.arange(half).to(x)
+        cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+class MultiHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Adapted(nn.Module):
+    """A layer with factors of low rank beside its matrix, which is trained or stays as it is."""
+
+    def __init__(self, frozen: bool):
+        super().__init__()
+        if frozen:
+            self.register_buffer("full", torch.randn(5, 6))
+        else:
+            self.full = nn.Parameter(torch.randn(5, 6))
+        self.inner, self.outer = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.zeros(5, 2))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x @ (self.full + self.outer @ self.inner).T))
+
+
+class Language(nn.Module):
+    """A language model with gated units and normalisation by the root mean square, or by mean and deviation."""
+
+    def __init__(self, norm: type[nn.Module]):
+        super().__init__()
+        bias = norm is nn.LayerNorm
+        self.tokens, self.places = nn.Embedding(11, 8), nn.Parameter(torch.randn(5, 8))
+        self.attention, self.norm = Attention(norm=norm, bias=bias), norm(8)
+        self.gate, self.up, self.down = nn.Linear(8, 12, bias), nn.Linear(8, 12, bias), nn.Linear(12, 8, bias)
+        self.last, self.head = norm(8), nn.Linear(8, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(self.tokens(x) + self.places)
+        y = self.norm(x)
+        return self.head(self.last(x + self.down(F.silu(self.gate(y)) * self.up(y))))
+
+
+def encoder(depth: int) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+
+
+def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = kind(3, 5, batch_first=True), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.cell(x)[0])
+
+    return Recurrent()
+
+
+def normalised() -> nn.Module:
+    first = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 2, bias=False), nn.BatchNorm2d(4)]
+    return nn.Sequential(*first, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+
+
+def tokens() -> Tensor:
+    return torch.arange(20).reshape(4, 5) % 11
+
+
+# name -> (network, inputs, null directions counted by hand, those that are found; None: not counted by hand)
+NETWORKS = {
+    "tanh": (lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)), torch.randn(4, 3), 0, 0),
+    # a scale for each unit; PyTorch's derivatives of this operator are wrong if they are mapped over inputs
+    "prelu": (lambda: nn.Sequential(nn.Linear(3, 6), nn.PReLU(), nn.Linear(6, 2)), torch.randn(4, 3), 6, 6),
+    # 8 x 3 + 8 + 2 x 8 + 2 weights make up one map with 2 x 3 + 2
+    "linear": (lambda: nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), torch.randn(4, 3), 50 - 8, 8),
+    # the product has rank 2: 2 x (4 + 5 - 2); the biases one of 5
+    "narrow": (lambda: nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 5)), torch.randn(4, 4), 10 + 15 - 14 - 5, 2),
+    # for each of 2 heads, GL(4) of queries and keys and GL(4) of values and outputs; biases of keys, of values
+    "heads": (MultiHead, torch.randn(2, 5, 8), 2 * 32 + 8 + 8, 16),
+    # the same for two groups; the offset of the normalisation, its scales, its mean for 16 + 8 + 8 readers
+    "shared": (lambda: Attention(norm=nn.LayerNorm), torch.randn(2, 5, 8), 64 + 16 + 8 + 8 + 32, 24),
+    # without biases, the normalisation's offset is taken up from its mean of zero; what keys read there is lost
+    "offsets": (
+        lambda: Attention(norm=nn.LayerNorm, bias=False), torch.randn(2, 5, 8), 64 + 8 + 8 + 8, 24
+    ),
+    # scale and rotation of each of 2 x 2 rotary pairs, GL(4) of values and outputs, scales of the normalisation
+    "rotary": (
+        lambda: Attention(norm=nn.RMSNorm, bias=False, rotary=True), torch.randn(2, 5, 8), 8 + 32 + 8, 4 + 8 + 8
+    ),
+    # each layer: as "heads"; scale, offset and mean of two normalisations with 24 and 16 readers; 16 ReLU units. Then
+    # of the 4 biases that are added to the stream, means that the next one takes back, which nothing between them sees
+    "encoder": (lambda: encoder(2), torch.randn(2, 5, 8), 2 * (80 + 8 + 8 + 24 + 8 + 8 + 16 + 16) + 3, 96),
+    "factors": (lambda: Adapted(True), torch.randn(4, 6), 4, 2),
+    # whatever the factors are, the matrix can be the rest
+    "trained": (lambda: Adapted(False), torch.randn(4, 6), 5 * 2 + 2 * 6, 2),
+    "rnn": (lambda: recurrent(nn.RNN), torch.randn(2, 4, 3), 5, None),
+    "lstm": (lambda: recurrent(nn.LSTM), torch.randn(2, 4, 3), 20, None),
+    "gru": (lambda: recurrent(nn.GRU), torch.randn(2, 4, 3), 10, None),
+    # 4 ReLU units after each normalisation; before, one scale for each of 4 + 4; a bias before; and each channel's
+    # mean and variance against its bias and weight
+    "statistics": (normalised, torch.randn(2, 2, 6, 6), 16 + 4 + 16, 16),
+    "root mean square": (lambda: Language(nn.RMSNorm), tokens(), None, None),
+    "mean and deviation": (lambda: Language(nn.LayerNorm), tokens(), None, None),
+}  # fmt: skip
+
+
+def null_directions(net: nn.Module, symmetry: ps.Symmetry, x: Tensor, weights: dict[str, Tensor]) -> int:
+    """By a singular value decomposition, for inputs of its own."""
+    net = copy.deepcopy(net).double().eval()
+    sizes = [value.numel() for value in weights.values()]
+    generator = torch.Generator().manual_seed(17)
+    rows: list[Tensor] = []
+
+    def outputs(flat: Tensor, x: Tensor, pick: Tensor) -> Tensor:
+        pieces = zip(weights.items(), flat.split(sizes), strict=True)
+        own = {site: piece.reshape(value.shape) for (site, value), piece in pieces}
+        return functional_call(net, own, (x,)).flatten()[pick]
+
+    flat = torch.cat([value.flatten() for value in weights.values()])
+    with torch.no_grad():
+        number = net(x.double() if x.is_floating_point() else x).numel()
+    while sum(map(len, rows)) < len(flat) + 100:
+        drawn = torch.randint(11, x.shape, generator=generator)
+        drawn = torch.randn(x.shape, generator=generator).double() * 2 if x.is_floating_point() else drawn
+        pick = torch.randperm(number, generator=generator)[:16]
+        with sdpa_kernel(SDPBackend.MATH):
+            rows.append(torch.func.jacrev(outputs)(flat, drawn, pick))
+    values = torch.linalg.svdvals(torch.cat(rows))
+    return int((values < 1e-11 * values[0]).sum())
+
+
+@functools.cache
+def counted(name: str) -> tuple[nn.Module, ps.Symmetry, Completeness]:
+    make, x, *_ = NETWORKS[name]
+    torch.manual_seed(1)
+    net = make()
+    symmetry = ps.find_symmetry(net, x)
+    return net, symmetry, ps.completeness(symmetry, net, x)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_nothing_is_unexplained_and_the_numbers_are_right(name):
+    _, x, null, found = NETWORKS[name]
+    net, symmetry, result = counted(name)
+    assert result.complete, result
+    assert result.gap > 1e3
+    assert null is None or result.null == null
+    assert found is None or result.found == found
+    assert result.null == result.found + result.known == sum(family.new for family in result.families)
+    assert sum(layer.null for layer in result.layers) == pytest.approx(result.null)
+    if not any(isinstance(module, nn.BatchNorm2d) for module in net.modules()):  # PyTorch can't differentiate it
+        assert null_directions(net, symmetry, x, result.point) == result.null
+
+
+def test_one_direction_of_the_stream_scale_and_all_of_its_rotations_are_counted():
+    """The stream is normalised by its length (epsilon is the rounding error of float64): O(8), and one scale."""
+    dimensions = {family.name: family.new for family in counted("root mean square")[2].families}
+    assert dimensions["O(8) of a stream that is normalised by its length"] == 28
+    assert dimensions["the scale of a stream that is normalised by its length"] == 1
+    dimensions = {family.name: family.new for family in counted("mean and deviation")[2].families}
+    assert dimensions["O(7) of a stream that is normalised by mean and length"] == 21
+
+
+def test_what_is_taken_from_a_symmetry_is_missed():
+    """Without its scales, a ReLU network has as many directions left that nothing explains."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 2)), torch.randn(4, 3)
+    symmetry = ps.find_symmetry(net, x)
+    whole, less = (ps.completeness(own, net, x) for own in (symmetry, symmetry.without(["0"])))
+    assert (whole.found, whole.unexplained) == (9, 0)
+    assert (less.found, less.unexplained) == (0, 9)
+    assert not less.complete
+    shapes = {site: tuple(value.shape) for site, value in less.directions.items()}
+    assert shapes == {site: (9, *shape) for site, shape in symmetry.site_shapes.items()}
+    # They are scales: each row moves along itself, and its column the other way.
+    for row, point in (("0.weight", less.point["0.weight"]), ("0.bias", less.point["0.bias"][:, None])):
+        moved = less.directions[row].reshape(9, 9, -1)
+        parallel = (moved * point).sum(-1) / (point**2).sum(-1)
+        torch.testing.assert_close(moved, parallel[..., None] * point)
+        column = less.point["2.weight"]
+        torch.testing.assert_close(less.directions["2.weight"], -parallel[:, None, :] * column)
+
+
+def test_symmetries_that_are_none_are_doubted():
+    """Scales of tanh units, with the right axes and exponents, change the outputs."""
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 3)
+    shapes = {name: value.shape for name, value in net.named_parameters()}
+    axes = [Axis("0.weight", 0, torch.arange(4)[None], 1), Axis("0.bias", 0, torch.arange(4)[None], 1)]
+    axes.append(Axis("2.weight", 1, torch.arange(4)[None], -1))
+    wrong = Group([Units("0", 4, tuple(axes), moves=frozenset({"scale"}))], shapes)
+    result = ps.completeness(ps.Symmetry(wrong), net, x)
+    assert result.found == result.null == 0
+    assert result.doubts
+    assert not result.complete
+
+
+def test_part_of_the_weights():
+    """Of one layer alone, what moves others isn't counted."""
+    net, x = MultiHead(), torch.randn(2, 5, 8)
+    symmetry = ps.find_symmetry(net, x)
+    names = ["attention.in_proj_weight", "attention.in_proj_bias"]
+    result = ps.completeness(symmetry, net, x, sites=names)
+    assert (result.weights, result.unexplained) == (24 * 9, 0)
+    assert result.null == 32 + 8  # GL(4) of queries and keys in two heads, and the biases of keys
+    assert result.found == 8
+    assert set(result.directions) == set(names)
+
+
+def test_softmax_outputs_lose_the_mean_of_the_last_layer():
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)), torch.randn(4, 3)
+    plain, shifted = (ps.find_symmetry(net, x, logits=logits) for logits in (False, True))
+    assert ps.completeness(plain, net, x).null == 0
+    result = ps.completeness(shifted, net, x)
+    assert (result.found, result.known, result.unexplained) == (1, 4, 0)
+    assert [family.new for family in result.families if family.name == MEAN] == [4]
+
+
+def test_the_table_tells_families_and_layers():
+    result = counted("rotary")[2]
+    text = repr(result)
+    assert PAIRS in text
+    assert re.search(r"48 of 392 .* 20 found, 28 known .* 0 unexplained", text)
+    assert all(re.search(rf"\n +{name} +\d", text) for name in ("q", "k", "v", "o", "norm"))
+    assert {family.name for family in result.families if not family.acted_on} >= {PAIRS}
+
+
+def test_dead_weights_are_told_as_a_doubt():
+    """A unit that no input switches on has no effect: that isn't a symmetry, so it stays unexplained."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        net[0].bias[0] = -1e3
+        net[0].weight[0] = 0.01
+    result = ps.completeness(ps.find_symmetry(net, torch.randn(4, 3)), net, torch.randn(4, 3))
+    assert result.unexplained
+    assert result.doubts
+
+
+def test_arguments_by_name_and_the_random_state():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+            return self.inner(x).masked_fill(mask, 0.0)
+
+    net, x = Named(), torch.randn(4, 3)
+    symmetry = ps.Symmetry(Group([], {name: value.shape for name, value in net.named_parameters()}))
+    state = torch.get_rng_state()
+    mask = torch.tensor([False, True])
+    result = ps.completeness(symmetry, net, x, kwargs={"mask": mask}, seed=3)
+    assert torch.equal(state, torch.get_rng_state())
+    assert result.null == 4  # the row and the bias of an output that is masked
+    assert {family.name for family in result.families} <= {LOST}

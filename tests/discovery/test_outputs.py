@@ -1,0 +1,218 @@
+"""Networks are functions from tensors to tensors, whatever their forward passes take and return."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.tensors_only import TensorsOnly, outputs_in, tensors_in
+from pyro_symmetric.discovery.verify import verify
+
+
+@dataclass
+class Record:
+    """An output or input that PyTorch knows nothing of."""
+
+    values: Tensor
+    hidden: Tensor | None = None
+    rest: dict[str, Any] = field(default_factory=dict)
+
+
+class DynamicCache:
+    """Keys and values of earlier tokens, as language models return them."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+
+class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+    """An ordered dictionary whose entries are attributes, too."""
+
+
+class Thing:
+    """An object of another library."""
+
+    def __init__(self, **values: Any):
+        self.__dict__.update(values)
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Attention(nn.Module):
+    """Two heads of attention with a cache; what it returns is a function of its outputs and the cache."""
+
+    def __init__(self, returned: Any):
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.q, self.k, self.v = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.o, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.returned = returned
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, use_cache: bool = True) -> Any:
+        h = self.embed(tokens)
+        q, k, v = (f(h).unflatten(-1, (2, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = q @ k.mT if mask is None else (q @ k.mT).masked_fill(~mask[:, None, None], -9.0)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        cache = DynamicCache()
+        if use_cache:
+            cache.layers.append((k, v))
+        return self.returned(self.head(torch.tanh(h + self.o(mixed))), cache)
+
+
+RETURNED = {
+    "a tensor": lambda y, cache: y,
+    "a tuple": lambda y, cache: (y, cache),
+    "a list": lambda y, cache: [y, [cache, 3, None, "text"]],
+    "a dictionary": lambda y, cache: {"logits": y, "past_key_values": [c for layer in cache.layers for c in layer]},
+    "a model's output": lambda y, cache: ModelOutput(logits=y, past_key_values=cache, loss=None),
+    "a named tuple": lambda y, cache: Pair(y, cache),
+    "a dataclass": lambda y, cache: Record(y, rest={"cache_params": cache.layers}),
+    "a distribution": lambda y, cache: torch.distributions.Independent(torch.distributions.Normal(y, 1.0), 1),
+    "an object": lambda y, cache: Thing(logits=y, cache=cache, name="x"),
+}
+TOKENS = torch.randint(0, 11, (2, 5))
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_outputs_of_any_kind_are_flattened_and_caches_left_out(name: str) -> None:
+    net = Attention(RETURNED[name])
+    symmetry = find_symmetry(net, TOKENS)
+    # By hand: two heads, in each two rows of queries and keys and two of values; the four features of the stream stay
+    # together in tanh, so that they are exchanged; and so are heads.
+    assert symmetry.permutations.order() == 2 * (2 * 2) ** 2 * 24
+    assert verify(symmetry, net, TOKENS).error < 1e-12
+
+
+def test_what_a_network_returns_besides_is_left_alone_too() -> None:
+    net = Attention(lambda y, cache: Record(y, rest={"keys": cache.layers[0][0]}))
+    symmetry = find_symmetry(net, TOKENS)
+    assert symmetry.permutations.order() == 2**2 * 24  # of the values in each head
+
+
+def test_keywords_reach_the_forward_pass() -> None:
+    net, mask = Attention(RETURNED["a model's output"]), torch.rand(2, 5) < 0.7
+    whole = find_symmetry(net, TOKENS)
+    assert find_symmetry(net, TOKENS, kwargs={"mask": mask, "use_cache": False}).group == whole.group
+    assert find_symmetry(net, kwargs={"tokens": TOKENS, "mask": mask}).group == whole.group
+    assert verify(whole, net, tokens := TOKENS, kwargs={"mask": mask})
+    assert verify(whole, net, kwargs={"tokens": tokens})
+    with pytest.raises(ValueError, match=r"mask=\(2, 4\)"):
+        find_symmetry(net, TOKENS, kwargs={"mask": mask[:, :4]})
+    with pytest.raises(TypeError, match="kwargs"):
+        find_symmetry(net, TOKENS, kwargs=[mask])  # type: ignore[arg-type]
+
+
+class Nested(nn.Module):
+    """Takes its inputs out of whatever holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, given: Any, *, scale: float = 1.0) -> Tensor:
+        x = given.values if isinstance(given, Record | Thing) else given["x"][0]
+        return self.b(torch.tanh(self.a(x) * scale))
+
+
+GIVEN = {
+    "a dictionary of lists": {"x": [torch.randn(4, 3)], "y": None},
+    "a dataclass": Record(torch.randn(4, 3), rest={"unused": "text"}),
+    "an object": Thing(values=torch.randn(4, 3), edges=torch.zeros(2, 5, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_inputs_of_any_kind_are_found_and_compared_in_double_precision(name: str) -> None:
+    net = Nested()
+    symmetry = find_symmetry(net, GIVEN[name], kwargs={"scale": 0.5})
+    assert symmetry.permutations.factors == {"a": 6}
+    result = verify(symmetry, net, GIVEN[name], kwargs={"scale": 0.5}, trials=3)
+    assert result.error < 1e-12
+    assert result.tolerance == 1e-6
+
+
+def test_a_network_that_returns_no_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tensor"):
+        find_symmetry(Attention(lambda y, cache: cache), TOKENS)
+
+
+def test_tensors_are_found_and_replaced_wherever_they_are() -> None:
+    one, other = torch.randn(2), torch.randn(3)
+    given = ({"a": [one, (other,)]}, Record(one, other, {"n": 3}), Thing(x=other, f=len))
+    assert [id(t) for t in tensors_in(given)] == [id(one), id(other)]
+
+    class Same(nn.Module):
+        def forward(self, *values: Any, **named: Any) -> Any:
+            return [*values, named]
+
+    net = TensorsOnly(Same(), given, {"again": one})
+    new = torch.randn(2), torch.randn(3)
+    returned = net(*new)
+    assert [id(t) for t in returned] == [id(new[i]) for i in (0, 1, 0, 1, 1, 0)]
+    assert list(outputs_in({"past_key_values": one, "mems": [one], "y": {"cache_params": one}})) == []
+
+
+def causal(hf: Any) -> dict[str, Any]:
+    """Language models of two layers, four heads and 24 features -> model, inputs, keywords."""
+    sizes = {
+        "vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 32, "max_position_embeddings": 32,
+    }  # fmt: skip
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    gqa = {**sizes, **ends, "num_key_value_heads": 2}
+    tokens, sound = torch.randint(0, 50, (2, 6)), torch.randn(2, 8, 20)
+    t5 = {"vocab_size": 50, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    whisper = {
+        "vocab_size": 50, "d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8,
+        "max_source_positions": 10, "max_target_positions": 20, "decoder_start_token_id": 1, **ends,
+    }  # fmt: skip
+    gpt2 = {"vocab_size": 50, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    return {
+        "GPT-2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, **ends)), (tokens,), {}),
+        "Llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**gqa)), (tokens,), {}),
+        "Mistral": (lambda: hf.MistralForCausalLM(hf.MistralConfig(**gqa)), (tokens,), {}),
+        "Qwen2": (lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**gqa)), (), {"input_ids": tokens}),
+        "Qwen3": (lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**gqa, head_dim=6)), (), {"input_ids": tokens}),
+        "T5": (
+            lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5)),
+            (),
+            {"input_ids": tokens, "decoder_input_ids": tokens},
+        ),
+        "Whisper": (
+            lambda: hf.WhisperForConditionalGeneration(hf.WhisperConfig(**whisper)),
+            (),
+            {"input_features": sound, "decoder_input_ids": tokens},
+        ),
+        "Mamba": (
+            lambda: hf.MambaForCausalLM(
+                hf.MambaConfig(vocab_size=50, hidden_size=24, num_hidden_layers=1, state_size=4, **ends)
+            ),
+            (tokens,),
+            {},
+        ),
+    }
+
+
+# At least the hidden units of the feed-forward blocks (32 in each layer; 48 channels in Mamba) move.
+HIDDEN = {"Mamba": (48, 1), "Whisper": (32, 2), "T5": (32, 4)}
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Mistral", "Qwen2", "Qwen3", "T5", "Whisper", "Mamba"])
+def test_language_models_work_as_they_are(name: str) -> None:
+    make, args, kwargs = causal(pytest.importorskip("transformers"))[name]
+    torch.manual_seed(0)
+    net = make().eval()
+    symmetry = find_symmetry(net, *args, kwargs=kwargs)
+    assert symmetry.log_order() > 0
+    width, number = HIDDEN.get(name, (32, 2))
+    hidden = 96 if name == "GPT-2" else width
+    assert sum(size == hidden for size in symmetry.permutations.factors.values()) == number
+    assert verify(symmetry, net, *args, kwargs=kwargs, trials=2).error < 1e-9

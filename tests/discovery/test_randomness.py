@@ -1,0 +1,277 @@
+"""Networks that draw random numbers are functions of their weights with these numbers fixed."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pyro_symmetric as ps
+from pyro_symmetric.discovery.calm import Calm
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.discovery.verify import verify
+
+
+class Between(nn.Module):
+    """``b(f(a(x)))``, with six units after ``a``, and four more in front of the outputs."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(3, 6), nn.Linear(6, 4), nn.Linear(4, 2)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.b(self.function(self.a(x)))))
+
+
+class Vae(nn.Module):
+    """Encoder, a latent that is drawn, decoder; returns a distribution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, 6), nn.Tanh())
+        self.mean, self.log_scale = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.decoder = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        h = self.encoder(x)
+        mean, scale = self.mean(h), self.log_scale(h).exp()
+        latent = mean + scale * torch.randn_like(mean)
+        return {"reconstruction": torch.distributions.Normal(self.decoder(latent), 1.0), "latent": [mean.sum(-1)]}
+
+
+def quietly(net: nn.Module, *inputs: Tensor, host: bool = False) -> Symmetry:
+    """Found and verified without a warning, or with one about numbers that the host draws."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        symmetry = find_symmetry(net, *inputs)
+    kinds = [w.category for w in caught if issubclass(w.category, UserWarning)]
+    assert kinds == ([ps.UnverifiedSymmetry] if host else [])
+    return symmetry
+
+
+def test_latents_that_are_drawn_stay_and_all_other_units_move() -> None:
+    net, x = Vae(), torch.randn(4, 3)
+    symmetry = quietly(net, x)
+    assert symmetry.permutations.factors == {"encoder.0": 6, "decoder.0": 5}
+    assert symmetry.signs.names("flip") == ("encoder.0", "decoder.0")
+    assert "randn_like" in str(symmetry.explain(site="mean.weight"))
+    # The latent's permutation is a symmetry in law, and none at fixed random numbers.
+    axes = {
+        "mean.weight": ("z", None),
+        "log_scale.weight": ("z", None),
+        "mean.bias": ("z",),
+        "log_scale.bias": ("z",),
+        "decoder.0.weight": (None, "z"),
+    }
+    declared = Symmetry(ps.Group.declare(axes, dict(net.named_parameters())))
+    assert not verify(declared, net, x, trials=4)  # a permutation of four is the identity once in 24 times
+
+
+# All six units stay: each meets a number of its own.
+STAY = {
+    "rand": lambda h: h * torch.rand(6),
+    "randn": lambda h: h + torch.randn(h.shape),
+    "normal in place": lambda h: h + torch.empty_like(h).normal_(),
+    "normal": lambda h: torch.normal(h, 0.1),
+    "normal of two": lambda h: torch.normal(h, h.abs()),
+    "uniform": lambda h: h + torch.empty_like(h).uniform_(),
+    "exponential": lambda h: h * torch.empty_like(h).exponential_(),
+    "bernoulli of units": lambda h: h * torch.bernoulli(h.sigmoid()),
+    "poisson": lambda h: torch.poisson(h.exp()),
+    "gamma": lambda h: torch.distributions.Gamma(h.exp(), 1.0).rsample(),
+    "mask by rand": lambda h: h * (torch.rand_like(h) < 0.5),
+    "gumbel": lambda h: F.gumbel_softmax(h, hard=False),
+    "a random unit": lambda h: h[:, torch.randperm(6)],
+    "NumPy": lambda h: h + torch.as_tensor(np.random.rand(6), dtype=h.dtype),  # noqa: NPY002
+    "Python": lambda h: h * torch.tensor([random.random() for _ in range(6)]),
+}
+# All six move: dropout, and numbers that rows or all entries have in common.
+MOVE = {
+    "dropout": lambda h: F.dropout(h, 0.4, training=True).tanh(),
+    "dropout of features": lambda h: F.dropout1d(h[..., None], 0.4, training=True)[..., 0].tanh(),
+    "stochastic depth": lambda h: (h + h.tanh() * (0.7 + torch.rand(len(h), 1)).floor()).tanh(),
+    "mask in place": lambda h: (h * torch.empty(len(h), 1).bernoulli_(0.7)).tanh(),
+    "noise of rows": lambda h: (h * np.random.rand()).tanh(),  # noqa: NPY002
+    "branch": lambda h: h.exp() if random.random() < 0.5 else h.sigmoid(),
+    "random rows": lambda h: h[torch.randint(len(h), (3,))].tanh(),
+}
+
+
+@pytest.mark.parametrize("name", [*STAY, *MOVE])
+def test_units_that_meet_random_numbers_of_their_own_stay(name: str) -> None:
+    torch.manual_seed(0)
+    net, x = Between(STAY.get(name) or MOVE[name]), torch.randn(4, 3)
+    symmetry = quietly(net, x, host=name in ("NumPy", "Python", "noise of rows", "branch"))
+    assert symmetry.permutations.factors == ({"b": 4} if name in STAY else {"a": 6, "b": 4})
+    result = verify(symmetry, net, x, trials=3)
+    assert result
+    assert result.error < 1e-6
+
+
+NOISE = {
+    "normal": lambda h: h + torch.randn_like(h),
+    "normal in place": lambda h: h * torch.empty_like(h).normal_(1.0, 0.3),
+    "uniform": lambda h: h * (1 + torch.rand(6)),
+    "uniform in place": lambda h: h + torch.empty_like(h).uniform_(-2, 2),
+    "exponential": lambda h: h * torch.empty_like(h).exponential_(2.0),
+    "dropout": lambda h: F.dropout(h, 0.3),
+    "leaky": lambda h: F.rrelu(h, training=True),
+    "stochastic depth": lambda h: h / 0.7 * (0.7 + torch.rand(len(h), 1)).floor(),
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_noise_of_train_mode_alone_breaks_no_symmetry(name: str) -> None:
+    class Regularised(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            h = NOISE[name](h) if self.training else F.leaky_relu(h)
+            return self.out(torch.relu(self.b(h)))
+
+    net, x = Regularised(torch.relu), torch.randn(4, 3)
+    assert quietly(net, x).permutations.factors == {"a": 6, "b": 4}
+    # Train mode is still compared: a layer that it alone uses is missed if it doesn't move.
+    axes = {"a.weight": ("a", None), "a.bias": ("a",)}
+    assert verify(Symmetry(ps.Group.declare(axes, dict(net.named_parameters()))), net, x).train_error > 1e-3
+
+
+def test_labels_that_are_dropped_in_train_mode_alone_break_no_symmetry() -> None:
+    class Guided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.classes, self.a, self.out = nn.Embedding(4, 6), nn.Linear(3, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            if self.training:  # for guidance without a classifier
+                labels = torch.where(torch.rand(len(labels)) < 0.1, 3, labels)
+            return self.out(torch.tanh(self.a(x) + self.classes(labels)))
+
+    torch.manual_seed(0)
+    net, x, labels = Guided(), torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
+    symmetry = quietly(net, x, labels)
+    assert symmetry.permutations.factors == {"classes": 6}
+    assert verify(symmetry, net, x, labels).train_error < 1e-12
+    # Train mode is still compared, with the labels that it keeps.
+    axes = {"a.weight": ("a", None), "a.bias": ("a",)}
+    wrong = verify(Symmetry(ps.Group.declare(axes, dict(net.named_parameters()))), net, x, labels)
+    assert wrong.train_error > 1e-3
+
+
+def test_means_of_noise_are_those_of_many_draws() -> None:
+    draws = {
+        "randn": lambda n: torch.randn(n),
+        "rand": lambda n: torch.rand(n),
+        "normal": lambda n: torch.empty(n).normal_(2.0, 0.5),
+        "uniform": lambda n: torch.empty(n).uniform_(-1.0, 4.0),
+        "exponential": lambda n: torch.empty(n).exponential_(0.5),
+    }
+    for draw in draws.values():
+        with Calm(torch.float64, noise=False):
+            mean = draw(3)
+        assert (mean == mean[0]).all()
+        sample = draw(100_000)
+        # Six standard errors: a false alarm once in 5e8 runs.
+        assert abs(float(sample.mean()) - float(mean[0])) < 6 * float(sample.std()) / 100_000**0.5
+
+
+def test_a_unit_chosen_by_the_host_is_dropped_when_another_draw_shows_it() -> None:
+    net, x = Between(lambda h: h[:, np.random.permutation(6)]), torch.randn(4, 3)  # noqa: NPY002
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        symmetry = find_symmetry(net, x)
+    assert symmetry.permutations.factors == {"b": 4}
+
+
+def test_branches_that_one_draw_does_not_take_are_seen_by_another() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).tanh()
+            return self.c(h + self.b(h).tanh() if random.random() < 0.5 else h)
+
+    # All of eight draws skip b once in 256 times; then verification sees it once in two times.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        symmetry = find_symmetry(Skips(), torch.randn(4, 3))
+    assert "a" not in symmetry.permutations.units or "b.weight" in {axis.site for axis in symmetry.group["a"].axes}
+
+
+class Unseeded(nn.Module):
+    """Its noise comes from no generator that can be seeded."""
+
+    def __init__(self, size: float):
+        super().__init__()
+        self.net, self.size = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)), size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.size * (time.perf_counter_ns() % 1009)
+
+
+def test_what_cannot_be_drawn_again_is_inconclusive_and_what_the_rules_prove_is_kept() -> None:
+    net, x = Unseeded(1.0), torch.randn(4, 3)
+    with pytest.warns(ps.UnverifiedSymmetry, match="inconclusive: the network is random"):
+        symmetry = find_symmetry(net, x)
+    alone = find_symmetry(net.net, x)
+    assert symmetry.log_order() == alone.log_order() > 0
+    assert [(axis.site, axis.dim) for one in symmetry.group.units.values() for axis in one.axes] == [
+        (f"net.{axis.site}", axis.dim) for one in alone.group.units.values() for axis in one.axes
+    ]
+    with pytest.raises(ps.InconclusiveError):
+        verify(symmetry, net, x)
+
+
+class Own(nn.Module):
+    """Draws from a generator of its own, as NumPy and PyTorch recommend."""
+
+    def __init__(self, generator: object, function: Callable[[Tensor, Own], Tensor]):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 2)
+        self.generator, self.function = generator, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.function(self.a(x), self))
+
+
+OWN = {
+    "NumPy": (np.random.default_rng(3), lambda h, s: (h * s.generator.random()).tanh(), True),
+    "PyTorch": (torch.Generator(), lambda h, s: h.tanh() + torch.rand(len(h), 1, generator=s.generator), True),
+    "of units": (torch.Generator(), lambda h, s: h.tanh() + torch.rand(6, generator=s.generator), False),
+    "Python": (random.Random(0), lambda h, s: h.exp() if s.generator.random() < 0.5 else h.sigmoid(), True),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_generators_of_a_network_repeat_their_numbers(name: str) -> None:
+    generator, function, moves = OWN[name]
+    found = quietly(Own(generator, function), torch.randn(4, 3), host=not isinstance(generator, torch.Generator))
+    assert found.permutations.factors == ({"a": 6} if moves else {})
+
+
+def test_units_that_an_own_generator_chose_while_tracing_are_seen_to_differ() -> None:
+    net = Own(np.random.default_rng(3), lambda h, s: h[:, s.generator.permutation(6)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        symmetry = find_symmetry(net, torch.randn(4, 3))
+    assert not symmetry.permutations.units
+    assert symmetry.scalings.units["a"].count == 1  # all units together
+
+
+def test_generators_are_left_as_they_were() -> None:
+    net, x = Between(lambda h: (h * np.random.rand() * random.random()).tanh()), torch.randn(4, 3)  # noqa: NPY002
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    quietly(net, x, host=True)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2][1]).all()  # noqa: NPY002
