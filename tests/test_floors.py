@@ -57,6 +57,7 @@ INSIDE = {
         ["attachment", "labeller", "symmetry"],
         ["calm", "rules"],
         ["statistics"],
+        ["export"],
         ["trace"],
         ["jacobian", "outputs"],
         ["tangents", "verify"],

@@ -27,12 +27,13 @@ from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.assembly import permuted_units
 from pyro_symmetric.discovery.attachment import attached
 from pyro_symmetric.discovery.explain import explain
+from pyro_symmetric.discovery.export import UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.facts import Facts
 from pyro_symmetric.discovery.multipliers import multipliers
 from pyro_symmetric.discovery.selection import Names, held_sites, hold
 from pyro_symmetric.discovery.structure import solve
 from pyro_symmetric.discovery.symmetry import Symmetry, copied
-from pyro_symmetric.discovery.trace import Trace, UnknownOperator, UntraceableError, site_names, try_out, walked
+from pyro_symmetric.discovery.trace import Trace, UnknownOperator, walked
 from pyro_symmetric.discovery.verify import UnverifiedSymmetry, repaired
 from pyro_symmetric.groups import Axis, Units
 from pyro_symmetric.groups.units import Move

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pyro_symmetric._process import without_fast_attention, without_warnings
+from pyro_symmetric.discovery.export import try_out
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, refreshed
-from pyro_symmetric.discovery.trace import try_out
 from pyro_symmetric.weights import Weights
 
 ROWS = 256  # rows of the Jacobian that are computed at once

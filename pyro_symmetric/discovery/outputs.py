@@ -21,10 +21,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pyro_symmetric._process import drawn_seed, with_both_branches, without_fast_attention, without_warnings
 from pyro_symmetric.discovery.calm import NUMBERS, Calm
+from pyro_symmetric.discovery.export import has_training_branch, try_out
 from pyro_symmetric.discovery.invariance import Change, InconclusiveError, only, parts_of
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, refreshed
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
-from pyro_symmetric.discovery.trace import has_training_branch, try_out
 from pyro_symmetric.generators import moved_on, own_generators, repeated
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.weights import Weights

@@ -1,30 +1,22 @@
-"""From a module to a graph of plain ATen operators, and labels carried through it."""
+"""The graph of a forward pass, and labels carried through it."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.conv import _ConvNd
 
 from pyro_symmetric._process import (
     drawn_seed,
-    running_pyro,
-    with_both_branches,
-    without_fast_attention,
-    without_messages,
-    without_warnings,
 )
+from pyro_symmetric.discovery.export import exported, site_names
 from pyro_symmetric.discovery.facts import Entangled, Facts
 from pyro_symmetric.discovery.labeller import Labeller
 from pyro_symmetric.discovery.labels import Part, Value, opaque
@@ -37,21 +29,6 @@ from pyro_symmetric.discovery.slices import Slices
 from pyro_symmetric.discovery.statistics import Use, statistics
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
 from pyro_symmetric.generators import own_generators, repeated
-
-UNTRACEABLE = """\
-{net} can't be traced by torch.export ({error}).
-
-find_symmetry follows the operators of one forward pass, so the pass may not depend on the numbers that flow through it
-(no `if x.sum() > 0`, no `.item()`). Either trace the part that has no such branches, or declare the group by hand:
-
-    group = ps.Group.declare(
-        {{"0.weight": ("hidden", None), "0.bias": ("hidden",), "2.weight": (None, "hidden")}},  # per axis
-        dict(net.named_parameters()),
-    )"""
-
-
-class UntraceableError(ValueError):
-    """The network can't be traced; the message says why, and what to do instead."""
 
 
 class UnknownOperator(UserWarning):
@@ -78,7 +55,7 @@ class Trace:
         self.net = net
         with repeated(drawn_seed()) as draws:
             function = TensorsOnly(net, args, kwargs)
-            self.program = _exported(function)
+            self.program = exported(function)
         self.tensors = function.tensors
         self.host_draws = draws.host or any(
             not isinstance(place[name], torch.Generator) for place, name in own_generators(net)
@@ -93,6 +70,7 @@ class Trace:
         self.returned = [node for node in ends if isinstance(node, torch.fx.Node)]
         self._sites = site_names(net)
         self._noise = _noise(self.program.graph)
+        self._constants = (self.program.state_dict, self.program.constants)
 
     def propagate(self, facts: Facts) -> dict[torch.fx.Node, Any]:
         """Carry labels through the graph, recording facts; returns the labels of every node's value."""
@@ -112,8 +90,8 @@ class Trace:
 
     def constant(self, target: str | None) -> Any:
         """The value of a buffer or a constant of the graph, by its name in the network."""
-        every = {**self.program.constants, **self.program.state_dict}
-        return every.get(f"net.{target}", every.get(str(target)))
+        found = (held.get(name) for name in (f"net.{target}", str(target)) for held in self._constants)
+        return next((value for value in found if value is not None), None)
 
     def statistics(self) -> dict[str, Use | None]:
         """The buffers that the graph reads: how they are used, if they are statistics of units."""
@@ -224,56 +202,6 @@ def walked(traces: Sequence[Trace]) -> tuple[Facts, list[Labels]]:
         if not found:
             return facts, labels
         plan |= found
-
-
-def _exported(net: TensorsOnly) -> ExportedProgram:
-    with running_pyro(), _quiet(), with_both_branches(), torch.enable_grad():  # distributions check their arguments
-        try:
-            program = torch.export.export(net, tuple(net.tensors), strict=False)
-            table = torch.export.default_decompositions()
-            return program.run_decompositions({op: steps for op, steps in table.items() if rule_for(op) is None})
-        except Exception as error:  # torch.export raises whatever the forward pass met
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-            raise UntraceableError(UNTRACEABLE.format(net=type(net.net).__name__, error=reason)) from error
-
-
-def try_out(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
-    """Run the network as its user would, so that inputs which don't fit aren't taken for a graph that can't be had.
-
-    :raises ValueError: if it doesn't take them.
-    """
-    try:
-        with _quiet(), torch.no_grad():
-            net(*args, **(kwargs or {}))
-    except Exception as error:
-        shapes = [_shape(value) for value in args] + [f"{name}={_shape(v)}" for name, v in (kwargs or {}).items()]
-        raise ValueError(
-            f"{type(net).__name__} fails on the example inputs, of shapes [{', '.join(shapes)}]: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No fused fast paths (they hide attention from us), no warnings about torch.export's own insides.
-
-    If the pass branches on numbers, torch.export prints the graph so far before it raises.
-    """
-    with without_fast_attention(), without_warnings(), without_messages("torch.fx.experimental.symbolic_shapes"):
-        yield
-
-
-def site_names(net: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> its first name: tied weights are one site."""
-    first: dict[int, str] = {}
-    names = {}
-    for name, tensor in [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]:
-        names[name] = first.setdefault(id(tensor), name)
-    return names
 
 
 def _kernel_groups(node: torch.fx.Node) -> int:
@@ -435,19 +363,3 @@ def _module(node: torch.fx.Node) -> str:
     path = path.removeprefix("L['self'].").removeprefix("L['self']").removeprefix("net").removeprefix(".")
     kind = kind.rsplit(".", 1)[-1]
     return f"{path} ({kind})" if path else (kind or "the network")
-
-
-def has_training_branch(net: nn.Module) -> bool:
-    """Whether some module (PyTorch's own apart, which are known) asks if it is being trained."""
-    kinds: set[Any] = {type(module) for module in net.modules()}
-    return any("self.training" in _source(kind) for kind in kinds)
-
-
-@functools.cache
-def _source(kind: Any) -> str:
-    if kind.__module__.startswith("torch.nn."):
-        return ""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""

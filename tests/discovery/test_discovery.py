@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from pyro_symmetric.discovery.export import UntraceableError
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.rules import registry
 from pyro_symmetric.discovery.rules.registry import RULES, register_rule
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.discovery.trace import UnknownOperator, UntraceableError
+from pyro_symmetric.discovery.trace import UnknownOperator
 from pyro_symmetric.discovery.verify import verify
 
 

@@ -24,11 +24,12 @@ from torch.export.graph_signature import InputKind
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.costs.table import TableCost
-from pyro_symmetric.discovery import trace as tracing
+from pyro_symmetric.discovery.export import site_names, try_out
 from pyro_symmetric.discovery.facts import Leaf
 from pyro_symmetric.discovery.labels import Array, Value
 from pyro_symmetric.discovery.slices import Run
 from pyro_symmetric.discovery.symmetry import copied
+from pyro_symmetric.discovery.trace import Trace, walked
 from pyro_symmetric.groups import Axis
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.weights import Weights
@@ -68,9 +69,9 @@ class ActivationCost:
     def __init__(self, net: nn.Module, *inputs: Any):
         arguments.instance("net", net, nn.Module, "a torch.nn.Module")
         self._net = copied(net).eval()
-        tracing.try_out(self._net, inputs)
-        self._trace = tracing.Trace(self._net, inputs)
-        self._facts, (self._values,) = tracing.walked([self._trace])
+        try_out(self._net, inputs)
+        self._trace = Trace(self._net, inputs)
+        self._facts, (self._values,) = walked([self._trace])
         _, self._classes = self._facts.classes()
 
     def __call__(self, sources: Weights, reference: Weights, group: Any) -> TableCost:
@@ -196,7 +197,7 @@ class ActivationCost:
         return {name: torch.stack([results[name] for results in every]) for name in nodes}
 
     def _arguments(self, weights: Weights) -> list[Any]:
-        names = tracing.site_names(self._net)
+        names = site_names(self._net)
         own = dict(self._net.named_parameters()) | dict(self._net.named_buffers())
         arguments: list[Any] = []
         users = iter(self._trace.tensors)

@@ -1,0 +1,111 @@
+"""From a module to a graph of plain ATen operators, and what is asked of a module besides."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from pyro_symmetric._process import (
+    running_pyro,
+    with_both_branches,
+    without_fast_attention,
+    without_messages,
+    without_warnings,
+)
+from pyro_symmetric.discovery.rules.registry import rule_for
+from pyro_symmetric.discovery.tensors_only import TensorsOnly
+
+UNTRACEABLE = """\
+{net} can't be traced by torch.export ({error}).
+
+find_symmetry follows the operators of one forward pass, so the pass may not depend on the numbers that flow through it
+(no `if x.sum() > 0`, no `.item()`). Either trace the part that has no such branches, or declare the group by hand:
+
+    group = ps.Group.declare(
+        {{"0.weight": ("hidden", None), "0.bias": ("hidden",), "2.weight": (None, "hidden")}},  # per axis
+        dict(net.named_parameters()),
+    )"""
+
+
+class UntraceableError(ValueError):
+    """The network can't be traced; the message says why, and what to do instead."""
+
+
+def exported(net: TensorsOnly) -> ExportedProgram:
+    """The functional graph of one forward pass; operators without a rule are taken apart, if PyTorch knows how.
+
+    :raises UntraceableError: if there is none.
+    """
+    with running_pyro(), _quiet(), with_both_branches(), torch.enable_grad():  # distributions check their arguments
+        try:
+            program = torch.export.export(net, tuple(net.tensors), strict=False)
+            table = torch.export.default_decompositions()
+            return program.run_decompositions({op: steps for op, steps in table.items() if rule_for(op) is None})
+        except Exception as error:  # torch.export raises whatever the forward pass met
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            raise UntraceableError(UNTRACEABLE.format(net=type(net.net).__name__, error=reason)) from error
+
+
+def try_out(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
+    """Run the network as its user would, so that inputs which don't fit aren't taken for a graph that can't be had.
+
+    :raises ValueError: if it doesn't take them.
+    """
+    try:
+        with _quiet(), torch.no_grad():
+            net(*args, **(kwargs or {}))
+    except Exception as error:
+        shapes = [_shape(value) for value in args] + [f"{name}={_shape(v)}" for name, v in (kwargs or {}).items()]
+        raise ValueError(
+            f"{type(net).__name__} fails on the example inputs, of shapes [{', '.join(shapes)}]: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def site_names(net: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> its first name: tied weights are one site."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, tensor in [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]:
+        names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def has_training_branch(net: nn.Module) -> bool:
+    """Whether some module (PyTorch's own apart, which are known) asks if it is being trained."""
+    kinds: set[Any] = {type(module) for module in net.modules()}
+    return any("self.training" in _source(kind) for kind in kinds)
+
+
+# small steps ----------------------------------------------------------------------------------------------------------
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No fused fast paths (they hide attention from us), no warnings about torch.export's own insides.
+
+    If the pass branches on numbers, torch.export prints the graph so far before it raises.
+    """
+    with without_fast_attention(), without_warnings(), without_messages("torch.fx.experimental.symbolic_shapes"):
+        yield
+
+
+@functools.cache
+def _source(kind: Any) -> str:
+    if kind.__module__.startswith("torch.nn."):
+        return ""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
