@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,42 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
             text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
         )
         print("  " + "  ".join(cells))
+
+
+# MNIST's 10,000 test images, split anew, may lie in a folder of their own: a smaller data set, under its own name.
+FOLDERS = {"mnist": ("mnist10k", "MNIST-10k")}
+
+
+def load_images(name: str, options: argparse.Namespace) -> ps.datasets.Dataset:
+    """A data set as the options have it (``data_dir train test download device``), images pooled by ``pool``."""
+    folder, title = FOLDERS.get(name, ("", ""))
+    root = options.data_dir / folder
+    part = bool(folder) and root.is_dir()
+    data = ps.datasets.load(
+        name,
+        root=root if part else options.data_dir,
+        hold_out=None,
+        max_train=options.train,
+        max_test=options.test,
+        download=options.download,
+        dtype=torch.float32,
+        device=options.device,
+    )
+    pool = options.pool if data.is_image else 1
+    train_x, test_x = (torch.nn.functional.avg_pool2d(x, pool) if pool > 1 else x for x in (data.train_x, data.test_x))
+    return dataclasses.replace(data, title=title if part else data.title, train_x=train_x, test_x=test_x)
+
+
+def mini_batches(num_rows: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
+    """Indices of the rows of every step; all rows come once before one comes again, a rest is left out."""
+    order = torch.Generator().manual_seed(seed)
+    rows = torch.empty(0, dtype=torch.long)
+    size = min(size, num_rows)
+    for _ in range(steps):
+        if len(rows) < size:
+            rows = torch.randperm(num_rows, generator=order)
+        yield rows[:size]
+        rows = rows[size:]
 
 
 def mean_over(rows: Iterable[Row], name: str) -> float:

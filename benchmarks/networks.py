@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,14 @@ import torch
 from torch import nn
 
 from pyro_symmetric.networks import optunet, resnet20
+
+
+def perceptron(*sizes: int) -> nn.Sequential:
+    """Linear layers of these sizes, inputs and outputs included, with ReLU in between."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 class UNet(nn.Module):

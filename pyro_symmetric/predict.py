@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import evenly_spaced
-from pyro_symmetric.largest import LargestTensor
+from pyro_symmetric.operations import Operations
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predictors import Predictor, predictor_of
 from pyro_symmetric.weights import Shapes, Weights, batch_shape, require_sites
@@ -252,7 +252,7 @@ def _chunks(draws: _Selection, predictor: Predictor, draw_chunk: int | None, row
     if len(draws) == 0 or rows == 0 or (draw_chunk and row_chunk):
         return draw_chunk or 1, row_chunk or 1
     probed = min(rows, _PROBED_ROWS)  # enough for activations to be larger than weights
-    with LargestTensor() as largest:
+    with Operations() as largest:
         predictor(draws.part(slice(0, 1), predictor), slice(0, probed))
     row_entries = max(1, -(-largest.entries // probed))
     entries = _CPU_ENTRIES if (predictor.device or draws.device).type == "cpu" else _DEVICE_ENTRIES

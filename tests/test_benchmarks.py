@@ -22,9 +22,13 @@ EXPERIMENTS = {
     "experiments.laurent_2024.functional_collapse": [],
     "experiments.laurent_2024.unit_marginals": ["--data", "diabetes"],
     "experiments.laurent_2024.hmc_or_ensemble": ["--data", "diabetes"],
+    "experiments.rossi_2023.mirrored_gaussians": [],
+    "experiments.rossi_2023.log_posterior_map": [],
+    "experiments.beyond.trial": ["--seeds", "1"],
     "performance.mmd": [],
     "performance.test_levels": [],
     "performance.level_and_power": ["--only", "tied"],
+    "performance.evidence": ["--only", "factors 1", "--seeds", "2"],
 }
 
 

@@ -1,13 +1,19 @@
 """Alignment of networks: planted elements, time and objective beside ``rebasin`` (PyPI), time by width, many at once.
 
-    python -m benchmarks.performance.alignment planted  # 100 trials for each of nine architectures
+    python -m benchmarks.performance.alignment planted  # 10 trials for each of ten architectures
+    python -m benchmarks.performance.alignment trained  # objective and time by restarts, two networks trained on digits
+    python -m benchmarks.performance.alignment scales  # time with scales beside permutations alone
+    python -m benchmarks.performance.alignment optimum  # small groups beside the enumerated optimum
     python -m benchmarks.performance.alignment peers --seeds 5  # needs ``pip install rebasin``; both in one run
     python -m benchmarks.performance.alignment timing  # by width, as Fig. A2 of Rossi et al. 2023; --depths 1 2 3 4
     python -m benchmarks.performance.alignment many  # 100 networks in one frame
     python -m benchmarks.performance.alignment solvers  # SciPy beside ``lap`` and ``lapjv``, where installed
 
-*planted*: weights are moved by a random element of the network's symmetry (permutations, with ``--signs`` signs, and
-with ``--whole`` scales and shifts as well); alignment must undo it, bit by bit in the permutations. *peers*: two
+*planted*: weights are moved by a random element of the network's symmetry: permutations alone, with signs, and with all
+else (scales, shifts). Alignment must undo it: bit by bit in the permutations, and the weights must come back to 1e-6 of
+their norm. *trained*: two perceptrons 784-512-512-512-10, as in git-re-basin's own example, trained on the digits in
+``--data``; beside them the textbook's weight matching (Ainsworth et al. 2023, Algorithm 1). *scales*: processor time,
+alternating. *optimum*: independent weights, and the distances of all elements. *peers*: two
 networks with independent random weights, as PyTorch starts them; the objective is the squared distance of the
 parameters after alignment, of ``rebasin`` too, and whether its network still computes what it did. *timing*: seconds
 for one alignment with the default settings, of two networks and of two mean-field Gaussians.
@@ -30,11 +36,14 @@ from torch import Tensor, nn
 from pyro_symmetric._torchvision import import_torchvision
 from pyro_symmetric.alignment import GaussianWeights, align, align_many, decision
 from pyro_symmetric.alignment.assignment import assign
+from pyro_symmetric.alignment.textbook import weight_matching
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.groups import Element
+from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.networks import resnet20
+from pyro_symmetric.weights import Weights
 
 Case = tuple[Callable[[], nn.Module], Tensor]
+SIGNED = ("permute", "flip")
 
 
 def perceptron(*widths: int) -> nn.Module:
@@ -70,6 +79,48 @@ class Transformer(nn.Module):
         return self.out(self.encode(self.embed(x)).mean(1))
 
 
+class LlamaBlock(nn.Module):
+    """Attention with rotary positions and a gated perceptron, both behind an RMS norm, without biases."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (layer(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        read = nn.functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        x = x + self.o(read.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions: pairs of coordinates turn by an angle that grows with the position."""
+    length, size = x.shape[-2:]
+    angles = torch.arange(length, dtype=x.dtype)[:, None] / 100 ** (torch.arange(0, size, 2, dtype=x.dtype) / size)
+    first, second = x.chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class Llama(nn.Module):
+    """A language model of Llama's shape."""
+
+    def __init__(self, depth: int = 4, width: int = 64, heads: int = 4, words: int = 100) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(words, width), nn.RMSNorm(width)
+        self.blocks = nn.Sequential(*(LlamaBlock(width, heads) for _ in range(depth)))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(x))))
+
+
 class Encoder(nn.Module):
     """One encoder layer, and what it reads and writes."""
 
@@ -100,14 +151,22 @@ def torchvision_net(name: str) -> nn.Module:
 
 PLANTED: dict[str, Case] = {
     "mlp 784-512-512-512-10": (lambda: perceptron(784, 512, 512, 512, 10), torch.randn(2, 784)),
-    "resnet20": (resnet20, torch.randn(2, 3, 32, 32)),
+    "resnet18": (lambda: torchvision_net("resnet18"), torch.randn(2, 3, 64, 64)),
+    "resnet20, filter response": (resnet20, torch.randn(2, 3, 32, 32)),
     "vgg11-bn": (vgg11, torch.randn(2, 3, 32, 32)),
     "lstm 2 x 64": (LSTM, torch.randn(2, 7, 16)),
     "transformer 2 x 64": (Transformer, torch.randn(2, 7, 16)),
+    "llama 4 x 64": (Llama, torch.randint(0, 100, (2, 7))),
     "grouped convolutions, relu": (lambda: grouped(nn.ReLU), torch.randn(2, 4, 8, 8)),
     "grouped convolutions, tanh": (lambda: grouped(nn.Tanh), torch.randn(2, 4, 8, 8)),
     "encoder layer": (Encoder, torch.randn(2, 5, 16)),
-    "lstm 1 x 12": (lambda: LSTM(5, 12, 1), torch.randn(2, 7, 5)),
+}
+SCALED: dict[str, Case] = {
+    "llama 2 x 32": (lambda: Llama(2, 32), torch.randint(0, 100, (2, 7))),
+    "llama 4 x 64": (Llama, torch.randint(0, 100, (2, 7))),
+    "transformer 2 x 64": (Transformer, torch.randn(2, 7, 16)),
+    "mlp 20-64-64-64-10": (lambda: perceptron(20, 64, 64, 64, 10), torch.randn(2, 20)),
+    "resnet20, filter response": (resnet20, torch.randn(2, 3, 32, 32)),
 }
 PEERS: dict[str, Case] = {
     "mlp 784-512-512-512-10": (lambda: perceptron(784, 512, 512, 512, 10), torch.randn(2, 784)),
@@ -136,34 +195,125 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def planted(options: argparse.Namespace) -> None:
-    print(f"{'network':<26} {'recovered':>9}   seconds each")
+    kinds = ("permutations", "finite", "group")
+    print(f"{'network':<26} " + " ".join(f"{kind + ': found, largest error, s':>38}" for kind in kinds))
     for name, (make, x) in selected(PLANTED, options).items():
         torch.manual_seed(0)
         net = randomised(make)
-        symmetry = find_symmetry(net, x)
-        group = symmetry.group if options.whole else symmetry.finite if options.signs else symmetry.permutations
+        symmetry = find_symmetry(net, x, verify=False)
         weights = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
-        found, times = 0, []
-        for seed in range(options.trials):
-            torch.manual_seed(seed)
-            element = group.sample(spread=0.3)
-            source = element.inverse()(weights)
-            start = time.perf_counter()
-            result = align(source, weights, group, restarts=0)
-            times.append(time.perf_counter() - start)
-            found += recovered(result.element, element, weights)
-        print(f"{name:<26} {found:>5}/{options.trials}   {statistics.median(times):.3f}", flush=True)
+        columns = []
+        for kind in kinds:
+            group, found, times, errors = getattr(symmetry, kind), 0, [], []
+            for seed in range(options.trials):
+                torch.manual_seed(seed)
+                element = group.sample(spread=0.3, dtype=torch.float64)
+                source = element.inverse()(weights)
+                start = time.process_time()
+                result = align(source, weights, group, restarts=0, progress=False)
+                times.append(time.process_time() - start)
+                errors.append(error_of(result.element(source), weights))
+                same = all(torch.equal(result.element[one], element[one]) for one in element.permutations)
+                found += same and errors[-1] <= 1e-6
+            columns.append(f"{found:>13}/{options.trials:<3} {max(errors):>10.1e} {statistics.median(times):>9.3f}")
+        print(f"{name:<26} " + " ".join(f"{column:>38}" for column in columns), flush=True)
 
 
-def recovered(found: Element, planted: Element, weights: dict[str, Tensor]) -> bool:
-    """Whether permutations agree bit by bit, and what both do to weights to their precision.
+def error_of(found: Weights, weights: Weights) -> float:
+    """The distance of weights, relative to their norm."""
+    return (distance(found, weights) / sum(float(v.square().sum(dtype=torch.float64)) for v in weights.values())) ** 0.5
 
-    (Flips of some units may do together what flips of others do.)
-    """
-    if any(not torch.equal(found[name], planted[name]) for name in planted.permutations):
-        return False
-    undone = planted.inverse()(weights)
-    return all(torch.allclose(v, weights[site], rtol=1e-3, atol=1e-4) for site, v in found(undone).items())
+
+def trained(options: argparse.Namespace) -> None:
+    """Objective (squared distance after alignment, of that before) and seconds, by restarts."""
+    digits = import_torchvision().datasets.MNIST(options.data, train=True)
+    x, y = digits.data.float().flatten(1) / 255, digits.targets
+    rows: dict[str, list[tuple[float, float]]] = {}
+    accuracy = []
+    for pair in range(options.seeds):
+        nets = [trained_perceptron(2 * pair + number, x, y, options.epochs) for number in range(2)]
+        accuracy.append(float((nets[1](x).argmax(-1) == y).double().mean()))
+        reference, source = map(parameters, nets)
+        group = find_symmetry(nets[0], x[:2], verify=False).permutations
+        initial = distance(source, reference)
+        ways = {"textbook": lambda v, w, g: weight_matching(v, w, g)} | {
+            "default" if restarts is None else f"{restarts} restarts": lambda v, w, g, r=restarts: (
+                align(v, w, g, restarts=r, progress=False).element
+            )
+            for restarts in (None, *options.restarts)
+        }
+        for name, way in ways.items():
+            torch.manual_seed(0)
+            start = time.process_time()
+            element = way(source, reference, group)
+            seconds = time.process_time() - start
+            rows.setdefault(name, []).append((distance(element(source), reference) / initial, seconds))
+    print(f"{options.seeds} pairs of perceptrons, {statistics.fmean(accuracy):.3f} of {len(x)} digits right")
+    print(f"{'way':<12} {'objective':>10} {'seconds':>8}   no worse than the textbook")
+    for name, found in rows.items():
+        objective, seconds = (statistics.fmean(column) for column in zip(*found, strict=True))
+        good = sum(mine[0] <= theirs[0] for mine, theirs in zip(found, rows["textbook"], strict=True))
+        print(f"{name:<12} {objective:>10.6f} {seconds:>8.2f}   {good}/{len(found)}", flush=True)
+
+
+def trained_perceptron(seed: int, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
+    torch.manual_seed(seed)
+    net = perceptron(784, 512, 512, 512, 10)
+    optimiser = torch.optim.Adam(net.parameters(), lr=1e-3)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(x)).split(500):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()
+            optimiser.step()
+    return net
+
+
+def scales(options: argparse.Namespace) -> None:
+    """Seconds of processor time with scales beside permutations alone, alternating, the least of three."""
+    print(f"{'network':<26} {'permutations':>12} {'finite':>8} {'whole':>8} {'ratio':>6}   objectives")
+    for name, (make, x) in selected(SCALED, options).items():
+        torch.manual_seed(0)
+        nets = randomised(make), randomised(make)
+        symmetry = find_symmetry(nets[0], x, verify=False)
+        reference, source = ({s: v.detach() for s, v in symmetry.weights_of(net).items()} for net in nets)
+        groups = symmetry.permutations, symmetry.finite, symmetry.group
+        times: list[list[float]] = [[] for _ in groups]
+        costs = [
+            align(source, reference, group, restarts=0, progress=False).cost for group in groups
+        ]  # plans are made once
+        for _ in range(3):
+            for own, group in zip(times, groups, strict=True):
+                start = time.process_time()
+                align(source, reference, group, restarts=0, progress=False)
+                own.append(time.process_time() - start)
+        plain, finite, whole = map(min, times)
+        shares = " ".join(f"{cost / distance(source, reference):.5f}" for cost in costs)
+        print(f"{name:<26} {plain:>12.3f} {finite:>8.3f} {whole:>8.3f} {whole / plain:>6.1f}   {shares}", flush=True)
+
+
+def optimum(options: argparse.Namespace) -> None:
+    """How often the enumerated optimum is reached between independent weights, and milliseconds."""
+    shapes = {"0": (5, 3), "1": (4, 5), "2": (2, 4)}, {"0": (3, 3), "1": (2, 3), "2": (2, 2)}
+    rows = {"0": ("a", None), "1": ("b", "a"), "2": (None, "b")}
+    small = {
+        "layers of 5 and 4": Group.declare(rows, {s: torch.Size(v) for s, v in shapes[0].items()}),
+        "3 and 2, with signs": Group.declare(rows, {s: torch.Size(v) for s, v in shapes[1].items()}, SIGNED),
+        "recurrent matrix of 6": Group.declare({"w": ("h", "h")}, {"w": torch.Size((6, 6))}),
+    }
+    for name, group in small.items():
+        torch.manual_seed(0)
+        elements, reached, start = group.enumerate(), 0, time.process_time()
+        pairs = [
+            [{s: torch.randn(v, dtype=torch.float64) for s, v in group.site_shapes.items()} for _ in range(2)]
+            for _ in range(options.trials)
+        ]
+        costs = [align(source, reference, group).cost for source, reference in pairs]
+        seconds = (time.process_time() - start) / options.trials
+        for cost, (source, reference) in zip(costs, pairs, strict=True):
+            moved = elements(source)
+            every = sum((moved[s] - reference[s]).square().flatten(1).sum(-1) for s in reference)
+            reached += cost <= float(torch.as_tensor(every).min()) * (1 + 1e-10)
+        print(f"{name:<24} {reached}/{options.trials}  {1e3 * seconds:.1f} ms", flush=True)
 
 
 def peers(options: argparse.Namespace) -> None:
@@ -354,20 +504,26 @@ def selected(cases: dict[str, Case], options: argparse.Namespace) -> dict[str, C
     return {name: case for name, case in cases.items() if not options.only or name.startswith(tuple(options.only))}
 
 
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    command.__name__: command for command in (planted, trained, scales, optimum, peers, timing, many, solvers)
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["planted", "peers", "timing", "many", "solvers"])
-    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("what", choices=[*COMMANDS])
+    parser.add_argument("--trials", type=int, default=10, help="100 networks make a good 'many'")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[], help="networks whose names start so")
-    parser.add_argument("--whole", action="store_true", help="planted: signs, scales and shifts as well")
-    parser.add_argument("--signs", action="store_true", help="planted: signs as well")
+    parser.add_argument("--data", default="data", help="trained: folder of torchvision's MNIST")
+    parser.add_argument("--epochs", type=int, default=5, help="trained: of training")
+    parser.add_argument("--restarts", type=int, nargs="+", default=[0, 1, 3, 8], help="trained: which to compare")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--depths", type=int, nargs="+", default=[3], help="timing: hidden layers")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    globals()[options.what](options)
+    COMMANDS[options.what](options)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ What a user calls: ``matching`` (:func:`align`), ``many`` (:func:`align_many`, w
 ``relabel`` (:func:`relabel`), and ``paths.barrier`` (:func:`loss_barrier`). Each floor below knows only those beneath
 it:
 
-* ``descent``: coordinate descent over the units of a group, by a cost, the best of several; ``decision``: one step;
+* ``descent``: coordinate descent over the units of a group, by a cost, the best of several; ``exhaustive``: the whole
+  of small groups; ``decision``: one step;
 * ``moments``: what was given, site by site; ``gaussian``: what was given, as Gaussian moments;
 * ``costs``: how well units go together, and what a match costs: write your own by ``costs.protocol``;
 * ``assignment``: linear assignment problems.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.alignment.assignment import assign
-from pyro_symmetric.alignment.costs.protocol import MatchCost
+from pyro_symmetric.alignment.costs.protocol import MatchCost, Matched
 from pyro_symmetric.alignment.elements import differing, joined, replaced
 from pyro_symmetric.groups.element import Element
 
@@ -22,8 +22,6 @@ from pyro_symmetric.groups.element import Element
 FLIPS = (0.0, 0.5, 0.9, 1.0)
 # How often at most to go through sets of units that lie inside the same ones and meet in one site.
 INSIDE_SWEEPS = 10
-# How often at most to fit the scales of such sets by turns.
-RESCALINGS = 200
 # From how many places these are matched; the best end of each pair of outer units counts.
 INSIDE_STARTS = 4
 # How many pairs of a shift and a source are tried together.
@@ -36,6 +34,7 @@ class Decision:
     :param cost: of a batch of sources.
     :ivar moves: the units that are decided one after the other; all others are decided with what they lie inside.
     :ivar families: name of the units -> these, and what is decided with them.
+    :ivar meeting: those in which sets that lie inside the same units meet in one site: they are matched by turns.
     """
 
     def __init__(self, cost: MatchCost):
@@ -59,8 +58,7 @@ class Decision:
             name: [child for child in self.group.children(name) if child not in {*self._riding, *lone}]
             for name in units
         }
-        # Those in which sets that lie inside the same units meet in one site.
-        self._meeting = {
+        self.meeting = {
             name
             for name, inside in self._inside.items()
             if any(cost.coupled(one, other) for one in inside for other in inside)
@@ -109,7 +107,7 @@ class Decision:
         for child in () if start else self.in_order(inside, placed):
             element = self(child, element, rows, placed)
             placed |= set(self.families[child])
-        for _ in range(INSIDE_SWEEPS if name in self._meeting else 0):
+        for _ in range(INSIDE_SWEEPS if name in self.meeting else 0):
             before = element
             for child in inside:
                 element = self(child, element, rows, placed)
@@ -125,25 +123,25 @@ class Decision:
         places = torch.arange(n, device=self.cost.device)
         together = max(1, TRIED_TOGETHER // max(1, element.batch_shape.numel()))
         tried, gains = [], []
-        for start in range(INSIDE_STARTS if name in self._meeting else 1):
+        for start in range(INSIDE_STARTS if name in self.meeting else 1):
             for shifts in places.split(together):
                 trial = element.expand((len(shifts), *element.batch_shape))
                 images = (places + shifts.unsqueeze(1)) % n
                 images = images.reshape(len(shifts), *[1] * (trial[name].dim() - 2), n).expand(trial[name].shape)
                 trial = self._inside_matched(name, replaced(trial, {name: images}), rows, known, start)
-                tried.append(self._multiplied(name, trial, rows, known))
-                gains.append(self.cost.matched(name, tried[-1], rows, known).score)
+                best = self.cost.matched(name, trial, rows, known)
+                tried.append(self._with_multipliers(name, trial, best))
+                gains.append(best.score)
         # (start, shift s, ..., copy, i): the score of i with i + s, from the best start of each pair.
-        gain, best = torch.cat(gains).unflatten(-1, (units.copies, n)).unflatten(0, (-1, n)).max(0)
+        gain, start_of = torch.cat(gains).unflatten(-1, (units.copies, n)).unflatten(0, (-1, n)).max(0)
         shift_of = (places - places.unsqueeze(1)) % n
         scores = gain.movedim(0, -1).gather(-1, shift_of.expand(*gain.shape[1:], n))
         element = replaced(element, {name: self._assigned(name, element, scores, shorter)})
         # The trial in which each of the source's units came to where it is now.
         index = element.unit_index(name)
         chosen = (index.unflatten(-1, (units.copies, n)) % n - places) % n
-        chosen = chosen + n * best.movedim(0, -1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-        element = self._taken(name, element, joined(tried), _by_source(chosen.flatten(-2), index))
-        return self._rescaled(name, element, rows, known) if name in self._meeting else element
+        chosen = chosen + n * start_of.movedim(0, -1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        return self._taken(name, element, joined(tried), _by_source(chosen.flatten(-2), index))
 
     def _taken(self, name: str, element: Element, tried: Element, by_source: Tensor) -> Element:
         """What lies inside each unit, and its multipliers, from the trial that is named for it."""
@@ -158,21 +156,6 @@ class Decision:
                     found[inner] = every.gather(0, index).reshape(*element.batch_shape, *self.group[inner].shape)
             parts.append(found)
         return replaced(element, *parts)
-
-    def _rescaled(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Element:
-        """Scales of sets that lie inside the same units and meet in one site, by turns, until none changes."""
-        scaled = [
-            inner
-            for inner in self.families[name]
-            if inner not in self._riding and any("scale" in self.group[own].moves for own in self._own[inner])
-        ]
-        for _ in range(RESCALINGS if len(scaled) > 1 else 0):
-            before = element
-            for inner in scaled:
-                element = self._multiplied(inner, element, rows, known)
-            if not bool(differing(self.families[name], before, element)[1].any()):
-                break
-        return element
 
     # places and multipliers -----------------------------------------------------------------------------------------
 
@@ -205,6 +188,12 @@ class Decision:
         if not any(self.group[own].moves & {"flip", "scale"} for own in self._own[name]):
             return element
         best = self.cost.matched(name, element, rows, known)
+        return self._with_multipliers(name, element, best, shorter, present)
+
+    def _with_multipliers(
+        self, name: str, element: Element, best: Matched, shorter: int = 0, present: Element | None = None
+    ) -> Element:
+        """The element with given signs and scales of what is in place."""
         index = element.unit_index(name)
         stays = index == (present or element).unit_index(name)
 

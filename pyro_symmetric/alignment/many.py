@@ -53,7 +53,7 @@ class Frame:
 
     :param element: one element for each member, a batch of the members' shape: ``(S,)`` for a list or a batch,
         ``(chains, draws)`` or ``(chains, 1)`` for a posterior.
-    :param aligned: the members moved: a list for a list, else as they came.
+    :param aligned: the members moved: a list for a list, with networks for networks, else as they came.
     :param barycentre: means and standard deviations of the Wasserstein barycentre.
     :param cost: squared distance of each member to it, float64 ``(S,)``; under ``"gaussian"`` minus the log-density.
     :param history: the mean of these costs as the members came, then after each round that lies below; it never rises.

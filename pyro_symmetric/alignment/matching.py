@@ -112,7 +112,8 @@ def align(
         :class:`~pyro_symmetric.alignment.costs.protocol.MatchCost`. What it doesn't see, signs and scales that it
         leaves as they are, is fitted to the weights afterwards.
     :param restarts: further descents, each from the best matching so far with some units of one layer shuffled, drawn
-        from PyTorch's generator. The best is kept. A group whose units share no site is solved exactly without any.
+        from PyTorch's generator. The best is kept. There are none where units share no site, which is solved exactly,
+        or the group is so small that it is searched through: without scales the optimum is then certain.
         ``None``: three, or none if there are more than 256 units of a kind: in wide networks they take most of the
         time, and gain less than a thousandth of the cost.
     :param max_sweeps: how often one descent goes through what waits at most.
@@ -129,7 +130,9 @@ def align(
     arguments.whole("restarts", restarts, 0)
     arguments.whole("max_sweeps", max_sweeps, 1)
     arguments.number("tolerance", tolerance, least=0)
-    first, second = to_gaussian(reference, "reference"), to_gaussian(source, "source")
+    first, second = (
+        to_gaussian(own, name).stacked(group) for own, name in ((reference, "reference"), (source, "source"))
+    )
     kind = PlainCost if callable(cost) else COSTS[cost]
     require_fit(kind, group, first)
     if several := batch_shape_of(first, group, "reference"):
@@ -184,7 +187,8 @@ def _given(
 ) -> MatchCost:
     """The user's own cost of some sources."""
     every = second.each(lambda value: value.reshape(-1, *value.shape[len(shape) :])[rows.to(value.device)])
-    given = cost(every.constrained(every.loc), first.constrained(first.loc), group)
+    sources, reference = (group.unstacked(own.constrained(own.loc)) for own in (every, first))
+    given = cost(sources, reference, group)
     if not isinstance(given, MatchCost):
         raise TypeError(
             f"cost returned {arguments.shown(given)}; it must return a MatchCost, e.g. ps.TableCost(group, tables)"

@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, draws_of, plain, to_gaussian
 from pyro_symmetric.alignment.moments import batch_shape_of, compared_sites
+from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups.element import Element, require_buffers
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.posterior import Posterior
@@ -25,7 +26,7 @@ class Members:
     """Members as one batch.
 
     :param given: what they came in.
-    :param gaussian: their moments, batch shape ``(S,)``.
+    :param gaussian: their moments, batch shape ``(S,)``, with the group's stacks.
     :param element_shape: batch shape of the elements that act on what was given.
     :param sites: the sites that are compared.
     """
@@ -64,7 +65,8 @@ class Members:
         loc, none = act(own.loc), {site: torch.zeros_like(value) for site, value in own.scale.items()}
         # Elements are affine, weight by weight: deviations go with what is linear, without its sign.
         scale, shift = (act(own.scale), act(none)) if self.vary else (loc, loc)
-        return GaussianWeights(loc, {site: (v - shift[site]).abs() for site, v in scale.items()}, own.supports)
+        moved = GaussianWeights(loc, {site: (v - shift[site]).abs() for site, v in scale.items()}, own.supports)
+        return moved.unstacked(element.group)
 
     def after(self, element: Element, gaussian: GaussianWeights) -> Any:
         """What was given, moved.
@@ -77,10 +79,7 @@ class Members:
             return element(self.given)
         if isinstance(self.given, GaussianWeights):
             return gaussian
-        return [
-            element.select(k)(own) if isinstance(own, Mapping) else gaussian.each(itemgetter(k))
-            for k, own in enumerate(self.given)
-        ]
+        return [_moved(own, element.select(k), gaussian.each(itemgetter(k))) for k, own in enumerate(self.given)]
 
 
 def read_members(sources: Any, group: Group, each: str) -> Members:
@@ -100,18 +99,22 @@ def read_members(sources: Any, group: Group, each: str) -> Members:
                 {site: value.std(1, correction=0) for site, value in samples.items()},
             )
         )
+        gaussian = gaussian.stacked(group)
         named = {"sources": gaussian}
     elif isinstance(sources, Mapping | GaussianWeights):
-        gaussian = to_gaussian(_with_moments(sources, group) if isinstance(sources, Mapping) else sources, "sources")
+        gaussian = to_gaussian(
+            _with_moments(sources, group) if isinstance(sources, Mapping) else sources, "sources"
+        ).stacked(group)
         shape = tuple(batch_shape_of(gaussian, group, "sources"))
         if len(shape) != 1:
             raise ValueError(f"sources has batch shape {shape}; it must be (number of members,), or a list of members")
         named = {"sources": gaussian}
     else:
-        sources = [plain(source) for source in arguments.listed("sources", sources, object, "members, or a batch")]
+        sources = arguments.listed("sources", sources, object, "members, or a batch")
         if not sources:
-            raise ValueError("sources is an empty list; it must hold at least one set of weights or guide")
-        named = {f"sources[{k}]": to_gaussian(source, f"sources[{k}]") for k, source in enumerate(sources)}
+            raise ValueError("sources is an empty list; it must hold at least one set of weights, network or guide")
+        names = [f"sources[{k}]" for k in range(len(sources))]
+        named = {name: to_gaussian(own, name).stacked(group) for name, own in zip(names, sources, strict=True)}
         for name, one in named.items():
             if batch_shape_of(one, group, name):
                 raise ValueError(f"{name} has batch dimensions; a list holds one set of weights in each place")
@@ -128,7 +131,15 @@ def read_members(sources: Any, group: Group, each: str) -> Members:
 def _with_moments(weights: Mapping[str, Tensor], group: Group) -> Weights:
     """Without the sites that a group knows nothing of and that have no mean: counters, labels."""
     arguments.weights("sources", weights)
-    return {s: value for s, value in weights.items() if value.is_floating_point() or s in group.site_shapes}
+    return {s: value for s, value in weights.items() if value.is_floating_point() or s in group.plain_shapes}
+
+
+def _moved(own: Any, element: Element, gaussian: GaussianWeights) -> Any:
+    """One member of a list, moved: weights for weights, a network for a network, and moments for all else."""
+    weights = plain(own)
+    if not isinstance(weights, Mapping):
+        return gaussian
+    return element(weights) if weights is own else with_weights(own, element(weights))
 
 
 def _stacked(every: Sequence[GaussianWeights]) -> GaussianWeights:

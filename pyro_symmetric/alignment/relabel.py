@@ -1,20 +1,36 @@
-r"""Relabel the draws of a mixture by what they say of the data: who belongs to whom (Stephens 2000).
+r"""Relabel the draws of a mixture by what they say of the data: who belongs to whom.
 
-With :math:`p_{sik}` the probability that observation ``i`` belongs to component ``k`` under draw ``s``, find
+With :math:`p_{sik}` the probability that observation ``i`` belongs to component ``k`` under draw ``s``, a draw's labels
+:math:`\pi_s` are compared with a reference that all draws have in common, and found together with it.
 
-.. math:: \min_{\pi_1 \dots \pi_S,\, \bar p} \sum_s \sum_{ik} p_{s i \pi_s(k)} \log \frac{p_{s i \pi_s(k)}}{\bar p_{ik}}
+*Stephens* (2000): the least divergence from the mean allocation :math:`\bar p`,
 
-by turns: :math:`\bar p` is the mean of the relabelled probabilities, and each draw's labels solve an assignment problem
-given it. Neither raises the sum. Components that overlap in every parameter are told apart by the observations that
-they explain, and no site's units of measurement enter.
+.. math:: \min_{\pi_1 \dots \pi_S,\, \bar p} \sum_s \sum_{ik} p_{s i \pi_s(k)} \log
+    \frac{p_{s i \pi_s(k)}}{\bar p_{ik}}.
 
-Source: M. Stephens, "Dealing with label switching in mixture models", JRSS B 62(4), 2000, Algorithm 2.
+*Equivalence-class representatives* (ECR): the most observations that belong where a pivot :math:`\bar z` puts them,
+
+.. math:: \max_{\pi_1 \dots \pi_S,\, \bar z} \sum_s \sum_i p_{s i \pi_s(\bar z_i)},
+
+for sampled allocations (``p`` zero or one) their number, for probabilities their expected number.
+
+Both by turns: the best reference given the labels (the mean of the relabelled probabilities; of each observation its
+most frequent component), then each draw's labels by an assignment problem. No step makes the sum worse. Components that
+overlap in every parameter are told apart by the observations that they explain, and no site's units of measurement
+enter.
+
+Sources: M. Stephens, "Dealing with label switching in mixture models", JRSS B 62(4), 2000, Algorithm 2. P.
+Papastamoulis & G. Iliopoulos, "An artificial allocations based solution to the label switching problem in Bayesian
+analysis of mixtures of distributions", JCGS 19(2), 2010; its pivot is found by iteration here, as in the first
+iterative version of Papastamoulis's R package ``label.switching`` (J. Stat. Softw. 69, 2016).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -30,10 +46,18 @@ ROUNDING = 1e-3
 # Gains below this part of the whole are those of rounding.
 ROUNDED = 1e-10
 
+Method = Literal["stephens", "ecr"]
+
 
 @torch.no_grad()
 def relabel(
-    posterior: Posterior, group: Any, probabilities: Tensor, *, starts: int = 3, max_rounds: int = 50
+    posterior: Posterior,
+    group: Any,
+    probabilities: Tensor,
+    *,
+    method: Method = "stephens",
+    starts: int = 3,
+    max_rounds: int = 50,
 ) -> Posterior:
     """The same draws of a mixture, relabelled so that every observation keeps its component.
 
@@ -44,7 +68,12 @@ def relabel(
     :param posterior: the draws.
     :param group: one set of units, the components, and the axes of all sites along which they lie.
     :param probabilities: ``(chains, draws, observations, components)``: how likely each observation belongs to each
-        component, under each draw.
+        component, under each draw; or sampled allocations, one-hot.
+    :param method: ``"stephens"``, by the divergence from the mean allocation, or ``"ecr"``, by the number of
+        observations that belong to their most frequent component. ECR counts an observation once however sure it is, so
+        that a few that are nearly impossible under some labels don't decide; in return it knows nothing of components
+        that are no observation's most frequent one. If there are two of those, their labels are arbitrary, which is
+        warned of.
     :param starts: from how many random draws to start, besides the mean of all as they came; the best end is kept.
     :param max_rounds: how often to take the mean anew at most.
     :raises ValueError: if the group has other units or moves, or the probabilities don't fit or are none.
@@ -53,12 +82,16 @@ def relabel(
     group = group_of(group)
     name, components = _components(group)
     _check_probabilities(probabilities, posterior, components)
+    arguments.one_of("method", method, get_args(Method))
     arguments.whole("starts", starts, 1)
     arguments.whole("max_rounds", max_rounds, 1)
     draws = probabilities.detach().double().flatten(0, 1)
     random = draws[torch.randperm(len(draws), device=draws.device)[:starts]]
     means = [draws.mean(0), *(0.5 * (random + random.mean(-1, keepdim=True)))]
-    labels, _ = min((_settled(draws, mean, max_rounds) for mean in means), key=lambda end: end[1])
+    ends = [_settled(draws, _REFERENCES[method], mean, max_rounds) for mean in means]
+    labels, reference, _ = min(ends, key=lambda end: end[2])
+    if method == "ecr":
+        _warn_of_unused(reference)
     labels = at_home(group.element({name: labels}))[name]
     return posterior.map(group.element({name: labels.reshape(posterior.num_chains, posterior.num_samples, -1)}))
 
@@ -66,21 +99,49 @@ def relabel(
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _settled(draws: Tensor, mean: Tensor, max_rounds: int) -> tuple[Tensor, float]:
-    """Labels of all draws, ``(S, K)``, and their mean divergence but for the entropy, which no labels change.
+def _settled(draws: Tensor, reference: _Reference, mean: Tensor, max_rounds: int) -> tuple[Tensor, Tensor, float]:
+    """Labels of all draws, ``(S, K)``, the reference that they fit, and minus how well they fit it on average.
 
     :param draws: ``(S, observations, K)``.
+    :param reference: what each observation says for each component, ``(observations, K)``, given the mean of the
+        relabelled draws: a draw's fit is the sum of its products with it.
     :param mean: where to start.
     """
     least = math.inf
     for _ in range(max_rounds):
-        scores = mean.clamp_min(torch.finfo(mean.dtype).tiny).log().mT @ draws
+        weights = reference(mean)
+        scores = weights.mT @ draws
         labels = assign(scores)
         before, least = least, -float(scores.gather(-1, labels.unsqueeze(-1)).sum((-1, -2)).mean())
         if before - least <= ROUNDED * abs(least):
             break
         mean = draws.gather(-1, labels.unsqueeze(-2).expand_as(draws)).mean(0)
-    return labels, least
+    return labels, weights, least
+
+
+def _log(mean: Tensor) -> Tensor:
+    """Stephens: but for the draws' entropies, which no labels change, minus the divergence from the mean."""
+    return mean.clamp_min(torch.finfo(mean.dtype).tiny).log()
+
+
+def _pivot(mean: Tensor) -> Tensor:
+    """ECR: one at each observation's most frequent component."""
+    return torch.nn.functional.one_hot(mean.argmax(-1), mean.shape[-1]).to(mean)
+
+
+_Reference = Callable[[Tensor], Tensor]
+_REFERENCES: dict[str, _Reference] = {"stephens": _log, "ecr": _pivot}
+
+
+def _warn_of_unused(pivot: Tensor) -> None:
+    unused = int((pivot.sum(0) == 0).sum())
+    if unused > 1:
+        warnings.warn(
+            f"{unused} components are no observation's most frequent one, so ECR can't tell them apart: their labels "
+            "are arbitrary. method='stephens' looks at small probabilities, too",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _components(group: Group) -> tuple[str, int]:

@@ -105,6 +105,7 @@ def minimal_mass(
         return replace(found, weights=with_weights(weights, found.weights))
     require_finite(weights)
     shape = acted_shape(group, weights)
+    given, weights = weights, group.stacked(weights)
     counted = _counted(weights, whole, sites)
     samples = math.prod(shape)
     flat = {site: weights[site].reshape(samples, *group.view_shapes[site]) for site in counted}
@@ -125,7 +126,7 @@ def minimal_mass(
         {name: value[:, at].reshape(*shape, *group[name].shape) for name, at in offsets(group, "scale").items()}
         for value in (u, pinned)
     )
-    scaled = group.element(log_scales=log_scales)(weights)
+    scaled = group.element(log_scales=log_scales)(given)
     return MinimalMass(mass.reshape(shape), log_scales, scaled, held, imbalance.reshape(shape))
 
 

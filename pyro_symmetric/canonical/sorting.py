@@ -41,6 +41,7 @@ def sorting_permutation(
     group = whole.permutations
     weights = plain_weights(weights, whole) if isinstance(weights, nn.Module) else weights
     arguments.weights("weights", weights)
+    weights = group.stacked(weights)
     require_same_network(weights, group.site_shapes)
     shape = group.batch_shape(weights)
     device = next(iter(weights.values())).device

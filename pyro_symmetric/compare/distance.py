@@ -19,6 +19,8 @@ from importlib.metadata import entry_points
 from typing import Any, Literal, get_args
 
 from pyro_symmetric import arguments
+from pyro_symmetric.compare.frames import AnySymmetry, FrameKind
+from pyro_symmetric.compare.layers import PairedSamples
 from pyro_symmetric.compare.mmd import mmd
 from pyro_symmetric.compare.predictive_distance import total_variation
 from pyro_symmetric.compare.results import DistanceResult
@@ -78,11 +80,31 @@ class Distance:
         arguments.one_of("between", self.between, get_args(Between))
         object.__setattr__(self, "shows", tuple(arguments.listed("shows", self.shows, Shown, "columns (Shown)")))
 
-    def __call__(self, p: Any, q: Any, like: DistanceResult | None = None) -> DistanceResult:
+    def __call__(
+        self,
+        p: Any,
+        q: Any,
+        like: DistanceResult | None = None,
+        *,
+        symmetry: AnySymmetry | None = None,
+        frame: FrameKind = "aligned",
+    ) -> DistanceResult:
         """The distance between two sets of draws.
 
+        >>> group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+        >>> distance(p, q, symmetry=group)  # of any distance between weights, in a frame common to both
+
+        :param symmetry: of weights, remove it first, as :func:`~pyro_symmetric.compare.mmd` does; the function is given
+            samples ``(S,) + site_shape`` of both sides in one frame, chains end to end.
+        :param frame: ``"aligned"`` or ``"canonical"``, see there.
         :raises TypeError: if the function returns anything else than a result.
+        :raises ValueError: if a symmetry of weights is to be removed from predictions.
         """
+        arguments.one_of("frame", frame, get_args(FrameKind))
+        if symmetry is not None:
+            if self.between != "weights":
+                raise ValueError(f"symmetry must be None: distance {self.name!r} is one between {self.between}")
+            p, q = PairedSamples(p, q, symmetry=symmetry, frame=frame).weights
         found = self.function(p, q, like)
         return arguments.instance(f"what distance {self.name!r} returned", found, DistanceResult, "a DistanceResult")
 

@@ -81,8 +81,8 @@ def invariance_tests(
     arguments.whole("max_tests", max_tests, 1)
     group = group_of(group).permutations
     group.batch_shape(posterior.samples)
-    needed = {site: posterior.samples[site] for site in group.required_sites}
-    weights = thinned(Posterior(needed, rows=posterior.rows)) if needed else {}
+    needed = {site: posterior.samples[site] for site in group.plain_sites(group.required_sites)}
+    weights = group.stacked(thinned(Posterior(needed, rows=posterior.rows))) if needed else {}
     draws = len(next(iter(weights.values()))) if weights else 0
     found: list[_Units] = []
     for name, size in group.factors.items():

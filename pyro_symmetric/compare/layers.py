@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
-from pyro_symmetric.compare.frames import canonical_frame, is_group, one_frame
-from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.groups.group import Group
+from pyro_symmetric.compare.frames import AnySymmetry, FrameKind, is_group, pooled_frame, removal
+from pyro_symmetric.groups.group import group_of
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import (
     Shapes,
@@ -31,7 +30,6 @@ from pyro_symmetric.weights import (
 
 Layers = Mapping[str, Sequence[str]]
 Samples = Mapping[str, Tensor] | Posterior
-AnySymmetry = Symmetry | Group | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 def samples_of(weights: Samples, name: str = "weights") -> Mapping[str, Tensor]:
@@ -79,26 +77,14 @@ def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str,
     return {name: tuple(members) for name, members in layers.items()}
 
 
-def removal(symmetry: Any) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
-    """The function that brings weights to their canonical forms under a symmetry; a function of weights is one itself.
-
-    :raises TypeError: if it is neither.
-    """
-    if is_group(symmetry):
-        return lambda weights: canonical_frame(weights, symmetry)
-    if not callable(symmetry) or isinstance(symmetry, nn.Module):
-        raise TypeError(
-            f"symmetry is {described(symmetry)}; it must be a symmetry, such as find_symmetry(net, x), a declared "
-            "group, or a function of weights that removes it"
-        )
-
-    def removed(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        result = symmetry(weights)
-        if not isinstance(result, Mapping):
-            raise TypeError(f"symmetry returned {described(result)}; it must return the weights that it is given")
-        return result
-
-    return removed
+def require_site_shapes(weights: Mapping[str, Tensor], symmetry: AnySymmetry, name: str) -> None:
+    """:raises ValueError: if samples ``(n,) + site_shape`` of a site don't have the shape that the symmetry knows."""
+    for site, shape in group_of(symmetry, "symmetry").plain_shapes.items():
+        if site in weights and weights[site].shape[1:] != shape:
+            raise ValueError(
+                f"{name}[{site!r}] has shape {tuple(weights[site].shape)}; it must be the number of samples, then "
+                f"{tuple(shape)}, the site's shape in symmetry"
+            )
 
 
 class PairedSamples:
@@ -108,8 +94,9 @@ class PairedSamples:
     :param weights_q: the same sites; the number of samples may differ.
     :param layers: layer -> its sites; sites that are not named are left out. Default: all but running statistics, see
         :func:`group_sites`.
-    :param symmetry: both sides are brought to their canonical forms under it, or by it, if it is a function of weights;
-        ``None`` takes them as they come.
+    :param symmetry: both sides are brought into one frame under it, or by it, if it is a function of weights; ``None``
+        takes them as they come.
+    :param frame: ``"aligned"``, found from all draws of both sides together, or ``"canonical"``, from each draw alone.
     :param minimum: the smallest number of samples allowed on each side.
     :raises ValueError: if sites, shapes, dtypes or devices don't fit, or samples are missing.
     """
@@ -120,9 +107,11 @@ class PairedSamples:
         weights_q: Samples,
         layers: Layers | None = None,
         symmetry: AnySymmetry | None = None,
+        frame: FrameKind = "aligned",
         *,
         minimum: int = 1,
     ):
+        arguments.one_of("frame", frame, get_args(FrameKind))
         weights_p, weights_q = samples_of(weights_p, "weights_p"), samples_of(weights_q, "weights_q")
         here, there = (
             {site for site in weights if not is_running_statistic(site)} for weights in (weights_p, weights_q)
@@ -138,6 +127,9 @@ class PairedSamples:
             raise ValueError("weights_p and weights_q hold running statistics only; there is nothing to compare")
         require_sites(weights_q, self.sites, "weights_q")
         self.shapes = _common_shapes(weights_p, weights_q, self.sites)
+        if is_group(symmetry):
+            for name, weights in (("weights_p", weights_p), ("weights_q", weights_q)):
+                require_site_shapes(weights, symmetry, name)
         if symmetry is not None:
             remove = removal(symmetry)
             weights_p, weights_q = remove(weights_p), remove(weights_q)
@@ -148,6 +140,11 @@ class PairedSamples:
             _num_samples(weights_p, self.shapes, "weights_p", minimum),
             _num_samples(weights_q, self.shapes, "weights_q", minimum),
         )
+        if is_group(symmetry) and frame == "aligned":
+            for site in self.sites:
+                self.matrices(site)  # checked: they can be laid end to end
+            weights_p, weights_q = pooled_frame(self.weights, symmetry)
+            self.weights = (weights_p, weights_q)
 
     def matrices(self, site: str) -> tuple[Tensor, Tensor]:
         """The site's samples: two matrices ``(num_samples, number of weights)``."""
@@ -171,15 +168,6 @@ class PairedSamples:
             dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), torch.float32)
             for start in range(0, p.shape[1], chunk):
                 yield p[:, start : start + chunk].to(dtype), q[:, start : start + chunk].to(dtype)
-
-    def align(self, group: Any) -> None:
-        """Bring both sides into one frame, which is found from all samples together, whichever side they belong to."""
-        for site in self.sites:
-            self.matrices(site)  # checked: they can be laid end to end
-        p, q = self.weights
-        pooled = one_frame({site: torch.cat([p[site].detach(), q[site].detach()]) for site in p if site in q}, group)
-        m = self.num_samples[0]
-        self.weights = ({k: v[:m] for k, v in pooled.items()}, {k: v[m:] for k, v in pooled.items()})
 
     def require_finite(self, layer: str) -> None:
         """:raises ValueError: naming the side and the site, if a weight of the layer is NaN or infinite."""

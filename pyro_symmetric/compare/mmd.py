@@ -8,8 +8,8 @@ the squared discrepancy (Gretton et al. 2012, Lemma 6) is
 
 Under a fixed kernel it is zero on average if :math:`p = q`, so that a small value may well be negative. As in
 Laurent et al. (2024, arXiv 2310.08287) it is taken layer by layer under ten Gaussian kernels :math:`\exp(-(\|x - y\|_2
-/ \lambda)^2)` and ten Laplace kernels :math:`\exp(-\|x - y\|_1 / \lambda)`, with the bandwidths of MMDAgg (Schrab et
-al. 2023, arXiv 2110.15073): see :func:`bandwidth_grid`. That grid is chosen by the distances *between* the samples
+/ \lambda)^2)` and ten Laplace kernels :math:`\exp(-\|x - y\|_1 / \lambda)`, with bandwidths as MMDAgg has them (Schrab
+et al. 2023, arXiv 2110.15073): see :func:`bandwidth_grid`. That grid is chosen by the distances *between* the samples
 only, so that under its smallest bandwidths, no larger than half of any such distance, the estimate is slightly positive
 on average even if
 :math:`p = q`. Kernels chosen beforehand (``bandwidths=``) leave it exactly unbiased.
@@ -26,10 +26,12 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.compare._pairs import Pairs
-from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
+from pyro_symmetric.compare.frames import AnySymmetry, FrameKind
+from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples
 from pyro_symmetric.compare.results import DistanceResult
 
 NUM_BANDWIDTHS = 10
+FLOOR = 0.1  # of the median distance
 KERNELS = ("gaussian",) * NUM_BANDWIDTHS + ("laplace",) * NUM_BANDWIDTHS
 
 Kernels = tuple[Tensor, Tensor]  # bandwidths of the Gaussian and of the Laplace kernels
@@ -42,6 +44,7 @@ def mmd(
     *,
     layers: Layers | None = None,
     symmetry: AnySymmetry | None = None,
+    frame: FrameKind = "aligned",
     bandwidths: DistanceResult | None = None,
 ) -> DistanceResult:
     """Squared maximum mean discrepancy, unbiased, per layer and over twenty kernels.
@@ -64,17 +67,21 @@ def mmd(
         estimate unbiased only up to their autocorrelation.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
         running statistics left out.
-    :param symmetry: remove it first: both sides are brought to their canonical forms, by the default rules of
-        :func:`~pyro_symmetric.canonical.forms.canonicalize`; or by a function of weights, such as
-        ``lambda w: canonicalize(w, symmetry, scalings="minimal_norm")``, which ``pyro-symmetric compare`` uses: at unit
-        norm nearly dead units have biases so large that they decide the distance. If a prior sees the scales (a
-        Gaussian one does), they are no symmetry of the posterior: ``symmetry.finite`` removes permutations and signs
-        only.
+    :param symmetry: remove it first: a symmetry or a group; or a function of weights, which is applied to both sides as
+        it is. If a prior sees the scales (a Gaussian one does), they are no symmetry of the posterior:
+        ``symmetry.finite`` removes permutations and signs only.
+    :param frame: how a symmetry or a group is removed. Scales become those of the least norm of all parameters, and
+        then ``"aligned"`` moves units and signs to where the draws of both sides together lie closest to their mean
+        (see :func:`~pyro_symmetric.alignment.align_many`): it tells units apart by all that they have, and sees most.
+        It doesn't look at whose draw is whose, so that the estimate is still zero on average if there is no difference.
+        ``"canonical"`` sorts the units of each draw by their largest incoming weight: a frame that no other draw
+        decides, so that one sample's distances to several others are taken in the same frame, and which takes less
+        time; but where units' largest weights overlap it mixes them, and differences between them fade.
     :param bandwidths: an earlier result whose bandwidths are used again, so that several comparisons use the same
         kernels. Default: a grid chosen for these samples by :func:`bandwidth_grid`.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, or a weight isn't finite.
     """
-    samples = PairedSamples(weights_p, weights_q, layers, symmetry, minimum=2)
+    samples = PairedSamples(weights_p, weights_q, layers, symmetry, frame, minimum=2)
     given = kernels_of(bandwidths, samples.layers)
     squared, chosen = {}, {}
     for layer in samples.layers:
@@ -141,21 +148,29 @@ def bandwidth_grid(cross_distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS
     r"""Bandwidths on a geometric grid that covers the distances between two samples.
 
     The grid runs from half the smallest to twice the largest distance between a point of one sample and a point of the
-    other. If the smallest is under 0.1, the 5 % quantile (the order statistic of rank :math:`\lfloor 0.05 N
-    \rfloor`, counted from 0) stands in its place. Two floors keep the grid sane for samples that coincide: the lower
-    distance is never taken under 0.1 and the upper never under 0.3, *before* they are halved and doubled, so that no
-    bandwidth is under 0.05. This is MMDAgg's rule (Schrab et al. 2023), which the paper uses, applied to all
-    cross-sample distances.
+    other. If the smallest is under a tenth of the median ``M`` of the distances above 0, the 5 % quantile (the order
+    statistic of rank :math:`\lfloor 0.05 N \rfloor`, counted from 0) stands in its place, but never less than that
+    tenth, so that no bandwidth is under ``M / 20``. This is MMDAgg's rule (Schrab et al. 2023), which the paper uses,
+    applied to all cross-sample distances, but for one thing: MMDAgg's floor is 0.1 in the data's unit, here it is a
+    tenth of ``M``. So the discrepancy doesn't depend on the unit, and samples whose distances are all far under 0.1
+    aren't taken for equal. If all distances are 0, ``M`` is 1.
 
     :param cross_distances: the distances, of any shape.
     :returns: ascending bandwidths ``(num_bandwidths,)`` in float64.
     """
     distances = cross_distances.reshape(-1).double()
-    smallest = float(distances.min())
-    if smallest < 0.1:
+    smallest, largest = float(distances.min()), float(distances.max())
+    if smallest < FLOOR * largest and smallest < FLOOR * (median := _positive_median(distances)):
         rank = math.floor(0.05 * distances.numel())
-        smallest = max(float(distances.kthvalue(rank + 1).values), 0.1)
-    largest = max(float(distances.max()), 0.3)
+        smallest = max(float(distances.kthvalue(rank + 1).values), FLOOR * median)
+    if largest == 0:
+        smallest, largest = FLOOR, 1.0
     ends = torch.tensor([smallest / 2, largest * 2], dtype=torch.float64).log()
     steps = torch.linspace(0, 1, num_bandwidths, dtype=torch.float64)
     return (ends[0] + steps * (ends[1] - ends[0])).exp().to(distances.device)
+
+
+def _positive_median(distances: Tensor) -> float:
+    """The (lower) median of the distances above 0, of which there is one at least."""
+    zeros = int((distances == 0).sum())
+    return float(distances.kthvalue(zeros + (distances.numel() - zeros + 1) // 2).values)

@@ -32,7 +32,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
 from pyro_symmetric.compare.frames import canonical_frame
-from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples, samples_of
+from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples, require_site_shapes, samples_of
 from pyro_symmetric.compare.mmd import bandwidth_grid, kernels_of, over_kernels
 from pyro_symmetric.compare.results import DistanceResult
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -66,7 +66,7 @@ def orbit_mmd(
       q``, the estimate's law is not normal and this is a rough guide only.
 
     Permutations and signs are averaged over. Scalings and shifts, over which there is no uniform average, are removed
-    first: unit norm, biases before a softmax of mean zero. Time and memory are those of
+    first: least norm, biases before a softmax of mean zero. Time and memory are those of
     :func:`~pyro_symmetric.compare.mmd`, the time ``num_elements`` times, and one moved layer of all samples besides.
 
     :param weights_p: site -> samples ``(m,) + site_shape``; or a ``Posterior``, chains end to end.
@@ -89,6 +89,8 @@ def orbit_mmd(
         )
     group = whole.finite
     samples = PairedSamples(weights_p, weights_q, layers, minimum=3)
+    for name, weights in zip(("weights_p", "weights_q"), samples.weights, strict=True):
+        require_site_shapes(weights, symmetry, name)
     kernels = kernels_of(bandwidths, samples.layers)
     m, n = samples.num_samples
     values, chosen, element_errors, standard_errors = {}, {}, [], []
@@ -115,8 +117,9 @@ def _moved_distances(samples: PairedSamples, layer: str, group: Group) -> Iterat
 
     def moved(weights: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
         element = group.sample((rows,))
-        sites = {site: weights[site].detach().reshape(rows, *samples.shapes[site]) for site in samples.layers[layer]}
-        return {site: element.on_site(site, value) if site in group.sites else value for site, value in sites.items()}
+        return element.on_sites(
+            {site: weights[site].detach().reshape(rows, *samples.shapes[site]) for site in samples.layers[layer]}
+        )
 
     (p, q), (m, n) = samples.weights, samples.num_samples
     both = PairedSamples(moved(p, m), moved(q, n), {layer: samples.layers[layer]})

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
-from pyro_symmetric.compare.frames import canonical_frame, is_group, one_frame
+from pyro_symmetric.compare.frames import AnySymmetry, FrameKind, canonical_frame, is_group, one_frame, removal
 from pyro_symmetric.compare.independence import require_posterior, thinned
-from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, removal
+from pyro_symmetric.compare.layers import Layers, PairedSamples, require_site_shapes
 from pyro_symmetric.compare.mmd import KERNELS, bandwidth_grid
 from pyro_symmetric.compare.results import SignificanceTest
 from pyro_symmetric.posterior import Posterior
@@ -43,6 +43,7 @@ def mmd_test(
     num_permutations: int = 500,
     layers: Layers | None = None,
     symmetry: AnySymmetry | None = None,
+    frame: FrameKind = "aligned",
 ) -> SignificanceTest:
     """Test whether two sets of weights come from one distribution, by permutations, over twenty kernels a layer.
 
@@ -65,11 +66,11 @@ def mmd_test(
     :param num_permutations: ``B``; the smallest possible p-value is ``1 / (B + 1)``.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
         running statistics left out.
-    :param symmetry: remove it first: the test is then one of equality modulo symmetry. Canonical forms, as of
-        :func:`~pyro_symmetric.compare.mmd`, are moved by permutations and signs to where they lie closest to the mean
-        of both samples together (see :func:`~pyro_symmetric.alignment.align_many`). This doesn't look at which sample
-        a draw belongs to, so the test keeps its level, and it sees differences that canonical forms blur if units'
-        keys overlap. A function of weights is applied as it is.
+    :param symmetry: remove it first, as :func:`~pyro_symmetric.compare.mmd` does: the test is then one of equality
+        modulo symmetry.
+    :param frame: in the ``"aligned"`` frame of both sides together, or in ``"canonical"`` forms; see there. Neither
+        looks at which sample a draw belongs to, so the test keeps its level in both; alignment sees differences that
+        canonical forms blur if units' keys overlap.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, a weight isn't finite, or
         so few permutations can't reject at the level.
     """
@@ -81,10 +82,8 @@ def mmd_test(
             f"{max(_LEAST_PERMUTATIONS, round(1 / level))} are needed"
         )
     sides = {"posterior_p": posterior_p, "posterior_q": posterior_q}
-    p, q = (_independent(name, side, symmetry) for name, side in sides.items())
-    samples = PairedSamples(p, q, layers, symmetry, minimum=2)
-    if is_group(symmetry):
-        samples.align(symmetry)
+    p, q = (_independent(name, side, symmetry, frame) for name, side in sides.items())
+    samples = PairedSamples(p, q, layers, symmetry, frame, minimum=2)
     pairs = Pairs(*samples.num_samples)
     # orders of the pooled sample, the observed one first, the same for every layer
     orders = torch.rand(num_permutations + 1, pairs.total, dtype=torch.float64).argsort(1)
@@ -96,7 +95,7 @@ def mmd_test(
         for norm in (2, 1):
             distances = pairs.distances(samples, layer, norm)
             grids.append(bandwidth_grid(distances))
-            parts += [_statistics(pairs, distances, bandwidth, norm, first) for bandwidth in grids[-1]]
+            parts += [_statistics(pairs, kernel_values(distances, width, norm), first) for width in grids[-1]]
         values[layer] = torch.stack(parts, 1).cpu()
         bandwidths.append(torch.cat(grids).cpu())
     ranks = {layer: _upper_ranks(value) for layer, value in values.items()}
@@ -127,20 +126,25 @@ def mmd_test(
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _independent(name: str, posterior: Posterior, symmetry: AnySymmetry | None) -> Weights:
+def _independent(name: str, posterior: Posterior, symmetry: AnySymmetry | None, frame: FrameKind) -> Weights:
     """Draws that may be taken as independent once the symmetry is removed."""
     require_posterior(name, posterior)
     if symmetry is None or posterior.rows == "independent":
         return thinned(posterior)
     if is_group(symmetry):
-        return thinned(posterior, one_frame(canonical_frame(posterior, symmetry), symmetry))
+        require_site_shapes(posterior.get_samples(), symmetry, name)
+        canonical = canonical_frame(posterior, symmetry)
+        return thinned(posterior, one_frame(canonical, symmetry) if frame == "aligned" else canonical)
     weights = removal(symmetry)(posterior.get_samples())
     return thinned(posterior, Posterior.from_samples(weights, rows="chains", num_chains=posterior.num_chains))
 
 
-def _statistics(pairs: Pairs, distances: Tensor, bandwidth: Tensor, norm: int, first: Tensor) -> Tensor:
-    """The unbiased squared discrepancy ``(B + 1,)`` for each choice ``(m + n, B + 1)`` of p's samples."""
-    kernel = pairs.square(kernel_values(distances, bandwidth, norm))
+def _statistics(pairs: Pairs, values: Tensor, first: Tensor) -> Tensor:
+    """The unbiased squared discrepancy ``(B + 1,)`` for each choice ``(m + n, B + 1)`` of p's samples.
+
+    :param values: of the kernel, for all pairs.
+    """
+    kernel = pairs.square(values)
     first = first.to(kernel.device)
     from_first = kernel @ first
     within_p = (first * from_first).sum(0)

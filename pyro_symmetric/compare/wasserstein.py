@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare.layers import AnySymmetry, Layers, PairedSamples, Samples
+from pyro_symmetric.compare.frames import AnySymmetry, FrameKind
+from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples
 from pyro_symmetric.compare.results import DistanceResult
 
 _CHUNK_ENTRIES = 2**23  # values sorted at a time
@@ -43,6 +44,7 @@ def marginal_wasserstein(
     *,
     layers: Layers | None = None,
     symmetry: AnySymmetry | None = None,
+    frame: FrameKind = "aligned",
 ) -> DistanceResult:
     """One-dimensional Wasserstein distance between the marginals of every weight.
 
@@ -56,10 +58,11 @@ def marginal_wasserstein(
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
         running statistics left out.
     :param symmetry: remove it first, as :func:`~pyro_symmetric.compare.mmd` does.
+    :param frame: in the ``"aligned"`` frame of both sides together, or in ``"canonical"`` forms; see there.
     :raises ValueError: if the sites or shapes don't fit, ``p`` is under 1, or a weight isn't finite.
     """
     arguments.number("p", p, least=1)
-    samples = PairedSamples(weights_p, weights_q, layers, symmetry)
+    samples = PairedSamples(weights_p, weights_q, layers, symmetry, frame)
     step = max(1, _CHUNK_ENTRIES // sum(samples.num_samples))
     by_layer, arrays = {}, {}
     for layer, sites in samples.layers.items():
@@ -97,6 +100,7 @@ def sliced_wasserstein(
     num_projections: int = 256,
     layers: Layers | None = None,
     symmetry: AnySymmetry | None = None,
+    frame: FrameKind = "aligned",
 ) -> DistanceResult:
     """Sliced Wasserstein distance of all weights together and of every layer.
 
@@ -118,11 +122,12 @@ def sliced_wasserstein(
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
         running statistics left out.
     :param symmetry: remove it first, as :func:`~pyro_symmetric.compare.mmd` does.
+    :param frame: in the ``"aligned"`` frame of both sides together, or in ``"canonical"`` forms; see there.
     :raises ValueError: if the sites or shapes don't fit, ``p`` or a number is out of range, or a weight isn't finite.
     """
     arguments.number("p", p, least=1, below=math.inf)
     arguments.whole("num_projections", num_projections, 1)
-    samples = PairedSamples(weights_p, weights_q, layers, symmetry)
+    samples = PairedSamples(weights_p, weights_q, layers, symmetry, frame)
     projected = {}
     for layer in samples.layers:
         samples.require_finite(layer)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
+from pyro_symmetric.discovery.apart import apart
 from pyro_symmetric.discovery.families import LOST, candidates
 from pyro_symmetric.discovery.jacobian import Jacobian
 from pyro_symmetric.discovery.remainder import CLEAR, orthonormal, remainder
@@ -23,9 +24,10 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.tangents import SKETCH, Point, confirmed, found_tangents, point
 from pyro_symmetric.weights import Weights
 
-POINTS = 3  # sets of weights that are tried if something stays unexplained
+POINTS = 8  # sets of weights that are tried if something stays unexplained, unless the least are three alike
 FRESH = 64  # rows of the Jacobian that the null space is checked with
 WRONG = 1e-6  # relative change of the outputs, to first order, with which a symmetry is none
+MOST = 20  # rows of the Jacobian for each weight; what hasn't settled then is in doubt
 EXTRA = 0.125  # rows beyond the number of weights, as a share of it
 
 
@@ -144,7 +146,7 @@ def completeness(
     :param symmetry: what was found for the network.
     :param net: the network, in eval mode and in float64 for this; it isn't changed.
     :param inputs: an example of what its ``forward`` takes. Floating-point inputs are replaced by random numbers,
-        integers by others that occur in the example; masks stay.
+        integers by others from the smallest to the largest of the example; masks stay.
     :param kwargs: what its ``forward`` takes by name, treated alike.
     :param sites: the sites that count as weights, such as one layer's; all that the symmetry knows by default. What
         moves others, too, is left out on both sides.
@@ -190,52 +192,73 @@ class _At(NamedTuple):
         return self.basis.shape[1] + self.unexplained.shape[1]
 
 
+def _settled(tried: Sequence[_At]) -> bool:
+    """Whether the null space is the smallest at three sets of weights, so that it is none of one set alone."""
+    nulls = [own.null for own in tried]
+    return nulls.count(min(nulls)) > 2
+
+
+def _changes(own: Point, spanned: Tensor) -> bool:
+    """Whether orthonormal directions ``(weights, number)`` change the outputs, to first order."""
+    return float((own.sketch @ spanned).norm()) > WRONG * float(own.sketch.norm())
+
+
 class _Search:
     def __init__(self, symmetry: Symmetry, jacobian: Jacobian, generator: torch.Generator):
-        self.symmetry, self.jacobian, self.generator = symmetry, jacobian, generator
+        self.group, self.jacobian, self.generator = apart(symmetry.group), jacobian, generator
         self.rows = jacobian.size + max(2 * FRESH, math.ceil(EXTRA * jacobian.size))
         self.points = [point(jacobian, rows, generator) for rows in (self.rows, 2 * SKETCH)]
-        proposed = (confirmed(variants, jacobian, self.points, generator) for variants in candidates(symmetry.group))
+        proposed = (confirmed(variants, jacobian, self.points, generator) for variants in candidates(self.group))
         self.confirmed = [family for family in proposed if family is not None]
 
     def result(self) -> Completeness:
         # Tangents span no more, and the null space no less, than at generic weights: one point without rest is enough.
         tried = [self._at(self.points[0])]
-        while len(tried) < POINTS and all(own.unexplained.shape[1] for own in tried):
-            tried.append(self._at(point(self.jacobian, self.rows, self.generator)))
+        while len(tried) < POINTS and all(own.unexplained.shape[1] for own in tried) and not _settled(tried):
+            tried.append(self._at(point(self.jacobian, self.rows, self.generator, centred=True)))
         return self._summed(min(tried, key=lambda own: own.null), [own.null for own in tried])
 
     def _at(self, own: Point) -> _At:
         """The null space at one set of weights, from as many rows as it takes."""
-        tangents = self._tangents(own.weights)
-        basis = own.rows.new_empty(self.jacobian.size, 0)
+        tangents = self._tangents(own)
+        basis = torch.empty(self.jacobian.size, 0, dtype=torch.float64)
         families = []
         wrong = []
         for (name, layer, acted_on), rows in tangents.items():
             spanned = orthonormal(rows)
-            if acted_on and float((own.sketch @ spanned).norm()) > WRONG * float(own.sketch.norm()):
+            if acted_on and _changes(own, spanned):
                 wrong.append(f"the {name} of {layer or 'the network'} change the outputs: they are no symmetry here")
                 continue
             new = orthonormal((spanned - basis @ (basis.T @ spanned)).T, least=1e-6)
             basis = torch.cat([basis, new], 1)
             families.append(Family(name, layer, acted_on, spanned.shape[1], new.shape[1]))
         while True:
-            left, gap = remainder(own.rows, basis)
+            left, gap = remainder(own.rows, basis.to(own.rows.device))
+            left = left.cpu()
             fresh = self.jacobian.rows(own.weights, FRESH, self.generator)
-            if not left.shape[1] or float((fresh @ left).abs().max()) < 1e-7:
+            settled = not left.shape[1] or float((fresh.cpu() @ left).abs().max()) < 1e-7
+            if not settled and len(own.rows) > MOST * self.jacobian.size:
+                wrong.append(f"after {len(own.rows)} rows of the Jacobian, further ones still change its null space")
+                settled = True
+            if settled:
                 return _At(own, basis, tuple(one for one in families if one.new), left, gap, tuple(wrong))
             more = self.jacobian.rows(own.weights, len(own.rows) // 2, self.generator)
             own = own._replace(rows=torch.cat([own.rows, fresh, more]))
 
-    def _tangents(self, weights: Weights) -> dict[tuple[str, str, bool], Tensor]:
-        """(name, layer, whether the library acts with it) -> tangents ``(number, weights)``, in the order of rows."""
+    def _tangents(self, own: Point) -> dict[tuple[str, str, bool], Tensor]:
+        """(name, layer, whether the library acts with it) -> tangents ``(number, weights)``, in the order of rows.
+
+        A known family that changes the outputs here is left out: it was confirmed where units don't switch on and off.
+        """
+        weights = own.weights
         pieces: dict[tuple[str, str, bool], list[Tensor]] = {}
-        for move, rows in found_tangents(self.symmetry.group, self.jacobian, weights):
+        for move, rows in found_tangents(self.group, self.jacobian, weights):
             pieces.setdefault((f"{move}s", self._layer(rows), True), []).append(rows)
         # What is lost whatever else happens comes first, so that no larger family has its dimensions told twice.
         for family in sorted(self.confirmed, key=lambda own: (own.candidate.name != LOST, -own.candidate.dimension)):
             rows = family.basis(self.jacobian, weights, self.generator)
-            pieces.setdefault((family.candidate.name, self._layer(rows), False), []).append(rows)
+            if not _changes(own, orthonormal(rows)):
+                pieces.setdefault((family.candidate.name, self._layer(rows), False), []).append(rows)
         return {key: torch.cat(rows) for key, rows in pieces.items()}
 
     def _layer(self, rows: Tensor) -> str:

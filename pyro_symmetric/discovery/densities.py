@@ -81,7 +81,7 @@ class JointDensity:
         frames = [frame for site in nodes.values() for frame in site["cond_indep_stack"]]
         self.plate_nesting = -min([0, *(frame.dim for frame in frames if frame.vectorized)])
         weights = {name: site["value"] for name, site in latent.items() if name not in self.summed_out}
-        if missing := sorted(set(group.required_sites) - set(weights)):
+        if missing := sorted(set(group.plain_sites(group.required_sites)) - set(weights)):
             raise ValueError(
                 f"the model lacks the sites {missing} that the group moves; its continuous latent sites are "
                 f"{list(weights)}" + (f", and its discrete ones {self.summed_out}" if self.summed_out else "")
@@ -98,7 +98,7 @@ class JointDensity:
 
     def _change(self, point: Point, element: Element) -> Change:
         # Buffers stay in the model: whether it has the symmetry all the same is what its density tells.
-        acted = {site: element.on_site(site, value) for site, value in point.weights.items()}
+        acted = element.on_sites(point.weights)
         try:
             after = self._log_probs(acted, point.rows)
         except ValueError:  # the model ran at the draw itself, but a distribution refuses the other weights
@@ -160,7 +160,7 @@ class FunctionDensity:
         """What an element does to the density; of which sites, a function can't tell."""
         # Running statistics may be missing: the density itself says whether it minds.
         try:
-            after = self._values({site: element.on_site(site, value) for site, value in self.draws.items()})
+            after = self._values(element.on_sites(self.draws))
         except ValueError:  # the draws themselves were accepted, but a distribution refuses the other weights
             after = torch.full_like(self.before, torch.nan)
         comparable = (after != self.before) & ~self.before.isnan()

@@ -46,7 +46,7 @@ def exported(net: TensorsOnly) -> ExportedProgram:
     with running_pyro(), _quiet(), with_both_branches(), torch.enable_grad():  # distributions check their arguments
         try:
             program = torch.export.export(net, tuple(net.tensors), strict=False)
-            table = torch.export.default_decompositions()
+            table = {**torch.export.default_decompositions(), torch.ops.aten.stack.default: _side_by_side}
             return program.run_decompositions({op: steps for op, steps in table.items() if rule_for(op) is None})
         except Exception as error:  # torch.export raises whatever the forward pass met
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
@@ -89,6 +89,11 @@ def has_training_branch(net: nn.Module) -> bool:
 
 def _shape(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _side_by_side(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """A stack with its new axis from the start: PyTorch's own steps put tensors behind one another, and cut again."""
+    return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
 @contextlib.contextmanager

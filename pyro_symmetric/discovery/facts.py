@@ -63,10 +63,14 @@ class Refinement:
     atoms: Array
     colours: Array
     why: str
+    number: int
 
 
 class Facts:
     """All facts about one network, in the order in which they were found.
+
+    Facts have numbers: those about the same operator of branches that may be exchanged (see :mod:`branches`) have the
+    same, all others one of their own. What has different numbers isn't alike.
 
     :param plan: site -> the slices that it is cut into; None if it mustn't be.
     :param statistics: the buffers that move along with units, and how they are used.
@@ -79,8 +83,8 @@ class Facts:
         self.kernels: set[str] = set()  # of convolutions
         self.stacks: list[Array] = []  # atoms along axes of which each entry has a life of its own
         self.size = 0
-        self.unions: list[tuple[Array, Array]] = []
-        self.relations: list[tuple[Array, Array]] = []
+        self.unions: list[tuple[Array, Array, int]] = []
+        self.relations: list[tuple[Array, Array, int]] = []
         self.refinements: list[Refinement] = []
         self.scale_equations: list[list[Multiple]] = []
         self.sign_equations: list[list[Multiple]] = []
@@ -88,10 +92,31 @@ class Facts:
         self.epsilons: dict[str, float] = {}
         self.lost: dict[str, None] = {}  # where units were left out that might move, and why
         self.common: list[int] = []  # atoms that are no unit's, but a multiplier that all units of something share
-        self._occurrences: dict[int, Array] = {}
+        self._occurrences: dict[int, tuple[Array, int]] = {}
+        self._place: object = None
+        self._told: int | None = 0  # about this place
+        self._numbers: dict[tuple[object, int | None], int] = {}
         self._still: dict[int, Array] = {}
         self._unscaled: dict[int, Array] = {}
         self._copies: list[tuple[int, Array, Array]] = []
+
+    def at(self, place: object, told: int | None = 0) -> tuple[object, int | None]:
+        """From now on facts are about this place in the graph; the same for operators of branches that are alike.
+
+        :param told: how many facts about it were told before; None: all facts about it have one number.
+        :return: what they were about before, to go back there.
+        """
+        before = self._place, self._told
+        self._place, self._told = place, told
+        return before
+
+    def place_of(self, number: int) -> object:
+        """The place that facts of a number are about."""
+        return next(place for (place, _), own in self._numbers.items() if own == number)
+
+    def _number(self) -> int:
+        self._told = None if self._told is None else self._told + 1
+        return self._numbers.setdefault((self._place, self._told), len(self._numbers))
 
     def fresh(self, shape: Sequence[int]) -> Array:
         """New atoms, never seen before."""
@@ -143,29 +168,29 @@ class Facts:
 
     def classes(self) -> tuple[int, Array]:
         """Units as classes of unified atoms: how many there are, and the class of each atom."""
-        ends = (np.concatenate([np.empty(0, int), *(pair[i] for pair in self.unions)]) for i in (0, 1))
+        ends = (np.concatenate([np.empty(0, int), *(union[i] for union in self.unions)]) for i in (0, 1))
         return components(self.size, *ends)
 
     @property
-    def occurrences(self) -> list[Array]:
-        """Arrays of atoms that occur together in one tensor: a symmetry maps each onto itself."""
+    def occurrences(self) -> list[tuple[Array, int]]:
+        """Arrays of atoms that occur together in one tensor, and their numbers: a symmetry maps each onto itself."""
         return list(self._occurrences.values())
 
     def occur(self, atoms: Array) -> None:
-        self._occurrences.setdefault(id(atoms), atoms)
+        self._occurrences.setdefault(id(atoms), (atoms, self._number()))
 
     def unify(self, one: Array, other: Array) -> None:
         """Entry by entry, both atoms belong to the same unit."""
         if one is not other:
-            self.unions.append((one.reshape(-1), other.reshape(-1)))
+            self.unions.append((one.reshape(-1), other.reshape(-1), self._number()))
 
     def relate(self, child: Array, parent: Array) -> None:
         """Entry by entry, the unit ``child`` is part of the unit ``parent`` and moves with it."""
-        self.relations.append((child.reshape(-1), parent.reshape(-1)))
+        self.relations.append((child.reshape(-1), parent.reshape(-1), self._number()))
 
     def refine(self, atoms: Array, colours: Array, why: str) -> None:
         """Units whose atoms have different colours can't be exchanged."""
-        self.refinements.append(Refinement(atoms.reshape(-1), colours.reshape(-1), why))
+        self.refinements.append(Refinement(atoms.reshape(-1), colours.reshape(-1), why, self._number()))
 
     def balance(self, terms: Sequence[Multiple], scale: bool = True, sign: bool = True) -> None:
         """Entry by entry, the sum of coefficient times log-multiplier is zero (for signs: even)."""

@@ -34,6 +34,7 @@ MEAN = "means that a softmax or a normalisation takes out"
 FIXED_SUM = "readers of units with a fixed sum: normalised ones, probabilities"
 STATISTICS = "running statistics that affine weights can take over"
 PARALLEL = "matrices that are added to one another"
+STACKED = "scales of units that stacked vectors weigh one by one, as graph attention does"
 LOW_RANK = "factors of low rank beside a full matrix"
 
 
@@ -53,6 +54,7 @@ def candidates(group: Group) -> Iterator[list[Candidate]]:
     for length in sorted({place.positions.shape[1] for place in whole}):
         yield from _offsets(group, fields, [place for place in whole if place.positions.shape[1] == length])
     yield from _sums(group, fields, [place for place in whole if place.positions.shape[1] > 1])
+    yield from _stacked(group, fields, whole)
     yield from _statistics(group, fields, whole)
     yield from _parallel(group, fields)
 
@@ -133,9 +135,29 @@ def _mixed(group: Group, fields: Fields, name: str, own: list[Place]) -> Iterato
     ]
     yield [Candidate(SCALED, shape, main, tuple(plain), _multiple, copies)]
     for place in own:
-        readers = [other for other in matrices if other is not place]
+        beside = [other for other in matrices if place.exponent and other.exponent == place.exponent]
+        readers = [other for other in matrices if other is not place and all(other is not one for one in beside)]
         if readers and sum(_rest(group, other) for other in readers) < n:
             yield [Candidate(UNREAD, (copies, n, _rest(group, place)), fields.unread(place, readers))]
+    yield from _unwritten(group, fields, own)
+
+
+def _unwritten(group: Group, fields: Fields, own: list[Place]) -> Iterator[list[Candidate]]:
+    """What reads normalised units along directions that a narrow map in front of the normalisation never writes."""
+    vectors = _vectors(group, own)
+    for writer, place in itertools.permutations(_matrices(group, own), 2):
+        written = [writer, *(bias for bias in vectors if _module(bias.site) == _module(writer.site))]
+        shape = (*place.positions.shape, _rest(group, place))
+        if _rest(group, writer) + 1 >= shape[1]:
+            continue
+        for gauge in (vector for vector in vectors if all(vector is not one for one in written)):
+            offsets = [
+                (offset, bias)
+                for offset, bias in itertools.product(vectors, _biases(group, place))
+                if offset is not gauge and _module(offset.site) == _module(gauge.site)
+            ]
+            fields_ = [fields.unread(place, written, gauge, offset) for offset in (None, *offsets)]
+            yield [Candidate(UNREAD, shape, field) for field in reversed(fields_)]
 
 
 def _gauged(group: Group, fields: Fields, own: list[Place]) -> Iterator[Field]:
@@ -202,6 +224,24 @@ def _sums(group: Group, fields: Fields, own: list[Place]) -> Iterator[list[Candi
             ]
             variants.append(Candidate(FIXED_SUM, shape, fields.summed(place, gauge), tuple(offsets)))
         yield variants
+
+
+def _stacked(group: Group, fields: Fields, whole: list[Place]) -> Iterator[list[Candidate]]:
+    """A stack of vectors ``(copies, size)``, whose entries weigh units that lie one behind the other elsewhere."""
+    stacks = {
+        site: torch.arange(shape.numel()).reshape([n for n in shape if n > 1])
+        for site, shape in group.view_shapes.items()
+        if sum(n > 1 for n in shape) == 2 and site not in group.buffers
+    }
+    for site, positions in stacks.items():
+        own = Place(site, -1, positions, False)
+        along = [other._replace(positions=positions) for other in whole if other.positions.numel() == positions.numel()]
+        alike = [Place(s, -1, at, False) for s, at in stacks.items() if s != site and at.shape == positions.shape]
+        if along:
+            shape, others = tuple(positions.shape), tuple(fields.stretched(other) for other in (*along, *alike))
+            yield [Candidate(STACKED, shape, fields.stretched(own), others)]
+        for writer in (other for other in along if 1 < _rest(group, other) < positions.shape[1]):
+            yield [Candidate(UNREAD, (*positions.shape, 1), fields.unread(own, [writer]))]
 
 
 def _statistics(group: Group, fields: Fields, whole: list[Place]) -> Iterator[list[Candidate]]:

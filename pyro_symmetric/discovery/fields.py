@@ -46,7 +46,7 @@ class Candidate:
 
 
 class Place(NamedTuple):
-    """One block of units along an axis of a viewed site: positions ``(copies, size)``."""
+    """One block of units along an axis of a viewed site, or of all its axes flattened (-1): ``(copies, size)``."""
 
     site: str
     dim: int
@@ -120,15 +120,33 @@ class Fields:
 
         return along
 
-    def unread(self, place: Place, readers: Sequence[Place]) -> Field:
-        r"""Numbers ``(copies, size, rest)`` in the null space of what reads the units: :math:`P X, B P = 0`."""
+    def unread(
+        self,
+        place: Place,
+        readers: Sequence[Place],
+        gauge: Place | None = None,
+        offset: tuple[Place, str] | None = None,
+    ) -> Field:
+        r"""Numbers ``(copies, size, rest)`` in the null space of what reads the units: :math:`P X, B P = 0`.
+
+        :param gauge: a vector :math:`\gamma` along the same units: :math:`\Gamma^{-1} P X`, of what reads normalised
+            units, of which others write the directions that don't count here.
+        :param offset: what is added to normalised units, :math:`\beta`, and the bias that takes up what is read of it;
+            the mean of units doesn't count either.
+        """
 
         def along(weights: Mapping[str, Tensor], raw: Tensor) -> Weights:
-            read = torch.cat([self._taken(weights, other).flatten(2) for other in readers], 2)
+            read = torch.cat([self._taken(weights, other).reshape(*other.positions.shape, -1) for other in readers], 2)
+            read = read if offset is None else read - read.mean(1, keepdim=True)
             left, values, _ = torch.linalg.svd(read, full_matrices=False)
             left = left * (values > 1e-9 * values[..., :1]).to(left)[..., None, :]
             moved = raw - left @ (left.mT @ raw)
-            return self._put(place, moved.reshape(*place.positions.shape, *self._taken(weights, place).shape[2:]))
+            moved = moved if gauge is None else moved / self._taken(weights, gauge)[..., None]
+            found = self._put(place, moved.reshape(*place.positions.shape, *self._taken(weights, place).shape[2:]))
+            if offset is not None:
+                taken_up = -torch.einsum("cir,ci->r", moved, self._taken(weights, offset[0]))
+                found[offset[1]] = taken_up.reshape(self.group.site_shapes[offset[1]])
+            return found
 
         return along
 
@@ -145,7 +163,8 @@ class Fields:
         """Numbers ``(copies, size)`` times the entries of the units, with the epsilon that is added to them."""
 
         def along(weights: Mapping[str, Tensor], raw: Tensor) -> Weights:
-            return self._put(place, raw * (self._taken(weights, place) + self.group.epsilon(place.site)))
+            taken = self._taken(weights, place) + self.group.epsilon(place.site)
+            return self._put(place, raw.reshape(*raw.shape, *(1 for _ in taken.shape[2:])) * taken)
 
         return along
 
@@ -212,11 +231,12 @@ class Fields:
     def _taken(self, weights: Mapping[str, Tensor], place: Place) -> Tensor:
         """Entries ``(copies, size) + rest``."""
         viewed = self.group.view(place.site, weights[place.site])
-        return viewed.movedim(place.dim, 0)[place.positions]
+        return (viewed.flatten() if place.dim < 0 else viewed.movedim(place.dim, 0))[place.positions]
 
     def _put(self, place: Place, moved: Tensor) -> Weights:
         shape = self.group.view_shapes[place.site]
         flat = moved.reshape(-1, *moved.shape[2:])
-        zeros = flat.new_zeros(shape[place.dim], *moved.shape[2:])
+        zeros = flat.new_zeros(shape.numel() if place.dim < 0 else shape[place.dim], *moved.shape[2:])
         full = zeros.index_put((place.positions.reshape(-1),), flat)
-        return {place.site: self.group.view_back(place.site, full.movedim(0, place.dim))}
+        full = full.reshape(shape) if place.dim < 0 else full.movedim(0, place.dim)
+        return {place.site: self.group.view_back(place.site, full)}

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,13 +30,14 @@ from pyro_symmetric.discovery.attachment import attached
 from pyro_symmetric.discovery.explain import explain
 from pyro_symmetric.discovery.export import UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.facts import Facts
+from pyro_symmetric.discovery.leaf_stacks import Stack, idle_sites
 from pyro_symmetric.discovery.multipliers import multipliers
 from pyro_symmetric.discovery.selection import Names, held_sites, hold
 from pyro_symmetric.discovery.structure import solve
 from pyro_symmetric.discovery.symmetry import Symmetry, copied
 from pyro_symmetric.discovery.trace import Trace, UnknownOperator, walked
 from pyro_symmetric.discovery.verify import UnverifiedSymmetry, repaired
-from pyro_symmetric.groups import Axis, Units
+from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import require_finite
 
@@ -109,14 +111,36 @@ def find_symmetry(
         with contextlib.suppress(ValueError):  # what only the training branch uses then stays as it is
             traces += _traces(traced.train(), inputs, kwargs)
     used = _used(traces)
-    facts, _ = walked(traces)
-    _report_lost(facts, strict)
-    for site, why in held.items():
-        if site in facts.leaves:
-            hold(facts, facts.leaves[site], why)
-    symmetry = _solved(traced, facts, used, shifted - set(held), set(held), logits)
+    symmetry = _found(traced, traces, used, shifted - set(held), held, logits, strict)
     symmetry = symmetry if buffers else symmetry.holding(net)
     return repaired(symmetry, net, inputs, kwargs) if verify else symmetry
+
+
+def _found(
+    net: nn.Module,
+    traces: Sequence[Trace],
+    used: set[str],
+    shifted: set[str],
+    held: Mapping[str, str],
+    logits: bool,
+    strict: bool,
+) -> Symmetry:
+    """What labels show; branches aren't exchanged if that moves nothing, or costs multipliers of units inside them."""
+    apart: set[str] = set()
+    while True:
+        facts, _, stacks = walked(traces, {*held, *apart})
+        if idle := idle_sites(facts, stacks):
+            apart |= idle
+            continue
+        for site, why in held.items():
+            if site in facts.leaves:
+                hold(facts, facts.leaves[site], why)
+        symmetry, left_out = _solved(net, facts, stacks, used, shifted, set(held), logits)
+        costly = {site for name in left_out & stacks.keys() for site in stacks[name].sites}
+        if not costly:
+            _report_lost(facts, strict)
+            return symmetry
+        apart |= costly
 
 
 def _require_parameters(net: nn.Module) -> None:
@@ -181,25 +205,48 @@ def _report_lost(facts: Facts, strict: bool) -> None:
     warnings.warn(text, UnknownOperator, stacklevel=3)
 
 
-def _solved(net: nn.Module, facts: Facts, used: set[str], shifted: set[str], held: set[str], logits: bool) -> Symmetry:
+def _solved(
+    net: nn.Module,
+    facts: Facts,
+    stacks: Mapping[str, Stack],
+    used: set[str],
+    shifted: set[str],
+    held: set[str],
+    logits: bool,
+) -> tuple[Symmetry, set[str]]:
+    """The symmetry, and the sites of multipliers that permutations don't carry onto one another."""
     for site in list(facts.leaves):
-        if site not in used:  # nothing is known about what no forward pass has touched
+        if site not in used and site not in stacks:  # nothing is known about what no forward pass has touched
             for atoms in facts.leaves[site].labels:
                 facts.pin(atoms, "because no forward pass uses it")
     structure = solve(facts)
+    leaf_shapes = {site: leaf.shape for site, leaf in facts.leaves.items()}
     buffers = {site for site, leaf in facts.leaves.items() if leaf.buffer}
+    buffers |= {site for name in buffers & stacks.keys() for site in stacks[name].sites}
     shapes = {name: value.shape for name, value in net.named_parameters()}
     shapes |= {name: value.shape for name, value in net.named_buffers() if name in buffers}
+    stack_of = {site: name for name, stack in stacks.items() for site in stack.sites}
+    shapes = {
+        stack_of.get(site, site): stacks[stack_of[site]].shape if site in stack_of else shape
+        for site, shape in shapes.items()
+    }
+
+    def on_stacks(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+        return tuple(stacks[a.site].axis(a, leaf_shapes[a.site]) if a.site in stacks else a for a in axes)
+
     moves: tuple[Move, ...] = ("scale", "flip")
     # At sites that stay, multipliers of different axes cancel out.
     found = {
-        move: [own for axes in multipliers(facts, move) if (own := tuple(a for a in axes if a.site not in held))]
+        move: [on_stacks(own) for axes in multipliers(facts, move) if (own := [a for a in axes if a.site not in held])]
         for move in moves
     }
-    shifts = [_shift(site, shapes[site]) for site in sorted(shifted)]
-    units = permuted_units(facts, structure)
-    group = attached(list(units.values()), found, shifts, shapes)
-    return Symmetry(group, explain(facts, structure, {cell: one.name for cell, one in units.items()}), logits)
+    shifts = [_shift(site, shapes[site]) for site in sorted(shifted) if site in shapes]
+    units = {cell: replace(one, axes=on_stacks(one.axes)) for cell, one in permuted_units(facts, structure).items()}
+    group, left_out = attached(list(units.values()), found, shifts, shapes)
+    names, sites = {cell: one.name for cell, one in units.items()}, {name: own.sites for name, own in stacks.items()}
+    if stacks:
+        group = Group(group.units.values(), group.site_shapes, group.spans, sites)
+    return Symmetry(group, explain(facts, structure, names, sites), logits), left_out
 
 
 def _shift(site: str, shape: torch.Size) -> Units:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import MOVES, Move, Units
+from pyro_symmetric.groups.units import HELD, Move, Units
 
 Part = tuple[Move, str]  # one move of some units
 SiteAndDim = tuple[str, int]
-DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": "shifted"}
+DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": "shifted", "mix": "mixed"}
 
 
 class InconclusiveError(ValueError):
@@ -59,7 +59,7 @@ class FunctionOfWeights(Protocol):
 class BrokenMove:
     """A move of some units that changes the function.
 
-    :param move: ``"permute"``, ``"flip"``, ``"scale"`` or ``"shift"``.
+    :param move: ``"permute"``, ``"flip"``, ``"scale"``, ``"shift"`` or ``"mix"``.
     :param name: the name of the units.
     :param change: the largest change: of an output, relative to the largest output; of a log-density, in nats (infinite
         outside of a support).
@@ -135,8 +135,8 @@ class Verification:
 
 
 def parts_of(group: Group) -> list[Part]:
-    """Every move of every set of units."""
-    return [(move, name) for move in MOVES for name in group.names(move)]
+    """Every move of every set of units that elements hold."""
+    return [(move, name) for move in HELD for name in group.names(move)]
 
 
 def drawn(group: Group) -> Element:
@@ -162,7 +162,7 @@ def only(element: Element, parts: Collection[Part]) -> Element:
     """The same element without all moves but these."""
     chosen = (
         {name: value for name, value in numbers.items() if (move, name) in parts}
-        for move, numbers in zip(MOVES, element.parts, strict=True)
+        for move, numbers in zip(HELD, element.parts, strict=True)
     )
     permutations, signs, log_scales, shifts = chosen
     return Element(element.group, permutations, signs, log_scales, shifts, element.batch_shape, dtype=torch.float64)
@@ -181,19 +181,19 @@ def broken_moves(group: Group, function: FunctionOfWeights) -> tuple[BrokenMove,
             move, name, max(change.size for change in changes), tuple(dict.fromkeys(sites)), unit=function.unit
         )
 
-    return tuple(inspected(*part) for part in _guilty(parts_of(group), fails))
+    return tuple(inspected(*part) for part in guilty(parts_of(group), fails))
 
 
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _guilty(parts: Sequence[Part], fails: Callable[[Sequence[Part]], bool]) -> list[Part]:
+def guilty(parts: Sequence[Part], fails: Callable[[Sequence[Part]], bool]) -> list[Part]:
     """Of parts that fail together those that fail by themselves; if no half of them does, all."""
     if len(parts) <= 1:
         return list(parts)
     half = len(parts) // 2
-    found = [part for side in (parts[:half], parts[half:]) if fails(side) for part in _guilty(side, fails)]
+    found = [part for side in (parts[:half], parts[half:]) if fails(side) for part in guilty(side, fails)]
     return found or list(parts)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
 
 
 def _permutations(units: Units) -> Tensor:

@@ -7,7 +7,6 @@ with zeros). So weights are drawn around the network's own, and inputs like the 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,8 @@ from pyro_symmetric.weights import Weights
 
 ROWS = 256  # rows of the Jacobian that are computed at once
 PICKED = 16  # of the outputs for one draw of the inputs: other draws tell more than other outputs
+SIZES = torch.tensor([1.0, 3.0, 10.0, 0.1], dtype=torch.float64)  # of random inputs, in turn
+CENTRED = 0.9  # the part of their mean that centred rows lose; without any, offsets that all units share are unread
 SPREAD = 0.3  # of weights around the network's own, relative to their standard deviation
 
 
@@ -66,12 +67,21 @@ class Jacobian:
         ]
         return torch.cat(pieces, -1)
 
-    def draw(self, generator: torch.Generator) -> Weights:
-        """Random weights around the network's own: values of all sites."""
-        return {
+    def draw(self, generator: torch.Generator, centred: bool = False) -> Weights:
+        """Random weights around the network's own: values of all sites.
+
+        :param centred: whether rows of matrices lose most of their mean. Units that read positive numbers, such as
+            those of ReLU, then are on for some inputs and off for others.
+        """
+        drawn = {
             site: self._near(value, site in self.buffers, generator) if site in self.shapes else value
             for site, value in self.own.items()
         }
+        if not centred:
+            return drawn
+        matrices = {site for site in self.shapes if drawn[site].dim() > 1 and site not in self.buffers}
+        means = {site: drawn[site].mean([*range(1, drawn[site].dim())], keepdim=True) for site in matrices}
+        return {site: value - CENTRED * means[site] if site in means else value for site, value in drawn.items()}
 
     @staticmethod
     def _near(value: Tensor, positive: bool, generator: torch.Generator) -> Tensor:
@@ -119,7 +129,7 @@ class Jacobian:
                     rows = self._ways[0](function, flat, given, where, draws).detach()
                     if len(self._ways) > 1:  # the last way is what the others are compared with
                         _require_right(rows, function, flat, _chosen(given, where, 0))
-                    return rows.cpu()
+                    return rows
             except (RuntimeError, NotImplementedError, ValueError, TypeError):
                 if len(self._ways) == 1:  # the network doesn't run
                     raise
@@ -188,7 +198,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _like(value: Any, draws: int, generator: torch.Generator) -> Tensor | None:
-    """Random inputs like one, ``(draws,) + shape``: normal ones of two sizes, or integers that occur in it.
+    """Random inputs like one, ``(draws,) + shape``: normal ones of several sizes, or integers from its
+    smallest to its largest.
 
     None for what is no tensor, and for masks and switches: they are what they are.
     """
@@ -198,13 +209,13 @@ def _like(value: Any, draws: int, generator: torch.Generator) -> Tensor | None:
     if _is_number(value):
         dtype = torch.complex128 if value.is_complex() else torch.float64
         noise = torch.randn(shape, generator=generator, dtype=dtype)
-        sizes = torch.tensor([1.0, 3.0], dtype=torch.float64)[torch.arange(draws) % 2]
+        sizes = SIZES[torch.arange(draws) % len(SIZES)]
         return (noise * sizes.reshape(-1, *(1 for _ in value.shape))).to(value.device)
     occurring = value.unique().cpu()
     if set(occurring.tolist()) <= {0, 1}:
         return None
-    chosen = torch.randint(len(occurring), (math.prod(shape),), generator=generator)
-    return occurring[chosen].reshape(shape).to(value.device)
+    low, high = int(occurring[0]), int(occurring[-1])
+    return torch.randint(low, high + 1, shape, generator=generator, dtype=value.dtype).to(value.device)
 
 
 def _all_at_once(function: Any, flat: Tensor, given: Sequence[Any], where: Sequence[int | None], draws: int) -> Tensor:

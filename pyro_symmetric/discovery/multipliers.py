@@ -67,7 +67,7 @@ def multipliers(facts: Facts, move: str) -> list[tuple[Axis, ...]]:
         # Rows are free before columns, which follow what enters the units: so each unit has a multiplier of its own.
         members = atoms[:, dims[axis[atoms[0]]].argsort(kind="stable")]
         found += [_Alike(members, vector) for vector in _solve(members[0], local, entries, signs)]
-    return _placed(found, axes, axis, position, facts.epsilons)
+    return _placed(found, axes, axis, position, facts.epsilons, signs)
 
 
 def _still(size: int, equations: Sequence[Sequence[Multiple]]) -> Array:
@@ -176,14 +176,14 @@ def _solve(members: Array, rows: Array, entries: _Entries, signs: bool) -> list[
     return basis if len(basis) <= FREE else []
 
 
-def _is_idle(axes: Sequence[Axis], shapes: Mapping[str, torch.Size]) -> bool:
+def _is_idle(axes: Sequence[Axis], shapes: Mapping[str, torch.Size], signs: bool) -> bool:
     """Whether multipliers cancel within every site: all of one axis times, all of another axis divided by the same."""
     total: dict[str, int] = {}
     for axis in axes:
         if axis.index.shape[1] > 1 or axis.index.shape[0] < axis.length(shapes):
             return False
         total[axis.site] = total.get(axis.site, 0) + axis.exponent
-    return not any(total.values())
+    return not any(exponent % 2 if signs else exponent for exponent in total.values())
 
 
 class _Along(NamedTuple):
@@ -268,6 +268,7 @@ def _placed(
     leaf_axis: Array,
     position: Array,
     epsilons: Mapping[str, float],
+    signs: bool,
 ) -> list[tuple[Axis, ...]]:
     """Where the atoms lie in the leaves, in order of first use.
 
@@ -293,7 +294,7 @@ def _placed(
             _axis(axes[number], np.stack(own)[:, order], sign * exponent, epsilons.get(axes[number].leaf.site))
             for (number, exponent), own in sorted(rows.items())
         )
-        if placed and not _is_idle(placed, shapes):
+        if placed and not _is_idle(placed, shapes, signs):
             found.append((leading[0], int(placed[0].index.min()), placed))
     same: dict[tuple[Any, ...], list[tuple[Axis, ...]]] = {}
     for *_, placed in sorted(found, key=lambda item: item[:2]):

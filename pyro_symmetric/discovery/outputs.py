@@ -122,6 +122,15 @@ class Outputs:
         )
         return self._error(element, False), self._error(exact, True)
 
+    def error_at(self, weights: Mapping[str, Tensor]) -> float:
+        """The largest relative change of an output at other weights, in either mode."""
+        return max(self._change(lambda site, value: weights[site].to(value), train) for train in (False, True))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.origin.values())).device
+
     def rounding(self) -> float:
         """The change that passes: a few times what the last digit of all weights changes.
 
@@ -151,9 +160,14 @@ class Outputs:
             )
 
     def _error(self, element: Element, train: bool) -> float:
+        def own(site: str) -> Tensor:
+            value = self.weights[site]
+            return self.origin[site].to(value.device, in_precision(value.dtype, torch.float64))
+
+        exchanged = element.on_sites({site: own(site) for sites in element.group.stacks.values() for site in sites})
+
         def acted(site: str, value: Tensor) -> Tensor:
-            own = self.origin[site].to(value.device, in_precision(value.dtype, torch.float64))
-            return element.on_site(site, own)
+            return exchanged[site] if site in exchanged else element.on_site(site, own(site))
 
         return self._change(acted, train)
 

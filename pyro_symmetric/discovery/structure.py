@@ -74,19 +74,19 @@ class _Solver:
 
     def _first_colours(self, facts: Facts) -> Array:
         colour = np.zeros(facts.size, dtype=_U)
-        for number, atoms in enumerate(self.occurrences):
+        for atoms, number in self.occurrences:
             np.add.at(colour, atoms.reshape(-1), mix(np.array([2 * number]))[0])
-        for number, refinement in enumerate(facts.refinements):
-            salted = mix(mix(np.array([2 * number + 1]))[0] ^ refinement.colours.astype(_U))
+        for refinement in facts.refinements:
+            salted = mix(mix(np.array([2 * refinement.number + 1]))[0] ^ refinement.colours.astype(_U))
             np.add.at(colour, refinement.atoms, salted)
         return colour
 
     def _relations(self, facts: Facts) -> tuple[Array, Array, Array]:
         if not facts.relations:
             return (np.empty(0, dtype=np.int64),) * 3
-        child = self.unit_class[np.concatenate([c for c, _ in facts.relations])]
-        parent = self.unit_class[np.concatenate([p for _, p in facts.relations])]
-        kind = np.repeat(np.arange(len(facts.relations)), [len(c) for c, _ in facts.relations])
+        child = self.unit_class[np.concatenate([child for child, _, _ in facts.relations])]
+        parent = self.unit_class[np.concatenate([parent for _, parent, _ in facts.relations])]
+        kind = np.repeat([number for *_, number in facts.relations], [len(child) for child, *_ in facts.relations])
         apart = child != parent
         rows = distinct_rows(kind[apart], child[apart], parent[apart])[0]
         return child[apart][rows], parent[apart][rows], kind[apart][rows]
@@ -135,7 +135,7 @@ class _Solver:
         Its places are first coloured by what they meet elsewhere; a unit whose places can't be told apart stays put.
         """
         doubled = np.zeros(self.count, dtype=bool)
-        for atoms in self.occurrences:
+        for atoms, _ in self.occurrences:
             classes, counts = np.unique(self.unit_class[atoms.reshape(-1)], return_counts=True)
             doubled[classes[counts > 1]] = True
         if not doubled.any():
@@ -143,7 +143,7 @@ class _Solver:
         self._refine_atoms(doubled)
         self._tell_members_apart(doubled)
         stuck = np.zeros(self.count, dtype=bool)
-        for atoms in self.occurrences:
+        for atoms, _ in self.occurrences:
             chosen = atoms[doubled[self.unit_class[atoms]]]
             if len(chosen):
                 _, where, counts = distinct_rows(self.unit_class[chosen], self.atom_colour[chosen])
@@ -157,7 +157,7 @@ class _Solver:
     def _tell_members_apart(self, doubled: Array) -> None:
         """Members of a rigid block are members of one of its places each: they have the colour of that place."""
         colour = self.atom_colour.copy()
-        for number, (child, parent) in enumerate(self.relations):
+        for child, parent, number in self.relations:
             chosen = doubled[self.unit_class[parent]]
             if chosen.any():
                 place = mix(colour[parent[chosen]] ^ mix(np.array([2 * number]))[0])
@@ -166,7 +166,7 @@ class _Solver:
 
     def _refine_atoms(self, doubled: Array, rounds: int = 20) -> None:
         edges = []
-        for number, (one, other) in enumerate(self.unions):
+        for one, other, number in self.unions:
             chosen = doubled[self.unit_class[one]]
             if chosen.any():
                 edges.append((one[chosen], other[chosen], number))
@@ -201,8 +201,10 @@ class _Solver:
         self._individualise(owners, owners)
         fixed = np.zeros(self.count, dtype=bool)
         fixed[owners] = True
-        for number in np.unique(self.kind[bad]).tolist():
-            child, parent = self.relations[number]
+        doubtful = set(np.unique(self.kind[bad]).tolist())
+        for child, parent, number in self.relations:
+            if number not in doubtful:
+                continue
             own = self.unit_class[parent]
             chosen = fixed[own] & (self.unit_class[child] != own)
             with np.errstate(over="ignore"):

@@ -22,19 +22,25 @@ BASIS = 4_000_000  # numbers of a basis that are computed at once
 
 
 class Point(NamedTuple):
-    """Weights, rows of the Jacobian there, and random combinations of these rows."""
+    """Weights, rows of the Jacobian there, and random combinations of these rows.
+
+    Rows stay on the network's device, where the work on them is done; all else is on the CPU.
+    """
 
     weights: Weights
     rows: Tensor
     sketch: Tensor
 
 
-def point(jacobian: Jacobian, number: int, generator: torch.Generator) -> Point:
-    """Random weights, and at least so many rows."""
-    weights = jacobian.draw(generator)
+def point(jacobian: Jacobian, number: int, generator: torch.Generator, centred: bool = False) -> Point:
+    """Random weights, and at least so many rows.
+
+    :param centred: see :meth:`~pyro_symmetric.discovery.jacobian.Jacobian.draw`.
+    """
+    weights = jacobian.draw(generator, centred)
     rows = jacobian.rows(weights, number, generator)
     mixed = torch.randn(SKETCH, len(rows), generator=generator, dtype=torch.float64) / len(rows) ** 0.5
-    return Point(weights, rows, mixed @ rows)
+    return Point(weights, rows, (mixed.to(rows.device) @ rows).cpu())
 
 
 def found_tangents(group: Group, jacobian: Jacobian, weights: Weights) -> Iterator[tuple[str, Tensor]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +13,19 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.conv import _ConvNd
 
-from pyro_symmetric._process import (
-    drawn_seed,
-)
+from pyro_symmetric._process import drawn_seed
+from pyro_symmetric.discovery.branches import Branches, BranchSearch
+from pyro_symmetric.discovery.exchange import Exchange, NotExchangeable, kept
 from pyro_symmetric.discovery.export import exported, site_names
 from pyro_symmetric.discovery.facts import Entangled, Facts
 from pyro_symmetric.discovery.labeller import Labeller
 from pyro_symmetric.discovery.labels import Part, Value, opaque
+from pyro_symmetric.discovery.leaf_stacks import Stack
+from pyro_symmetric.discovery.operators import applied, bound, index_map, module_of, operator_name
 from pyro_symmetric.discovery.plan import planned, stacked
 from pyro_symmetric.discovery.rules.random_numbers import RANDOM
-from pyro_symmetric.discovery.rules.registry import Call, rule_for, takes_slices
+from pyro_symmetric.discovery.rules.registry import rule_for
 from pyro_symmetric.discovery.rules.spatial import convolution
-from pyro_symmetric.discovery.sizes import TAKE_SIZES, closed, is_open
 from pyro_symmetric.discovery.slices import Slices
 from pyro_symmetric.discovery.statistics import Use, statistics
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
@@ -72,16 +73,47 @@ class Trace:
         self._noise = _noise(self.program.graph)
         self._constants = (self.program.state_dict, self.program.constants)
 
-    def propagate(self, facts: Facts) -> dict[torch.fx.Node, Any]:
+    def branches(self, statistics: Collection[str]) -> list[Branches]:
+        """Sets of branches of the graph that may be exchanged.
+
+        :param statistics: the buffers that may move along with parameters.
+        """
+        nodes = list(self.program.graph.nodes)
+        sites = {node: self._exchangeable_site(node, statistics) for node in nodes if node.op == "placeholder"}
+        read = Counter(site for site in sites.values() if site)
+
+        def site_of(node: torch.fx.Node) -> str | None:
+            site = sites.get(node)
+            return site if site and read[site] == 1 else None
+
+        def constant_of(node: torch.fx.Node) -> Any:
+            spec = self._specs.get(node.name)
+            known = spec is not None and spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+            return self.constant(spec.target) if spec is not None and known else None
+
+        return BranchSearch(nodes, site_of, constant_of, self.returned).found()
+
+    def _exchangeable_site(self, node: torch.fx.Node, statistics: Collection[str]) -> str | None:
+        spec = self._specs.get(node.name)
+        if spec is None or spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+            return None
+        site = self._sites.get(spec.target, spec.target)
+        return site if spec.kind == InputKind.PARAMETER or site in statistics else None
+
+    def propagate(self, facts: Facts, exchange: Exchange) -> dict[torch.fx.Node, Any]:
         """Carry labels through the graph, recording facts; returns the labels of every node's value."""
         values: dict[torch.fx.Node, Any] = {}
         labeller = Labeller(facts)
         for node in self.program.graph.nodes:
+            start = facts.size
+            exchange.enter(node, values)
             if node.op in ("placeholder", "get_attr"):
                 values[node] = self._input(node, facts)
             elif node.op == "call_function":
-                labeller.where = f"{_operator_name(node)} in {_module(node)}{self._circumstances(node)}"
-                values[node] = _apply(node, values, labeller, self.returned)
+                labeller.where = f"{operator_name(node)} in {module_of(node)}{self._circumstances(node)}"
+                values[node] = applied(node, exchange.operands(node, values), labeller, self.returned)
+            exchange.made[node] = range(start, facts.size)
+        facts.at(None)
         labeller.where = "the network's output"
         for node in self.returned:
             if isinstance(values[node], Value):
@@ -150,7 +182,7 @@ class Trace:
             return self._parameter(node, site, spec.target, facts)
         use = facts.statistics.get(site)
         if use is None or spec.kind != InputKind.BUFFER:
-            known = _small(self.constant(spec.target))
+            known = index_map(self.constant(spec.target))
             return replace(opaque(value.shape, known), mask=value.dtype == torch.bool)
         leaf = facts.leaf(site, value.shape, buffer=True)
         if use == "contracted":  # singular vectors have length one: they keep it
@@ -178,10 +210,15 @@ class Trace:
 Labels = dict[torch.fx.Node, Any]
 
 
-def walked(traces: Sequence[Trace]) -> tuple[Facts, list[Labels]]:
-    """The facts of one forward pass, or of several, and all values' labels.
+def walked(
+    traces: Sequence[Trace], held: Collection[str] | None = None
+) -> tuple[Facts, list[Labels], dict[str, Stack]]:
+    """The facts of one forward pass, or of several, all values' labels, and stacks of parameters of like branches.
 
-    If a first walk shows stacks of matrices, a second gives each matrix rows and columns of its own.
+    If a first walk shows stacks of matrices, a second gives each matrix rows and columns of its own. If there are
+    branches that may be exchanged, a last one lets their labels be alike.
+
+    :param held: the sites that stay, so that branches with them do; None: no branches are looked for.
     """
     plan: dict[str, Slices | None] = {}
     uses: dict[str, set[Use | None]] = {}
@@ -192,7 +229,7 @@ def walked(traces: Sequence[Trace]) -> tuple[Facts, list[Labels]]:
     while True:
         facts = Facts(plan, moving)
         try:
-            labels = [trace.propagate(facts) for trace in traces]
+            labels = _labels(traces, facts)
         except Entangled as error:
             if not any(plan.get(site, True) for site in error.sites):
                 raise RuntimeError(f"labels of {error} got entangled though they have no slices") from error
@@ -200,8 +237,29 @@ def walked(traces: Sequence[Trace]) -> tuple[Facts, list[Labels]]:
             continue
         found = stacked(facts)
         if not found:
-            return facts, labels
+            break
         plan |= found
+    if held is None:
+        return facts, labels, {}
+    sets = kept([trace.branches(moving) for trace in traces], facts, set(held))
+    while sets[0]:
+        sites = {site for own in sets[0] for branch in own.sites for site in branch}
+        again = Facts(plan | dict.fromkeys(sites), moving)
+        exchange = Exchange(sets, again)
+        try:
+            alike = _labels(traces, again, exchange)
+            return again, alike, exchange.settle({node: value for own in alike for node, value in own.items()})
+        except NotExchangeable as error:
+            given_up = next(k for k, own in enumerate(sets[0]) if own.key == error.branches.key)
+            sets = [every[:given_up] + every[given_up + 1 :] for every in sets]
+        except Entangled:
+            break
+    return facts, labels, {}
+
+
+def _labels(traces: Sequence[Trace], facts: Facts, exchange: Exchange | None = None) -> list[Labels]:
+    exchange = exchange or Exchange([], facts)
+    return [trace.propagate(facts, exchange) for trace in traces]
 
 
 def _kernel_groups(node: torch.fx.Node) -> int:
@@ -211,7 +269,7 @@ def _kernel_groups(node: torch.fx.Node) -> int:
         if rule_for(user.target) is not convolution:
             return 1
         target: Any = user.target
-        call = _bound(target._schema, user.args, user.kwargs)
+        call = bound(target._schema, user.args, user.kwargs)
         if call["weight"] is not node or call["input"] is node or call["bias"] is node:
             return 1
         found.add(int(call["groups"]))
@@ -223,116 +281,6 @@ def _cut_by_groups(shape: Sequence[int], groups: int) -> Slices:
     return Slices(0, np.arange(shape[0]) * groups // shape[0], (1,), owned=False)
 
 
-def _small(constant: Any) -> Tensor | None:
-    """Index maps are worth remembering; anything else is data."""
-    if not isinstance(constant, Tensor) or constant.is_floating_point() or constant.is_complex():
-        return None
-    return constant.detach().cpu() if type(constant) is Tensor else None
-
-
-def _apply(
-    node: torch.fx.Node, values: dict[torch.fx.Node, Any], labeller: Labeller, returned: Sequence[torch.fx.Node]
-) -> Any:
-    target: Any = node.target
-    args: Any = torch.fx.map_arg(node.args, lambda n: values[n])
-    kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: values[n])
-    if target is operator.getitem:
-        return args[0][int(args[1])] if isinstance(args[0], list | tuple) else args[0]
-    shapes, floating = _results(node)
-    if not shapes:  # a number, or nothing
-        return _number(node, args, labeller)
-    schema = getattr(target, "_schema", None)
-    given = (
-        _bound(schema, args, kwargs) if schema is not None else {"args": list(args), "kwargs": list(kwargs.values())}
-    )
-    call = Call(target, given, shapes, floating, _read(node, len(shapes), returned))
-    rule = rule_for(target)
-    call = _untangled(call, labeller)
-    if _takes_open_size(node, call):
-        results = [labeller.give_up(call.operands, shape, "a place or a size depends on data") for shape in shapes]
-    elif rule is None:
-        results = [labeller.give_up(call.operands, shape, "there is no rule") for shape in shapes]
-    else:
-        result = rule(labeller, call)
-        results = [result] if isinstance(result, Value) else list(result)
-    if [tuple(r.shape) for r in results] != [tuple(s) for s in shapes]:
-        raise RuntimeError(f"the rule of {labeller.where} gave shapes {[r.shape for r in results]}, not {list(shapes)}")
-    if any(map(is_open, _sizes(node))) or any(is_open(n.meta.get("val")) for n in node.all_input_nodes):
-        results = [replace(r, constant=None) for r in results]
-    elif call.operands:
-        results = [replace(r, constant=c) for r, c in zip(results, _constants(call, args, kwargs), strict=True)]
-    results = [replace(r, mask=t.dtype == torch.bool) for r, t in zip(results, _tensors(node), strict=True)]
-    return results if isinstance(node.meta["val"], list | tuple) else results[0]
-
-
-def _untangled(call: Call, labeller: Labeller) -> Call:
-    """The call with operands that its rule understands: most know neither slices nor routes."""
-    if takes_slices(call.target) or not any(value.overlaps or value.routes for value in call.operands):
-        return call
-    if any(value.overlaps for value in call.operands):
-        raise labeller.facts.entangled([part for value in call.operands if value.overlaps for part in value.parts])
-    settled = torch.utils._pytree.tree_map(lambda x: labeller.settled(x) if isinstance(x, Value) else x, call.arguments)
-    return replace(call, arguments=settled)
-
-
-def _constants(call: Call, args: Any, kwargs: Any) -> list[Tensor | None]:
-    """The results themselves, if they are index maps and come from nothing but index maps."""
-    if call.floating or any(value.constant is None for value in call.operands):
-        return [None] * len(call.shapes)
-    own = torch.utils._pytree.tree_map(lambda x: x.constant if isinstance(x, Value) else x, (args, kwargs))
-    return [_small(t) for t in torch.utils._pytree.tree_leaves(call.target(*own[0], **own[1]))]
-
-
-def _read(node: torch.fx.Node, count: int, returned: Sequence[torch.fx.Node]) -> tuple[bool, ...]:
-    """Which results something reads, or the network returns (and not only buffers keep)."""
-    if count == 1:
-        return (True,)
-    items: dict[Any, Any] = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    used = {k for k, item in items.items() if item in returned or any(user.op != "output" for user in item.users)}
-    return tuple(k in used for k in range(count))
-
-
-def _tensors(node: torch.fx.Node) -> list[Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-
-
-def _sizes(node: torch.fx.Node) -> list[Any]:
-    return [n for t in _tensors(node) for n in t.shape]
-
-
-def _results(node: torch.fx.Node) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    tensors = _tensors(node)
-    floating = bool(tensors) and (tensors[0].is_floating_point() or tensors[0].is_complex())
-    return tuple(tuple(closed(n) for n in t.shape) for t in tensors), floating
-
-
-def _number(node: torch.fx.Node, args: Any, labeller: Labeller) -> Any:
-    """A number that an operator reads off a tensor, in which nothing moves then; sizes and assertions don't matter."""
-    name = getattr(node.target, "__name__", "")
-    if not name.startswith(("sym_", "_assert")):
-        labeller.where = f"{name} in {_module(node)}"
-        for value in args:
-            if isinstance(value, Value):
-                labeller.pin(value)
-    return closed(node.meta.get("val"))
-
-
-def _takes_open_size(node: torch.fx.Node, call: Call) -> bool:
-    """Whether an operator reads a number that depends on the data, and does more than make a tensor of that size."""
-    if not any(is_open(n.meta.get("val")) for n in node.all_input_nodes):
-        return False
-    if call.name in ("split_with_sizes", "unsafe_split_with_sizes"):
-        return call.value.part_on(call.axis) is not None
-    return call.name not in TAKE_SIZES
-
-
-def _bound(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with the schema's defaults."""
-    bound = {argument.name: argument.default_value for argument in schema.arguments}
-    bound |= dict(zip([argument.name for argument in schema.arguments], args, strict=False))
-    return bound | dict(kwargs)
-
-
 def _noise(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
     """Nodes whose values are random numbers, and nothing else but numbers -> the operator that draws them."""
     plain: set[torch.fx.Node] = set()
@@ -341,25 +289,10 @@ def _noise(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
         if node.op != "call_function":
             continue
         drawn = next((noise[n] for n in node.all_input_nodes if n in noise), None)
-        if _operator_name(node) in RANDOM:
-            noise[node] = _operator_name(node)
+        if operator_name(node) in RANDOM:
+            noise[node] = operator_name(node)
         elif all(n in noise or n in plain for n in node.all_input_nodes):
             plain.add(node)
             if drawn:
                 noise[node] = drawn
     return noise
-
-
-def _operator_name(node: torch.fx.Node) -> str:
-    packet: Any = getattr(node.target, "overloadpacket", node.target)
-    return str(getattr(packet, "__name__", packet))
-
-
-def _module(node: torch.fx.Node) -> str:
-    """The innermost module that the operator was called in."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path, kind = list(stack.values())[-1] if stack else ("", "")
-    kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-    path = path.removeprefix("L['self'].").removeprefix("L['self']").removeprefix("net").removeprefix(".")
-    kind = kind.rsplit(".", 1)[-1]
-    return f"{path} ({kind})" if path else (kind or "the network")

@@ -6,6 +6,7 @@ from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.orbit import ESTIMATORS, OrbitEstimator, Suggestion
 from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
 from pyro_symmetric.distributions.symmetrized import Symmetrized
+from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 
 __all__ = [
     "ESTIMATORS",
@@ -16,4 +17,5 @@ __all__ = [
     "SinkhornImportance",
     "Suggestion",
     "Symmetrized",
+    "UnitBlocks",
 ]

@@ -13,9 +13,18 @@ from torch.distributions import Distribution, Independent, Normal
 
 from pyro_symmetric import arguments
 from pyro_symmetric.distributions.modes import Modes
-from pyro_symmetric.distributions.normals import Normals, is_mean_field, laid_out, mean_field_moments, sites_of
+from pyro_symmetric.distributions.normals import (
+    Normals,
+    blocks_of,
+    is_mean_field,
+    laid_out,
+    mean_field_moments,
+    sites_of,
+    unit_entries,
+)
 from pyro_symmetric.distributions.orbit import (
     CHUNK_NUMBERS,
+    BaseKind,
     Bound,
     OrbitEstimator,
     Suggestion,
@@ -24,6 +33,7 @@ from pyro_symmetric.distributions.orbit import (
     log_prob_on_orbit,
 )
 from pyro_symmetric.distributions.permanent import LARGEST_PERMANENT
+from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.distributions.unit_densities import ExactUnitDensities
 from pyro_symmetric.distributions.unit_sets import log_order_of, unit_sets
 from pyro_symmetric.groups.action import Action
@@ -34,17 +44,22 @@ from pyro_symmetric.groups.group import Group
 # all weights, and terms of permanents, each a single number; reports can afford more of both.
 LISTED, TERMS = 30, 5_000
 LISTED_TO_REPORT, TERMS_TO_REPORT = 1_000, 200_000
+# Elements, and their products with the entries of a covariance, that a normal's densities are cheap enough for.
+LISTED_NORMALS, LISTED_ENTRIES = 720, 5_000_000
 
 
 @dataclass(frozen=True)
 class ExactOrbit(OrbitEstimator):
     r"""The whole sum over the orbit, for groups small enough: the ruler for every other estimator.
 
-    In general by enumeration, ``|G|`` evaluations of ``q``. For a mean-field base, the sum over one set of units is a
+    In general by enumeration, ``|G|`` evaluations of ``q``. If units are independent under the base (mean-field, or
+    unit blocks), the sum over one set of units is a
     permanent (:mod:`~pyro_symmetric.distributions.permanent`) of numbers that are sums over the units' signs:
     :math:`n\,2^{n-1}` terms instead of :math:`n!\,2^n`, up to width 20. Of units inside others, the permanent of the
     outer ones is made of those of the inner ones. Sets that share no site (one hidden layer; every second layer of a
     deep network, given the others) are summed so, and only the rest is enumerated.
+
+    Value and gradient have no chance in them: the gradient is that of :math:`\log \bar q`.
 
     :param limit: the largest number of elements to enumerate.
     """
@@ -58,7 +73,7 @@ class ExactOrbit(OrbitEstimator):
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
         if isinstance(base, Modes):
             return base.mixed([self.log_prob(component, action, value) for component in base.components])
-        summed, enumerated = _divided(action.group.finite, is_mean_field(base, action))
+        summed, enumerated = _divided(action.group.finite, _independent_units(base, action))
         order = enumerated.order()
         if order > self.limit:
             how = f", besides permanents of the units {list(summed.units)}," if summed.units else ""
@@ -69,12 +84,10 @@ class ExactOrbit(OrbitEstimator):
         own = base.log_prob(value)
         if value.numel() == 0:
             return own
-        dtype, moments = own.dtype, mean_field_moments(base)
-        if summed.units and moments is not None:
+        dtype = own.dtype
+        if summed.units:
             # A permanent is told beside log q, and both may be a thousand times the sum of the two: all in float64.
-            loc, scale = (moment.double() for moment in moments)
-            base = Independent(Normal(loc, scale, validate_args=False), 1)
-            value = value.double()
+            base, value = _in_double(base), value.double()
             own = base.log_prob(value)
         # The identity comes first; its term is the density itself, not what a bijection there and back makes of it.
         elements = enumerated.enumerate().to(value.device)
@@ -87,11 +100,14 @@ class ExactOrbit(OrbitEstimator):
         return log_mean_exp(terms).to(dtype)
 
     @classmethod
-    def suggested(cls, group: Group, mean_field: bool, training: bool) -> Suggestion | None:
-        summed, enumerated = _divided(group, mean_field)
-        listed = math.exp(min(enumerated.log_order(), 700.0))
+    def suggested(cls, group: Group, base: BaseKind, training: bool) -> Suggestion | None:
+        summed, enumerated = _divided(group, _independent_sets(group, base))
+        listed, most = math.exp(min(enumerated.log_order(), 700.0)), LISTED if training else LISTED_TO_REPORT
+        if base in ("normal", "unit blocks"):
+            entries = sum(shape.numel() for shape in group.site_shapes.values()) ** 2
+            most = max(most, min(LISTED_NORMALS, LISTED_ENTRIES // entries))
         terms = listed * sum(u.copies**2 * u.size * 2.0 ** (u.size - 1) for u in summed.units.values())
-        if listed > (LISTED if training else LISTED_TO_REPORT) or terms > (TERMS if training else TERMS_TO_REPORT):
+        if listed > most * (1 + 1e-9) or terms > (TERMS if training else TERMS_TO_REPORT):
             return None
         how = f"all {listed:.0f} elements of the group can be added up"
         if summed.units:
@@ -104,15 +120,17 @@ class ExactOrbit(OrbitEstimator):
 
 
 @functools.lru_cache(maxsize=64)
-def _divided(group: Group, mean_field: bool) -> tuple[Group, Group]:
+def _divided(group: Group, independent: tuple[str, ...]) -> tuple[Group, Group]:
     """The part of a group that permanents sum over, and that which is left to enumerate.
 
     Permanents sum over sets of units with all that lies inside them, of which no two share a site, chosen from the
     largest on. Left out are sets with units that meet others of the set otherwise than by lying inside them (inputs and
     outputs of a grouped convolution), or that lie along two axes of a site.
+
+    :param independent: sets of units whose densities a base tells unit by unit.
     """
     chosen: dict[str, set[str]] = {}
-    families = [group.family(name) for name in group.units] if mean_field else []
+    families = [family for family in map(group.family, group.units) if set(family) <= set(independent)]
     with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
         for family in sorted(families, key=lambda family: -log_order_of(group, family)):
             sites = {axis.site for part in family for axis in group.axes(part)}
@@ -126,16 +144,59 @@ def _divided(group: Group, mean_field: bool) -> tuple[Group, Group]:
         return group.without(rest) if rest else group, group.without(chosen) if chosen else group
 
 
+def _independent_sets(group: Group, base: BaseKind) -> tuple[str, ...]:
+    """The sets of units that are independent under any base of a kind."""
+    if base == "mean field":
+        return tuple(group.units)
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        sets = unit_sets(group, tuple(group.site_shapes), torch.device("cpu"))
+    return tuple(name for name, one in sets.items() if base == "unit blocks" and one.is_plain and not one.waits)
+
+
+def _in_double(base: Distribution) -> Distribution:
+    """A base of independent units in float64."""
+    if isinstance(base, UnitBlocks):
+        return base.double()
+    loc, scale = (moment.double() for moment in mean_field_moments(base) or ())
+    return Independent(Normal(loc, scale, validate_args=False), 1)
+
+
+def _independent_units(base: Distribution, action: Action) -> tuple[str, ...]:
+    """The sets of units whose densities are told unit by unit, all else being given."""
+    if is_mean_field(base, action):
+        return tuple(action.group.finite.units)
+    if not isinstance(base, UnitBlocks) or action.nonlinear_sites:
+        return ()
+    return tuple(
+        name for name, units in _entries_alone(action).items() if base.are_independent(units.to(base.loc.device))
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _entries_alone(action: Action) -> dict[str, Tensor]:
+    """Set of units -> the entries of each, ``(n, d)``, as if there were no other sets."""
+    group = action.group.finite
+    found: dict[str, Tensor] = {}
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        for name in group.units:
+            alone = group.without(other for other in group.units if other != name)
+            if tuple(group.family(name)) == (name,):
+                found |= unit_entries(action, alone, torch.device("cpu"))
+    return found
+
+
 def _gains(base: Distribution, action: Action, value: Tensor, group: Group, elements: Element) -> Tensor:
     r"""``log mean_s q(s·e·w) - log q(e·w)`` over a group of nested units, ``(E,) + batch_shape``, float64."""
     flat = value.reshape(-1, value.shape[-1]).double()
     moments = [laid_out(moment, base, value.shape[:-1]).double() for moment in mean_field_moments(base) or ()]
+    blocks = blocks_of(base, action, group)
 
     def gain(chosen: Element, rows: slice) -> Tensor:
         moved = action(flat[rows], chosen.select((slice(None), None)))
-        sites = (m if len(m) == 1 else m[rows].repeat(len(moved), 1) for m in moments)
-        normals = Normals(*(sites_of(action, moment) for moment in sites))
-        densities = ExactUnitDensities(group, normals, sites_of(action, moved.flatten(0, 1)))
+        draws = sites_of(action, moved.flatten(0, 1))
+        sites = [sites_of(action, m if len(m) == 1 else m[rows].repeat(len(moved), 1)) for m in moments]
+        loc, scale = sites or ({}, {})
+        densities = ExactUnitDensities(group, Normals(loc, scale, blocks), draws)
         return (densities.gain() - log_order_of(group, densities.sets)).reshape(moved.shape[:2])
 
     def some(part: slice) -> Tensor:

@@ -25,6 +25,9 @@ class InfoNCE(OrbitEstimator):
     :class:`~pyro_symmetric.distributions.SinkhornImportance` has no such cap. At ``w`` that are
     not drawn from ``q`` (a uniformly permuted draw, say) it is no bound. Cost: ``K + 1`` evaluations of ``q``.
 
+    Its gradient is, without bias, that of the bound it reports: elements are drawn uniformly, whatever ``w`` and the
+    base's parameters are, so that differentiating the estimate as it stands differentiates its mean.
+
     Reference: Gelberg et al. 2024, "Variational Inference Failures Under Model Symmetries" (arXiv 2408.05496),
     Theorem 4.3, whose ``K`` counts the identity.
 
@@ -43,3 +46,8 @@ class InfoNCE(OrbitEstimator):
             return own
         proposals = group.sample((self.K, *own.shape), device=value.device)
         return log_mean_exp(torch.cat([own[None], log_prob_on_orbit(base, action, value, proposals)]))
+
+    def log_prob_elsewhere(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
+        batch, group = torch.broadcast_shapes(base.batch_shape, value.shape[:-1]), action.group.finite
+        proposals = group.sample((self.K + 1, *batch), device=value.device)
+        return log_mean_exp(log_prob_on_orbit(base, action, value, proposals))

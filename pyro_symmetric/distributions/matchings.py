@@ -95,7 +95,7 @@ def draw_matchings(densities: Tensor, rows: Tensor, rank: Tensor) -> Tensor:
     :param rank: place of each row in the order, ``(K, N, n)``.
     :return: ``(K, N, n)``: the column that each row takes.
     """
-    choice = _draw_all_rows(rows, rank)
+    choice = draw_rows(rows, rank)
     late, tables = _tail(rank.shape[-1], rank.device)
 
     def matched(part: slice) -> Tensor:
@@ -109,11 +109,11 @@ def draw_matchings(densities: Tensor, rows: Tensor, rank: Tensor) -> Tensor:
     return in_chunks(matched, len(rank), CHUNK_NUMBERS // (rank.shape[1] * TAIL * len(tables)))
 
 
-def _draw_all_rows(rows: Tensor, rank: Tensor) -> Tensor:
-    """Row by row without replacement, to the last: ``(K, N, n)``."""
+def draw_rows(rows: Tensor, rank: Tensor) -> Tensor:
+    """Row by row without replacement, to the last: ``(K, N, n)``. There may be more columns than rows."""
     stream = _draw_each(rows, rank.shape)
     choice = stream[0]
-    held = torch.full_like(rank, rank.shape[-1])
+    held = rank.new_full((*rank.shape[:-1], rows.shape[-1]), rank.shape[-1])
     for candidates in stream:
         # held[c]: rank of the earliest row that has chosen column c so far; it only falls, as earlier rows only gain.
         choice = torch.where(held.gather(-1, choice) < rank, candidates, choice)
@@ -132,7 +132,7 @@ def _draw_each(rows: Tensor, shape: torch.Size) -> Tensor:
 
 def _settle(rows: Tensor, rank: Tensor, choice: Tensor, held: Tensor) -> Tensor:
     """Let rows without a column go on, drawing from the columns that no earlier row holds, until all have one."""
-    _, batch, n = rank.shape
+    batch, n = held.shape[1:]
     while True:
         k, b, j = (held.gather(-1, choice) < rank).nonzero(as_tuple=True)
         if len(k) == 0:
@@ -195,17 +195,18 @@ def log_probability(densities: Tensor, rows: Tensor, rank: Tensor, choice: Tenso
         early = some_rank < n - late
         _, _, sums = _late_sums(some_densities, some_rank, chosen, late, tables)
         own_late = (_picked(some_densities, chosen).double() * ~early).sum(-1)
-        return (_log_row_choices(some_rows, some_rank, chosen) * early).sum(-1) + own_late - sums.logsumexp(-1)
+        return (log_row_choices(some_rows, some_rank, chosen) * early).sum(-1) + own_late - sums.logsumexp(-1)
 
     return in_chunks(probability, len(rank), CHUNK_NUMBERS // (rank.shape[1] * max(n * n, TAIL * len(tables))))
 
 
-def _log_row_choices(rows: Tensor, rank: Tensor, choice: Tensor) -> Tensor:
+def log_row_choices(rows: Tensor, rank: Tensor, choice: Tensor) -> Tensor:
     """For each row the log-probability of its column among those that no earlier row takes, ``(K, N, n)``."""
-    taken_by = torch.empty_like(rank).scatter_(-1, choice, rank)  # rank of the row that takes each column
+    held = rank.new_full((*rank.shape[:-1], rows.shape[-1]), rank.shape[-1])
+    taken_by = held.scatter_(-1, choice, rank)  # rank of the row that takes each column
     free = taken_by.unsqueeze(-2) >= rank.unsqueeze(-1)
     return _picked(rows, choice).log() - (rows * free).sum(-1).log()
 
 
 def _picked(matrix: Tensor, choice: Tensor) -> Tensor:
-    return matrix.expand(*choice.shape, choice.shape[-1]).gather(-1, choice.unsqueeze(-1)).squeeze(-1)
+    return matrix.expand(*choice.shape, matrix.shape[-1]).gather(-1, choice.unsqueeze(-1)).squeeze(-1)

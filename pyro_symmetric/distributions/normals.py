@@ -1,37 +1,73 @@
-"""Independent normals in place of a base density, exact or fitted, site by site: what units are matched by.
+"""Normals in place of a base density, exact or fitted: what units are matched by.
 
-Estimators that match units need the log-density of one unit's weights under another's factors. A mean-field base gives
-it exactly. Any other base (full-rank, low-rank, a flow), and sites whose constrained values are permuted (a simplex),
-give it approximately, by the normals of the same means and deviations; proposals made from them are as valid, bounds
-included, only less sharp.
+Estimators that match units need the log-density of one unit's weights under another's factors, or under what is known
+of a place once others are filled. A mean-field base gives the first exactly, a correlated normal both. Any other base
+(a flow), and sites whose constrained values are permuted (a simplex), give them approximately, by a normal fitted to
+draws; proposals made from it are as valid, bounds included, only less sharp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, Normal
+from torch.distributions import Distribution, Independent, LowRankMultivariateNormal, MultivariateNormal, Normal
 
+from pyro_symmetric.distributions.unit_blocks import UnitBlocks
+from pyro_symmetric.distributions.unit_sets import unit_sets
 from pyro_symmetric.groups.action import Action
+from pyro_symmetric.groups.group import Group
 from pyro_symmetric.weights import Weights
 
-# Draws to which normals are fitted if a base can't tell its moments, or if constrained values are permuted.
-FIT_DRAWS = 128
+# Draws to which normals are fitted if a base can't tell its moments, or if constrained values are permuted: means and
+# deviations alone, or covariances, too, which need more of them.
+FIT_DRAWS, FIT_DRAWS_CORRELATED = 128, 1024
+# Entries up to which covariances are factorised, or fitted; beyond, that would cost more than what they serve.
+LARGEST_COVARIANCE, LARGEST_FITTED = 400, 100
+
+
+@dataclass(frozen=True)
+class Covariance:
+    """A correlated normal over all entries of the sites, one after the other, in the group's view.
+
+    :param loc: means, ``(V,)``.
+    :param covariance: ``(V, V)``.
+    """
+
+    loc: Tensor
+    covariance: Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Independent units of one set, each with a covariance of its own.
+
+    :param loc: means, ``(n, d)``: each unit's entries along the set's axes, one after the other.
+    :param precision: inverse covariances, ``(n, d, d)``.
+    """
+
+    loc: Tensor
+    precision: Tensor
 
 
 @dataclass(frozen=True)
 class Normals:
-    """Independent normal densities of weights.
+    """Normal densities of weights.
 
     :param loc: site -> means, ``(N, *view_shape)``, or ``(1, *view_shape)`` if all draws share them.
     :param scale: site -> deviations, likewise.
+    :param blocks: set of units -> its normals; only of sets whose units are correlated inside and independent of each
+        other, and of all else.
+    :param covariance: of all entries; None if units are independent, or too many, or if draws don't share it.
     """
 
     loc: Weights
     scale: Weights
+    blocks: Mapping[str, Blocks] = field(default_factory=dict)
+    covariance: Covariance | None = None
 
 
 def mean_field_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
@@ -47,26 +83,112 @@ def is_mean_field(base: Distribution, action: Action) -> bool:
 
 
 def sites_of(action: Action, flat: Tensor) -> Weights:
-    """Flat vectors -> what the group moves, by site, in the group's view: constrained values if it moves those."""
-    return action.group.viewed(action.constrain(flat) if action.nonlinear_sites else action.unflatten(flat))
+    """Flat vectors -> what the group moves, by site, in the group's view: constrained values if it moves those.
+
+    Of a simplex, whose values are far from normal, their logarithms: all elements change volumes there alike.
+    """
+    if not action.nonlinear_sites:
+        return action.group.viewed(action.unflatten(flat))
+    values = action.constrain(flat)
+    for site in action.simplex_sites:
+        values[site] = values[site].clamp(min=torch.finfo(flat.dtype).tiny).log()
+    return action.group.viewed(values)
 
 
 def normals_of(base: Distribution, action: Action, batch: Sequence[int]) -> Normals:
-    """The base as independent normals of what the group moves.
+    """The base as normals of what the group moves.
 
     :param batch: batch shape of the draws; the moments are laid out for its ``N`` draws unless all share them.
     """
     moments = None if action.nonlinear_sites else mean_field_moments(base) or _known_moments(base)
     if moments is not None:
         loc, scale = (sites_of(action, laid_out(moment, base, batch)) for moment in moments)
-        return Normals(loc, scale)
-    with torch.no_grad():
-        draws = sites_of(action, laid_out(base.sample(torch.Size([FIT_DRAWS])), base, batch))
+        blocks = blocks_of(base, action, action.group.finite)
+        exact = bool(blocks) and set(blocks) == set(unit_sets(action.group.finite, tuple(loc), _device_of(loc)))
+        return Normals(loc, scale, blocks, None if exact else _covariance_of(base, action))
+    return _fitted(base, action, batch)
+
+
+@torch.no_grad()
+def _fitted(base: Distribution, action: Action, batch: Sequence[int]) -> Normals:
+    """Normals fitted to draws, with a covariance if these aren't for each draw another.
+
+    Sample covariances are shrunk towards their diagonals, by the share of a parameter in the draws.
+    """
+    whole = not base.batch_shape and action.dim <= LARGEST_FITTED
+    count = FIT_DRAWS_CORRELATED if whole else FIT_DRAWS
+    draws = sites_of(action, laid_out(base.sample(torch.Size([count])), base, batch))
     tiny = torch.finfo(next(iter(draws.values())).dtype).tiny ** 0.25  # its inverse square is finite
-    return Normals(
-        {site: value.mean(0) for site, value in draws.items()},
-        {site: value.std(0).clamp(min=tiny) for site, value in draws.items()},
-    )
+    loc = {site: value.mean(0) for site, value in draws.items()}
+    scale = {site: value.std(0).clamp(min=tiny) for site, value in draws.items()}
+    if not whole:
+        return Normals(loc, scale)
+    flat = torch.cat([value.reshape(len(value), -1) for value in draws.values()], -1).double()
+    found = flat.mT.cov()
+    found = torch.lerp(found, found.diagonal().clamp(min=tiny**2).diag(), 1 / (1 + count / flat.shape[-1]))
+    return Normals(loc, scale, covariance=Covariance(flat.mean(0), found))
+
+
+@torch.no_grad()
+def _covariance_of(base: Distribution, action: Action) -> Covariance | None:
+    """The moments of a correlated normal that all draws share, in the order of entries; None if there is none."""
+    if action.dim > LARGEST_COVARIANCE:
+        return None
+    if isinstance(base, UnitBlocks):
+        loc, root, rest = base.loc, base.square_root, torch.zeros_like(base.loc)
+    elif isinstance(base, MultivariateNormal):
+        loc, root = _shared(base.loc, 1), _shared(base._unbroadcasted_scale_tril, 2)
+        rest = torch.zeros_like(loc)
+    elif isinstance(base, LowRankMultivariateNormal):
+        loc, root = _shared(base.loc, 1), _shared(base._unbroadcasted_cov_factor, 2)
+        rest = _shared(base._unbroadcasted_cov_diag, 1)
+    else:
+        return None
+    if loc.dim() > 1 or root.dim() > 2 or rest.dim() > 1:
+        return None
+    entries = torch.arange(action.dim, device=loc.device)
+    order = torch.cat([index.reshape(-1) for index in sites_of(action, entries[None]).values()])
+    rows = root[order].double()
+    return Covariance(loc[order].double(), rows @ rows.mT + rest[order].double().diag())
+
+
+def _shared(value: Tensor, event_dims: int) -> Tensor:
+    """Without batch dimensions along which it is only expanded."""
+    batch = range(value.dim() - event_dims)
+    alike = all(value.stride(dim) == 0 or value.shape[dim] == 1 for dim in batch)
+    return value[(0,) * len(batch)] if alike else value
+
+
+def blocks_of(base: Distribution, action: Action, group: Group) -> dict[str, Blocks]:
+    """The normals of those sets of units of a group whose units are independent under the base, blocks by themselves.
+
+    :param group: that of the action, or a part of it.
+    """
+    found: dict[str, Blocks] = {}
+    if action.nonlinear_sites or not isinstance(base, UnitBlocks):
+        return found
+    for name, units in unit_entries(action, group, base.loc.device).items():
+        if base.are_independent(units):
+            factors = torch.linalg.cholesky(base.covariances(units).double())
+            found[name] = Blocks(base.loc[units].double(), torch.cholesky_inverse(factors))
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def unit_entries(action: Action, group: Group, device: torch.device) -> dict[str, Tensor]:
+    """Set of units -> the entries of each in the flat vector, ``(n, d)``; of sets that no others move or lie inside."""
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        entries = group.viewed(action.unflatten(torch.arange(action.dim, device=device)))
+        sets = unit_sets(group, tuple(entries), device)
+        return {
+            name: torch.cat([axis.rows(entries[axis.own.site][None], 1)[0] for axis in one.axes], -1)
+            for name, one in sets.items()
+            if one.is_plain and not one.waits
+        }
+
+
+def _device_of(weights: Weights) -> torch.device:
+    return next(iter(weights.values())).device
 
 
 @torch.no_grad()

@@ -8,6 +8,19 @@ is too long a sum for most groups. An estimator is asked for :math:`\log \bar q(
 in ``bound`` what its expected answer is: ``"exact"``, or ``"upper"``, an upper bound, so that the ELBO made of it is a
 lower bound of that of :math:`\bar q`.
 
+The estimates :math:`\hat q` average the terms :math:`\omega(g) = q(g \cdot w)\,|\det J_g| / (|G|\,\tau(g|w))` of the
+identity ``e``, which brings the draw to the base, and of ``K`` proposals :math:`g_k \sim \tau`. As the identity is a
+draw of :math:`q(g \cdot w) / (|G|\,\bar q(w))` on the orbit, and the ``K + 1`` terms can be exchanged,
+
+.. math:: \mathbb E \frac1{\hat q}
+    = \frac1{\bar q(w)}\, \mathbb E_{g_0 \dots g_K \sim \tau} \frac{\omega(g_0)}{\frac1{K+1} \sum_k \omega(g_k)}
+    = \frac1{\bar q(w)}, \qquad \mathbb E_{g_0 \dots g_K \sim \tau}\, \frac1{K+1} \sum_k \omega(g_k) = \bar q(w) .
+
+So weights :math:`p(w, D) / \hat q` of draws of ``q`` estimate the evidence without bias, and the bound is Jensen's
+inequality. At any other ``w`` no element is known that brings it to the base: the second mean, of ``K + 1`` proposals,
+is what serves there. Both belong to one distribution of ``w`` and its elements (importance-weighted hierarchical
+variational inference, Sobolev & Vetrov 2019, arXiv 1905.03290; Grosse, Ghahramani & Adams 2015, arXiv 1511.02543).
+
 Each estimator has a module of its own. A new one is a frozen dataclass that inherits from :class:`OrbitEstimator`; that
 alone makes it known to saved guides and to :func:`~pyro_symmetric.guides.suggest_estimator`.
 """
@@ -30,6 +43,9 @@ from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 
 Bound = Literal["upper", "exact"]
+# What a base is, as far as estimators care: a product of normals; normals that are correlated inside units, which are
+# independent; any other normal; anything else (a flow, a mixture), or one whose constrained values are moved.
+BaseKind = Literal["mean field", "unit blocks", "normal", "other"]
 
 # Moved copies of the weights that are held at once, in numbers; beyond, the orbit is scored chunk by chunk.
 CHUNK_NUMBERS = 2**25
@@ -67,15 +83,31 @@ class OrbitEstimator(ABC):
         :param base: density ``q`` over vectors, event shape ``(D,)``.
         :param action: the group's action on those vectors.
         :param value: draws of ``base``, ``batch_shape + (D,)``.
-        :return: ``batch_shape``, differentiable in ``value`` and in the parameters of ``base``.
+        :return: ``batch_shape``, differentiable in ``value`` and in the parameters of ``base``. The mean of the
+            reciprocal of its exponential is :math:`1 / \bar q`.
         """
 
+    def log_prob_elsewhere(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
+        r"""The log of an unbiased estimate of :math:`\bar q` at weights that ``base`` didn't draw: draws of a chain.
+
+        :param value: any weights, ``batch_shape + (D,)``.
+        :return: ``batch_shape``; its own mean is a lower bound of :math:`\log \bar q`.
+        """
+        if self.bound == "exact":
+            return self.log_prob(base, action, value)
+        raise NotImplementedError(f"{type(self).__name__} estimates the density at draws of the base alone")
+
+    @property
+    def knows_elsewhere(self) -> bool:
+        """Whether :meth:`log_prob_elsewhere` is there."""
+        return self.bound == "exact" or type(self).log_prob_elsewhere is not OrbitEstimator.log_prob_elsewhere
+
     @classmethod
-    def suggested(cls, group: Group, mean_field: bool, training: bool) -> Suggestion | None:
+    def suggested(cls, group: Group, base: BaseKind, training: bool) -> Suggestion | None:
         """The estimator of this class that suits a group, and why; ``None``, as here, if another one suits better.
 
         :param group: permutations and signs.
-        :param mean_field: whether the base is a product of normals over the coordinates that the group moves.
+        :param base: what the base is over the coordinates that the group moves.
         :param training: whether it is evaluated once a step; otherwise for a report, where time matters less than nats.
         """
         return None
@@ -97,10 +129,10 @@ def estimator_from_dict(data: Mapping[str, Any]) -> OrbitEstimator:
     return ESTIMATORS[name](**fields)
 
 
-def suggested(group: Group, mean_field: bool, training: bool) -> Suggestion:
+def suggested(group: Group, base: BaseKind, training: bool) -> Suggestion:
     """The estimators' suggestion: exact ones are asked first, then those that were defined last."""
     asked = sorted(reversed(ESTIMATORS.values()), key=lambda kind: getattr(kind, "bound", "upper") != "exact")
-    suggestions = (kind.suggested(group, mean_field, training) for kind in asked)
+    suggestions = (kind.suggested(group, base, training) for kind in asked)
     return next(suggestion for suggestion in suggestions if suggestion is not None)
 
 

@@ -10,6 +10,9 @@ its sets, conditional on the ones before.
 If sets share sites, such a walk may start with a confident mistake, which gives the identity a tiny probability and the
 bound a heavy tail. So the proposal is then a mixture of several walks, each of which makes other mistakes.
 
+If a normal base correlates units, they are placed one after the other instead
+(:mod:`~pyro_symmetric.distributions.conditional_walk`); if sets share sites, both kinds of walks are mixed.
+
 The proposal depends on the draw's orbit alone: moving the draw by ``h`` moves what is proposed along, whatever ``h``.
 """
 
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from pyro_symmetric.distributions.conditional_walk import ConditionalWalk, has_conditionals
 from pyro_symmetric.distributions.matchings import (
     certain_first,
     doubly_stochastic,
@@ -77,7 +81,7 @@ def _one_of(drawn: Sequence[Mapping[str, Drawn]], which: Tensor) -> dict[str, Dr
     }
 
 
-def walkers_of(units: UnitDensities, count: int) -> list[Walker]:
+def walkers_of(units: UnitDensities, count: int) -> Sequence[Walker | ConditionalWalk]:
     """The walks that are mixed; the choice is by trial on random bases, from overlapping to separated units."""
     sets, forward = units.sets, list(units.sets)
     # The last sets first, but what lies inside units after these.
@@ -85,7 +89,13 @@ def walkers_of(units: UnitDensities, count: int) -> list[Walker]:
     for name in forward:
         parent = sets[name].units.parent
         backward.insert(0 if parent is None else backward.index(parent) + 1, name)
-    if not any(one.waits for one in sets.values()):
+    waits = any(one.waits for one in sets.values())
+    conditional: list[ConditionalWalk] = []
+    if has_conditionals(units):
+        conditional = [ConditionalWalk(units, count, order) for order in ((forward, backward) if waits else (forward,))]
+        if not waits:
+            return conditional
+    if not waits:
         chosen = [(forward, 0)]
     elif any(one.units.parent is not None for one in sets.values()):
         chosen = [(forward, 0), (backward, 0), (forward, 1), (backward, 1)]
@@ -94,7 +104,7 @@ def walkers_of(units: UnitDensities, count: int) -> list[Walker]:
         chosen = [(forward, 0), (forward, 1), (backward, 2)]
     else:
         chosen = [(forward, 1), (backward, 1)]
-    return [Walker(units, count, order, sweeps) for order, sweeps in chosen]
+    return [*conditional, *(Walker(units, count, order, sweeps) for order, sweeps in chosen)]
 
 
 class Walker:

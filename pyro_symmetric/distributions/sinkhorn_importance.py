@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +15,14 @@ from pyro_symmetric import arguments
 from pyro_symmetric.distributions.density_gain import log_density_gain
 from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.normals import is_mean_field, normals_of, sites_of
-from pyro_symmetric.distributions.orbit import Bound, OrbitEstimator, Suggestion, log_prob_on_orbit
+from pyro_symmetric.distributions.orbit import (
+    BaseKind,
+    Bound,
+    OrbitEstimator,
+    Suggestion,
+    log_mean_exp,
+    log_prob_on_orbit,
+)
 from pyro_symmetric.distributions.proposal import propose
 from pyro_symmetric.distributions.unit_densities import UnitDensities
 from pyro_symmetric.distributions.unit_sets import log_order_of
@@ -40,28 +48,33 @@ class SinkhornImportance(OrbitEstimator):
     fixed, ``∇L`` is the mean of :math:`\nabla \log q(g_k \cdot w)` by the terms' shares of the sum, which are
     :math:`1/(K+1)` each if :math:`\tau` is exact. A proposal then gives :math:`\nabla \log \bar q(w)` in expectation,
     at any ``w``; the identity gives :math:`\nabla \log q(w)`, as it is no free draw, but moves with the path of
-    ``w``. With the gain :math:`I = \mathbb E_q[\log q(w) - \log \bar q(w)]`,
+    ``w``. With the gain :math:`I = \mathbb E_q[\log q(w) - \log \bar q(w)]` and :math:`L_{-k}` the estimate without
+    proposal ``k``,
 
     .. math:: \mathbb E\, \nabla L = \nabla\, \mathbb E_q \log \bar q(w) + \frac{\nabla I}{K+1},
-       \qquad \mathbb E\, \frac{(K+1) \nabla L - \nabla \log q(w)}{K} = \nabla\, \mathbb E_q \log \bar q(w),
+       \qquad \mathbb E\, \Big[ (K+1) \nabla L - \sum_{k=1}^{K} \nabla L_{-k} \Big]
+       = \nabla\, \mathbb E_q \log \bar q(w),
 
-    and the second is what is used, beside the value of ``L``: half of the gain's gradient would be lost at ``K = 1``, a
-    fifth at ``K = 4``, nothing as ``K`` grows. What is unbiased for what:
+    and the second, the jackknife, is what is used, beside the value of ``L``. What is unbiased for what:
 
     * the value, for the bound, with any :math:`\tau`;
-    * the gradient, for that of :math:`\mathbb E_q \log \bar q`, if :math:`\tau` is exact;
+    * the gradient, for that of :math:`\mathbb E_q \log \bar q`, if :math:`\tau` is exact; otherwise the jackknife
+      takes away what falls like ``1/K``;
     * the part of the gradient that goes through the base's parameters at a fixed draw: its mean is zero, as it should
       be, with any :math:`\tau`. Which of the ``K + 1`` elements is the draw's own has their shares as probabilities, so
-      that both terms average :math:`\partial \log q(w)`. Sticking the landing, which leaves that part out, changes no
+      that all terms average :math:`\partial \log q(w)`. Sticking the landing, which leaves that part out, changes no
       mean.
 
-    Mean-field bases come close to that: of :math:`\nabla I`, up to 0.02 is lost on one layer, with signs and for
-    mixtures, up to 0.05 on two layers, and more only if :math:`\nabla I` is next to nothing. If proposals are
-    poor, more stays lost, as the identity takes most of the sum and leaves the gradient of ``log q``. On four
-    overlapping units at ``K`` = 1, 4, 16 that is 0.13, 0.08, 0.04 for a low-rank base, whose units are matched by their
-    means and deviations alone, and 0.31, 0.20, 0.10 for a full-rank one (``benchmarks/performance/gradient_bias.py``);
-    a low-rank base of another problem lost 0.34 at ``K = 4``. If training such a base, take a larger ``K``, or
-    ``ExactOrbit`` if the group allows.
+    :math:`\tau` is exact up to six units of one set that can be exchanged, nine that flip, four that do both, if they
+    are independent under the base (mean-field, :class:`~pyro_symmetric.distributions.UnitBlocks`) or the base is any
+    other normal; nearly exact for more. Normals that correlate units are matched by placing one unit after the other,
+    given those already placed (:mod:`~pyro_symmetric.distributions.conditional_walk`), if they have at most 400
+    entries; beyond, by means and deviations. Flows, and sites whose constrained values are permuted, are matched by a
+    normal fitted to 1024 draws, up to 100 entries. What is then lost of :math:`\nabla I`, at ``K = 4``, is in
+    ``benchmarks/performance/gradient_bias.py``.
+    :func:`~pyro_symmetric.guides.evidence` doubts an estimate whose bounds from both sides, ``log_prob`` and
+    ``log_prob_elsewhere``, lie more than half a nat apart: then take a larger ``K``, or ``ExactOrbit`` if the group
+    allows.
 
     Cost: three products of ``n × n`` by ``n × (weights of a unit)`` matrices a set, ``K`` matchings of ``n`` units,
     and ``K`` densities of those weights that the matchings move; if two sets share a site (two hidden layers or
@@ -69,11 +82,12 @@ class SinkhornImportance(OrbitEstimator):
 
     Signs of units (odd activations, factor analysis) are drawn after the matching, which sums over them. Units that
     hold others (heads of attention, groups of a convolution) are matched by what matching those inside them would be
-    worth, and those inside follow. Base distributions that aren't mean-field are matched by their means and deviations.
+    worth, and those inside follow; there, means and deviations alone count. A conditional walk costs one factorisation
+    of the covariance, and at most five steps of ``n²`` densities of units; a step for all that is left if few are.
 
     Of a mixture (:class:`~pyro_symmetric.distributions.Modes`) each component is matched by itself: ``K + 1`` elements
     for each, the identity among those of the component that made the draw. Drawing the component that made it, too,
-    from its posterior given the draw, keeps the bound; as all cases are at hand, they are averaged over. (Each
+    from its posterior given the draw, keeps the bound; as all cases are at hand, gradients average over them. (Each
     component's own bound wouldn't do: at a draw of another component the identity is no draw from the posterior of the
     element.) With exact proposals all cases agree, component ``k`` has the share
     :math:`R_k = \pi_k \bar q_k(w) / \bar q(w)` of each, and what ``∇L`` has too much is
@@ -107,8 +121,18 @@ class SinkhornImportance(OrbitEstimator):
                 total = _log_sum_with_identity(_log_ratios(base, action, value, own, self.K))
         return (total - math.log(self.K + 1)).to(own.dtype).reshape(own.shape)
 
+    def log_prob_elsewhere(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
+        if isinstance(base, Modes):
+            return base.mixed([self.log_prob_elsewhere(component, action, value) for component in base.components])
+        own = base.log_prob(value)
+        if not action.group.finite.sites or own.numel() == 0:
+            return own
+        ratios = _log_ratios(base, action, value, own, self.K + 1)[1:]
+        return log_mean_exp(ratios).to(own.dtype).reshape(own.shape)
+
     def _log_sum_of_modes(self, base: Modes, action: Action, value: Tensor, own: Tensor) -> Tensor:
-        r""":math:`\sum_k r_k(w) \log S_k`, ``S_k`` the sum as it is if component ``k`` made the draw, ``(N,)``."""
+        r""":math:`\log S_k`, the sum as it is if component ``k`` made the draw, with probability :math:`r_k(w)`, and
+        the gradient of :math:`\sum_k r_k(w) \log S_k`, ``(N,)``."""
         made, others = [], []
         for component in base.components:
             mine = component.log_prob(value).expand(own.shape)
@@ -121,26 +145,40 @@ class SinkhornImportance(OrbitEstimator):
         log_sums = torch.logsumexp(cases + base.log_weights.double().unsqueeze(-1), 1)
         # Held fixed in gradients, like the proposals: if those are exact, all cases agree.
         responsibilities = base.responsibilities(value).detach().expand(*own.shape, -1).reshape(-1, len(made))
-        return (responsibilities.double().mT * log_sums).sum(0)
+        mean = (responsibilities.double().mT * log_sums).sum(0)
+        maker = torch.multinomial(responsibilities, 1).mT
+        return mean + (log_sums.gather(0, maker)[0] - mean).detach()
 
     @classmethod
-    def suggested(cls, group: Group, mean_field: bool, training: bool) -> Suggestion:
+    def suggested(cls, group: Group, base: BaseKind, training: bool) -> Suggestion:
         reason = (
             f"the group has exp({group.log_order():.1f}) elements, too many to add up; elements proposed by matching "
             f"units find most of those nats at any width, of which InfoNCE(K) can see no more than log(K + 1)"
         )
-        if not mean_field:
-            reason += "; this base is matched by its means and deviations, so take a larger K if units overlap"
+        if base == "other":
+            reason += "; this base is matched by a normal fitted to its draws, so take a larger K if units overlap"
         return Suggestion(cls(4 if training else 16), reason)
 
 
 def _log_sum_with_identity(log_ratios: Tensor) -> Tensor:
     """The log of the sum ``S`` of the identity's ratio and ``K`` others, ``(N,)``, with the gradient of
-    ``((K+1) log S - log q(w)) / K``: see :class:`SinkhornImportance`."""
+    ``(K+1) log S - sum_k log S_k``, ``S_k`` the sum without proposal ``k``: see :class:`SinkhornImportance`."""
+    if not log_ratios.requires_grad:
+        return torch.logsumexp(log_ratios, 0)
+    log_ratios = log_ratios.clamp(min=-1e300)  # infinite if the draw has no density under the base
+    count = len(log_ratios) - 1
     total = torch.logsumexp(log_ratios, 0)
-    # Infinite if the draw has no density under the base: a value of zero all the same.
-    excess = ((total - log_ratios[0]) / (len(log_ratios) - 1)).nan_to_num()
-    return total + (excess - excess.detach())
+    without = torch.logsumexp(log_ratios[_all_but_one(count, total.device)], 1).sum(0)
+    jackknife = (count + 1) * total - without
+    return total.detach() + (jackknife - jackknife.detach())
+
+
+@functools.lru_cache(maxsize=16)
+def _all_but_one(count: int, device: torch.device) -> Tensor:
+    """The identity and all proposals but one, for each: ``(count, count)``."""
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        rows = [[k for k in range(count + 1) if k != left_out] for left_out in range(1, count + 1)]
+        return torch.tensor(rows, device=device)
 
 
 def _log_ratios(base: Distribution, action: Action, value: Tensor, own: Tensor, count: int) -> Tensor:

@@ -19,6 +19,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.distributions.modes import Modes, score_parts
 from pyro_symmetric.distributions.orbit import OrbitEstimator, require_estimator
 from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
+from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.groups.action import Action
 
 
@@ -134,10 +135,12 @@ class Symmetrized(TorchDistribution):
 def detached(base: TorchDistribution) -> TorchDistribution:
     """The same Gaussian, or mixture of Gaussians, without gradient to its parameters.
 
-    :raises TypeError: for a base that isn't a normal, multivariate normal, low-rank multivariate normal or a mixture.
+    :raises TypeError: for a base that is neither normal (in blocks, multivariate, of low rank) nor a mixture of such.
     """
     if isinstance(base, Modes):
         return Modes(list(map(detached, base.components)), base.log_weights.detach(), base.stratum)
+    if isinstance(base, UnitBlocks):
+        return base.detach()
     if isinstance(base, torch.distributions.Independent):
         return dist.Independent(detached(base.base_dist), base.reinterpreted_batch_ndims)
     if isinstance(base, torch.distributions.Normal):

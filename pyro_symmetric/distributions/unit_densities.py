@@ -15,6 +15,9 @@ inside it has: with :math:`C` the densities of those, numbered through all copie
 
 .. math:: A_{ji} = A^{\text{own}}_{ji} + \sum_{\text{sets inside}} \log \sum_{c \in S_d} \exp \sum_b C_{(j,b)(i,c(b))} .
 
+Of units with a covariance each, ``A`` is the normal log-density with unit ``j``'s mean and precision: an inner product
+of :math:`(w_i, w_i w_i^\top)` with features of the base.
+
 A unit with a sign has :math:`\log (e^{A_{ji}^+} + e^{A_{ji}^-})` in place of :math:`A_{ji}`.
 """
 
@@ -111,6 +114,8 @@ class UnitDensities:
 
     def own_densities(self, name: str, placements: Placements) -> PairDensities:
         """The part of the matrix that is the units' own; zero, if nothing is known of what else moves them."""
+        if name in self.base.blocks:
+            return self._block_densities(name)
         densities, squares = self._sum_of(name, placements, self.like.dtype)
         if densities.even.dtype != torch.float64 and _rounding_error(densities.total, squares) > ROUNDING:
             densities, _ = self._sum_of(name, placements, torch.float64)
@@ -140,6 +145,31 @@ class UnitDensities:
         linear = axis.rows(placements.placed(value[None], axis, True), 2).mT
         quadratic = axis.rows(placements.placed(value.square()[None], axis, False), 2).mT
         return axis.rows(loc * precision, 1) @ linear, -0.5 * (axis.rows(precision, 1) @ quadratic)
+
+    def _block_densities(self, name: str) -> PairDensities:
+        """The matrix of units with covariances of their own, by squares and products of a unit's entries, in float64.
+
+        Both are centred at the mean of all places, so that they cancel less.
+        """
+        own, block = self.sets[name], self.base.blocks[name]
+        units = torch.cat([axis.rows(self.draws[axis.own.site], 1) for axis in own.axes], -1).double()
+        centre = block.loc.detach().mean(0)
+        field = (block.precision @ (block.loc - centre).unsqueeze(-1)).squeeze(-1)
+
+        def of(value: Tensor) -> Tensor:
+            value = value - centre
+            products = (value.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-2)
+            total = field @ value.mT - 0.5 * (block.precision.flatten(-2) @ products.mT)
+            return total.nan_to_num(0.0, 0.0, -1e30)[None]
+
+        if not own.is_flipped:
+            return PairDensities(of(units))
+        signs = [
+            torch.full_like(axis.rows(self.draws[axis.own.site], 1)[0, 0], -1.0 if axis.flips else 1.0)
+            for axis in own.axes
+        ]
+        both = of(units), of(units * torch.cat(signs))
+        return PairDensities((both[0] + both[1]) / 2, (both[0] - both[1]) / 2)
 
     def centred(self, site: str) -> tuple[Tensor, Tensor, Tensor]:
         """Draws and means of a site, centred so that squares cancel less, and precisions.

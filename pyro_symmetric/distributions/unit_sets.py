@@ -83,6 +83,12 @@ class UnitSet:
     waits: bool
     alone: bool
 
+    @property
+    def is_plain(self) -> bool:
+        """True if these lie in no units, no units lie in these, and there is something to exchange or flip."""
+        nested = self.units.parent is not None or self.units.copies > 1 or bool(self.inside)
+        return not nested and (self.is_permuted or self.is_flipped)
+
 
 @functools.lru_cache(maxsize=64)
 def unit_sets(group: Group, sites: tuple[str, ...], device: torch.device) -> dict[str, UnitSet]:

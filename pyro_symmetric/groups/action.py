@@ -28,6 +28,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.places import owners
+from pyro_symmetric.groups.stacks import stacked, unstacked
 from pyro_symmetric.weights import Weights
 
 
@@ -41,6 +42,7 @@ class Action:
     :ivar shapes: site -> shape of its piece of the vector.
     :ivar nonlinear_sites: sites on whose unconstrained coordinates the group acts through a bijection there and back,
         as on a simplex whose entries are permuted. Elements move and multiply the coordinates of all others.
+    :ivar simplex_sites: those of them whose values lie on a simplex, or on one for each row.
     :raises ValueError: if the group acts on a site that isn't among ``sites``, or doesn't know one whose shape isn't
         given; if it flips or scales a site whose support isn't all real numbers.
     """
@@ -56,13 +58,16 @@ class Action:
         self.sites = tuple(arguments.listed("sites", list(sites) if supports else sites, str, "sites"))
         if len(set(self.sites)) < len(self.sites) or not self.sites:
             raise ValueError(f"sites is {list(self.sites)}; it must name at least one site, and each once")
-        values = {**(shapes or {}), **self.group.site_shapes}
+        values = {**(shapes or {}), **self.group.plain_shapes}
         if unknown := [site for site in self.sites if site not in values]:
-            raise ValueError(f"the group doesn't know the sites {unknown}; it knows {sorted(self.group.site_shapes)}")
-        if left_out := [site for site in self.group.required_sites if site not in self.sites]:
+            raise ValueError(f"the group doesn't know the sites {unknown}; it knows {sorted(self.group.plain_shapes)}")
+        moved = self.group.plain_sites(self.group.required_sites)
+        if left_out := [site for site in moved if site not in self.sites]:
             raise ValueError(f"the group moves the sites {left_out}, which the vector doesn't hold: {list(self.sites)}")
         self._transforms: dict[str, Transform] = {}
         self._value_shapes = {site: torch.Size(values[site]) for site in self.sites}
+        self._stacks = {name: own for name, own in self.group.stacks.items() if set(own) <= set(self.sites)}
+        self._stack_of = {site: name for name, own in self._stacks.items() for site in own}
         self.shapes: dict[str, torch.Size] = dict(self._value_shapes)
         for site, support in supports.items():
             arguments.instance(f"sites[{site!r}]", support, Constraint, "a support, such as constraints.positive")
@@ -71,7 +76,13 @@ class Action:
                 self._transforms[site] = biject_to(support)
                 self.shapes[site] = self._transforms[site].inverse_shape(self.shapes[site])
         self.dim = sum(math.prod(shape) for shape in self.shapes.values())
+        self._stack_shapes = {name: torch.Size((len(own), *self.shapes[own[0]])) for name, own in self._stacks.items()}
+        for name, own in self._stacks.items():
+            if len({str(supports.get(site)) for site in own}) > 1:
+                raise ValueError(f"the sites of {name!r} are exchanged, but have different supports")
         self.nonlinear_sites = tuple(site for site in self._transforms if not self._commutes(site, supports[site]))
+        simplex = type(constraints.simplex)
+        self.simplex_sites = tuple(s for s in self.nonlinear_sites if isinstance(self._transforms[s].codomain, simplex))
 
     def __repr__(self) -> str:
         return f"Action(dim={self.dim}, sites={list(self.sites)}, log_order={self.group.log_order():.1f})"
@@ -105,15 +116,20 @@ class Action:
             raise ValueError(f"vector has shape {tuple(vector.shape)}, but this action needs a last axis of {self.dim}")
         batch = torch.broadcast_shapes(vector.shape[:-1], element.batch_shape)
         parts = []
-        for site, piece in self.unflatten(vector).items():
-            if site in self.nonlinear_sites:
-                bijection = self._transforms[site]
-                acted = bijection.inv(element.on_site(site, bijection(piece.double()))).to(vector.dtype)
+        moved = {}
+        for site, piece in stacked(self.unflatten(vector), self._stacks, self._stack_shapes).items():
+            one = self._stacks[site][0] if site in self._stacks else site
+            if one in self.nonlinear_sites:
+                bijection = self._transforms[one]
+                moved[site] = bijection.inv(element.on_site(site, bijection(piece.double()))).to(vector.dtype)
             else:
-                reshaped = self.shapes[site] != self._value_shapes[site]
-                acted = element.on_site(site, piece, len(self.shapes[site]) if reshaped else None)
-            own = acted.shape[: acted.dim() - len(self.shapes[site])]
-            parts.append(acted.reshape(*own, -1).expand(*batch, -1))
+                dims = len(self.shapes[one]) + (site in self._stacks)
+                reshaped = self.shapes[one] != self._value_shapes[one]
+                moved[site] = element.on_site(site, piece, dims if reshaped else None)
+        plain = unstacked(moved, self._stacks, self._stack_shapes)
+        for site in self.sites:
+            own = plain[site].shape[: plain[site].dim() - len(self.shapes[site])]
+            parts.append(plain[site].reshape(*own, -1).expand(*batch, -1))
         return torch.cat(parts, -1)
 
     def log_abs_det(self, vector: Tensor, element: Element) -> Tensor:
@@ -121,7 +137,7 @@ class Action:
         total = vector.new_zeros(torch.broadcast_shapes(vector.shape[:-1], element.batch_shape))
         if self.nonlinear_sites:
             total = total + (self._log_volume(vector) - self._log_volume(self(vector.double(), element))).to(total)
-        for site in self.sites if element.log_scales else ():
+        for site in dict.fromkeys(self._stack_of.get(s, s) for s in self.sites) if element.log_scales else ():
             total = total + self._log_scale(site, element).to(total)
         return total
 
@@ -139,7 +155,7 @@ class Action:
 
     def _log_scale(self, site: str, element: Element) -> Tensor:
         """The sum of the log-multipliers of all entries of a site."""
-        shape, total = self.group.view_shapes.get(site, self.shapes[site]), torch.zeros(())
+        shape, total = self.group.view_shapes.get(site, self.shapes.get(site, ())), torch.zeros(())
         scales = [value.flatten(len(element.batch_shape)) for value in element.log_scales.values()]
         numbers = torch.nn.functional.pad(torch.cat(scales, -1), (0, 1))
         for dim in self.group.members(site):
@@ -150,7 +166,7 @@ class Action:
 
     def _require_real(self, site: str, support: Constraint) -> None:
         """:raises ValueError: if units flip, scale or shift a site that can't take every real number."""
-        members = [pair for axes in self.group.members(site).values() for pair in axes]
+        members = [pair for axes in self.group.members(self._stack_of.get(site, site)).values() for pair in axes]
         changing = {name for name, axis in members if axis.exponent and self.group[name].moves & {"flip", "scale"}}
         changing |= {name for name, _ in members if "shift" in self.group[name].moves}
         if changing and not is_real(support):
@@ -161,7 +177,8 @@ class Action:
 
     def _commutes(self, site: str, support: Constraint) -> bool:
         """Whether the group moves single entries, or whole constrained blocks (topics, each on its simplex)."""
-        if not self.group.members(site):
+        acted, across = self._stack_of.get(site, site), site in self._stack_of
+        if not self.group.members(acted):
             return True
         base = support
         while isinstance(base, independent):
@@ -172,8 +189,8 @@ class Action:
         if base.event_dim == 0 and biject_to(base).domain.event_dim == 0:
             return True
         blocks = len(self._value_shapes[site]) - base.event_dim  # leading axes, along which all blocks are alike
-        flattened = self.group.view_shapes[site] != self._value_shapes[site]
-        return not flattened and all(dim < blocks for dim in self.group.dims(site))
+        flattened = self.group.view_shapes[acted] != self.group.site_shapes[acted]
+        return not flattened and all(dim < blocks + across for dim in self.group.dims(acted))
 
 
 def is_real(support: Constraint) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pyro_symmetric.groups.units import Axis, Move, Units
@@ -44,8 +44,8 @@ def with_axes(units: Sequence[Units], axes: Mapping[str, Sequence[Axis]]) -> lis
     return [replace(one, axes=tuple(axes.get(one.name, ()))) for one in units if one.name in held]
 
 
-def _touched(axis: Axis, moves: Collection[Move]) -> bool:
+def _touched(axis: Axis, moves: frozenset[Move]) -> bool:
     """Whether moves of the units change what lies along an axis."""
     if "permute" in moves or "shift" in moves:
         return True
-    return bool(axis.exponent) if "scale" in moves else "flip" in moves and bool(axis.exponent % 2)
+    return bool(axis.exponent) if moves & {"scale", "mix"} else "flip" in moves and bool(axis.exponent % 2)

@@ -20,26 +20,33 @@ from pyro_symmetric.guides.bounds import Evidence, evidence
 from pyro_symmetric.guides.files import load_guide, save_guide
 from pyro_symmetric.guides.flow import AutoFlow
 from pyro_symmetric.guides.gaussian import AutoGaussian, sample_posterior
+from pyro_symmetric.guides.model_comparison import ModelComparison, compare_models
 from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.objectives import Modes_ELBO, SymmetrizedMeanField_ELBO
 from pyro_symmetric.guides.own_parameters import distinct
+from pyro_symmetric.guides.pilot import GuideSuggestion, suggest_guide
 from pyro_symmetric.guides.push_forward import push_forward
 from pyro_symmetric.guides.suggest import suggest_estimator
 from pyro_symmetric.guides.swag import swag
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.guides.transport import barycentre, interpolate, wasserstein
+from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 
 __all__ = [
     "AutoFlow",
     "AutoGaussian",
     "AutoModes",
     "AutoSymmetrized",
+    "AutoUnitBlocks",
     "Evidence",
+    "GuideSuggestion",
+    "ModelComparison",
     "Modes_ELBO",
     "NotADensityError",
     "SymmetrizedMeanField_ELBO",
     "WeightsGuide",
     "barycentre",
+    "compare_models",
     "distinct",
     "evidence",
     "interpolate",
@@ -48,6 +55,7 @@ __all__ = [
     "sample_posterior",
     "save_guide",
     "suggest_estimator",
+    "suggest_guide",
     "swag",
     "wasserstein",
 ]

@@ -12,9 +12,10 @@ from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide, 
 from pyro_symmetric import arguments
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.flow import AutoFlow
-from pyro_symmetric.guides.gaussian import gaussian_copy, plain
+from pyro_symmetric.guides.gaussian import plain
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.guides.starts import InitLocFn
+from pyro_symmetric.guides.unit_blocks import gaussian_copy
 
 
 def held_guide(base: Any, model: Any, start: InitLocFn, options: Mapping[str, Any]) -> AutoContinuous:

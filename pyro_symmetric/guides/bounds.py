@@ -1,12 +1,16 @@
-r"""The value of a fitted guide: its ELBO, and that of the guide averaged over the orbits of a group.
+r"""The value of a fitted guide, and the evidence: bounds, importance sampling, and a bridge to chains.
 
-.. math:: \mathrm{ELBO}(q) = \mathbb E_q[\log p(w, D) - \log q(w)] \;\le\; \mathrm{ELBO}(\bar q) \;\le\; \log p(D)
+.. math:: \mathrm{ELBO}(q) = \mathbb E_q[\log p(w, D) - \log q(w)] \;\le\; \mathrm{ELBO}(\bar q)
+   \;\le\; \log p(D) = \log \mathbb E_{\bar q}\Big[\frac{p(w, D)}{\bar q(w)}\Big]
 
-Reference: Gelberg et al. 2024 (arXiv 2408.05496), Section 4.
+References: the bounds, Gelberg et al. 2024 (arXiv 2408.05496), Section 4; why a mixture of ``k`` components misses
+up to ``log k!`` nats if its copies aren't counted, Neal 1999 ("Erroneous results in 'Marginal likelihood from the Gibbs
+output'") and Frühwirth-Schnatter 2004; the estimates, :mod:`~pyro_symmetric.guides.log_ratios`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,23 +21,41 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
+from pyro_symmetric.chain_statistics import copied_chains
 from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator
 from pyro_symmetric.distributions.orbit import require_estimator
-from pyro_symmetric.groups import Group, group_of
+from pyro_symmetric.groups import Action, Group, group_of
+from pyro_symmetric.guides.fitted import halves
 from pyro_symmetric.guides.gaussian import plain_posterior
 from pyro_symmetric.guides.layout import Layout, layout_of
+from pyro_symmetric.guides.log_ratios import (
+    FEWEST,
+    Estimate,
+    bridge,
+    chains_agree,
+    importance,
+    largest_reliable_k,
+    pareto_k,
+)
 from pyro_symmetric.guides.suggest import suggest_estimator
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.weights import Weights, require_finite, require_sites
 
 # So many draws show whether log_joint has the group, and how large its rounding errors are.
 CHECKED = 4
+# So many draws show how well an estimate of the symmetrised density is known.
+CHECKED_DENSITIES = 64
+# What is said aloud: methods that differ by more of their errors, errors of more nats, chains that agree less.
+DISAGREEMENT, LARGE_ERROR, LARGE_R_HAT = 3.0, 0.5, 1.05
+# Of a value, what may be lost on the way to unconstrained vectors and back; of draws, how many may lose more.
+LOST = 0.01
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Monte Carlo estimates, in nats, with their standard errors.
+    """What a guide is worth, and the evidence, all in nats.
 
     :param elbo: of the guide as it is.
     :param elbo_error: its standard error.
@@ -43,6 +65,12 @@ class Evidence:
     :param bound: ``"lower"`` if the expectation of ``symmetrized_elbo`` is a lower bound of the symmetrised guide's
         ELBO, ``"exact"`` if it is that ELBO.
     :param log_order: the most that symmetrisation can add, ``log |G|``.
+    :param importance: the log-evidence by importance sampling from the symmetrised guide.
+    :param pareto_k: how heavy the tail of its weights is; above 0.7 its error can't be trusted.
+    :param bridge: the log-evidence by bridge sampling, if there was a posterior.
+    :param doubts: what speaks against the estimates; empty if all checks passed.
+    :param density_gap: between an upper and a lower bound of the mean symmetrised log-density: 0 if it is exact, NaN if
+        the estimator can't tell. The symmetrised ELBO may be too low by as much.
     """
 
     elbo: float
@@ -52,63 +80,267 @@ class Evidence:
     estimator: str
     bound: str
     log_order: float
+    importance: Estimate
+    pareto_k: float
+    bridge: Estimate | None = None
+    doubts: tuple[str, ...] = ()
+    density_gap: float = 0.0
+
+    @property
+    def best(self) -> Estimate:
+        """The bridge, if there is one, as its terms are bounded; else importance sampling. Mind the ``doubts``."""
+        return self.bridge or self.importance
 
     def __repr__(self) -> str:
-        relation = "=" if self.bound == "exact" else "≥"
-        return (
-            f"Evidence(ELBO = {self.elbo:.2f} ± {self.elbo_error:.2f}, symmetrised ELBO {relation} "
-            f"{self.symmetrized_elbo:.2f} ± {self.symmetrized_error:.2f} nats by {self.estimator}, log|G| = "
-            f"{self.log_order:.1f})"
-        )
+        relation, found = "=" if self.bound == "exact" else "≥", self.importance
+        low, high = self.best.interval()
+        lines = [
+            "Evidence, in nats",
+            f"  ELBO                = {self.elbo:.2f} ± {self.elbo_error:.2f}",
+            f"  symmetrised ELBO    {relation} {self.symmetrized_elbo:.2f} ± {self.symmetrized_error:.2f}, by "
+            f"{self.estimator}; log|G| = {self.log_order:.1f}",
+            f"  importance sampling ≈ {found.log_evidence:.2f} ± {found.error:.2f}, Pareto-k {self.pareto_k:.2f}, "
+            f"{found.effective_draws:.0f} effective of {found.num_draws} draws",
+        ]
+        if self.bridge:
+            lines += [
+                f"  bridge sampling     ≈ {self.bridge.log_evidence:.2f} ± {self.bridge.error:.2f}, "
+                f"{self.bridge.effective_draws:.0f} effective of {self.bridge.num_draws} draws"
+            ]
+        lines += [f"  95 % interval: {low:.2f} to {high:.2f}" + (", in doubt:" if self.doubts else "")]
+        return "\n".join([*lines, *(f"  ! {doubt}" for doubt in self.doubts)])
 
 
 @torch.no_grad()
 def evidence(
-    guide: AutoGuide,
+    guide: AutoGuide | Posterior,
     log_joint: Callable[[Weights], Tensor],
     group: Group | Symmetry,
     estimator: OrbitEstimator | None = None,
     *,
+    posterior: Posterior | None = None,
     num_samples: int = 512,
     chunk: int = 64,
 ) -> Evidence:
-    """Estimate the ELBO of a guide, and of that guide symmetrised.
+    """Bounds and estimates of the log-evidence, by a guide symmetrised, and by chains.
 
-    The second is worth something only if ``log_joint`` is invariant under the group: that is compared at draws of the
+    The ELBO and the symmetrised ELBO are lower bounds. Importance sampling from the symmetrised guide has no bias (of
+    the evidence, not of its log), with an exact density or with ``InfoNCE`` and ``SinkhornImportance``. With a
+    ``posterior``, bridge sampling between it and the symmetrised guide is the second opinion: its draws may lie in any
+    copies, as the symmetrised density is the same at all of them. What doesn't fit is told in ``doubts``: a Pareto-k
+    above 0.7, two methods that differ by more than three of their errors, chains that disagree (one chain: with its own
+    other half), fewer than 25 effective draws, errors above half a nat, an estimate of the density that leaves as much
+    open, rounding errors as large. A mode that guide and chains both miss can't be noticed.
+
+    The answer is worth something only if ``log_joint`` is invariant under the group: that is compared at draws of the
     guide, up to the function's own noise (rounding, subsampled data), at the price of about 20 more evaluations.
 
-    >>> evidence(guide, lambda w: model.log_joint(w, x, y), group)
+    >>> evidence(guide, ps.log_joint(model, x, y), group, posterior=posterior, num_samples=4000)
+    >>> evidence(posterior, ps.log_joint(model, x, y), group, num_samples=4000)  # without a guide
 
-    :param guide: a set-up guide of this library, or a stock ``AutoNormal`` or ``AutoContinuous``.
+    :param guide: a set-up guide of this library, or a stock ``AutoNormal`` or ``AutoContinuous``. Or a ``Posterior``
+        that remembers its model: then a Gaussian is fitted to the first half of each chain, aligned, and the second
+        half, which knows nothing of that fit, is the ``posterior``, unless another is given.
     :param log_joint: e.g. :func:`log_joint(model, *args) <pyro_symmetric.mcmc.log_joint>`; weights of batch shape
         ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``.
     :param group: the symmetry of the model: permutations, signs, or both. Of a symmetry, the finite part.
     :param estimator: of the symmetrised log-density; by default what
         :func:`~pyro_symmetric.guides.suggest_estimator` picks for reports.
-    :param num_samples: Monte Carlo samples, at least 2.
+    :param posterior: draws of the posterior, which the guide wasn't fitted to.
+    :param num_samples: Monte Carlo samples of the guide, at least 2, and about as many of the posterior, evenly spaced.
     :param chunk: how many are evaluated at once.
-    :raises ValueError: naming the units whose exchange changes ``log_joint``.
+    :raises ValueError: naming the units whose exchange changes ``log_joint``; if chains never move, or equal others.
     """
     arguments.whole("num_samples", num_samples, 2)
     arguments.whole("chunk", chunk, 1)
     group = group_of(group).finite
-    estimator = estimator or suggest_estimator(guide, group, training=False).estimator
-    require_estimator(estimator)
+    if estimator is not None:
+        require_estimator(estimator)
     arguments.function("log_joint", log_joint, "a function of weights, e.g. ps.log_joint(model, *args)")
+    arguments.instance("posterior", posterior, (Posterior, type(None)), "a Posterior or None")
+    if isinstance(guide, Posterior):
+        guide, posterior = halves(guide, group, posterior)
+    estimator = estimator or suggest_estimator(guide, group, training=False).estimator
+    if posterior is not None and not estimator.knows_elsewhere:
+        raise TypeError(
+            f"estimator is {estimator!r}, which knows no density at draws of a posterior; take ExactOrbit, InfoNCE or "
+            "SinkhornImportance, or leave the posterior out"
+        )
     layout = layout_of(guide)
-    base, action = plain_posterior(guide), layout.action(group)
-    plain, symmetrized = [], []
-    for start in range(0, num_samples, chunk):
-        latent = base.sample((min(chunk, num_samples - start),))
-        log_target = _checked(log_joint(layout.unpack(latent)), len(latent)).double() + layout.log_volume(latent)
-        if start == 0:
-            _require_invariance(layout, log_joint, group, latent[:CHECKED])
-        plain.append(log_target - base.log_prob(latent).double())
-        symmetrized.append(log_target - estimator.log_prob(base, action, latent).double())
-    elbo, elbo_error = _mean_and_error(torch.cat(plain))
-    symmetrized_elbo, symmetrized_error = _mean_and_error(torch.cat(symmetrized))
+    of_chains = None if posterior is None else _unconstrained(posterior, layout, num_samples)
+    weighing = _Weighing(log_joint, layout, plain_posterior(guide), layout.action(group), estimator, chunk)
+    plain, symmetrized = weighing.of_guide(num_samples)
+    found, k, connected = importance(symmetrized), pareto_k(symmetrized), None
+    gap = weighing.density_gap()
+    doubts = _doubts_of_weights(found, k) + _doubts_of_density(estimator, gap) + weighing.doubts_of_digits()
+    if posterior is not None and of_chains is not None and math.isfinite(found.log_evidence):
+        at_draws = weighing.of_chains(of_chains.to(plain.device))
+        connected = bridge(symmetrized, at_draws, posterior.rows == "independent")
+        if posterior.rows == "chains":
+            doubts += _doubts_of_chains(chains_agree(at_draws))
+        doubts += _doubts_of_both(found, connected) + _doubts_of_border(posterior, layout)
     bound = "lower" if estimator.bound == "upper" else estimator.bound
-    return Evidence(elbo, elbo_error, symmetrized_elbo, symmetrized_error, repr(estimator), bound, group.log_order())
+    means = (*_mean_and_error(plain), *_mean_and_error(symmetrized))
+    return Evidence(*means, repr(estimator), bound, group.log_order(), found, k, connected, tuple(doubts), gap)
+
+
+@dataclass(frozen=True)
+class _Weighing:
+    """Log-ratios of the joint density to a guide's, at unconstrained vectors, ``chunk`` at once, in float64."""
+
+    log_joint: Callable[[Weights], Tensor]
+    layout: Layout
+    base: Any
+    action: Action
+    estimator: OrbitEstimator
+    chunk: int
+
+    def of_guide(self, num_samples: int) -> tuple[Tensor, Tensor]:
+        """At draws of the guide, to its own density and to the symmetrised one, ``(num_samples,)`` each."""
+        plain, symmetrized = [], []
+        for start in range(0, num_samples, self.chunk):
+            latent = self.base.sample((min(self.chunk, num_samples - start),))
+            target = self._target(latent)
+            if start == 0:
+                _require_invariance(self.layout, self.log_joint, self.action.group, latent[:CHECKED])
+            plain.append(target - self.base.log_prob(latent).double())
+            symmetrized.append(target - self.estimator.log_prob(self.base, self.action, latent).double())
+        return torch.cat(plain), torch.cat(symmetrized)
+
+    def of_chains(self, vectors: Tensor) -> Tensor:
+        """At draws of a posterior, ``(chains, draws, D)``, to the symmetrised density: ``(chains, draws)``.
+
+        :raises ValueError: if some draws have no density, or an infinite one.
+        """
+        parts = [
+            self._target(part) - self.estimator.log_prob_elsewhere(self.base, self.action, part).double()
+            for part in vectors.flatten(0, 1).split(self.chunk)
+        ]
+        found = torch.cat(parts)
+        if not bool(found.isfinite().all()):
+            raise ValueError(
+                f"log_joint minus the guide's log-density isn't finite at {int((~found.isfinite()).sum())} draws of "
+                "the posterior; log_joint must be that of the model that they were drawn from"
+            )
+        return found.reshape(vectors.shape[:2])
+
+    def density_gap(self) -> float:
+        """An estimate of the symmetrised density lies between two bounds: above from the identity on, below without it.
+
+        Far apart, as of ``InfoNCE`` if copies lie apart, its weights look even, and lack what rare draws would bring.
+        """
+        if self.estimator.bound == "exact" or not self.estimator.knows_elsewhere:
+            return 0.0 if self.estimator.bound == "exact" else math.nan
+        with forked():
+            draws = self.base.sample((CHECKED_DENSITIES,))
+            above = self.estimator.log_prob(self.base, self.action, draws).double()
+            return float((above - self.estimator.log_prob_elsewhere(self.base, self.action, draws).double()).mean())
+
+    def doubts_of_digits(self) -> list[str]:
+        """In float32, numbers of ten million nats have no digits left for one."""
+        with forked():
+            values = _checked(self.log_joint(self.layout.unpack(self.base.sample((2,)))), 2)
+        rounding = torch.finfo(values.dtype).eps * float(values.abs().nan_to_num().max())
+        return [f"log_joint is rounded to about {rounding:.1g} nats"] if rounding > LARGE_ERROR else []
+
+    def _target(self, latent: Tensor) -> Tensor:
+        # Bijections in float64: near the border of a simplex a bijection in float32 loses the value.
+        exact, tiny = latent.double(), torch.finfo(latent.dtype).tiny
+        found = self.layout.unpack(exact)
+        weights = {s: v.where((v == 0) | (v.abs() >= tiny), tiny * v.sign()).to(latent.dtype) for s, v in found.items()}
+        return _checked(self.log_joint(weights), len(latent)).double() + self.layout.log_volume(exact)
+
+
+def _unconstrained(posterior: Posterior, layout: Layout, num_samples: int) -> Tensor:
+    """About so many of the draws, evenly spaced, ``(chains, draws, D)``.
+
+    :raises ValueError: if the posterior lacks a site, or holds too few draws or infinite ones.
+    """
+    require_sites(posterior.samples, layout.shapes, "posterior")
+    if posterior.num_samples < 4:
+        raise ValueError(f"posterior has {posterior.num_samples} draws of each chain; a bridge needs at least 4")
+    if posterior.rows == "chains" and (copies := copied_chains(posterior.samples)):
+        raise ValueError(f"the chains {copies} of posterior equal others draw for draw; leave them out")
+    every = max(1, posterior.num_chains * posterior.num_samples // num_samples)
+    thinned = posterior.thin(min(every, posterior.num_samples // 4))
+    samples = {site: thinned.samples[site] for site in layout.shapes}
+    require_finite(samples, "posterior")
+    vectors = layout.pack(samples)
+    still = (vectors == vectors[:, :1]).flatten(1).all(1)
+    if posterior.rows == "chains" and bool(still.any()):
+        raise ValueError(f"the chains {still.nonzero()[:, 0].tolist()} of posterior never move; leave them out")
+    if not bool(vectors.isfinite().all()):
+        raise ValueError("posterior holds draws on the border of a site's support, where the guide has no density")
+    return vectors
+
+
+# what speaks against estimates --------------------------------------------------------------------------------------
+
+
+def _doubts_of_weights(found: Estimate, k: float) -> list[str]:
+    most = largest_reliable_k(found.num_draws)
+    if not math.isfinite(found.log_evidence):
+        return [f"importance sampling: log_joint is {found.log_evidence} at draws of the guide"]
+    if math.isnan(k):
+        return ["importance sampling: too few draws to tell the tail of the weights"]
+    if k > most:
+        return [f"importance sampling: Pareto-k is {k:.2f}, above {most:.2f}; its error can't be trusted"]
+    return _doubts_of_error("importance sampling", found)
+
+
+def _doubts_of_density(estimator: OrbitEstimator, gap: float) -> list[str]:
+    if math.isnan(gap):
+        return [f"importance sampling: {estimator!r} can't tell how well it knows the guide's log-density"]
+    if gap > LARGE_ERROR:
+        return [
+            f"importance sampling: {estimator!r} leaves {gap:.1f} nats of the guide's log-density open; take a larger "
+            "K, or ExactOrbit() if the group allows"
+        ]
+    return []
+
+
+def _doubts_of_chains(r_hat: float) -> list[str]:
+    if r_hat > LARGE_R_HAT:
+        return [f"bridge sampling: the chains disagree about the joint density, R-hat {r_hat:.2f}"]
+    return []
+
+
+def _doubts_of_border(posterior: Posterior, layout: Layout) -> list[str]:
+    """Draws so near the border of a support that unconstrained vectors don't bring them back."""
+    samples = {site: posterior.samples[site] for site in layout.shapes}
+    back = layout.unpack(layout.pack(samples).double())
+    lost = [
+        ((back[s] - value).abs() > LOST * value.abs())[..., None].flatten(2).any(-1) for s, value in samples.items()
+    ]
+    share = float(torch.stack(lost).any(0).double().mean())
+    if share <= LOST:
+        return []
+    return [f"bridge sampling: {share:.0%} of the draws lie so near the border of a support that they can't be told"]
+
+
+def _doubts_of_both(found: Estimate, connected: Estimate | None) -> list[str]:
+    if connected is None:
+        return []
+    doubts = _doubts_of_error("bridge sampling", connected)
+    gap, error = abs(found.log_evidence - connected.log_evidence), math.hypot(found.error, connected.error)
+    if gap > DISAGREEMENT * error:
+        doubts.append(
+            f"importance and bridge sampling differ by {gap:.2f} nats, {gap / error:.1f} times their error: the guide "
+            "or the chains miss a part of the posterior"
+        )
+    return doubts
+
+
+def _doubts_of_error(method: str, found: Estimate) -> list[str]:
+    doubts = []
+    if found.error > LARGE_ERROR:
+        doubts = [f"{method}: its error of {found.error:.1f} nats is too large to be one"]
+    if found.effective_draws < FEWEST:
+        doubts += [f"{method}: {found.effective_draws:.0f} effective draws are too few to know its error"]
+    return doubts
+
+
+# the group must be the model's --------------------------------------------------------------------------------------
 
 
 def _require_invariance(layout: Layout, log_joint: Callable[[Weights], Tensor], group: Group, latent: Tensor) -> None:

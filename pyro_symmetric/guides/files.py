@@ -18,10 +18,11 @@ from pyro_symmetric.distributions.orbit import ESTIMATORS, estimator_from_dict
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.flow import AutoFlow
-from pyro_symmetric.guides.gaussian import AutoGaussian, gaussian_copy, moments_of
+from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of
 from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of
 from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
+from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks, gaussian_copy
 from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
 
 KIND = "guide"
@@ -31,9 +32,9 @@ VERSION = 3
 def save_guide(guide: AutoGuide, path: PathLike) -> None:
     """Write a set-up guide to one ``.safetensors`` file, atomically and without pickle.
 
-    Takes our guides, symmetrised over whatever base, mixtures and flows included, and the stock Gaussian ones
-    (``AutoNormal``, ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``, ``AutoMultivariateNormal``). A flow must
-    be made of Pyro's own transforms: a file holds no functions. Of others write ``guide.state_dict()``.
+    Takes our guides, symmetrised over whatever base, mixtures, unit blocks and flows included, and the stock Gaussian
+    ones (``AutoNormal``, ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``, ``AutoMultivariateNormal``). A
+    flow must be made of Pyro's own transforms: a file holds no functions. Of others write ``guide.state_dict()``.
 
     :raises TypeError: for a guide that it doesn't know how to write.
     :raises OSError: if the file can't be written.
@@ -48,7 +49,8 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
 def load_guide(path: PathLike, device: torch.device | str | None = None) -> WeightsGuide:
     """Read a guide that :func:`save_guide` wrote. ``sample_posterior`` works at once; stock SVI continues the training.
 
-    Gaussian guides come back as :class:`AutoGaussian`, all others as what they were, with such guides inside.
+    Gaussian guides come back as :class:`AutoGaussian` or :class:`AutoUnitBlocks`, all others as what they were, with
+    such guides inside.
 
     :raises OSError: if the file can't be read.
     :raises StoreError: if it is damaged (it is compared with its checksum) or no guide.
@@ -94,6 +96,8 @@ def _described(guide: Any) -> dict[str, Any]:
         if getattr(pyro.infer.autoguide, flow, None) is not type(guide.flow):
             raise TypeError(f"a guide over {flow} can't be written to a file, only over Pyro's own flows")
         return {"class": kind, "flow": flow, "arguments": _as_json(guide.flow_arguments)}
+    if isinstance(guide, AutoUnitBlocks):
+        return {"class": kind, "group": guide.group.to_dict()}
     return {"class": "AutoGaussian", "moments": {name: list(value.shape) for name, value in moments_of(guide).items()}}
 
 
@@ -116,6 +120,8 @@ def _built(described: Mapping[str, Any], layout: Layout, like: Tensor) -> Any:
         flow: type[AutoNormalizingFlow] = getattr(pyro.infer.autoguide, described["flow"])
         options = _from_json(described["arguments"])
         return AutoFlow(model, flow, init_loc_fn=model.init_loc_fn, **options).setup()
+    if kind == "AutoUnitBlocks":
+        return AutoUnitBlocks(model, Group.from_dict(described["group"]), init_loc_fn=model.init_loc_fn).setup()
     moments = {name: like.new_ones(shape) for name, shape in described["moments"].items()}
     return AutoGaussian(layout, **{name: v.tril() if name == "scale_tril" else v for name, v in moments.items()})
 

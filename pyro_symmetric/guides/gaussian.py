@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import to_gaussian
+from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of
 from pyro_symmetric.weights import Weights
@@ -103,6 +104,8 @@ def moments_of(guide: AutoGuide) -> dict[str, Tensor]:
         moments = to_gaussian(guide)
         return {"loc": layout.flatten(moments.loc), "scale": layout.flatten(moments.scale)}
     found = guide.get_posterior() if isinstance(guide, AutoContinuous) else None
+    if isinstance(found, UnitBlocks):
+        return {"loc": found.loc.detach(), "scale_tril": triangular(found.square_root)}
     if isinstance(found, dist.LowRankMultivariateNormal):
         return {"loc": found.loc.detach(), "scale": found.cov_diag.sqrt(), "cov_factor": found.cov_factor}
     if isinstance(found, dist.MultivariateNormal):
@@ -113,14 +116,6 @@ def moments_of(guide: AutoGuide) -> dict[str, Tensor]:
         f"{type(guide).__name__} isn't a Gaussian guide, as AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, "
         "AutoLowRankMultivariateNormal and AutoGaussian are"
     )
-
-
-def gaussian_copy(guide: AutoGuide) -> AutoGaussian:
-    """A guide with copies of the moments of a set-up Gaussian guide.
-
-    :raises TypeError: for a guide that isn't Gaussian.
-    """
-    return AutoGaussian(layout_of(guide), **moments_of(guide))
 
 
 def plain(guide: AutoGuide) -> AutoGuide:
@@ -171,9 +166,10 @@ def shares_of(weights: Sequence[float] | Tensor | None, count: int, *, zero: boo
 
 
 def triangular(rows: Tensor) -> Tensor:
-    """The Cholesky factor of ``rows @ rows.mT``, by a QR decomposition in float64: no squares, no lost digits."""
+    """The Cholesky factors of ``rows @ rows.mT``, ``batch_shape + (n, k)`` -> ``batch_shape + (n, n)``, by a QR
+    decomposition in float64: no squares, no lost digits."""
     upper = torch.linalg.qr(rows.double().mT, mode="r").R
-    signs = torch.where(upper.diagonal() < 0, -1.0, 1.0).to(upper)
+    signs = torch.where(upper.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(upper)
     return (upper * signs.unsqueeze(-1)).mT.to(rows.dtype)
 
 

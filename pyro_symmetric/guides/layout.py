@@ -108,17 +108,17 @@ class Layout:
 
         :raises ValueError: if the group moves sites that aren't there, or whose shapes or supports don't fit.
         """
-        for site in group.required_sites:
+        for site in group.plain_sites(group.required_sites):
             if site not in self.shapes:
                 raise ValueError(
                     f"the group moves the site {site!r}, which the guide doesn't have; the guide's sites are "
                     f"{list(self.shapes)}. If the network is an attribute 'net' of the model, take "
                     "symmetry.prefixed('net')"
                 )
-            if self.shapes[site] != group.site_shapes[site]:
+            if self.shapes[site] != group.plain_shapes[site]:
                 raise ValueError(
                     f"site {site!r} has shape {tuple(self.shapes[site])} in the guide, but "
-                    f"{tuple(group.site_shapes[site])} in the group"
+                    f"{tuple(group.plain_shapes[site])} in the group"
                 )
         return Action(group, self.supports, self.shapes)
 

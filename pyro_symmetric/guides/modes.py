@@ -33,13 +33,14 @@ from pyro_symmetric.distributions import Modes
 from pyro_symmetric.guides import starts
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.bases import held_guide
-from pyro_symmetric.guides.gaussian import gaussian_copy, shares_of
+from pyro_symmetric.guides.gaussian import shares_of
 from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of, one_layout_of
 from pyro_symmetric.guides.starts import InitLocFn
+from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks, gaussian_copy
 
 BISECTIONS = 60  # of a bracket of a quantile; more than the digits of a float64
 
-GAUSSIAN = (AutoDiagonalNormal, AutoNormal, AutoLowRankMultivariateNormal, AutoMultivariateNormal)
+GAUSSIAN = (AutoDiagonalNormal, AutoNormal, AutoLowRankMultivariateNormal, AutoMultivariateNormal, AutoUnitBlocks)
 
 
 class AutoModes(WeightsGuide):
@@ -57,7 +58,8 @@ class AutoModes(WeightsGuide):
     :param model: the Pyro model.
     :param num_modes: number of components ``M``.
     :param base: the class of each mode: ``AutoDiagonalNormal``, ``AutoNormal`` (which is taken as that),
-        ``AutoLowRankMultivariateNormal`` or ``AutoMultivariateNormal``.
+        ``AutoLowRankMultivariateNormal``, ``AutoMultivariateNormal`` or
+        :class:`~pyro_symmetric.guides.AutoUnitBlocks` (with ``group=...``).
     :param init_loc_fn: where the means start, called for each mode anew. By default the first mode starts at the
         network's own values for a :class:`~pyro_symmetric.models.BayesianModel` and each other at freshly initialised
         ones, the likelihood's sites at their prior's median; of any other model, all start at draws from the prior.

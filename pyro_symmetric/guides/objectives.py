@@ -32,7 +32,7 @@ from torch.distributions import (
 )
 
 from pyro_symmetric import arguments
-from pyro_symmetric.distributions import Modes, Symmetrized
+from pyro_symmetric.distributions import Modes, Symmetrized, UnitBlocks
 from pyro_symmetric.guides.gaussian import plain
 from pyro_symmetric.guides.modes import AutoModes
 
@@ -88,7 +88,7 @@ class SymmetrizedMeanField_ELBO(OwnParticle_ELBO):
         if isinstance(base, Modes):
             raise TypeError("SymmetrizedMeanField_ELBO has no formula for a guide with several modes; use Modes_ELBO")
         inner = base.base_dist if isinstance(base, Independent) else base
-        analytic = isinstance(inner, Normal | MultivariateNormal | LowRankMultivariateNormal)
+        analytic = isinstance(inner, Normal | MultivariateNormal | LowRankMultivariateNormal | UnitBlocks)
         elbo = _entropy_and_information(latent, base, analytic)
         position = 0
         for name, site in guide_trace.nodes.items():

@@ -6,7 +6,8 @@ If ``w ~ q`` and the model is invariant under ``g``, then ``g·w`` explains the 
 
 .. math:: g_\# \mathcal N(m, \Sigma) = \mathcal N(A m + b,\; A \Sigma A^\top) .
 
-``A`` has one entry in each row: mean-field guides stay mean-field, and low-rank guides keep their rank.
+``A`` has one entry in each row: mean-field guides stay mean-field, low-rank guides keep their rank, and unit blocks
+stay unit blocks if units go to units.
 
 Reference: Rossi et al. 2023 (arXiv 2310.10171), sections 3 and 4 (permutations of mean-field Gaussians).
 """
@@ -26,11 +27,12 @@ from pyro_symmetric.groups.element import require_buffers
 from pyro_symmetric.guides.gaussian import AutoGaussian, Moments, moments_of, plain, triangular
 from pyro_symmetric.guides.layout import Layout, layout_of
 from pyro_symmetric.guides.modes import AutoModes
+from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 from pyro_symmetric.weights import require_same_network
 
 
 @torch.no_grad()
-def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian | AutoModes:
+def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian | AutoUnitBlocks | AutoModes:
     """The distribution of ``element(w)`` for ``w`` drawn from a Gaussian guide, as a guide of its own.
 
     >>> aligned = push_forward(guide, align(guide, reference, group).element)
@@ -51,17 +53,19 @@ def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian | AutoModes
     if isinstance(guide, AutoModes):
         modes = [push_forward(mode, element) for mode in guide.modes]
         return AutoModes._holding(layout, modes, guide.logits.detach().clone(), guide.train_weights)
+    if isinstance(guide, AutoUnitBlocks):
+        return _pushed_blocks(guide, layout, element)
     return AutoGaussian(layout, **_pushed(moments_of(guide), element, _affine(element, layout)))
 
 
 @acted_on.register(AutoGuide)
-def _(target: AutoGuide, element: Element, symmetry: Symmetry) -> AutoGaussian | AutoModes:
+def _(target: AutoGuide, element: Element, symmetry: Symmetry) -> AutoGaussian | AutoUnitBlocks | AutoModes:
     return push_forward(target, element)
 
 
 def _pushed(moments: Moments, element: Element, action: Action) -> dict[str, Tensor]:
     """The moments of a Gaussian pushed forward: ``loc`` and ``scale``, ``cov_factor`` or ``scale_tril``."""
-    matrix = element.group.element(element.permutations, signs=element.signs, log_scales=element.log_scales)
+    matrix = _linear_part(element)
 
     def linear(columns: Tensor) -> Tensor:
         return action(columns.mT, matrix).mT
@@ -73,6 +77,37 @@ def _pushed(moments: Moments, element: Element, action: Action) -> dict[str, Ten
     if "cov_factor" in moments:
         result["cov_factor"] = linear(moments["cov_factor"])
     return result
+
+
+def _pushed_blocks(guide: AutoUnitBlocks, layout: Layout, element: Element) -> AutoUnitBlocks:
+    """The push-forward of unit blocks by an element that takes units to units.
+
+    ``A`` puts the number at ``source[i]``, times ``factor[i]``, at place ``i``. The block that comes to a unit's places
+    has its rows reordered if units of a neighbouring set are exchanged, too.
+    """
+    action, matrix = _affine(element, layout), _linear_part(element)
+    loc, scale = guide.loc.detach(), guide.scale.detach()
+    numbers = torch.arange(layout.dim, dtype=torch.float64, device=loc.device)
+    source = action(numbers, element.group.element(element.permutations)).round().long()
+    factor = action(torch.ones_like(loc), matrix)
+    trils = []
+    for positions, tril in zip(guide.positions, guide.scale_trils, strict=True):
+        places = torch.full((layout.dim,), -1, device=loc.device)
+        places[positions.flatten()] = torch.arange(positions.numel(), device=loc.device)
+        found = places[source[positions]]
+        unit, row = found // positions.shape[1], found % positions.shape[1]
+        if bool((found < 0).any() or (unit != unit[:, :1]).any()):
+            raise ValueError(
+                "the element takes weights of one unit to several; a guide of unit blocks is pushed forward by "
+                f"elements that exchange whole units of its own: {list(guide.group.units)}"
+            )
+        trils.append(triangular(tril[unit[:, :1], row] * factor[positions].unsqueeze(-1)))
+    return AutoUnitBlocks._of_moments(layout, guide.group, action(loc, element), trils, scale[source] * factor.abs())
+
+
+def _linear_part(element: Element) -> Element:
+    """The element without its shifts."""
+    return element.group.element(element.permutations, signs=element.signs, log_scales=element.log_scales)
 
 
 def _affine(element: Any, layout: Layout) -> Action:
@@ -90,8 +125,8 @@ def _affine(element: Any, layout: Layout) -> Action:
             "(element.select(0) is the first)"
         )
     group = element.group
-    require_same_network(layout.shapes, group.site_shapes, "the guide")
-    require_buffers(layout.shapes, group.buffers, "the guide")
+    require_same_network(layout.shapes, group.plain_shapes, "the guide")
+    require_buffers(layout.shapes, group.plain_sites(group.buffers), "the guide")
     action = layout.action(group)
     for site in action.nonlinear_sites:
         raise ValueError(

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoNormal
+from pyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoGuide,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
 
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import Suggestion
-from pyro_symmetric.distributions.orbit import suggested
+from pyro_symmetric.distributions.orbit import BaseKind, suggested
 from pyro_symmetric.groups import Group, group_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain
+from pyro_symmetric.guides.layout import layout_of
+from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 
 
 def suggest_estimator(guide: Any, group: Group | Symmetry, *, training: bool = True) -> Suggestion:
@@ -19,7 +27,8 @@ def suggest_estimator(guide: Any, group: Group | Symmetry, *, training: bool = T
 
     >>> suggest_estimator(AutoDiagonalNormal, find_symmetry(net, x)).reason
 
-    :param guide: the guide to symmetrise, or its class.
+    :param guide: the guide to symmetrise, or its class. One that is set up says, too, whether the group moves values
+        that lie on a simplex, where no sum over the group is cheap.
     :param group: what to average over, or a symmetry.
     :param training: whether it is evaluated once a step; otherwise for a report, where time matters less than nats.
     """
@@ -28,6 +37,15 @@ def suggest_estimator(guide: Any, group: Group | Symmetry, *, training: bool = T
     if not issubclass(kind, AutoGuide):
         raise TypeError(f"guide is {arguments.shown(guide)}; it must be an automatic guide, or the class of one")
     arguments.flag("training", training)
-    mean_field = isinstance(given, AutoGaussian) and given.is_mean_field
-    mean_field = mean_field or issubclass(kind, AutoDiagonalNormal | AutoNormal)
-    return suggested(group_of(group).finite, mean_field, training)
+    group = group_of(group).finite
+    if isinstance(given, AutoGuide) and given.prototype_trace and layout_of(given).action(group).nonlinear_sites:
+        base: BaseKind = "other"
+    elif issubclass(kind, AutoDiagonalNormal | AutoNormal) or (isinstance(given, AutoGaussian) and given.is_mean_field):
+        base = "mean field"
+    elif issubclass(kind, AutoUnitBlocks):
+        base = "unit blocks"
+    elif issubclass(kind, AutoGaussian | AutoMultivariateNormal | AutoLowRankMultivariateNormal):
+        base = "normal"
+    else:
+        base = "other"
+    return suggested(group, base, training)

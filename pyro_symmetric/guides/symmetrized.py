@@ -35,6 +35,7 @@ from pyro_symmetric.guides.layout import LayoutModel, layout_of
 from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.starts import InitLocFn
 from pyro_symmetric.guides.suggest import suggest_estimator
+from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 from pyro_symmetric.weights import Weights
 
 
@@ -48,9 +49,11 @@ class AutoSymmetrized(WeightsGuide):
     base, one copy of every mode: predictions, being invariant, are distributed as under the symmetrised guide. Only the
     density, and so the ELBO, differs. (``sample_posterior(..., orbit=True)`` visits all copies.) If units lie far
     apart, as in trained networks, the gain is nearly constant: training ends about where the base alone does, and only
-    the evidence changes. If the estimator's ``bound`` is ``"upper"`` (of the log-density), the ELBO that SVI reports is
-    a lower bound of the symmetrised guide's. Objectives that weight draws by the density (``RenyiELBO``,
-    ``ReweightedWakeSleep``, importance sampling) need ``ExactOrbit`` and refuse a bound.
+    the evidence changes. If they overlap, and the base is rich enough to reach them, the fit gets better, too:
+    :func:`~pyro_symmetric.guides.suggest_guide` tells which base that is. If the estimator's ``bound`` is ``"upper"``
+    (of the log-density), the ELBO that SVI reports is a lower bound of the symmetrised guide's. Objectives that weight
+    draws by the density (``RenyiELBO``, ``ReweightedWakeSleep``) need ``ExactOrbit`` and refuse a bound;
+    :func:`~pyro_symmetric.guides.evidence` takes both.
 
     The model must be invariant under the group: exchangeable priors and likelihood; set-up checks it at draws from the
     prior and names what is wrong. Local latent variables (inside a subsampled plate) are not supported.
@@ -60,8 +63,9 @@ class AutoSymmetrized(WeightsGuide):
         of a network are continuous, no symmetry of any proper prior, and left out. Signs need sites that can take every
         real number. Sites of the model that the group doesn't know stay as they are.
     :param base: the class of the base: ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``,
-        ``AutoMultivariateNormal``, ``AutoNormalizingFlow``, ``AutoIAFNormal``,
-        :class:`~pyro_symmetric.guides.AutoModes` for several modes, or another
+        ``AutoMultivariateNormal``, :class:`~pyro_symmetric.guides.AutoUnitBlocks` (correlations within each unit, of
+        this group), ``AutoNormalizingFlow``, ``AutoIAFNormal``, :class:`~pyro_symmetric.guides.AutoModes` for several
+        modes, or another
         :class:`~pyro.infer.autoguide.AutoContinuous`. ``AutoNormal`` is taken as ``AutoDiagonalNormal``, the same
         family. A flow is held as an :class:`~pyro_symmetric.guides.AutoFlow`, which starts where other bases do. Or a
         guide that has been set up: a copy of it is the base.
@@ -97,9 +101,11 @@ class AutoSymmetrized(WeightsGuide):
         arguments.flag("sticking_the_landing", sticking_the_landing)
         arguments.function("init_loc_fn", init_loc_fn, "a function of a site", none="the usual starts")
         arguments.whole("num_starts", num_starts, 1)
-        exchanged = tuple(self.group.required_sites)
+        exchanged = self.group.plain_sites(self.group.required_sites)
         if base is AutoModes:
             base_arguments |= {"init_loc_fn": init_loc_fn, "num_starts": num_starts, "exchanged": exchanged}
+        if base is AutoUnitBlocks:
+            base_arguments = {"group": self.group, **base_arguments}
         start = init_loc_fn or starts.Start(model, exchanged)
         super().__init__(model, start)
         self.num_starts, self._given = num_starts, (model, init_loc_fn)
@@ -107,6 +113,7 @@ class AutoSymmetrized(WeightsGuide):
         if sticking_the_landing and isinstance(self.base, AutoFlow):
             raise TypeError(f"sticking_the_landing needs a Gaussian base; found {type(self.base.flow).__name__}")
         self.estimator = estimator or suggest_estimator(self.base, self.group).estimator
+        self._suggested = None if estimator else self.estimator
         self.sticking_the_landing = sticking_the_landing
         self._action: Action | None = None
 
@@ -119,7 +126,7 @@ class AutoSymmetrized(WeightsGuide):
         if isinstance(self.base, AutoModes) or given:
             self.starts = self.base.setup(*args, **kwargs).starts
         else:
-            exchanged = tuple(self.group.required_sites)
+            exchanged = self.group.plain_sites(self.group.required_sites)
             self.starts = starts.set_up_at_best(self.base, model, init_loc_fn, exchanged, self.num_starts, args, kwargs)
         self._adopt(self.base)
         try:
@@ -147,6 +154,8 @@ class AutoSymmetrized(WeightsGuide):
                     "rows: a symmetrised guide takes no local latent variables. Marginalise them, or use the full plate"
                 )
         self._action = layout.action(self.group)
+        if self.estimator is self._suggested:  # now that the sites and their supports are known
+            self.estimator = self._suggested = suggest_estimator(self.base, self.group).estimator
         if isinstance(self.base, AutoFlow):
             self.base.require_inverse()
         if not isinstance(model, LayoutModel):

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
+from torch.distributions import Independent
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.paths.bures import barycentre_root, squared_distance
 from pyro_symmetric.alignment.paths.geodesic import barycentre_gaussians, require_ends, wasserstein_gaussians
-from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of, shares_of, triangular
+from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of, plain_posterior, shares_of, triangular
 from pyro_symmetric.guides.layout import Layout, one_layout_of
 
 
@@ -130,7 +131,7 @@ def _layout(ends: Sequence[Any], names: Sequence[str]) -> Layout | None:
 
 
 def _correlated(guides: Sequence[Any]) -> bool:
-    return any(set(moments_of(guide)) != {"loc", "scale"} for guide in guides)
+    return any(not isinstance(plain_posterior(guide), Independent) for guide in guides)
 
 
 def _root(guide: AutoGuide) -> Tensor:

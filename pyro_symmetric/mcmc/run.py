@@ -151,10 +151,12 @@ class Run:
         if not last.state:
             raise StoreError(f"the draw store {settings.store} holds draws, but no run that could resume")
         try:
-            self.seed, chain_chunk = int(last.fingerprint["seed"]), last.fingerprint["density"].get("chain_chunk")
+            self.seed, density = int(last.fingerprint["seed"]), last.fingerprint["density"]
+            chain_chunk, engine = density.get("chain_chunk"), density.get("engine")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"the fingerprint in {settings.store} is damaged: {error!r}") from error
-        self.density = settings.density(chain_chunk)
+        # As it was: a longer run might choose another engine, which rounds differently.
+        self.density = settings.density(chain_chunk, engine if settings.engine == "auto" else None)
         recorder.fingerprint = identify(settings, self.density, self.seed)
         require_same(settings, last.fingerprint, recorder.fingerprint)
         self._passed = Passed(self.density, settings.num_chains)

@@ -84,9 +84,10 @@ def sample(
     :param chain_chunk: chains to evaluate at once. ``None``: on a CPU as many as keep the largest intermediate result
         in the cache, on other devices all.
     :param engine: what computes energies. ``"native"``: code for feed-forward networks that the machine's C++ compiler
-        builds once, in a few seconds, and that is kept. ``"inductor"``: ``torch.compile``, for any model, which takes
-        tens of seconds in every process. ``"torch"``: nothing is compiled. ``"auto"``: ``"native"`` for a
-        ``BayesianModel`` of a feed-forward network, else ``"torch"``; a warning says so if a compiler is missing.
+        builds once, in a few seconds, and that is kept. ``"inductor"``: PyTorch's compiler, for any model; programs
+        take some seconds, and are kept, too. ``"torch"``: nothing is compiled. ``"auto"``: ``"native"`` for a
+        ``BayesianModel`` of a feed-forward network; for other models ``"inductor"`` if the run is long enough for it to
+        pay, else ``"torch"``. A warning says so if a compiler is missing.
     :param store: a folder for the draws, new or of this very run.
     :param resume: ``"auto"``: resume from the store if there is one; ``False``: there must be none; ``True``: there
         must be one, and it may come from another version of PyTorch or of this library, which changes rounding.

@@ -13,6 +13,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import CHAIN_DTYPES, ENGINES, Density
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 
+EVALUATIONS = 8  # of an iteration, about: what engine "auto" reckons with
 LEAST = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1}
 
 
@@ -76,6 +77,7 @@ class Settings:
                 engine=engine or self.engine,
                 batch_size=self.kernel.batch_size,
                 subsampled=self.kernel.subsampled,
+                evaluations=EVALUATIONS * (self.num_warmup + self.num_samples * self.thinning),
             )
         except Exception as error:  # a model may take arrays; if it fails they are the likeliest cause
             named = [*enumerate(self.args), *((repr(name), value) for name, value in self.kwargs.items())]

@@ -13,8 +13,10 @@ from torch import Tensor
 from pyro_symmetric.chain_findings import R_HAT
 from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.compare import DistanceResult, distances, independent_draws, invariance_tests, scores
+from pyro_symmetric.compare.frames import pooled_frame
 from pyro_symmetric.compare.predictive_distance import Prediction
 from pyro_symmetric.compare.results import plain
+from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
@@ -70,7 +72,7 @@ class Reference:
     :param predicted: what they predict.
     :param halves: as many draws again from each half of its chains.
     :param predicted_halves: what each half predicts.
-    :param own: ``"raw"``, ``"canonical"`` and ``"prediction"`` -> distance -> that of the halves, how far the reference
+    :param own: ``"raw"``, ``"removed"`` and ``"prediction"`` -> distance -> that of the halves, how far the reference
         is from itself; its choices (kernels) serve for all methods.
     """
 
@@ -108,7 +110,7 @@ def reference_of(fit: Fit, draws: Draws, problem: Problem) -> Reference:
         cut = [{site: value[:, part] for site, value in samples.items()} for part in _halves(fit.posterior.num_samples)]
     first, second = (draws_of(Posterior(part, rows=fit.posterior.rows), problem) for part in cut)
     predicted = Predicted.by(first, problem), Predicted.by(second, problem)
-    own = between((first, second), predicted)
+    own = between((first, second), predicted, problem.symmetry)
     return Reference(fit.label, draws, Predicted.by(draws, problem), (first, second), predicted, own)
 
 
@@ -136,14 +138,15 @@ def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Proble
     if reference is not None and draws.count > 1:  # a single network is no sample
         itself = fit.label == reference.label
         predicted = reference.predicted_halves if itself else (Predicted(law, nll(prediction)), reference.predicted)
-        found = reference.own if itself else between((draws, reference.draws), predicted, reference.own)
+        pair = (draws, reference.draws)
+        found = reference.own if itself else between(pair, predicted, problem.symmetry, reference.own)
         row["distance"] = {
             "to": OWN_HALF if itself else reference.label,
             "prediction": {
                 **{name: plain(result.totals) for name, result in found["prediction"].items()},
                 "nll_gap": predicted[0].nll - predicted[1].nll,
             },
-            **{kind: {name: result.to_dict() for name, result in found[kind].items()} for kind in ("raw", "canonical")},
+            **{kind: {name: result.to_dict() for name, result in found[kind].items()} for kind in ("raw", "removed")},
         }
     return row
 
@@ -151,15 +154,17 @@ def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Proble
 def between(
     draws: Sequence[Draws],
     predicted: Sequence[Predicted],
+    symmetry: Symmetry,
     like: Mapping[str, Mapping[str, DistanceResult]] | None = None,
 ) -> dict[str, dict[str, DistanceResult]]:
-    """All registered distances between two samples: of what they predict, and of their weights, before and after the
-    symmetries are removed.
+    """All registered distances between two samples: of what they predict, and of their weights, as they come, and
+    with the symmetries removed: in the frame in which the draws of both lie closest together.
 
     :param like: earlier results, whose choices are used again.
     """
     sides: dict[str, list[Any]] = {"prediction": [side.law for side in predicted]}
-    sides |= {name: [getattr(side, name) for side in draws] for name in ("raw", "canonical")}
+    sides["raw"] = [side.raw for side in draws]
+    sides["removed"] = pooled_frame([side.canonical for side in draws], symmetry)
     return {
         kind: {
             distance.name: distance(p, q, None if like is None else like[kind][distance.name])

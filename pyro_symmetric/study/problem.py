@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyro_symmetric import datasets
-from pyro_symmetric.canonical.forms import canonicalize
+from pyro_symmetric.compare.frames import canonical_frame
 from pyro_symmetric.datasets import Dataset
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -62,12 +62,8 @@ class Problem:
 
     def canonical(self, weights: Weights) -> Weights:
         """One representative of each draw's orbit: units ordered by their largest incoming weight, at the scales of the
-        least norm of all parameters.
-
-        Biases count. Otherwise nearly dead units, common in trained networks, would have enormous ones, and a few of
-        them would decide the distance between posteriors.
-        """
-        return canonicalize(weights, self.symmetry, scalings="minimal_norm", warn=False)
+        least norm of all parameters."""
+        return canonical_frame(weights, self.symmetry)
 
     def describe(self) -> list[str]:
         """The problem in a few lines."""

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from pyro_symmetric import plots
+from pyro_symmetric.compare.frames import pooled_frame
 from pyro_symmetric.storage import write_text
-from pyro_symmetric.study.measure import Draws
 from pyro_symmetric.study.methods import make_method
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.settings import StudySettings
 from pyro_symmetric.study.tables import tables
+from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
     from pyro_symmetric.study.compare import Study
@@ -68,7 +70,7 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
     shown = []
     distances = {name: row["distance"] for name, row in rows.items() if row["distance"]}
     if distances:
-        pairs = {n: (d["raw"]["mmd"]["median"], d["canonical"]["mmd"]["median"]) for n, d in distances.items()}
+        pairs = {n: (d["raw"]["mmd"]["median"], d["removed"]["mmd"]["median"]) for n, d in distances.items()}
         shown.append(
             (
                 "Distance to the reference",
@@ -76,20 +78,23 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
                 plots.before_and_after(pairs, "squared MMD, median over kernels"),
             )
         )
+    together = pooled_frame([draws.canonical for draws in study.draws.values()], study.problem.symmetry)
+    removed = dict(zip(study.draws, together, strict=True))
     shown.append(
         (
             "All draws, projected",
-            "The first two principal components of all methods' weights, as drawn and after symmetries are removed.",
+            "The first two principal components of all methods' weights, as drawn, and with symmetries removed: in "
+            "one frame for the draws of all methods.",
             plots.projections(
                 {
                     "as drawn": _project({name: draws.raw for name, draws in study.draws.items()}),
-                    "symmetries removed": _project({name: draws.canonical for name, draws in study.draws.items()}),
+                    "symmetries removed": _project(removed),
                 },
                 study.problem.settings.reference,
             ),
         )
     )
-    shown.append(_marginals(study))
+    shown.append(_marginals(study, removed))
     shown.append(_calibration(rows, study.problem))
     for name, row in rows.items():
         if row["barrier"]:
@@ -142,13 +147,13 @@ def _project(draws: Mapping[str, Mapping[str, Any]]) -> dict[str, plots.Array]:
     return {name: pca.transform(points) for name, points in flat.items()}
 
 
-def _marginals(study: Study) -> tuple[str, str, Figure]:
+def _marginals(study: Study, removed: Mapping[str, Weights]) -> tuple[str, str, Figure]:
     first = next(iter(study.draws.values()))
     site = next((s for s in study.problem.symmetry.permutations.sites if first.raw[s].dim() > 2), next(iter(first.raw)))
-    picked = _picked_weights(first, site)
+    picked = _picked_weights(next(iter(removed.values()))[site])
 
-    def values(name: str) -> dict[str, plots.Array]:
-        chosen = {method: getattr(draws, name)[site] for method, draws in study.draws.items()}
+    def values(weights: Mapping[str, Weights]) -> dict[str, plots.Array]:
+        chosen = {method: own[site] for method, own in weights.items()}
         return {m: value.reshape(len(value), -1)[:, picked].double().cpu().numpy() for m, value in chosen.items()}
 
     shape = first.raw[site].shape[1:]
@@ -157,19 +162,18 @@ def _marginals(study: Study) -> tuple[str, str, Figure]:
         "Marginals of a few weights",
         "The same weight of three hidden units. In the true posterior the upper row shows one and the same "
         "distribution for all units; "
-        "below, where units are ordered, each has its own.",
+        "below, in one frame for the draws of all methods, each has its own.",
         plots.marginals(
             names,
-            [values("raw"), values("canonical")],
+            [values({name: draws.raw for name, draws in study.draws.items()}), values(removed)],
             ["as drawn", "symmetries removed"],
             study.problem.settings.reference,
         ),
     )
 
 
-def _picked_weights(draws: Draws, site: str) -> list[int]:
+def _picked_weights(value: Tensor) -> list[int]:
     """One input's weight to the first, the middle and the last unit: the input that varies most."""
-    value = draws.canonical[site]
     per_unit = value.reshape(len(value), value.shape[1], -1) if value.dim() > 2 else value.reshape(len(value), 1, -1)
     units, inputs = per_unit.shape[1:]
     busiest = int(per_unit.double().var(0).sum(0).argmax())

@@ -154,7 +154,7 @@ def distance_table() -> Table:
                 meaning = f"{shown.meaning} As the draws come, symmetries and all."
                 columns.append(Column(f"{shown.title} raw", ("distance", "raw", *path), shown.form, meaning))
             meaning = SAME_REMOVED if shown is distance.shows[0] else shown.meaning
-            columns.append(Column(f"{shown.title} removed", ("distance", "canonical", *path), shown.form, meaning, min))
+            columns.append(Column(f"{shown.title} removed", ("distance", "removed", *path), shown.form, meaning, min))
     return Table(
         "Distance to the reference",
         "Between each method's draws and the reference's: in what they predict; and weight by weight, as they are, and with one "
@@ -165,7 +165,7 @@ def distance_table() -> Table:
     )
 
 
-SAME_REMOVED = "The same after symmetries are removed: hidden units scaled to the least total norm, biases included, where their scale is free, and ordered by their largest incoming weight."
+SAME_REMOVED = "The same after symmetries are removed: hidden units scaled to the least total norm, biases included, where their scale is free, and permuted (and their signs flipped, where that is a symmetry) to where the draws of both sides together lie closest to their mean."
 
 # fmt: off
 EVIDENCE = Table(

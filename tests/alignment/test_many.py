@@ -223,8 +223,11 @@ def test_modules_are_their_weights():
     group = symmetry.permutations
     assert align(nets[1], nets[0], group).cost == align(weights[1], weights[0], group).cost
     frame = align_many(nets, group, progress=False)
+    x = torch.randn(4, 3)
     for k, moved in enumerate(frame.aligned):
-        torch.testing.assert_close(moved, frame.element.select(k)(weights[k]))
+        assert moved is not nets[k]
+        torch.testing.assert_close(symmetry.weights_of(moved), frame.element.select(k)(weights[k]))
+        torch.testing.assert_close(moved.eval()(x), nets[k].eval()(x))
 
 
 def test_few_members_come_into_one_frame_of_a_group_that_moves_nothing():

@@ -265,7 +265,7 @@ def test_a_descent_cut_short_says_so():
 
 
 def test_narrow_networks_start_anew_by_default_and_wide_ones_do_not():
-    for width, starts in ((4, 4), (257, 1)):
+    for width, starts in ((12, 4), (257, 1)):
         group = mlp(2, width, width, 2)
         weights = random_weights(group), random_weights(group)
         assert len(align(*weights, group, max_sweeps=1).start_costs) == starts

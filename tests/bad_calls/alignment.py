@@ -96,6 +96,7 @@ CALLS = (
                 torch.ones(2, 8, 6, 2) / 2,
                 torch.ones(6, 3) / 3,
             ),
+            "method": ("kl", None, 3),
             "starts": COUNTS,
             "max_rounds": COUNTS,
         },

@@ -27,6 +27,7 @@ from .table import (
 
 LAYERS = (3, "0", {}, {"a": []}, {"a": ["0.wait"]}, {"a": "0.weight"}, {"a": ["0.weight", "0.weight"]}, ["0.weight"])
 NO_SYMMETRY = (3, "banana", ARRAY, {}, Made("network", network))
+NO_FRAME = ("pooled", None, 3)
 COMPARED = {
     "weights_p": (*bad_weights(20), *not_finite(20)),
     "weights_q": (*bad_weights(20), *not_finite(20)),
@@ -47,7 +48,7 @@ def compared(function, **bad):
         function.__name__,
         function,
         lambda: {"weights_p": weights(20), "weights_q": weights(20)},
-        {**COMPARED, **bad},
+        {**COMPARED, "frame": NO_FRAME, **bad},
         words,
     )
 
@@ -100,6 +101,7 @@ CALLS = (
             "posterior_q": BAD_POSTERIORS,
             "layers": LAYERS,
             "symmetry": NO_SYMMETRY,
+            "frame": NO_FRAME,
             "level": (*FRACTIONS, None),
             "num_permutations": (*COUNTS, 3),
         },
@@ -176,7 +178,7 @@ CALLS = (
         "Distance.__call__",
         lambda **o: ps.Distance("mine", lambda p, q, like: like or 3)(**o),
         lambda: {"p": weights(20), "q": weights(20), "like": ps.mmd(weights(20), weights(20))},
-        {"like": (3, "banana")},
+        {"like": (3, "banana"), "symmetry": NO_SYMMETRY, "frame": NO_FRAME},
         words={"like": "what distance 'mine' returned is"},
         misspelt=False,
     ),

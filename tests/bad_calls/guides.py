@@ -4,7 +4,9 @@ import torch
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoIAFNormal
 
 import pyro_symmetric as ps
+from pyro_symmetric.guides import Evidence
 from pyro_symmetric.guides.layout import layout_of
+from pyro_symmetric.guides.log_ratios import Estimate
 
 from .table import (
     ARRAY,
@@ -48,6 +50,11 @@ def log_joint(weights):
     return model().log_joint(weights, *data())
 
 
+def worth(value):
+    """An evidence."""
+    return Evidence(value, 0.1, value, 0.1, "ExactOrbit()", "exact", 0.7, Estimate(value, 0.1, 100, 50.0), 0.2)
+
+
 def delta():
     """A point, which has no density."""
     result = AutoDelta(model())
@@ -60,6 +67,11 @@ def flow():
     result = ps.AutoFlow(model(), hidden_dim=[20])
     result.setup(*data())
     return result
+
+
+def blocks():
+    """A set-up guide of unit blocks."""
+    return ps.AutoUnitBlocks(model(), group()).setup(*data())
 
 
 def gaussian(words=None, **moments):
@@ -117,6 +129,19 @@ CALLS = (
         },
         words={"guides": "guide"},
     ),
+    Calls(
+        "AutoUnitBlocks",
+        ps.AutoUnitBlocks,
+        lambda: {"model": model(), "group": group()},
+        {
+            "model": (*THINGS, ARRAY),
+            "group": NO_GROUP,
+            "init_loc_fn": (3, "banana"),
+            "init_scale": (*POSITIVE, None),
+        },
+        words={"group": ""},
+    ),
+    Calls("AutoUnitBlocks.get_posterior", lambda **o: blocks().get_posterior(**o), dict, {}, misspelt=False),
     Calls("AutoModes.get_posterior", lambda **o: modes().get_posterior(**o), dict, {}, misspelt=False),
     Calls("AutoGaussian.get_posterior", lambda **o: guide().get_posterior(**o), dict, {}, misspelt=False),
     Calls("AutoFlow.get_posterior", lambda **o: flow().get_posterior(**o), dict, {}, misspelt=False),
@@ -254,6 +279,22 @@ CALLS = (
         words={"group": ""},
     ),
     Calls(
+        "suggest_guide",
+        lambda model, group, **o: ps.suggest_guide(model, group, *data(), **{"steps": 1, "progress": False, **o}),
+        lambda: {"model": model(), "group": group()},
+        {
+            "model": (*THINGS, ARRAY),
+            "group": NO_GROUP,
+            "steps": (*COUNTS, None),
+            "num_particles": (*COUNTS, None),
+            "learning_rate": (*POSITIVE, None),
+            "least_gain": (-1.0, NAN, INF, "1", None),
+            "progress": FLAGS,
+        },
+        words={"group": ""},
+        misspelt=False,
+    ),
+    Calls(
         "evidence",
         ps.evidence,
         lambda: {"guide": guide(), "log_joint": log_joint, "group": group(), "num_samples": 4},
@@ -262,10 +303,20 @@ CALLS = (
             "log_joint": (*THINGS, lambda weights: 1.0, lambda weights: torch.zeros(3, 3)),
             "group": NO_GROUP,
             "estimator": (3, "InfoNCE", ps.InfoNCE),
+            "posterior": (3, ARRAY, {}, Made("network", network)),
             "num_samples": (*COUNTS, 1, None),
             "chunk": (*COUNTS, None),
         },
         words={"guide": "", "group": ""},
+    ),
+    Calls(
+        "compare_models",
+        ps.compare_models,
+        lambda: {"evidences": {"2": worth(-3.0), "3": worth(-4.0)}},
+        {
+            "evidences": (*THINGS, ARRAY, {}, {"2": 1.0}, {"2": 1.0, "3": 2.0}, Made("NaN", lambda: {"2": worth(NAN)})),
+            "prior": (3, "2", {}, {"2": 1.0}, {"2": 1.0, "3": 0.0}, {"2": 1.0, "3": NAN}, {"2": 1.0, "3": "1"}),
+        },
     ),
     Calls(
         "wasserstein",

@@ -140,6 +140,7 @@ CALLS = (
             "scalings": ("unit", 3, True),
             "signs": FLAGS,
             "shifts": FLAGS,
+            "mixtures": FLAGS,
             "warn": FLAGS,
         },
     ),

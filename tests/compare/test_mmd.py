@@ -22,9 +22,9 @@ def naive_mmd(x, y, kernel):
 
 def naive_grid(distances):
     d = np.sort(distances)
-    low = d[0] if d[0] >= 0.1 else max(d[int(0.05 * len(d))], 0.1)
-    high = max(d[-1], 0.3)
-    return np.geomspace(low / 2, high * 2, 10)
+    floor = 0.1 * np.quantile(d[d > 0], 0.5, method="lower")
+    low = d[0] if d[0] >= floor else max(d[int(0.05 * len(d))], floor)
+    return np.geomspace(low / 2, d[-1] * 2, 10)
 
 
 def flat(weights, sites):
@@ -160,14 +160,25 @@ def test_identical_samples_are_closer_than_equal_distributions():
     ("distances", "low", "high"),
     [
         ([0.2, 1.0, 4.0], 0.1, 8.0),  # half the smallest, twice the largest
-        ([0.05, *[0.5] * 9, *[2.0] * 10], 0.25, 4.0),  # smallest under 0.1: order statistic of rank 0.05 * 20 = 1
-        ([0.0, 0.01, 0.02], 0.05, 0.6),  # both floors
-        ([0.1, 0.2], 0.05, 0.6),  # 0.1 itself is not under 0.1
+        ([0.02, *[0.5] * 9, *[2.0] * 10], 0.25, 4.0),  # under a tenth of 2: order statistic of rank 0.05 * 20 = 1
+        ([0.0, 0.01, 0.02], 0.0005, 0.04),  # a tenth of the median above 0, which is 0.01
+        ([0.0, 0.0, 0.0, 0.01, 0.02, 0.03], 0.001, 0.06),  # more than half of them 0
+        ([0.125, 1.25, 1.5], 0.0625, 3.0),  # a tenth itself is not under a tenth
+        ([0.0, 0.0], 0.05, 2.0),  # samples that coincide
     ],
 )
 def test_bandwidths_follow_the_rule(distances, low, high):
     grid = bandwidth_grid(torch.tensor(distances))
     np.testing.assert_allclose(grid, np.geomspace(low, high, 10), rtol=1e-6)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1e3])
+def test_the_unit_of_the_weights_changes_nothing(unit):
+    p, q = ({"w": torch.randn(20, 2, dtype=torch.float64)} for _ in range(2))
+    q["w"] += 1
+    scaled = ({"w": unit * side["w"]} for side in (p, q))
+    np.testing.assert_allclose(mmd(*scaled).of("w")["squared"], mmd(p, q).of("w")["squared"], rtol=1e-9, atol=1e-12)
+    assert mmd(p, q)["median"] > 0.05
 
 
 def test_result_is_readable_and_plain():

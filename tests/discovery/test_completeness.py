@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import re
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pyro_symmetric as ps
 from pyro_symmetric.discovery.completeness import Completeness
 from pyro_symmetric.discovery.families import LOST, MEAN, PAIRS
+from pyro_symmetric.discovery.remainder import remainder
 from pyro_symmetric.groups import Axis, Group, Units
 
 
@@ -51,6 +53,20 @@ class MultiHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Graph(nn.Module):
+    """Attention by vectors for each head, as graph attention has them, on a complete graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Linear(2, 6, bias=False), nn.Linear(6, 2)
+        self.source, self.target = nn.Parameter(torch.randn(1, 2, 3)), nn.Parameter(torch.randn(1, 2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x).unflatten(-1, (2, 3))
+        logits = (y * self.source).sum(-1)[:, :, None] + (y * self.target).sum(-1)[:, None]
+        return self.last(torch.einsum("bijh,bjhc->bihc", F.leaky_relu(logits).softmax(2), y).flatten(2).relu())
 
 
 class Adapted(nn.Module):
@@ -136,6 +152,18 @@ NETWORKS = {
     # each layer: as "heads"; scale, offset and mean of two normalisations with 24 and 16 readers; 16 ReLU units. Then
     # of the 4 biases that are added to the stream, means that the next one takes back, which nothing between them sees
     "encoder": (lambda: encoder(2), torch.randn(2, 5, 8), 2 * (80 + 8 + 8 + 24 + 8 + 8 + 16 + 16) + 3, 96),
+    # a scale of each of 6 units; in 2 vectors for each of 2 heads, 3 numbers weigh what 2 inputs write
+    "graph": (Graph, torch.randn(3, 4, 2), 6 + 4, None),
+    # ReLU units that read positive numbers alone, of which most are always on, or off, at weights as they start
+    "positive": (
+        lambda: nn.Sequential(nn.Linear(5, 12), nn.Softplus(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)),
+        torch.randn(8, 5), 12, 12
+    ),
+    # a normalised stream matters by the Gram matrix of [W, b], 6 x 6, up to a scale, and by what 12 units read of it
+    "narrow stream": (
+        lambda: nn.Sequential(nn.Linear(5, 12), nn.RMSNorm(12), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)),
+        torch.randn(8, 5), 279 - (21 - 1 + 12 * 6) - 12 - (39 - 12), 24
+    ),
     "factors": (lambda: Adapted(True), torch.randn(4, 6), 4, 2),
     # whatever the factors are, the matrix can be the rest
     "trained": (lambda: Adapted(False), torch.randn(4, 6), 5 * 2 + 2 * 6, 2),
@@ -194,7 +222,11 @@ def test_nothing_is_unexplained_and_the_numbers_are_right(name):
     assert found is None or result.found == found
     assert result.null == result.found + result.known == sum(family.new for family in result.families)
     assert sum(layer.null for layer in result.layers) == pytest.approx(result.null)
-    if not any(isinstance(module, nn.BatchNorm2d) for module in net.modules()):  # PyTorch can't differentiate it
+    # PyTorch can't differentiate BatchNorm2d here; inputs of one size leave some units of these on, or off.
+    plain = name not in ("graph", "positive", "narrow stream") and not any(
+        isinstance(module, nn.BatchNorm2d) for module in net.modules()
+    )
+    if plain:
         assert null_directions(net, symmetry, x, result.point) == result.null
 
 
@@ -205,6 +237,33 @@ def test_one_direction_of_the_stream_scale_and_all_of_its_rotations_are_counted(
     assert dimensions["the scale of a stream that is normalised by its length"] == 1
     dimensions = {family.name: family.new for family in counted("mean and deviation")[2].families}
     assert dimensions["O(7) of a stream that is normalised by mean and length"] == 21
+
+
+def test_experts_in_a_list_are_counted():
+    """Nobody but two outputs reads what experts write: of six directions each writes four in vain.
+
+    Null are 3 * 4 * (5 + 1) such directions, 15 scales, a common offset (2, beside the vain ones) and 6 + 1 of the
+    router: 96. Without the experts' ReLU being switched on and off, more offsets would seem to be free.
+    """
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inp, self.router, self.out = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+            layers = ([nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)] for _ in range(3))
+            self.experts = nn.ModuleList(nn.Sequential(*own) for own in layers)
+
+        def forward(self, x):
+            z = torch.tanh(self.inp(x))
+            shares = self.router(z).softmax(-1)
+            return self.out(z + sum(shares[:, i : i + 1] * own(z) for i, own in enumerate(self.experts)))
+
+    torch.manual_seed(0)
+    net, x = Experts(), torch.randn(5, 4)
+    symmetry = ps.find_symmetry(net, x)
+    assert symmetry.group.stacks
+    result = ps.completeness(symmetry, net, x)
+    assert (result.null, result.found) == (96, 15)
 
 
 def test_what_is_taken_from_a_symmetry_is_missed():
@@ -268,6 +327,26 @@ def test_the_table_tells_families_and_layers():
     assert re.search(r"48 of 392 .* 20 found, 28 known .* 0 unexplained", text)
     assert all(re.search(rf"\n +{name} +\d", text) for name in ("q", "k", "v", "o", "norm"))
     assert {family.name for family in result.families if not family.acted_on} >= {PAIRS}
+
+
+@pytest.mark.parametrize("smallest", [1e-3, 1e-5, 1e-6, 1e-7])
+@pytest.mark.parametrize("left", [0, 2, 30])
+def test_the_rank_of_a_matrix_with_small_singular_values(smallest, left):
+    """Against singular values that were put there, on either side of what a Gram matrix can tell from zero."""
+    generator = torch.Generator().manual_seed(5)
+    rows, columns = (
+        torch.linalg.qr(torch.randn(n, 120, generator=generator, dtype=torch.float64)).Q for n in (150, 120)
+    )
+    values = torch.logspace(0, math.log10(smallest), 120, dtype=torch.float64)
+    values[: left + 10] = 0.0
+    jacobian = rows * values @ columns.T
+    size = jacobian.norm(dim=0)  # of columns, which the rank doesn't depend on
+    jacobian, kernel = jacobian / size, torch.linalg.qr(size[:, None] * columns[:, : left + 10]).Q
+    found = remainder(jacobian, kernel[:, :10])
+    assert found.basis.shape == (120, left)
+    assert found.gap > 1e3
+    assert float((jacobian @ found.basis).norm()) < 1e-12
+    assert float((kernel[:, :10].T @ found.basis).norm()) < 1e-12
 
 
 def test_dead_weights_are_told_as_a_doubt():

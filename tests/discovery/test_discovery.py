@@ -572,3 +572,18 @@ def test_torchvision_networks(name: str) -> None:
     symmetry = checked(net, torch.randn(2, 3, 32, 32))
     if name == "resnet18":
         assert len(sizes(symmetry)) == 12
+
+
+def test_signs_that_cancel_within_a_site_are_none() -> None:
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.last, self.weights = nn.Linear(3, 8), nn.Linear(2, 2), nn.Parameter(torch.randn(1, 2, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weighed = torch.relu(self.own(x)).unflatten(-1, (2, 4)) * self.weights
+            return self.last(weighed.sum(-1).relu())
+
+    symmetry = find_symmetry(Weighed(), torch.randn(4, 3))
+    assert not symmetry.group.names("flip")
+    assert symmetry.log_order() == pytest.approx(math.log(24) + math.log(2))

@@ -132,12 +132,15 @@ def test_a_frozen_head_stays_and_the_others_are_exchanged() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             heads = [(q(x) @ k(x).mT).softmax(-1) @ v(x) for q, k, v in zip(self.q, self.k, self.v, strict=True)]
-            return self.out(torch.tanh(torch.stack(heads).sum(0)))
+            return self.out(torch.tanh(sum(heads)))
 
     net, x = Heads().double(), torch.randn(2, 5, 4, dtype=torch.float64)
     whole = find_symmetry(net, x).permutations.log_order()
     part = find_symmetry(net, x, freeze=["q.0"]).permutations.log_order()
-    assert math.isclose(whole - part, math.log(2))  # the two units between the first queries and keys
+    # the two units between the first queries and keys, and orders of three heads in place of two
+    assert math.isclose(whole - part, math.log(2) + math.log(6) - math.log(2))
+    # of two frozen heads none is exchanged: units between the other queries and keys are left
+    assert math.isclose(find_symmetry(net, x, freeze=["q.0", "v.1"]).permutations.log_order(), 2 * math.log(2))
 
 
 def test_tied_weights_stay_under_either_name() -> None:

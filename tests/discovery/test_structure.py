@@ -36,7 +36,7 @@ def random_facts(rng: np.random.Generator) -> Facts:
 def related(facts: Facts, structure: Structure) -> set[tuple[int, int, int]]:
     """Kind of membership, class of the member, class of the owner."""
     of = structure.unit_class
-    pairs = [zip(of[child].tolist(), of[parent].tolist(), strict=True) for child, parent in facts.relations]
+    pairs = [zip(of[child].tolist(), of[parent].tolist(), strict=True) for child, parent, _ in facts.relations]
     return {(kind, child, parent) for kind, own in enumerate(pairs) for child, parent in own if child != parent}
 
 

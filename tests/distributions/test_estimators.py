@@ -21,7 +21,7 @@ from pyro_symmetric.distributions import (
     sinkhorn_importance,
 )
 from pyro_symmetric.distributions.normals import normals_of, sites_of
-from pyro_symmetric.distributions.orbit import estimator_from_dict, suggested
+from pyro_symmetric.distributions.orbit import BaseKind, estimator_from_dict, suggested
 from pyro_symmetric.distributions.placements import Drawn
 from pyro_symmetric.distributions.proposal import walkers_of
 from pyro_symmetric.distributions.unit_densities import UnitDensities
@@ -429,7 +429,7 @@ def test_whoever_defines_an_estimator_has_registered_it() -> None:
     try:
         assert ESTIMATORS["BaseAlone"] is BaseAlone
         assert estimator_from_dict(BaseAlone("some").to_dict()) == BaseAlone("some")
-        assert isinstance(suggested(one_layer(40), True, True).estimator, SinkhornImportance)
+        assert isinstance(suggested(one_layer(40), "mean field", True).estimator, SinkhornImportance)
     finally:
         del ESTIMATORS["BaseAlone"]
     with pytest.raises(ValueError, match="BaseAlone"):
@@ -442,17 +442,23 @@ def test_estimators_go_to_json_and_back(estimator: OrbitEstimator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "mean_field", "training", "expected"),
+    ("group", "base", "training", "expected"),
     [
-        (one_layer(4), True, True, ExactOrbit()),
-        (one_layer(12), True, True, SinkhornImportance(4)),
-        (one_layer(12), True, False, ExactOrbit()),
-        (one_layer(12), False, False, SinkhornImportance(16)),
-        (heads(), True, True, ExactOrbit()),
-        (one_layer(8, moves=("permute", "flip")), True, True, ExactOrbit()),
+        (one_layer(4), "mean field", True, ExactOrbit()),
+        (one_layer(12), "mean field", True, SinkhornImportance(4)),
+        (one_layer(12), "mean field", False, ExactOrbit()),
+        (one_layer(12), "normal", False, SinkhornImportance(16)),
+        (one_layer(12), "unit blocks", False, ExactOrbit()),
+        (two_layers(5, 5), "unit blocks", True, SinkhornImportance(4)),
+        (one_layer(6), "normal", True, ExactOrbit()),
+        (one_layer(6, inputs=20), "normal", True, SinkhornImportance(4)),
+        (one_layer(7), "normal", True, SinkhornImportance(4)),
+        (one_layer(5), "other", True, SinkhornImportance(4)),
+        (heads(), "mean field", True, ExactOrbit()),
+        (one_layer(8, moves=("permute", "flip")), "mean field", True, ExactOrbit()),
     ],
 )
 def test_what_is_suggested_is_exact_if_that_is_cheap(
-    group: Group, mean_field: bool, training: bool, expected: OrbitEstimator
+    group: Group, base: BaseKind, training: bool, expected: OrbitEstimator
 ) -> None:
-    assert suggested(group, mean_field, training).estimator == expected
+    assert suggested(group, base, training).estimator == expected

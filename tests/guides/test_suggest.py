@@ -1,12 +1,20 @@
 """Suggestions are exact where that is cheap, a bound elsewhere, and run."""
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+from pyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoIAFNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+)
 
 from pyro_symmetric.distributions import ExactOrbit, SinkhornImportance
 from pyro_symmetric.groups import Action, Group
-from pyro_symmetric.guides import suggest_estimator
+from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks, suggest_estimator
+from pyro_symmetric.guides.layout import layout_of
 
 
 def layer(n: int) -> Group:
@@ -19,8 +27,11 @@ def layer(n: int) -> Group:
     ("n", "base", "training", "kind"),
     [
         (4, AutoMultivariateNormal, True, ExactOrbit),
-        (5, AutoMultivariateNormal, True, SinkhornImportance),
-        (5, AutoMultivariateNormal, False, ExactOrbit),
+        (6, AutoMultivariateNormal, True, ExactOrbit),
+        (7, AutoMultivariateNormal, True, SinkhornImportance),
+        (6, AutoLowRankMultivariateNormal, True, ExactOrbit),
+        (5, AutoIAFNormal, True, SinkhornImportance),
+        (5, AutoIAFNormal, False, ExactOrbit),
         (5, AutoDiagonalNormal, True, ExactOrbit),
         (9, AutoDiagonalNormal, True, ExactOrbit),
         (9, AutoMultivariateNormal, True, SinkhornImportance),
@@ -49,3 +60,21 @@ def test_signs_are_counted() -> None:
     signs = Group.declare({"in": ("unit", None)}, {"in": torch.Size([4, 3])}, moves="flip")
     assert isinstance(suggest_estimator(AutoDiagonalNormal, signs).estimator, ExactOrbit)
     assert "unit" in suggest_estimator(AutoDiagonalNormal, signs).reason
+
+
+def test_simplex_sites_are_no_sum_of_independent_units_once_they_are_known() -> None:
+    """A permutation mixes the unconstrained coordinates of a simplex: no permanent; 120 elements are too many."""
+    five = torch.Size([5])
+    group = Group.declare({"weights": ("k",), "locs": ("k",)}, {"weights": five, "locs": five})
+
+    def model() -> None:
+        pyro.sample("weights", dist.Dirichlet(torch.ones(5)))
+        pyro.sample("locs", dist.Normal(0.0, 1.0).expand([5]).to_event(1))
+
+    assert suggest_estimator(AutoDiagonalNormal, group).estimator == ExactOrbit()
+    for base in (AutoDiagonalNormal, AutoMultivariateNormal, AutoUnitBlocks):
+        guide = AutoSymmetrized(model, group, base=base).setup()
+        assert guide.estimator == SinkhornImportance(4)
+        assert suggest_estimator(guide, group).estimator == SinkhornImportance(4)
+        assert AutoSymmetrized(model, group, base=base, estimator=ExactOrbit()).setup().estimator == ExactOrbit()
+    assert layout_of(guide).action(group).simplex_sites == ("weights",)

@@ -82,7 +82,7 @@ def test_results_hold_every_method_and_valid_json(finished: Any) -> None:
         assert 0 <= row["prediction"]["accuracy"] <= 1
         assert row["prediction"]["aupr"] is not None
         assert row["distance"]["to"] == ("its own other half" if label == "hmc" else "hmc")
-        assert list(row["distance"]) == ["to", "prediction", "raw", "canonical"]
+        assert list(row["distance"]) == ["to", "prediction", "raw", "removed"]
         assert (row["evidence"] is not None) == (label not in ("ensemble", "sghmc", "hmc"))
         assert (row["chains"] is not None) == (label in ("sghmc", "hmc"))
     assert results["methods"]["symmetrized"]["evidence"]["bound"] == "exact"
@@ -124,9 +124,9 @@ def test_a_distance_of_another_package_appears_in_the_report(tmp_path: Path, mon
     shown = compare.Shown("gap", "spread", "How far the deviations lie apart.", ".5f")
     offered = ps.Distance("spread", spread, shows=(shown,))
     entry = EntryPoint("spread", "another_package:SPREAD", "pyro_symmetric.distances")
+    monkeypatch.setattr("pyro_symmetric.compare.distance._REGISTERED", {d.name: d for d in compare.distances()[:3]})
     monkeypatch.setattr(EntryPoint, "load", lambda self: offered)
     monkeypatch.setattr("pyro_symmetric.compare.distance.entry_points", lambda group: [entry])
-    monkeypatch.setattr("pyro_symmetric.compare.distance._REGISTERED", {d.name: d for d in compare.distances()[:3]})
     study, _ = run(tmp_path, methods=("mean-field", "hmc"))
     row, draws = study.results["methods"]["mean-field"], study.draws
     expected = spread(draws["mean-field"].raw, draws["hmc"].raw).value
@@ -325,7 +325,7 @@ def test_the_reference_is_split_by_chains_and_gives_its_kernels_to_all() -> None
     assert first.count == second.count == reference.draws.count == 24
     assert bool((first.raw["0.bias"] > 25).all())
     assert bool((second.raw["0.bias"] < 25).all())
-    itself = between(reference.halves, reference.predicted_halves, reference.own)
+    itself = between(reference.halves, reference.predicted_halves, problem.symmetry, reference.own)
     assert itself["raw"]["mmd"].value == pytest.approx(reference.own["raw"]["mmd"].value)
 
 
@@ -755,7 +755,7 @@ def test_settings_that_decide_nothing_may_change() -> None:
 
 def test_the_best_of_a_column_is_marked_and_the_reference_does_not_compete() -> None:
     rows = {
-        name: {"distance": {"to": to, "canonical": {"mmd": {"median": value}}}}
+        name: {"distance": {"to": to, "removed": {"mmd": {"median": value}}}}
         for name, to, value in (("a", "hmc", 0.2), ("b", "hmc", 0.1), ("hmc", OWN_HALF, 0.0))
     }
     cells = {

@@ -34,23 +34,17 @@ import pyro
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from scipy.optimize import linear_sum_assignment
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import pyro_symmetric as ps
 from benchmarks.harness import Results, mean_over, new_figure, parse, parser, print_table, save_figure, spread
+from benchmarks.networks import perceptron
 from pyro_symmetric.groups.places import rows
 
 THRESHOLD = 2.92  # standard deviations; see the docstring
 NAMES = ("nearest", "nearest_working", "all", "any", "bound")
 WORKING = 0.1  # of the largest unit's norm: training to the posterior's mode shrinks units without a use to nothing
-
-
-def network(inputs: int, width: int, depth: int, outputs: int) -> nn.Module:
-    layers: list[nn.Module] = [nn.Linear(inputs, width), nn.ReLU()]
-    for _ in range(depth - 1):
-        layers += [nn.Linear(width, width), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(width, outputs)).eval()
 
 
 def units_of(weights: dict[str, Tensor], group: ps.Group, name: str) -> Tensor:
@@ -158,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     for seed, depth, width in tqdm(runs, disable=not options.progress):
         if results.find(seed=seed, depth=depth, width=width):
             continue
-        net = network(x.shape[1], width, depth, 10)
+        net = perceptron(x.shape[1], *[width] * depth, 10).eval()
         model = ps.BayesianModel(net, ps.GaussianPrior(1.0, fan_in=True), "categorical", num_data=len(x))
         group = ps.find_symmetry(net, x[:2]).permutations
         pyro.set_rng_seed(seed)

@@ -18,7 +18,6 @@ log WIDTH!, is what the orbit is worth; what each method's own objective saw of 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from pathlib import Path
@@ -27,16 +26,25 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer import SVI, Trace_ELBO
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure, spread
+from benchmarks.harness import (
+    Results,
+    load_images,
+    mini_batches,
+    new_figure,
+    parse,
+    parser,
+    print_table,
+    save_figure,
+    spread,
+)
+from benchmarks.networks import perceptron
 
 METHODS = ("mean-field", "infonce-15", "infonce-127", "sinkhorn-4")
 COLOURS = dict(zip(METHODS, ("#ff725c", "#efb118", "#9c6b4e", "#4269d0"), strict=True))
-# MNIST's 10,000 test images, split anew, may lie in a folder of their own: a smaller data set, under its own name.
-FOLDERS = {"mnist": ("mnist10k", "MNIST-10k")}
 
 
 def estimator_of(name: str) -> Any:
@@ -44,29 +52,6 @@ def estimator_of(name: str) -> Any:
     if name == "mean-field":
         return ps.InfoNCE(0)
     return {"infonce": ps.InfoNCE, "sinkhorn": ps.SinkhornImportance}[kind](int(terms))
-
-
-def load(name: str, options: Any) -> tuple[ps.datasets.Dataset, Tensor, Tensor]:
-    """The data set, and its training and test inputs as rows of pooled pixels."""
-    root: Path = options.data_dir
-    folder, title = FOLDERS.get(name, ("", ""))
-    part = bool(folder) and (root / folder).is_dir()
-    data = ps.datasets.load(
-        name,
-        root=root / folder if part else root,
-        hold_out=None,
-        max_train=options.train,
-        max_test=options.test,
-        download=options.download,
-        dtype=torch.float32,
-        device=options.device,
-    )
-    data = dataclasses.replace(data, title=title) if part else data
-
-    def rows(x: Tensor) -> Tensor:
-        return (nn.functional.avg_pool2d(x, options.pool) if data.is_image and options.pool > 1 else x).flatten(1)
-
-    return data, rows(data.train_x), rows(data.test_x)
 
 
 def train(
@@ -79,13 +64,8 @@ def train(
     guide.setup(x[:2], y[:2])
     optimiser = pyro.optim.ClippedAdam({"lr": options.lr, "lrd": 0.05 ** (1 / options.steps), "clip_norm": math.inf})
     svi = SVI(model, guide, optimiser, Trace_ELBO())
-    order = torch.Generator().manual_seed(seed)
-    rows = torch.empty(0, dtype=torch.long)
     start = time.perf_counter()
-    for step in range(options.steps):
-        if len(rows) < options.batch:
-            rows = torch.randperm(len(x), generator=order).to(x.device)
-        batch, rows = rows[: options.batch], rows[options.batch :]
+    for step, batch in enumerate(mini_batches(len(x), options.batch, options.steps, seed)):
         torch.manual_seed(1_000_003 * seed + step)  # the guide draws first: the same noise for all methods
         svi.step(x[batch], y[batch])
     if x.is_cuda:
@@ -167,9 +147,10 @@ def main(argv: list[str] | None = None) -> None:
         key = {"data": name, "width": width, "method": method, "seed": seed}
         if results.find(**key):
             continue
-        data, x, test_x = load(name, options)
+        data = load_images(name, options)
+        x, test_x = data.train_x.flatten(1), data.test_x.flatten(1)
         torch.manual_seed(seed)
-        net = nn.Sequential(nn.Linear(x.shape[1], width), nn.ReLU(), nn.Linear(width, data.num_outputs)).to(x.device)
+        net = perceptron(x.shape[1], width, data.num_outputs).to(x.device)
         group = ps.find_symmetry(net.eval(), x[:2]).permutations
         model = ps.BayesianModel(net, ps.GaussianPrior(1.0, fan_in=True), "categorical", num_data=len(x))
         guide, seconds = train(model, group, method, x, data.train_y, seed, options)

@@ -5,7 +5,8 @@
 
 A ReLU network's function doesn't change when units are rescaled, and of all rescalings one has the least squared norm.
 Weight decay pulls there. For several strengths of it, networks on two moons are trained to the end; reported are their
-mass, the least mass of the same function, and the share that scalings alone could take away.
+mass, the least mass of the same function, and the share that scalings alone could take away; and by layer, the mass as
+trained beside that of the same layer at the minimum: scalings carry mass from layer to layer.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 
 import pyro_symmetric as ps
-from benchmarks.experiments.laurent_2024.sorting_dynamics import moons, network
+from benchmarks.experiments.laurent_2024.sorting_dynamics import moons
 from benchmarks.harness import Results, mean_over, new_figure, parse, parser, print_table, save_figure
+from benchmarks.networks import perceptron
 from pyro_symmetric.compare import excess_mass
 from pyro_symmetric.ensembles import ensemble
 
@@ -25,7 +27,7 @@ from pyro_symmetric.ensembles import ensemble
 def run(seed: int, decay: float, options: Any) -> dict[str, Any]:
     torch.manual_seed(seed)
     x, y = moons(500)
-    net = network(options.width)
+    net = perceptron(2, options.width, options.width, 2)
     symmetry = ps.find_symmetry(net, x[:2])
     posterior = ensemble(
         net,
@@ -36,12 +38,18 @@ def run(seed: int, decay: float, options: Any) -> dict[str, Any]:
         progress=options.progress,
     )
     weights = posterior.get_samples()
-    least = ps.minimal_mass(weights, symmetry, scale_free="hold").mass
+    minimum = ps.minimal_mass(weights, symmetry, scale_free="hold")
+    least = minimum.mass
+    layers = {
+        site: [float(w[site].square().flatten(1).sum(1).mean()) for w in (weights, minimum.weights)]
+        for site in symmetry.scalings.weight_sites
+    }
     share = excess_mass(weights, symmetry)
     return {
         "mass": (least / (1 - share)).tolist(),
         "least": least.tolist(),
         "share": share.tolist(),
+        "layers": layers,
         "loss": float(posterior.statistics["loss"].mean()),
     }
 
@@ -70,6 +78,12 @@ def main(argv: list[str] | None = None) -> None:
     head = ("weight decay", "mass", "least mass", "share above the least", "loss")
     count = options.networks * options.seeds
     print_table(f"mass where training ended, {count} networks, {options.epochs} epochs", head, rows)
+    lines = []
+    for decay in options.decays:
+        found = [row["layers"] for row in results.find(decay=decay)]
+        means = {site: torch.tensor([layers[site] for layers in found]).mean(0).tolist() for site in found[0]}
+        lines.append([f"{decay:g}", *(f"{mass:.2f} / {least:.2f}" for mass, least in means.values())])
+    print_table("by layer: mass as trained / at the minimum", ["weight decay", *means], lines)
     if options.out is not None:
         picture, axes = new_figure(1, 1, size=(4.5, 4.5))
         for decay, (least, mass) in points.items():

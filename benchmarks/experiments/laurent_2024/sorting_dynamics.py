@@ -19,12 +19,9 @@ from tqdm import tqdm
 
 import pyro_symmetric as ps
 from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure
+from benchmarks.networks import perceptron
 from pyro_symmetric.compare import SortingTracker
 from pyro_symmetric.ensembles import fresh_members
-
-
-def network(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
 
 
 def moons(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +34,7 @@ def moons(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 def run(seed: int, rate: float, options: Any) -> dict[str, Any]:
     torch.manual_seed(seed)
     x, y = moons(500)
-    net = network(options.width)
+    net = perceptron(2, options.width, options.width, 2)
     symmetry = ps.find_symmetry(net, x[:2])
     members = {name: value.requires_grad_(True) for name, value in fresh_members(net, options.networks).items()}
     optimizer = torch.optim.SGD(list(members.values()), lr=rate, momentum=0.9, weight_decay=1e-4)

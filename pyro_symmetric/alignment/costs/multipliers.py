@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -23,13 +25,17 @@ from pyro_symmetric.alignment.costs.terms import Term
 BOUNDS = math.exp(-30.0), math.exp(30.0)  # of scales
 # Every so many steps it is looked whether one still moves a log-scale by more than this.
 CHECKED, SETTLED = 4, 1e-10
+# Scales of up to so many numbers are fitted together: calls of operators, not their work, take the time.
+SMALL = 2**16
 
 
 class Sums:
     """The inner products and norms of terms, and the best signs and scales that enter them.
 
     Given the signs that enter one scale, its best value depends on no other. So each scale has a table of its scores
-    under all choices of these signs, ``(2,) * signs + shape``, and the tables add up.
+    under all choices of these signs, ``(2,) * signs + shape``, and the tables add up. Many signs may enter (a
+    transformer's stream has one for every layer that reads it), few of which meet in one table: the best choice of all
+    is found by eliminating one after the other.
 
     :param terms: the terms to come.
     :ivar scales: the units whose scales enter.
@@ -50,14 +56,8 @@ class Sums:
         self._sums[key] = values if before is None else [a + b for a, b in zip(before, values, strict=True)]
 
     def highest(self, steps: int, whole: bool = True) -> Tensor:
-        """The best score alone: signs are chosen one after the other, each from the tables that it enters."""
-        tables = [(flips, table) for flips, table, _ in self._tables(steps, {}, whole).values()]
-        for name in self._flipped:
-            entered = [one for one in tables if name in one[0]]
-            rest = [own for own in self._flipped if own != name and any(own in flips for flips, _ in entered)]
-            joined = sum(_spread(flips, table, [name, *rest]) for flips, table in entered)
-            tables = [one for one in tables if name not in one[0]] + [(rest, torch.as_tensor(joined).amax(0))]
-        return sum((table for _, table in tables[1:]), tables[0][1])
+        """The best score alone."""
+        return self._eliminated(self._tables(steps, {}, whole))[0]
 
     def best(
         self, steps: int, present: Mapping[str, Tensor] | None = None, whole: bool = True
@@ -68,63 +68,156 @@ class Sums:
         :param present: log-scales, by name, that stay if no finite ones are best.
         :param whole: whether all that the multipliers enter is compared; if not, norms are made equal.
         """
-        signs = len(self._flipped)
         tables = self._tables(steps, present or {}, whole)
-        every = torch.as_tensor(sum(_spread(flips, table, self._flipped) for flips, table, _ in tables.values()))
-        pulls = {}
-        for number, name in enumerate(self._flipped):
-            plus, minus = every.unbind(number)
-            pulls[name] = _most(plus, signs - 1) - _most(minus, signs - 1)
-        every = every.flatten(0, signs - 1) if signs else every.unsqueeze(0)
-        best, which = every.max(0)
-        logs = {}
-        for scale, (flips, _, own) in tables.items():
-            if scale is not None and own is not None:
-                under = _spread(flips, own, self._flipped).expand(*[2] * signs, *own.shape[len(flips) :])
-                logs[scale] = under.reshape(every.shape).gather(0, which.unsqueeze(0))[0]
-        return best, pulls, logs
+        best, eliminated = self._eliminated(tables)
+        pulls: dict[str, Tensor] = {}
+        for name, rest, joined in reversed(eliminated):  # of the last one, no other sign is left to choose
+            plus, minus = (_chosen(rest, table, pulls) for table in joined.unbind(0))
+            pulls[name] = plus - minus
+        return best, pulls, {t.scale: _chosen(t.flips, t.logs, pulls) for t in tables if t.scale and t.logs is not None}
 
-    def _tables(
-        self, steps: int, present: Mapping[str, Tensor], whole: bool
-    ) -> dict[str | None, tuple[list[str], Tensor, Tensor | None]]:
-        """By scale: the signs that enter, the scores under each choice of them, and the best log-scales.
+    def _eliminated(self, tables: Sequence[Table]) -> tuple[Tensor, list[tuple[str, list[str], Tensor]]]:
+        """The best score over all signs, chosen one after the other, each from the tables that it enters.
+
+        Next comes the sign that meets the fewest others: a stream's own sign after those of what reads it.
+
+        :return: the score; each sign, those that it meets, and the scores under its choices and theirs.
+        """
+        left: list[tuple[Sequence[str], Tensor]] = [(table.flips, table.score) for table in tables]
+        waiting, found = list(self._flipped), []
+        while waiting:
+            met = {name: {own for flips, _ in left if name in flips for own in flips} - {name} for name in waiting}
+            name = min(waiting, key=lambda name: len(met[name]))
+            waiting.remove(name)
+            rest = [own for own in waiting if own in met[name]]
+            entered = [_spread(flips, table, [name, *rest]) for flips, table in left if name in flips]
+            joined = sum(entered[1:], entered[0])
+            left = [one for one in left if name not in one[0]] + [(rest, joined.amax(0))]
+            found.append((name, rest, joined))
+        return sum((table for _, table in left[1:]), left[0][1]), found
+
+    def _tables(self, steps: int, present: Mapping[str, Tensor], whole: bool) -> list[Table]:
+        """The scores of each scale under all choices of the signs that enter; of what has no scale, one for each set of
+        signs.
 
         Only products of signs matter, one for each set of units that flip together; choices that agree in these share
         one fit.
         """
-        found: dict[str | None, tuple[list[str], Tensor, Tensor | None]] = {}
-        for scale in dict.fromkeys(scale for _, scale, _ in self._sums):
-            own = {key: values for key, values in self._sums.items() if key[1] == scale}
+        kinds = dict.fromkeys((key[1], None if key[1] else key[0]) for key in self._sums)
+        fits = []
+        for scale, alone in kinds:
+            own = {key: values for key, values in self._sums.items() if key[1] == scale and alone in (None, key[0])}
             flips = [name for name in self._flipped if any(name in key[0] for key in own)]
-            choices = torch.tensor(list(product((1.0, -1.0), repeat=len(flips))), dtype=torch.float64)
-            kinds = list(dict.fromkeys(key[0] for key in own))
-            signs = torch.stack([choices[:, [flips.index(n) for n in kind]].prod(1) for kind in kinds], 1)
-            distinct, which = signs.unique(dim=0, return_inverse=True)
+            signs, which = _products(tuple(flips), tuple(dict.fromkeys(key[0] for key in own)))
             linear: dict[int, Tensor] = {}
-            for (kind, _, exponent), (odd, even, *_) in own.items():
-                sign = distinct[:, kinds.index(kind)].to(odd.device).reshape(-1, *[1] * odd.dim())
-                linear[exponent] = linear.get(exponent, 0.0) + (sign * odd + even)
-            logs = None
-            if scale is None:
-                score = torch.as_tensor(sum(linear.values()))
-            else:
-                reference, source = (_by_exponent(own, which) for which in (2, 3))
-                equal = balanced(reference, source)
-                if whole:
-                    starts = [*([present[scale]] if scale in present else []), equal]
-                    score, logs = best_scale(linear, source, starts, steps)
-                else:
-                    score, logs = score_at(linear, source, equal), equal.expand(len(distinct), *equal.shape)
-                logs = logs[which.to(logs.device)].reshape(*[2] * len(flips), *logs.shape[1:])
-            score = score[which.to(score.device)].reshape(*[2] * len(flips), *score.shape[1:])
-            found[scale] = flips, score, logs
-        return found
+            for kind, (odd, even) in {key: values[:2] for key, values in own.items()}.items():
+                sign = signs[kind[0]].to(odd.device).reshape(-1, *[1] * odd.dim())
+                linear[kind[2]] = linear.get(kind[2], 0.0) + (sign * odd + even)
+            dims = next(iter(linear.values())).dim() - 1
+            norms = [_by_exponent(own, number, dims) for number in (2, 3)] if scale else []
+            fits.append(_Fit(scale, flips, which, linear, *norms))
+        return [table for alike in _alike(fits) for table in _fitted(alike, steps, present, whole)]
 
 
-def _by_exponent(sums: Mapping[tuple[tuple[str, ...], str | None, int], list[Tensor]], which: int) -> dict[int, Tensor]:
+@dataclass(frozen=True)
+class Table:
+    """Scores under all choices of some signs.
+
+    :param scale: the units whose scale was fitted, if any.
+    :param flips: the units whose signs are chosen.
+    :param score: ``(2,) * flips + shape``; ``logs``: the best log-scales, likewise.
+    """
+
+    scale: str | None
+    flips: Sequence[str]
+    score: Tensor
+    logs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What one scale is fitted to: inner products under different products of signs, ``(products,) + shape``, and norms
+    of reference and source, by exponent; and which product each choice of signs has."""
+
+    scale: str | None
+    flips: list[str]
+    which: Tensor
+    linear: Mapping[int, Tensor]
+    reference: Mapping[int, Tensor] = field(default_factory=dict)
+    source: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+def _alike(fits: Sequence[_Fit]) -> list[list[_Fit]]:
+    """Fits by what is fitted: those of the same exponents and shapes are fitted together, if they are small."""
+    found: dict[object, list[_Fit]] = {}
+    for number, fit in enumerate(fits):
+        first = next(iter(fit.linear.values()))
+        shapes = tuple((e, fit.linear[e].shape[1:], fit.reference[e].shape, fit.source[e].shape) for e in fit.reference)
+        found.setdefault(shapes if fit.scale and first.numel() <= SMALL else number, []).append(fit)
+    return list(found.values())
+
+
+def _fitted(alike: Sequence[_Fit], steps: int, present: Mapping[str, Tensor], whole: bool) -> list[Table]:
+    """The tables of some scales, of the same exponents and shapes each."""
+    one, sizes = alike[0], [len(next(iter(fit.linear.values()))) for fit in alike]
+    if one.scale is None:
+        return [_table(fit, torch.as_tensor(sum(fit.linear.values())), None) for fit in alike]
+    linear = {e: torch.cat([fit.linear[e] for fit in alike]) for e in one.linear}
+    reference, source = (
+        {e: torch.stack([part[e] for part in parts]).repeat_interleave(torch.tensor(sizes), 0) for e in one.linear}
+        for parts in ([fit.reference for fit in alike], [fit.source for fit in alike])
+    )
+    equal = balanced(reference, source)
+    if whole:
+        here = [present[fit.scale] for fit in alike if fit.scale is not None and fit.scale in present]
+        starts = [torch.stack(here).repeat_interleave(torch.tensor(sizes), 0)] if here else []
+        score, logs = best_scale(linear, source, [*starts, equal], steps)
+    else:
+        score = score_at(linear, source, equal)
+        logs = equal.expand(score.shape)
+    parts = zip(alike, score.split(sizes), logs.split(sizes), strict=True)
+    return [_table(fit, own_score, own_logs) for fit, own_score, own_logs in parts]
+
+
+def _table(fit: _Fit, score: Tensor, logs: Tensor | None) -> Table:
+    def by_choice(value: Tensor) -> Tensor:
+        return value[fit.which.to(value.device)].reshape(*[2] * len(fit.flips), *value.shape[1:])
+
+    return Table(fit.scale, fit.flips, by_choice(score), None if logs is None else by_choice(logs))
+
+
+@lru_cache(maxsize=1024)
+def _products(
+    flips: tuple[str, ...], kinds: tuple[tuple[str, ...], ...]
+) -> tuple[dict[tuple[str, ...], Tensor], Tensor]:
+    """The products of signs of some kinds that differ, kind -> ``(products,)``, and which one each choice of signs has.
+
+    :param flips: the signs to choose.
+    :param kinds: sets of them.
+    """
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        choices = torch.tensor(list(product((1.0, -1.0), repeat=len(flips))), dtype=torch.float64)
+        signs = torch.stack([choices[:, [flips.index(name) for name in kind]].prod(1) for kind in kinds], 1)
+        distinct, which = signs.unique(dim=0, return_inverse=True)
+        return dict(zip(kinds, distinct.unbind(1), strict=True)), which
+
+
+def _chosen(flips: Sequence[str], table: Tensor, pulls: Mapping[str, Tensor]) -> Tensor:
+    """The entries of a table under the choice of signs that the pulls make, elementwise."""
+    for name in flips:
+        plus, minus = table.unbind(0)
+        table = torch.where(pulls[name] < 0, minus, plus)
+    return table
+
+
+def _by_exponent(
+    sums: Mapping[tuple[tuple[str, ...], str | None, int], list[Tensor]], number: int, dims: int
+) -> dict[int, Tensor]:
+    """Sums of norms, of as many dimensions."""
     found: dict[int, Tensor] = {}
     for (_, _, exponent), values in sums.items():
-        found[exponent] = found[exponent] + values[which] if exponent in found else values[which]
+        value = values[number].reshape(*[1] * (dims - values[number].dim()), *values[number].shape)
+        found[exponent] = found[exponent] + value if exponent in found else value
     return found
 
 
@@ -134,11 +227,6 @@ def _spread(flips: Sequence[str], table: Tensor, every: Sequence[str]) -> Tensor
     order = sorted(range(len(flips)), key=lambda k: every.index(flips[k]))
     table = table.permute(*order, *range(len(flips), table.dim()))
     return table.reshape(*(2 if name in flips else 1 for name in every), *rest)
-
-
-def _most(table: Tensor, signs: int) -> Tensor:
-    """The largest entry over the first dimensions."""
-    return table.flatten(0, signs - 1).amax(0) if signs else table
 
 
 def score_at(linear: Mapping[int, Tensor], norms: Mapping[int, Tensor], t: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from pyro_symmetric.groups.places import owners
 STEPS, CG_STEPS, SHORTER = 30, 50, 8
 LIMIT = 30.0  # of log-scales
 # The part of the distance below which a step no longer counts.
-SETTLED = 1e-15
+SETTLED = 1e-10
 
 
 class Distance:

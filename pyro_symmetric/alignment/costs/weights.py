@@ -39,7 +39,7 @@ from pyro_symmetric.groups.units import Units
 
 Moments = dict[str, Tensor]
 # Newton steps for the scales of all pairs, and of the pairs in place.
-PAIR_STEPS, STEPS = 1, 40
+PAIR_STEPS, STEPS = 1, 3
 
 
 class WeightCost(MatchCost):
@@ -213,16 +213,17 @@ class WeightCost(MatchCost):
     def _site_after(self, site: str, group: Group, element: Element | None, rows: Tensor) -> Tensor:
         """A site of some sources as a group moves it that knows some of the element's numbers."""
         value = _some(self._source[site], rows)
+        shape = value.shape[1:2] if element is None else element.batch_shape
+        several = value.reshape(len(value), *[1] * (len(shape) - 1), *value.shape[1:])
         if element is None or not group.members(site):
-            shape = value.shape[1:2] if element is None else element.batch_shape
-            return value.expand(len(value), *shape, *value.shape[2:])
+            return several.expand(len(value), *shape, *value.shape[2:])
         own = element.within(group)
         if own.batch_shape.numel() == 1:  # one element for all that there is takes half the time
             own = own.select((0,) * len(own.batch_shape))
             if len(value) == 1 or not own.signs:
                 return own.on_site(site, value)
         elif len(own.batch_shape) > 1:
-            value = value.expand(len(value), *own.batch_shape, *value.shape[2:])
+            value = several.expand(len(value), *shape, *value.shape[2:])
         first = own.on_site(site, value[0])
         own.signs = {}  # of the first channel only
         return torch.stack([first, *(own.on_site(site, channel) for channel in value[1:])])

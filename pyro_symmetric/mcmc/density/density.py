@@ -9,13 +9,14 @@ under :func:`torch.func.vmap`. A :class:`~pyro_symmetric.models.BayesianModel` s
 Chains are independent, so one backward pass through the sum of their energies gives every chain's gradient. An
 :class:`~pyro_symmetric.mcmc.density.engine.Engine` may do better: feed-forward networks need no autograd
 (:mod:`~pyro_symmetric.mcmc.density.network`), and any model can be compiled
-(:mod:`~pyro_symmetric.mcmc.density.inductor`). Which one serves, and in what chunks of chains, is settled when the
+(:mod:`~pyro_symmetric.mcmc.density.programs`). Which one serves, and in what chunks of chains, is settled when the
 density is made, by rules and not by timing, so that every run rounds alike.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,25 +29,25 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.calls import described, described_call, model_arguments
-from pyro_symmetric.largest import LargestTensor
 from pyro_symmetric.mcmc.density.engine import Engine, Evaluation, NoCompiler, Unavailable
-from pyro_symmetric.mcmc.density.inductor import Inductor
 from pyro_symmetric.mcmc.density.layout import Layout
+from pyro_symmetric.mcmc.density.native.compiler import compiler_name
 from pyro_symmetric.mcmc.density.network import network_engine
+from pyro_symmetric.mcmc.density.programs import Programs, pays
 from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows, Target
 from pyro_symmetric.mcmc.density.traced import TracedTarget
 from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.operations import Operations
 from pyro_symmetric.placement import placed, promoted
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
 ENGINES = ("auto", "native", "torch", "inductor")
 """What computes energies and gradients. ``"native"``: code for feed-forward networks that the machine's C++ compiler
-builds once, in a few seconds, and that is kept. ``"inductor"``: ``torch.compile``, for any model; it takes tens of
-seconds in every process, so it pays in long runs only. ``"torch"``: PyTorch's operations as they are; nothing is
+builds once, in a few seconds, and that is kept. ``"inductor"``: PyTorch's compiler, for any model and kernel; programs
+take some seconds, more for long models, and are kept, too. ``"torch"``: PyTorch's operations as they are; nothing is
 compiled."""
 CACHE_BYTES = 2**22  # that the largest intermediate result of a chunk of chains should fit into, on a CPU
-COMPILED_CHAINS = 64  # at most, by default: a program pads to its number of chains
 
 
 def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[Weights], Tensor]:
@@ -91,12 +92,14 @@ class Density:
     :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep the largest intermediate
         result in the cache, on other devices all. Engine ``"native"`` goes chain by chain and doesn't need it.
     :param engine: what computes energies; see :data:`ENGINES`. ``"auto"``: ``"native"`` for a ``BayesianModel`` of a
-        feed-forward network, else ``"torch"``. An engine that can't serve gives way to ``"torch"``, with a warning if
+        feed-forward network; of other models ``"inductor"`` if it pays for so many evaluations, else ``"torch"``. An
+        engine that can't serve gives way to ``"torch"``, with a warning if
         it was asked for by name, or if a compiler is missing.
     :param batch_size: rows of each mini-batch, for stochastic-gradient samplers; see :meth:`energy_and_gradient`. Every
         tensor argument as long as the first one is data. ``None``: all data, or what the model's plates with
         ``subsample_size`` draw.
     :param subsampled: whether mini-batches are allowed; otherwise a model that subsamples is refused.
+    :param evaluations: how many are expected, of all chains at once: what engine ``"auto"`` decides by.
     :raises ValueError: naming the site, plate or module that can't be sampled, with advice.
     """
 
@@ -112,6 +115,7 @@ class Density:
         engine: str = "auto",
         batch_size: int | None = None,
         subsampled: bool = False,
+        evaluations: int = 0,
     ):
         require_model(model)
         args, kwargs = model_arguments(args, kwargs)
@@ -145,7 +149,7 @@ class Density:
         self.engine_reason = ""
         """Why no faster engine serves, in words."""
         self._fast: Engine | None = None
-        self._settle_engine(engine, z)
+        self._settle_engine(engine, z, evaluations)
 
     @property
     def num_rows(self) -> int:
@@ -163,6 +167,16 @@ class Density:
     def engine(self) -> str:
         """Which of :data:`ENGINES` serves. They round differently."""
         return "torch" if self._fast is None else self._fast.name
+
+    @property
+    def programs(self) -> Programs | None:
+        """What compiles a kernel's arithmetic, see :func:`~pyro_symmetric.mcmc.density.programs.run`; or ``None``."""
+        return self._fast if isinstance(self._fast, Programs) else None
+
+    def give_up_compiling(self, reason: Unavailable) -> None:
+        """Go on with PyTorch's operations as they are, and warn."""
+        self._fast, self.engine_reason = None, str(reason)
+        warnings.warn(f"engine 'torch' serves, not 'inductor': {reason}", RuntimeWarning, stacklevel=4)
 
     # energy ---------------------------------------------------------------------------------------------------------
 
@@ -193,12 +207,11 @@ class Density:
             except torch.linalg.LinAlgError:
                 pass  # below, chain by chain
             except Unavailable as error:
-                self._fast, self.engine_reason = None, str(error)
-                warnings.warn(f"engine 'torch' serves, not 'inductor': {error}", RuntimeWarning, stacklevel=4)
+                self.give_up_compiling(error)
         energy, gradient = _sparing(self._by_autograd, z, rows)
         return energy, gradient
 
-    def _by_autograd(self, z: Tensor, rows: Rows | None) -> Evaluation:
+    def _by_autograd(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
         with torch.enable_grad():
             leaf = z.detach().requires_grad_()
             energy = self._energy(leaf, rows)
@@ -218,37 +231,45 @@ class Density:
 
     # engines --------------------------------------------------------------------------------------------------------
 
-    def _settle_engine(self, asked: str, z: Tensor) -> None:
+    def _settle_engine(self, asked: str, z: Tensor, evaluations: int) -> None:
         """:param z: draws from the prior, at which the model itself and engines are evaluated."""
         counts = self.row_counts.items()
         rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
-        expected, bytes_of_chain = self._probed(z, rows)
+        expected, met = self._probed(z, rows)
         if self.chain_chunk is None and (self.device.type == "cpu" or asked == "inductor"):
-            fits = 2 ** int(math.log2(max(1, CACHE_BYTES // max(1, bytes_of_chain))))
-            self.chain_chunk = min(fits, COMPILED_CHAINS) if asked == "inductor" else fits
-        why: Exception | None = None
+            self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES * len(z) // max(1, met.bytes))))
+        asked, why = self._wanted(asked, pays(met.count, evaluations))
         if asked == "inductor":
-            self._fast = Inductor(self._by_autograd, self.chain_chunk or COMPILED_CHAINS)
+            self._fast = Programs(self._by_autograd, self.chain_chunk or sys.maxsize)
         elif isinstance(self.target, NetworkTarget):
             self._fast, why = network_engine(self.target, self.layout, asked != "torch", (z, rows), expected)
         elif asked == "native":
             why = Unavailable("compiled code serves a BayesianModel only")
         self.engine_reason = str(why or "")
         if self.engine != "native" and (asked == "native" or isinstance(why, NoCompiler)):
+            better = "native" if isinstance(self.target, NetworkTarget) else "inductor"
             warnings.warn(
-                f"engine 'torch' serves, not 'native': {why}. They round differently: where 'native' serves, the same "
-                "seed gives other draws",
+                f"engine 'torch' serves, not {better!r}: {why}. They round differently: where {better!r} serves, the "
+                "same seed gives other draws",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
-    def _probed(self, z: Tensor, rows: Rows | None) -> tuple[Evaluation, int]:
-        """The model's own evaluation, and the size of its largest intermediate result, in bytes for each chain.
+    def _wanted(self, asked: str, pays: bool) -> tuple[str, Exception | None]:
+        """The engine to try for the one that was asked for, and why no better one is."""
+        if asked != "auto" or isinstance(self.target, NetworkTarget) or not pays:
+            return asked, None
+        if self.device.type == "cpu" and compiler_name() is None:
+            return "torch", NoCompiler("no C++ compiler was found (g++, clang++ or $CXX)")
+        return "inductor", None
+
+    def _probed(self, z: Tensor, rows: Rows | None) -> tuple[Evaluation, Operations]:
+        """The model's own evaluation, and what it met on the way.
 
         :raises ValueError: in words, if the model can't be mapped over chains.
         """
         try:
-            with LargestTensor() as largest:
+            with Operations() as met:
                 energy, gradient = _sparing(self._by_autograd, z, rows)
         except NotImplementedError as error:
             raise ValueError(f"a site's transform lacks a log-determinant, so it can't be sampled: {error}") from error
@@ -260,7 +281,7 @@ class Density:
                 "batch normalisation in train mode (call .eval()), random numbers drawn outside of pyro.sample, "
                 f"Python control flow or .item() on a sampled value, in-place changes. PyTorch says: {error}"
             ) from error
-        return (energy, gradient), largest.bytes // len(z)
+        return (energy, gradient), met
 
     # places ---------------------------------------------------------------------------------------------------------
 

@@ -13,14 +13,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, leapfrog
+from pyro_symmetric.mcmc.density.programs import Evaluate, run
+from pyro_symmetric.mcmc.kernels.integrator import (
+    MAX_ENERGY_ERROR,
+    PhasePoint,
+    begun,
+    choose,
+    energy_error,
+    leapfrog,
+)
 from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.randomness import uniform
+from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 BLIND_STEPS = 32  # while the mass matrix is unknown, longer trajectories cost more than they teach
@@ -73,19 +84,33 @@ def whole_steps(steps: float, max_steps: int, blind: bool) -> int:
 def transition(density: Density, state: State, num_steps: int) -> tuple[State, PhasePoint]:
     """One iteration of HMC with so many leapfrog steps: the next state, and where the trajectories ended."""
     tuning: HamiltonianTuning = state.tuning
-    start = PhasePoint(state.z, tuning.mass.draw(state.z, state.generator), state.energy, state.gradient)
+    noise = normal(state.z, state.generator)
+    start, before = run(density, begun, state.z, state.energy, state.gradient, noise, tuning.mass)
     end = leapfrog(density, start, tuning.steps, tuning.mass, num_steps)
-    before = start.total_energy(tuning.mass)
-    error = energy_error(end.total_energy(tuning.mass), before)
-    acceptance = (-error).clamp(max=0).exp()
-    accept = uniform(acceptance, state.generator) < acceptance
-    after = choose(accept, end, start)
+    chance = uniform(before, state.generator)
+    after: PhasePoint
+    after, found = run(density, _ended, start, end, before, chance, tuning.mass)
     statistics = {
-        "lp": -after.energy,
-        "acceptance_rate": acceptance,
-        "energy": before + torch.where(accept, error, 0.0),
-        "diverging": error > MAX_ENERGY_ERROR,
-        "step_size": tuning.steps.expand(len(acceptance), 1)[:, 0],
-        "n_steps": torch.full_like(acceptance, num_steps, dtype=torch.long),
+        **found._asdict(),
+        "step_size": tuning.steps.expand(len(before), 1)[:, 0],
+        "n_steps": torch.full_like(before, num_steps, dtype=torch.long),
     }
     return State(*after, tuning, state.generator, statistics), end
+
+
+class _Statistics(NamedTuple):
+    lp: Tensor
+    acceptance_rate: Tensor
+    energy: Tensor
+    diverging: Tensor
+
+
+def _ended(
+    evaluate: Evaluate, start: PhasePoint, end: PhasePoint, before: Tensor, chance: Tensor, mass: Mass
+) -> tuple[PhasePoint, _Statistics]:
+    error = energy_error(end.total_energy(mass), before)
+    acceptance = (-error).clamp(max=0).exp()
+    accept = chance < acceptance
+    after = choose(accept, end, start)
+    energy = before + torch.where(accept, error, 0.0)
+    return after, _Statistics(-after.energy, acceptance, energy, error > MAX_ENERGY_ERROR)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.density.programs import Evaluate, compiles, run
 from pyro_symmetric.mcmc.kernels.mass import Mass
 
 MAX_ENERGY_ERROR = 1000.0  # beyond it a trajectory counts as divergent, as in Stan and Pyro
@@ -43,12 +44,36 @@ def leapfrog(density: Density, start: PhasePoint, step_size: Tensor, mass: Mass,
 
     :param step_size: ``()``, or ``(C, 1)`` for each chain its own; negative ones go back in time.
     """
+    steps = torch.as_tensor(step_size).expand(len(start.z), 1).contiguous()
+    if not compiles(density):
+        return run(density, steps_of_leapfrog, start, steps, mass, num_steps=num_steps)
+    for _ in range(num_steps):  # one program for trajectories of all lengths
+        start = run(density, steps_of_leapfrog, start, steps, mass, num_steps=1)
+    return start
+
+
+def steps_of_leapfrog(
+    evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mass, num_steps: int
+) -> PhasePoint:
+    """:func:`leapfrog` as arithmetic.
+
+    :param step_size: ``(C, 1)``.
+    """
     z, p = start.z, start.momentum - 0.5 * step_size * start.gradient
+    energy, gradient = start.energy, start.gradient
     for k in range(num_steps):
         z = z + step_size * mass.velocity(p)
-        energy, gradient = density.energy_and_gradient(z)
+        energy, gradient = evaluate(z)
         p = p - (step_size if k + 1 < num_steps else 0.5 * step_size) * gradient
     return PhasePoint(z, p, energy, gradient)
+
+
+def begun(
+    evaluate: Evaluate, z: Tensor, energy: Tensor, gradient: Tensor, noise: Tensor, mass: Mass
+) -> tuple[PhasePoint, Tensor]:
+    """Chains with fresh momenta, of standard normal noise ``(C, D)``, and their total energies ``(C,)``."""
+    start = PhasePoint(z, mass.momentum(noise), energy, gradient)
+    return start, start.total_energy(mass)
 
 
 def energy_error(after: Tensor, before: Tensor) -> Tensor:

@@ -28,9 +28,18 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, leapfrog
+from pyro_symmetric.mcmc.density.programs import Evaluate, compiles, run
+from pyro_symmetric.mcmc.kernels.integrator import (
+    MAX_ENERGY_ERROR,
+    PhasePoint,
+    begun,
+    choose,
+    energy_error,
+    steps_of_leapfrog,
+)
 from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.randomness import uniform
+from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 BLIND_DEPTH = 6  # while the mass matrix is unknown, longer trajectories cost more than they teach
@@ -55,19 +64,19 @@ class NUTS(HamiltonianKernel):
         tree, occupancy = _Trajectories(density, state).grown(max_depth)
         statistics = {
             "lp": -tree.draw.energy,
-            "acceptance_rate": tree.acceptance / tree.steps,
+            "acceptance_rate": tree.cost.acceptance / tree.cost.steps,
             "energy": tree.draw.total_energy(tuning.mass),
-            "diverging": tree.diverging,
+            "diverging": tree.cost.diverging,
             "step_size": tuning.steps.expand(len(state.z), 1)[:, 0],
-            "n_steps": tree.steps,
+            "n_steps": tree.cost.steps,
             "tree_depth": tree.depth,
             "reached_max_treedepth": tree.depth >= self.max_treedepth,
-            "occupancy": torch.full_like(tree.draw.energy, occupancy),
+            "occupancy": occupancy.to(state.energy).expand(len(state.z)),
         }
         return State(*tree.draw, tuning, state.generator, statistics)
 
 
-# what a trajectory consists of; A chains, all of which are unfinished -----------------------------------------------
+# what a trajectory consists of; A chains ---------------------------------------------------------------------------
 
 
 class _Span(NamedTuple):
@@ -78,144 +87,179 @@ class _Span(NamedTuple):
     total: Tensor
 
 
+class _Cost(NamedTuple):
+    """What a trajectory has cost so far, ``(A,)`` each."""
+
+    steps: Tensor
+    acceptance: Tensor  # sum over the steps
+    diverging: Tensor
+
+
 class _Tree(NamedTuple):
     """A trajectory, between doublings."""
 
+    start_energy: Tensor  # (A,), total
     chain: Tensor  # (A,), which of all chains it is
     step: Tensor  # (A, 1), its step size
-    start_energy: Tensor  # (A,), total
     left: PhasePoint
     right: PhasePoint
     momenta: Tensor  # their sum, (A, D)
     log_weight: Tensor  # log of the sum of exp(start energy - energy), (A,)
     draw: PhasePoint  # the state that is drawn from it so far
-    steps: Tensor  # (A,)
-    acceptance: Tensor  # (A,), sum over the steps
+    cost: _Cost
     depth: Tensor  # (A,)
-    diverging: Tensor  # (A,)
+    growing: Tensor  # (A,), whether it may double
 
 
 class _Branch(NamedTuple):
     """The half that is added by a doubling, while it grows."""
 
-    forward: Tensor  # (A,), whether it grows forwards in time
+    valid: Tensor  # (A,), whether it has neither turned nor diverged
+    step: Tensor  # (A, 1), negative where it grows backwards in time
     end: PhasePoint
     log_weight: Tensor  # as above
     draw: PhasePoint
-    spans: list[_Span]  # complete subtrees, the largest first
-    valid: Tensor  # (A,), whether it has neither turned nor diverged
 
 
 class _Trajectories:
     """One iteration of all chains."""
 
     def __init__(self, density: Density, state: State):
-        self.density, self.generator = density, state.generator
-        self.mass = state.tuning.mass
-        start = PhasePoint(state.z, self.mass.draw(state.z, state.generator), state.energy, state.gradient)
-        zero = torch.zeros_like(state.energy)
+        self.density, self.generator, self.mass = density, state.generator, state.tuning.mass
+        # A program is made for one number of chains; operations as they are get along with those that aren't finished.
+        self.masked = compiles(density)
+        noise = normal(state.z, state.generator)
+        start, energy = run(density, begun, state.z, state.energy, state.gradient, noise, self.mass)
+        zero = torch.zeros_like(energy)
         none, chain = zero.long(), torch.arange(len(zero), device=zero.device)
-        energy = start.total_energy(self.mass)
-        step = state.tuning.steps.expand(len(zero), 1)
-        self.tree = _Tree(chain, step, energy, start, start, start.momentum, zero, start, none, zero, none, zero.bool())
+        step, cost = state.tuning.steps.expand(len(zero), 1).contiguous(), _Cost(none, zero, zero.bool())
+        self.tree = _Tree(
+            energy, chain, step, start, start, start.momentum, zero, start, cost, none, torch.ones_like(zero.bool())
+        )
         self.finished: list[_Tree] = []
-        self.num_chains, self.num_batches, self.num_gradients = len(zero), 0, 0
+        self.num_chains, self.num_batches = len(zero), 0
 
-    def grown(self, max_depth: int) -> tuple[_Tree, float]:
-        """Let all trajectories grow; what they have become, and the occupancy of the batches."""
+    def grown(self, max_depth: int) -> tuple[_Tree, Tensor]:
+        """Let all trajectories grow; what they have become, and the share of their batches that was theirs, ``()``."""
         for depth in range(max_depth):
-            branch = self._grow(depth)
-            if len(self.tree.chain) > 0:
-                self._join(branch)
-            if len(self.tree.chain) == 0:
+            branch, spans = self._grow(depth)
+            if spans:
+                chance = uniform(self.tree.log_weight, self.generator)
+                self.tree = run(self.density, _joined, self.tree, branch, spans[0], chance, self.mass)
+                self._part(self.tree.growing)
+            else:  # no trajectory is left
+                self.tree = self.tree._replace(growing=branch.valid)
+            if not self._any(self.tree.growing):
                 break
-        self._finish(torch.zeros_like(self.tree.chain, dtype=torch.bool))
-        trees = _map(lambda *parts: torch.cat(parts), *self.finished)
-        return _select(trees, trees.chain.argsort()), self.num_gradients / (self.num_batches * self.num_chains)
+        trees = _map(lambda *parts: torch.cat(parts), *self.finished, self.tree)
+        trees = _select(trees, trees.chain.argsort()) if self.finished else trees
+        return trees, trees.cost.steps.sum() / (self.num_batches * self.num_chains)
 
-    def _grow(self, depth: int) -> _Branch:
-        """Add ``2 ** depth`` states; chains whose branch turns or diverges on the way finish without it."""
-        tree = self.tree
-        forward = uniform(tree.log_weight, self.generator) < 0.5
-        nothing = torch.full_like(tree.log_weight, -torch.inf)
-        end = choose(forward, tree.right, tree.left)
-        branch = _Branch(forward, end, nothing, tree.draw, [], torch.ones_like(forward))
+    def _grow(self, depth: int) -> tuple[_Branch, list[_Span]]:
+        """Add ``2 ** depth`` states; chains whose branch turns or diverges on the way finish without it.
+
+        :return: the branch, and its one span; none if no chain is left.
+        """
+        chance = uniform(self.tree.log_weight, self.generator)
+        branch: _Branch = run(self.density, _branched, self.tree, chance)
+        spans: list[_Span] = []
         for leaf in range(2**depth):
-            branch = self._add_leaf(branch, leaf)
+            chance = uniform(self.tree.log_weight, self.generator)
+            branch, cost, span = run(self.density, _leaf, branch, self.tree, chance, self.mass, masked=self.masked)
+            self.tree = self.tree._replace(cost=cost)
+            self.num_batches += 1
+            for level in range((~leaf & leaf + 1).bit_length() - 1):  # the subtrees that this leaf completes
+                valid, span = run(self.density, _merged, branch.valid, spans.pop(), span, self.mass, is_pair=level == 0)
+                branch = branch._replace(valid=valid)
+            spans.append(span)
             # Looking costs a wait for the device: at every other leaf, when the counter holds no single leaves.
-            if (leaf % 2 == 1 or depth == 0) and not bool(branch.valid.all()):
-                branch = _select(branch, self._finish(branch.valid))
-                if len(self.tree.chain) == 0:
-                    break
-        return branch
+            if leaf % 2 == 1 or depth == 0:
+                branch, spans = self._part(branch.valid, branch, spans)
+                if not self._any(branch.valid):
+                    return branch, []
+        return branch, spans
 
-    def _add_leaf(self, branch: _Branch, leaf: int) -> _Branch:
-        step = torch.where(branch.forward[:, None], self.tree.step, -self.tree.step)
-        end = leapfrog(self.density, branch.end, step, self.mass)
-        self.num_batches, self.num_gradients = self.num_batches + 1, self.num_gradients + len(end.z)
-        tree, error = self.tree, energy_error(end.total_energy(self.mass), self.tree.start_energy)
-        diverging = branch.valid & (error > MAX_ENERGY_ERROR)
-        self.tree = tree._replace(
-            steps=tree.steps + branch.valid,
-            acceptance=tree.acceptance + branch.valid * (-error).clamp(max=0).exp(),
-            diverging=tree.diverging | diverging,
-        )
-        log_weight = torch.logaddexp(branch.log_weight, -error)
-        take = uniform(error, self.generator).log() < -error - log_weight
-        spans, turning = self._count_up(branch.spans, end.momentum, leaf)
-        valid = branch.valid & ~diverging & ~turning
-        return _Branch(branch.forward, end, log_weight, choose(take, end, branch.draw), spans, valid)
+    def _any(self, going_on: Tensor) -> bool:
+        return bool(going_on.any()) if self.masked else len(going_on) > 0
 
-    def _count_up(self, spans: list[_Span], momentum: Tensor, leaf: int) -> tuple[list[_Span], Tensor]:
-        """Complete the subtrees that end at this leaf: the spans, and which chains turn within one of them."""
-        spans, span = list(spans), _Span(momentum, momentum, momentum)
-        turning = torch.zeros_like(momentum[:, 0], dtype=torch.bool)
-        level = 0
-        while leaf >> level & 1:
-            half = spans.pop()
-            turning |= self._turns(half, span, is_pair=level == 0)
-            span = _Span(half.first, span.last, half.total + span.total)
-            level += 1
-        return [*spans, span], turning
-
-    def _turns(self, one: _Span, two: _Span, is_pair: bool) -> Tensor:
-        """Whether the trajectory that consists of two neighbouring spans turns, ``(A,)``."""
-
-        def turns(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
-            velocity = self.mass.velocity(total)
-            return ((first * velocity).sum(-1) <= 0) | ((last * velocity).sum(-1) <= 0)
-
-        whole = turns(one.first, two.last, one.total + two.total)
-        if is_pair:
-            return whole
-        return (
-            whole | turns(one.first, two.first, one.total + two.first) | turns(one.last, two.last, one.last + two.total)
-        )
-
-    def _join(self, branch: _Branch) -> None:
-        """Add the complete branch to the tree; chains that turn finish with it."""
-        tree, (span,), forward = self.tree, branch.spans, branch.forward
-        take = uniform(tree.log_weight, self.generator).log() < branch.log_weight - tree.log_weight
-        left, right, rows = tree.left.momentum, tree.right.momentum, forward[:, None]
-        far, near = torch.where(rows, left, right), torch.where(rows, right, left)
-        turning = self._turns(_Span(far, near, tree.momenta), span, is_pair=False)
-        self.tree = tree._replace(
-            left=choose(forward, tree.left, branch.end),
-            right=choose(forward, branch.end, tree.right),
-            momenta=tree.momenta + span.total,
-            log_weight=torch.logaddexp(tree.log_weight, branch.log_weight),
-            draw=choose(take, branch.draw, tree.draw),
-            depth=tree.depth + 1,
-        )
-        if bool(turning.any()):
-            self._finish(~turning)
-
-    def _finish(self, going_on: Tensor) -> Tensor:
-        """Take chains out of the batch; the index of those that stay, ``(A',)``."""
+    def _part(self, going_on: Tensor, *others: Any) -> Any:
+        """Take chains that have finished out of the batch, unless it is masked; what is left of ``others``."""
+        if self.masked or bool(going_on.all()):
+            return others
         stay = going_on.nonzero().flatten()
         self.finished.append(_select(self.tree, (~going_on).nonzero().flatten()))
         self.tree = _select(self.tree, stay)
-        return stay
+        return tuple(_select(other, stay) for other in others)
+
+
+# arithmetic, of all chains at once ----------------------------------------------------------------------------------
+
+
+def _branched(evaluate: Evaluate, tree: _Tree, chance: Tensor) -> _Branch:
+    """A branch without leaves, forwards or backwards in time."""
+    forward = chance < 0.5
+    step = torch.where(forward[:, None], tree.step, -tree.step)
+    nothing = torch.full_like(tree.log_weight, -torch.inf)
+    return _Branch(tree.growing, step, choose(forward, tree.right, tree.left), nothing, tree.draw)
+
+
+def _leaf(
+    evaluate: Evaluate, branch: _Branch, tree: _Tree, chance: Tensor, mass: Mass, masked: bool
+) -> tuple[_Branch, _Cost, _Span]:
+    """One more state of the branch."""
+    end = steps_of_leapfrog(evaluate, branch.end, branch.step, mass, 1)
+    if masked:  # a trajectory that has ended stays where it is, rather than run away to where nothing is a number
+        end = choose(branch.valid, end, branch.end)
+    error = energy_error(end.total_energy(mass), tree.start_energy)
+    diverging = branch.valid & (error > MAX_ENERGY_ERROR)
+    cost = _Cost(
+        tree.cost.steps + branch.valid,
+        tree.cost.acceptance + branch.valid * (-error).clamp(max=0).exp(),
+        tree.cost.diverging | diverging,
+    )
+    log_weight = torch.logaddexp(branch.log_weight, -error)
+    take = chance.log() < -error - log_weight
+    after = _Branch(branch.valid & ~diverging, branch.step, end, log_weight, choose(take, end, branch.draw))
+    return after, cost, _Span(end.momentum, end.momentum, end.momentum)
+
+
+def _merged(
+    evaluate: Evaluate, valid: Tensor, one: _Span, two: _Span, mass: Mass, is_pair: bool
+) -> tuple[Tensor, _Span]:
+    """Two neighbouring subtrees as one, and which branches are still valid."""
+    whole = _Span(one.first, two.last, one.total + two.total)
+    return valid & ~_turns(one, two, mass, is_pair), whole
+
+
+def _joined(evaluate: Evaluate, tree: _Tree, branch: _Branch, span: _Span, chance: Tensor, mass: Mass) -> _Tree:
+    """The tree with its complete branch, unless that turned; a tree that turns grows no more."""
+    forward, ok = branch.step[:, 0] > 0, branch.valid
+    take = chance.log() < branch.log_weight - tree.log_weight
+    left, right, rows = tree.left.momentum, tree.right.momentum, forward[:, None]
+    far, near = torch.where(rows, left, right), torch.where(rows, right, left)
+    turning = _turns(_Span(far, near, tree.momenta), span, mass, is_pair=False)
+    return tree._replace(
+        left=choose(forward | ~ok, tree.left, branch.end),
+        right=choose(forward & ok, branch.end, tree.right),
+        momenta=torch.where(ok[:, None], tree.momenta + span.total, tree.momenta),
+        log_weight=torch.where(ok, torch.logaddexp(tree.log_weight, branch.log_weight), tree.log_weight),
+        draw=choose(take & ok, branch.draw, tree.draw),
+        depth=tree.depth + ok,
+        growing=ok & ~turning,
+    )
+
+
+def _turns(one: _Span, two: _Span, mass: Mass, is_pair: bool) -> Tensor:
+    """Whether the trajectory that consists of two neighbouring spans turns, ``(A,)``."""
+
+    def turns(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
+        velocity = mass.velocity(total)
+        return ((first * velocity).sum(-1) <= 0) | ((last * velocity).sum(-1) <= 0)
+
+    whole = turns(one.first, two.last, one.total + two.total)
+    if is_pair:
+        return whole
+    return whole | turns(one.first, two.first, one.total + two.first) | turns(one.last, two.last, one.last + two.total)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
-from pyro.infer.autoguide import AutoGuide, AutoNormal
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoNormal
 from pyro.infer.autoguide.initialization import init_to_median, init_to_value
 
 from pyro_symmetric.alignment import align, loss_barrier
 from pyro_symmetric.distributions import SinkhornImportance
 from pyro_symmetric.guides import (
-    AutoGaussian,
     AutoSymmetrized,
+    AutoUnitBlocks,
     WeightsGuide,
     barycentre,
     distinct,
@@ -22,7 +22,7 @@ from pyro_symmetric.guides import (
     push_forward,
     suggest_estimator,
 )
-from pyro_symmetric.guides.gaussian import gaussian_copy
+from pyro_symmetric.guides.unit_blocks import gaussian_copy
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, pooled, register
 from pyro_symmetric.study.problem import Problem
@@ -54,7 +54,7 @@ class _Variational(Method):
             progress=progress,
         )
 
-    def _mean_field(self, problem: Problem, label: str, progress: bool) -> tuple[AutoGaussian, list[float]]:
+    def _mean_field(self, problem: Problem, label: str, progress: bool) -> tuple[WeightsGuide, list[float]]:
         """Fit the stock mean-field guide from fresh initial values of the network; a copy that draws without data."""
         start = init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_median)
         stock = distinct(AutoNormal(problem.model, init_loc_fn=start, init_scale=self.init_scale))
@@ -72,7 +72,7 @@ class _Variational(Method):
             guide,
             lambda weights: problem.model.log_joint(weights, problem.x, problem.y),
             group,
-            suggest_estimator(AutoNormal, group, training=False).estimator,
+            suggest_estimator(guide, group, training=False).estimator,
         )
         return Fit(
             label,
@@ -100,19 +100,13 @@ class MeanField(_Variational):
         return self._fit(problem, guide, self.name, losses)
 
 
-@register
 @dataclass(frozen=True)
-class SymmetrizedMeanField(_Variational):
-    """The mean-field guide averaged over the network's finite group, trained with proposals that match units."""
+class _Symmetrized(_Variational):
+    """A guide averaged over the network's finite group, trained with proposals that match units."""
 
     proposals: int = 4
 
-    name: ClassVar[str] = "symmetrized"
-    summary: ClassVar[str] = (
-        "AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units, and over all flips of "
-        "their signs if the network has these (Gelberg et al. 2024), trained with SinkhornImportance, which matches "
-        "units. Its draws come from all copies alike."
-    )
+    base: ClassVar[type[AutoGuide]]
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         yield pooled([self._fit_one(problem, progress) for _ in range(self.modes)])
@@ -121,12 +115,40 @@ class SymmetrizedMeanField(_Variational):
         guide = AutoSymmetrized(
             problem.model,
             problem.symmetry.finite,
+            base=self.base,
             estimator=SinkhornImportance(self.proposals),
             init_loc_fn=init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_median),
             init_scale=self.init_scale,
         )
         losses = self._train(problem, guide, self.title, progress)
         return self._fit(problem, guide, self.name, losses)
+
+
+@register
+@dataclass(frozen=True)
+class SymmetrizedMeanField(_Symmetrized):
+    """The mean-field guide averaged over the network's finite group."""
+
+    base: ClassVar[type[AutoGuide]] = AutoDiagonalNormal
+    name: ClassVar[str] = "symmetrized"
+    summary: ClassVar[str] = (
+        "AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units, and over all flips of "
+        "their signs if the network has these (Gelberg et al. 2024), trained with SinkhornImportance, which matches "
+        "units. Its draws come from all copies alike."
+    )
+
+
+@register
+@dataclass(frozen=True)
+class SymmetrizedUnitBlocks(_Symmetrized):
+    """Unit blocks averaged over the network's finite group."""
+
+    base: ClassVar[type[AutoGuide]] = AutoUnitBlocks
+    name: ClassVar[str] = "symmetrized-blocks"
+    summary: ClassVar[str] = (
+        "AutoSymmetrized over AutoUnitBlocks: the weights of each hidden unit are correlated, units are independent; "
+        "averaged over the same group, and trained likewise."
+    )
 
 
 @register

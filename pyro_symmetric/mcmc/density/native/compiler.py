@@ -40,13 +40,18 @@ def library() -> ctypes.CDLL:
     return found
 
 
+def compiler_name() -> str | None:
+    """The machine's C++ compiler, or ``None``."""
+    return os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
+
+
 # small steps --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def _outcome() -> ctypes.CDLL | str:
     """The compiled code, or why there is none."""
-    name = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
+    name = compiler_name()
     if name is None:
         return "no C++ compiler was found (g++, clang++ or $CXX)"
     try:

@@ -1,6 +1,7 @@
-"""Compiled potentials: the same energies and gradients as uncompiled ones, for any number of chains and any model."""
+"""Programs: energies, gradients and whole steps as without compiling, for any number of chains and any model."""
 
 import shutil
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -9,8 +10,8 @@ import torch
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
-from pyro_symmetric.mcmc import Density
-from pyro_symmetric.mcmc.density import inductor
+from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC, Density
+from pyro_symmetric.mcmc.density import programs
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel
 
@@ -65,12 +66,12 @@ def test_compiled_energies_and_gradients_equal_uncompiled_ones(name):
     plain = Density(model, args=args, engine="torch")
     assert density.engine == "inductor"
     z = 0.5 * starting_points(plain, 11, "uniform")
-    for count in (1, 2, 3, 8, 11):  # a small program, a whole one, padded ones, more than one
+    for count in (1, 2, 3, 8, 11):  # whole programs, a padded one, more than one
         for found, expected in zip(
             density.energy_and_gradient(z[:count]), plain.energy_and_gradient(z[:count]), strict=True
         ):
             assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-    assert len(density._fast._programs) == 2
+    assert len(density.programs._programs) == 4
     assert density.engine == "inductor"
 
 
@@ -109,7 +110,7 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(mon
     def broken(*args, **kwargs):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(inductor.torch, "compile", broken)
+    monkeypatch.setattr(programs.torch._inductor, "compile", broken)
     density = Density(PyroNet(), args=(X, Y), engine="inductor")
     z = torch.rand(5, density.dim) - 0.5
     with pytest.warns(RuntimeWarning, match=r"torch.compile failed.*no compiler here"):
@@ -121,3 +122,47 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(mon
 def test_nothing_but_networks_is_compiled_unless_asked_for():
     assert Density(hierarchical, args=(X, Y)).engine == "torch"
     assert Density(PyroNet(), args=(X, Y), engine="torch").engine == "torch"
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [HMC, AdaptiveHMC, NUTS])
+@pytest.mark.parametrize("mass", ["diagonal", "dense"])
+def test_a_compiled_step_does_what_it_does_without(kernel, mass):
+    """From the same state with the same random numbers, step for step: over many, rounding would move chains apart.
+
+    Warm-up passes the places where a program's inputs change their layout: a step size for each chain, then one for
+    all, and a mass matrix. With one chain NUTS draws the same numbers in masked batches.
+    """
+    model, chains = kernel(hierarchical, mass=mass), 1 if kernel is NUTS else 3
+    arguments = {"args": (X.double(), Y.double()), "dtype": torch.float64}
+    plain, compiled = (Density(hierarchical, **arguments, engine=engine) for engine in ("torch", "inductor"))
+    generator, other = torch.Generator().manual_seed(1), torch.Generator()
+    z = 0.3 * torch.randn(chains, plain.dim, generator=generator, dtype=torch.float64)
+    state = model.init(plain, z, 25, generator)
+    for iteration in range(30):
+        other.set_state(generator.get_state())
+        found = model.step(compiled, replace(state, generator=other))
+        state = model.step(plain, state)
+        assert torch.equal(generator.get_state(), other.get_state())
+        assert torch.allclose(found.z, state.z, rtol=1e-9, atol=1e-9)
+        assert torch.allclose(found.gradient, state.gradient, rtol=1e-7, atol=1e-7)
+        for name, value in state.statistics.items():  # small differences of large energies among them
+            assert torch.allclose(found.statistics[name].double(), value.double(), rtol=1e-5, atol=1e-5), name
+        state = model.adapt(plain, state, iteration, 25) if iteration < 25 else state
+    assert compiled.engine == "inductor"
+
+
+def test_auto_compiles_if_the_run_is_long_enough(monkeypatch):
+    args = (X, Y)
+    assert Density(hierarchical, args=args, evaluations=1000).engine == "torch"
+    monkeypatch.setenv("CXX", "g++")
+    assert Density(hierarchical, args=args, evaluations=100_000).engine == "inductor"
+    assert Density(hierarchical, args=args, evaluations=100_000, engine="torch").engine == "torch"
+
+
+def test_without_a_compiler_auto_says_what_serves(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.warns(RuntimeWarning, match=r"'torch' serves, not 'inductor'"):
+        assert Density(hierarchical, args=(X, Y), evaluations=100_000).engine == "torch"

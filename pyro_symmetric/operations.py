@@ -1,4 +1,4 @@
-"""How large the tensors are that a computation meets on its way: what decides how much of it to do at once."""
+"""What a computation consists of: what decides how much of it to do at once, and whether to compile it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LargestTensor(TorchDispatchMode):
-    """Watches operations, and keeps the size of the largest result, in ``bytes`` and in ``entries``.
+class Operations(TorchDispatchMode):
+    """Watches operations: their ``count``, and the size of the largest result, in ``bytes`` and in ``entries``.
 
-    >>> with LargestTensor() as largest:
+    >>> with Operations() as largest:
     ...     torch.ones(3, 1) + torch.ones(1, 5)
     >>> largest.entries
     15
     """
 
+    count = 0
     bytes = 0
     entries = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
         result = func(*args, **(kwargs or {}))
         if all(value.alias_info is None for value in func._schema.returns):  # views cost nothing
             for leaf in tree_leaves(result):

@@ -1,0 +1,171 @@
+r"""Normals of which each unit has a covariance of its own: weights are correlated inside units, units are independent.
+
+With :math:`w_u` the weights of unit ``u`` of a set, and those that belong to no unit by themselves,
+
+.. math:: q(w) = \prod_{\text{sets}} \prod_u \mathcal N(w_u \mid m_u, L_u L_u^\top)
+   \;\prod_{\text{rest}} \mathcal N(w_r \mid m_r, s_r^2) .
+
+The number of parameters is linear in the number of units, and the log-density of one unit's weights under another's
+block is exact, as it is for a mean-field normal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+
+class UnitBlocks(TorchDistribution):
+    """A normal over vectors of event shape ``(D,)`` that is independent between blocks of positions.
+
+    :param loc: means, ``(D,)``.
+    :param positions: for each set of units a LongTensor ``(n, d)``: row ``u`` lists the positions of unit ``u`` in the
+        vector, column ``a`` is the same place in every unit. No position is listed twice.
+    :param scale_trils: for each set the Cholesky factors of the units' covariances, ``(n, d, d)``.
+    :param scale: standard deviations of the positions that aren't listed, in rising order, ``(D - listed,)``; it may be
+        left out if all are listed.
+    :ivar rest: these positions, LongTensor.
+    :raises ValueError: naming the argument whose shape or positions don't fit.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
+    support = constraints.independent(constraints.real, 1)
+    has_rsample = True
+
+    def __init__(
+        self,
+        loc: Tensor,
+        positions: Sequence[Tensor],
+        scale_trils: Sequence[Tensor],
+        scale: Tensor | None = None,
+        batch_shape: Sequence[int] = (),
+        validate_args: bool | None = None,
+    ):
+        self.loc = loc
+        self.positions, self.scale_trils = tuple(positions), tuple(scale_trils)
+        self.scale = loc.new_ones(0) if scale is None else scale
+        listed = torch.cat([index.reshape(-1) for index in self.positions] or [loc.new_zeros(0, dtype=torch.long)])
+        free = torch.ones(len(loc), dtype=torch.bool, device=loc.device)
+        self.rest = free.index_fill(0, self._checked(listed), False).nonzero()[:, 0]
+        if self.scale.shape != self.rest.shape:
+            raise ValueError(
+                f"scale has shape {tuple(self.scale.shape)}; positions leave {len(self.rest)} of {len(loc)} numbers "
+                f"out, so it must be ({len(self.rest)},)"
+            )
+        # Where each number of the vector stands among the blocks one after the other, and the rest.
+        self._order = torch.cat([listed, self.rest]).argsort()
+        super().__init__(torch.Size(batch_shape), loc.shape, validate_args=validate_args)
+
+    def _checked(self, listed: Tensor) -> Tensor:
+        if self.loc.dim() != 1:
+            raise ValueError(f"loc has shape {tuple(self.loc.shape)}; it must be (D,)")
+        if len(self.positions) != len(self.scale_trils):
+            raise ValueError(f"there are {len(self.positions)} positions and {len(self.scale_trils)} scale_trils")
+        for index, tril in zip(self.positions, self.scale_trils, strict=True):
+            if index.dim() != 2 or tril.shape != (*index.shape, index.shape[-1]):
+                raise ValueError(
+                    f"positions and scale_trils of a set have shapes {tuple(index.shape)} and {tuple(tril.shape)}; "
+                    "they must be (n, d) and (n, d, d)"
+                )
+        counts = torch.bincount(listed.clamp(min=0), minlength=len(self.loc))
+        if len(counts) > len(self.loc) or bool((counts > 1).any()) or bool((listed < 0).any()):
+            raise ValueError(f"positions must lie in 0 .. {len(self.loc) - 1}, and no two be the same")
+        return listed
+
+    def __repr__(self) -> str:
+        blocks = ", ".join(f"{n} x {d}" for n, d in (tuple(index.shape) for index in self.positions))
+        return f"UnitBlocks({len(self.loc)} numbers: blocks {blocks}; {len(self.rest)} alone)"
+
+    def expand(self, batch_shape: Sequence[int], _instance: UnitBlocks | None = None) -> UnitBlocks:
+        new = self._get_checked_instance(UnitBlocks, _instance)
+        for name in ("loc", "positions", "scale_trils", "scale", "rest", "_order"):
+            setattr(new, name, getattr(self, name))
+        super(UnitBlocks, new).__init__(torch.Size(batch_shape), self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def detach(self) -> UnitBlocks:
+        """The same normal without gradient to its parameters."""
+        trils = [tril.detach() for tril in self.scale_trils]
+        return UnitBlocks(self.loc.detach(), self.positions, trils, self.scale.detach(), self.batch_shape)
+
+    # density and draws ----------------------------------------------------------------------------------------------
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        shape = torch.broadcast_shapes(value.shape[:-1], self.batch_shape)
+        centred = (value - self.loc).reshape(-1, len(self.loc))
+        total = -0.5 * (centred[:, self.rest] / self.scale).square().sum(-1) - self.scale.log().sum()
+        for index, tril in zip(self.positions, self.scale_trils, strict=True):
+            # All draws are columns of one system for each unit: nothing is copied for the batch.
+            white = torch.linalg.solve_triangular(tril, centred[:, index].permute(1, 2, 0), upper=False)
+            total = total - 0.5 * white.square().sum((0, 1)) - tril.diagonal(dim1=-2, dim2=-1).log().sum()
+        total = total - 0.5 * len(self.loc) * math.log(2 * math.pi)
+        return total.reshape(value.shape[:-1]).expand(shape)
+
+    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        """Reparametrised draws, ``sample_shape + batch_shape + (D,)``."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        parts = []
+        for index, tril in zip(self.positions, self.scale_trils, strict=True):
+            noise = torch.randn(*index.shape, shape.numel(), dtype=tril.dtype, device=tril.device)
+            parts.append((tril @ noise).flatten(0, 1).mT)
+        noise = torch.randn(shape.numel(), len(self.rest), dtype=self.loc.dtype, device=self.loc.device)
+        drawn = torch.cat([*parts, noise * self.scale], -1)[:, self._order]
+        return (self.loc + drawn).reshape(*shape, len(self.loc))
+
+    # moments --------------------------------------------------------------------------------------------------------
+
+    @property
+    def mean(self) -> Tensor:
+        return self.loc.expand(self.batch_shape + self.event_shape)
+
+    def entropy(self) -> Tensor:
+        diagonals = [tril.diagonal(dim1=-2, dim2=-1).reshape(-1) for tril in self.scale_trils]
+        logs = torch.cat([*diagonals, self.scale]).log().sum()
+        return (logs + 0.5 * len(self.loc) * (1 + math.log(2 * math.pi))).expand(self.batch_shape)
+
+    @property
+    def variance(self) -> Tensor:
+        blocks = [tril.square().sum(-1).reshape(-1) for tril in self.scale_trils]
+        whole = torch.cat([*blocks, self.scale.square()])[self._order]
+        return whole.expand(self.batch_shape + self.event_shape)
+
+    def are_independent(self, units: Tensor) -> bool:
+        """Whether units, whose positions are the rows of ``units`` ``(n, d)``, share no block with anything else."""
+        owner = torch.full((len(self.loc),), -1, device=self.loc.device)
+        owner[units] = torch.arange(len(units), device=self.loc.device).unsqueeze(-1)
+        return all(bool((owner[index] == owner[index[:, :1]]).all()) for index in self.positions)
+
+    def covariances(self, units: Tensor) -> Tensor:
+        """Of the numbers at each row of ``units``: ``(n, d)`` -> ``(n, d, d)``."""
+        found = torch.zeros(*units.shape, units.shape[-1], dtype=self.loc.dtype, device=self.loc.device)
+        alone = torch.zeros_like(self.loc).index_copy(0, self.rest, self.scale.square())
+        found = found + torch.diag_embed(alone[units])
+        for index, tril in zip(self.positions, self.scale_trils, strict=True):
+            block = self.loc.new_full((len(self.loc),), len(index), dtype=torch.long)
+            block[index] = torch.arange(len(index), device=index.device).unsqueeze(-1)
+            column = torch.zeros_like(block)
+            column[index] = torch.arange(index.shape[1], device=index.device).expand_as(index)
+            matrices = torch.cat([tril @ tril.mT, tril.new_zeros(1, *tril.shape[1:])])  # the last for other positions
+            own, where = block[units], column[units]
+            pairs = matrices[own.unsqueeze(-1), where.unsqueeze(-1), where.unsqueeze(-2)]
+            found = found + torch.where(own.unsqueeze(-1) == own.unsqueeze(-2), pairs, 0.0)
+        return found
+
+    def double(self) -> UnitBlocks:
+        """The same in float64."""
+        trils = [tril.double() for tril in self.scale_trils]
+        return UnitBlocks(self.loc.double(), self.positions, trils, self.scale.double(), self.batch_shape)
+
+    @property
+    def square_root(self) -> Tensor:
+        """A matrix ``L``, ``(D, D)``, with ``L @ L.mT`` the covariance of the whole vector."""
+        parts = [torch.block_diag(*tril) for tril in self.scale_trils]
+        return torch.block_diag(*parts, self.scale.diag())[self._order]

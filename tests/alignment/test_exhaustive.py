@@ -1,0 +1,134 @@
+"""Small groups: the best match of all there are, against the distances of all elements."""
+
+import itertools
+
+import pytest
+import torch
+
+from pyro_symmetric.alignment import GaussianWeights, align
+from pyro_symmetric.alignment.costs.weights import WeightCost
+from pyro_symmetric.alignment.decision import Decision
+from pyro_symmetric.alignment.exhaustive import Exhaustive
+from pyro_symmetric.groups import Axis, Group, Units
+
+
+def mlp(*widths, moves=("permute",)):
+    """Layers of some widths; scales come in by weights and biases, and go out by the next layer's columns."""
+    shapes, units = {}, []
+    for l, (n, m) in enumerate(itertools.pairwise(widths)):
+        shapes |= {f"{l}.weight": torch.Size((m, n)), f"{l}.bias": torch.Size((m,))}
+    for l, n in enumerate(widths[1:-1]):
+        index = torch.arange(n)[None]
+        sites = ((f"{l}.weight", 0, 1), (f"{l}.bias", 0, 1), (f"{l + 1}.weight", 1, -1))
+        axes = tuple(Axis(site, dim, index, exponent) for site, dim, exponent in sites)
+        units.append(Units(f"h{l}", n, axes, moves=frozenset(moves)))
+    return Group(units, shapes)
+
+
+def heads(count, size):
+    """``count`` units with ``size`` units inside each, both of which meet another set."""
+    inner = torch.arange(count * size).reshape(count, size).T
+    flat = torch.arange(count * size)[None]
+    shapes = {"in": (count * size, 3), "up": (4, count * size), "out": (2, 4)}
+    outer = Units("heads", count, (Axis("in", 0, inner), Axis("up", 1, inner)))
+    within = Units("inside", size, (Axis("in", 0, flat), Axis("up", 1, flat)), parent="heads", copies=count)
+    hidden = Units("hidden", 4, (Axis("up", 0, torch.arange(4)[None]), Axis("out", 1, torch.arange(4)[None])))
+    return Group([outer, within, hidden], {site: torch.Size(shape) for site, shape in shapes.items()})
+
+
+def weights_of(group, *batch):
+    return {site: torch.randn(*batch, *shape, dtype=torch.float64) for site, shape in group.site_shapes.items()}
+
+
+def squared_distance(a, b, batch_dims=0):
+    return sum((a[site] - b[site]).square().flatten(batch_dims).sum(-1) for site in b)
+
+
+def searches(group):
+    source, reference = weights_of(group, 1, 1), weights_of(group, 1, 1)
+    cost = WeightCost(group, reference, source)
+    return Exhaustive(cost, Decision(cost)).applies
+
+
+SMALL = {
+    "two layers": mlp(3, 5, 4, 2),
+    "two layers with signs": mlp(3, 3, 2, 2, moves=("permute", "flip")),
+    "three layers": mlp(3, 3, 4, 3, 2),
+    "a recurrent matrix": Group.declare({"w": ("h", "h")}, {"w": torch.zeros(5, 5)}),
+    "signs of a recurrent matrix": Group.declare({"w": ("h", "h")}, {"w": torch.zeros(6, 6)}, moves=("flip",)),
+    "heads": heads(3, 2),
+}
+
+
+@pytest.mark.parametrize("group", SMALL.values(), ids=SMALL)
+def test_small_groups_reach_the_enumerated_optimum(group):
+    elements = group.enumerate()
+    for _ in range(20):
+        source, reference = weights_of(group), weights_of(group)
+        result = align(source, reference, group)
+        optimum = float(squared_distance(elements(source), reference, 1).min())
+        assert result.cost == pytest.approx(optimum, rel=1e-10)
+        assert result.converged
+        assert len(result.start_costs) == 1
+
+
+@pytest.mark.parametrize("name", ["two layers", "heads"])
+def test_small_groups_reach_the_enumerated_optimum_of_gaussians(name):
+    group = SMALL[name]
+    elements = group.enumerate()
+    for _ in range(5):
+        source, reference = (
+            GaussianWeights(weights_of(group), {site: v.abs() for site, v in weights_of(group).items()})
+            for _ in range(2)
+        )
+        parts = ((source.loc, reference.loc), (source.scale, reference.scale))
+        distances = sum(squared_distance(elements(one), other, 1) for one, other in parts)
+        assert align(source, reference, group).cost == pytest.approx(float(distances.min()), rel=1e-10)
+
+
+def test_every_source_of_a_batch_reaches_its_own_optimum():
+    group = mlp(3, 5, 4, 2)
+    elements, sources, reference = group.enumerate(), weights_of(group, 30), weights_of(group)
+    moved = elements({site: value.unsqueeze(1) for site, value in sources.items()})
+    optima = squared_distance(moved, reference, 2).amin(1)
+    assert torch.allclose(align(sources, reference, group).cost, optima, rtol=1e-10)
+
+
+def test_scales_are_fitted_to_every_match():
+    # The best over all permutations of the minimum over scales, each found by gradient descent from five starts.
+    group = mlp(2, 3, 2, 2, moves=("permute", "scale"))
+    for _ in range(5):
+        source, reference = weights_of(group), weights_of(group)
+        placed = group.permutations.enumerate()(source)
+        u = torch.randn(5, 12, 5, dtype=torch.float64)
+        u[0] = 0.0
+        u.requires_grad_()
+
+        def distance(u=u, placed=placed, reference=reference):
+            first, second = u.split([3, 2], -1)
+            moved = {
+                "0.weight": placed["0.weight"] * first.exp().unsqueeze(-1),
+                "0.bias": placed["0.bias"] * first.exp(),
+                "1.weight": placed["1.weight"] * second.exp().unsqueeze(-1) * first.neg().exp().unsqueeze(-2),
+                "1.bias": placed["1.bias"] * second.exp(),
+                "2.weight": placed["2.weight"] * second.neg().exp().unsqueeze(-2),
+                "2.bias": placed["2.bias"].expand(5, 12, -1),
+            }
+            return squared_distance(moved, reference, 2)
+
+        optimiser = torch.optim.LBFGS([u], max_iter=500, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+
+        def closure(optimiser=optimiser, distance=distance):
+            optimiser.zero_grad()
+            total = distance().sum()
+            total.backward()
+            return total
+
+        optimiser.step(closure)
+        assert align(source, reference, group).cost <= float(distance().detach().min()) * (1 + 1e-6)
+
+
+def test_only_what_others_do_not_settle_is_tried():
+    assert searches(mlp(3, 64, 4, 64, 2))  # 24 matches of the layer between, for 64!^2 * 24
+    assert not searches(mlp(3, 12, 12, 2))
+    assert not searches(mlp(3, 12, 2))  # one assignment problem is exact

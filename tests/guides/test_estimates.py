@@ -1,0 +1,292 @@
+"""The evidence of models whose evidence is known: every method, and what it doubts."""
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDiagonalNormal
+
+import pyro_symmetric as ps
+from pyro_symmetric.distributions.orbit import ESTIMATORS, OrbitEstimator
+from pyro_symmetric.guides.fitted import fitted
+from pyro_symmetric.guides.layout import Layout, layout_of
+
+from .conjugate import DATA, exact_draws, log_evidence, mixture, relabellings
+
+
+def assert_known(found: Any, truth: float, error: float = 0.1) -> None:
+    """Bounds on their side, estimates within 5 errors (1 in 10^6), which are small, unless they are doubted."""
+    assert found.elbo < truth + 5 * found.elbo_error
+    assert found.symmetrized_elbo < truth + 5 * found.symmetrized_error
+    assert found.bridge.error < error
+    assert abs(found.bridge.log_evidence - truth) < 5 * found.bridge.error
+    if not [doubt for doubt in found.doubts if doubt.startswith("importance")]:
+        assert found.importance.error < error
+        assert abs(found.importance.log_evidence - truth) < 5 * found.importance.error
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("estimator", [None, ps.SinkhornImportance(1), ps.InfoNCE(1)], ids=repr)
+@pytest.mark.parametrize("components", [2, 3])
+def test_a_mixture_has_the_evidence_that_the_sum_over_allocations_has(components: int, estimator: Any) -> None:
+    """Simplex weights and locations, overlapping components; also by bounds of the density, of few elements."""
+    guide = fitted(exact_draws(components, (1, 2000)), relabellings(components))
+    found = ps.evidence(
+        guide,
+        ps.log_joint(mixture(components), DATA),
+        relabellings(components),
+        estimator,
+        posterior=exact_draws(components, (4, 1000)),
+        num_samples=4000,
+        chunk=4000,
+    )
+    assert_known(found, log_evidence(components))
+    assert found.bridge.error < found.importance.error or found.doubts
+    assert found.best is found.bridge
+    assert "R-hat" not in repr(found.doubts)
+    assert (found.bound == "exact") == (estimator is None)
+
+
+@pytest.mark.stochastic
+def test_the_evidence_of_a_regression_with_equal_columns_is_in_closed_form() -> None:
+    """Weights of equal columns can be exchanged; ``y`` is normal with covariance ``I + 4 * 3 x x'``. The two methods
+    differ by three of their errors for fewer than 1 of 300 seeds."""
+    x = torch.linspace(-1, 1, 12)
+    y = 1.5 * x + 0.3 * torch.sin(9 * x)
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 2.0).expand([3]).to_event(1))
+        pyro.sample("y", dist.Normal(w.sum(-1, keepdim=True) * x, 1.0).to_event(1), obs=y)
+
+    covariance = torch.eye(12).double() + 12 * torch.outer(x, x).double()
+    truth = dist.MultivariateNormal(torch.zeros(12).double(), covariance).log_prob(y.double())
+    precision = torch.eye(3).double() / 4 + float(x @ x) * torch.ones(3, 3).double()
+    mean = torch.linalg.solve(precision, float(x @ y) * torch.ones(3).double())
+    exact = dist.MultivariateNormal(mean, precision_matrix=precision)
+    posterior = ps.Posterior.from_samples({"w": exact.sample((1000,)).float()}, rows="independent")
+    sketch = ps.distinct(AutoDiagonalNormal(model))
+    sketch(x, y)
+    wide = ps.AutoGaussian(layout_of(sketch), mean.float() + 0.1, scale_tril=1.3 * exact.scale_tril.float())
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([3])})
+    found = ps.evidence(wide, ps.log_joint(model, x, y), group, posterior=posterior, num_samples=2000, chunk=2000)
+    assert_known(found, float(truth))
+    assert found.doubts == ()
+    assert "in doubt" not in repr(found)
+
+
+@pytest.mark.stochastic
+def test_chains_alone_have_an_evidence() -> None:
+    """The guide is fitted to the first halves, the bridge is made of the second ones."""
+    posterior = exact_draws(3, (4, 1000))
+    found = ps.evidence(posterior, ps.log_joint(mixture(3), DATA), relabellings(3), num_samples=2000, chunk=2000)
+    assert_known(found, log_evidence(3))
+    assert found.bridge.num_draws == 2000
+    loose = ps.Posterior(posterior.samples, rows="independent")
+    with pytest.raises(ValueError, match="attach"):
+        ps.evidence(loose, ps.log_joint(mixture(3), DATA), relabellings(3))
+
+
+def two_orbits(weights: Any) -> torch.Tensor:
+    """Two pairs of modes, the second of half the mass of the first, that no exchange connects; its integral is e^2."""
+    w = weights["w"]
+    near, far = (dist.Normal(torch.tensor(m), 0.3).to_event(1) for m in ([0.0, 2.0], [6.0, 9.0]))
+    flipped = w.flip(-1)
+    modes = torch.stack([near.log_prob(w), near.log_prob(flipped), far.log_prob(w), far.log_prob(flipped)])
+    return 2.0 + (modes + torch.tensor([1 / 3, 1 / 3, 1 / 6, 1 / 6]).log()[:, None]).logsumexp(0)
+
+
+def pair() -> None:
+    pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("missed", [True, False])
+def test_a_guide_that_misses_a_mode_is_noticed(missed: bool) -> None:
+    """Importance sampling finds two thirds of the integral, with a good Pareto-k: only the chains know better. Of a
+    guide that misses nothing the methods differ by three of their errors for fewer than 1 of 300 seeds."""
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    layout = one_site_layout()
+    near = ps.AutoGaussian(layout, torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
+    far = ps.AutoGaussian(layout, torch.tensor([6.0, 9.0]), torch.full((2,), 0.33))
+    guide = near if missed else ps.AutoModes.from_guides([near, far], [2.0, 1.0])
+    mean = torch.where(torch.rand(4, 500, 1) < 2 / 3, torch.tensor([0.0, 2.0]), torch.tensor([6.0, 9.0]))
+    draws = mean + 0.3 * torch.randn(4, 500, 2)
+    posterior = ps.Posterior({"w": draws}, rows="chains")
+    found = ps.evidence(guide, two_orbits, group, posterior=posterior, num_samples=2000, chunk=2000)
+    assert found.pareto_k < 0.7
+    assert found.bridge.log_evidence == pytest.approx(2.0, abs=0.2)
+    assert found.importance.log_evidence == pytest.approx(2.0 + (math.log(2 / 3) if missed else 0.0), abs=0.1)
+    assert [doubt for doubt in found.doubts if "differ" in doubt] != [] if missed else found.doubts == ()
+    assert ("in doubt" in repr(found)) == missed
+
+
+@pytest.mark.stochastic
+def test_a_density_that_is_hardly_known_is_doubted() -> None:
+    """Copies far apart: ``InfoNCE`` sees log 2 of log 6 nats, and never the draws that would make up for it. Weights
+    are even, a good Pareto-k, and the answer is wrong; matched units leave nothing open."""
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([3])})
+
+    def target(weights: Any) -> torch.Tensor:
+        modes = dist.Normal(torch.tensor([-9.0, 0.0, 9.0]), 0.3).to_event(1)
+        return modes.log_prob(weights["w"].sort(-1).values) - math.log(6)
+
+    def triple() -> None:
+        pyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+
+    guide = ps.AutoGaussian(one_site_layout(triple), torch.tensor([-9.0, 0.0, 9.0]), torch.full((3,), 0.33))
+    found = {
+        estimator: ps.evidence(guide, target, group, estimator, num_samples=1000, chunk=1000)
+        for estimator in (ps.InfoNCE(1), ps.SinkhornImportance(1))
+    }
+    poor, good = found.values()
+    assert poor.pareto_k < 0.7
+    assert poor.importance.log_evidence < -0.5
+    assert any("open" in doubt for doubt in poor.doubts)
+    assert good.importance.log_evidence == pytest.approx(0.0, abs=0.1)
+    assert good.doubts == ()
+
+
+def test_an_estimator_that_knows_draws_of_the_guide_alone_is_doubted_and_takes_no_posterior() -> None:
+    class HalfKnown(OrbitEstimator):
+        bound = "upper"
+
+        def log_prob(self, base: Any, action: Any, value: torch.Tensor) -> torch.Tensor:
+            return ps.ExactOrbit().log_prob(base, action, value)
+
+    try:
+        group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+        guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
+        found = ps.evidence(guide, two_orbits, group, HalfKnown(), num_samples=64)
+        assert any("can't tell" in doubt for doubt in found.doubts)
+        posterior = ps.Posterior({"w": torch.randn(2, 50, 2)}, rows="chains")
+        with pytest.raises(TypeError, match="estimator"):
+            ps.evidence(guide, two_orbits, group, HalfKnown(), posterior=posterior)
+    finally:
+        del ESTIMATORS["HalfKnown"]
+
+
+@pytest.mark.stochastic
+def test_few_effective_draws_are_doubted_whatever_their_tail() -> None:
+    """Light tails, but fewer than 10 of 200 draws count: a target of half the guide's width in 12 dimensions."""
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([12])}, moves="flip")
+    guide = ps.AutoGaussian(one_site_layout(wide), torch.zeros(12), torch.ones(12))
+
+    def target(weights: Any) -> torch.Tensor:
+        return dist.Normal(0.0, 0.4).expand([12]).to_event(1).log_prob(weights["w"])
+
+    found = ps.evidence(guide, target, group, num_samples=200)
+    assert found.importance.effective_draws < 25
+    assert any("effective" in doubt or "Pareto" in doubt for doubt in found.doubts)
+
+
+def wide() -> None:
+    pyro.sample("w", dist.Normal(0.0, 1.0).expand([12]).to_event(1))
+
+
+@pytest.mark.stochastic
+def test_a_narrow_guide_is_doubted_by_its_weights() -> None:
+    """The shape is 1 - 1/36 = 0.97, and its estimate from 735 draws of the tail has a deviation of 0.07: below 0.7
+    in fewer than 1 of 3000 runs."""
+    guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.0, 2.0]), torch.full((2,), 0.05))
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    found = ps.evidence(guide, two_orbits, group, num_samples=60_000, chunk=60_000)
+    assert found.pareto_k > 0.7
+    assert any("Pareto" in doubt for doubt in found.doubts)
+    assert found.bridge is None
+
+
+def test_chains_that_disagree_are_doubted() -> None:
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
+    draws = torch.tensor([0.0, 2.0]) + torch.linspace(0.1, 1, 4)[:, None, None] * torch.randn(4, 200, 2)
+    posterior = ps.Posterior({"w": draws}, rows="chains")
+    found = ps.evidence(guide, two_orbits, group, posterior=posterior, num_samples=800)
+    assert any("R-hat" in doubt for doubt in found.doubts)
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("chains", [1, 4])
+def test_chains_that_hardly_move_and_single_ones_that_drift_are_doubted(chains: int) -> None:
+    """The ratio is a function of both weights, whose correlation is 0.999 from draw to draw."""
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.3, 2.3]), torch.full((2,), 0.4))
+    states = [torch.randn(chains, 2)]
+    for _ in range(399):
+        states.append(0.999 * states[-1] + (1 - 0.999**2) ** 0.5 * torch.randn(chains, 2))
+    draws = torch.tensor([0.0, 2.0]) + 0.3 * torch.stack(states, 1)
+    found = ps.evidence(
+        guide, two_orbits, group, posterior=ps.Posterior({"w": draws}, rows="chains"), num_samples=400 * chains
+    )
+    assert any("effective" in doubt for doubt in found.doubts) or chains == 4
+    assert any("R-hat" in doubt for doubt in found.doubts)
+    few = ps.evidence(guide, two_orbits, group, posterior=ps.Posterior({"w": draws[:, :6]}, rows="independent"))
+    assert any("effective" in doubt for doubt in few.doubts)
+    assert not any("R-hat" in doubt for doubt in few.doubts)
+
+
+def sparse() -> None:
+    pyro.sample("p", dist.Dirichlet(torch.full((4,), 0.15)))
+
+
+@pytest.mark.stochastic
+def test_sparse_simplices_have_their_evidence_and_draws_at_the_border_are_doubted() -> None:
+    """In float32 the stick breaks into pieces of at least 6e-8: importance sampling would be off by 7 of its errors.
+
+    The integral is one; an estimate of light tails is off by four of its errors in 1 of 10^4 runs. Most draws of a
+    chain are below these pieces somewhere, and their vectors can't tell by how much."""
+    group = ps.Group.declare({"p": ("k",)}, {"p": torch.Size([4])})
+    prior = dist.Dirichlet(torch.full((4,), 0.15))
+    guide = ps.AutoGaussian(one_site_layout(sparse), torch.zeros(3), torch.full((3,), 12.0))
+    posterior = ps.Posterior({"p": dist.Dirichlet(torch.full((4,), 0.05)).sample((2, 300))}, rows="chains")
+    found = ps.evidence(
+        guide, lambda w: prior.log_prob(w["p"]), group, posterior=posterior, num_samples=60_000, chunk=20_000
+    )
+    assert abs(found.importance.log_evidence) < 4 * found.importance.error
+    assert found.importance.error < 0.01
+    assert any("border" in doubt for doubt in found.doubts)
+
+
+def test_numbers_without_digits_for_a_nat_are_doubted() -> None:
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
+    for dtype, doubted in ((torch.float32, True), (torch.float64, False)):
+        found = ps.evidence(guide, lambda w, dtype=dtype: two_orbits(w).to(dtype) - 1e7, group)
+        assert any("rounded" in doubt for doubt in found.doubts) == doubted
+
+
+def test_posteriors_that_do_not_fit_are_named() -> None:
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    guide = ps.AutoGaussian(one_site_layout(), torch.zeros(2), torch.ones(2))
+
+    def evidence(**sites: torch.Tensor) -> Any:
+        return ps.evidence(guide, two_orbits, group, posterior=ps.Posterior(sites, rows="chains"), num_samples=32)
+
+    with pytest.raises(ValueError, match="'w'"):
+        evidence(v=torch.randn(2, 50, 2))
+    with pytest.raises(ValueError, match="shape"):
+        evidence(w=torch.randn(2, 50, 3))
+    with pytest.raises(ValueError, match="posterior"):
+        evidence(w=torch.full((2, 50, 2), math.nan))
+    with pytest.raises(ValueError, match="never move"):
+        evidence(w=torch.randn(2, 1, 2).expand(2, 50, 2))
+    with pytest.raises(ValueError, match=r"chains \[1\]"):
+        evidence(w=torch.randn(1, 50, 2).expand(2, 50, 2))
+    with pytest.raises(ValueError, match="at least 4"):
+        evidence(w=torch.randn(2, 3, 2))
+    with pytest.raises(ValueError, match="isn't finite at 100"):
+        ps.evidence(
+            guide,
+            lambda w: torch.where(w["w"].abs().amax(-1) < 50, two_orbits(w), -torch.inf),
+            group,
+            posterior=ps.Posterior({"w": 60.0 + torch.rand(2, 50, 2)}, rows="chains"),
+            num_samples=100,
+        )
+
+
+def one_site_layout(model: Any = pair) -> Layout:
+    guide = ps.distinct(AutoDiagonalNormal(model))
+    guide()
+    return layout_of(guide)
