@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -26,10 +26,8 @@ from pyro_symmetric.mcmc.density.targets import Rows
 LOG = logging.getLogger("pyro_symmetric")
 SAVED = 5e-6  # seconds of a machine's core, about, for each operation that PyTorch isn't asked for by itself
 COMPILED, COMPILED_OPERATION = 5.0, 0.03  # seconds of it that compiling takes, and for each operation of the model
-OPTIONS: dict[str, Any] = {
-    "size_asserts": False,
-    "compile_threads": 1,
-}  # of inductor; inputs are those that the program was made for
+# Of inductor. Inputs are those that a program was made for, so it needn't compare sizes; one thread starts no workers.
+OPTIONS: dict[str, Any] = {"size_asserts": False, "compile_threads": 1}
 
 Evaluate = Callable[..., Evaluation]
 Compute = Callable[..., Any]
@@ -145,7 +143,9 @@ class Programs:
             raise
         except Exception as error:  # tracing and compiling run other people's code, which may raise anything
             raise Unavailable(f"torch.compile failed: {type(error).__name__}: {str(error).strip()[:300]}") from error
-        if function is _evaluated and not _same(found, flattened(*inputs)):
+        if function is _evaluated and not same_evaluation(
+            (found[0], found[1]), function(self._evaluate, *inputs, **static)
+        ):
             raise Unavailable("torch.compile made a program that computes something else")
         LOG.info("compiled %s in %.1f s", function.__name__.strip("_"), time.perf_counter() - began)
         return program, kinds_out[0]
@@ -168,10 +168,6 @@ def _compiled(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> Ca
 
 def _evaluated(evaluate: Evaluate, z: Tensor, *batches: Tensor, names: tuple[str, ...]) -> Evaluation:
     return evaluate(z, dict(zip(names, batches, strict=True)) or None)
-
-
-def _same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return same_evaluation((found[0], found[1]), (expected[0], expected[1]))
 
 
 def _padded(value: Tensor, size: int) -> Tensor:
