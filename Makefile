@@ -31,9 +31,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STUDY := $(VENV)/.installed-study
 DEV := $(VENV)/.installed-dev
+DOCS := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help compare quick check test lint types format clean
+.PHONY: help compare quick check test lint types format docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -56,9 +57,10 @@ check: lint types  ## format, lint, types and the quickest tests of every room, 
 test: lint types  ## format, lint, types and tests; SLOW=1 adds the slow tests
 	$(PYTEST) $(PYTEST_ARGS)
 
-lint: $(DEV)  ## ruff: format and lint, changing nothing
+lint: $(DEV)  ## ruff: format and lint, changing nothing; and that every tensor is made on a device that is said
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tools/open_devices.py pyro_symmetric
 
 types: $(DEV)  ## mypy
 	$(BIN)/mypy
@@ -67,8 +69,12 @@ format: $(DEV)  ## ruff: format, and mend what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(DOCS)  ## the site, into docs/_build/index.html; nothing is fetched but packages, and warnings are errors
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs docs/_build
+	@echo "Open $(abspath docs/_build/index.html)"
+
 clean:  ## remove the virtual environment, builds and caches; data/ and runs/ stay
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build docs/jupyter_execute *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment: made once, and installed into again only when the requirements change. A stamp is written last, so
@@ -79,6 +85,10 @@ $(STUDY): $(VENV)/.installed-torch
 
 $(DEV): $(VENV)/.installed-torch
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS): $(VENV)/.installed-torch
+	$(PIP) install -c constraints.txt -e '.[docs,study]'
 	@touch $@
 
 # torch first, by itself and pinned: where pip is configured to offer a CPU-only build of that version, it is taken, and

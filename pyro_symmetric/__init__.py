@@ -2,6 +2,52 @@
 
 Find the weight-space symmetries of a network, symmetrise a guide over them, align posteriors across them, sample
 reference posteriors with many chains at once, and measure how close an approximation comes.
+
+The names, by purpose; ``help(pyro_symmetric.find_symmetry)`` explains one:
+
+Symmetries of networks and models
+    find_symmetry verify completeness register_rule verify_model check_priors Symmetry
+    Group group_of Units Axis Element Action
+
+Canonical forms
+    canonicalize minimal_mass sorting_permutation
+
+Models
+    BayesianModel GaussianPrior CategoricalLikelihood GaussianLikelihood HeteroscedasticLikelihood
+    log_joint
+
+Guides
+    AutoSymmetrized Symmetrized SinkhornImportance ExactOrbit InfoNCE SymmetrizedMeanField_ELBO
+    AutoUnitBlocks AutoModes Modes_ELBO AutoFlow AutoGaussian swag
+    suggest_guide suggest_estimator sample_posterior distinct save_guide load_guide
+
+Evidence
+    evidence compare_models
+
+Samplers
+    sample NUTS HMC AdaptiveHMC MCLMC AdjustedMCLMC SGHMC SGLD pSGLD CyclicalSG Kernel State MCMC
+
+Posteriors
+    Posterior predict diagnose summary relabel to_arviz
+
+Ensembles and checkpoints
+    ensemble read_checkpoints write_checkpoints
+
+Alignment
+    align align_many push_forward interpolate barycentre wasserstein loss_barrier to_gaussian
+    MatchCost ActivationCost TableCost Alignment Frame BarrierCurve GaussianWeights
+
+Distances, tests and scores
+    mmd mmd_test orbit_mmd marginal_wasserstein sliced_wasserstein total_variation scores
+    Distance DistanceResult Shown register_distance
+    invariance_tests equivalent_modes excess_mass functional_collapse SortingTracker
+
+Data
+    datasets
+
+Errors
+    BrokenSymmetry UnverifiedSymmetry InconclusiveError UntraceableError UnknownOperator
+    NotADensityError StoreError OtherRun TaskError
 """
 
 from pyro_symmetric import datasets
@@ -83,13 +129,16 @@ from pyro_symmetric.guides import (
     swag,
     wasserstein,
 )
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
+from pyro_symmetric.infer import MCMC
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, HeteroscedasticLikelihood
 from pyro_symmetric.mcmc import (
     HMC,
+    MCLMC,
     NUTS,
     SGHMC,
     SGLD,
     AdaptiveHMC,
+    AdjustedMCLMC,
     CyclicalSG,
     Kernel,
     OtherRun,
@@ -106,12 +155,15 @@ from pyro_symmetric.storage import StoreError
 
 __all__ = [
     "HMC",
+    "MCLMC",
+    "MCMC",
     "NUTS",
     "SGHMC",
     "SGLD",
     "Action",
     "ActivationCost",
     "AdaptiveHMC",
+    "AdjustedMCLMC",
     "Alignment",
     "AutoFlow",
     "AutoGaussian",
@@ -133,6 +185,7 @@ __all__ = [
     "GaussianPrior",
     "GaussianWeights",
     "Group",
+    "HeteroscedasticLikelihood",
     "InconclusiveError",
     "InfoNCE",
     "Kernel",

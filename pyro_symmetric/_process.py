@@ -1,4 +1,4 @@
-"""What belongs to the whole process and is changed for a while: behind one lock, so that threads undo it in order.
+"""State of the whole process that is changed for a while: behind one lock, so that threads undo it in order.
 
 A thread that saves such a state while another has it changed, and puts it back last, would leave it changed for good.
 
@@ -42,10 +42,19 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextlib.contextmanager
-def running_pyro() -> Iterator[None]:
-    """Run a Pyro model: alone, and without the checks of values, which no map over chains or samples can hold."""
+def running_pyro(dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Run a Pyro model: alone, and without the checks of values, which no map over chains or samples can hold.
+
+    :param dtype: of what the model makes of plain numbers. A distribution such as ``Gamma(2.0, 1.0)`` would otherwise
+        compute in float32 whatever the precision of its value. ``None``: PyTorch's default.
+    """
     with PYRO, pyro.validation_enabled(False):
-        yield
+        before = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(dtype or before)
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
@@ -73,7 +82,7 @@ def forked(source: int | torch.Generator | None = None, device: torch.device | s
 def drawn_seed() -> int:
     """A seed drawn from PyTorch's global generator, when no other thread has it forked."""
     with PYRO:
-        return int(torch.randint(2**62, ()))
+        return int(torch.randint(2**62, (), device="cpu"))
 
 
 class OwnLock:
@@ -132,14 +141,16 @@ def _both_branches(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -
 
 
 @contextlib.contextmanager
-def without_messages(logger: str) -> Iterator[None]:
-    """Without what is printed to standard error, and what a logger has to say below errors."""
+def without_messages(*loggers: str) -> Iterator[None]:
+    """Without what is printed to standard error, and what loggers say of errors that are raised as well."""
     with LOCK:
-        log = logging.getLogger(logger)
-        level = log.level
-        log.setLevel(logging.ERROR)
+        logs = [logging.getLogger(name) for name in loggers]
+        levels = [log.level for log in logs]
+        for log in logs:
+            log.setLevel(logging.CRITICAL)
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 yield
         finally:
-            log.setLevel(level)
+            for log, level in zip(logs, levels, strict=True):
+                log.setLevel(level)

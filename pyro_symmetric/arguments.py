@@ -1,4 +1,4 @@
-"""What the arguments of public functions must be, said in one sentence: the name, what was found, what would be right.
+"""Checks of the arguments of public functions, in one sentence: the name, what was found, what would be right.
 
 Each check raises ``TypeError`` for a wrong type and ``ValueError`` for a wrong value. They stand at entry points; what
 lies behind trusts its arguments.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.calls import described
+from pyro_symmetric.placement import as_tensor
 
 
 def shown(value: Any) -> str:
@@ -106,7 +107,7 @@ def instance(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -
     :param what: these classes, in words.
     """
     if not isinstance(value, kinds):
-        raise TypeError(f"{name} is {shown(value)}; it must be {what}")
+        raise TypeError(f"{name} is {shown(value)}; it must be {what}{_held(name, value)}")
     return value
 
 
@@ -137,9 +138,9 @@ def real(name: str, value: Any) -> Tensor:
 def numbers(name: str, value: Any) -> Tensor:
     """A tensor, or numbers or lists of them, or an array, as a tensor; Python's floats in float64."""
     try:
-        found = torch.as_tensor(value)
+        found = as_tensor(value)
         typed = hasattr(value, "dtype") or not found.is_floating_point()
-        return found if typed else torch.as_tensor(value, dtype=torch.float64)
+        return found if typed else as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} is {shown(value)}; it must hold numbers") from error
 
@@ -150,9 +151,8 @@ def weights(name: str, value: Any, besides: str = "") -> Mapping[str, Tensor]:
     :param besides: what else the caller takes, in words.
     """
     if not isinstance(value, Mapping):
-        raise TypeError(
-            f"{name} is {shown(value)}; it must be weights (site -> tensor){f' or {besides}' if besides else ''}"
-        )
+        kinds = f"weights (site -> tensor){f' or {besides}' if besides else ''}"
+        raise TypeError(f"{name} is {shown(value)}; it must be {kinds}{_held(name, value)}")
     if not value:
         raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
     for site, entry in value.items():
@@ -205,7 +205,7 @@ def places(name: str, index: Any, length: int) -> Any:
     if isinstance(index, slice):
         return index
     known = isinstance(index, Tensor | np.ndarray | list | tuple | range | Integral)
-    chosen = torch.as_tensor(index) if known else None
+    chosen = as_tensor(index) if known else None
     if chosen is None or chosen.is_floating_point() or chosen.dim() > 1:
         raise TypeError(f"{name} is {shown(index)}; it must be a slice, whole numbers, or a mask")
     chosen = chosen.reshape(-1)
@@ -260,6 +260,11 @@ def path(name: str, value: Any) -> Path:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _held(name: str, value: Any) -> str:
+    """Advice if a value isn't an argument, but has a property of the argument's name, as an MCMC has a posterior."""
+    return f"; pass its .{name}" if isinstance(getattr(type(value), name, None), property) else ""
 
 
 def _or_none(none: str) -> str:

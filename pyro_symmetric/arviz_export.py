@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric._process import PYRO
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.placement import Placement, placed, promoted
+from pyro_symmetric.placement import Placement, as_tensor, placed, promoted
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import pointwise_log_likelihood, predict
 from pyro_symmetric.weights import Shapes
@@ -37,7 +37,12 @@ def to_arviz(
     * ``log_likelihood`` of every row, as ``arviz_stats.loo`` needs it, with ``observed_data``, and
     * ``posterior_predictive``, draws of the targets.
 
-    >>> tree = to_arviz(posterior, log_likelihood=(model, x, y), posterior_predictive=(model, x))
+    >>> model, x, y = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), torch.randn(5, 2), torch.randn(5)
+    >>> draws = {name: prior.sample((4, 50)) for name, prior in model.priors().items()}
+    >>> posterior = ps.Posterior(draws, rows="chains")
+    >>> tree = ps.to_arviz(posterior, log_likelihood=(model, x, y), posterior_predictive=(model, x))
+    >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
+    (['log_likelihood', 'observed_data', 'posterior', 'posterior_predictive'], {'chain': 4, 'draw': 50, 'row': 5})
 
     The axes of a layer's ``0.weight`` and ``0.bias`` are called ``0.out`` and ``0.in``; other sites' axes
     ``<site>_dim_<k>``.
@@ -111,7 +116,9 @@ def _call(
     if isinstance(asked, tuple) and asked:
         return asked[0], asked[1:], {}
     if asked is not True:
-        raise TypeError(f"{name} is {asked!r}; it must be True or a tuple (model, *args)")
+        raise TypeError(
+            f"{name} is {arguments.shown(asked)}; it must be True or a tuple (model, *args), of which draws are made"
+        )
     if not posterior.is_attached:
         raise ValueError(f"{name}=True needs the model, which this posterior doesn't know; pass {name}=(model, *args)")
     return posterior.model, posterior._args, posterior._kwargs
@@ -129,7 +136,7 @@ def _observed(
     model, args, kwargs = placed(model, args, kwargs, posterior.origin_device, dtype)
     with PYRO, torch.no_grad(), poutine.block(), Placement(posterior.origin_device, dtype):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
-    return {site: _numpy(torch.as_tensor(trace.nodes[site]["value"])) for site in sites}
+    return {site: _numpy(as_tensor(trace.nodes[site]["value"])) for site in sites}
 
 
 def _numpy(value: Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Calls that a model can't take, in words: what it was called with, why that fails, and what would be right.
+"""Calls of models: which sites they have, and calls that fail, in words: with what, why, and what would be right.
 
 The model's own error always stays: it is chained, or passed on with a note.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from pyro.distributions import ImproperUniform
+from pyro.distributions import Delta, ImproperUniform
+from pyro.distributions.torch_distribution import MaskedDistribution, TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ def explaining(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
         called = described_call(args, kwargs)
         if type(error) is RuntimeError:  # PyTorch's own, and nothing that stands for more, such as too little memory
             said = (str(error).strip() or repr(error)).splitlines()[0]
-            hint = "; are its arguments in order?" if len(args) > 1 else ""
+            hint = _dtype_hint(said, args) or ("; are its arguments in order?" if len(args) > 1 else "")
             raise ValueError(f"{name_of(model)} fails, called with {called}: {said}{hint}") from error
         reason = _mismatch(model, args, kwargs) if isinstance(error, TypeError) else ""
         if not reason:
@@ -46,6 +47,16 @@ def explaining(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
         if isinstance(model, nn.Module):
             hint = f". If it is a network, which draws no weights by pyro.sample, make a model of it: {WRAP}"
         raise TypeError(f"{name_of(model)} can't be called with {called}: {reason}{hint}") from error
+
+
+def _dtype_hint(said: str, args: Sequence[Any]) -> str:
+    """What to do if a model's numbers and its arguments are of two dtypes; empty if that isn't what was said."""
+    own = torch.get_default_dtype()
+    others = {v.dtype for v in args if isinstance(v, Tensor) and v.is_floating_point() and v.dtype != own}
+    if not others or not any(word in said for word in ("dtype", "Double", "Float", "Half")):
+        return ""
+    other = ", ".join(sorted(map(str, others)))
+    return f"; its arguments are of {other}, its own numbers of {own}: pass x.to({own}), or sample with dtype={other}"
 
 
 def input_problem(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
@@ -59,7 +70,9 @@ def input_problem(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         problem = f"the network ({type(net).__name__}) can't take {described_call(args, kwargs)}: {said}"
         if (first := next(iter(net.named_parameters()), None)) is not None:
             dtypes = {value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point()}
+            devices = {value.device for value in args if isinstance(value, Tensor)}
             cast = f"; pass inputs.to({first[1].dtype})" if dtypes - {first[1].dtype} else ""
+            cast += f"; pass inputs.to({str(first[1].device)!r})" if devices - {first[1].device} else ""
             problem += f". (Its first parameter, {first[0]!r}, is {described(first[1])}{cast}.)"
         return problem
     return ""
@@ -82,6 +95,26 @@ def model_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, 
     return tuple(args), dict(kwargs or {})
 
 
+def refuse_options(model: Any, kwargs: Mapping[str, Any], options: Iterable[str], of: str) -> None:
+    """Refuse options that were put among a model's arguments, whose ``**kwargs`` would swallow them.
+
+    :param options: names that mean something else, unless the model has an argument of that very name.
+    :param of: whose options they are.
+    :raises TypeError: naming the option.
+    """
+    try:
+        named = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters
+    except (TypeError, ValueError):  # which names it has can't be told
+        return
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    own = {name for name, parameter in named.items() if parameter.kind not in kinds}
+    if taken := [name for name in kwargs if name in set(options) - own]:
+        raise TypeError(
+            f"{taken[0]} is an option of {of}, but stands among the arguments of {name_of(model)}, which names no such "
+            f"argument; give it to {of}, or give a model that is to have it: functools.partial(model, {taken[0]}=...)"
+        )
+
+
 def require_drawable(site: str, prior: Any) -> None:
     """:raises ValueError: if a site's prior is improper, so that it has no draws."""
     while hasattr(prior, "base_dist"):
@@ -91,6 +124,39 @@ def require_drawable(site: str, prior: Any) -> None:
             f"the prior of site {site!r} is ImproperUniform, which can't be drawn from; give it a proper one, such as "
             "Normal(0, 10)"
         )
+
+
+def refuse_training_batch_norm(model: Any) -> None:
+    """:raises ValueError: naming the module."""
+    if not isinstance(model, nn.Module):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ValueError(
+                f"the module {name or type(module).__name__!r} is batch normalisation in train mode: the likelihood of "
+                "one row would depend on the other rows. Call .eval() on the model, so that it uses its running "
+                "statistics"
+            )
+
+
+def is_deterministic(site: Any) -> bool:
+    """True if a site's value follows from others: a ``pyro.deterministic``, or what ``poutine.reparam`` made of a site.
+
+    Pyro makes an observed sample site of both: its distribution is a :class:`~pyro.distributions.Delta` at its value,
+    whose density is switched off, or stands for the change of variables.
+    """
+    if site["type"] != "sample" or not site["is_observed"]:
+        return False
+    fn = site["fn"]
+    switched_off = isinstance(fn, MaskedDistribution) and fn._mask is False and isinstance(fn.base_dist, Delta)
+    at_its_value = isinstance(fn, Delta) and fn.v is site["value"]
+    return bool(site["infer"].get("_deterministic")) or switched_off or at_its_value
+
+
+def is_enumerated(site: Any) -> bool:
+    """True if a sample site is latent and has finitely many values, so that it can be summed out."""
+    fn = site["fn"]
+    return not site["is_observed"] and isinstance(fn, TorchDistributionMixin) and bool(fn.has_enumerate_support)
 
 
 def name_of(model: Any) -> str:

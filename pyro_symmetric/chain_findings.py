@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ ACCEPTANCE = (0.4, 0.1)  # of one chain, on average
 DIVERGING = (0.0, 0.05)  # share of the draws
 CUT_OFF = 0.1  # share of the trajectories that reach the largest tree: a warning only
 ENERGY_FRACTION = (0.3, 0.1)  # E-BFMI of one chain
+ENERGY_ERROR = (2.0, 10.0)  # of unadjusted steps, in units of what was asked
 TEMPERATURE = (0.1, 0.3)  # distance from 1
 SPACING = (0.1, 0.5)  # distance of neighbouring numbers of the dtype, in deviations of a chain
 MOVING = (0.1, 0.01)  # share of the draws at which a chain moves, and its spread in units of the median chain's
@@ -39,6 +40,7 @@ LEFT_BEHIND = 5.0  # deviations of the log density that a chain lies below the o
 
 LEAST_DRAWS = 20  # of a chain, so that a low acceptance says something
 SURE = 3.0  # standard errors that a temperature must be off
+SURE_OF_ONE = 4.5  # of several sites: false alarms 7e-6 each
 WATCHED_ENTRIES = 16  # of each site, which are enough to see whether chains move
 
 TOO_LARGE = "step size is too large for all of them, or the density or its gradient is broken"
@@ -159,7 +161,8 @@ def acceptance(rates: Tensor) -> Finding:
             f"The {TOO_LARGE}; use a smaller step_size, a longer warm-up or dtype=torch.float64, and check the density "
             "where they start"
             if len(stuck) == len(by_chain)
-            else "Start them elsewhere (initial=), use a smaller step_size, or reparametrise the model"
+            else "Give them a longer warm-up (num_warmup=), start them elsewhere (initial=), use a smaller step_size, "
+            "or reparametrise the model; posterior.select leaves them out"
         )
         words = f"{len(stuck)} of {len(by_chain)} chains hardly move (acceptance below {limit:g}): {_listed(stuck)}"
         return Finding("acceptance", "fail", f"{words}. {advice}", least)
@@ -169,28 +172,104 @@ def acceptance(rates: Tensor) -> Finding:
     return Finding("acceptance", "warn", f"{words}: use a smaller step_size, or a longer warm-up", least)
 
 
-def divergences(diverging: Tensor, subsampled: bool = False) -> Finding:
+def divergences(diverging: Tensor, subsampled: bool = False, adjusted: bool = True) -> Finding:
     """Judge the share of the draws ``(chains, draws)`` that diverged.
 
     :param subsampled: whether the sampler takes mini-batches, and so has a tolerance instead of a target acceptance.
+    :param adjusted: whether it rejects steps, or has an energy error that is asked for instead.
     """
     share = float(diverging.double().mean())
     words = f"{share:.2%} of the draws diverged"
     if share > 0:
-        smaller = "a smaller step_size or " + ("tolerance" if subsampled else "a larger target_accept")
+        smaller = "a smaller step_size or " + (
+            "tolerance" if subsampled else "a larger target_accept" if adjusted else "energy_error"
+        )
         words += f", so parts of the posterior are missed. Use {smaller}, a longer warm-up, "
         words += "dtype=torch.float64, or reparametrise the model"
     return Finding("divergences", graded(share, DIVERGING), words, share)
 
 
-def sampler_failures(statistics: Mapping[str, Tensor], subsampled: bool) -> list[Finding]:
+def energy_error(ratios: Tensor) -> Finding:
+    """Judge the energy errors of a sampler that accepts every step, and so has a bias that grows with them.
+
+    :param ratios: squared errors in units of what was asked, ``(chains, draws)``; NaN of what was taken back.
+    """
+    by_chain = ratios.double().nanmean(1)
+    mean = float(by_chain.nanmean())
+    worst = by_chain.nan_to_num(math.inf).argmax()
+    words = f"squared energy errors are {mean:.3g} times what was asked, of chain {int(worst)} {by_chain[worst]:.3g}"
+    status = graded(mean, ENERGY_ERROR)
+    if status in ("warn", "fail"):
+        words += ": the draws are biased by more than was agreed to. Use a longer warm-up, or AdjustedMCLMC"
+    return Finding("energy error", status, words, mean)
+
+
+def sampler_failures(
+    statistics: Mapping[str, Tensor], subsampled: bool, samples: Mapping[str, Tensor] | None = None
+) -> list[Finding]:
     """Failures that a sampler warns of at once: chains that hardly move, and many divergences.
 
+    Of a sampler of mini-batches, which accepts and rejects nothing, also temperatures that are off, and disagreement.
+
     :param statistics: the sampler's own numbers of every draw, ``(chains, draws)`` each.
+    :param samples: the draws, if chains must agree on them.
     """
     found = [acceptance(statistics["acceptance_rate"])] if "acceptance_rate" in statistics else []
-    found += [divergences(statistics["diverging"], subsampled)] if "diverging" in statistics else []
+    found += (
+        [divergences(statistics["diverging"], subsampled, "energy_error" not in statistics)]
+        if "diverging" in statistics
+        else []
+    )
+    found += [energy_error(statistics["energy_error"])] if "energy_error" in statistics else []
+    if subsampled and found and next(iter(statistics.values())).shape[1] >= LEAST_DRAWS:
+        apart = [] if samples is None else [disagreement(samples)]
+        arrived = all(finding.status != "fail" for finding in apart)
+        found += [*apart, *_temperatures(statistics, subsampled, arrived)]
     return [finding for finding in found if finding.status == "fail"]
+
+
+def disagreement(samples: Mapping[str, Tensor]) -> Finding:
+    """Judge by the first entries of each site whether chains agree."""
+    heads = {site: v.flatten(2)[..., :WATCHED_ENTRIES] if v.dim() > 2 else v for site, v in samples.items()}
+    worst = {site: float(chain_statistics(v).r_hat.nan_to_num(0.0).max()) for site, v in heads.items() if v.numel()}
+    site = max(worst, key=worst.__getitem__)
+    words = f"R-hat of site {site!r} is {worst[site]:.3f}"
+    status = graded(worst[site], R_HAT)
+    if status == "fail":
+        words = f"the chains disagree, so the draws are no posterior's yet: {words}, and 1 is right. Run longer, with "
+        words += "a longer warm-up and larger batches"
+    return Finding("weights", status, words, worst[site])
+
+
+def warm_up(metadata: Mapping[str, Any], in_copies: bool = False) -> Iterator[Finding]:
+    """Judge whether the chains of a run agreed when their warm-up ended, if that was left to them.
+
+    :param metadata: the posterior's; of a run in tasks, their worst counts.
+    :param in_copies: whether the draws are known to agree once they are brought to one frame.
+    """
+    parts = [own for own in (metadata, *metadata.get("parts", ())) if own.get("warmup_r_hat") is not None]
+    if not parts:
+        return
+    worst = max(parts, key=lambda own: float(own["warmup_r_hat"]))
+    found, limit = float(worst["warmup_r_hat"]), R_HAT[1]
+    words = (
+        f"R-hat {found:.3g} over the second half of {worst.get('num_warmup', metadata.get('num_warmup'))} iterations"
+    )
+    if found < limit:
+        yield Finding("warm-up", "pass", f"the chains agreed when warm-up ended: {words}", found)
+        return
+    if in_copies:
+        words = f"{words} of warm-up, for chains in different copies of a mode; in one frame their draws agree"
+        yield Finding("warm-up", "pass", words, found)
+        return
+    dense = "" if metadata.get("settings", {}).get("mass") == "dense" else "mass='dense' or "
+    advice = (
+        "If the model's components or units can be relabelled, diagnose(posterior, symmetry) tells whether that is "
+        f"all. If not, pass {dense}a larger num_warmup, or reparametrise the model; modes that lie far apart keep "
+        "chains apart however long they run"
+    )
+    words = f"the chains didn't agree when warm-up ended: {words}, not below {limit}. {advice}"
+    yield Finding("warm-up", "warn", words, found)
 
 
 def sampler_findings(statistics: Mapping[str, Tensor], subsampled: bool, arrived: bool) -> Iterator[Finding]:
@@ -201,7 +280,9 @@ def sampler_findings(statistics: Mapping[str, Tensor], subsampled: bool, arrived
     if "acceptance_rate" in statistics:
         yield acceptance(statistics["acceptance_rate"])
     if "diverging" in statistics:
-        yield divergences(statistics["diverging"], subsampled)
+        yield divergences(statistics["diverging"], subsampled, "energy_error" not in statistics)
+    if "energy_error" in statistics:
+        yield energy_error(statistics["energy_error"])
     if "reached_max_treedepth" in statistics:
         share = float(statistics["reached_max_treedepth"].double().mean())
         status: Status = "warn" if share > CUT_OFF else "pass"
@@ -215,6 +296,10 @@ def sampler_findings(statistics: Mapping[str, Tensor], subsampled: bool, arrived
         yield Finding("energy", status, f"E-BFMI of the worst chain {least:.2f}{advice}", least)
     if "lp" in statistics and min(statistics["lp"].shape) > 1 and statistics["lp"].shape[1] > 2:
         yield _level(statistics["lp"].double())
+    yield from _temperatures(statistics, subsampled, arrived)
+
+
+def _temperatures(statistics: Mapping[str, Tensor], subsampled: bool, arrived: bool) -> Iterator[Finding]:
     for name in ("kinetic_temperature", "virial"):
         if name in statistics:
             yield temperature(name.replace("_", " "), statistics[name].double(), subsampled, arrived)
@@ -231,16 +316,21 @@ def _level(lp: Tensor) -> Finding:
     return Finding("level", "warn", f"{words}poor mode", largest)
 
 
-def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool) -> Finding:
-    """Judge whether the mean of ``(chains, draws)`` is 1, within what is tolerable and what chance allows."""
+def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool, site: str = "") -> Finding:
+    """Judge whether the mean of ``(chains, draws)`` is 1, within what is tolerable and what chance allows.
+
+    :param site: whose temperature it is, if not that of all.
+    """
+    sure = SURE_OF_ONE if site else SURE
     known = values[~values.isnan().any(1)]  # without chains that lost their numbers on the way
     if known.numel() < 2:
         return Finding(name, "unknown", "no chain has values throughout")
     mean, error = float(known.mean()), _standard_error(known)
     off, fail = abs(mean - 1), TEMPERATURE[1]
-    status: Status = graded(off, TEMPERATURE) if off > SURE * error else "pass"
-    found = f"{name} {mean:.3g} ± {error:.2g}, and 1 is right"
-    if status == "pass" and SURE * error > fail:
+    status: Status = graded(off, TEMPERATURE) if off > sure * error else "pass"
+    of = f" of site {site!r}" if site else ""
+    found = f"{name}{of} {mean:.3g} ± {error:.2g}, and 1 is right"
+    if status == "pass" and sure * error > fail:
         advice = "more draws would tell" if arrived else "a longer warm-up comes first, as the chains don't agree yet"
         return Finding(name, "unknown", f"{found}: uncertain by more than {fail:g}; {advice}", mean)
     if status == "pass":

@@ -89,7 +89,7 @@ def non_finite(draws: Tensor) -> Tensor:
     :param draws: ``(chains, draws, *event_shape)``, floating.
     """
     if draws.numel() == 0:
-        return torch.zeros(len(draws), dtype=torch.long)
+        return torch.zeros(len(draws), dtype=torch.long, device="cpu")
     lowest, highest = torch.aminmax(draws.reshape(*draws.shape[:2], -1), dim=-1)  # NaN if any value is
     return (~(lowest.isfinite() & highest.isfinite())).sum(1).cpu()
 
@@ -100,7 +100,7 @@ def standing_still(draws: Tensor) -> Tensor:
     :param draws: ``(chains, draws, *event_shape)``.
     """
     if draws.numel() == 0:
-        return torch.ones(draws.shape[:1] + draws.shape[2:], dtype=torch.bool)
+        return torch.ones(draws.shape[:1] + draws.shape[2:], dtype=torch.bool, device="cpu")
     lowest, highest = torch.aminmax(draws, dim=1)
     return (lowest == highest).cpu()
 
@@ -111,7 +111,7 @@ def never_changing(draws: Tensor) -> Tensor:
     :param draws: ``(chains, draws, *event_shape)``.
     """
     if draws.numel() == 0:
-        return torch.ones(draws.shape[2:], dtype=torch.bool)
+        return torch.ones(draws.shape[2:], dtype=torch.bool, device="cpu")
     lowest, highest = torch.aminmax(draws.flatten(0, 1), dim=0)
     return (lowest == highest).cpu()
 
@@ -152,7 +152,7 @@ def spacing(draws: Tensor) -> Tensor:
     :param draws: ``(chains, draws, *event_shape)``, floating.
     """
     if draws.numel() == 0 or draws.shape[1] < 2:
-        return torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.float64, device="cpu")
     entries = draws.flatten(2) if draws.dim() > 2 else draws[..., None]
     lowest, highest = torch.aminmax(entries, dim=1)
     _, exponent = torch.frexp(torch.maximum(-lowest, highest).amax(0).double())
@@ -172,7 +172,7 @@ def evenly_spaced(count: int, most: int) -> Tensor:
     Of chains laid end to end these are each chain's latest draws, which know least of where it started.
     """
     parts = min(count, most)
-    return (torch.arange(parts) + 1) * count // max(parts, 1) - 1
+    return (torch.arange(parts, device="cpu") + 1) * count // max(parts, 1) - 1
 
 
 # small steps --------------------------------------------------------------------------------------------------------

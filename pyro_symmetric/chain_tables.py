@@ -35,7 +35,13 @@ def diagnostics(samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor])
     table: dict[str, dict[str, Any]] = {site: chain_statistics(value).summary() for site, value in samples.items()}
     for found in table.values():
         found["n_eff"] = found["ess_bulk"]
-    flags = statistics.get("diverging", torch.zeros(len(next(iter(samples.values()))), 0))
+    return table | chains_diagnostics(statistics, len(next(iter(samples.values()))))
+
+
+def chains_diagnostics(statistics: Mapping[str, Tensor], num_chains: int) -> dict[str, dict[str, Any]]:
+    """The part of :func:`diagnostics` that speaks of chains rather than of sites."""
+    flags = statistics.get("diverging", torch.zeros(num_chains, 0, device="cpu"))
+    table: dict[str, dict[str, Any]] = {}
     table["divergences"] = {f"chain {c}": row.nonzero().flatten().tolist() for c, row in enumerate(flags)}
     if (rates := statistics.get("acceptance_rate")) is not None:
         table["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}

@@ -51,7 +51,13 @@ def read_checkpoints(
 ) -> Posterior:
     """Read state dicts, one file for each network, as one posterior.
 
-    >>> posterior = read_checkpoints("checkpoints")  # checkpoints/net-0000.pt, checkpoints/net-0001.pt ...
+    >>> import pathlib
+    >>> pathlib.Path("checkpoints").mkdir()
+    >>> for number in range(3):
+    ...     torch.save(nn.Linear(2, 3).state_dict(), f"checkpoints/net-{number}.pt")
+    >>> posterior = ps.read_checkpoints("checkpoints")
+    >>> posterior.get_samples()["weight"].shape
+    torch.Size([3, 3, 2])
 
     Files are read one after the other into one tensor for each site, so that memory holds the result and one network.
 
@@ -92,7 +98,8 @@ def read_checkpoints(
         if i == 0:
             left_out = others
             samples = {
-                site: torch.empty(len(files), *value.shape, dtype=dtype or value.dtype) for site, value in sites.items()
+                site: torch.empty(len(files), *value.shape, dtype=dtype or value.dtype, device="cpu")
+                for site, value in sites.items()
             }
         _check_sites(sites, samples, file, files[0])
         for site, value in sites.items():
@@ -111,7 +118,8 @@ def read_checkpoints(
     }
     dtypes = {name: dtype_of(dtype) for name, dtype in kept.get("dtypes", {}).items()}
     statistics = {
-        name: torch.tensor(values, dtype=dtypes.get(name))[None] for name, values in _statistics(kept, names).items()
+        name: torch.tensor(values, dtype=dtypes.get(name), device="cpu")[None]
+        for name, values in _statistics(kept, names).items()
     }
     # One row whatever it was: files are sorted, and may be some of those that were written.
     rows: Rows = "chains" if kept.get("rows") == "chains" else "independent"
@@ -130,6 +138,10 @@ def write_checkpoints(
 
     Metadata, statistics and checksums go to ``checkpoints.json`` beside them. Each file appears whole or not at all.
     Chains are laid end to end.
+
+    >>> posterior = ps.Posterior.from_samples({"weight": torch.randn(3, 1, 2)}, rows="independent")
+    >>> [path.name for path in ps.write_checkpoints(posterior, "checkpoints", progress=False)]
+    ['net-00000.safetensors', 'net-00001.safetensors', 'net-00002.safetensors']
 
     :param folder: a new or an empty folder; it is made.
     :param format: ``"safetensors"``, or ``"pt"`` for :func:`torch.load`.
@@ -288,13 +300,13 @@ def _check_sites(sites: Weights, samples: Weights, file: Path, first: Path) -> N
 
 
 def _are_prefixed(sites: Weights, samples: Weights) -> bool:
-    """Whether the names are the same but for a prefix on one side."""
+    """True if the names are the same but for a prefix on one side."""
     short, long = sorted((sorted(sites), sorted(samples)), key=lambda names: len("".join(names)))
     return len(short) == len(long) and all(b.endswith(f".{a}") for a, b in zip(short, long, strict=True))
 
 
 def _kept(folder: Path | None) -> dict[str, Any]:
-    """What :func:`write_checkpoints` wrote beside the files."""
+    """The notes that :func:`write_checkpoints` wrote beside the files."""
     path = None if folder is None else folder / _METADATA
     if path is None or not path.is_file():
         return {}

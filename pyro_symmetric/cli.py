@@ -123,7 +123,8 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--methods",
         type=names,
         metavar="A[,B...]",
-        help="methods to compare (default: mean-field,symmetrized,aligned,ensemble,sghmc,hmc); help lists all of them",
+        help="methods to compare (default: mean-field,symmetrized,symmetrized-blocks,aligned,ensemble,sghmc,hmc); help "
+        "lists all of them",
     )
     run.add_argument(
         "--reference",
@@ -232,7 +233,9 @@ def symmetries(options: argparse.Namespace) -> int:
 
     shape = options.input or (2, 3, 224, 224)
     # A batch of one can't be told from an axis that is broadcast.
-    symmetry = find_symmetry(load_net(options.net), torch.randn(max(2, shape[0]), *shape[1:]), strict=options.strict)
+    symmetry = find_symmetry(
+        load_net(options.net), torch.randn(max(2, shape[0]), *shape[1:], device="cpu"), strict=options.strict
+    )
     if options.json:
         explanation = symmetry.explanation.to_dict()
         print(json.dumps({"log_order": symmetry.log_order(), **symmetry.to_dict(), "explanation": explanation}))

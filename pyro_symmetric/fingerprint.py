@@ -1,4 +1,4 @@
-"""What decides a computation, as one JSON value: two of them are the same, or it can be said in words what differs.
+"""All that decides a computation, as one JSON value: two of them are the same, or it can be said in words what differs.
 
 A fingerprint holds settings as they are and data by their hash. What the hash (:func:`digest`) sees:
 
@@ -52,21 +52,21 @@ def as_json(**parts: Any) -> dict[str, Any]:
     return json.loads(json.dumps(parts, default=lambda value: f"{type(value).__name__} {digest(value)}"))
 
 
-def surroundings() -> dict[str, Any]:
-    """What the arithmetic of a computation depends on beside itself: ``versions``, and what decides the ``rounding``
-    of sums."""
-    return {
-        "versions": VERSIONS,
-        "rounding": {
-            "threads": torch.get_num_threads(),
-            "matmul_precision": torch.get_float32_matmul_precision(),
-            "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        },
+def surroundings(device: torch.device | None = None) -> dict[str, Any]:
+    """Surroundings on which the arithmetic of a computation depends: ``versions``, and what decides the ``rounding`` of
+    sums, the GPU's name included if the computation runs on one."""
+    rounding: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
     }
+    if device is not None and device.type == "cuda":
+        rounding["gpu"] = torch.cuda.get_device_name(device)
+    return {"versions": VERSIONS, "rounding": rounding}
 
 
 def differences(found: Any, now: Any, name: str = "") -> list[str]:
-    """What two fingerprints say differently, in words.
+    """The differences between two fingerprints, in words.
 
     :param found: the one that was stored.
     :param now: that of the call.
@@ -82,8 +82,8 @@ def differences(found: Any, now: Any, name: str = "") -> list[str]:
 
 
 def agree(found: Any, now: Any, tolerance: float) -> bool:
-    """Whether as many numbers agree to a relative tolerance; if one isn't finite, the other mustn't be either."""
-    a, b = (torch.as_tensor(values, dtype=torch.float64) for values in (found, now))
+    """True if as many numbers agree to a relative tolerance; if one isn't finite, the other mustn't be either."""
+    a, b = (torch.as_tensor(values, dtype=torch.float64, device="cpu") for values in (found, now))
     if a.shape != b.shape:
         return False
     finite = a.isfinite()
@@ -100,7 +100,7 @@ def digest(value: Any) -> str:
 
 
 def _is_hash(value: Any) -> bool:
-    """Whether it is a hash, with the name of a type in front of it or not."""
+    """True if it is a hash, with the name of a type in front of it or not."""
     digits = value.rpartition(" ")[2] if isinstance(value, str) else ""
     return len(digits) == 2 * HASH_BYTES and set(digits) <= set("0123456789abcdef")
 
@@ -149,7 +149,7 @@ def _digest_of_parts(value: Any, above: tuple[int, ...]) -> bytes:
 
 
 def _pickled(value: Any) -> Any:
-    """What pickle would keep of an object; ``None`` if it can't."""
+    """The parts of an object that pickle would keep; ``None`` if it can't."""
     if isinstance(value, np.ndarray):  # of objects
         return [value.shape, value.reshape(-1).tolist()]
     try:
@@ -165,7 +165,7 @@ def _pickled(value: Any) -> Any:
 
 
 def _is_cache(kind: type, name: Any) -> bool:
-    """Whether an object's attribute only keeps what a ``cached_property`` has computed."""
+    """True if an object's attribute only keeps what a ``cached_property`` has computed."""
     found = inspect.getattr_static(kind, name, None) if isinstance(name, str) else None
     return hasattr(found, "__get__") and not hasattr(found, "__set__") and not callable(found)
 

@@ -21,7 +21,7 @@ from pyro_symmetric._process import PYRO
 
 @dataclass
 class Draws:
-    """What was drawn inside :func:`repeated`.
+    """The random numbers that were drawn inside :func:`repeated`.
 
     :ivar host: whether NumPy's or Python's generator was drawn from, known afterwards.
     """

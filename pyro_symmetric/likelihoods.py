@@ -1,4 +1,4 @@
-"""How a network's outputs give rise to targets: class labels, real numbers with noise, or as one's own object says."""
+"""Likelihoods of targets given a network's outputs: class labels, real numbers with noise, or one's own object."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import pyro.distributions as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 
+NOISE_FLOOR = 1e-6  # below which no network can tell the noise to be
 PARTS = ("temperature", "latents", "distribution", "targets", "mean")  # what a likelihood object has
 
 
 class Likelihood(Protocol):
-    """How outputs of the network give rise to targets; write your own by providing these."""
+    """A law of targets given outputs of the network; write your own by providing these."""
 
     @property
     def temperature(self) -> float:
@@ -38,6 +39,10 @@ class Likelihood(Protocol):
 @dataclass(frozen=True)
 class CategoricalLikelihood:
     """Class labels; the network's outputs are logits ``(N, C)``.
+
+    >>> model = ps.BayesianModel(nn.Linear(4, 3), likelihood=ps.CategoricalLikelihood(temperature=0.5))
+    >>> model.log_likelihood(model.initial_weights(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])).shape
+    torch.Size([5])
 
     :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``; under 1 is a cold likelihood.
     """
@@ -66,6 +71,10 @@ class CategoricalLikelihood:
 class GaussianLikelihood:
     r"""Real targets with noise of one standard deviation; the network's outputs are means ``(N, D)``, ``(N, 1)`` or
     ``(N,)``.
+
+    >>> model = ps.BayesianModel(nn.Linear(4, 1), likelihood=ps.GaussianLikelihood(prior_scale=0.5))
+    >>> sorted(model.priors())
+    ['bias', 'noise_scale', 'weight']
 
     :param scale: the noise's standard deviation, or ``None`` to learn it as the latent site ``noise_scale``.
     :param prior_scale: with ``scale=None``, the scale of the half-normal prior of ``noise_scale``.
@@ -96,6 +105,55 @@ class GaussianLikelihood:
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs
+
+
+@dataclass(frozen=True)
+class HeteroscedasticLikelihood:
+    r"""Real targets whose noise differs from row to row, as the network says.
+
+    Of the network's outputs ``(N, 2 D)`` the first half are the means, the second half gives the noise's standard
+    deviations, :math:`\log(1 + e^o) + 10^{-6}`. Targets are ``(N, D)``, or ``(N,)`` of one.
+
+    >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> model = ps.BayesianModel(net, likelihood=ps.HeteroscedasticLikelihood())
+    >>> model.log_likelihood(model.initial_weights(), torch.randn(5, 3), torch.randn(5)).shape
+    torch.Size([5])
+
+    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``.
+    """
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        arguments.positive("temperature", self.temperature)
+
+    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
+        return {}
+
+    def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
+        mean, raw = (part.squeeze(-1) if part.shape[-1] == 1 else part for part in _halves(outputs))
+        return _with_any_parameters(dist.Normal(mean, noise_of(raw), validate_args=False))
+
+    def targets(self, y: Tensor) -> Tensor:
+        return y.squeeze(-1) if y.dim() > 1 and y.shape[-1] == 1 else y
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return _halves(outputs)[0]
+
+
+def _halves(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The means, and what the network says of the noise."""
+    if outputs.shape[-1] % 2:
+        raise ValueError(
+            f"the network has {outputs.shape[-1]} outputs; a heteroscedastic likelihood needs two for each target"
+        )
+    mean, raw = outputs.chunk(2, -1)
+    return mean, raw
+
+
+def noise_of(raw: Tensor) -> Tensor:
+    """The noise's standard deviation for what a network says of it."""
+    return nn.functional.softplus(raw) + NOISE_FLOOR
 
 
 def _with_any_parameters(made: dist.TorchDistribution) -> dist.TorchDistribution:

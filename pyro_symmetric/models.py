@@ -38,6 +38,12 @@ PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
 class GaussianPrior:
     r"""Independent :math:`\mathcal N(0, s^2)` on every weight of a network.
 
+    >>> prior = ps.GaussianPrior(1.0, fan_in=True, scales={"*.bias": 0.5})
+    >>> net = nn.Sequential(nn.Linear(4, 3))
+    >>> model = ps.BayesianModel(net, prior=prior)
+    >>> {name: float(prior.base_dist.scale.max()) for name, prior in model.priors().items()}
+    {'0.weight': 0.5, '0.bias': 0.5}
+
     :param scale: standard deviation ``s``; with ``fan_in`` that of a weight whose unit has one input.
     :param fan_in: divide ``s`` by the square root of the number of inputs, for parameters with at least two axes.
     :param scales: overrides of ``scale`` by pattern on the parameter's name, e.g. ``{"0.*": 0.5, "*.bias": 1.0}``; the
@@ -80,7 +86,7 @@ class BayesianModel(nn.Module):
     ``Trace_ELBO(vectorize_particles=True)`` and ``Predictive(parallel=True)`` work with ``max_plate_nesting=1``.
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> model = BayesianModel(net, prior=1.0, likelihood="categorical", num_data=100)
+    >>> model = ps.BayesianModel(net, prior=1.0, likelihood="categorical", num_data=100)
     >>> weights = {name: prior.sample((5,)) for name, prior in model.priors().items()}
     >>> model.outputs(weights, torch.randn(7, 2)).shape
     torch.Size([5, 7, 3])
@@ -204,6 +210,8 @@ class BayesianModel(nn.Module):
         targets = self.likelihood.targets(arguments.tensor("y", y))
         if len(targets) != len(x):
             raise ValueError(f"x has {len(x)} rows but y has {len(targets)}; they must be equally many")
+        if targets.device != x.device:
+            raise ValueError(f"y lies on {targets.device}, but x on {x.device}; move one of them")
         return targets
 
     # many weights at once -------------------------------------------------------------------------------------------

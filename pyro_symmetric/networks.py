@@ -33,9 +33,12 @@ class FilterResponse(nn.Module):
     """Filter-response normalisation (Singh & Krishnan 2020, arXiv 1911.09737), with SiLU in place of its thresholded
     unit."""
 
-    def __init__(self, channels: int):
+    def __init__(self, channels: int, device: torch.device | str | None = None):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.weight, self.bias = (
+            nn.Parameter(torch.ones(channels, device=device)),
+            nn.Parameter(torch.zeros(channels, device=device)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * torch.rsqrt(x.square().mean((2, 3), keepdim=True) + 1e-6)
@@ -87,7 +90,7 @@ NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "resnet20": resnet20,
     "resnet18": resnet18,
 }
-"""What a study's ``net`` may be by its bare name."""
+"""The networks that a study's ``net`` may name by their bare names."""
 
 
 def _image(shape: Shape) -> Shape:

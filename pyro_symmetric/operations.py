@@ -1,4 +1,4 @@
-"""What a computation consists of: what decides how much of it to do at once, and whether to compile it."""
+"""Operations of a computation: they decide how much of it to do at once, and whether to compile it."""
 
 from __future__ import annotations
 

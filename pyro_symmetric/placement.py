@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 
+def as_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor where it is; a number, a list or an array on the CPU, whatever PyTorch's default device is."""
+    return torch.as_tensor(value, dtype=dtype, device=value.device if isinstance(value, Tensor) else "cpu")
+
+
 def placed(
     model: Any,
     args: tuple[Any, ...],

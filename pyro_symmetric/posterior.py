@@ -37,7 +37,7 @@ HELD = {"samples": "site -> draws", "statistics": "name -> numbers of every draw
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What a posterior was drawn from; kept in memory only.
+    """The origin of a posterior: model and arguments that it was drawn from; kept in memory only.
 
     :param kernel: the sampler; ``kernel.model`` is the model.
     :param args: what the model was called with; ``kwargs`` likewise.
@@ -54,7 +54,7 @@ class Origin:
 class Posterior:
     """Draws from a posterior, or from what stands for it.
 
-    >>> posterior = Posterior({"w": torch.randn(4, 100, 3)}, {"lp": torch.zeros(4, 100)}, rows="chains")
+    >>> posterior = ps.Posterior({"w": torch.randn(4, 100, 3)}, {"lp": torch.zeros(4, 100)}, rows="chains")
     >>> posterior.get_samples()["w"].shape
     torch.Size([400, 3])
 
@@ -169,7 +169,7 @@ class Posterior:
         """This posterior, remembering what it was drawn from.
 
         :func:`~pyro_symmetric.mcmc.sample` does it; do it again for a posterior that comes from a file, which holds no
-        model. ``from_pyro``, :meth:`check`, and :meth:`to_arviz` with ``log_likelihood=True`` need it.
+        model. :func:`~pyro_symmetric.to_arviz` with ``log_likelihood=True`` needs it.
 
         >>> posterior = Posterior.load(path).attach(model, x, y)
 
@@ -203,7 +203,7 @@ class Posterior:
 
     @property
     def is_attached(self) -> bool:
-        """Whether :attr:`model` and its arguments are known."""
+        """True if :attr:`model` and its arguments are known."""
         return self.origin is not None
 
     @property
@@ -244,23 +244,28 @@ class Posterior:
     def divergences(self) -> Tensor:
         """Number of divergent draws of each chain, ``(chains,)``; zeros if the sampler knows no divergence."""
         diverging = self.statistics.get("diverging")
-        return torch.zeros(self.num_chains, dtype=torch.long) if diverging is None else diverging.long().sum(1)
+        return (
+            torch.zeros(self.num_chains, dtype=torch.long, device="cpu")
+            if diverging is None
+            else diverging.long().sum(1)
+        )
 
     def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> Weights:
-        """The draws as weights, as Pyro's ``MCMC.get_samples`` gives them.
+        """The draws as weights, as Pyro's ``MCMC.get_samples`` gives them: without deterministic sites, which
+        ``Predictive`` would keep instead of computing them anew. :attr:`samples` has them.
 
         :param num_samples: ``None`` for all; otherwise as many, drawn with replacement.
         :param group_by_chain: keep the chains apart: batch shape ``(chains, draws)`` instead of ``(chains * draws,)``.
         """
         arguments.whole("num_samples", num_samples, 1, none="all")
         arguments.flag("group_by_chain", group_by_chain)
-        found = {site: value if group_by_chain else value.flatten(0, 1) for site, value in self.samples.items()}
+        found = {site: value if group_by_chain else value.flatten(0, 1) for site, value in self._free().items()}
         if num_samples is None:
             return found
         count = self.num_samples if group_by_chain else self.num_chains * self.num_samples
         if not count:
             raise ValueError(f"num_samples is {num_samples}, but the posterior holds no draws to draw from")
-        index, axis = torch.randint(count, (num_samples,)), int(group_by_chain)
+        index, axis = torch.randint(count, (num_samples,), device="cpu"), int(group_by_chain)
         return {site: value.index_select(axis, index.to(value.device)) for site, value in found.items()}
 
     def select(self, chains: Any = slice(None), draws: Any = slice(None)) -> Posterior:
@@ -290,16 +295,18 @@ class Posterior:
         width = max(len(site) for site in self.samples)
         independent = self.rows == "independent" and self.num_chains == 1
         held = f"{self.num_samples} independent draws" if independent else self._counts()
-        lines = [f"Posterior({held}, {weights} weights{maker})"]
+        lines = [f"Posterior({held}, {weights} weight{'' if weights == 1 else 's'}{maker})"]
         lines += [f"  {site:<{width}}  {tuple(shape)}" for site, shape in self.site_shapes.items()]
-        if self.statistics:
-            lines.append(f"  statistics: {', '.join(self.statistics)}")
-        return "\n".join(lines)
+        more = {"chosen": self.metadata.get("chosen"), "statistics": ", ".join(self.statistics)}
+        return "\n".join([*lines, *(f"  {name}: {text}" for name, text in more.items() if text)])
+
+    def _free(self) -> dict[str, Tensor]:
+        """The draws without deterministic sites."""
+        return {site: v for site, v in self.samples.items() if site not in self.metadata.get("deterministic", ())}
 
     def _counts(self) -> str:
-        chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
-        if self.rows == "independent":
-            chains = "1 row" if self.num_chains == 1 else f"{self.num_chains} rows"
+        kind = "row" if self.rows == "independent" else "chain"
+        chains = f"{self.num_chains} {kind}{'s' * (self.num_chains != 1)}"
         return f"{chains} of {self.num_samples} {'independent ' if self.rows == 'independent' else ''}draws"
 
     def map(self, function: Callable[..., Mapping[str, Tensor]], *args: Any, **kwargs: Any) -> Posterior:
@@ -308,12 +315,14 @@ class Posterior:
         >>> posterior.map(element)                        # an element of a symmetry group moves every draw
         >>> posterior.map(ps.canonicalize, symmetry)      # every draw becomes the representative of its orbit
 
+        Deterministic sites are left out: they are those of the draws as they were. :func:`predict` computes them anew.
+
         :param function: takes weights of batch shape ``(chains, draws)`` and returns weights of that batch shape.
         :param args: what it is called with after the weights; ``kwargs`` likewise.
         :raises TypeError: if it isn't callable, or returns no weights.
         :raises ValueError: if it returns another number of chains or draws.
         """
-        found = arguments.function("function", function, "a function of weights")(self.samples, *args, **kwargs)
+        found = arguments.function("function", function, "a function of weights")(self._free(), *args, **kwargs)
         name, batch = "what function returned", (self.num_chains, self.num_samples)
         for site, value in arguments.weights(name, found).items():
             if value.shape[:2] != batch:

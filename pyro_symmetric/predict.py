@@ -31,7 +31,7 @@ Kind = Literal["outputs", "mean", "samples"]
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What draws weights when it is asked to, as the guides of this library do."""
+    """An object that draws weights when it is asked to, as the guides of this library do."""
 
     def sample_posterior(self, sample_shape: Sequence[int] = ()) -> Weights:
         """Draws of the weights, ``sample_shape + site_shape``."""
@@ -58,13 +58,15 @@ def predict(
     progress: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """What each draw of a posterior predicts.
+    """The predictions of each draw of a posterior.
 
-    >>> predict(posterior, model, x).shape                                # a BayesianModel, or a bare network: logits
+    >>> model, x = ps.BayesianModel(nn.Linear(2, 3)), torch.randn(7, 2)
+    >>> weights = {name: prior.sample((400,)) for name, prior in model.priors().items()}
+    >>> ps.predict(weights, model, x).shape  # logits
     torch.Size([400, 7, 3])
-    >>> predict(posterior, model, x, kind="mean", average=True).shape     # class probabilities of the posterior
+    >>> ps.predict(weights, model, x, kind="mean", average=True).shape  # class probabilities
     torch.Size([7, 3])
-    >>> predict(guide, any_pyro_model, x, kind="samples", num_samples=50)["y"].shape
+    >>> ps.predict(weights, model, x, kind="samples", num_samples=50).shape
     torch.Size([50, 7])
 
     :param posterior: draws (those of all chains, chain after chain); a guide of this library, which is asked for
@@ -77,6 +79,8 @@ def predict(
         them, or with ``None``; observed sites are drawn anew even if it was given data.
     :param kind: ``"outputs"`` of the network (logits, means), or what the Pyro model returns; ``"mean"``, the expected
         target given the draw (class probabilities, the regression function); ``"samples"``, a target for each draw.
+        A discrete site that a sampler summed out is drawn from the model given the draw, not given data; for its
+        posterior there is :func:`pyro.infer.infer_discrete`, a draw at a time.
     :param num_samples: how many draws: evenly spaced ones of a posterior or of weights with one batch axis, by default
         all; of a guide, 100 by default.
     :param average: average over draws as they are made, so that memory holds one prediction: the posterior
@@ -85,8 +89,8 @@ def predict(
     :param row_chunk: rows of the inputs evaluated at once, likewise; a Pyro model always gets all its data.
     :param progress: show a progress bar, if it takes longer than a second.
     :return: ``batch_shape + (N, ...)``, or if averaged ``(N, ...)`` in float64, where the draws are. Of a Pyro model,
-        for ``"mean"`` and ``"samples"``: site -> such a tensor, for each site that ``posterior`` doesn't give; for
-        ``"outputs"``: as the model returns them.
+        for ``"mean"`` and ``"samples"``: site -> such a tensor, for each site that ``posterior`` doesn't give, and for
+        each deterministic site, computed anew; for ``"outputs"``: as the model returns them.
     """
     arguments.one_of("kind", kind, get_args(Kind))
     if arguments.flag("average", average) and kind != "mean":
@@ -197,7 +201,7 @@ def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> _Selectio
     count = batch.numel()
     flat = torch.Size([count]) if isinstance(posterior, Posterior) else batch
     if num_samples is None:
-        return _Selection(weights, batch, torch.arange(count), flat)
+        return _Selection(weights, batch, torch.arange(count, device="cpu"), flat)
     if len(flat) != 1 or num_samples > count:
         raise ValueError(
             f"num_samples is {num_samples}, of weights of batch shape {tuple(batch)}; it takes as many or fewer, "
@@ -247,7 +251,7 @@ def _ranges(length: int, size: int) -> list[slice]:
 
 
 def _chunks(draws: _Selection, predictor: Predictor, draw_chunk: int | None, row_chunk: int | None) -> tuple[int, int]:
-    """How many draws and rows to take at once, from the largest tensor that one draw meets on the way."""
+    """The numbers of draws and rows to take at once, from the largest tensor that one draw meets on the way."""
     rows = predictor.num_rows if predictor.num_rows is not None else 1
     if len(draws) == 0 or rows == 0 or (draw_chunk and row_chunk):
         return draw_chunk or 1, row_chunk or 1

@@ -1,4 +1,4 @@
-"""What :mod:`pyro_symmetric.predict` evaluates in chunks: networks, and traces of any Pyro model, mapped over draws."""
+"""Networks, and traces of any Pyro model, mapped over draws: :mod:`pyro_symmetric.predict` evaluates them in chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributions import Categorical, Independent
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import PYRO, running_pyro
-from pyro_symmetric.calls import described, described_call, explaining, input_problem
+from pyro_symmetric.calls import described, described_call, explaining, input_problem, is_deterministic
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, placed, promoted
 from pyro_symmetric.weights import Shapes, Weights
@@ -30,7 +30,7 @@ class Predictor(Protocol):
     """The sites that it needs."""
 
     num_rows: int | None
-    """How many rows its inputs have; ``None`` if rows can't be taken apart."""
+    """The number of rows of its inputs; ``None`` if rows can't be taken apart."""
 
     device: torch.device | None
     """Where it wants the weights; ``None`` takes them as they are."""
@@ -140,17 +140,19 @@ class TracedPredictor:
         device: torch.device | str | None,
     ):
         self.dtype: torch.dtype | None = promoted(list(given.values()))
+        names = sorted(given)
         self.model, self.args, self.kwargs = placed(model, args, kwargs, device, self.dtype)
         self.kind = kind
         self.device: torch.device | None = _place_of(self.model, (self.args, self.kwargs), device)
         with PYRO, poutine.block(), explaining(self.model, args, kwargs), Placement(self.device, self.dtype):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+        given = {name: value for name, value in given.items() if name in sites and not is_deterministic(sites[name])}
         drawn = [name for name, site in sites.items() if name not in given and _is_random(site)]
         self._last = drawn[-1] if drawn else None
         self.site_shapes: Shapes = {name: site["value"].shape for name, site in sites.items() if name in given}
         if not self.site_shapes:
-            raise ValueError(f"the model has none of the sites {sorted(given)} that are given; {_has(model, sites)}")
+            raise ValueError(f"the model has none of the sites {names} that are given; {_has(model, sites)}")
         _require_all_rows(trace, drawn, kind)
         self._one_by_one = False
 
@@ -200,7 +202,7 @@ class TracedPredictor:
 
 
 class _Targets(Messenger):
-    """Draws what the posterior doesn't give, and keeps that or its mean.
+    """Draws what the posterior doesn't give, and keeps that or its mean, and deterministic sites.
 
     :param last: the last such site of the model, on whose value no mean depends.
     """
@@ -211,6 +213,8 @@ class _Targets(Messenger):
         self.values: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
+        if is_deterministic(msg):
+            self.values[msg["name"]] = msg["value"]
         if msg["name"] in self.given or not _is_random(msg):
             return
         # Not rsample, whose in-place noise vmap refuses. Data stay where only what they don't change is asked for.
@@ -269,8 +273,8 @@ def predictor_of(
 
 
 def _is_random(site: Any) -> bool:
-    """Whether a sample site is one, and not the rows of a plate or a ``pyro.deterministic``, which Pyro makes alike."""
-    return not site_is_subsample(site) and not site["infer"].get("_deterministic")
+    """True if a sample site is one, and not the rows of a plate or a deterministic site, which Pyro makes alike."""
+    return not site_is_subsample(site) and not is_deterministic(site)
 
 
 def _require_all_rows(trace: poutine.Trace, drawn: list[str], kind: str) -> None:
@@ -295,7 +299,7 @@ def _require_all_rows(trace: poutine.Trace, drawn: list[str], kind: str) -> None
 
 
 def _has(model: Any, sites: Mapping[str, Any]) -> str:
-    """What a model has instead of the sites that were expected."""
+    """The sites that a model has instead of those that were expected."""
     latent = sorted(name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site))
     parameters = sorted(name for name, _ in model.named_parameters()) if isinstance(model, nn.Module) else []
     if not latent and parameters:

@@ -37,7 +37,16 @@ MOST_TRIES = 100  # to read a file that is replaced again and again
 
 
 class StoreError(ValueError):
-    """What lies on the disk is damaged, or isn't what it should be: another run's, another version's."""
+    """Damaged files on the disk, or others than expected: another run's, another version's.
+
+    >>> with open("guide.safetensors", "wb") as file:
+    ...     size = file.write(b"no guide")
+    >>> try:
+    ...     ps.load_guide("guide.safetensors")
+    ... except ps.StoreError:
+    ...     print("not a guide")
+    not a guide
+    """
 
 
 def save_tensors(
@@ -332,7 +341,7 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _opened(path: Path, kind: str, version: int) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]]:
-    """What a file holds: its metadata, the header in them, and its tensors, mapped.
+    """The contents of a file: its metadata, the header in them, and its tensors, mapped.
 
     safetensors opens the file by name, once to read the metadata and once more to map the tensors. A file that is
     replaced in between, as a run does with its checkpoint, would give those of one and the values of another.

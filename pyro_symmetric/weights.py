@@ -69,7 +69,7 @@ def batch_shape(weights: Mapping[str, Tensor], site_shapes: Shapes, name: str = 
 
 
 def is_running_statistic(site: str) -> bool:
-    """Whether a site is one of a normalisation layer, which follows from the weights and the data."""
+    """True if a site is one of a normalisation layer, which follows from the weights and the data."""
     return site.rpartition(".")[2] in ("running_mean", "running_var")
 
 

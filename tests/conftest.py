@@ -48,7 +48,13 @@ def fresh_pyro(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def generator() -> torch.Generator:
     """What kernels draw from, seeded from the global generator, so that ``--seed`` counts."""
-    return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    return torch.Generator(torch.empty(0).device).manual_seed(int(torch.randint(2**62, ())))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device there is: what doesn't need the compiled engine, which is the CPU's own, is to work on all."""
+    return torch.device(request.param)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import pyro_symmetric as ps
+
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = {
     **{
@@ -102,6 +104,28 @@ def test_a_benchmark_that_fails_leaves_the_record_as_it_is(tmp_path: Path, monke
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     assert record.main(["no_such_benchmark"]) != 0
     assert not list(tmp_path.iterdir())
+
+
+def test_a_contestant_tells_draws_and_processor_time_in_the_precision_that_is_asked_for() -> None:
+    import numpy as np
+    import torch
+
+    from benchmarks.contestants import Problem, ours, pyro_run
+
+    def write(d, sample, plate, lib, data):  # type: ignore[no-untyped-def]
+        place = sample("place", d.Normal(lib.zeros(2), 1.0).to_event(1))
+        scale = sample("scale", d.HalfNormal(1.0))
+        with plate("rows", len(data[0])):
+            sample("y", d.Normal(place[0] + place[1], scale), obs=data[0])
+
+    problem = Problem(write, (np.arange(5.0),), torch.float64)
+    runs = {"ours": ours(problem, 100, 30, ps.NUTS, 2, "torch"), "pyro": pyro_run(problem, 100, 100)}
+    for name, (chains, draws) in {"ours": (2, 30), "pyro": (1, 10)}.items():
+        run = runs[name]
+        assert (run.draws.shape, run.draws.dtype) == ((chains, draws, 3), torch.float64)
+        assert run.sampling > 0
+        assert run.warmup > 0
+        assert run.row()["with warm-up"] == pytest.approx(run.row()["worst effective"] / (run.sampling + run.warmup))
 
 
 def test_lines_are_shown_and_kept(capfd: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ FLOORS = [
     ["checkpoints", "predict"],
     ["arviz_export"],
     ["mcmc"],
-    ["groups"],
+    ["groups", "infer"],
     ["discovery"],
     ["canonical"],
     ["distributions"],
@@ -48,6 +48,7 @@ FLOORS = [
 ]
 # Floors inside a room, likewise.
 INSIDE = {
+    "infer": [["kernels"], ["chains"], [WHOLE]],
     "discovery": [
         ["branches", "fields", "invariance", "labels", "nullspace", "remainder", "sizes", "tensors_only"],
         ["densities", "families", "nesting", "slices"],

@@ -40,7 +40,7 @@ def test_tensors_are_found_in_containers_and_modules_are_copied_only_if_they_mus
 
 
 def test_a_traced_models_predictions_and_likelihoods_are_taken_in_the_draws_precision():
-    posterior = sample(HMC(model), args=(X, Y), dtype=torch.float64, **QUICK)
+    posterior = sample(HMC(model), X, Y, dtype=torch.float64, **QUICK)
     w = posterior.get_samples()["w"]
     mean = ps.predict(posterior, model, X, None, kind="mean", progress=False)["y"]
     assert mean.dtype == torch.float64
@@ -54,8 +54,8 @@ def test_a_traced_models_predictions_and_likelihoods_are_taken_in_the_draws_prec
 
 def test_data_in_containers_are_placed_and_cut_into_mini_batches():
     data = {"xy": (X, Y)}
-    flat = sample(HMC(model), args=(X, Y), dtype=torch.float64, **QUICK)
-    deep = sample(HMC(nested), args=(data,), dtype=torch.float64, **QUICK)
+    flat = sample(HMC(model), X, Y, dtype=torch.float64, **QUICK)
+    deep = sample(HMC(nested), data, dtype=torch.float64, **QUICK)
     assert torch.equal(deep.samples["w"], flat.samples["w"])
 
     def scaled(data):
@@ -71,12 +71,12 @@ def test_data_in_containers_are_placed_and_cut_into_mini_batches():
     prior = dist.Normal(0.0, 1.0).log_prob(z).sum()
     expected = -(prior + 5 * dist.Normal(x @ z[0], 1.0).log_prob(y).sum())  # 20 / 4 rows
     assert density.energy(z, rows).item() == pytest.approx(expected.item(), rel=1e-5)
-    assert sample(kernel, args=(data,), **QUICK).samples["w"].shape == (2, 8, 3)
+    assert sample(kernel, data, **QUICK).samples["w"].shape == (2, 8, 3)
 
 
 def test_a_networks_convergence_is_told_on_data_of_another_precision():
     net = ps.BayesianModel(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
-    posterior = sample(HMC(net), args=(X.double(), Y.double()), dtype=torch.float64, **QUICK)
+    posterior = sample(HMC(net), X.double(), Y.double(), dtype=torch.float64, **QUICK)
     function = ps.diagnose(posterior).statistics
     density = net.double().log_joint(posterior.samples, X.double(), Y.double())
     expected = ps.Posterior({"density": density}, rows="chains").diagnostics()["density"]["r_hat"]
@@ -100,6 +100,6 @@ def test_constrained_sites_on_a_gpu_are_sampled_checked_and_predicted_there():
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
-    posterior = sample(HMC(bounded), args=(X, Y), device="cuda", **QUICK)
+    posterior = sample(HMC(bounded), X, Y, device="cuda", **QUICK)
     assert ps.diagnose(posterior)["temperature"]
     assert ps.predict(posterior, bounded, X, None, kind="mean", progress=False)["y"].shape == (16, 20)

@@ -315,7 +315,7 @@ def test_predictions_of_rows_that_a_plate_draws_anew_are_refused(draws, x):
     assert predict(draws, in_random_parts, x, kind="mean", rows=9)["y"].shape == (40, 9)
 
 
-def test_deterministic_sites_are_neither_data_nor_predictions(draws, x):
+def test_deterministic_sites_are_computed_anew_and_are_no_data(draws, x):
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         mean = pyro.deterministic("mean", x @ w)
@@ -327,9 +327,13 @@ def test_deterministic_sites_are_neither_data_nor_predictions(draws, x):
     found = pointwise_log_likelihood(draws, model, x, y)
     assert list(found) == ["y"]
     assert torch.allclose(found["y"], dist.Normal(draws["w"] @ x.T, 1.0).log_prob(y), atol=1e-5)
-    means = predict(draws, model, x, kind="mean")
-    assert list(means) == ["y"]
-    assert torch.allclose(means["y"], draws["w"] @ x.T, atol=1e-5)
+    stale = {**draws, "mean": torch.zeros(len(draws["w"]), 4), "error": torch.zeros(len(draws["w"]))}
+    for kind in ("mean", "samples"):
+        predicted = predict(stale, model, x, kind=kind)
+        assert set(predicted) == {"mean", "y", "error"}
+        for site in ("mean", "error"):  # without targets, the error is the mean
+            assert torch.allclose(predicted[site], draws["w"] @ x.T, atol=1e-5)
+    assert torch.allclose(predict(stale, model, x, kind="mean")["y"], draws["w"] @ x.T, atol=1e-5)
 
 
 def test_a_mean_that_is_undefined_is_an_error_that_names_the_site():

@@ -290,7 +290,7 @@ def by_us(target: Target, kernel: str, seed: int, progress: bool) -> tuple[Tenso
     chains, warmup, draws = target.sizes
     posterior = ps.sample(
         KERNELS[kernel](target.model, target_accept=target.target_accept),
-        args=target.args,
+        *target.args,
         num_chains=chains,
         num_warmup=warmup,
         num_samples=draws,

@@ -82,7 +82,8 @@ def one_run(seed: int, options: Namespace) -> list[Row]:
     starts = symmetry.sample((options.chains,))(solution(model, x, y, options))
     posterior = ps.sample(
         ps.HMC(model),
-        args=(x, y),
+        x,
+        y,
         num_samples=options.draws,
         num_warmup=options.warmup,
         num_chains=options.chains,

@@ -157,7 +157,7 @@ def estimate(name: str, options: Any) -> Row:
     pyro.set_rng_seed(0)
     draws = options.draws
     posterior = ps.sample(
-        ps.HMC(model, num_steps=10), args=(data,), num_samples=draws, num_warmup=draws, num_chains=chains, seed=0,
+        ps.HMC(model, num_steps=10), data, num_samples=draws, num_warmup=draws, num_chains=chains, seed=0,
         progress=False,
     )  # fmt: skip
     found = ps.evidence(posterior, ps.log_joint(model, data), group, ps.ExactOrbit(), num_samples=8 * draws, chunk=1000)

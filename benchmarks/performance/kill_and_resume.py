@@ -51,7 +51,7 @@ def run(kernel: str, store: Path | None, scale: int) -> Posterior:
     counts = {"num_warmup": 60 * scale, "num_samples": 60 * scale, "num_chains": 8}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return mcmc.sample(kind(model, **settings), args=(x, y), seed=1, store=store, progress=False, **counts)
+        return mcmc.sample(kind(model, **settings), x, y, seed=1, store=store, progress=False, **counts)
 
 
 def in_child(kernel: str, store: Path, scale: int, kill_after: float | None) -> bool:

@@ -16,21 +16,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import pyro
-import pyro.distributions as dist
-import torch
-from torch import Tensor
 
 import pyro_symmetric as ps
+from benchmarks.contestants import Problem, Run, numpyro_run, ours, pyro_run
 from benchmarks.harness import Results, Row, parse, parser, print_table
-from pyro_symmetric.chain_statistics import chain_statistics
 
 Y = [28.0, 8, -3, 7, -1, 1, 18, 12]
 S = [15.0, 10, 16, 11, 9, 11, 10, 18]
@@ -78,104 +72,13 @@ def counties(d: Any, sample: Callable[..., Any], plate: Any, lib: Any, data: tup
         sample("y", d.Normal((a + sa * da)[county] + (b + sb * db)[county] * floor, noise), obs=y)
 
 
-MODELS: dict[str, tuple[Callable[..., None], tuple[np.ndarray, ...]]] = {
-    "schools": (schools, (np.array(Y, np.float32), np.array(S, np.float32))),
-    "logistic": (logistic, logistic_data()),
-    "counties": (counties, county_data()),
+MODELS = {
+    "schools": Problem(schools, (np.array(Y, np.float32), np.array(S, np.float32))),
+    "logistic": Problem(logistic, logistic_data()),
+    "counties": Problem(counties, county_data()),
 }
 
-
-@dataclass
-class Run:
-    """Draws ``(C, S, K)`` of all coordinates, and seconds of processor time."""
-
-    draws: Tensor
-    sampling: float
-    warmup: float
-    everything: float
-
-
-def ours(name: str, options: argparse.Namespace, kind: type[Any], chains: int, engine: str) -> Run:
-    write, arrays = MODELS[name]
-    data = tuple(torch.as_tensor(a) for a in arrays)
-
-    def model() -> None:
-        write(dist, pyro.sample, pyro.plate, torch, data)
-
-    def timed(warm: int, keep: int) -> tuple[ps.Posterior, float]:
-        begun = time.process_time()
-        found = ps.sample(
-            kind(model), num_samples=keep, num_warmup=warm, num_chains=chains, engine=engine, seed=0, progress=False
-        )
-        return found, time.process_time() - begun
-
-    _, first = timed(25, 2)  # compiles
-    _, again = timed(25, 2)
-    posterior, whole = timed(options.warmup, options.draws)
-    seconds = posterior.metadata["seconds"]
-    share = seconds["sampling"] / (seconds["sampling"] + seconds["warmup"])
-    values = torch.cat([v.reshape(*v.shape[:2], -1) for v in posterior.samples.values()], -1)
-    return Run(values, whole * share, whole * (1 - share), whole + first - again)
-
-
-def numpyro_run(name: str, options: argparse.Namespace, chains: int, dense: bool) -> Run:
-    import jax
-    import jax.numpy as jnp
-    import numpyro
-    import numpyro.distributions as npd
-    from numpyro.infer import MCMC, NUTS
-
-    write, arrays = MODELS[name]
-    data = tuple(jnp.asarray(a) for a in arrays)
-
-    def model() -> None:
-        write(npd, numpyro.sample, numpyro.plate, jnp, data)
-
-    mcmc = MCMC(
-        NUTS(model, dense_mass=dense),
-        num_warmup=options.warmup,
-        num_samples=options.draws,
-        num_chains=chains,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
-    begun = time.process_time()
-    mcmc.warmup(jax.random.PRNGKey(0))
-    mcmc.run(jax.random.PRNGKey(1))
-    jax.block_until_ready(mcmc.get_samples())
-    everything = time.process_time() - begun
-    begun = time.process_time()
-    mcmc.warmup(jax.random.PRNGKey(0))
-    middle = time.process_time()
-    mcmc.run(jax.random.PRNGKey(1))
-    jax.block_until_ready(mcmc.get_samples())
-    end = time.process_time()
-    found = mcmc.get_samples(group_by_chain=True)
-    values = torch.cat([torch.as_tensor(np.array(v)).reshape(*v.shape[:2], -1) for v in found.values()], -1)
-    return Run(values, end - middle, middle - begun, everything)
-
-
-def pyro_run(name: str, options: argparse.Namespace) -> Run:
-    from pyro.infer import MCMC, NUTS
-
-    write, arrays = MODELS[name]
-    data = tuple(torch.as_tensor(a) for a in arrays)
-
-    def model() -> None:
-        write(dist, pyro.sample, pyro.plate, torch, data)
-
-    pyro.set_rng_seed(0)
-    draws, warmup = max(10, options.draws // 10), max(10, options.warmup // 10)
-    mcmc = MCMC(NUTS(model), num_samples=draws, warmup_steps=warmup, disable_progbar=True)
-    begun = time.process_time()
-    mcmc.run()
-    whole = time.process_time() - begun
-    values = torch.cat([v.reshape(1, len(v), -1) for v in mcmc.get_samples().values()], -1)
-    share = draws / (draws + warmup)
-    return Run(values, whole * share, whole * (1 - share), whole)
-
-
-CONTESTANTS: dict[str, Callable[[str, argparse.Namespace], Run]] = {
+CONTESTANTS: dict[str, Callable[[Problem, int, int], Run]] = {
     f"{kind.__name__}, {chains} chains, {engine}": partial(ours, kind=kind, chains=chains, engine=engine)
     for kind, chains, engine in (
         (ps.NUTS, 4, "torch"),
@@ -185,6 +88,7 @@ CONTESTANTS: dict[str, Callable[[str, argparse.Namespace], Run]] = {
         (ps.AdaptiveHMC, 64, "inductor"),
     )
 }
+CONTESTANTS["as chosen"] = lambda problem, warmup, draws: ours(problem, None, draws)
 if importlib.util.find_spec("numpyro"):
     for chains, dense in ((4, False), (4, True), (64, False)):
         mass = "dense" if dense else "diagonal"
@@ -193,16 +97,7 @@ CONTESTANTS["Pyro NUTS, 1 chain"] = pyro_run
 
 
 def row(options: argparse.Namespace, model: str, contestant: str) -> Row:
-    run = CONTESTANTS[contestant](model, options)
-    found = chain_statistics(run.draws.double())
-    worst = found.ess_bulk.min().item()
-    return {
-        "worst effective": worst,
-        "R-hat": found.r_hat.max().item(),
-        "draws a second": worst / run.sampling,
-        "with warm-up": worst / (run.sampling + run.warmup),
-        "all": worst / run.everything,
-    }
+    return CONTESTANTS[contestant](MODELS[model], options.warmup, options.draws).row()
 
 
 def main() -> None:

@@ -134,9 +134,7 @@ def quality(name: str, kernel: Kernel, chains: int, steps: int) -> str:
         warmup = draws = max(steps // (2 * kernel.cycle_length), 1) * kernel.samples_per_cycle
     if isinstance(kernel, HMC):
         warmup = draws = max(steps // (2 * 32), 1)
-    posterior = sample(
-        kernel, args=(x, y), num_chains=chains, num_warmup=warmup, num_samples=draws, seed=0, progress=False
-    )
+    posterior = sample(kernel, x, y, num_chains=chains, num_warmup=warmup, num_samples=draws, seed=0, progress=False)
     likelihood = kernel.model.log_likelihood(posterior.get_samples(), x_test, y_test)  # type: ignore[attr-defined]
     nll = -(likelihood.logsumexp(0) - math.log(len(likelihood))).mean()
     virial = posterior.statistics.get("virial")

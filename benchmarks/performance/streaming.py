@@ -40,7 +40,7 @@ def write(store: Path, draws: int, chains: int) -> dict[str, Any]:
     net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     kernel = SGHMC(BayesianModel(net), step_size=1e-3, batch_size=32, num_steps=1)
     imported, began = resident(), time.perf_counter()
-    sample(kernel, args=(x, y), num_samples=draws, num_chains=chains, num_warmup=5, seed=0, store=store)
+    sample(kernel, x, y, num_samples=draws, num_chains=chains, num_warmup=5, seed=0, store=store)
     seconds = time.perf_counter() - began
     size = sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
     return {

@@ -68,7 +68,7 @@ class ChEES(HamiltonianKernel):
         tuning: Climb = state.tuning
         step_size = float(tuning.step_size)
         share = radical_inverse(tuning.trajectories + 1)
-        steps = whole_steps(share * float(tuning.log_length.exp()) / step_size, self.max_steps, tuning.blind)
+        steps = whole_steps(share * float(tuning.log_length.exp()) / step_size, self.max_steps, tuning.most_steps)
         after, end = transition(density, state, steps)
         found = slope(tuning, state.z, end, after.statistics["acceptance_rate"].double(), steps * step_size)
         return replace(after, tuning=replace(tuning, slope=found, trajectories=tuning.trajectories + 1))

@@ -29,7 +29,7 @@ TRIED_TOGETHER = 256
 
 
 class Decision:
-    """How units are decided.
+    """The way in which units are decided.
 
     :param cost: of a batch of sources.
     :ivar moves: the units that are decided one after the other; all others are decided with what they lie inside.
@@ -144,7 +144,7 @@ class Decision:
         return self._taken(name, element, joined(tried), _by_source(chosen.flatten(-2), index))
 
     def _taken(self, name: str, element: Element, tried: Element, by_source: Tensor) -> Element:
-        """What lies inside each unit, and its multipliers, from the trial that is named for it."""
+        """Moves of all inside each unit, and its multipliers, from the trial that is named for it."""
         parts = []
         for part in tried.parts[:3]:
             found = {}

@@ -74,7 +74,7 @@ class Ended:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a search found for a batch of sources.
+    """The outcome of a search for a batch of sources.
 
     :param best: the best end of each source.
     :param initial: the cost at the identity, float64 ``(B,)``.
@@ -88,7 +88,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """How to search: by several descents, the best of which is kept, source by source.
+    """Settings of a search: by several descents, the best of which is kept, source by source.
 
     :param restarts: how many further descents, each from a kick of the best end so far.
     :param max_sweeps: how often at most one descent goes through what waits.
@@ -146,7 +146,7 @@ class Descent:
 
     def __init__(self, cost: MatchCost, max_sweeps: int, tolerance: float = 0.0):
         self.cost, self.group = cost, cost.group
-        self.rows = torch.arange(cost.batch)
+        self.rows = torch.arange(cost.batch, device="cpu")
         self.initial = cost.costs(None, self.rows).sum(1)
         self.threshold = tolerance * self.initial.abs()
         self._max_sweeps = max_sweeps
@@ -154,10 +154,12 @@ class Descent:
         self.moves = self._decide.moves
         # Row m: the moves to look at again after move m has changed something.
         pairs = [[cost.coupled(one, other) for other in self.moves] for one in self.moves]
-        self.coupled = torch.tensor(pairs, dtype=torch.bool).reshape(len(self.moves), len(self.moves))
+        self.coupled = torch.tensor(pairs, dtype=torch.bool, device="cpu").reshape(len(self.moves), len(self.moves))
         # Moves that change more than scales, if these are fitted together.
         changing = [bool(self._moves_of(move) - ({"scale"} if cost.rescales else set())) for move in self.moves]
-        self._rearranging = torch.tensor(changing, dtype=torch.bool)
+        self._rearranging = torch.tensor(changing, dtype=torch.bool, device="cpu")
+        # The parts of the cost that scales enter.
+        self._scaled = sorted({part for name in self.group.names("scale") for part in cost.parts[name]})
 
     @cached_property
     def kickable(self) -> list[int]:
@@ -181,7 +183,7 @@ class Descent:
     @property
     def everything(self) -> Tensor:
         """All moves of all sources, bool ``(B, moves)``."""
-        return torch.ones(len(self.rows), len(self.moves), dtype=torch.bool)
+        return torch.ones(len(self.rows), len(self.moves), dtype=torch.bool, device="cpu")
 
     def identity(self) -> Element:
         """Nothing is changed."""
@@ -196,7 +198,7 @@ class Descent:
         """
         unsettled = torch.zeros_like(self.everything)
         known: set[str] = set()
-        element, left = self.identity(), torch.ones(len(self.moves), dtype=torch.bool)
+        element, left = self.identity(), torch.ones(len(self.moves), dtype=torch.bool, device="cpu")
         for name in self._decide.in_order(self.moves, known):
             m = self.moves.index(name)
             unsettled[:, m] = bool((self.coupled[:, m] & left).any())
@@ -213,7 +215,9 @@ class Descent:
 
         :return: the new element, the moves to look at, and those to look at after them: the kicked ones themselves.
         """
-        chosen = torch.tensor(self.kickable)[torch.randint(len(self.kickable), (len(self.rows),))]
+        chosen = torch.tensor(self.kickable, device="cpu")[
+            torch.randint(len(self.kickable), (len(self.rows),), device="cpu")
+        ]
         first = self.coupled[chosen]
         first[self.rows, chosen] = False
         later = torch.nn.functional.one_hot(chosen, len(self.moves)).bool()
@@ -244,7 +248,11 @@ class Descent:
         element, gained = self._rescaled(element, costs, history)
         waiting = waiting | (gained.unsqueeze(1) & self._rearranging)
         for _ in range(self._max_sweeps):
-            order = torch.randperm(len(self.moves)) if shuffled else torch.arange(len(self.moves))
+            order = (
+                torch.randperm(len(self.moves), device="cpu")
+                if shuffled
+                else torch.arange(len(self.moves), device="cpu")
+            )
             for m in order.tolist():
                 looking = waiting[:, m].nonzero().flatten()
                 if not len(looking):
@@ -271,9 +279,10 @@ class Descent:
         :param costs: the cost in parts; they and the history are brought up to date.
         """
         if not self.cost.rescales:
-            return element, torch.zeros(len(self.rows), dtype=torch.bool)
+            return element, torch.zeros(len(self.rows), dtype=torch.bool, device="cpu")
         proposal = self.cost.rescaled(element, self.rows)
-        found = self.cost.costs(proposal, self.rows)
+        found = costs.clone()
+        found[:, self._scaled] = self.cost.costs(proposal, self.rows, self._scaled)
         gain = costs.sum(1) - found.sum(1)
         better = (gain > 0).nonzero().flatten()
         if len(better):
@@ -305,7 +314,7 @@ class Descent:
             accepted = looking[good]
             if len(accepted):
                 element = put(element, accepted, some(proposal, good.nonzero().flatten()))
-                costs[accepted.unsqueeze(1), torch.tensor(parts)] = found[good]
+                costs[accepted.unsqueeze(1), torch.tensor(parts, device="cpu")] = found[good]
             taken.append(accepted)
             looking = looking[~good]
             if not len(looking):
@@ -321,7 +330,7 @@ def _as_long(costs: Sequence[Tensor]) -> list[Tensor]:
 
 def _flipped(signs: Tensor) -> Tensor:
     """Flip some entries of each row, one at least."""
-    draws = torch.rand(signs.shape)
+    draws = torch.rand(signs.shape, device="cpu")
     flips = (draws <= draws.amin(-1, keepdim=True).clamp_min(KICKED_SHARE)).to(signs.device)
     return torch.where(flips, -signs, signs)
 
@@ -330,7 +339,7 @@ def _shuffled(images: Tensor) -> Tensor:
     """Shuffle some entries of each row among themselves."""
     n = images.shape[-1]
     count = min(n, max(KICKED_UNITS, int(KICKED_SHARE * n)))
-    units = torch.rand(images.shape).argsort(-1)[..., :count]
-    to = units.gather(-1, torch.rand(units.shape).argsort(-1)).to(images.device)
+    units = torch.rand(images.shape, device="cpu").argsort(-1)[..., :count]
+    to = units.gather(-1, torch.rand(units.shape, device="cpu").argsort(-1)).to(images.device)
     units = units.to(images.device)
     return images.scatter(-1, units, images.gather(-1, to))

@@ -23,6 +23,9 @@ def replaced(
     """The same element with some of its numbers replaced."""
     new: list[Mapping[str, Tensor]] = [permutations or {}, signs or {}, log_scales or {}, {}]
     parts = [{**own, **other} for own, other in zip(element.parts, new, strict=True)]
+    fit = (v.shape == (*element.batch_shape, *element.group[n].shape) for part in new for n, v in part.items())
+    if all(fit):
+        return Element._of_parts(element.group, parts, element.batch_shape)
     return _built(element.group, parts, element.batch_shape)
 
 
@@ -39,7 +42,7 @@ def put(element: Element, rows: Tensor, other: Element) -> Element:
         {name: value.index_copy(0, rows.to(value.device), theirs[name]) for name, value in mine.items()}
         for mine, theirs in zip(element.parts, other.parts, strict=True)
     ]
-    return _built(element.group, parts, element.batch_shape)
+    return Element._of_parts(element.group, parts, element.batch_shape)
 
 
 def joined(elements: Sequence[Element]) -> Element:
@@ -49,7 +52,7 @@ def joined(elements: Sequence[Element]) -> Element:
         for every in zip(*(one.parts for one in elements), strict=True)
     ]
     shape = (sum(one.batch_shape[0] for one in elements), *elements[0].batch_shape[1:])
-    return _built(elements[0].group, parts, shape)
+    return Element._of_parts(elements[0].group, parts, shape)
 
 
 def shaped(element: Element, group: Group, shifts: Mapping[str, Tensor], shape: Sequence[int]) -> Element:
@@ -64,7 +67,7 @@ def shaped(element: Element, group: Group, shifts: Mapping[str, Tensor], shape: 
 def differing(names: Collection[str], one: Element, other: Element) -> tuple[Tensor, Tensor]:
     """Where permutations or signs of some units differ, and where scales, bool of the batch's shape each."""
     batch = len(one.batch_shape)
-    rearranged, scaled = torch.zeros(2, *one.batch_shape, dtype=torch.bool).unbind()
+    rearranged, scaled = torch.zeros(2, *one.batch_shape, dtype=torch.bool, device="cpu").unbind()
     for name in names:
         for mine, theirs in zip(one.parts[:2], other.parts[:2], strict=True):
             if name in mine:

@@ -66,10 +66,13 @@ class Exhaustive:
 
     def best(self) -> Element:
         """The best element of each source; scales are fitted to each match."""
-        cost, rows = self._cost, torch.arange(self._cost.batch)
+        cost, rows = self._cost, torch.arange(self._cost.batch, device="cpu")
         every = self._cover.enumerate().within(cost.group).to(cost.device, torch.float64)
-        best, least = cost.group.identity((len(rows),), cost.device, torch.float64), torch.full((len(rows),), math.inf)
-        for part in torch.arange(every.batch_shape[0]).split(self._together):
+        best, least = (
+            cost.group.identity((len(rows),), cost.device, torch.float64),
+            torch.full((len(rows),), math.inf, device="cpu"),
+        )
+        for part in torch.arange(every.batch_shape[0], device="cpu").split(self._together):
             tried = self._solved(every.select(part.to(every.device) if every.device else part), rows)
             again = rows.repeat(len(part))
             if cost.rescales:

@@ -22,13 +22,19 @@ from torch.distributions.transforms import Transform
 
 from pyro_symmetric import arguments
 from pyro_symmetric.groups import Group
+from pyro_symmetric.groups.action import is_real
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GaussianWeights:
     """Independent Gaussians over weights: one mean and one standard deviation for each.
+
+    >>> first = ps.GaussianWeights({"w": torch.zeros(2)}, {"w": torch.ones(2)})
+    >>> second = ps.GaussianWeights({"w": torch.tensor([3.0, 4.0])}, {"w": torch.ones(2)})
+    >>> ps.wasserstein(first, second)
+    5.0
 
     :param loc: site -> means, of the site's shape.
     :param scale: site -> standard deviations of the same shape; zero where a weight is known exactly.
@@ -59,7 +65,8 @@ class GaussianWeights:
                 )
             for name, value in (("loc", loc), ("scale", self.scale[site])):
                 if not value.is_floating_point():
-                    hint = ": pass torch.view_as_real(...) as a site of its own" if value.is_complex() else ""
+                    count = ": leave it out, or pass the network itself instead of its state_dict"
+                    hint = ": pass torch.view_as_real(...) as a site of its own" if value.is_complex() else count
                     raise ValueError(
                         f"{name}[{site!r}] is of {value.dtype}; means and deviations are floating-point{hint}"
                     )
@@ -67,6 +74,11 @@ class GaussianWeights:
                 raise ValueError(f"scale[{site!r}] holds NaN; standard deviations are at least 0")
             if bool((self.scale[site] < 0).any()):
                 raise ValueError(f"scale[{site!r}] holds negative values; standard deviations are at least 0")
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{site} {tuple(loc.shape)}" for site, loc in self.loc.items())
+        widest = max((float(scale.max()) for scale in self.scale.values() if scale.numel()), default=0.0)
+        return f"GaussianWeights({shapes}; deviations up to {widest:.3g})"
 
     def bijection(self, site: str) -> Transform | None:
         """The map from the unconstrained to the constrained value of a site; ``None`` if that is the identity."""
@@ -107,6 +119,11 @@ class GaussianWeights:
 @torch.no_grad()
 def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
     """The mean-field Gaussian moments of ``weights``, detached.
+
+    >>> draws = ps.Posterior({"w": torch.tensor([[[0.0, 1.0], [2.0, 3.0]]])}, rows="independent")
+    >>> moments = ps.to_gaussian(draws)
+    >>> moments.loc["w"], moments.scale["w"]
+    (tensor([1., 2.]), tensor([1., 1.]))
 
     :param weights: one of
 
@@ -198,7 +215,7 @@ def _with_supports(guide: Any, moments: Mapping[str, tuple[Tensor, Tensor]]) -> 
     return GaussianWeights(
         {site: loc.detach().clone() for site, (loc, _) in moments.items()},
         {site: scale.detach().clone() for site, (_, scale) in moments.items()},
-        {site: support for site, support in supports.items() if _base(support) is not constraints.real},
+        {site: support for site, support in supports.items() if not is_real(support)},
     )
 
 

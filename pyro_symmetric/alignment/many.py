@@ -49,7 +49,14 @@ MANY = 100
 
 @dataclass(frozen=True)
 class Frame:
-    """What :func:`align_many` found.
+    """The result of :func:`align_many`.
+
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+    >>> frame = ps.align_many([{"w": torch.tensor([1.0, 2.0, 3.0])}, {"w": torch.tensor([3.0, 1.0, 2.0])}], group)
+    >>> isinstance(frame, ps.Frame), frame.cost.tolist(), frame.converged
+    (True, [0.0, 0.0], True)
+    >>> torch.equal(frame.aligned[0]["w"], frame.aligned[1]["w"])
+    True
 
     :param element: one element for each member, a batch of the members' shape: ``(S,)`` for a list or a batch,
         ``(chains, draws)`` or ``(chains, 1)`` for a posterior.
@@ -73,7 +80,7 @@ class Frame:
     def displaced(self) -> Tensor:
         """Which members did not come in the copy in which most came, bool, of the element's batch shape."""
         here = self.element.group.identity()
-        result = torch.zeros(self.element.batch_shape, dtype=torch.bool)
+        result = torch.zeros(self.element.batch_shape, dtype=torch.bool, device="cpu")
         for mine, neutral in ((self.element.permutations, here.permutations), (self.element.signs, here.signs)):
             for name, value in mine.items():
                 different = value != neutral[name].to(value)
@@ -110,10 +117,11 @@ def align_many(
 ) -> Frame:
     """Bring many sets of weights into one frame.
 
-    >>> group = Group.declare({"w": ("h",)}, {"w": torch.zeros(3)})
-    >>> frame = align_many({"w": torch.tensor([[1.0, 2.0, 3.0], [3.1, 1.1, 2.1], [2.2, 3.2, 1.2]])}, group)
-    >>> frame.aligned["w"].std(0).max() < 0.2
-    tensor(True)
+    >>> group = ps.Group.declare({"w": ("h",)}, {"w": torch.zeros(3)})
+    >>> weights = {"w": torch.tensor([[1.0, 2.0, 3.0], [3.1, 1.1, 2.1], [2.2, 3.2, 1.2]])}
+    >>> frame = ps.align_many(weights, group)
+    >>> bool(frame.aligned["w"].std(0).max() < 0.2)
+    True
 
     *Scales.* Scales that no weight makes up for (in front of batch normalisation) stay as they are: in a common frame
     all would shrink together. Remove them by ``canonicalize``.

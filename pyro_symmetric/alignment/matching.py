@@ -40,10 +40,17 @@ BAR_DELAY = 2.0
 
 @dataclass(frozen=True)
 class Alignment:
-    """What :func:`align` found.
+    """The result of :func:`align`.
 
     Of a batch of sources, ``cost``, ``initial_cost`` and ``converged`` are tensors of the batch's shape, ``history`` is
     a tuple of histories, source by source, and ``start_costs`` is a tuple of tensors.
+
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+    >>> result = ps.align({"w": torch.tensor([3.0, 1.0, 2.0])}, {"w": torch.tensor([1.0, 2.0, 3.0])}, group)
+    >>> isinstance(result, ps.Alignment), result.initial_cost, result.cost, result.converged
+    (True, 6.0, 0.0, True)
+    >>> result.element({"w": torch.tensor([3.0, 1.0, 2.0])})
+    {'w': tensor([1., 2., 3.])}
 
     :param element: the element ``g`` for which ``g(source)`` is close to the reference; on the source's device.
     :param cost: the cost that it attains, over all sites that the group knows, moved or not.
@@ -88,9 +95,9 @@ def align(
 ) -> Alignment:
     """Find the element of ``group`` that brings ``source`` closest to ``reference``.
 
-    >>> group = Group.declare({"w": ("hidden", None)}, {"w": torch.zeros(3, 2)})
+    >>> group = ps.Group.declare({"w": ("hidden", None)}, {"w": torch.zeros(3, 2)})
     >>> reference = {"w": torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])}
-    >>> result = align({"w": reference["w"][[2, 0, 1]]}, reference, group)
+    >>> result = ps.align({"w": reference["w"][[2, 0, 1]]}, reference, group)
     >>> result.cost, result.element["hidden"].tolist()
     (0.0, [1, 2, 0])
 

@@ -38,17 +38,17 @@ class Members:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """The number of members."""
         return math.prod(self.element_shape)
 
     @property
     def vary(self) -> bool:
-        """Whether some have deviations."""
+        """True if some have deviations."""
         return any(bool(value.any()) for value in self.gaussian.scale.values())
 
     @property
     def are_draws(self) -> bool:
-        """Whether they are plain draws of one posterior, or look like that: one batch, without deviations."""
+        """True if they are plain draws of one posterior, or look like that: one batch, without deviations."""
         return isinstance(self.given, Posterior | Mapping) and not self.vary
 
     def gaussian_after(self, element: Element) -> GaussianWeights:
@@ -69,7 +69,7 @@ class Members:
         return moved.unstacked(element.group)
 
     def after(self, element: Element, gaussian: GaussianWeights) -> Any:
-        """What was given, moved.
+        """The members as they were given, moved.
 
         :param gaussian: what :meth:`gaussian_after` returns.
         """

@@ -1,4 +1,4 @@
-"""What alignment compares: moments site by site, checked against the group."""
+"""Moments, site by site, checked against the group: the input of alignment."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def chunks_of(group: Group, source: Mapping[str, Tensor]) -> list[Tensor]:
     batch = next((value.shape[1] for value in source.values()), 1)
     weights = sum(value[:, 0].numel() for value in source.values())
     scores = sum(u.count**2 * len(u.axes) for u in group.units.values() if "permute" in u.moves)
-    return list(torch.arange(batch).split(max(1, CHUNK_ENTRIES // max(1, 3 * weights + 2 * scores))))
+    return list(torch.arange(batch, device="cpu").split(max(1, CHUNK_ENTRIES // max(1, 3 * weights + 2 * scores))))
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -61,9 +61,14 @@ def relabel(
 ) -> Posterior:
     """The same draws of a mixture, relabelled so that every observation keeps its component.
 
-    >>> component = dist.Normal(locs[..., None, :], scales[..., None, :])
-    >>> log_joint = weights.log()[..., None, :] + component.log_prob(x[:, None])
+    >>> x, locs = torch.tensor([-4.0, -3.0, 5.0]), torch.tensor([-3.5, 5.0]) + 0.1 * torch.randn(2, 50, 2)
+    >>> locs[1] = locs[1].flip(-1)  # the second chain has the components in the other order
+    >>> posterior = ps.Posterior({"locs": locs}, rows="chains")
+    >>> group = ps.Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
+    >>> log_joint = dist.Normal(locs[..., None, :], 1.0).log_prob(x[:, None])
     >>> relabelled = ps.relabel(posterior, group, log_joint.softmax(-1))
+    >>> bool(relabelled.samples["locs"].std((0, 1)).max() < 0.5 < posterior.samples["locs"].std((0, 1)).min())
+    True
 
     :param posterior: the draws.
     :param group: one set of units, the components, and the axes of all sites along which they lie.

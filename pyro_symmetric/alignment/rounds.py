@@ -60,7 +60,7 @@ class Rounds:
         return converged
 
     def costs(self) -> Tensor:
-        """What each member has to its distance from the common reference, float64 ``(S,)``."""
+        """The share of each member in its distance from the common reference, float64 ``(S,)``."""
         centre = self._centre(self._total(), len(self))
         return torch.cat([self._kind.total(centre, _some(self._present, rows)) for rows in self._chunks])
 
@@ -77,7 +77,7 @@ class Rounds:
         mean = {site: value.mean(1, keepdim=True) for site, value in self._moments.items()}
         self._moments, self.shifts = shifted(self._whole, mean, self._moments)
         self._source = {site: self._kind.features(value) for site, value in self._moments.items()}
-        one = _some(self._moments, torch.randint(len(self), (1,)))
+        one = _some(self._moments, torch.randint(len(self), (1,), device="cpu"))
         exchanged = {site: sorted(self._group.permutations.dims(site)) for site in one}
         alone = {site: self._kind.alone(one[site], every, exchanged[site]) for site, every in self._moments.items()}
         self.element = self._search(self._cost(alone, rows) for rows in self._chunks).best.element
@@ -111,8 +111,8 @@ class Rounds:
     def _leave_one_out(self) -> None:
         """Align each member in turn to the others, which lets go of what it found only because it is one of them."""
         total = self._total()
-        for k in torch.randperm(len(self)).tolist():
-            row = torch.tensor([k])
+        for k in torch.randperm(len(self), device="cpu").tolist():
+            row = torch.tensor([k], device="cpu")
             others = {site: value - self._present[site][:, k : k + 1] for site, value in total.items()}
             self._descend(self._centre(others, len(self) - 1), row, fresh=True)
             own = self._cost(others, row).features_after(self.element.select(row))
@@ -149,7 +149,7 @@ class Rounds:
         return {site: self._kind.centre(value / count) for site, value in total.items()}
 
     def _update(self) -> None:
-        every = torch.arange(len(self))
+        every = torch.arange(len(self), device="cpu")
         self._present = self._cost(self._source, every).features_after(self.element)
         self._history.append(float(self.costs().mean()))
 

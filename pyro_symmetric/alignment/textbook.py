@@ -23,13 +23,14 @@ def weight_matching(source: Mapping[str, Tensor], reference: Mapping[str, Tensor
 
     :param group: permutations of units each of which is one row of every axis along which it lies.
     """
-    images = {name: torch.arange(n) for name, n in group.factors.items()}
+    source, reference = ({site: v.detach().cpu() for site, v in w.items()} for w in (source, reference))
+    images = {name: torch.arange(n, device="cpu") for name, n in group.factors.items()}
     changed = True
     while changed:
         changed = False
         names = list(images)
-        for name in (names[k] for k in torch.randperm(len(names))):
-            scores = torch.zeros(group.factors[name], group.factors[name], dtype=torch.float64)
+        for name in (names[k] for k in torch.randperm(len(names), device="cpu")):
+            scores = torch.zeros(group.factors[name], group.factors[name], dtype=torch.float64, device="cpu")
             for axis in group[name].axes:
                 moved = source[axis.site]
                 for dim, members in group.members(axis.site).items():
@@ -40,7 +41,7 @@ def weight_matching(source: Mapping[str, Tensor], reference: Mapping[str, Tensor
                     for v in (reference[axis.site], moved)
                 )
                 scores += one @ other.mT
-            found = torch.as_tensor(linear_sum_assignment(scores.numpy(), maximize=True)[1])
+            found = torch.from_numpy(linear_sum_assignment(scores.numpy(), maximize=True)[1])
             gain = scores.gather(1, found[:, None]).sum() - scores.gather(1, images[name][:, None]).sum()
             if float(gain) > 1e-12 * float(scores.abs().sum()):
                 images[name], changed = found, True

@@ -82,6 +82,13 @@ def canonicalize(
     them, the network computes something else. A posterior over parameters alone, of a network whose statistics stay,
     has the symmetries ``symmetry.holding(net)``.
 
+    >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3)
+    >>> symmetry = ps.find_symmetry(net, x)
+    >>> moved = symmetry.act(symmetry.sample(), net)
+    >>> form, same = ps.canonicalize(net, symmetry), ps.canonicalize(moved, symmetry)
+    >>> torch.allclose(form[0].weight, same[0].weight, atol=1e-5)
+    True
+
     :param weights: site -> tensor ``batch_shape + site_shape``; every element of the batch gets its own canonical form.
         Or a network, of which a new one comes back.
     :param symmetry: the symmetries to remove: ``find_symmetry(net, x)``, or a group.

@@ -88,6 +88,12 @@ def minimal_mass(
     ``scale_free="hold"`` these weights count at the scale they come with: the minimum over the other scales, for
     networks with batch normalisation; it then depends on the scale of the pinned units.
 
+    >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+    >>> symmetry = ps.find_symmetry(net, torch.randn(3, 1))
+    >>> result = ps.minimal_mass({"0.weight": torch.tensor([[4.0]]), "2.weight": torch.tensor([[1.0]])}, symmetry)
+    >>> round(float(result.mass), 3), {name: round(float(w), 3) for name, w in result.weights.items()}
+    (8.0, {'0.weight': 2.0, '2.weight': 2.0})
+
     :param weights: site -> tensor ``batch_shape + site_shape``; each sample has a minimum of its own, found in float64.
         Or a network.
     :param symmetry: a symmetry or a group; its scalings count.
@@ -145,7 +151,7 @@ def _minimise_chunk(
     weights: Mapping[str, Tensor], group: Group, scale_free: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mass, log-scales, pinned units and imbalance of ``(samples, ...)`` weights."""
-    first = next(iter(weights.values()), torch.zeros(1))
+    first = next(iter(weights.values()), torch.zeros(1, device="cpu"))
     units = sum(group[name].count for name in group.names("scale"))
     arrays, constant = [], first.new_zeros(len(first), dtype=torch.float64)
     for site, value in weights.items():

@@ -84,13 +84,13 @@ def _each(weights: Weights, group: Group, change: Callable[[Sides], Sides]) -> W
 
 
 def _meet(group: Group, one: str, other: str) -> bool:
-    """Whether units lie along different axes of one site, so that a linear map of either changes both."""
+    """True if units lie along different axes of one site, so that a linear map of either changes both."""
     along = [{(axis.site, axis.dim) for axis in group.axes(name)} for name in (one, other)]
     return any(site == own and dim != across for site, dim in along[0] for own, across in along[1])
 
 
 def _orthonormal(own: Sides) -> Sides:
-    """What enters the units has orthonormal rows."""
+    """Both sides, with orthonormal rows in what enters the units."""
     turned, triangle = torch.linalg.qr(own.entering.mT)
     return _filled(own, turned.mT, triangle @ own.leaving)
 

@@ -1,4 +1,4 @@
-r"""Whether canonical forms of many draws mix labels up, and how certain the labels of aligned draws are.
+r"""Overlap of labels: whether canonical forms of many draws mix them up, and how certain labels of aligned draws are.
 
 A canonical form sorts units by a key, and gives each the sign that makes its largest weight positive. If two units'
 keys overlap, they change places from draw to draw, and what is averaged over a label is a mixture of both. With
@@ -66,7 +66,7 @@ def mixed_share(form: Mapping[str, Tensor], group: Group, *moves: Move) -> float
     """The share of the draws that an exchange of neighbours, or the flip of a unit, brings nearer to the means."""
     if group.batch_shape(form).numel() < FEW:
         return 0.0
-    mixed = torch.zeros((), dtype=torch.bool)
+    mixed = torch.zeros((), dtype=torch.bool, device="cpu")
     for move in moves:
         for pieces in _units(form, group, move):
             gain = torch.stack([_lowered(units, move) for units in pieces]).sum(0)

@@ -16,6 +16,7 @@ from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.places import offsets, owners, rows
 from pyro_symmetric.groups.tensors import along_axis
 from pyro_symmetric.groups.units import Axis
+from pyro_symmetric.placement import as_tensor
 
 Measure = Callable[[Tensor], Tensor]
 Multiplying = Literal["scale", "flip"]
@@ -153,7 +154,9 @@ class _Seen:
 
         over all weights that aren't zero: a linear problem, whose solution moves with the units and in no other way.
         """
-        at = torch.cat([torch.arange(self.offsets[name].start, self.offsets[name].stop) for name in names])
+        at = torch.cat(
+            [torch.arange(self.offsets[name].start, self.offsets[name].stop, device="cpu") for name in names]
+        )
         free = torch.zeros(self.numbers.shape[-1] - 1, dtype=torch.bool, device=self.device)
         free[at.to(self.device)] = True
         sites = sorted({axis.site for name in names for axis in _touched(self.group, name, self.move)})
@@ -179,9 +182,11 @@ class _Seen:
 
     def agree(self, names: Collection[str]) -> None:
         """Give units that can only be measured by one another the signs that make the largest weights positive."""
-        at = torch.cat([torch.arange(self.offsets[name].start, self.offsets[name].stop) for name in names])
-        number = torch.full((self.numbers.shape[-1],), len(at))
-        number[at] = torch.arange(len(at))
+        at = torch.cat(
+            [torch.arange(self.offsets[name].start, self.offsets[name].stop, device="cpu") for name in names]
+        )
+        number = torch.full((self.numbers.shape[-1],), len(at), device="cpu")
+        number[at] = torch.arange(len(at), device="cpu")
         entries = []
         for site in sorted({axis.site for name in names for axis in _touched(self.group, name, self.move)}):
             dims = range(len(self.group.view_shapes[site]))
@@ -278,7 +283,7 @@ def _size(seen: _Seen, axes: list[Axis], biases: list[Axis], measure: Measure) -
             break
         own = measure(_joined([seen.entries(axis) for axis in parts])).double()
         size = own if size is None else torch.where(size == 0, own, size)
-    return torch.as_tensor(size)
+    return as_tensor(size)
 
 
 def _sides(group: Group, name: str, move: Multiplying) -> tuple[list[Axis], list[Axis]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -107,6 +108,23 @@ class Pairs:
             weight = self.coefficients(rows, upper, distances.device)
             for k, bandwidth in enumerate(bandwidths):
                 result[k] += kernel_values(distances[entries], bandwidth, norm) @ weight
+        return result
+
+    def sums(self, distances: Tensor, bandwidths: Tensor, norm: int) -> Tensor:
+        """Sums of the kernel over the pairs of each sample, those with a sample of p and those with one of q:
+        ``(kernels, m + n, 2)``."""
+        is_p = (torch.arange(self.total, device=distances.device) < self.m).double()
+        sides = torch.stack([is_p, 1 - is_p], 1)
+        result = distances.new_zeros(len(bandwidths), self.total, 2)
+        rates = [-((1 / float(bandwidth)) ** norm) for bandwidth in bandwidths]
+        for rows, entries, upper in self.blocks(distances.device):
+            # Entries that are no pairs are infinitely far apart: no kernel sees them.
+            powers = distances.new_full(upper.shape, math.inf).masked_scatter_(upper, distances[entries]).pow_(norm)
+            values, columns = torch.empty_like(powers), slice(rows.start, None)
+            for k, rate in enumerate(rates):
+                torch.mul(powers, rate, out=values).exp_()
+                result[k, rows] += values @ sides[columns]
+                result[k, columns] += values.T @ sides[rows]
         return result
 
     def square(self, values: Tensor) -> Tensor:

@@ -21,19 +21,19 @@ def chi_square_uniform(counts: Tensor, *, simulations: int = SIMULATIONS) -> tup
     :returns: the statistics ``batch_shape``, ``"chi-square"`` or ``"simulated multinomial"``, the p-values
         ``batch_shape``.
     """
-    counts = counts.double()
+    counts = counts.double().cpu()
     n, draws = counts.shape[-1], float(counts.sum(-1).max())
     expected = draws / n
     statistic = ((counts - expected) ** 2).sum(-1) / expected
     if expected >= 5:
-        upper = torch.special.gammaincc(torch.tensor((n - 1) / 2, dtype=torch.float64), statistic / 2)
+        upper = torch.special.gammaincc(torch.tensor((n - 1) / 2, dtype=torch.float64, device="cpu"), statistic / 2)
         return statistic, "chi-square", upper
     reached = torch.zeros_like(statistic)
     total = round(draws)
     step = max(1, _CHUNK_ENTRIES // max(n, total))
     for start in range(0, simulations, step):
         rows = min(step, simulations - start)
-        cells = torch.randint(n, (rows, total)) + n * torch.arange(rows)[:, None]
+        cells = torch.randint(n, (rows, total), device="cpu") + n * torch.arange(rows, device="cpu")[:, None]
         simulated = torch.bincount(cells.reshape(-1), minlength=rows * n).reshape(rows, n).double()
         drawn = (((simulated - expected) ** 2).sum(1) / expected).sort().values
         reached += rows - torch.searchsorted(drawn, statistic * (1 - 1e-12))
@@ -73,15 +73,15 @@ def _exact_table(h: int) -> Tensor:
 
     .. math:: 2 \sum_{k \ge 1} (-1)^{k-1} \binom{2h}{h - kd} \Big/ \binom{2h}{h}.
     """
-    top = torch.lgamma(torch.tensor(h + 1.0, dtype=torch.float64))
-    table = [torch.ones(1, dtype=torch.float64)]
+    top = torch.lgamma(torch.tensor(h + 1.0, dtype=torch.float64, device="cpu"))
+    table = [torch.ones(1, dtype=torch.float64, device="cpu")]
     first = 1
     while (
         first <= h
     ):  # d in octaves: as d doubles, half as many terms count (those beyond kd = 9 sqrt(h) are under 1e-35)
         last = min(2 * first, h + 1)
-        d = torch.arange(first, last, dtype=torch.float64)
-        k = torch.arange(1, max(1, math.ceil(9 * math.sqrt(h) / first)) + 1, dtype=torch.float64)[:, None]
+        d = torch.arange(first, last, dtype=torch.float64, device="cpu")
+        k = torch.arange(1, max(1, math.ceil(9 * math.sqrt(h) / first)) + 1, dtype=torch.float64, device="cpu")[:, None]
         shift = (k * d).clamp(max=h)
         ratio = (2 * top - torch.lgamma(h - shift + 1) - torch.lgamma(h + shift + 1)).exp()
         signed = torch.where(k % 2 == 1, ratio, -ratio).where(k * d <= h, 0.0)

@@ -33,6 +33,7 @@ from pyro_symmetric.chain_findings import (
     moving,
     resolved,
     sampler_findings,
+    warm_up,
 )
 from pyro_symmetric.chain_statistics import copied_chains, evenly_spaced
 from pyro_symmetric.compare.agreement import Statistics, agreement, constant_entries, known, statistics_of
@@ -142,7 +143,12 @@ def diagnose(
 ) -> Diagnosis:
     """Judge whether draws can be trusted: one verdict, and everything that it rests on.
 
-    >>> print(diagnose(posterior, find_symmetry(net, x), model, x=x))
+    >>> draws = torch.randn(4, 200, 3)  # of four chains
+    >>> ps.diagnose(ps.Posterior({"w": draws}, rows="chains")).ok
+    True
+    >>> diagnosis = ps.diagnose(ps.Posterior({"w": draws + torch.arange(4.0)[:, None, None]}, rows="chains"))
+    >>> diagnosis.ok, diagnosis["weights"].status
+    (False, 'fail')
 
     Of independent rows (an ensemble, draws of a guide) it is told how many they are, and whether they are finite. The
     findings for chains, of which a posterior gets those that it has the numbers for:
@@ -210,6 +216,8 @@ def diagnose(
     statistics = statistics_of(spaces)
     agreed = agreement(spaces, statistics, _is_network(posterior))
     arrived = all(finding.status != "fail" for finding in agreed)
+    frames = [finding for finding in agreed if finding.name in ("canonical", "aligned")]
+    in_copies = bool(frames) and all(finding.status == "pass" for finding in frames)
     guess = "acceptance_rate" not in posterior.statistics
     subsampled = getattr(posterior.kernel, "subsampled", guess) if posterior.is_attached else guess
     findings = [
@@ -218,6 +226,7 @@ def diagnose(
         moving(posterior.samples),
         *constant_entries(posterior.samples),
         *agreed,
+        *warm_up(posterior.metadata, in_copies),
         *sampler_findings(posterior.statistics, subsampled, arrived),
         *energy_findings(posterior, num_draws, subsampled, arrived),
     ]

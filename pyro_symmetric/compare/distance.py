@@ -35,6 +35,10 @@ Between = Literal["weights", "predictions"]
 class Shown:
     """A column of the report.
 
+    >>> column = ps.Shown("gap", "means", "The largest distance between the means of one weight.", form=".2f")
+    >>> format(0.12345, column.form)
+    '0.12'
+
     :param total: which of the result's totals it shows.
     :param title: its heading.
     :param meaning: what the number says, in a sentence.
@@ -58,6 +62,13 @@ class Shown:
 @dataclass(frozen=True)
 class Distance:
     """A way to say how far two approximations of a posterior are apart; smaller is closer.
+
+    >>> def largest_gap(p, q, like=None):
+    ...     gap = float((p["w"].mean(0) - q["w"].mean(0)).abs().max())
+    ...     return ps.DistanceResult(title="Gap", num_samples=(len(p["w"]), len(q["w"])), totals={"gap": gap})
+    >>> distance = ps.Distance("largest gap", largest_gap)
+    >>> distance({"w": torch.zeros(10, 3)}, {"w": torch.ones(20, 3)}).value
+    1.0
 
     :param name: what it is called in results; no other distance may have that name.
     :param function: ``function(p, q, like)`` returns a :class:`~pyro_symmetric.compare.results.DistanceResult`.
@@ -115,8 +126,6 @@ _REGISTERED: dict[str, Distance] = {}
 def register_distance(distance: Distance) -> Distance:
     """Let a distance appear in the reports of studies.
 
-    >>> import torch
-    >>> import pyro_symmetric as ps
     >>> def between_means(p, q, like=None):
     ...     gap = max(float((p[site].mean(0) - q[site].mean(0)).abs().max()) for site in p)
     ...     sizes = tuple(len(next(iter(side.values()))) for side in (p, q))

@@ -142,6 +142,11 @@ def functional_collapse(
     """Compare the members' disagreement on the data with that elsewhere: pairwise mutual information in and out
     of distribution, and its correlation over pairs (Laurent et al. 2024, figures 3 and 15).
 
+    >>> probabilities = torch.randn(4, 20, 3).softmax(-1)  # four members at 20 inputs
+    >>> result = ps.functional_collapse(probabilities, torch.randn(4, 50, 3).softmax(-1))
+    >>> result.within.shape, result.outside.shape
+    (torch.Size([4, 4]), torch.Size([4, 4]))
+
     :param probabilities: predictions for inputs from the distribution, ``(S, N, C)``.
     :param ood_probabilities: the same members' for inputs from elsewhere, ``(S, M, C)``.
     :param chunk: see :func:`pairwise_mutual_information`.

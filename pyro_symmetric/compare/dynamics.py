@@ -70,10 +70,9 @@ class SortingTracker:
     unit norms, ``tracker(canonicalize(weights, symmetry, permutations=None))``.
 
     >>> net = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1))
-    >>> tracker = SortingTracker(find_symmetry(net, torch.randn(3, 2)))
+    >>> tracker = ps.SortingTracker(ps.find_symmetry(net, torch.randn(3, 2)))
     >>> for step in range(10):
-    ...     ...  # an optimiser's step
-    ...     tracker(net)
+    ...     tracker(net)  # after an optimiser's step
     >>> tracker.history["0"].shape
     torch.Size([9])
 
@@ -119,7 +118,7 @@ class SortingTracker:
     def history(self) -> dict[str, Tensor]:
         """Units -> Kendall's tau between successive calls, ``(calls - 1,) + batch_shape``. Of units that have several
         copies (rows of each attention head), the mean over copies."""
-        return {name: torch.stack(taus) if taus else torch.zeros(0) for name, taus in self._taus.items()}
+        return {name: torch.stack(taus) if taus else torch.zeros(0, device="cpu") for name, taus in self._taus.items()}
 
     @property
     def mean(self) -> Tensor:
@@ -172,6 +171,10 @@ def equivalent_modes(symmetry: Symmetry | Group) -> EquivalentModes:
     It is that of modes without symmetry of their own; if two units of a mode are alike it has fewer copies. Scalings
     are left out: a proper prior allows one scale of each unit only.
 
+    >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)}, moves=("permute", "flip"))
+    >>> round(10 ** ps.equivalent_modes(group).log10_number)  # 4! * 2 ** 4
+    384
+
     :param symmetry: the group, or a network's symmetry.
     """
     group = group_of(symmetry, "symmetry").finite
@@ -189,6 +192,12 @@ def excess_mass(weights: Samples, symmetry: Symmetry | Group) -> Tensor:
     0 if weights lie at the minimum of their orbit, where weight decay would end; how far from it training ended is
     figure 2 of Laurent et al. (2024). Units that have no best scale (dead ones, those before batch normalisation) are
     held at the scale they have, in both masses.
+
+    >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+    >>> symmetry = ps.find_symmetry(net, torch.randn(3, 1))
+    >>> weights = {"0.weight": torch.tensor([[4.0]]), "2.weight": torch.tensor([[1.0]])}
+    >>> round(float(ps.excess_mass(weights, symmetry)), 3)  # of 4 ** 2 + 1 ** 2, 2 ** 2 + 2 ** 2 are needed
+    0.529
 
     :param weights: site -> tensor ``batch_shape + site_shape``; or a ``Posterior``, chains end to end.
     :param symmetry: the scalings, or a network's symmetry.

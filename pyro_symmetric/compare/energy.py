@@ -1,9 +1,11 @@
 r"""The energy of a posterior's draws: their temperature, and the scale of mini-batches.
 
-*Temperature.* Integration by parts gives :math:`\mathbb E[z \cdot \nabla U(z)] = D` for every posterior over
-:math:`z \in \mathbb R^D` whose density vanishes at infinity (the virial theorem). Its average over :math:`D` is the
-configurational temperature of the draws: above 1 they spread too widely, as those of a stochastic-gradient sampler
-whose step is too large, or of chains on their way in; below 1 too little.
+*Temperature.* Integration by parts gives :math:`\mathbb E[(z - a) \cdot \nabla U(z)] = D` for every posterior over
+:math:`z \in \mathbb R^D` whose density vanishes at infinity, and every point :math:`a` that doesn't depend on
+:math:`z` (the virial theorem); here it is the mean of the other chains, from which draws aren't far, so that little is
+left to chance. Its average over :math:`D` is the configurational temperature of the draws: above 1 they spread too
+widely, as those of a stochastic-gradient sampler whose step is too large, or of chains on their way in; below 1 too
+little. It holds for the coordinates of each site by themselves, too, and the worst site is named.
 
 *Mini-batch scale.* The mean energy over the mini-batches of one pass through the data equals the energy of all data, if
 each mini-batch's likelihood counts ``N / B`` times. A model that forgets the factor samples a posterior of ``B``
@@ -49,13 +51,36 @@ def energy_findings(posterior: Posterior, num_draws: int, subsampled: bool, arri
     draws = posterior.thin(max(1, posterior.num_samples // per_chain))
     z = full.unconstrain({site: draws.samples[site] for site in full.layout.site_shapes})
     _, gradient = full.energy_and_gradient(z.flatten(0, 1))
-    own = (z.flatten(0, 1) * gradient).mean(1).reshape(z.shape[:2])
-    yield temperature("temperature", own.detach().double().cpu(), subsampled, arrived)
+    own = (_from_other_chains(z) * gradient.reshape(z.shape)).detach().double().cpu()
+    sizes = [shape.numel() for shape in full.layout.unconstrained_shapes.values()]
+    sites = dict(zip(full.layout.unconstrained_shapes, own.split(sizes, dim=-1), strict=True))
+    yield _coldest_or_hottest(own, sites, subsampled, arrived)
     if (batch_size := getattr(posterior.kernel, "batch_size", None)) is not None:
         with without_warnings(UserWarning):
             parts = Density(*origin, batch_size=batch_size, **options)
         if parts.row_counts:
             yield _batch_scale(full, parts, z[:MOST_CHAINS, -1])
+
+
+def _from_other_chains(z: Tensor) -> Tensor:
+    """Draws ``(C, S, D)`` from the mean of the other chains; those of a single chain from the origin."""
+    if len(z) == 1:
+        return z
+    means = z.mean(1, keepdim=True)
+    return z - (means.sum(0) - means) / (len(z) - 1)
+
+
+def _coldest_or_hottest(own: Tensor, sites: dict[str, Tensor], subsampled: bool, arrived: bool) -> Finding:
+    """The temperature of all coordinates, or of a site that is worse; of products ``(C, S, D)``."""
+    overall = temperature("temperature", own.mean(-1), subsampled, arrived)
+    by_site = [
+        temperature("temperature", value.mean(-1), subsampled, arrived, site)
+        for site, value in sites.items()
+        if len(sites) > 1 and value.shape[-1] > 0
+    ]
+    grave = [found for found in by_site if found.status in ("warn", "fail")]
+    worst = max(grave, key=lambda found: (found.status == "fail", abs(found.value - 1)), default=overall)
+    return overall if overall.status == "fail" or overall.status == worst.status else worst
 
 
 @torch.no_grad()

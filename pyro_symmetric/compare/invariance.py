@@ -69,6 +69,14 @@ def invariance_tests(
       ``marginal_smallest_possible`` the smallest p-value that so few draws can give at all.
     * ``size``, the number of units of one copy, and ``sites``, whose weights were looked at.
 
+    >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+    >>> draws = torch.randn(200, 3, 2)
+    >>> ps.invariance_tests(ps.Posterior.from_samples({"w": draws}, rows="independent"), group, level=1e-6).rejected
+    False
+    >>> draws[:, 0] += 2.0  # the first unit differs from the others
+    >>> ps.invariance_tests(ps.Posterior.from_samples({"w": draws}, rows="independent"), group, level=1e-6).rejected
+    True
+
     :param posterior: the draws; of plain weights make one, ``Posterior.from_samples(weights, rows=...)``.
     :param group: the group, or a network's symmetry, of which the permutations count; single units are passed over.
     :param level: the family-wise level of the tests.
@@ -92,7 +100,9 @@ def invariance_tests(
             marginals = [part.transpose(1, 2).flatten(2) for part in parts]
             tests: tuple[Any, ...] = (*_index_test(parts), *_marginal_tests(marginals, level, max_tests))
             found.append(_Units(name, size, sites, *tests))
-    p_values = torch.tensor([[units.index_p_value, units.marginal_p_value] for units in found], dtype=torch.float64)
+    p_values = torch.tensor(
+        [[units.index_p_value, units.marginal_p_value] for units in found], dtype=torch.float64, device="cpu"
+    )
     adjusted = holm(p_values.reshape(-1)).reshape(-1, 2)
     smallest = adjusted.amin(1)
     p_value = float(smallest.min()) if found else 1.0
@@ -140,7 +150,7 @@ class _Units:
 def _padded(counts: list[Tensor]) -> Tensor:
     """Counts ``(copies, n)`` of sets of several sizes, NaN if there is no unit."""
     copies, size = (max((count.shape[dim] for count in counts), default=0) for dim in (0, 1))
-    result = torch.full((len(counts), copies, size), torch.nan, dtype=torch.float64)
+    result = torch.full((len(counts), copies, size), torch.nan, dtype=torch.float64, device="cpu")
     for row, count in zip(result, counts, strict=True):
         row[: count.shape[0], : count.shape[1]] = count
     return result
@@ -201,7 +211,7 @@ def _unit_weights(weights: Mapping[str, Tensor], group: Group, name: str, axis: 
             continue
         # They lie along another axis as well: for unit i of each copy, rotate that axis so that its own place comes
         # first.
-        places = torch.arange(units.size)
+        places = torch.arange(units.size, device="cpu")
         turned = (places[:, None] + places) % units.size
         turned = turned.reshape(units.size, *[1] * (len(units.shape) - 1), units.size).expand(-1, *units.shape)
         index = group.element({name: turned}).axis_index(axis.site, dim).to(value.device)
@@ -237,19 +247,19 @@ def _marginal_tests(units: list[Tensor], level: float, max_tests: int) -> tuple[
     """
     draws, n, _ = units[0].shape
     positions = sum(part.shape[-1] for part in units)
-    first, second = torch.triu_indices(n, n, 1)
-    fixed = torch.Generator().manual_seed(0)  # the same part at every call, and the user's stream left alone
+    first, second = torch.triu_indices(n, n, 1, device="cpu")
+    fixed = torch.Generator("cpu").manual_seed(0)  # the same part at every call, and the user's stream left alone
     kept = max(1, min(positions, max_tests // len(first)))
-    chosen = torch.zeros(positions, dtype=torch.bool)
-    chosen[torch.randperm(positions, generator=fixed)[:kept]] = True
+    chosen = torch.zeros(positions, dtype=torch.bool, device="cpu")
+    chosen[torch.randperm(positions, generator=fixed, device="cpu")[:kept]] = True
     if len(first) > max_tests:
-        subset = torch.randperm(len(first), generator=fixed)[:max_tests]
+        subset = torch.randperm(len(first), generator=fixed, device="cpu")[:max_tests]
         first, second = first[subset], second[subset]
     columns = chosen.split([part.shape[-1] for part in units])
     samples = torch.cat([part[..., c.to(part.device)] for part, c in zip(units, columns, strict=True)], dim=-1)
     half = draws // 2
     even, odd = (samples[start : 2 * half : 2].permute(2, 1, 0).reshape(-1, half) for start in (0, 1))
-    offset = n * torch.arange(kept)[:, None]  # row of (position, unit) in the flattened samples
+    offset = n * torch.arange(kept, device="cpu")[:, None]  # row of (position, unit) in the flattened samples
     statistics, p_values, floor = kolmogorov_smirnov(
         even, odd, (offset + first).reshape(-1).to(samples.device), (offset + second).reshape(-1).to(samples.device)
     )

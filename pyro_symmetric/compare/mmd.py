@@ -49,7 +49,7 @@ def mmd(
 ) -> DistanceResult:
     """Squared maximum mean discrepancy, unbiased, per layer and over twenty kernels.
 
-    >>> result = mmd({"0.weight": torch.randn(100, 5, 3)}, {"0.weight": torch.randn(80, 5, 3) + 1})
+    >>> result = ps.mmd({"0.weight": torch.randn(100, 5, 3)}, {"0.weight": torch.randn(80, 5, 3) + 1})
     >>> result["median"] > 0.05
     True
 
@@ -127,7 +127,7 @@ def over_kernels(
     :param further: name -> other numbers of each layer and kernel, ``(layers, 20)``.
     """
     values = torch.stack(list(squared.values()))
-    counts = torch.tensor([samples.num_weights(layer) for layer in squared])
+    counts = torch.tensor([samples.num_weights(layer) for layer in squared], device="cpu")
     by_layer = {"median": values.quantile(0.5, dim=1), "mean": values.mean(1), "maximum": values.amax(1)}
     share = counts / counts.sum()
     arrays: dict[str, tuple[tuple[str, ...], Any]] = {"num_weights": (("layer",), counts.numpy())}
@@ -165,8 +165,8 @@ def bandwidth_grid(cross_distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS
         smallest = max(float(distances.kthvalue(rank + 1).values), FLOOR * median)
     if largest == 0:
         smallest, largest = FLOOR, 1.0
-    ends = torch.tensor([smallest / 2, largest * 2], dtype=torch.float64).log()
-    steps = torch.linspace(0, 1, num_bandwidths, dtype=torch.float64)
+    ends = torch.tensor([smallest / 2, largest * 2], dtype=torch.float64, device="cpu").log()
+    steps = torch.linspace(0, 1, num_bandwidths, dtype=torch.float64, device="cpu")
     return (ends[0] + steps * (ends[1] - ends[0])).exp().to(distances.device)
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare._pairs import Pairs, kernel_values, unbiased
+from pyro_symmetric.compare._pairs import Pairs, unbiased
 from pyro_symmetric.compare.frames import canonical_frame
 from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples, require_site_shapes, samples_of
 from pyro_symmetric.compare.mmd import bandwidth_grid, kernels_of, over_kernels
@@ -51,11 +51,11 @@ def orbit_mmd(
 ) -> DistanceResult:
     """Squared discrepancy modulo symmetry under orbit-averaged kernels, unbiased, per layer and over twenty kernels.
 
-    >>> group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+    >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> p = {"w": torch.randn(100, 3, 2) + torch.tensor([[5.0], [0.0], [-5.0]])}  # in one copy
     >>> q = {"w": torch.randn(100, 3, 2) + torch.tensor([[-5.0], [0.0], [5.0]])}  # in another
-    >>> result = orbit_mmd(p, q, group)
-    >>> abs(result["mean"]) < 0.05 < mmd(p, q)["mean"]
+    >>> result = ps.orbit_mmd(p, q, group)
+    >>> abs(result["mean"]) < 0.05 < ps.mmd(p, q)["mean"]
     True
 
     The result is that of :func:`~pyro_symmetric.compare.mmd`, and two errors of each layer and kernel:
@@ -132,15 +132,14 @@ def _sums(samples: PairedSamples, layer: str, group: Group, grids: Sequence[Tens
     """For one draw of elements and every kernel, sums over the pairs of each sample: with its own side, with the other
     side; ``(kernels, 2, m + n)``."""
     m, n = samples.num_samples
-    pairs, result = Pairs(m, n), []
     distances = _moved_distances(samples, layer, group)
-    for values, grid, norm in zip(distances, grids, (2, 1), strict=True):
-        is_p = (torch.arange(m + n, device=values.device) < m).double()
-        sides = torch.stack([is_p, 1 - is_p], 1)
-        for bandwidth in grid.to(values.device):
-            with_p, with_q = (pairs.square(kernel_values(values, bandwidth, norm)) @ sides).T
-            result.append(torch.stack([torch.where(is_p > 0, with_p, with_q), torch.where(is_p > 0, with_q, with_p)]))
-    return torch.stack(result).cpu()
+    parts = [
+        Pairs(m, n).sums(values, grid.to(values.device), norm)
+        for values, grid, norm in zip(distances, grids, (2, 1), strict=True)
+    ]
+    with_p, with_q = torch.cat(parts).cpu().unbind(-1)
+    is_p = torch.arange(m + n, device="cpu") < m
+    return torch.stack([torch.where(is_p, with_p, with_q), torch.where(is_p, with_q, with_p)], 1)
 
 
 def _totals(sums: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,4 +155,4 @@ def _jackknife(sums: Tensor, m: int, n: int) -> Tensor:
     without_p = unbiased(within_p - 2 * own[:, :m], within_q, across - other[:, :m], m - 1, n)
     without_q = unbiased(within_p, within_q - 2 * own[:, m:], across - other[:, m:], m, n - 1)
     parts = (values.var(-1, correction=0) * (values.shape[-1] - 1) for values in (without_p, without_q))
-    return sum(parts, torch.zeros(())).sqrt()
+    return sum(parts, torch.zeros((), device="cpu")).sqrt()

@@ -103,10 +103,12 @@ class Labelled:
 class DistanceResult(Labelled):
     """The distance between two sets of draws.
 
-    >>> result = mmd(p, q)
-    >>> result.value == result["median"]        # of everything together
-    True
-    >>> result.of("0")["median"]                # of one layer
+    >>> p, q = ({"0.weight": torch.randn(50, 2, 3), "2.weight": torch.randn(50, 2)} for _ in range(2))
+    >>> result = ps.mmd(p, q)
+    >>> isinstance(result, ps.DistanceResult), result.value == result["median"]  # of everything together
+    (True, True)
+    >>> result.parts, result.of("0")["num_weights"]  # of one layer
+    (('0', '2'), 6)
 
     :param totals: name -> the number for everything together; the first is :attr:`value`.
     """

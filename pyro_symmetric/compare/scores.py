@@ -8,6 +8,11 @@ Detection asks how well an uncertainty score tells inputs from out of the distri
 out of distribution**, and every score is oriented so that larger means more uncertain: one minus the largest
 probability (Hendrycks & Gimpel 2017), the predictive entropy, and with members the mutual information of
 :mod:`.diversity`.
+
+>>> members = torch.tensor([[[0.9, 0.1], [0.2, 0.8]], [[0.7, 0.3], [0.4, 0.6]]])  # two members, two inputs
+>>> result = ps.scores.classification(members, torch.tensor([0, 1]))
+>>> result.accuracy, round(result.nll, 3)
+(1.0, 0.29)
 """
 
 from __future__ import annotations
@@ -186,7 +191,7 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> DetectionScores:
             "this score needs scikit-learn; install it with: pip install 'pyro-symmetric[study]'"
         ) from error
     score = torch.cat([scores_in, scores_out.to(scores_in)]).double().cpu().numpy()
-    positive = torch.cat([torch.zeros(len(scores_in)), torch.ones(len(scores_out))]).numpy()
+    positive = torch.cat([torch.zeros(len(scores_in), device="cpu"), torch.ones(len(scores_out), device="cpu")]).numpy()
     false_rate, true_rate, _ = metrics.roc_curve(positive, score, drop_intermediate=False)
     return DetectionScores(
         aupr=float(metrics.average_precision_score(positive, score)),

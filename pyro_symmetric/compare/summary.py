@@ -12,25 +12,39 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior import Posterior
 
 
-def summary(posterior: Posterior, symmetry: Symmetry | Group, *, prob: float = 0.9, **alignment: Any) -> None:
-    """Print the summary of a posterior modulo a symmetry: all draws are aligned first.
+def summary(
+    posterior: Posterior, symmetry: Symmetry | Group | None = None, *, prob: float = 0.9, **alignment: Any
+) -> None:
+    """Print the summary of a posterior: modulo a symmetry if one is given, for which all draws are aligned first.
 
-    The lines above the table say how many draws were moved, which sites the symmetry doesn't know and so leaves as they
-    were drawn, and in how many draws labels are uncertain: units that are alike get means of their own all the same.
-    The labels are those in which most draws came. A declared group is taken as it is:
-    :func:`~pyro_symmetric.discovery.model_check.verify_model` tests it.
+    Without a symmetry it is ``posterior.summary()``, of the draws as they are. With one, the lines above the table say
+    how many draws were moved, which sites the symmetry doesn't know and so leaves as they were drawn, and in how many
+    draws labels are uncertain: units that are alike get means of their own all the same. The labels are those in which
+    most draws came. A declared group is taken as it is: :func:`~pyro_symmetric.discovery.model_check.verify_model`
+    tests it.
 
-    >>> summary(posterior, find_symmetry(net, x))
+    >>> group = ps.Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
+    >>> locs = torch.tensor([-3.0, 5.0]) + 0.01 * torch.randn(4, 50, 2)
+    >>> locs[1] = locs[1].flip(-1)  # one chain has the components in the other order
+    >>> ps.summary(ps.Posterior({"locs": locs}, rows="chains"), group)  # doctest: +ELLIPSIS
+    modulo Group of log-order 0.7: aligned, 50 of 200 draws moved, ...
+    <BLANKLINE>
+                 mean       std    median      5.0%     95.0%     n_eff     r_hat
+    locs[0]     -3.00      0.01     -3.00 ...
+    locs[1]      5.00      0.01      5.00 ...
 
     The aligned draws themselves are ``align_many(posterior, symmetry).posterior``.
 
     :param posterior: the draws.
-    :param symmetry: whose copies count as one, e.g. ``find_symmetry(net, x)`` or a declared group.
+    :param symmetry: whose copies count as one, e.g. ``find_symmetry(net, x)`` or a declared group; ``None``: no copies.
     :param prob: how much of an entry's draws its interval holds, between quantiles.
-    :param alignment: options of :func:`~pyro_symmetric.alignment.align_many`.
+    :param alignment: options of :func:`~pyro_symmetric.alignment.align_many`, if a symmetry is given.
     """
     arguments.instance("posterior", posterior, Posterior, "a Posterior")
     arguments.fraction("prob", prob)
+    if symmetry is None and not alignment:
+        posterior.summary(prob)
+        return
     group = group_of(symmetry, "symmetry")
     frame = align_many(posterior, group, **alignment)
     print("\n".join([_head(frame, group), *_unknown(frame, group), *_doubt(frame, group), ""]))

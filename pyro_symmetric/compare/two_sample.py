@@ -47,8 +47,9 @@ def mmd_test(
 ) -> SignificanceTest:
     """Test whether two sets of weights come from one distribution, by permutations, over twenty kernels a layer.
 
-    >>> p, q = {"w": torch.randn(100, 3)}, {"w": torch.randn(80, 3) + 1}
-    >>> mmd_test(*(Posterior.from_samples(weights, rows="independent") for weights in (p, q))).rejected
+    >>> p = ps.Posterior.from_samples({"w": torch.randn(100, 3)}, rows="independent")
+    >>> q = ps.Posterior.from_samples({"w": torch.randn(80, 3) + 1}, rows="independent")
+    >>> ps.mmd_test(p, q, num_permutations=100).rejected
     True
 
     Samples must be independent: autocorrelated draws of a chain are not exchangeable, and make the p-value too small.
@@ -86,8 +87,8 @@ def mmd_test(
     samples = PairedSamples(p, q, layers, symmetry, frame, minimum=2)
     pairs = Pairs(*samples.num_samples)
     # orders of the pooled sample, the observed one first, the same for every layer
-    orders = torch.rand(num_permutations + 1, pairs.total, dtype=torch.float64).argsort(1)
-    orders[0] = torch.arange(pairs.total)
+    orders = torch.rand(num_permutations + 1, pairs.total, dtype=torch.float64, device="cpu").argsort(1)
+    orders[0] = torch.arange(pairs.total, device="cpu")
     first = (orders < pairs.m).T.double()
     values, bandwidths = {}, []
     for layer in samples.layers:

@@ -52,6 +52,10 @@ def marginal_wasserstein(
     result's totals are ``mean``, ``median`` and ``maximum`` over all weights. Its arrays: the same over each layer's
     weights, ``num_weights``, and as ``weights/<site>`` the distance of each weight, on the axes ``<site>_0`` ...
 
+    >>> p = {"w": torch.randn(100, 3)}
+    >>> round(ps.marginal_wasserstein(p, {"w": p["w"] + 2.0}).value, 3)
+    2.0
+
     :param weights_p: site -> samples ``(m,) + site_shape``; or a ``Posterior``, chains end to end.
     :param weights_q: the same sites; the number of samples may differ.
     :param p: order of the distance, at least 1; ``math.inf`` gives the largest difference of quantiles.
@@ -67,7 +71,9 @@ def marginal_wasserstein(
     by_layer, arrays = {}, {}
     for layer, sites in samples.layers.items():
         samples.require_finite(layer)
-        by_layer[layer] = torch.cat([_distance(x, y, p) for x, y in samples.columns(layer, step)] or [torch.zeros(0)])
+        by_layer[layer] = torch.cat(
+            [_distance(x, y, p) for x, y in samples.columns(layer, step)] or [torch.zeros(0, device="cpu")]
+        )
         pieces = by_layer[layer].split([samples.shapes[site].numel() for site in sites])
         for site, values in zip(sites, pieces, strict=True):
             shape = samples.shapes[site]
@@ -105,7 +111,7 @@ def sliced_wasserstein(
     """Sliced Wasserstein distance of all weights together and of every layer.
 
     >>> weights = {"w": torch.randn(500, 4)}
-    >>> result = sliced_wasserstein(weights, {"w": weights["w"] + 2.0})
+    >>> result = ps.sliced_wasserstein(weights, {"w": weights["w"] + 2.0})
     >>> round(result.value, 1)  # |shift| / sqrt(D) = 2
     2.0
 

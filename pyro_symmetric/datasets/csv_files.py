@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd  # half a second, which only those who read a file should wait for
 
 MOST_CATEGORIES = 20
-"""How many different words a column may hold, and how many whole numbers a target, to be taken as categories."""
+"""The most different words in a column, and whole numbers in a target, that are taken as categories."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 

@@ -1,4 +1,4 @@
-"""What a loaded data set is: standardised tensors, and what is needed to tell and undo what was done to them."""
+"""Loaded data sets: standardised tensors, and what is needed to tell and undo what was done to them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Dataset:
 
     @property
     def is_image(self) -> bool:
-        """Whether rows are ``(channels, height, width)``."""
+        """True if rows are ``(channels, height, width)``."""
         return len(self.input_shape) == 3
 
     def unstandardize_y(self, y: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from pyro_symmetric.datasets import csv_files, images, splitting, tables
 from pyro_symmetric.datasets.dataset import Dataset, Raw, Task
 
 KNOWN = (*tables.SKLEARN, *images.SOURCES, "uci/<name>", "csv:FILE")
-"""What :func:`load` reads."""
+"""The names that :func:`load` reads."""
 
 
 def load(

@@ -38,7 +38,7 @@ def pieces_of(group: Group, one: Units) -> list[tuple[str, torch.Tensor]]:
     """Sets of units that lie in the same sites of each stack: name and numbers of the units, ``(copies, size)``."""
     where = [axis.index // _stride(group, axis) for axis in one.axes if axis.site in group.stacks and axis.dim == 0]
     if not where:
-        return [(one.name, torch.arange(one.count).reshape(one.copies, one.size))]
+        return [(one.name, torch.arange(one.count, device="cpu").reshape(one.copies, one.size))]
     kinds = torch.cat(where).T.unique(dim=0, return_inverse=True)[1].reshape(one.copies, one.size)
     found = []
     for kind in kinds.unique().tolist():
@@ -55,7 +55,7 @@ def every_axis(group: Group, name: str) -> list[Axis]:
 
 
 def plain_axes(group: Group, axis: Axis, numbers: torch.Tensor) -> Iterator[Axis]:
-    """What is left of an axis for some of its units, site by site.
+    """The rest of an axis for some of its units, site by site.
 
     Units that are whole sites have no axis of a site.
 
@@ -76,7 +76,7 @@ def plain_axes(group: Group, axis: Axis, numbers: torch.Tensor) -> Iterator[Axis
 
 
 def _stride(group: Group, axis: Axis) -> int:
-    """How many positions of an axis that begins with the first of a stack lie in one site."""
+    """The number of positions in one site of an axis that begins with the first of a stack."""
     return math.prod(group.site_shapes[axis.site][1 : axis.span])
 
 

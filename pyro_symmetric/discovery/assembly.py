@@ -124,7 +124,7 @@ class _Assembly:
         return _Columns(labels.reshape(-1), inside, aligned)
 
     def _aligned(self, group: Array, inside: Lying, shape: tuple[int, ...]) -> bool:
-        """Whether groups that move, with these units, have the units inside them in the same order of columns."""
+        """True if groups that move, with these units, have the units inside them in the same order of columns."""
         for mover, units in inside.items():
             rank = np.where(units < 0, -1, self.rank[mover][units]).reshape(shape)[group >= 0]
             if (rank != rank[:1]).any():

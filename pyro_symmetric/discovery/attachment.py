@@ -74,7 +74,7 @@ class _Attachment:
 
     def add(self, move: Move, axes: Axes) -> None:
         """Attach multipliers to the units that they fit, the innermost first; the rest are units of their own."""
-        left = torch.arange(axes[0].index.shape[1])
+        left = torch.arange(axes[0].index.shape[1], device="cpu")
         for name in self.permuting:
             fits = self._fits(name, axes, left)
             doubtful = len(fits) > 1  # if something else exchanges the units inside, no unit owns their multipliers
@@ -118,7 +118,7 @@ class _Attachment:
         return unused(module_name(axes[0].site), self.units)
 
     def _are_carried(self, chosen: Sequence[Units], names: Iterable[str] | None = None) -> bool:
-        """Whether all that permutes on the sites of some units carries their multipliers along.
+        """True if all that permutes on the sites of some units carries their multipliers along.
 
         :param names: the units that are looked at; those that permute by default.
         """
@@ -204,7 +204,7 @@ class _Attachment:
         result = []
         for own in (chosen[place == number] for number in range(int(place.max()) + 1)):
             own = own[owner[own].argsort()]
-            if torch.equal(owner[own], torch.arange(self.units[name].count)):
+            if torch.equal(owner[own], torch.arange(self.units[name].count, device="cpu")):
                 entered = (replace(a, index=t.blocks[block[:, own[0]].sort().values]) for a, t, block in met)
                 result.append((left[own], tuple(entered)))
         return result
@@ -219,9 +219,9 @@ class _Attachment:
 
     def _table(self, axes: Sequence[Axis]) -> _Table:
         blocks = torch.cat([axis.index for axis in axes])
-        unit, block = torch.full((2, axes[0].length(self.shapes)), -1)
-        unit[blocks] = torch.arange(blocks.shape[1])
-        block[blocks] = torch.arange(len(blocks))[:, None]
+        unit, block = torch.full((2, axes[0].length(self.shapes)), -1, device="cpu")
+        unit[blocks] = torch.arange(blocks.shape[1], device="cpu")
+        block[blocks] = torch.arange(len(blocks), device="cpu")[:, None]
         return _Table(unit, block, blocks)
 
 

@@ -45,7 +45,7 @@ ENTRYWISE |= {"alias", "exp", "neg", "abs", "sin", "cos", "dropout", "hardsigmoi
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """What each branch takes of one value: stretches ``(start, end)`` along an axis, one for each branch."""
+    """The shares of each branch in one value: stretches ``(start, end)`` along an axis, one for each branch."""
 
     takers: tuple[Node, ...]
     source: Node
@@ -77,7 +77,7 @@ class Branches:
 
     @property
     def key(self) -> frozenset[tuple[str, ...]]:
-        """What tells sets of branches of one graph apart."""
+        """The key that tells sets of branches of one graph apart."""
         return frozenset(self.sites)
 
     def in_order(self, sites: Sequence[tuple[str, ...]]) -> Branches | None:
@@ -230,7 +230,7 @@ class BranchSearch:
         return pairs if apart and any(self.site_of(node) for node in pairs if node.op != "call_function") else None
 
     def _operands(self, one: Node, two: Node) -> list[tuple[Node, Node]] | None:
-        """What both read, pair by pair; None if they do different things."""
+        """The values that both read, pair by pair; None if they do different things."""
         if one.op != two.op or _looks(one) != _looks(two):
             return None
         if one.op != "call_function":
@@ -301,7 +301,7 @@ class BranchSearch:
         return found
 
     def _slot(self, nodes: Sequence[Node]) -> Slot | bool:
-        """What corresponding operators take of a common value; True if it is no such operator, False if it can't be."""
+        """Shares of corresponding operators in a common value; True if it is no such operator, False if it can't be."""
         taken = [_taken(node) for node in nodes]
         if taken[0] is None or len({own[0] for own in taken if own}) > 1:
             return True
@@ -334,7 +334,7 @@ def _is_commutative(node: Any) -> bool:
 
 
 def _continues(node: Node, user: Any) -> bool:
-    """Whether a chain of one operator goes on with the user of a node."""
+    """True if a chain of one operator continues with the user of a node."""
     return _is_commutative(user) and user.target is node.target and len(node.users) == 1
 
 
@@ -362,7 +362,7 @@ def _taken(node: Node) -> tuple[Node, int, tuple[int, int]] | None:
 
 
 def _is_by_unit(nodes: Sequence[Node], joins: Sequence[tuple[Node, tuple[Node, ...]]]) -> bool:
-    """Whether a branch is a linear map, or a convolution, and what works entry by entry, up to one sum or product."""
+    """True if a branch is a linear map or a convolution, and else works entry by entry, up to one sum or product."""
     own, seeds = set(nodes), 0
     if len(joins) != 1 or not _is_commutative(joins[0][0]):
         return False

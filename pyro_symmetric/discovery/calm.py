@@ -1,4 +1,4 @@
-"""How a network runs while it is verified: in one precision, with masks at their means, and by plain operators."""
+"""Calm runs of a network while it is verified: in one precision, with masks at their means, and by plain operators."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Calm(TorchDispatchMode):
                 self.coarsest = max(self.coarsest, torch.finfo(value.dtype).eps)
 
     def _differs(self, values: Iterable[Any]) -> bool:
-        """Whether something among arguments has, or asks for, another precision."""
+        """True if something among arguments has, or asks for, another precision."""
         for value in values:
             if isinstance(value, Tensor):
                 if value.dtype in self.others:
@@ -101,7 +101,7 @@ class Calm(TorchDispatchMode):
 
 
 def _mean_of_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What an operator returns that drops entries with one probability; None for all other operators."""
+    """The result of an operator that drops entries with one probability; None for all other operators."""
     packet = getattr(func, "overloadpacket", None)
     probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     if packet is aten.bernoulli_ and not isinstance(probability, Tensor):
@@ -116,7 +116,7 @@ def _mean_of_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _mean_of_noise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What an operator returns that draws random numbers, with their means in place of these."""
+    """The result of an operator that draws random numbers, with their means in place of these."""
     defaults, mean = MEANS[func.overloadpacket]
     schema = func._schema.arguments[1 : 1 + len(defaults)]
     given = [

@@ -298,7 +298,7 @@ def _balance_summed(
 
 
 def _narrowed(recorder: Recorder, part: Part, out: list[int], sizes: Sizes) -> Part | None:
-    """What remains of a part in the result: itself, or larger units. (Multipliers are balanced elsewhere.)"""
+    """The rest of a part in the result: itself, or larger units. (Multipliers are balanced elsewhere.)"""
     axes = tuple(a for a in part.axes if a in out)
     if axes == part.axes or not axes:
         return part if axes else None

@@ -1,4 +1,4 @@
-r"""How complete a symmetry is: the directions in which weights move without any effect, and what they belong to.
+r"""Completeness of a symmetry: the directions in which weights move without any effect, and what they belong to.
 
 The outputs of a network, for many inputs, don't change to first order along the null space of their Jacobian
 :math:`J = \partial f / \partial \theta`. A continuous symmetry moves weights along it. So its dimension is compared
@@ -71,7 +71,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Completeness:
-    """What continuous symmetries a network has, beside those that were found.
+    """The continuous symmetries of a network, beside those that were found.
 
     A symmetry is *complete* in this sense: at generic weights near the network's own, every direction in which weights
     can move without changing the outputs to first order, for any of the inputs that were tried, is tangent to a known
@@ -105,7 +105,7 @@ class Completeness:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing stays unexplained, without a doubt."""
+        """True if nothing stays unexplained, without a doubt."""
         return not self.unexplained and not self.doubts
 
     def __repr__(self) -> str:
@@ -138,10 +138,10 @@ def completeness(
 ) -> Completeness:
     """Compare a symmetry with all directions in which the weights of a network move without effect.
 
-    >>> net = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
-    >>> result = completeness(find_symmetry(net, x), net, x)
-    >>> result.found, result.known, result.unexplained
-    (8, 40, 0)
+    >>> net, x = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), torch.randn(5, 3)
+    >>> result = ps.completeness(ps.find_symmetry(net, x), net, x)
+    >>> result.found, result.known, result.unexplained  # of 50 weights, 8 numbers decide what it computes
+    (8, 34, 0)
 
     :param symmetry: what was found for the network.
     :param net: the network, in eval mode and in float64 for this; it isn't changed.
@@ -171,11 +171,11 @@ def completeness(
             "at one layer's sites at a time, e.g. sites=['0.weight', '0.bias']"
         )
     jacobian = Jacobian(symmetry, net, inputs, kwargs or {}, list(dict.fromkeys(chosen)))
-    return _Search(symmetry, jacobian, torch.Generator().manual_seed(seed)).result()
+    return _Search(symmetry, jacobian, torch.Generator("cpu").manual_seed(seed)).result()
 
 
 class _At(NamedTuple):
-    """What there is at one set of weights.
+    """The directions at one set of weights.
 
     :ivar basis: orthonormal columns, family by family: what each adds to those before it.
     """
@@ -193,13 +193,13 @@ class _At(NamedTuple):
 
 
 def _settled(tried: Sequence[_At]) -> bool:
-    """Whether the null space is the smallest at three sets of weights, so that it is none of one set alone."""
+    """True if the null space is the smallest at three sets of weights, so that it is none of one set alone."""
     nulls = [own.null for own in tried]
     return nulls.count(min(nulls)) > 2
 
 
 def _changes(own: Point, spanned: Tensor) -> bool:
-    """Whether orthonormal directions ``(weights, number)`` change the outputs, to first order."""
+    """True if orthonormal directions ``(weights, number)`` change the outputs, to first order."""
     return float((own.sketch @ spanned).norm()) > WRONG * float(own.sketch.norm())
 
 
@@ -221,7 +221,7 @@ class _Search:
     def _at(self, own: Point) -> _At:
         """The null space at one set of weights, from as many rows as it takes."""
         tangents = self._tangents(own)
-        basis = torch.empty(self.jacobian.size, 0, dtype=torch.float64)
+        basis = torch.empty(self.jacobian.size, 0, dtype=torch.float64, device="cpu")
         families = []
         wrong = []
         for (name, layer, acted_on), rows in tangents.items():

@@ -17,6 +17,7 @@ from pyro_symmetric.calls import explaining
 from pyro_symmetric.discovery.invariance import Change, InconclusiveError
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
+from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
 # If others make up for a site's change, at most this share of it is left.
@@ -65,7 +66,7 @@ class JointDensity:
         self.shapes = {site: value.shape for site, value in self.points[0].weights.items()}
 
     def change(self, element: Element) -> Change:
-        """What an element does to the density: the largest change at one of the points."""
+        """The effect of an element on the density: the largest change at one of the points."""
         changes = [self._change(point, element) for point in self.points]
         sites = (site for change in changes if change.broken for site in change.sites)
         size = max(change.size for change in changes)
@@ -115,7 +116,11 @@ class JointDensity:
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
             feasible = name not in weights or _in_support(site["fn"], site["value"])
-            result[name] = _entries(site).double().reshape(-1) if feasible else torch.full((1,), torch.nan).double()
+            result[name] = (
+                _entries(site).double().reshape(-1)
+                if feasible
+                else site["value"].new_full((1,), torch.nan, dtype=torch.float64)
+            )
         return result
 
     def _summed_out(self, conditioned: Callable[[], Any]) -> Tensor:
@@ -157,7 +162,7 @@ class FunctionDensity:
         self.shapes = {site: value.shape[1:] for site, value in draws.items()}
 
     def change(self, element: Element) -> Change:
-        """What an element does to the density; of which sites, a function can't tell."""
+        """The effect of an element on the density; of which sites, a function can't tell."""
         # Running statistics may be missing: the density itself says whether it minds.
         try:
             after = self._values(element.on_sites(self.draws))
@@ -169,7 +174,7 @@ class FunctionDensity:
         return Change(size > self.tolerance, size)
 
     def _values(self, weights: Weights) -> Tensor:
-        return torch.as_tensor(self._log_joint(weights)).detach().double().cpu()
+        return as_tensor(self._log_joint(weights)).detach().double().cpu()
 
 
 def compared(before: dict[str, Tensor], after: dict[str, Tensor], tolerance: float) -> Change:
@@ -199,9 +204,9 @@ def _entries(site: Any) -> Tensor:
     value = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
     for factor in (site["mask"], site["scale"]):
         if factor is not None:
-            factor = torch.as_tensor(factor)
+            factor = as_tensor(factor)
             value = value * (factor.reshape(*factor.shape, *[1] * events) if factor.dim() else factor)
-    return torch.as_tensor(value)
+    return as_tensor(value)
 
 
 def _in_support(fn: Any, value: Tensor) -> bool:

@@ -1,4 +1,4 @@
-r"""What follows for labels if branches of the graph may be exchanged.
+r"""Consequences for labels if branches of the graph may be exchanged.
 
 Branch ``k`` is a unit of its own, :math:`s_k`. Operators and parameters of branches that are alike share the numbers of
 their facts (:meth:`Facts.at`), so that nothing tells branches apart but what tells :math:`s_k` apart; and whatever
@@ -73,7 +73,7 @@ class Exchange:
             self._tie_slot(node, values)
 
     def _tie_slot(self, node: Node, values: Mapping[Node, Any]) -> None:
-        """What a branch takes of a value belongs to the branch."""
+        """Tie the share of a branch in a value to the branch."""
         number, slot = self.takers[node]
         k = slot.takers.index(node)
         value = values[slot.source]
@@ -196,7 +196,7 @@ class Exchange:
     def _told_apart(
         self, join: Node, ends: Sequence[Node], alone: Array, unit: Array, values: Mapping[Node, Any]
     ) -> bool:
-        """Whether labels along the axis of a ``cat`` belong to one branch each."""
+        """True if labels along the axis of a ``cat`` belong to one branch each."""
         result = values[join]
         axis = _cat_axis(join, result.dim)
         part = result.part_on(axis)
@@ -292,13 +292,13 @@ def _places(sets: Sequence[Branches]) -> dict[Node, Node]:
 
 
 def _is_function(child: Array, parent: Array) -> bool:
-    """Whether members have one owner each; those that are one with it aside."""
+    """True if members have one owner each; those that are one with it aside."""
     pairs = np.unique(np.stack([child, parent])[:, child != parent], axis=1)
     return len(np.unique(pairs[0])) == pairs.shape[1]
 
 
 def _apart_or_inside(one: Branches, other: Branches) -> bool:
-    """Whether two sets of branches have nothing in common, or one lies inside one branch of the other."""
+    """True if two sets of branches have nothing in common, or one lies inside one branch of the other."""
     mine, theirs = ([set(sites) for sites in own.sites] for own in (one, other))
     all_mine, all_theirs = set().union(*mine), set().union(*theirs)
     if not all_mine & all_theirs:

@@ -17,7 +17,7 @@ from pyro_symmetric.discovery.structure import Structure
 
 @dataclass(frozen=True)
 class AxisExplanation:
-    """What happens to one axis of one site.
+    """The fate of one axis of one site.
 
     :param site: the parameter or running statistic.
     :param dim: the axis.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,17 @@ find_symmetry follows the operators of one forward pass, so the pass may not dep
 
 
 class UntraceableError(ValueError):
-    """The network can't be traced; the message says why, and what to do instead."""
+    """The network can't be traced; the message says why, and what to do instead.
+
+    >>> class Net(nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x) if x.sum() > 0 else x
+    >>> try:
+    ...     ps.find_symmetry(Net(2, 2), torch.randn(3, 2))
+    ... except ps.UntraceableError:
+    ...     print("what is computed depends on the data")
+    what is computed depends on the data
+    """
 
 
 def exported(net: TensorsOnly) -> ExportedProgram:
@@ -63,10 +74,11 @@ def try_out(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | Non
             net(*args, **(kwargs or {}))
     except Exception as error:
         shapes = [_shape(value) for value in args] + [f"{name}={_shape(v)}" for name, v in (kwargs or {}).items()]
+        # The sentence says where and why: frames of torch's own modules before it would only hide it.
         raise ValueError(
-            f"{type(net).__name__} fails on the example inputs, of shapes [{', '.join(shapes)}]: "
+            f"{type(net).__name__} fails{_place(net, error)} on the example inputs, of shapes [{', '.join(shapes)}]: "
             f"{type(error).__name__}: {error}"
-        ) from error
+        ) from None
 
 
 def site_names(net: nn.Module) -> dict[str, str]:
@@ -79,12 +91,19 @@ def site_names(net: nn.Module) -> dict[str, str]:
 
 
 def has_training_branch(net: nn.Module) -> bool:
-    """Whether some module (PyTorch's own apart, which are known) asks if it is being trained."""
+    """True if some module (PyTorch's own apart, which are known) asks if it is being trained."""
     kinds: set[Any] = {type(module) for module in net.modules()}
     return any("self.training" in _source(kind) for kind in kinds)
 
 
 # small steps ----------------------------------------------------------------------------------------------------------
+
+
+def _place(net: nn.Module, error: Exception) -> str:
+    """The innermost module of the network that an error went through."""
+    names = {id(module): name for name, module in net.named_modules() if name}
+    found = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((f" in {name!r}" for name in reversed(found) if name), "")
 
 
 def _shape(value: Any) -> str:
@@ -100,9 +119,11 @@ def _side_by_side(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 def _quiet() -> Iterator[None]:
     """No fused fast paths (they hide attention from us), no warnings about torch.export's own insides.
 
-    If the pass branches on numbers, torch.export prints the graph so far before it raises.
+    If the pass branches on numbers, or shapes don't fit, torch.export prints the graph, or a traceback, before it
+    raises.
     """
-    with without_fast_attention(), without_warnings(), without_messages("torch.fx.experimental.symbolic_shapes"):
+    talkative = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+    with without_fast_attention(), without_warnings(), without_messages(*talkative):
         yield
 
 

@@ -1,4 +1,4 @@
-"""What the operator rules find out, as plain facts about atoms; :mod:`structure` and :mod:`multipliers` solve them.
+"""Findings of the operator rules, as plain facts about atoms; :mod:`structure` and :mod:`multipliers` solve them.
 
 *Permutations*: two atoms belong to the same unit (:meth:`Facts.unify`); a unit is a member of a larger one, say of a
 head (:meth:`Facts.relate`); units aren't interchangeable (:meth:`Facts.refine`).
@@ -153,13 +153,13 @@ class Facts:
         return self.leaves[site]
 
     def is_sliced(self, atoms: Array) -> bool:
-        """Whether these are labels of slices, as some parameter has them."""
+        """True if these are labels of slices, as some parameter has them."""
         one = atoms.flat[0]
         owned = [leaf for leaf in self.leaves.values() if leaf.slices is not None and leaf.slices.owned]
         return any(a.flat[0] <= one <= a.flat[-1] for leaf in owned for a in leaf.labels if a.ndim > 1 and a.size)
 
     def entangled(self, parts: Iterable[Part]) -> Entangled:
-        """What to raise for labels of slices: it names the sites that they belong to, or all that may be meant."""
+        """The error for labels of slices: it names the sites that they belong to, or all that may be meant."""
         sliced = {site: leaf for site, leaf in self.leaves.items() if leaf.slices is not None and leaf.slices.owned}
         ranges = {site: [(a.min(), a.max()) for a in leaf.labels if a.size] for site, leaf in sliced.items()}
         firsts = [part.atoms.flat[0] for part in parts if part.atoms.size]
@@ -212,11 +212,11 @@ class Facts:
             self.balance([(1.0, atoms)], scale, sign)
 
     def is_still(self, atoms: Array) -> bool:
-        """Whether :meth:`still` was said of this very array."""
+        """True if :meth:`still` was said of this very array."""
         return id(atoms) in self._still
 
     def is_unscaled(self, atoms: Array) -> bool:
-        """Whether :meth:`still` was said of the scales of this very array."""
+        """True if :meth:`still` was said of the scales of this very array."""
         return id(atoms) in self._unscaled
 
     def placed(self, atoms: Array, origin: Array, place: Array) -> None:

@@ -73,7 +73,7 @@ def _biases(group: Group, place: Place) -> list[str]:
 
 
 def _rest(group: Group, place: Place) -> int:
-    """How many entries a unit has at a place."""
+    """The number of entries that a unit has at a place."""
     shape = group.view_shapes[place.site]
     return shape.numel() // shape[place.dim]
 
@@ -81,7 +81,7 @@ def _rest(group: Group, place: Place) -> int:
 def _whole(group: Group) -> list[Place]:
     """Every axis of every site, as one block of units."""
     return [
-        Place(site, dim, torch.arange(length)[None], site in group.buffers)
+        Place(site, dim, torch.arange(length, device="cpu")[None], site in group.buffers)
         for site, shape in group.view_shapes.items()
         for dim, length in enumerate(shape)
     ]
@@ -110,7 +110,7 @@ def _centred(raw: Tensor) -> Tensor:
 
 def _multiple(raw: Tensor) -> Tensor:
     """A multiple of the identity."""
-    return torch.eye(raw.shape[-1], dtype=raw.dtype) * raw[..., :1, :1]
+    return torch.eye(raw.shape[-1], dtype=raw.dtype, device=raw.device) * raw[..., :1, :1]
 
 
 def _mixed(group: Group, fields: Fields, name: str, own: list[Place]) -> Iterator[list[Candidate]]:
@@ -143,7 +143,7 @@ def _mixed(group: Group, fields: Fields, name: str, own: list[Place]) -> Iterato
 
 
 def _unwritten(group: Group, fields: Fields, own: list[Place]) -> Iterator[list[Candidate]]:
-    """What reads normalised units along directions that a narrow map in front of the normalisation never writes."""
+    """Readers of normalised units along directions that a narrow map in front of the normalisation never writes."""
     vectors = _vectors(group, own)
     for writer, place in itertools.permutations(_matrices(group, own), 2):
         written = [writer, *(bias for bias in vectors if _module(bias.site) == _module(writer.site))]
@@ -229,7 +229,7 @@ def _sums(group: Group, fields: Fields, own: list[Place]) -> Iterator[list[Candi
 def _stacked(group: Group, fields: Fields, whole: list[Place]) -> Iterator[list[Candidate]]:
     """A stack of vectors ``(copies, size)``, whose entries weigh units that lie one behind the other elsewhere."""
     stacks = {
-        site: torch.arange(shape.numel()).reshape([n for n in shape if n > 1])
+        site: torch.arange(shape.numel(), device="cpu").reshape([n for n in shape if n > 1])
         for site, shape in group.view_shapes.items()
         if sum(n > 1 for n in shape) == 2 and site not in group.buffers
     }

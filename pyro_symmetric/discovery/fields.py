@@ -93,7 +93,7 @@ class Fields:
         return along
 
     def mixed_offset(self, place: Place, transposed: bool, gauge: Place, offset: Place, bias: str) -> Field:
-        r"""What :meth:`mixed` columns do to an offset of the units, as a change of a bias."""
+        r"""The effect of :meth:`mixed` columns on an offset of the units, as a change of a bias."""
 
         def along(weights: Mapping[str, Tensor], raw: Tensor) -> Weights:
             matrix = self._in_gauge(weights, raw.mT if transposed else raw, gauge)
@@ -178,7 +178,7 @@ class Fields:
         return along
 
     def read(self, place: Place, bias: str) -> Field:
-        """What the readers of constants ``(copies, size)`` make of them, as a change of a bias."""
+        """The effect of the readers on constants ``(copies, size)``, as a change of a bias."""
 
         def along(weights: Mapping[str, Tensor], raw: Tensor) -> Weights:
             taken = self._taken(weights, place)
@@ -195,7 +195,7 @@ class Fields:
         return along
 
     def mean_read(self, place: Place, gauge: Place) -> Field:
-        r"""What readers make of numbers ``(copies, size)``, read from a mean of zero: :math:`W c\, (1/\gamma)^\top`."""
+        r"""Results of readers for numbers ``(copies, size)``, from a mean of zero: :math:`W c\, (1/\gamma)^\top`."""
 
         def along(weights: Mapping[str, Tensor], raw: Tensor) -> Weights:
             read = torch.einsum("ci...,ci->c...", self._taken(weights, place), raw).flatten(1)
@@ -209,7 +209,7 @@ class Fields:
 
         def along(weights: Mapping[str, Tensor], raw: Tensor) -> Weights:
             rest = self._taken(weights, place).shape[2:]
-            ones = torch.ones(place.positions.shape, dtype=raw.dtype)
+            ones = raw.new_ones(place.positions.shape)
             per_unit = ones if gauge is None else 1 / self._taken(weights, gauge)
             moved = torch.einsum("ci,cr->cir", per_unit, raw.reshape(len(ones), -1))
             return self._put(place, moved.reshape(*place.positions.shape, *rest))
@@ -217,10 +217,10 @@ class Fields:
         return along
 
     def summed_offset(self, bias: str, gauge: Place | None = None, offset: Place | None = None) -> Field:
-        """What :meth:`summed` columns read from an offset of the units, or from a sum of one, as a change of a bias."""
+        """The effect of :meth:`summed` columns on an offset of the units, or a sum of one, as a change of a bias."""
 
         def along(weights: Mapping[str, Tensor], raw: Tensor) -> Weights:
-            own = torch.ones(len(raw), dtype=raw.dtype)
+            own = raw.new_ones(len(raw))
             if offset is not None:
                 beta = self._taken(weights, offset)
                 own = (beta if gauge is None else beta / self._taken(weights, gauge)).sum(1)

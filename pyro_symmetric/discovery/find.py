@@ -60,8 +60,9 @@ def find_symmetry(
     """The symmetries of a network's weights: which permutations, scalings, signs and shifts leave its function alone.
 
     >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> find_symmetry(net, torch.randn(4, 3)).permutations.factors
-    {'0': 8}
+    >>> symmetry = ps.find_symmetry(net, torch.randn(4, 3))
+    >>> symmetry.permutations.factors, symmetry.scalings.factors
+    ({'0': 8}, {'0': 8})
 
     The function is that from the tensors among the inputs to the tensors among the outputs, inside whatever holds them
     (caches of language models apart). If the network draws random numbers, they count as given: units that meet one
@@ -125,7 +126,7 @@ def _found(
     logits: bool,
     strict: bool,
 ) -> Symmetry:
-    """What labels show; branches aren't exchanged if that moves nothing, or costs multipliers of units inside them."""
+    """The symmetry that labels show; branches stay if exchanging them moves nothing, or costs multipliers inside."""
     apart: set[str] = set()
     while True:
         facts, _, stacks = walked(traces, {*held, *apart})
@@ -253,5 +254,8 @@ def _shift(site: str, shape: torch.Size) -> Units:
     """One constant, added to all entries along the last axis of a site."""
     dim = len(shape) - 1
     return Units(
-        f"shift of {site}", 1, (Axis(site, dim, torch.arange(shape[dim])[:, None]),), moves=frozenset({"shift"})
+        f"shift of {site}",
+        1,
+        (Axis(site, dim, torch.arange(shape[dim], device="cpu")[:, None]),),
+        moves=frozenset({"shift"}),
     )

@@ -24,11 +24,21 @@ DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": 
 
 
 class InconclusiveError(ValueError):
-    """Nothing can be told about an invariance: the function isn't one of the weights alone, or can't be evaluated."""
+    """Nothing can be told about an invariance: the function isn't one of the weights alone, or can't be evaluated.
+
+    >>> def model():
+    ...     w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    ...     pyro.sample("y", dist.Normal(w.sum() + torch.randn(()), 1.0), obs=torch.tensor(0.0))
+    >>> try:
+    ...     ps.verify_model(ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)}), model)
+    ... except ps.InconclusiveError:
+    ...     print("the density changes by itself")
+    the density changes by itself
+    """
 
 
 class Change(NamedTuple):
-    """What an element does to a function.
+    """The effect of an element on a function.
 
     :param broken: whether the change is larger than rounding explains.
     :param size: the change; infinite outside of a support.
@@ -49,10 +59,10 @@ class FunctionOfWeights(Protocol):
 
     @property
     def unit(self) -> str:
-        """What its changes are measured in, in words."""
+        """The unit of its changes, in words."""
 
     def change(self, element: Element) -> Change:
-        """What an element does to the function."""
+        """The effect of an element on the function."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class BrokenMove:
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether a function is invariant under a group; true if it is.
+    """The result of a check that a function is invariant under a group; true if it is.
 
     :param function: the function in words.
     :param broken: the moves that change it.
@@ -198,7 +208,7 @@ def guilty(parts: Sequence[Part], fails: Callable[[Sequence[Part]], bool]) -> li
 
 def _permutations(units: Units) -> Tensor:
     """A cycle in every copy; an exchange in every second: ``(2,) + units.shape``."""
-    own = torch.arange(units.size).repeat(2, units.copies, 1)
+    own = torch.arange(units.size, device="cpu").repeat(2, units.copies, 1)
     own[0] = own[0].roll(1, -1)
     own[1, ::2, :2] = own[1, ::2, :2].flip(-1)
     return own.reshape(2, *units.shape)
@@ -206,7 +216,7 @@ def _permutations(units: Units) -> Tensor:
 
 def _flips(units: Units) -> Tensor:
     """The flip of the first unit of every second copy; those of all: ``(2,) + units.shape``."""
-    own = torch.ones(2, units.copies, units.size)
+    own = torch.ones(2, units.copies, units.size, device="cpu")
     own[0, ::2, 0] = -1.0
     own[1] = -1.0
     return own.reshape(2, *units.shape)

@@ -24,7 +24,7 @@ from pyro_symmetric.weights import Weights
 
 ROWS = 256  # rows of the Jacobian that are computed at once
 PICKED = 16  # of the outputs for one draw of the inputs: other draws tell more than other outputs
-SIZES = torch.tensor([1.0, 3.0, 10.0, 0.1], dtype=torch.float64)  # of random inputs, in turn
+SIZES = torch.tensor([1.0, 3.0, 10.0, 0.1], dtype=torch.float64, device="cpu")  # of random inputs, in turn
 CENTRED = 0.9  # the part of their mean that centred rows lose; without any, offsets that all units share are unread
 SPREAD = 0.3  # of weights around the network's own, relative to their standard deviation
 
@@ -85,7 +85,7 @@ class Jacobian:
 
     @staticmethod
     def _near(value: Tensor, positive: bool, generator: torch.Generator) -> Tensor:
-        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu")
         if positive and bool((value >= 0).all()) and bool(value.any()):  # a variance
             return value * (SPREAD * noise).exp()
         spread = float(value.std(correction=0)) if value.numel() else 0.0
@@ -116,7 +116,7 @@ class Jacobian:
         picked = min(outputs, PICKED)
         draws = ROWS // max(1, picked)
         drawn = [_like(leaf, draws, generator) for leaf in leaves]
-        pick = torch.rand(draws, outputs, generator=generator).argsort(-1)[:, :picked].to(self.device)
+        pick = torch.rand(draws, outputs, generator=generator, device="cpu").argsort(-1)[:, :picked].to(self.device)
         where = [0, *(None if new is None else 0 for new in drawn)]
         given = [pick, *(own if new is None else new for own, new in zip(leaves, drawn, strict=True))]
 
@@ -208,14 +208,14 @@ def _like(value: Any, draws: int, generator: torch.Generator) -> Tensor | None:
     shape = (draws, *value.shape)
     if _is_number(value):
         dtype = torch.complex128 if value.is_complex() else torch.float64
-        noise = torch.randn(shape, generator=generator, dtype=dtype)
-        sizes = SIZES[torch.arange(draws) % len(SIZES)]
+        noise = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
+        sizes = SIZES[torch.arange(draws, device="cpu") % len(SIZES)]
         return (noise * sizes.reshape(-1, *(1 for _ in value.shape))).to(value.device)
     occurring = value.unique().cpu()
     if set(occurring.tolist()) <= {0, 1}:
         return None
     low, high = int(occurring[0]), int(occurring[-1])
-    return torch.randint(low, high + 1, shape, generator=generator, dtype=value.dtype).to(value.device)
+    return torch.randint(low, high + 1, shape, generator=generator, dtype=value.dtype, device="cpu").to(value.device)
 
 
 def _all_at_once(function: Any, flat: Tensor, given: Sequence[Any], where: Sequence[int | None], draws: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What discovery knows about a tensor: which of its entries belong to which unit.
+"""Labels of a tensor: which of its entries belong to which unit.
 
 A network's symmetry moves *units*: channels, features, heads. While the traced graph is walked, every tensor carries a
 :class:`Value` that says, for each entry, whose it is. Labels are integers, *atoms*, laid out like the data, so that
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What is known about a tensor.
+    """All that is known about a tensor.
 
     Along an axis, entries either belong to labelled units (the axis lies in one of ``parts``), or differ in a way that
     no symmetry touches (the axis is ``fixed``: batch, time, pixels, classes), or are all equal (neither).
@@ -90,7 +90,7 @@ class Value:
 
     @property
     def overlaps(self) -> bool:
-        """Whether some axis lies in several parts."""
+        """True if some axis lies in several parts."""
         axes = [axis for part in self.parts for axis in part.axes]
         return len(set(axes)) < len(axes)
 

@@ -43,7 +43,7 @@ def broken_mixes(group: Group, outputs: Outputs, names: Sequence[str]) -> dict[s
 
 
 def _may_mix(group: Group, name: str) -> bool:
-    """Whether all that lies along some units is rows of matrices, biases, and columns of what reads them."""
+    """True if all that lies along some units is rows of matrices, biases, and columns of what reads them."""
     one = group[name]
     if one.size < 2 or not {"permute", "flip", "scale"} <= one.moves or group.children(name):
         return False

@@ -51,12 +51,14 @@ def verify_model(
     ...         locs = pyro.sample("locs", dist.Normal(0.0, 5.0))
     ...         scales = pyro.sample("scales", dist.LogNormal(0.0, 1.0))
     ...     with pyro.plate("data", len(data)):
-    ...         pyro.sample("x", dist.MixtureSameFamily(uniform, dist.Normal(locs, scales)), obs=data)
-    >>> group = Group.declare({"locs": ("k",)}, {"locs": torch.zeros(3), "scales": torch.zeros(3)})
-    >>> print(verify_model(group, model, data))
-    the model's log-density: not invariant under the units ['k']
-    units 'k': a change of 7.3 nats when they are permuted; what changes is the density of 'x'. It would hold with
-    axis 0 of 'scales'
+    ...         components = dist.Normal(locs, scales)
+    ...         pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(torch.ones(3)), components), obs=data)
+    >>> data, shapes = torch.randn(5), {"locs": torch.zeros(3), "scales": torch.zeros(3)}
+    >>> bool(ps.verify_model(ps.Group.declare({"locs": ("k",), "scales": ("k",)}, shapes), model, data))
+    True
+    >>> result = ps.verify_model(ps.Group.declare({"locs": ("k",)}, shapes), model, data)
+    >>> bool(result), "axis 0 of 'scales'" in str(result)  # it says what the declaration lacks
+    (False, True)
 
     :param group: what was declared, or a symmetry; its permutations and signs count.
     :param model: any Pyro model; ``args`` and ``kwargs`` are what it is called with, data included. (If its own
@@ -77,11 +79,17 @@ def verify_model(
 def check_priors(symmetry: Any, priors: Any, *args: Any, **kwargs: Any) -> Verification:
     """Compare the density of a prior before and after elements of a group, site by site.
 
-    >>> symmetry = find_symmetry(net, x).prefixed("net")  # the model holds the network as its attribute ``net``
-    >>> print(check_priors(symmetry, model, x, y))
+    >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
+    >>> priors = {name: dist.Normal(torch.zeros(p.shape), 1.0).to_event() for name, p in net.named_parameters()}
+    >>> bool(ps.check_priors(ps.find_symmetry(net, x), priors))
+    True
+    >>> priors["0.bias"] = dist.Normal(torch.arange(4.0), 1.0).to_event()
+    >>> bool(ps.check_priors(ps.find_symmetry(net, x), priors))
+    False
 
     Priors that aren't even in the units break their flips, which is common and harmless if guides are averaged over
-    permutations alone: check ``symmetry.permutations`` then.
+    permutations alone: check ``symmetry.permutations`` then. If a model holds the network as its attribute ``net``,
+    give ``symmetry.prefixed("net")``, whose sites have the model's names.
 
     :param symmetry: a symmetry or a group; its permutations and signs count.
     :param priors: site -> distribution whose event dimensions are the site's; a :class:`BayesianModel`; or any other
@@ -145,7 +153,7 @@ def _with_hint(broken: BrokenMove, group: Group, density: JointDensity | Functio
         for dim, length in enumerate(shape)
         if length == units.count and (site, dim) not in declared
     ]
-    index = torch.arange(units.count)[None]
+    index = torch.arange(units.count, device="cpu")[None]
     for less, more in itertools.islice(_alternatives(declared, free), MOST_REPAIRS):
         kept_axes = tuple(axis for axis in units.axes if (axis.site, axis.dim) not in less)
         other = replace(units, axes=(*kept_axes, *(Axis(site, dim, index, 1) for site, dim in more)))

@@ -177,7 +177,7 @@ def _solve(members: Array, rows: Array, entries: _Entries, signs: bool) -> list[
 
 
 def _is_idle(axes: Sequence[Axis], shapes: Mapping[str, torch.Size], signs: bool) -> bool:
-    """Whether multipliers cancel within every site: all of one axis times, all of another axis divided by the same."""
+    """True if multipliers cancel within every site: all of one axis times, all of another axis divided by the same."""
     total: dict[str, int] = {}
     for axis in axes:
         if axis.index.shape[1] > 1 or axis.index.shape[0] < axis.length(shapes):
@@ -255,9 +255,11 @@ def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
                 for row in map(tuple, axis.index.tolist()):
                     total[row] = total.get(row, 0) + axis.exponent
             blocks = {exponent: [row for row in total if total[row] == exponent] for exponent in total.values()}
-            if torch.tensor(list(total)).unique().numel() < len(total) * own[0].index.shape[1]:
+            if torch.tensor(list(total), device="cpu").unique().numel() < len(total) * own[0].index.shape[1]:
                 return ()
-            own = [replace(own[0], index=torch.tensor(rows), exponent=n) for n, rows in blocks.items() if n]
+            own = [
+                replace(own[0], index=torch.tensor(rows, device="cpu"), exponent=n) for n, rows in blocks.items() if n
+            ]
         merged += own
     return tuple(merged)
 

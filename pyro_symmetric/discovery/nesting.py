@@ -1,4 +1,4 @@
-"""How cells of interchangeable units lie inside one another: the second half of :mod:`structure`.
+"""Nesting of cells of interchangeable units inside one another: the second half of :mod:`structure`.
 
 A membership says of each unit of one cell which unit of another it is part of. Cells whose units belong together one to
 one are one cell. Owners of owners are owners. Two owners of the same units are compared: either one determines the

@@ -134,7 +134,7 @@ def _number(node: torch.fx.Node, args: Any, labeller: Labeller) -> Any:
 
 
 def _takes_open_size(node: torch.fx.Node, call: Call) -> bool:
-    """Whether an operator reads a number that depends on the data, and does more than make a tensor of that size."""
+    """True if an operator reads a number that depends on the data, and does more than make a tensor of that size."""
     if not any(is_open(n.meta.get("val")) for n in node.all_input_nodes):
         return False
     if call.name in ("split_with_sizes", "unsafe_split_with_sizes"):

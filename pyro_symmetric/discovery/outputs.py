@@ -106,7 +106,7 @@ class Outputs:
         self.tolerance = TOLERANCE if dtype == torch.float64 else self.rounding()
 
     def change(self, element: Element) -> Change:
-        """What an element does to the outputs in either mode."""
+        """The effect of an element on the outputs in either mode."""
         error = max(self.errors(element))
         return Change(not error < self.tolerance, error)
 
@@ -195,7 +195,7 @@ class Outputs:
 
 
 def _differs_in_training(net: nn.Module) -> bool:
-    """Whether training does something else than eval mode, dropout apart."""
+    """True if training does something else than eval mode, dropout apart."""
     return has_training_branch(net) or any(isinstance(module, _NormBase) for module in net.modules())
 
 

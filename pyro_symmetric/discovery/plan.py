@@ -69,7 +69,7 @@ def stacked(facts: Facts) -> dict[str, Slices | None]:
 
 
 def _may_be_a_stack(leaf: Leaf) -> bool:
-    """Whether a parameter has three axes; embeddings of places have one of length one in front."""
+    """True if a parameter has three axes; embeddings of places have one of length one in front."""
     return len(leaf.shape) > 2 and leaf.shape[0] > 1
 
 

@@ -1,4 +1,4 @@
-"""What all operators do to labels: make values, pin them, tie parts of them to larger and to joint units.
+"""Steps that all operators take with labels: make values, pin them, tie parts of them to larger and to joint units.
 
 Each step records the facts under which an operation commutes with the symmetry. Whatever isn't understood is pinned,
 never freed.

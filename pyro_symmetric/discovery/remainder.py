@@ -106,8 +106,10 @@ def _smallest(triangle: Tensor, largest: float, block: int) -> tuple[Tensor, Ten
     tiny = 1e-15 * largest
     triangle = triangle.clone()
     triangle.diagonal().copy_(torch.where(diagonal.abs() < tiny, torch.full_like(diagonal, tiny), diagonal))
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(size, min(block, size), generator=generator, dtype=triangle.dtype).to(triangle.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    vectors = torch.randn(size, min(block, size), generator=generator, dtype=triangle.dtype, device="cpu").to(
+        triangle.device
+    )
     for _ in range(ROUNDS):
         vectors = torch.linalg.qr(vectors).Q
         vectors = torch.linalg.qr(torch.linalg.solve_triangular(triangle.T, vectors, upper=False)).Q

@@ -38,7 +38,7 @@ FIRST = 26  # the number of the first stand-in among all primes: 101
 
 
 def is_open(value: Any) -> bool:
-    """Whether a number is known only when data flows."""
+    """True if a number is known only when data flows."""
     return isinstance(value, torch.SymInt | torch.SymFloat) and bool(_symbols(value))
 
 

@@ -21,7 +21,7 @@ from pyro_symmetric.groups import Axis
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """How a parameter is cut.
+    """The cuts of a parameter.
 
     :param axis: the axis that is cut.
     :param of: for each position along it, the number of its slice, ascending.
@@ -51,7 +51,7 @@ class Slices:
 
     @property
     def single(self) -> bool:
-        """Whether each slice is one position."""
+        """True if each slice is one position."""
         return self.count == len(self.of)
 
     def part(self, dim: int, labels: Array) -> Part:
@@ -78,7 +78,7 @@ class Run:
         return dict(zip(self.dims, each, strict=True))
 
     def stride(self, dim: int) -> int:
-        """How far apart neighbours along an axis are."""
+        """The distance between neighbours along an axis."""
         return math.prod(self.lengths[dim - self.dims[0] + 1 :])
 
 

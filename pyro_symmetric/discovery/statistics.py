@@ -33,7 +33,7 @@ PRODUCTS = {"mv", "dot", "vdot", "matmul", "mm", "addmv", "linear"}
 
 
 class Found(NamedTuple):
-    """How a buffer is used that may be a statistic.
+    """The use of a buffer that may be a statistic.
 
     :param divides: whether something is divided by it, or by a function of it.
     """
@@ -63,7 +63,7 @@ def statistics(nodes: Iterable[Node], buffers: Mapping[Node, str], parameters: I
 
 
 def _use(buffer: Node, statistics: set[Node], learned: set[Node], data: set[Node]) -> Found | None:
-    """How a buffer is used; None if it isn't a statistic."""
+    """The use of a buffer; None if it isn't a statistic."""
     uses: set[Use] = set()
     divides = False
     waiting, seen = [buffer], {buffer}
@@ -92,7 +92,7 @@ def _use(buffer: Node, statistics: set[Node], learned: set[Node], data: set[Node
 
 
 def _is_made_of(node: Node, statistics: set[Node]) -> bool:
-    """Whether a value is a function of the entries of statistics, and of nothing else."""
+    """True if a value is a function of the entries of statistics, and of nothing else."""
     if node.op == "placeholder":
         return node in statistics
     plain = node.op == "call_function" and _name(node) in (SHAPES | ENTRYWISE) and bool(node.all_input_nodes)
@@ -100,7 +100,7 @@ def _is_made_of(node: Node, statistics: set[Node]) -> bool:
 
 
 def _is_running(user: Node, node: Node) -> bool:
-    """Whether an operator takes a value as a running mean or variance, and as nothing else."""
+    """True if an operator takes a value as a running mean or variance, and as nothing else."""
     schema = getattr(user.target, "_schema", None)
     if schema is None:
         return False
@@ -109,7 +109,7 @@ def _is_running(user: Node, node: Node) -> bool:
 
 
 def _is_row(node: Node) -> bool:
-    """Whether a node's value holds real numbers along one axis; all others are of length one."""
+    """True if a node's value holds real numbers along one axis; all others are of length one."""
     value: Any = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.dim():
         return False

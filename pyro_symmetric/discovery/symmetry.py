@@ -25,7 +25,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Symmetry:
-    """What leaves a network's function unchanged: what :func:`~pyro_symmetric.find_symmetry` returns.
+    """Moves that leave a network's function unchanged, as :func:`~pyro_symmetric.find_symmetry` returns them.
+
+    >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3)
+    >>> symmetry = ps.find_symmetry(net, x)
+    >>> isinstance(symmetry, ps.Symmetry), symmetry.finite.order(), symmetry.scalings.factors
+    (True, 24, {'0': 4})
+    >>> moved = symmetry.act(symmetry.sample(), net)
+    >>> torch.allclose(moved(x), net(x), atol=1e-4)
+    True
 
     :param group: units with all that they may do.
     :param explanation: for every axis of every parameter, what moves it or why it stays.
@@ -118,6 +126,7 @@ class Symmetry:
         """A batch of independent elements: permutations and signs uniform, log-scales and shifts normal.
 
         :param spread: standard deviation of log-scales and shifts.
+        :param device: where they are drawn, by default on the CPU; they move weights on any.
         """
         return self.group.sample(shape, spread, device)
 
@@ -160,7 +169,7 @@ class Symmetry:
     # parts of it, under other names ---------------------------------------------------------------------------------
 
     def holding(self, net: nn.Module | Mapping[str, Tensor]) -> Symmetry:
-        """What is left of the symmetry if running statistics stay as they are: for weights that hold parameters alone.
+        """The part of the symmetry that keeps running statistics as they are: for weights that hold parameters alone.
 
         A posterior over parameters alone, of a network with batch normalisation in eval mode, has these symmetries and
         no more: units whose running statistics differ aren't interchangeable, and can't be rescaled in front of the
@@ -221,7 +230,7 @@ class Symmetry:
 
 @functools.singledispatch
 def acted_on(target: Any, element: Element, symmetry: Symmetry) -> Any:
-    """What :meth:`Symmetry.act` does for one kind of target; higher floors register kinds of their own."""
+    """The implementation of :meth:`Symmetry.act` for one kind of target; higher floors register kinds of their own."""
     raise TypeError(
         f"target is a {type(target).__name__}; elements act on a module, on a dict of weights, on a Posterior, or on a "
         "Gaussian guide"
@@ -271,7 +280,7 @@ def copied(net: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 class _Detached(TorchFunctionMode):
-    """What a tensor was computed from isn't copied with it: PyTorch would refuse."""
+    """Copies without what a tensor was computed from, which PyTorch refuses to copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
@@ -302,12 +311,12 @@ def in_precision(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _leaves(group: Group, name: str, move: str, held: Mapping[str, Tensor]) -> bool:
-    """Whether one move of some units leaves all buffers as they are."""
+    """True if one move of some units leaves all buffers as they are."""
     one = group[name]
     if move == "permute":
         elements = group.generators(name)
     else:
-        each = torch.eye(one.count, dtype=torch.float64).reshape(one.count, *one.shape)
+        each = torch.eye(one.count, dtype=torch.float64, device="cpu").reshape(one.count, *one.shape)
         signs, log_scales = ({name: 1 - 2 * each}, None) if move == "flip" else (None, {name: each})
         elements = group.element(signs=signs, log_scales=log_scales)
     buffers = {a.site: held[a.site].detach().double() for a in one.axes if a.site in group.buffers}

@@ -39,7 +39,7 @@ def point(jacobian: Jacobian, number: int, generator: torch.Generator, centred: 
     """
     weights = jacobian.draw(generator, centred)
     rows = jacobian.rows(weights, number, generator)
-    mixed = torch.randn(SKETCH, len(rows), generator=generator, dtype=torch.float64) / len(rows) ** 0.5
+    mixed = torch.randn(SKETCH, len(rows), generator=generator, dtype=torch.float64, device="cpu") / len(rows) ** 0.5
     return Point(weights, rows, (mixed.to(rows.device) @ rows).cpu())
 
 
@@ -55,7 +55,7 @@ def found_tangents(group: Group, jacobian: Jacobian, weights: Weights) -> Iterat
 def _moved(group: Group, name: str, move: Move, weights: Weights) -> Weights:
     """For each unit, how all sites move as its log-scale or its shift begins to grow."""
     one = group[name]
-    each = torch.eye(one.count, dtype=torch.float64).reshape(one.count, *one.shape)
+    each = torch.eye(one.count, dtype=torch.float64, device="cpu").reshape(one.count, *one.shape)
     element = group.element(log_scales={name: each}) if move == "scale" else group.element(shifts={name: each})
     moved = {}
     for site in dict.fromkeys(axis.site for axis in one.axes):
@@ -82,10 +82,12 @@ class Confirmed(NamedTuple):
 
         def tangent(raw: Tensor) -> Tensor:
             raw = self.candidate.project(raw)
-            return sum((c * jacobian.flat(f(weights, raw)) for c, f in kept), torch.zeros(jacobian.size).double())
+            return sum(
+                (c * jacobian.flat(f(weights, raw)) for c, f in kept), torch.zeros(jacobian.size, device="cpu").double()
+            )
 
         number = min(self.candidate.dimension, jacobian.size)
-        raws = torch.randn(number, *self.candidate.shape, generator=generator, dtype=torch.float64)
+        raws = torch.randn(number, *self.candidate.shape, generator=generator, dtype=torch.float64, device="cpu")
         return vmap(tangent, chunk_size=max(1, BASIS // jacobian.size))(raws)
 
 
@@ -110,7 +112,9 @@ def _coefficients(
     rows, sides, sizes = [], [], []
     for point in points:
         for _ in range(TRIALS):
-            raw = candidate.project(torch.randn(candidate.shape, generator=generator, dtype=torch.float64))
+            raw = candidate.project(
+                torch.randn(candidate.shape, generator=generator, dtype=torch.float64, device="cpu")
+            )
             main, *helpers = (_flat(f, jacobian, point.weights, raw) for f in (candidate.main, *candidate.helpers))
             if not bool(main.any()):
                 return None
@@ -126,6 +130,6 @@ def _coefficients(
 
 
 def _flat(along: Field, jacobian: Jacobian, weights: Weights, raw: Tensor) -> Tensor:
-    """How a field moves the weights; not at all, if it moves something that doesn't count as one."""
+    """The change of the weights along a field; none, if it moves something that doesn't count as a weight."""
     moved = along(weights, raw)
     return jacobian.flat(moved if moved.keys() <= jacobian.shapes.keys() else {})

@@ -34,7 +34,7 @@ class TensorsOnly(nn.Module):
         self.tensors = tensors_in(self.given)
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        """What the network returns for its example with these tensors in place of the example's."""
+        """The outputs of the network for its example with these tensors in place of the example's."""
         args, kwargs = _replaced(self.given, dict(zip(map(id, self.tensors), tensors, strict=True)))
         return list(outputs_in(self.net(*args, **kwargs)))
 

@@ -33,7 +33,17 @@ from pyro_symmetric.generators import own_generators, repeated
 
 
 class UnknownOperator(UserWarning):
-    """An operator without a rule was met; what reaches it was left out of the group."""
+    """An operator without a rule was met; what reaches it was left out of the group.
+
+    >>> import warnings
+    >>> class Net(nn.Sequential):
+    ...     def forward(self, x):
+    ...         return self[1](torch.linalg.pinv(self[0](x)).mT)
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     symmetry = ps.find_symmetry(Net(nn.Linear(2, 4), nn.Linear(4, 1)), torch.randn(3, 2))
+    >>> any(warning.category is ps.UnknownOperator for warning in caught), symmetry.group.factors
+    (True, {})
+    """
 
 
 class Trace:
@@ -161,7 +171,7 @@ class Trace:
         return {self._sites[spec.target]} if spec is not None and spec.kind == InputKind.PARAMETER else set()
 
     def _circumstances(self, node: torch.fx.Node) -> str:
-        """What else meets the units there, in words that a network's author knows."""
+        """The values that meet the units there besides, in words that a network's author knows."""
         name = self._noise.get(node) or next((self._noise[n] for n in node.all_input_nodes if n in self._noise), None)
         if name:
             return f", where each unit meets a random number of its own ({name}): a symmetry in law at most"

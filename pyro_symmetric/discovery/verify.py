@@ -22,11 +22,34 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 
 
 class BrokenSymmetry(UserWarning):
-    """A move of some units that discovery had proposed failed verification, and was left out."""
+    """A move of some units that discovery had proposed failed verification, and was left out.
+
+    >>> import warnings
+    >>> class Net(nn.Sequential):
+    ...     def forward(self, x):  # another function if it is traced
+    ...         hidden = self[0](x)
+    ...         return self[1](hidden if torch.compiler.is_exporting() else hidden.cumsum(-1))
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     symmetry = ps.find_symmetry(Net(nn.Linear(2, 4), nn.Linear(4, 1)), torch.randn(3, 2))
+    >>> any(warning.category is ps.BrokenSymmetry for warning in caught), symmetry.group.factors
+    (True, {})
+    """
 
 
 class UnverifiedSymmetry(UserWarning):
-    """Something about the symmetry couldn't be checked; the message says what."""
+    """Something about the symmetry couldn't be checked; the message says what.
+
+    >>> import warnings
+    >>> class Net(nn.Linear):
+    ...     calls = 0
+    ...     def forward(self, x):  # another function at each call
+    ...         self.calls += 1
+    ...         return super().forward(x) * self.calls
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     symmetry = ps.find_symmetry(Net(2, 2), torch.randn(3, 2))
+    >>> any(warning.category is ps.UnverifiedSymmetry for warning in caught)
+    True
+    """
 
 
 def verify(
@@ -40,7 +63,13 @@ def verify(
 ) -> Verification:
     """Compare outputs before and after random elements of the whole group.
 
-    >>> assert verify(symmetry, net, x)
+    >>> net, x = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 3)
+    >>> symmetry = ps.find_symmetry(net, x)
+    >>> bool(ps.verify(symmetry, net, x))
+    True
+    >>> other = nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2))
+    >>> bool(ps.verify(symmetry, other, x))  # softplus(c z) isn't c softplus(z)
+    False
 
     Both sides draw the same random numbers, from the generators of PyTorch, NumPy and Python. Masks of dropout, and
     the noise of train mode, count as their means.

@@ -318,7 +318,7 @@ def _moved(values: Tensor, index: Tensor, drawn: Drawn, flips: bool) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _listed(n: int, permuted: bool, flipped: bool, device: torch.device) -> tuple[int, Tensor]:
-    """How many of ``n`` places are filled at once, and all ways to do so: candidates left, ``(listed, places)``."""
+    """The number of places filled at once, of ``n``, and all ways to do so: candidates left, ``(listed, places)``."""
 
     def ways(count: int) -> int:
         return (math.factorial(count) if permuted else 1) * (2**count if flipped else 1)

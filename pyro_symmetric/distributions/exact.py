@@ -61,6 +61,13 @@ class ExactOrbit(OrbitEstimator):
 
     Value and gradient have no chance in them: the gradient is that of :math:`\log \bar q`.
 
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(2)})
+    >>> base = dist.Normal(torch.tensor([-3.0, 3.0]), 1.0).to_event(1)
+    >>> orbit = ps.Symmetrized(base, ps.Action(group, ["w"]), ps.ExactOrbit())
+    >>> w = torch.tensor([-3.0, 3.0])
+    >>> round(float(base.log_prob(w) - orbit.log_prob(w)), 3)  # log 2!
+    0.693
+
     :param limit: the largest number of elements to enumerate.
     """
 

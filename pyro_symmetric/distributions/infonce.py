@@ -31,6 +31,13 @@ class InfoNCE(OrbitEstimator):
     Reference: Gelberg et al. 2024, "Variational Inference Failures Under Model Symmetries" (arXiv 2408.05496),
     Theorem 4.3, whose ``K`` counts the identity.
 
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(10)})
+    >>> base = dist.Normal(10 * torch.arange(10.0), 1.0).to_event(1)
+    >>> orbit = ps.Symmetrized(base, ps.Action(group, ["w"]), ps.InfoNCE(15))
+    >>> w = base.sample()
+    >>> round(float(base.log_prob(w) - orbit.log_prob(w)), 2)  # log 16, of the log 10! = 15.1 that there are
+    2.77
+
     :param K: number of elements beside the identity; 0 gives ``log q`` itself.
     """
 

@@ -99,7 +99,7 @@ class OrbitEstimator(ABC):
 
     @property
     def knows_elsewhere(self) -> bool:
-        """Whether :meth:`log_prob_elsewhere` is there."""
+        """True if :meth:`log_prob_elsewhere` is there."""
         return self.bound == "exact" or type(self).log_prob_elsewhere is not OrbitEstimator.log_prob_elsewhere
 
     @classmethod

@@ -223,8 +223,10 @@ def _expectation(units: UnitDensities, name: str, expected: Mapping[str, Expecte
     if one.is_permuted:
         matrix = doubly_stochastic(blocks(densities.total, copies))
     else:
-        matrix = torch.eye(n).to(densities.even).expand(*densities.even.shape[:2], copies, copies, n, n)
+        matrix = torch.eye(n, dtype=densities.even.dtype, device=densities.even.device).expand(
+            *densities.even.shape[:2], copies, copies, n, n
+        )
     parent = one.units.parent
-    around = torch.eye(copies).to(matrix) if parent is None else expected[parent].matrix
+    around = torch.eye(copies, dtype=matrix.dtype, device=matrix.device) if parent is None else expected[parent].matrix
     matrix = (matrix * around[..., None, None]).transpose(-2, -3).flatten(-2).flatten(-3, -2)
     return Expected(matrix, None if densities.odd is None else densities.odd.tanh())

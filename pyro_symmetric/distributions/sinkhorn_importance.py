@@ -96,6 +96,13 @@ class SinkhornImportance(OrbitEstimator):
 
     Reference: the bound, Sobolev & Vetrov 2019 (arXiv 1905.03290); the scaling, Sinkhorn & Knopp 1967.
 
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(10)})
+    >>> base = dist.Normal(10 * torch.arange(10.0), 1.0).to_event(1)
+    >>> orbit = ps.Symmetrized(base, ps.Action(group, ["w"]), ps.SinkhornImportance(4))
+    >>> w = base.sample()
+    >>> round(float(base.log_prob(w) - orbit.log_prob(w)), 2)  # log 10!
+    15.1
+
     :param K: number of proposals, at least 1.
     """
 

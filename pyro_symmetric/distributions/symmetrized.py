@@ -36,6 +36,13 @@ class Symmetrized(TorchDistribution):
     sees no model, so check yours by ``ps.verify_model(group, model, *args)``;
     :class:`~pyro_symmetric.guides.AutoSymmetrized` and :func:`~pyro_symmetric.guides.evidence` do so.
 
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+    >>> base = dist.Normal(torch.tensor([-5.0, 0.0, 5.0]), 1.0).to_event(1)
+    >>> orbit = ps.Symmetrized(base, ps.Action(group, ["w"]), ps.ExactOrbit())
+    >>> w = torch.tensor([-5.0, 0.0, 5.0])
+    >>> torch.allclose(orbit.log_prob(w), orbit.log_prob(w.flip(0)))
+    True
+
     :param base_distribution: over vectors of event shape ``(D,)``.
     :param action: the group's action on those vectors, e.g. ``ps.Action(group, sites)``; the average is over its
         permutations and signs.
@@ -91,6 +98,7 @@ class Symmetrized(TorchDistribution):
 
     @property
     def has_rsample(self) -> bool:  # type: ignore[override]
+        """True if draws of the base are reparametrised."""
         return self.base_distribution.has_rsample
 
     def expand(self, batch_shape: Sequence[int], _instance: Symmetrized | None = None) -> Symmetrized:

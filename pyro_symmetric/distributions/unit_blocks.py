@@ -138,7 +138,7 @@ class UnitBlocks(TorchDistribution):
         return whole.expand(self.batch_shape + self.event_shape)
 
     def are_independent(self, units: Tensor) -> bool:
-        """Whether units, whose positions are the rows of ``units`` ``(n, d)``, share no block with anything else."""
+        """True if units, whose positions are the rows of ``units`` ``(n, d)``, share no block with anything else."""
         owner = torch.full((len(self.loc),), -1, device=self.loc.device)
         owner[units] = torch.arange(len(units), device=self.loc.device).unsqueeze(-1)
         return all(bool((owner[index] == owner[index[:, :1]]).all()) for index in self.positions)

@@ -36,6 +36,7 @@ from pyro_symmetric.distributions.permanent import log_permanent
 from pyro_symmetric.distributions.placements import Placements
 from pyro_symmetric.distributions.unit_sets import UnitAxis, unit_sets
 from pyro_symmetric.groups.group import Group
+from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
 # Entries of a matrix further than this below the best of their row are never drawn.
@@ -213,7 +214,7 @@ class ExactUnitDensities(UnitDensities):
             if own.units.parent is None:
                 whole = own_blocks(self.densities(name, Placements()).total, own.units.copies)
                 total = total + (self.log_sum(whole) if own.is_permuted else trace(whole)).sum(-1)
-        return torch.as_tensor(total)[0]
+        return as_tensor(total)[0]
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def network_loss(net: nn.Module, loss: Loss) -> MemberLoss:
 
 
 def map_loss(model: BayesianModel, num_data: int, perturb: Perturb | None) -> MemberLoss:
-    r"""What a mode of the posterior minimises, by row of the data:
+    r"""The objective that a mode of the posterior minimises, by row of the data:
     :math:`-\frac1N \log p(w) - \frac1B \sum_{i \in \text{batch}} \frac1T \log p(y_i \mid x_i, \tilde w)`.
 
     :param perturb: weights -> :math:`\tilde w`, the weights at which the likelihood is evaluated; by default these.
@@ -172,6 +172,6 @@ def stacked_buffers(net: nn.Module, count: int) -> Weights:
 
 
 def kept_sites(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Weights:
-    """What a member is: its parameters, and the running statistics of its normalisation layers."""
+    """The state of a member: its parameters, and the running statistics of its normalisation layers."""
     moving = {name: value for name, value in buffers.items() if value.is_floating_point()}
     return {name: value.detach() for name, value in {**parameters, **moving}.items()}

@@ -21,7 +21,7 @@ from pyro_symmetric.weights import Weights
 
 @dataclass(frozen=True)
 class Part:
-    """How the training of a part went.
+    """The course of the training of a part.
 
     :param members: how many came through.
     :param stopped: epoch and loss of those that didn't.
@@ -62,7 +62,7 @@ class Parts:
 
     @property
     def count(self) -> int:
-        """How many members there are."""
+        """The number of members."""
         return sum(part.members for part in self.done)
 
     def put(self, weights: Weights, losses: Any, part: Part) -> None:

@@ -129,7 +129,7 @@ class Trainer:
         return self.coordinates.weights(bounded)
 
     def fingerprint(self, more: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """What the members depend on.
+        """All that the members depend on.
 
         :param more: further settings.
         """
@@ -151,7 +151,7 @@ class Trainer:
         return as_json(settings=settings, seed=seed, dtype=dtype, losses=[self._loss_at_fixed_weights()])
 
     def comfortable_size(self) -> int:
-        """How many members a part has by default."""
+        """The number of members that a part has by default."""
         weights = sum(p.numel() for p in self.net.parameters())
         per_member = max(self.batch_size * self.x[0].numel(), weights, len(self.x))
         return max(1, min(2_500, _ENTRIES // per_member))
@@ -276,7 +276,7 @@ class Trainer:
         mapped = self._mapped(None)
         with evaluating(self.net), forked(0, self.device):
             weights = {
-                name: 0.3 * torch.randn(1, *shape, dtype=self.like.dtype).to(self.device)
+                name: 0.3 * torch.randn(1, *shape, dtype=self.like.dtype, device="cpu").to(self.device)
                 for name, shape in self.shapes.items()
             }
             loss = mapped(weights, stacked_buffers(self.net, 1), self.x[:_PROBED], self.y[:_PROBED])
@@ -316,7 +316,7 @@ def _named_loss(loss: str | Loss) -> Loss:
 
 
 def _checked_optimizer(make: MakeOptimizer, shapes: Sequence[torch.Size]) -> str:
-    """What a function makes of stacks of such parameters, with its settings, the same in every run."""
+    """The description of the optimiser that a function makes for stacks of such parameters, the same in every run."""
     if isinstance(make, Optimizer):
         kind = type(make).__name__
         raise TypeError(
@@ -324,7 +324,7 @@ def _checked_optimizer(make: MakeOptimizer, shapes: Sequence[torch.Size]) -> str
             f"functools.partial(torch.optim.{kind}, lr=...)"
         )
     arguments.instance("optimizer", make, Callable, "a function that makes an optimiser of given parameters")  # type: ignore[arg-type]
-    made = make([torch.zeros(1, *shape, requires_grad=True) for shape in shapes])
+    made = make([torch.zeros(1, *shape, requires_grad=True, device="cpu") for shape in shapes])
     arguments.instance("what optimizer made", made, Optimizer, "an optimiser of torch.optim")
     if isinstance(made, torch.optim.LBFGS):
         raise ValueError("optimizer makes LBFGS, whose steps need all members' losses at once; take SGD, Adam, ...")

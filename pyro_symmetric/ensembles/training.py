@@ -72,7 +72,7 @@ def ensemble(
 
     >>> x = torch.randn(100, 2)
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    >>> posterior = ensemble(net, (x, (x[:, 0] > 0).long()), num_members=500, epochs=5, progress=False)
+    >>> posterior = ps.ensemble(net, (x, (x[:, 0] > 0).long()), num_members=500, epochs=5, progress=False)
     >>> posterior.get_samples()["0.weight"].shape
     torch.Size([500, 2, 2])
 

@@ -29,11 +29,17 @@ from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.places import owners
 from pyro_symmetric.groups.stacks import stacked, unstacked
+from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
 
 class Action:
-    """How a group acts on vectors ``batch_shape + (D,)``.
+    """The action of a group on vectors ``batch_shape + (D,)``.
+
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+    >>> action = ps.Action(group, ["w"])
+    >>> action(torch.tensor([10.0, 20.0, 30.0]), group.element({"unit": torch.tensor([2, 0, 1])}))
+    tensor([30., 10., 20.])
 
     :param group: the group, or a symmetry that has one.
     :param sites: the sites in the order in which the vector concatenates them; as a mapping, site -> support, and the
@@ -155,7 +161,7 @@ class Action:
 
     def _log_scale(self, site: str, element: Element) -> Tensor:
         """The sum of the log-multipliers of all entries of a site."""
-        shape, total = self.group.view_shapes.get(site, self.shapes.get(site, ())), torch.zeros(())
+        shape, total = self.group.view_shapes.get(site, self.shapes.get(site, ())), torch.zeros((), device="cpu")
         scales = [value.flatten(len(element.batch_shape)) for value in element.log_scales.values()]
         numbers = torch.nn.functional.pad(torch.cat(scales, -1), (0, 1))
         for dim in self.group.members(site):
@@ -176,7 +182,7 @@ class Action:
             )
 
     def _commutes(self, site: str, support: Constraint) -> bool:
-        """Whether the group moves single entries, or whole constrained blocks (topics, each on its simplex)."""
+        """True if the group moves single entries, or whole constrained blocks (topics, each on its simplex)."""
         acted, across = self._stack_of.get(site, site), site in self._stack_of
         if not self.group.members(acted):
             return True
@@ -184,7 +190,7 @@ class Action:
         while isinstance(base, independent):
             base = base.base_constraint
         bounds = (getattr(base, name, 0.0) for name in ("lower_bound", "upper_bound"))
-        if not all(torch.as_tensor(bound).numel() == 1 for bound in bounds):
+        if not all(as_tensor(bound).numel() == 1 for bound in bounds):
             return False
         if base.event_dim == 0 and biject_to(base).domain.event_dim == 0:
             return True
@@ -194,7 +200,7 @@ class Action:
 
 
 def is_real(support: Constraint) -> bool:
-    """Whether every number is feasible, entry by entry."""
+    """True if every number is feasible, entry by entry."""
     while isinstance(support, independent):
         support = support.base_constraint
     return isinstance(support, type(constraints.real))

@@ -148,7 +148,7 @@ class Arrangement:
         return own_axes >= 2 or last.endswith("weight") or any(axis.exponent < 0 for axis in axes)
 
     def epsilon(self, site: str) -> float:
-        """What is added to a site's values before they are multiplied, and subtracted afterwards."""
+        """The summand that is added to a site's values before they are multiplied, and subtracted afterwards."""
         axes = (axis for members in self.members(site).values() for _, axis in members)
         return next((axis.epsilon for axis in axes if axis.exponent and axis.epsilon is not None), 0.0)
 
@@ -170,7 +170,7 @@ class Arrangement:
         """The permuted units on a viewed axis, in the order of acting; those of one stage have different positions."""
         if (site, dim) not in self._stages:
             stages: list[list[tuple[str, Axis]]] = []
-            taken = torch.zeros(self.view_shapes[site][dim], dtype=torch.bool)
+            taken = torch.zeros(self.view_shapes[site][dim], dtype=torch.bool, device="cpu")
             for name, axis in self.members(site).get(dim, []):
                 positions = axis.index.reshape(-1).cpu()
                 if "permute" not in self[name].moves:

@@ -1,4 +1,4 @@
-"""Whether units and their axes make up a group: each check raises ``ValueError`` and says what doesn't fit."""
+"""Checks that units and their axes make up a group: each raises ``ValueError`` and says what doesn't fit."""
 
 from __future__ import annotations
 
@@ -57,13 +57,16 @@ def check_inside(group: Arrangement, units: Units) -> None:
         return
     for axis in group.axes(units.name):
         along = [outer for outer in group.axes(units.parent) if (outer.site, outer.dim) == (axis.site, axis.dim)]
-        owner = torch.full((group.view_shapes[axis.site][axis.dim],), -1)
+        owner = torch.full((group.view_shapes[axis.site][axis.dim],), -1, device="cpu")
         place = owner.clone()
         if along:
             index = torch.cat([outer.index.cpu() for outer in along])
-            owner[index], place[index] = torch.arange(index.shape[1]), torch.arange(len(index))[:, None]
+            owner[index], place[index] = (
+                torch.arange(index.shape[1], device="cpu"),
+                torch.arange(len(index), device="cpu")[:, None],
+            )
         index = axis.index.cpu().reshape(-1, units.copies, units.size)
-        inside = owner[index] == torch.arange(units.copies)[:, None]
+        inside = owner[index] == torch.arange(units.copies, device="cpu")[:, None]
         if not bool((inside & (place[index] == place[index[:, :1]])).all()):
             raise ValueError(
                 f"the units {units.name!r} lie along axis {axis.dim} of {axis.site!r}, but not one copy in each unit "
@@ -86,12 +89,12 @@ def check_multipliers(group: Arrangement, site: str) -> None:
 
 def check_products(group: Arrangement) -> None:
     """Along every axis, ``g @ h`` does what ``h`` and then ``g`` do, for random elements."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     g, h = (sampled(group, (DRAWS,), dtype=torch.float64, generator=generator) for _ in range(2))
     product = g @ h
     for site in group.sites:
         for dim, members in group.members(site).items():
-            value = torch.randn(group.view_shapes[site][dim], dtype=torch.float64, generator=generator)
+            value = torch.randn(group.view_shapes[site][dim], dtype=torch.float64, generator=generator, device="cpu")
             twice = _along(g, site, dim, _along(h, site, dim, value))
             if not torch.allclose(_along(product, site, dim, value), twice, rtol=1e-9, atol=1e-12):
                 raise ValueError(
@@ -104,6 +107,6 @@ def check_products(group: Arrangement) -> None:
 
 
 def _along(element: Element, site: str, dim: int, value: Tensor) -> Tensor:
-    """What elements make of values along one axis alone, ``batch + (length,)``."""
+    """The effect of elements on values along one axis alone, ``batch + (length,)``."""
     shift, factor = element.axis_shift(site, dim), element.axis_multiplier(site, dim)
     return gather_last((value if shift is None else value + shift) * factor, element.axis_index(site, dim))

@@ -40,7 +40,7 @@ def declared_units(
                     f"{name!r} has {n} units in {places[0][0]!r} but axis {dim} of {site!r} has length "
                     f"{shapes[site][dim]}; the axes of one set of units must be equally long"
                 )
-        index = torch.arange(n)[None]
+        index = torch.arange(n, device="cpu")[None]
         flips = "flip" in allowed[name]
         own = [Axis(site, dim, index, int(flips and site not in even)) for site, dim in places]
         if allowed[name] == {"flip"}:

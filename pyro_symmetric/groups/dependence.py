@@ -30,7 +30,7 @@ def independent_units(group: Arrangement, move: Move) -> dict[str, Tensor]:
     sizes = {name: group[name].count for name in group.names(move)}
     starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
     forms = vstack([_forms_of_site(group, site, starts, sum(sizes.values())) for site in group.sites], "csr")
-    independent = torch.zeros(sum(sizes.values()), dtype=torch.bool)
+    independent = torch.zeros(sum(sizes.values()), dtype=torch.bool, device="cpu")
     independent[_pivots(forms, move == "flip")] = True
     pieces = independent.split(list(sizes.values()))
     return {name: piece.reshape(group[name].shape) for name, piece in zip(sizes, pieces, strict=True)}

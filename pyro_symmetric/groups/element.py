@@ -37,6 +37,13 @@ class Element:
     ``g(weights)`` acts, ``g @ h`` composes (``(g @ h)(w) == g(h(w))``), ``g.inverse()`` inverts. Batch shapes of
     elements and weights broadcast.
 
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+    >>> g = group.element({"unit": torch.tensor([2, 0, 1])})
+    >>> g({"w": torch.tensor([10.0, 20.0, 30.0])})
+    {'w': tensor([30., 10., 20.])}
+    >>> isinstance(g, ps.Element), (g @ g.inverse()).equal(group.identity())
+    (True, True)
+
     :param group: the group; the other arguments are trusted. Of each move, the units that are left out stay, and those
         that the group doesn't have are passed over.
     :param permutations: name of the units -> LongTensor ``batch_shape + units.shape``: unit ``i`` receives what unit
@@ -62,7 +69,7 @@ class Element:
         self.group: Any = group
         given = [dict(part or {}) for part in (permutations, signs, log_scales, shifts)]
         known = [value for part in given for value in part.values()]
-        device = device or (known[0].device if known else None)
+        device = device or (known[0].device if known else torch.device("cpu"))
         real = dtype or next((v.dtype for v in known if v.is_floating_point()), torch.get_default_dtype())
         parts = []
         for move, part in zip(HELD, given, strict=True):
@@ -114,7 +121,7 @@ class Element:
         """Index the batch: ``g.select(0)`` is the first element."""
         if any(self.parts) and self.batch_shape:
             return self._each(lambda value: value[index])
-        return self._each(lambda value: value, torch.empty(self.batch_shape)[index].shape)
+        return self._each(lambda value: value, torch.empty(self.batch_shape, device="cpu")[index].shape)
 
     def expand(self, batch_shape: Sequence[int]) -> Element:
         """The same elements, repeated to a larger batch."""
@@ -131,7 +138,7 @@ class Element:
         return Element._of_parts(group, parts, self.batch_shape)
 
     def equal(self, other: Element) -> bool:
-        """Whether both are the same elements, bit by bit."""
+        """True if both are the same elements, bit by bit."""
         arguments.instance("other", other, Element, "an Element")
         if self.group.factors != other.group.factors or self.batch_shape != other.batch_shape:
             return False
@@ -305,7 +312,7 @@ class Element:
         return full
 
     def axis_multiplier(self, site: str, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """What multiplies each position of this axis before it is permuted: ``batch_shape + (length,)``.
+        """The factor of each position of this axis before it is permuted: ``batch_shape + (length,)``.
 
         :param dim: the axis, counted in the group's view of the site, see ``group.view``.
         :param dtype: computed in at least this precision.
@@ -335,7 +342,7 @@ class Element:
         return full
 
     def axis_shift(self, site: str, dim: int) -> Tensor | None:
-        """What is added at each position of this axis, first of all; None if nothing is."""
+        """The summand at each position of this axis, added first of all; None if nothing is."""
         full: Tensor | None = None
         for name, axis in self.group.members(site).get(dim, []):
             if name in self.shifts:

@@ -20,10 +20,16 @@ def enumerated(group: Arrangement, independent: Mapping[str, Tensor]) -> Element
     """
     permuted = [group[name] for name in group.names("permute")]
     number = sum(int(units.sum()) for units in independent.values())
-    flips = torch.tensor(list(itertools.product((1.0, -1.0), repeat=number)), dtype=torch.get_default_dtype())
-    tables = [torch.tensor(list(itertools.permutations(range(one.size)))) for one in permuted]
-    choices = [torch.arange(len(t)) for t, one in zip(tables, permuted, strict=True) for _ in range(one.copies)]
-    grids = iter(grid.reshape(-1) for grid in torch.meshgrid(*choices, torch.arange(len(flips)), indexing="ij"))
+    flips = torch.tensor(
+        list(itertools.product((1.0, -1.0), repeat=number)), dtype=torch.get_default_dtype(), device="cpu"
+    )
+    tables = [torch.tensor(list(itertools.permutations(range(one.size))), device="cpu") for one in permuted]
+    choices = [
+        torch.arange(len(t), device="cpu") for t, one in zip(tables, permuted, strict=True) for _ in range(one.copies)
+    ]
+    grids = iter(
+        grid.reshape(-1) for grid in torch.meshgrid(*choices, torch.arange(len(flips), device="cpu"), indexing="ij")
+    )
     permutations = {}
     for table, one in zip(tables, permuted, strict=True):
         rows = torch.stack([table[next(grids)] for _ in range(one.copies)], -2)
@@ -47,6 +53,7 @@ def sampled(
 ) -> Element:
     """Independent elements; see :meth:`~pyro_symmetric.groups.group.Group.sample`."""
     dtype = dtype or torch.get_default_dtype()
+    device = device or (torch.device("cpu") if generator is None else generator.device)
 
     def each(move: Move, draw: Callable[[tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
         return {name: draw((*shape, *group[name].shape)) for name in group.names(move)}

@@ -40,6 +40,11 @@ ENUMERATION_LIMIT = 1_000_000
 class Group(Arrangement):
     """Units with the moves that count.
 
+    >>> weights = {"locs": torch.zeros(3, 2), "weights": torch.ones(3)}
+    >>> group = ps.Group.declare({"locs": ("component", None), "weights": ("component",)}, weights)
+    >>> group.factors, group.sample((4,))(weights)["locs"].shape
+    ({'component': 3}, torch.Size([4, 3, 2]))
+
     :param units: the units; their order, outer ones before what lies inside them, is the order of all that visits them.
     :param site_shapes: shape of every site of the model, touched or not (without batch dimensions); of sites in a stack
         that of the stack instead, ``(number of sites, *site_shape)``, under the stack's name.
@@ -100,16 +105,9 @@ class Group(Arrangement):
     ) -> Group:
         """Declare which axes of which sites hold exchangeable parts, for any Pyro model.
 
-        >>> group = Group.declare(
-        ...     {"locs": ("component", None), "weights": ("component",)},
-        ...     {"locs": torch.zeros(3, 2), "weights": torch.ones(3)},
-        ... )
-        >>> group.factors
-        {'component': 3}
-
         The factors of a factor analysis can be exchanged and flipped; their variances are exchanged only:
 
-        >>> group = Group.declare(
+        >>> group = ps.Group.declare(
         ...     {"loadings": (None, "factor"), "scores": ("factor", None), "variances": ("factor",)},
         ...     {"loadings": torch.zeros(5, 2), "scores": torch.zeros(2, 20), "variances": torch.ones(2)},
         ...     moves=("permute", "flip"),
@@ -278,7 +276,7 @@ class Group(Arrangement):
     def identity(
         self, shape: Sequence[int] = (), device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Element:
-        """The neutral element, as a batch of the given shape."""
+        """The neutral element, as a batch of the given shape, on the CPU by default."""
         shape, device = arguments.shape("shape", shape), arguments.device("device", device)
         return Element(self, batch_shape=shape, device=device, dtype=arguments.dtype("dtype", dtype))
 
@@ -293,6 +291,7 @@ class Group(Arrangement):
         shifts normal. (No uniform distribution exists on these.)
 
         :param spread: standard deviation of log-scales and shifts.
+        :param device: where they are drawn, by default on the CPU; they move weights on any.
         """
         shape, device = torch.Size(arguments.shape("shape", shape)), arguments.device("device", device)
         arguments.number("spread", spread, least=0, below=math.inf)
@@ -341,9 +340,9 @@ class Group(Arrangement):
         :return: a batch ``(2 copies,)``: first those of the first copy.
         """
         one = self[name]
-        images = torch.arange(one.size).repeat(2 * one.copies, one.copies, 1)
+        images = torch.arange(one.size, device="cpu").repeat(2 * one.copies, one.copies, 1)
         for copy in range(one.copies):
-            images[2 * copy, copy] = torch.arange(one.size).roll(1)
+            images[2 * copy, copy] = torch.arange(one.size, device="cpu").roll(1)
             images[2 * copy + 1, copy, :2] = images[2 * copy + 1, copy, :2].flip(0)
         return Element(self, {name: images.reshape(-1, *one.shape)})
 
@@ -385,6 +384,10 @@ class Group(Arrangement):
 
 def group_of(symmetry: Any, name: str = "group") -> Group:
     """The group of a symmetry, or a group itself.
+
+    >>> symmetry = ps.find_symmetry(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+    >>> ps.group_of(symmetry) is symmetry.group
+    True
 
     :param name: what messages call it.
     :raises TypeError: if it is neither.

@@ -32,7 +32,7 @@ class Sides(NamedTuple):
 
 
 def sides(group: Arrangement, name: str, weights: Mapping[str, Tensor]) -> Sides:
-    """What enters and leaves units that mix, in float64 at least, from weights with stacks."""
+    """The weights that enter and leave units that mix, in float64 at least, from weights with stacks."""
     one = group[name]
     parts: dict[int, list[Tensor]] = {1: [], -1: []}
     for axis in group.axes(name):
@@ -56,7 +56,7 @@ def replaced(group: Arrangement, name: str, weights: Mapping[str, Tensor], new: 
 
 
 def mixed(group: Arrangement, name: str, weights: Mapping[str, Tensor], matrix: Tensor) -> Weights:
-    r"""What a linear map of units makes of weights: :math:`X A` and :math:`X^{-\top} B`.
+    r"""The effect of a linear map of units on weights: :math:`X A` and :math:`X^{-\top} B`.
 
     :param matrix: :math:`X`, ``batch + (copies, size, size)``, invertible.
     """

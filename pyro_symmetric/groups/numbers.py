@@ -14,7 +14,7 @@ from pyro_symmetric.groups.units import Move, Units
 
 
 def neutral(move: Move, units: Units, device: torch.device | None, dtype: torch.dtype) -> Tensor:
-    """What moves nothing."""
+    """The values of a move that moves nothing."""
     if move == "permute":
         return torch.arange(units.size, device=device).expand(units.shape)
     one = torch.ones if move == "flip" else torch.zeros
@@ -22,7 +22,7 @@ def neutral(move: Move, units: Units, device: torch.device | None, dtype: torch.
 
 
 def checked(argument: str, group: Arrangement, move: Move, given: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    """What a user gives for one move, as tensors.
+    """A user's values for one move, as tensors.
 
     :param argument: what messages call it.
     :raises ValueError: if units are unknown or don't admit the move, or numbers aren't what they must be.

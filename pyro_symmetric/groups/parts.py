@@ -1,4 +1,4 @@
-"""What is left of a group's units if moves or sites of theirs are left out. Units come with outer ones first."""
+"""Parts of a group: its units with some of their moves or sites left out. Units come with outer ones first."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def with_axes(units: Sequence[Units], axes: Mapping[str, Sequence[Axis]]) -> lis
 
 
 def _touched(axis: Axis, moves: frozenset[Move]) -> bool:
-    """Whether moves of the units change what lies along an axis."""
+    """True if moves of the units change what lies along an axis."""
     if "permute" in moves or "shift" in moves:
         return True
     return bool(axis.exponent) if moves & {"scale", "mix"} else "flip" in moves and bool(axis.exponent % 2)

@@ -53,11 +53,11 @@ def owners(
         index = axis.index.cpu()
         layer = next((own for own in layers if bool((own[0][index] == none).all())), None)
         if layer is None:
-            layer = torch.full((length,), none), torch.zeros(length, dtype=torch.float64)
+            layer = torch.full((length,), none, device="cpu"), torch.zeros(length, dtype=torch.float64, device="cpu")
             layers.append(layer)
-        layer[0][index] = where[name].start + torch.arange(index.shape[1])
+        layer[0][index] = where[name].start + torch.arange(index.shape[1], device="cpu")
         layer[1][index] = float(axis.exponent)
     if not layers:
-        layers = [(torch.full((length,), none), torch.zeros(length, dtype=torch.float64))]
+        layers = [(torch.full((length,), none, device="cpu"), torch.zeros(length, dtype=torch.float64, device="cpu"))]
     units, exponents = (torch.stack(part).to(device) for part in zip(*layers, strict=True))
     return units, exponents

@@ -33,7 +33,7 @@ def stack_name(sites: Sequence[str]) -> str:
 
 
 def is_stack(name: str) -> bool:
-    """Whether a name is that of a stack, or begins with one."""
+    """True if a name is that of a stack, or begins with one."""
     return "{" in name
 
 

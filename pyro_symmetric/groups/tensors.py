@@ -1,4 +1,4 @@
-"""How vectors and permutations of units lie along one axis of a site."""
+"""Vectors and permutations of units along one axis of a site."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ def along_axis(vector: Tensor, dim: int, site_dims: int) -> Tensor:
 
 def gather_last(value: Tensor, index: Tensor) -> Tensor:
     """``value.gather(-1, index)`` with broadcasting of the leading dimensions."""
+    if value.shape[:-1] == index.shape[:-1]:
+        return value.gather(-1, index)
     shape = torch.broadcast_shapes(value.shape[:-1], index.shape[:-1])
     return value.expand(*shape, value.shape[-1]).gather(-1, index.expand(*shape, index.shape[-1]))
 
@@ -56,7 +58,8 @@ def lift(parts: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:
     :param parts: images of units, ``batch + (count,)``, with the positions ``(blocks, count)`` where they lie; those of
         different parts don't overlap.
     """
-    batch = torch.broadcast_shapes(*(images.shape[:-1] for images, _ in parts))
+    shapes = {images.shape[:-1] for images, _ in parts}
+    batch = shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
     full = torch.arange(length, device=parts[0][0].device).expand(*batch, length).clone()
     for images, index in parts:
         index = index.to(images.device)

@@ -22,6 +22,12 @@ HELD: tuple[Move, ...] = MOVES[:4]  # those that an element holds numbers for; c
 class Axis:
     """One axis of one site along which units lie.
 
+    >>> rows = ps.Axis("hidden.weight", 0, torch.arange(3)[None], exponent=1)
+    >>> columns = ps.Axis("out.weight", 1, torch.arange(3)[None], exponent=-1)
+    >>> units = ps.Units("hidden", 3, (rows, columns), moves=frozenset({"permute", "scale"}))
+    >>> ps.Group([units], {"hidden.weight": torch.Size([3, 2]), "out.weight": torch.Size([1, 3])}).factors
+    {'hidden': 3}
+
     :param site: the site (for a network, the parameter's or buffer's name).
     :param dim: the axis, counted from the front of the site's shape.
     :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``. A row is the same
@@ -70,7 +76,7 @@ class Axis:
         return math.prod(site_shapes[self.site][self.dim : self.dim + self.span])
 
     def fills(self, length: int) -> bool:
-        """Whether unit ``i`` simply is position ``i`` of an axis of that length, and nothing else lies there."""
+        """True if unit ``i`` simply is position ``i`` of an axis of that length, and nothing else lies there."""
         return self.index.shape[1] == int(length) and self._in_order
 
     @functools.cached_property
@@ -92,7 +98,7 @@ class Axis:
             raise ValueError(f"an axis lies on the site {site!r}; the known sites are {list(site_shapes)}")
         if index is None:
             index = [range(math.prod(site_shapes[site][data["dim"] : data["dim"] + data["span"]]))]
-        return cls(**{**data, "index": torch.tensor([list(row) for row in index])})
+        return cls(**{**data, "index": torch.tensor([list(row) for row in index], device="cpu")})
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +108,11 @@ class Units:
     Units may lie inside others: the rows of every attention head are ``Units("rows", size=d, parent="heads",
     copies=H)``, one copy of ``d`` units in each head. Unit ``i`` of copy ``c`` has the number ``c * size + i`` in the
     indices of the axes. A multiplier that rides along with other units is a set of one unit inside each of them.
+
+    >>> rows = ps.Axis("w", 0, torch.arange(3)[None])
+    >>> units = ps.Units("hidden", 3, (rows,))
+    >>> ps.Group([units], {"w": torch.Size([3, 2])}).order()
+    6
 
     :param name: what they are called, after the layer or the plate that they come from.
     :param size: the number of units in one copy.

@@ -29,7 +29,18 @@ VALUELESS = frozenset(_VALUELESS.split(" "))  # results that hold nothing of the
 
 
 class NotADensityError(TypeError):
-    """A bound of a log-density was used as if it were the log-density."""
+    """A bound of a log-density was used as if it were the log-density.
+
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+    >>> guide = ps.AutoSymmetrized(model, group, estimator=ps.InfoNCE(2))
+    >>> try:
+    ...     pyro.infer.RenyiELBO(alpha=0.5, num_particles=2).loss(model, guide)
+    ... except ps.NotADensityError:
+    ...     print("RenyiELBO needs ExactOrbit")
+    RenyiELBO needs ExactOrbit
+    """
 
 
 class BoundTensor(Tensor):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from pyro.infer.autoguide import AutoGuide
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
@@ -55,7 +55,7 @@ LOST = 0.01
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a guide is worth, and the evidence, all in nats.
+    """The worth of a guide, and the evidence, all in nats.
 
     :param elbo: of the guide as it is.
     :param elbo_error: its standard error.
@@ -135,8 +135,16 @@ def evidence(
     The answer is worth something only if ``log_joint`` is invariant under the group: that is compared at draws of the
     guide, up to the function's own noise (rounding, subsampled data), at the price of about 20 more evaluations.
 
-    >>> evidence(guide, ps.log_joint(model, x, y), group, posterior=posterior, num_samples=4000)
-    >>> evidence(posterior, ps.log_joint(model, x, y), group, num_samples=4000)  # without a guide
+    >>> def model():  # two components; the evidence is log(1/2) + 2 log N(5; 0, sqrt(10))
+    ...     locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+    ...     y = dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), dist.Normal(locs, 1.0)).expand([2]).to_event(1)
+    ...     pyro.sample("y", y, obs=torch.tensor([-5.0, 5.0]))
+    >>> group = ps.Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
+    >>> start = dict(init_loc_fn=lambda site: torch.tensor([-4.5, 4.5]), init_scale=1.0)
+    >>> guide = ps.AutoSymmetrized(model, group, **start).setup()
+    >>> found = ps.evidence(guide, ps.log_joint(model), group)
+    >>> round(found.symmetrized_elbo, 1), round(found.best.log_evidence, 1), found.doubts
+    (-7.3, -7.3, ())
 
     :param guide: a set-up guide of this library, or a stock ``AutoNormal`` or ``AutoContinuous``. Or a ``Posterior``
         that remembers its model: then a Gaussian is fitted to the first half of each chain, aligned, and the second
@@ -156,7 +164,10 @@ def evidence(
     group = group_of(group).finite
     if estimator is not None:
         require_estimator(estimator)
-    arguments.function("log_joint", log_joint, "a function of weights, e.g. ps.log_joint(model, *args)")
+    kind = "a function of weights, e.g. ps.log_joint(model, *args)"
+    if isinstance(log_joint, nn.Module):  # which can be called, too, but with its data
+        raise TypeError(f"log_joint is {arguments.shown(log_joint)}; it must be {kind}")
+    arguments.function("log_joint", log_joint, kind)
     arguments.instance("posterior", posterior, (Posterior, type(None)), "a Posterior or None")
     if isinstance(guide, Posterior):
         guide, posterior = halves(guide, group, posterior)
@@ -169,10 +180,10 @@ def evidence(
     layout = layout_of(guide)
     of_chains = None if posterior is None else _unconstrained(posterior, layout, num_samples)
     weighing = _Weighing(log_joint, layout, plain_posterior(guide), layout.action(group), estimator, chunk)
-    plain, symmetrized = weighing.of_guide(num_samples)
+    plain, symmetrized, rounding = weighing.of_guide(num_samples)
     found, k, connected = importance(symmetrized), pareto_k(symmetrized), None
     gap = weighing.density_gap()
-    doubts = _doubts_of_weights(found, k) + _doubts_of_density(estimator, gap) + weighing.doubts_of_digits()
+    doubts = _doubts_of_weights(found, k) + _doubts_of_density(estimator, gap) + _doubts_of_digits(rounding)
     if posterior is not None and of_chains is not None and math.isfinite(found.log_evidence):
         at_draws = weighing.of_chains(of_chains.to(plain.device))
         connected = bridge(symmetrized, at_draws, posterior.rows == "independent")
@@ -195,17 +206,19 @@ class _Weighing:
     estimator: OrbitEstimator
     chunk: int
 
-    def of_guide(self, num_samples: int) -> tuple[Tensor, Tensor]:
-        """At draws of the guide, to its own density and to the symmetrised one, ``(num_samples,)`` each."""
-        plain, symmetrized = [], []
+    def of_guide(self, num_samples: int) -> tuple[Tensor, Tensor, float]:
+        """At draws of the guide, to its own density and to the symmetrised one, ``(num_samples,)`` each; and by how
+        much ``log_joint`` is rounded, at most draws."""
+        plain, symmetrized, rounding = [], [], []
         for start in range(0, num_samples, self.chunk):
             latent = self.base.sample((min(self.chunk, num_samples - start),))
-            target = self._target(latent)
+            target, rounded = self._target(latent)
             if start == 0:
                 _require_invariance(self.layout, self.log_joint, self.action.group, latent[:CHECKED])
             plain.append(target - self.base.log_prob(latent).double())
             symmetrized.append(target - self.estimator.log_prob(self.base, self.action, latent).double())
-        return torch.cat(plain), torch.cat(symmetrized)
+            rounding.append(rounded)
+        return torch.cat(plain), torch.cat(symmetrized), float(torch.cat(rounding).median())
 
     def of_chains(self, vectors: Tensor) -> Tensor:
         """At draws of a posterior, ``(chains, draws, D)``, to the symmetrised density: ``(chains, draws)``.
@@ -213,7 +226,7 @@ class _Weighing:
         :raises ValueError: if some draws have no density, or an infinite one.
         """
         parts = [
-            self._target(part) - self.estimator.log_prob_elsewhere(self.base, self.action, part).double()
+            self._target(part)[0] - self.estimator.log_prob_elsewhere(self.base, self.action, part).double()
             for part in vectors.flatten(0, 1).split(self.chunk)
         ]
         found = torch.cat(parts)
@@ -236,19 +249,15 @@ class _Weighing:
             above = self.estimator.log_prob(self.base, self.action, draws).double()
             return float((above - self.estimator.log_prob_elsewhere(self.base, self.action, draws).double()).mean())
 
-    def doubts_of_digits(self) -> list[str]:
-        """In float32, numbers of ten million nats have no digits left for one."""
-        with forked():
-            values = _checked(self.log_joint(self.layout.unpack(self.base.sample((2,)))), 2)
-        rounding = torch.finfo(values.dtype).eps * float(values.abs().nan_to_num().max())
-        return [f"log_joint is rounded to about {rounding:.1g} nats"] if rounding > LARGE_ERROR else []
-
-    def _target(self, latent: Tensor) -> Tensor:
+    def _target(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """``log_joint`` with the volume of the bijections, and by how much it is rounded, ``(S,)`` each."""
         # Bijections in float64: near the border of a simplex a bijection in float32 loses the value.
         exact, tiny = latent.double(), torch.finfo(latent.dtype).tiny
         found = self.layout.unpack(exact)
         weights = {s: v.where((v == 0) | (v.abs() >= tiny), tiny * v.sign()).to(latent.dtype) for s, v in found.items()}
-        return _checked(self.log_joint(weights), len(latent)).double() + self.layout.log_volume(exact)
+        values = _checked(self.log_joint(weights), len(latent))
+        rounded = values.double().abs().nan_to_num() * torch.finfo(values.dtype).eps
+        return values.double() + self.layout.log_volume(exact), rounded
 
 
 def _unconstrained(posterior: Posterior, layout: Layout, num_samples: int) -> Tensor:
@@ -299,6 +308,11 @@ def _doubts_of_density(estimator: OrbitEstimator, gap: float) -> list[str]:
     return []
 
 
+def _doubts_of_digits(rounding: float) -> list[str]:
+    """In float32, numbers of ten million nats have no digits left for one."""
+    return [f"log_joint is rounded to about {rounding:.1g} nats"] if rounding > LARGE_ERROR else []
+
+
 def _doubts_of_chains(r_hat: float) -> list[str]:
     if r_hat > LARGE_R_HAT:
         return [f"bridge sampling: the chains disagree about the joint density, R-hat {r_hat:.2f}"]
@@ -346,7 +360,7 @@ def _doubts_of_error(method: str, found: Estimate) -> list[str]:
 def _require_invariance(layout: Layout, log_joint: Callable[[Weights], Tensor], group: Group, latent: Tensor) -> None:
     """:raises ValueError: if ``log_joint`` changes when draws of the guide are moved."""
     with forked():
-        last_digit = torch.finfo(latent.dtype).eps * (4 * torch.randint(2, latent.shape) - 2)
+        last_digit = torch.finfo(latent.dtype).eps * (4 * torch.randint(2, latent.shape, device="cpu") - 2)
     draws, nearby = (layout.unpack(value) for value in (latent, latent * (1 + last_digit.to(latent))))
     found = check_function(group, log_joint, draws, nearby)
     if not found:

@@ -36,6 +36,14 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     ones (``AutoNormal``, ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``, ``AutoMultivariateNormal``). A
     flow must be made of Pyro's own transforms: a file holds no functions. Of others write ``guide.state_dict()``.
 
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> guide = pyro.infer.autoguide.AutoDiagonalNormal(model)
+    >>> draw = guide()  # sets it up
+    >>> ps.save_guide(guide, "guide.safetensors")
+    >>> ps.load_guide("guide.safetensors").sample_posterior((20,))["w"].shape
+    torch.Size([20, 3])
+
     :raises TypeError: for a guide that it doesn't know how to write.
     :raises OSError: if the file can't be written.
     """
@@ -51,6 +59,15 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
 
     Gaussian guides come back as :class:`AutoGaussian` or :class:`AutoUnitBlocks`, all others as what they were, with
     such guides inside.
+
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> guide = ps.AutoModes(model, num_modes=2)
+    >>> guide()["w"].shape
+    torch.Size([3])
+    >>> ps.save_guide(guide, "guide.safetensors")
+    >>> ps.load_guide("guide.safetensors").sample_posterior((20,))["w"].shape
+    torch.Size([20, 3])
 
     :raises OSError: if the file can't be read.
     :raises StoreError: if it is damaged (it is compared with its checksum) or no guide.

@@ -24,7 +24,13 @@ class AutoFlow(WeightsGuide):
     Pyro's flows start around zero, the fixed point of a group of permutations and signs, about as wide as a standard
     normal. This one starts around given values, and as narrow as other guides.
 
-    >>> guide = AutoFlow(model, AutoIAFNormal, hidden_dim=[16])
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> guide = ps.AutoFlow(model, pyro.infer.autoguide.AutoIAFNormal, hidden_dim=[16])
+    >>> svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=pyro.infer.Trace_ELBO())
+    >>> loss = svi.step()
+    >>> ps.sample_posterior(guide, (20,))["w"].shape
+    torch.Size([20, 3])
 
     :param model: the Pyro model.
     :param flow: the stock guide: ``AutoIAFNormal``, ``AutoNormalizingFlow`` or a class derived from it.

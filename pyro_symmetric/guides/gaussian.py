@@ -17,6 +17,7 @@ from pyro_symmetric.alignment.gaussian import to_gaussian
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of
+from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
 Moments = Mapping[str, Tensor]
@@ -32,6 +33,14 @@ class AutoGaussian(WeightsGuide):
     It is set up from the start, needs no model to draw from, and can be trained further with stock SVI. Its parameters
     are those of Pyro's ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal`` and ``AutoMultivariateNormal``.
     Pushing forward, interpolating and loading make such guides.
+
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> fitted = pyro.infer.autoguide.AutoDiagonalNormal(model)
+    >>> draw = fitted()  # sets it up
+    >>> guide = ps.interpolate(fitted, fitted, 0.5)
+    >>> isinstance(guide, ps.AutoGaussian), guide.sample_posterior((20,))["w"].shape
+    (True, torch.Size([20, 3]))
 
     :param layout: the sites, e.g. ``layout_of(other_guide)``.
     :param loc: means ``m``, ``(D,)``.
@@ -140,6 +149,13 @@ def plain_posterior(guide: AutoGuide) -> Any:
 def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weights:
     """Draws of the weights of any automatic guide, stock ones included, without data: ``sample_shape + site_shape``.
 
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> guide = pyro.infer.autoguide.AutoNormal(model)
+    >>> draw = guide()  # sets it up
+    >>> ps.sample_posterior(guide, (20,))["w"].shape
+    torch.Size([20, 3])
+
     :raises TypeError: for a guide that is neither continuous nor ``AutoNormal`` nor ``AutoDelta``.
     """
     shape, layout = arguments.shape("sample_shape", sample_shape), layout_of(guide)
@@ -157,7 +173,7 @@ def shares_of(weights: Sequence[float] | Tensor | None, count: int, *, zero: boo
     """
     given = [1.0] * count if weights is None else weights
     arguments.numbers("weights", given)
-    shares = torch.as_tensor(given, dtype=torch.float64)  # numbers() would round them to float32 first
+    shares = as_tensor(given, dtype=torch.float64)  # numbers() would round them to float32 first
     allowed = ((shares >= 0) if zero else (shares > 0)) & shares.isfinite()
     if shares.shape != (count,) or not bool(allowed.all()) or not bool(shares.sum() > 0):
         what = "numbers, none negative" if zero else "positive numbers"

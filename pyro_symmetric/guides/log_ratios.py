@@ -86,7 +86,8 @@ def pareto_k(log_ratios: Tensor) -> float:
     from arviz_stats.base import array_stats  # which takes a second to load
 
     tail = np.sort(values)[-math.ceil(min(len(values) / 5, 3 * len(values) ** 0.5)) :]
-    return float(array_stats.psislw(-values)[1]) if tail[0] < tail[-1] else -math.inf
+    alike = np.isclose(tail[0], tail[-1], rtol=1e-12, atol=1e-12)  # but for rounding, which has no shape
+    return -math.inf if alike else float(array_stats.psislw(-values)[1])
 
 
 def largest_reliable_k(num_draws: int) -> float:
@@ -137,7 +138,7 @@ def chains_agree(of_chains: Tensor) -> float:
 
 
 def _effective(values: NDArray[np.float64], independent: bool) -> float:
-    """How many independent draws the mean of these ``(chains, draws)`` is worth."""
+    """The number of independent draws that the mean of these ``(chains, draws)`` is worth."""
     length = values.shape[1]
     if independent:
         return float(values.size)

@@ -50,8 +50,16 @@ def compare_models(evidences: Mapping[str, Evidence], prior: Mapping[str, float]
     Whether the data were the same can't be seen from evidences. A model whose checks failed is named by a warning and
     in the table; its numbers, and all probabilities, are to be taken with that doubt.
 
-    >>> found = {str(k): ps.evidence(guides[k], ps.log_joint(mixture(k), data), groups[k]) for k in (2, 3, 4)}
-    >>> compare_models(found).table["probability"]
+    >>> group, found = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(2)}), {}
+    >>> for scale in (0.5, 5.0):
+    ...     def model():
+    ...         w = pyro.sample("w", dist.Normal(torch.zeros(2), scale).to_event(1))
+    ...         pyro.sample("y", dist.Normal(w, 1.0).to_event(1), obs=torch.zeros(2))
+    ...     start = dict(init_loc_fn=lambda site: torch.zeros(2), init_scale=1.1 * (1 + scale**-2) ** -0.5)
+    ...     guide = ps.AutoSymmetrized(model, group, **start).setup()
+    ...     found[str(scale)] = ps.evidence(guide, ps.log_joint(model), group)
+    >>> ps.compare_models(found).table["probability"].round(2).to_dict()
+    {'0.5': 0.95, '5.0': 0.05}
 
     :param evidences: name of a model -> what :func:`~pyro_symmetric.guides.evidence` gave for it, two or more.
     :param prior: name of a model -> prior probability, up to a common factor; equal by default.

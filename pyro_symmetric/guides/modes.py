@@ -46,8 +46,13 @@ GAUSSIAN = (AutoDiagonalNormal, AutoNormal, AutoLowRankMultivariateNormal, AutoM
 class AutoModes(WeightsGuide):
     r"""A mixture of ``M`` Gaussian guides over the concatenated unconstrained sites, with trainable weights.
 
-    >>> guide = AutoModes(model, num_modes=4)
-    >>> svi = SVI(model, guide, Adam({"lr": 1e-2}), loss=Modes_ELBO())
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> guide = ps.AutoModes(model, num_modes=4)
+    >>> svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=ps.Modes_ELBO())
+    >>> loss = svi.step()
+    >>> len(guide.modes)
+    4
 
     The guide holds its modes in ``modes``, guides themselves. Stock objectives take it: ``Trace_ELBO`` draws one of
     them for each particle, and gradients are unbiased, those of the mixture weights by their score, whose noise is as

@@ -57,7 +57,14 @@ class OwnParticle_ELBO(Trace_ELBO):
 class SymmetrizedMeanField_ELBO(OwnParticle_ELBO):
     """An ELBO with an analytic divergence from the prior, for guides with one flat Gaussian, symmetrised or not.
 
-    >>> svi = SVI(model, guide, optim, loss=SymmetrizedMeanField_ELBO())
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+    >>> guide = ps.AutoSymmetrized(model, group)
+    >>> svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=ps.SymmetrizedMeanField_ELBO())
+    >>> losses = [svi.step() for _ in range(50)]
+    >>> losses[-1] < losses[0]
+    True
 
     It estimates the same number as :class:`~pyro.infer.Trace_ELBO`, with the same arguments and less noise. What it
     takes from a formula:
@@ -112,7 +119,13 @@ class SymmetrizedMeanField_ELBO(OwnParticle_ELBO):
 class Modes_ELBO(OwnParticle_ELBO):
     r"""The ELBO of :class:`~pyro_symmetric.guides.AutoModes`, symmetrised or not, by one draw of each mode.
 
-    >>> svi = SVI(model, guide, optim, loss=Modes_ELBO())
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> guide = ps.AutoModes(model, num_modes=2)
+    >>> svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=ps.Modes_ELBO())
+    >>> losses = [svi.step() for _ in range(50)]
+    >>> losses[-1] < losses[0]
+    True
 
     It estimates the same number as :class:`~pyro.infer.Trace_ELBO`, with the same arguments and less noise.
 

@@ -30,7 +30,14 @@ def distinct(guide: AnyGuide, name: str | None = None) -> AnyGuide:
     Pyro names every stock guide after its class, so that two guides of one class silently share all parameters. Guides
     of this library don't. Wrap stock guides before their first use:
 
-    >>> first, second = distinct(AutoNormal(model)), distinct(AutoNormal(model))
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(0.0, 1.0))
+    >>> first, second = (ps.distinct(pyro.infer.autoguide.AutoNormal(model)) for _ in range(2))
+    >>> draws = first(), second()
+    >>> svi = pyro.infer.SVI(model, first, pyro.optim.Adam({"lr": 0.1}), loss=pyro.infer.Trace_ELBO())
+    >>> loss = svi.step()
+    >>> bool(first.median()["w"] == second.median()["w"])  # stock guides of one class would share it
+    False
 
     :param name: what the guide's parameters and auxiliary sites are named after; by default its class. Guides of one
         name are distinct all the same. Only compiled objectives (``JitTrace_ELBO``), which look parameters up by name,

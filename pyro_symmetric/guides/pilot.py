@@ -95,9 +95,12 @@ def suggest_guide(
 ) -> GuideSuggestion:
     r"""Fit several bases of a symmetrised guide for a few hundred steps, and take the one that is worth its price.
 
-    >>> found = suggest_guide(model, group, x, y)
-    >>> print(found)
-    >>> svi = SVI(model, found.guide, Adam({"lr": 1e-3}), loss=Trace_ELBO())
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(2)})
+    >>> found = ps.suggest_guide(model, group, steps=20, progress=False)
+    >>> type(found.guide).__name__
+    'AutoSymmetrized'
 
     A mean-field base is fitted first; independent normals, unit blocks, a low rank and a full rank then all start from
     its moments and take as many steps again, on the symmetrised ELBO, by the default estimator. (The families contain

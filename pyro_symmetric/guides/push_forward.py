@@ -35,7 +35,13 @@ from pyro_symmetric.weights import require_same_network
 def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian | AutoUnitBlocks | AutoModes:
     """The distribution of ``element(w)`` for ``w`` drawn from a Gaussian guide, as a guide of its own.
 
-    >>> aligned = push_forward(guide, align(guide, reference, group).element)
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> guide = pyro.infer.autoguide.AutoDiagonalNormal(model, init_loc_fn=lambda site: torch.tensor([1.0, 2.0, 3.0]))
+    >>> draw = guide()
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+    >>> ps.push_forward(guide, group.element({"unit": torch.tensor([2, 0, 1])})).median()
+    {'w': tensor([3., 1., 2.])}
 
     The moments are copied, so training either guide later doesn't change the other. The result needs no model to draw
     from, can be trained further with stock SVI, and can be saved. ``symmetry.act(element, guide)`` does the same.

@@ -32,8 +32,11 @@ LEAST_DEVIATION = 1e-8
 def swag(model: BayesianModel, iterates: Mapping[str, Tensor], rank: int = 20) -> AutoGaussian:
     """The SWAG posterior of a Bayesian network, as a guide.
 
-    >>> guide = swag(model, iterates)
-    >>> guide.sample_posterior((100,))
+    >>> model = ps.BayesianModel(nn.Linear(2, 1), likelihood=ps.GaussianLikelihood(scale=0.1))
+    >>> iterates = {"weight": torch.randn(30, 1, 2), "bias": torch.randn(30, 1)}  # of stochastic gradient descent
+    >>> guide = ps.swag(model, iterates, rank=5)
+    >>> guide.sample_posterior((100,))["weight"].shape
+    torch.Size([100, 1, 2])
 
     :param iterates: weights of batch shape ``(S,)``: iterates of stochastic gradient descent in their order, after it
         has settled. Sites with constraints are averaged unconstrained.

@@ -42,8 +42,16 @@ from pyro_symmetric.weights import Weights
 class AutoSymmetrized(WeightsGuide):
     """A continuous guide, symmetrised over a finite group; it plugs into stock :class:`~pyro.infer.SVI`.
 
-    >>> guide = AutoSymmetrized(model, group, base=AutoDiagonalNormal, estimator=SinkhornImportance(4))
-    >>> svi = SVI(model, guide, Adam({"lr": 1e-2}), loss=Trace_ELBO())
+    >>> def model(x):
+    ...     locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 5.0).to_event(1))
+    ...     uniform = dist.Categorical(torch.ones(3))
+    ...     pyro.sample("x", dist.MixtureSameFamily(uniform, dist.Normal(locs, 1.0)).expand([4]).to_event(1), obs=x)
+    >>> x, group = torch.tensor([-4.0, -3.0, 0.0, 5.0]), ps.Group.declare({"locs": ("k",)}, {"locs": torch.zeros(3)})
+    >>> guide = ps.AutoSymmetrized(model, group, estimator=ps.ExactOrbit())
+    >>> svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=pyro.infer.Trace_ELBO())
+    >>> losses = [svi.step(x) for _ in range(10)]
+    >>> guide.sample_posterior((20,))["locs"].shape
+    torch.Size([20, 3])
 
     The guide holds its base in ``base``, with all parameters. Draws, ``median`` and ``quantiles`` are those of the
     base, one copy of every mode: predictions, being invariant, are distributed as under the symmetrised guide. Only the

@@ -29,7 +29,7 @@ from pyro_symmetric.guides.layout import Layout, one_layout_of
 def wasserstein(first: Any, second: Any, *, correlations: bool = True) -> float:
     """The 2-Wasserstein distance between two Gaussian posteriors, or two sets of plain weights.
 
-    >>> wasserstein({"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 4.0])})
+    >>> ps.wasserstein({"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 4.0])})
     5.0
 
     :param first: a set-up Gaussian guide, ``GaussianWeights``, a ``Posterior`` (by the means and deviations of its
@@ -60,6 +60,10 @@ def interpolate(guide_0: Any, guide_1: Any, t: float, *, correlations: bool = Tr
     """The point ``t`` of the Wasserstein geodesic between two Gaussian guides: their barycentre with weights ``1 - t``
     and ``t``, as a guide of its own.
 
+    >>> first, second = {"w": torch.tensor([0.0, 0.0])}, {"w": torch.tensor([4.0, 2.0])}
+    >>> ps.interpolate(first, second, 0.25).loc
+    {'w': tensor([1.0000, 0.5000])}
+
     :param guide_0: as :func:`barycentre` takes it; or a network.
     :param guide_1: likewise.
     :param t: from 0 to 1.
@@ -79,6 +83,10 @@ def barycentre(
     Of mean-field guides it is mean-field, with the mean of the means and the mean of the deviations. If a guide has
     correlations it is the barycentre of the full covariances, of full rank (a barycentre of low-rank covariances has no
     low rank), found as a fixed point.
+
+    >>> members = [{"w": torch.tensor([0.0, 0.0])}, {"w": torch.tensor([4.0, 2.0])}]
+    >>> ps.barycentre(members, weights=[0.5, 0.5]).loc
+    {'w': tensor([2., 1.])}
 
     :param guides: set-up Gaussian guides of one model. Or ``GaussianWeights``, weights (site -> tensor) and
         ``Posterior`` (by their moments), no guide among them: the result is then ``GaussianWeights``.

@@ -39,8 +39,12 @@ from pyro_symmetric.guides.starts import InitLocFn
 class AutoUnitBlocks(WeightsGuide):
     """A Gaussian guide with a full covariance within each unit; what belongs to no unit is independent.
 
-    >>> guide = AutoUnitBlocks(model, group)
-    >>> symmetrized = AutoSymmetrized(model, group, base=AutoUnitBlocks)
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+    >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+    >>> guide = ps.AutoSymmetrized(model, group, base=ps.AutoUnitBlocks).setup()
+    >>> type(guide.base).__name__
+    'AutoUnitBlocks'
 
     Between mean-field and ``AutoMultivariateNormal``, the two ends in cost and in reach: block of one weight, and one
     block of all. Symmetrised, its units are matched by their exact densities.
@@ -68,7 +72,7 @@ class AutoUnitBlocks(WeightsGuide):
         super()._setup_prototype(*args, **kwargs)
         positions = unit_positions(layout_of(self).action(self.group))
         self._adopt(self)
-        self.num_sets, free = len(positions), torch.ones(self.latent_dim, dtype=torch.bool)
+        self.num_sets, free = len(positions), torch.ones(self.latent_dim, dtype=torch.bool, device="cpu")
         self.loc = nn.Parameter(self._init_loc())
         self.scale = PyroParam(torch.full_like(self.loc, self._init_scale), constraints.softplus_positive)
         for number, where in enumerate(positions.values()):
@@ -133,13 +137,13 @@ def gaussian_copy(guide: AutoGuide) -> AutoGaussian | AutoUnitBlocks:
 
 def unit_positions(action: Action) -> dict[str, Tensor]:
     """Set of units -> the places of each unit's weights in the flat vector, ``(units, d)``; no place is in two."""
-    numbers = action.unflatten(torch.arange(action.dim))
+    numbers = action.unflatten(torch.arange(action.dim, device="cpu"))
     linear = {site: where for site, where in numbers.items() if site not in action.nonlinear_sites}
     view = action.group.viewed(linear)
     sets = unit_sets(action.group, tuple(view), torch.device("cpu"))
     axes = [(name, axis) for name, own in sets.items() for axis in own.axes]
     found: dict[str, list[Tensor]] = {name: [] for name in sets}
-    free = torch.ones(action.dim, dtype=torch.bool)
+    free = torch.ones(action.dim, dtype=torch.bool, device="cpu")
     for name, axis in sorted(axes, key=lambda pair: pair[1].own.dim):
         places = axis.rows(view[axis.own.site], 0)
         places = places[:, free[places].all(0)]

@@ -7,6 +7,7 @@ from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.cyclical import CyclicalSG
 from pyro_symmetric.mcmc.kernels.hmc import HMC
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.kernels.mclmc import MCLMC, AdjustedMCLMC
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
 from pyro_symmetric.mcmc.kernels.psgld import pSGLD
 from pyro_symmetric.mcmc.kernels.sghmc import SGHMC
@@ -16,10 +17,12 @@ from pyro_symmetric.mcmc.tasks import TaskError
 
 __all__ = [
     "HMC",
+    "MCLMC",
     "NUTS",
     "SGHMC",
     "SGLD",
     "AdaptiveHMC",
+    "AdjustedMCLMC",
     "CyclicalSG",
     "Density",
     "Kernel",

@@ -1,4 +1,4 @@
-"""How a run went and where its chains have been, in a bounded number of points however long it is."""
+"""The course of a run and the places of its chains, in a bounded number of points however long it is."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Thinned:
         return self.kept[: -(-iterations // self.stride)]
 
     def to_dict(self, iterations: int) -> dict[str, Any]:
-        """What a checkpoint keeps of the first iterations."""
+        """The part of the first iterations that a checkpoint keeps."""
         return {"stride": self.stride, "kept": torch.stack(self.until(iterations)) if self.kept else None}
 
     def restore(self, found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How a run is cut into tasks: their sizes, seeds, starting points and folders."""
+"""The tasks that a run is cut into: their sizes, seeds, starting points and folders."""
 
 from __future__ import annotations
 

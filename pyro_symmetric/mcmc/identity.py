@@ -1,4 +1,4 @@
-"""Whether a store holds the run that a call asks for, so that one never resumes from another's draws.
+"""A check that a store holds the run that a call asks for, so that one never resumes from another's draws.
 
 Runs are the same if all that decides their draws is: the kernel and its settings, sites, counts, seed, dtype, data
 (compared by their hash, see :mod:`~pyro_symmetric.fingerprint`), and the density itself: whatever changed it, be it a
@@ -44,7 +44,18 @@ OTHER_MODEL = "the model (its density at the same weights is another)"
 
 
 class OtherRun(StoreError):
-    """A store holds another run than the one that a call asks for."""
+    """A store holds another run than the one that a call asks for.
+
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(0.0, 1.0))
+    >>> options = dict(num_warmup=20, num_chains=2, store="draws", progress=False)
+    >>> posterior = ps.sample(ps.HMC(model, num_steps=3), num_samples=20, **options)
+    >>> try:
+    ...     ps.sample(ps.HMC(model, num_steps=4), num_samples=20, **options)
+    ... except ps.OtherRun:
+    ...     print("the folder holds draws of 3 steps")
+    the folder holds draws of 3 steps
+    """
 
     @classmethod
     def of(cls, path: Path | None, differing: Sequence[str], hint: str = "") -> OtherRun:
@@ -72,11 +83,12 @@ def identify(settings: Settings, density: Density | None, seed: int) -> dict[str
     }
     if density is not None:
         call["sites"] = {site: list(shape) for site, shape in density.layout.site_shapes.items()}
-        call["device"] = str(density.device)
+        call["device"] = density.device.type  # cuda and cuda:0 are one; which GPU it is stands under rounding
         call["dtype"] = str(density.dtype).removeprefix("torch.")
+    device = None if density is None else density.device
     found = {} if density is None else {"chain_chunk": density.chain_chunk, "engine": density.engine}
     energies = [] if density is None else _energies_at_fixed_points(density, settings.num_chains)
-    return as_json(call=call, seed=seed, energies=energies, density=found, **surroundings())
+    return as_json(call=call, seed=seed, energies=energies, density=found, **surroundings(device))
 
 
 def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -103,7 +115,7 @@ def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str,
 
 
 def call_differences(settings: Settings, found: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What two calls say differently, in words; if kernels or sites do, all else follows from it."""
+    """The differences of two calls, in words; if kernels or sites do, all else follows from it."""
     there, here = ({name: said["call"][name] for name in now["call"].keys() & found["call"]} for said in (found, now))
     if there["kernel"] != here["kernel"]:
         return differences(there["kernel"], here["kernel"], "kernel")
@@ -114,7 +126,7 @@ def call_differences(settings: Settings, found: Mapping[str, Any], now: Mapping[
 
 
 def tolerance_of(found: Mapping[str, Any], now: Mapping[str, Any]) -> float:
-    """How much the densities of one model may differ, relative."""
+    """The largest relative difference between densities of one model."""
     alike = all(found[name] == now[name] for name in ("versions", "rounding", "density"))
     return TOLERANCE.get(now["call"].get("dtype", ""), COARSE) * (1.0 if alike else ELSEWHERE)
 
@@ -142,7 +154,7 @@ class Passed:
         self._states.note(iteration, chain)
 
     def to_dict(self, iteration: int, z: Tensor) -> dict[str, Any]:
-        """What a checkpoint keeps after so many iterations, with chains at ``z``."""
+        """The part that a checkpoint keeps after so many iterations, with chains at ``z``."""
         states = torch.stack(self._states.kept)
         new = states[:, -1].isnan()
         states[new, -1] = self._energies(states[new, :-1]).to(states)
@@ -168,7 +180,7 @@ class Passed:
 
 
 def _energies_at_fixed_points(density: Density, at_once: int) -> list[float]:
-    wave = torch.arange(density.dim, dtype=torch.float64).cos().to(density.device, density.dtype)
+    wave = torch.arange(density.dim, dtype=torch.float64, device="cpu").cos().to(density.device, density.dtype)
     near = torch.stack([0.1 * wave, 0.3 * wave])
     points = torch.cat([near, _far_points(density).to(wave)])
     found = _energies(density, points, _batches(density, 0, len(points), len(points)), at_once).tolist()
@@ -184,8 +196,8 @@ def _energies_at_fixed_points(density: Density, at_once: int) -> list[float]:
 def _far_points(density: Density) -> Tensor:
     """Up to 5 from 0; each coordinate takes as many different values as there are points (a Latin hypercube)."""
     count = min(FAR, NUMBERS // density.dim)
-    steps = torch.linspace(-1.0, 1.0, count)
-    order = torch.rand(count, density.dim, generator=torch.Generator().manual_seed(0)).argsort(0)
+    steps = torch.linspace(-1.0, 1.0, count, device="cpu")
+    order = torch.rand(count, density.dim, generator=torch.Generator("cpu").manual_seed(0), device="cpu").argsort(0)
     return (5.0 * steps * steps.abs())[order]
 
 
@@ -203,7 +215,7 @@ def _energies(density: Density, z: Tensor, rows: Rows | None, at_once: int) -> T
     cuts = [slice(start, start + at_once) for start in range(0, len(z), at_once)]
     with torch.no_grad():
         parts = [density.energy(z[s], rows and {name: index[s] for name, index in rows.items()}) for s in cuts]
-    return torch.cat(parts).to("cpu", torch.float64) if parts else torch.empty(0, dtype=torch.float64)
+    return torch.cat(parts).to("cpu", torch.float64) if parts else torch.empty(0, dtype=torch.float64, device="cpu")
 
 
 def _listed(sites: Mapping[str, Sequence[int]], most: int = 8) -> str:

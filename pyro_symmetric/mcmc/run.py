@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
@@ -19,8 +20,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK, drawn_seed
 from pyro_symmetric.fingerprint import VERSIONS
+from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
 from pyro_symmetric.mcmc.curves import Curves
 from pyro_symmetric.mcmc.identity import OTHER_MODEL, OtherRun, Passed, identify, require_same, tolerance_of
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
@@ -28,8 +31,10 @@ from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve, starting_points
 from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import Checkpoint, Contents, FolderRecorder, MemoryRecorder
+from pyro_symmetric.weights import Weights
 
 KERNELS = Kernel.__module__.rpartition(".")[0]
+Hook = Callable[[int, Weights], Any]  # takes an iteration's number and the weights of all chains
 
 
 class Stop:
@@ -43,20 +48,21 @@ class Stop:
         return Stop, ()
 
 
-def run(settings: Settings, progress: bool = False, stop: Stop | None = None) -> Contents:
+def run(settings: Settings, progress: bool = False, stop: Stop | None = None, hook: Hook | None = None) -> Contents:
     """Start, or resume, chains and move them. Ctrl-C while sampling returns what there is, marked as interrupted.
 
     :param stop: has the effect of Ctrl-C.
+    :param hook: is called after every iteration.
     :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
     with _recorder(settings) as recorder:  # its lock comes first: who is refused has touched no generator
         chains = Run(settings, recorder)
         try:
-            chains.go(progress, stop)
+            chains.go(progress, stop, hook)
         except KeyboardInterrupt:
-            if settings.draws(chains.at.iteration) == 0:
-                raise KeyboardInterrupt(*_how_to_resume(settings, chains.at.iteration)) from None
-        count = min(settings.num_samples, settings.draws(chains.at.iteration))
+            if chains.at.draws == 0:
+                raise KeyboardInterrupt(*_how_to_resume(settings, chains.at)) from None
+        count = min(settings.num_samples, chains.at.draws)
         return recorder.draws(count, chains.metadata())
 
 
@@ -66,11 +72,17 @@ class Boundary:
 
     :param iteration: how many are done.
     :param generator: where the state's random generator stands; ``None`` if nothing is kept beyond the process.
+    :param draws: how many are kept of each chain.
+    :param num_warmup: how many of all are warm-up; while the chains are to end it, how many at most.
+    :param r_hat: of the chains when they were last asked whether they agree; ``None`` if they weren't.
     """
 
     iteration: int
     state: State
     generator: Tensor | None
+    draws: int
+    num_warmup: int
+    r_hat: float | None = None
 
 
 class Run:
@@ -83,6 +95,7 @@ class Run:
         self._diverged = 0
         self._curves = Curves()
         self._passed: Passed | None = None
+        self._agreement: Agreement | None = None
         self.at: Boundary
         if isinstance(recorder, FolderRecorder):
             self._begin_in_folder(recorder)
@@ -91,18 +104,23 @@ class Run:
             self.density = settings.density()
             self._start()
 
-    def go(self, progress: bool, stop: Stop | None) -> None:
+    def go(self, progress: bool, stop: Stop | None, hook: Hook | None = None) -> None:
         """Run all iterations that are left. However that ends, the recorder commits what was done."""
         settings = self.settings
-        total = settings.num_warmup + settings.num_samples * settings.thinning
-        if self.at.iteration >= total:
+        if self.at.draws >= settings.num_samples:
             return
-        bar = tqdm(total=total, initial=self.at.iteration, disable=not progress, mininterval=0.2)
+        sampling = settings.num_samples * settings.thinning
+        bar = tqdm(
+            total=self.at.num_warmup + sampling, initial=self.at.iteration, disable=not progress, mininterval=0.2
+        )
         try:
-            while self.at.iteration < total:
-                warming_up = self.at.iteration < settings.num_warmup
+            while self.at.draws < settings.num_samples:
+                warming_up = self.at.iteration < self.at.num_warmup
                 bar.set_description("warm-up" if warming_up else "sampling", refresh=False)
                 self._advance()
+                bar.total = self.at.num_warmup + sampling
+                if hook is not None:
+                    hook(self.at.iteration - 1, self.density.layout.constrain(self.at.state.z))
                 if self.recorder.is_due:
                     self._commit()
                 if stop is not None and stop.is_set():
@@ -115,22 +133,25 @@ class Run:
                 self._commit()
 
     def metadata(self) -> dict[str, Any]:
-        """How the run went so far."""
+        """The course of the run so far."""
         settings, density, done = self.settings, self.density, self.at.iteration
         return {
             "kernel": type(settings.kernel).__name__,
             "settings": settings.kernel.settings(),
-            "num_warmup": settings.num_warmup,
+            **({"chosen": settings.chosen} if settings.chosen else {}),
+            "num_warmup": self.at.num_warmup,
+            "warmup_r_hat": self.at.r_hat,
             "thinning": settings.thinning,
             "seed": self.seed,
             "device": str(density.device),
             "dtype": str(density.dtype).removeprefix("torch."),
             "chain_chunk": density.chain_chunk,
             "versions": VERSIONS,
+            "deterministic": list(density.target.computed),
             "engine": density.engine,  # as it turned out: torch.compile may have failed on the way
             "engine_reason": density.engine_reason,
             "seconds": dict(self._seconds),
-            "interrupted": settings.draws(done) < settings.num_samples,
+            "interrupted": self.at.draws < settings.num_samples,
             "trace": self._curves.curves(done),
         }
 
@@ -167,7 +188,10 @@ class Run:
         settings, generator = self.settings, torch.Generator(self.density.device).manual_seed(self.seed)
         initial = resolve(settings.initial, settings.num_chains, settings.args, settings.kwargs)
         z = starting_points(self.density, settings.num_chains, initial, generator)
-        self._arrive(0, settings.kernel.init(self.density, z, settings.num_warmup, generator))
+        lengths = settings.warmups(self.density)
+        self._agreement = Agreement(z) if len(lengths) > 1 else None
+        state = settings.kernel.init(self.density, z, lengths[-1], generator)
+        self._arrive(0, _required(state, z, settings.kernel, "init"), lengths[-1])
 
     def _resume(self, last: Checkpoint, tolerance: float) -> bool:
         """Take up a checkpoint; whether the model is the run's, by its density where the chains have been."""
@@ -177,8 +201,13 @@ class Run:
             at, more = unpacked(last.state, self.settings.kernel)
             if at.state.z.shape != shape:
                 raise ValueError(f"the state doesn't hold {shape[0]} chains of {shape[1]} coordinates")
-            if at.iteration < 0 or self.settings.draws(at.iteration) != last.draws:
-                raise ValueError(f"iteration {at.iteration} has {last.draws} draws")
+            draws = max(at.iteration - at.num_warmup, 0) // self.settings.thinning
+            right = at.iteration >= 0 and at.num_warmup in self.settings.warmups(self.density)
+            if not right or not at.draws == draws == last.draws:
+                raise ValueError(f"iteration {at.iteration} of {at.num_warmup} of warm-up has {last.draws} draws")
+            if more["agreement"] is not None and at.iteration < at.num_warmup:
+                self._agreement = Agreement(at.state.z)
+                self._agreement.restore(more["agreement"])
             self._curves.restore(more["trace"])
             self._seconds = {phase: float(more["seconds"][phase]) for phase in self._seconds}
             same = self._passed.restore(more["passed"], at.state.z, tolerance)
@@ -189,35 +218,51 @@ class Run:
 
     def _advance(self) -> None:
         settings, iteration = self.settings, self.at.iteration
-        state = settings.kernel.step(self.density, self.at.state)
+        state = _required(settings.kernel.step(self.density, self.at.state), self.at.state.z, settings.kernel, "step")
         self._curves.record(iteration, state)
-        if iteration < settings.num_warmup:
-            state = settings.kernel.adapt(self.density, state, iteration, settings.num_warmup)
-        elif (iteration + 1 - settings.num_warmup) % settings.thinning == 0:
+        num_warmup, r_hat = self.at.num_warmup, self.at.r_hat
+        if self._agreement is not None:
+            num_warmup, r_hat = self._warmup_after(self._agreement, iteration, state)
+        if warming_up := iteration < num_warmup:
+            state = settings.kernel.adapt(self.density, state, iteration, num_warmup)
+        elif (iteration + 1 - num_warmup) % settings.thinning == 0:
             statistics = {name: value.to("cpu") for name, value in state.statistics.items()}
-            self.recorder.append(settings.draws(iteration), self.density.layout.constrain(state.z), statistics)
+            self.recorder.append(self.at.draws, self.density.draws(state.z), statistics)
             self._diverged += int(statistics["diverging"].sum()) if "diverging" in statistics else 0
         now = time.perf_counter()
-        self._seconds["warmup" if iteration < settings.num_warmup else "sampling"] += now - self._clock
+        self._seconds["warmup" if warming_up else "sampling"] += now - self._clock
         self._clock = now
-        self._arrive(iteration + 1, state)
+        self._arrive(iteration + 1, state, num_warmup, r_hat)
 
-    def _arrive(self, iteration: int, state: State) -> None:
+    def _warmup_after(self, agreement: Agreement, iteration: int, state: State) -> tuple[int, float | None]:
+        """The length of warm-up once this iteration of it is done, and the chains' R-hat when they were last asked."""
+        agreement.record(iteration, state)
+        if iteration + 1 not in self.settings.warmups(self.density):
+            return self.at.num_warmup, self.at.r_hat
+        r_hat = agreement.r_hat(iteration + 1)
+        return (iteration + 1 if r_hat < LIMIT else self.at.num_warmup), r_hat
+
+    def _arrive(self, iteration: int, state: State, num_warmup: int, r_hat: float | None = None) -> None:
         generator = None
         if self._passed is not None:
             generator = state.generator.get_state()
             self._passed.note(iteration, state.z)
-        self.at = Boundary(iteration, state, generator)
+        draws = max(iteration - num_warmup, 0) // self.settings.thinning
+        self.at = Boundary(iteration, state, generator, draws, num_warmup, r_hat)
+        if iteration >= num_warmup:
+            self._agreement = None
 
     def _commit(self) -> None:
-        self.recorder.commit(self.settings.draws(self.at.iteration), self.metadata, self._packed)
+        self.recorder.commit(self.at.draws, self.metadata, self._packed)
 
     def _packed(self) -> bytes:
         assert self._passed is not None
         at = self.at
         passed = self._passed.to_dict(at.iteration, at.state.z)
         trace = self._curves.to_dict(at.iteration)
-        return packed(at, {"passed": passed, "trace": trace, "seconds": dict(self._seconds)})
+        agreement = None if self._agreement is None else self._agreement.to_dict(at.iteration)
+        more = {"passed": passed, "trace": trace, "agreement": agreement, "seconds": dict(self._seconds)}
+        return packed(at, more)
 
     def _postfix(self) -> str:
         means = {name: float(value.double().mean()) for name, value in self.at.state.statistics.items()}
@@ -234,14 +279,14 @@ def packed(at: Boundary, more: dict[str, Any]) -> bytes:
     state = replace(at.state, generator=None)  # type: ignore[arg-type]
     buffer = io.BytesIO()
     try:
-        torch.save({**more, "iteration": at.iteration, "generator": at.generator, "state": state}, buffer)
+        torch.save({**more, **vars(at), "state": state}, buffer)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise TypeError(f"the kernel's state holds what a store can't keep: {error}; see State") from error
     return buffer.getvalue()
 
 
 def unpacked(content: bytes, kernel: Kernel) -> tuple[Boundary, dict[str, Any]]:
-    """What :func:`packed` was given. Nothing but tensors, plain values and the kernel's own dataclasses comes back.
+    """The boundary that :func:`packed` was given: of tensors, plain values and the kernel's own dataclasses only.
 
     :raises TypeError: if there is anything else.
     """
@@ -254,7 +299,9 @@ def unpacked(content: bytes, kernel: Kernel) -> tuple[Boundary, dict[str, Any]]:
     generator = torch.Generator(found["state"].z.device)
     generator.set_state(found["generator"])
     state = replace(found["state"], generator=generator)
-    return Boundary(int(found["iteration"]), state, found["generator"]), found
+    r_hat = found["r_hat"] if found["r_hat"] is None else float(found["r_hat"])
+    iteration, draws, num_warmup = (int(found[name]) for name in ("iteration", "draws", "num_warmup"))
+    return Boundary(iteration, state, found["generator"], draws, num_warmup, r_hat), found
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -268,6 +315,15 @@ def _recorder(settings: Settings) -> AbstractContextManager[MemoryRecorder | Fol
     return FolderRecorder(settings.store, settings.num_samples)
 
 
+def _required(state: Any, z: Tensor, kernel: Kernel, method: str) -> State:
+    """What a kernel, of whoever's making, returned, if it is the state of chains at as many places as ``z``."""
+    name = f"what {type(kernel).__name__}.{method} returned"
+    arguments.instance(name, state, State, "a pyro_symmetric.State")
+    if state.z.shape != z.shape:
+        raise ValueError(f"{name} has z of shape {tuple(state.z.shape)}; it must be {tuple(z.shape)}")
+    return state
+
+
 def _parts_of_states(kernel: Kernel) -> list[Any]:
     """The dataclasses of the library's kernels and of the modules that this kernel's classes come from."""
     names = {kind.__module__ for kind in type(kernel).__mro__}
@@ -276,10 +332,10 @@ def _parts_of_states(kernel: Kernel) -> list[Any]:
     return [kind for kind in found if is_dataclass(kind) and kind.__module__ in names and not issubclass(kind, Kernel)]
 
 
-def _how_to_resume(settings: Settings, iteration: int) -> tuple[str, ...]:
+def _how_to_resume(settings: Settings, at: Boundary) -> tuple[str, ...]:
     if settings.store is None:
         return ()
     return (
-        f"interrupted in warm-up, after {iteration} of {settings.num_warmup} iterations; they are kept in "
+        f"interrupted in warm-up, after {at.iteration} of {at.num_warmup} iterations; they are kept in "
         f"{settings.store}, and the same call resumes there",
     )

@@ -1,9 +1,10 @@
-"""Sample: the one call that runs a kernel's chains, in memory or to disk, here or on many machines."""
+"""Sample: the one call that runs a model's chains, in memory or to disk, here or on many machines."""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,24 +13,26 @@ import torch
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import model_arguments
-from pyro_symmetric.chain_findings import sampler_failures
+from pyro_symmetric.chain_findings import sampler_failures, warm_up
+from pyro_symmetric.mcmc.choice import FEWEST_CHAINS, chosen
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
-from pyro_symmetric.mcmc.run import run
+from pyro_symmetric.mcmc.kernels.nuts import NUTS
+from pyro_symmetric.mcmc.run import Hook, run
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import Initial
 from pyro_symmetric.mcmc.tasks import run_tasks
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Origin, Posterior
 from pyro_symmetric.storage import PathLike
 
 
 def sample(
-    kernel: Kernel,
-    *,
-    args: Sequence[Any] = (),
+    kernel_or_model: Kernel | Callable[..., Any],
+    *args: Any,
     kwargs: Mapping[str, Any] | None = None,
     num_samples: int = 1000,
-    num_warmup: int = 500,
-    num_chains: int = 4,
+    num_warmup: int | Literal["auto"] = "auto",
+    num_chains: int | None = None,
     thinning: int = 1,
     initial: Initial = None,
     chain_chunk: int | None = None,
@@ -43,6 +46,7 @@ def sample(
     chains_per_task: int | None = None,
     threads_per_task: int = 1,
     progress: bool = True,
+    hook: Hook | None = None,
 ) -> Posterior:
     """Draw from a model's posterior with many chains at once.
 
@@ -50,7 +54,15 @@ def sample(
     ...     mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
     ...     with pyro.plate("data", len(y)):
     ...         pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-    >>> posterior = sample(HMC(model), args=(torch.randn(100),), num_chains=8)
+    >>> y = torch.randn(100)
+    >>> posterior = ps.sample(model, y, num_samples=20, num_warmup=20, seed=0, progress=False)
+    >>> abs(float(posterior.samples["mean"].mean() - y.mean())) < 0.1
+    True
+
+    Without a kernel, one is chosen for the model, with its mass matrix and the number of chains, by rules of counts
+    (:mod:`~pyro_symmetric.mcmc.choice`); a line and ``metadata["chosen"]`` say which and why. To choose oneself:
+
+    >>> posterior = ps.sample(ps.HMC(model), y, num_samples=20, num_warmup=20, num_chains=8, seed=0, progress=False)
 
     With ``store`` the draws go to disk as they are made, into a file that has room for all of them from the beginning.
     After Ctrl-C, ``kill -9`` or a power cut the same call resumes, in warm-up too, and gives draw for draw what an
@@ -66,16 +78,21 @@ def sample(
     machines ``store`` must be a folder that all of them see. It takes twice the room of the draws: when all tasks are
     done, their chains are laid side by side there, to be mapped from one file.
 
-    :param kernel: the sampler, which holds the model.
+    :param kernel_or_model: the sampler, which holds the model; or the model.
     :param args: the model's positional arguments, data included: ``model(*args, **kwargs)``.
     :param kwargs: the model's keyword arguments. They have a mapping of their own, so a model may have arguments named
         like the sampler's (``seed``, ``device``), and a misspelt option of the sampler never reaches the model.
     :param num_samples: draws to keep of each chain.
-    :param num_warmup: iterations of each chain before them, to adapt and to be forgotten. The Hamiltonian samplers
-        learn their mass matrix in windows of growing length. Under 150 iterations there is one window, three quarters
-        of them: in 100 or fewer it holds few draws, of chains that may not have arrived yet, and the step size has few
-        left to settle in. (Many chains make up for few draws, not for chains on their way.) Under 20 there is none and
-        only the step size is adapted; with 0 it stays what the starting points suggest.
+    :param num_warmup: iterations of each chain before them, to adapt and to be forgotten. ``"auto"``: until the chains
+        agree. The Hamiltonian samplers ask after 150, 200, 300, 500 and 900 iterations whether the worst coordinate's
+        R-hat over the second half of them is below 1.05, and end at 1,700 in any case, with a warning if it isn't;
+        ``metadata["num_warmup"]`` says how many there were. Networks, whose modes have many copies, and the other
+        samplers take 500. Of a number that is given, the Hamiltonian samplers learn their mass matrix in windows of
+        growing length. Under 150 iterations there is one window, three quarters of them: in 100 or fewer it holds few
+        draws, of chains that may not have arrived yet, and the step size has few left to settle in. (Many chains make
+        up for few draws, not for chains on their way.) Under 20 there is none and only the step size is adapted; with 0
+        it stays what the starting points suggest.
+    :param num_chains: how many run at once. ``None``: 4, or what is chosen with the kernel.
     :param thinning: iterations for each draw that is kept.
     :param initial: where chains start: ``"prior"``; ``"uniform"`` in (-2, 2) on the unconstrained scale, as Pyro's
         ``MCMC``; weights of batch shape ``(num_chains,)``, or ``()`` for one start of all; a ``Posterior`` whose last
@@ -99,6 +116,8 @@ def sample(
     :param chains_per_task: chains of a task, which warm up together; they learn more from each other the more they
         are. By default a quarter of ``num_chains``, but at least 4 and about 16 at most.
     :param threads_per_task: of PyTorch within a task; sums are rounded alike only for the same number.
+    :param hook: is called after every iteration with its number, counted from 0 and warm-up included, and the weights
+        of all chains, of batch shape ``(num_chains,)``. For chains of this process that aren't cut into tasks.
     :return: draws, statistics of every draw, and metadata: the kernel's settings, ``seconds`` of warm-up and of
         sampling (of tasks their sum, not what a clock on the wall showed), and ``trace``, the mean potential energy,
         acceptance and step size over all iterations, warm-up included. With ``store``, draws are mapped from its files.
@@ -107,13 +126,14 @@ def sample(
     :raises TaskError: if tasks failed, with the posterior of the others.
     """
     args, kwargs = model_arguments(args, kwargs)
+    arguments.whole("num_chains", num_chains, 1, none="the default")
     settings = Settings(
-        kernel,
+        kernel_or_model if isinstance(kernel_or_model, Kernel) else NUTS(kernel_or_model),
         args,
         kwargs,
         num_samples=num_samples,
         num_warmup=num_warmup,
-        num_chains=num_chains,
+        num_chains=FEWEST_CHAINS if num_chains is None else num_chains,
         thinning=thinning,
         initial=initial,
         chain_chunk=chain_chunk,
@@ -124,9 +144,16 @@ def sample(
         device=device,
         dtype=dtype,
     )
-    origin = Origin(kernel, args, kwargs, device)
+    arguments.function("hook", hook, "a function of an iteration's number and weights", none="none")
+    if hook is not None and (executor is not None or chains_per_task is not None):
+        raise ValueError("hook is given, but the chains are cut into tasks, which may run anywhere; pass hook=None")
+    if not isinstance(kernel_or_model, Kernel):
+        settings = chosen(settings, num_chains)
+        if progress:
+            print(f"pyro_symmetric: {settings.chosen}", file=sys.stderr)
+    origin = Origin(settings.kernel, args, kwargs, device)
     if executor is None and chains_per_task is None:
-        posterior = Posterior(*run(settings, progress), rows="chains", origin=origin)
+        posterior = Posterior(*run(settings, progress, hook=hook), rows="chains", origin=origin)
     else:
         posterior = replace(run_tasks(settings, executor, chains_per_task, threads_per_task, progress), origin=origin)
     _warn_of_trouble(posterior, settings)
@@ -140,5 +167,10 @@ def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:
             held = f"{posterior.num_chains} of {settings.num_chains} chains"
         advice = "" if settings.store is None else f"; the same call resumes from what is kept in {settings.store}"
         warnings.warn(f"interrupted: the posterior holds {held}{advice}", RuntimeWarning, stacklevel=3)
-    for finding in sampler_failures(posterior.statistics, settings.kernel.subsampled):
+    # A network's chains may sit in copies of one mode, and needn't agree.
+    agreeing = None if isinstance(settings.kernel.model, BayesianModel) else posterior.samples
+    found = sampler_failures(posterior.statistics, settings.kernel.subsampled, agreeing)
+    if isinstance(settings.num_warmup, str):
+        found += [finding for finding in warm_up(posterior.metadata) if finding.status != "pass"]
+    for finding in found:
         warnings.warn(finding.words, RuntimeWarning, stacklevel=3)

@@ -14,6 +14,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.fingerprint import digest
 from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.density.programs import evaluated_once
 from pyro_symmetric.mcmc.density.targets import NetworkTarget, not_a_number
 from pyro_symmetric.mcmc.kernels.randomness import independent_rows
 from pyro_symmetric.posterior import Posterior
@@ -161,7 +162,7 @@ def _given(density: Density, num_chains: int, weights: Mapping[str, Tensor], gen
 
 
 def _is_inside(fn: Distribution, value: Tensor) -> bool:
-    """Whether constrained values are finite and lie in their support."""
+    """True if constrained values are finite and lie in their support."""
     support: Any = fn.support
     return bool(torch.isfinite(value).all()) and bool(support.check(value).all())
 
@@ -173,5 +174,5 @@ def _where_to_look(density: Density) -> str:
 
 
 def _is_finite(density: Density, z: Tensor, generator: torch.Generator) -> Tensor:
-    energy, gradient = density.energy_and_gradient(z, independent_rows(density.row_counts, len(z), generator))
+    energy, gradient = evaluated_once(density, z, independent_rows(density.row_counts, len(z), generator))
     return torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1)

@@ -54,6 +54,17 @@ if hasattr(os, "register_at_fork"):
 class TaskError(RuntimeError):
     """Some tasks failed.
 
+    >>> def model():
+    ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    ...     pyro.factor("far", torch.where(w.abs() < 5, 0.0, torch.nan))
+    >>> starts = {"w": torch.tensor([0.0, 0.0, 10.0, 10.0])}
+    >>> options = dict(num_samples=20, num_warmup=20, num_chains=4, chains_per_task=2, progress=False)
+    >>> try:
+    ...     ps.sample(ps.HMC(model), initial=starts, **options)
+    ... except ps.TaskError as error:
+    ...     print("finished:", error.posterior.num_chains)
+    finished: 2
+
     :param posterior: the chains of those that finished, or ``None``.
     """
 
@@ -64,7 +75,7 @@ class TaskError(RuntimeError):
 
 @dataclass
 class Outcome:
-    """What has become of the tasks so far, by number.
+    """The tasks' results so far, by number.
 
     :param done: what they returned.
     :param failed: why they didn't.
@@ -204,7 +215,7 @@ def _seed_of_same(settings: Settings, size: int) -> int:
 
 
 def _identity(settings: Settings, seed: int) -> dict[str, Any]:
-    """What decides the draws, known before any task resumes: one that did would mix two runs.
+    """All that decides the draws, known before any task resumes: one that did would mix two runs.
 
     CUDA isn't woken up for it: this process may have none, and its forks couldn't use it any more.
     """
@@ -273,7 +284,7 @@ def _receive(future: Future[Contents], task: int, outcome: Outcome) -> None:
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    """Whether a worker died, rather than its task failed; dask's word for it isn't one of Python's."""
+    """True if a worker died, rather than its task failed; dask's word for it isn't one of Python's."""
     return isinstance(error, BrokenExecutor | CancelledError) or type(error).__name__ == "KilledWorker"
 
 
@@ -319,7 +330,7 @@ def _gathered(settings: Settings, tasks: Sequence[Settings], outcome: Outcome, f
 
 def _side_by_side(parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """The arrays of several tasks as tensors of all their chains."""
-    return {name: torch.cat([torch.as_tensor(part[name]) for part in parts]) for name in parts[0]}
+    return {name: torch.cat([torch.as_tensor(part[name], device="cpu") for part in parts]) for name in parts[0]}
 
 
 def _advice(settings: Settings) -> str:

@@ -34,7 +34,7 @@ class Recorder(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for a commit; never, if nothing is kept beyond the process."""
+        """True if it is time for a commit; never, if nothing is kept beyond the process."""
 
     def commit(self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes]) -> None:
         """Make the first draws safe, and with them the state that a broken run resumes from.
@@ -63,7 +63,9 @@ class MemoryRecorder:
             kept = self._kept[kind]
             for name, value in values.items():
                 if name not in kept:
-                    kept[name] = torch.empty(len(value), self._num_samples, *value.shape[1:], dtype=value.dtype)
+                    kept[name] = torch.empty(
+                        len(value), self._num_samples, *value.shape[1:], dtype=value.dtype, device="cpu"
+                    )
                 kept[name][:, number] = value
 
     def commit(self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes]) -> None:
@@ -133,9 +135,9 @@ class FolderRecorder:
             if self._descriptor is not None:
                 flush(self._descriptor)
             if self._writers:
-                sums = torch.tensor([writer.sums for writer in self._writers])
+                sums = torch.tensor([writer.sums for writer in self._writers], device="cpu")
             else:
-                sums = torch.empty(0, 0, dtype=torch.long) if self.last is None else self.last.sums
+                sums = torch.empty(0, 0, dtype=torch.long, device="cpu") if self.last is None else self.last.sums
             found = Checkpoint(self._file, draws, sums, self.fingerprint, metadata(), content)
             found.write(self.path)
             self._safe = draws
@@ -225,7 +227,7 @@ class _Writer:
         chains = len(value)
         if self._kept is None:
             most = max(1, min(PIECE // max(1, chains * self._size), self._room))
-            self._kept = torch.empty(chains, most, *value.shape[1:], dtype=value.dtype)
+            self._kept = torch.empty(chains, most, *value.shape[1:], dtype=value.dtype, device="cpu")
         if number - self._done[0] >= self._kept.shape[1]:
             self.write(number)
         self._kept[:, number - self._done[0]] = value

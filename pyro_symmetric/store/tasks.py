@@ -30,7 +30,7 @@ def task_folder(folder: Path, task: int) -> Path:
 
 
 def read_tasks(folder: Path) -> dict[str, Any]:
-    """What ``tasks.json`` says.
+    """The contents of ``tasks.json``.
 
     :raises StoreError: if it is damaged or of a newer version.
     """
@@ -122,12 +122,12 @@ def join_tasks(folder: Path, stores: Sequence[Path], metadata: dict[str, Any]) -
         flush(descriptor)
     finally:
         os.close(descriptor)
-    Checkpoint(file, draws, torch.tensor(sums), {}, metadata).write(joined)
+    Checkpoint(file, draws, torch.tensor(sums, device="cpu"), {}, metadata).write(joined)
     return read_store(joined, verify=False)
 
 
 def joint_metadata(every: Sequence[dict[str, Any]], chains: Sequence[int]) -> dict[str, Any]:
-    """What the metadata of several runs say together.
+    """The metadata of several runs, together.
 
     :param chains: of each.
     :return: what they agree in; ``seconds`` are added up, ``trace`` is the chains' mean, ``interrupted`` is true if any

@@ -46,7 +46,7 @@ SMALL_PROBLEM = 10_000_000
 
 @dataclass(frozen=True)
 class Study:
-    """What a study found.
+    """The findings of a study.
 
     :param problem: the data, model and symmetry.
     :param fits: label -> what was fitted, in the order of the methods.
@@ -94,10 +94,11 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, overwrite: bool
     out, mark = prepare_folder(out, problem, overwrite), problem.fingerprint()
     for line in problem.describe():
         say(line)
-    if settings.reference not in settings.methods:
+    methods = suited(methods, problem, say)
+    if settings.reference not in [method.title for method in methods]:
         say(
             f"No distances will be measured: the reference {settings.reference!r} is not among the methods "
-            f"{', '.join(settings.methods)}."
+            f"{', '.join(method.title for method in methods)}."
         )
     fits: dict[str, Finished] = {}
     for method in methods:
@@ -124,6 +125,20 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, overwrite: bool
     study = Study(problem, fits, draws, results, out)
     write_report(study)
     return study
+
+
+def suited(methods: Sequence[Method], problem: Problem, say: Say) -> list[Method]:
+    """The methods for which the problem isn't too large; the others are told.
+
+    :raises ValueError: if it is too large for all.
+    """
+    reasons = {method.title: method.too_large(problem) for method in methods}
+    told = [f"{title} is left out: {reason}." for title, reason in reasons.items() if reason]
+    if len(told) == len(methods):
+        raise ValueError(f"the problem is too large for every method: {' '.join(told)}")
+    for line in told:
+        say(line)
+    return [method for method in methods if not reasons[method.title]]
 
 
 def fit(method: Method, problem: Problem, out: Path, progress: bool, say: Say) -> dict[str, Finished]:

@@ -38,7 +38,7 @@ class Finished:
 
     @classmethod
     def of(cls, posterior: Posterior) -> Finished:
-        """What :func:`save_fit` wrote."""
+        """The fit that :func:`save_fit` wrote."""
         about = posterior.metadata
         return cls(Fit(posterior=posterior, **{name: about[name] for name in KEPT}), about["seconds"])
 
@@ -127,7 +127,7 @@ def scratch_path(out: Path, method: Method) -> Path:
 
 
 def _noted(out: Path) -> dict[str, Any] | None:
-    """What a study noted in the folder; ``None`` if it is no study's."""
+    """The note of a study in the folder; ``None`` if it is no study's."""
     try:
         found = load_json(out / NOTED, "settings")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, StoreError):

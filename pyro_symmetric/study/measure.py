@@ -40,13 +40,13 @@ class Draws:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of draws."""
         return len(next(iter(self.raw.values())))
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What draws predict on the test rows.
+    """Predictions of draws on the test rows.
 
     :param law: the predictive distribution, as :func:`~pyro_symmetric.compare.total_variation` takes it.
     :param nll: the mean negative log-likelihood of the targets.
@@ -65,7 +65,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Reference:
-    """What all methods are compared with.
+    """The reference that all methods are compared with.
 
     :param label: the method that made it.
     :param draws: its draws.
@@ -175,7 +175,7 @@ def between(
 
 
 def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]:
-    """What a reader must know before believing the comparison, a sentence each."""
+    """Facts that a reader must know before believing the comparison, a sentence each."""
     chains = (rows.get(reference) or {}).get("chains")
     if chains is None:
         return []

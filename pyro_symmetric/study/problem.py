@@ -57,7 +57,7 @@ class Problem:
 
     @property
     def is_classification(self) -> bool:
-        """Whether targets are classes."""
+        """True if targets are classes."""
         return self.dataset.task == "classification"
 
     def canonical(self, weights: Weights) -> Weights:
@@ -80,7 +80,7 @@ class Problem:
         ]
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the results: the settings, and by their hash the data and the network that these only name."""
+        """All that decides results: the settings, and by their hash the data and the network that these only name."""
         data = self.dataset
         shapes = {name: tuple(shape) for name, shape in self.model.site_shapes.items()}
         return as_json(

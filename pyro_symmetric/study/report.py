@@ -55,7 +55,7 @@ def render(study: Study) -> str:
         problem=study.results["problem"],
         concerns=study.results["concerns"],
         quick=study.problem.settings.quick,
-        methods=[(name, make_method(name).description) for name in study.problem.settings.methods],
+        methods=[(name, _described(name, study.problem)) for name in study.problem.settings.methods],
         tables=[(t, t.rows(rows)) for t in tables(study.problem.is_classification) if t.rows(rows)],
         verdicts={name: row["invariance"]["verdict"] for name, row in rows.items() if row["invariance"]},
         figures=[(heading, caption, _as_image(figure)) for heading, caption, figure in figures(study)],
@@ -129,6 +129,13 @@ def environment(settings: StudySettings) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "command": " ".join(sys.argv[1:]),
     }
+
+
+def _described(name: str, problem: Problem) -> str:
+    settings = problem.settings
+    method = make_method(name, settings.quick, settings.budgets.get(name))
+    reason = method.too_large(problem)
+    return f"{method.description} Left out here: {reason}." if reason else method.description
 
 
 def _project(draws: Mapping[str, Mapping[str, Any]]) -> dict[str, plots.Array]:

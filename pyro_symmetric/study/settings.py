@@ -1,4 +1,4 @@
-"""What a study is asked to do, checked, comparable and writable as JSON."""
+"""Settings of a study: checked, comparable and writable as JSON."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "elu": nn.ELU,
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+DEFAULT_METHODS = ("mean-field", "symmetrized", "symmetrized-blocks", "aligned", "ensemble", "sghmc", "hmc")
 
 # Neither changes what a finished method has computed, so a study may be continued with others.
 FREE_TO_CHANGE = frozenset({"methods", "reference", "budgets", "device", "data_root", "download"})
@@ -73,7 +75,7 @@ class StudySettings:
     prior_fan_in: bool = True
     noise: float | None = None
     temperature: float = 1.0
-    methods: tuple[str, ...] = ("mean-field", "symmetrized", "aligned", "ensemble", "sghmc", "hmc")
+    methods: tuple[str, ...] = DEFAULT_METHODS
     reference: str = "hmc"
     budgets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     num_draws: int = 400

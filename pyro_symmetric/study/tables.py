@@ -14,10 +14,10 @@ from pyro_symmetric.compare import distances
 Row = Mapping[str, Any]
 
 MISSING = "–"
-"""What stands where there is no number."""
+"""The sign in place of a missing number."""
 
 OWN_HALF = "its own other half"
-"""What the reference is compared to."""
+"""The half of its own draws that the reference is compared to, in words."""
 
 
 @dataclass(frozen=True)

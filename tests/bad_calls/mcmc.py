@@ -22,6 +22,7 @@ from .table import (
     data,
     model,
     network,
+    unused_guide,
     weights,
 )
 
@@ -53,9 +54,9 @@ PATH = {
 
 def sampled(**options):
     """A run of one draw."""
-    return ps.sample(
-        **{"kernel": ps.HMC(model()), "args": data(), "engine": "torch", "progress": False, **SHORT, **options}
-    )
+    options = {"kernel_or_model": ps.HMC(model()), "args": data(), **SHORT, **options}
+    kernel_or_model, given = options.pop("kernel_or_model"), options.pop("args")
+    return ps.sample(kernel_or_model, *given, **{"engine": "torch", "progress": False, **options})
 
 
 SHORT = {"num_samples": 1, "num_warmup": 1, "num_chains": 1}
@@ -85,6 +86,24 @@ CALLS = (
         ps.AdaptiveHMC,
         {"trajectory_length": POSITIVE, "adapt_length": FLAGS, "max_steps": (*COUNTS, None), "rank": COUNTS},
     ),
+    kernel(
+        ps.MCLMC,
+        {
+            "step_size": POSITIVE,
+            "adapt_step_size": FLAGS,
+            "adapt_mass": FLAGS,
+            "mass": ("full", None),
+            "rank": (*COUNTS, None),
+            "energy_error": (*POSITIVE, None),
+            "length": (*POSITIVE, None),
+            "adapt_length": FLAGS,
+            "max_steps": (*COUNTS, None),
+        },
+    ),
+    kernel(
+        ps.AdjustedMCLMC,
+        {"target_accept": FRACTIONS, "trajectory_length": POSITIVE, "adapt_length": FLAGS, "max_steps": COUNTS},
+    ),
     kernel(ps.SGLD, {**STOCHASTIC, **PATH}),
     kernel(
         ps.SGHMC,
@@ -112,12 +131,12 @@ CALLS = (
         sampled,
         dict,
         {
-            "kernel": (*THINGS, ps.HMC, Made("model", model), ps.HMC(None)),
-            "args": (None, 3, "xy", data()[0], {"x": 1}, (ARRAY, ARRAY), (data()[0],) * 3),
+            "kernel_or_model": (*THINGS, ps.HMC, ps.HMC(None), ps.BayesianModel, Made("guide", unused_guide)),
+            "args": (("xy",), (data()[0],), (data(),), (ARRAY, ARRAY), (data()[0],) * 3),
             "kwargs": (3, "banana", [1], {3: 1}, {"banana": 1}),
             "num_samples": (*COUNTS, None),
-            "num_warmup": (*NOT_NEGATIVE, None),
-            "num_chains": (*COUNTS, None),
+            "num_warmup": (*NOT_NEGATIVE, None, "automatic"),
+            "num_chains": COUNTS,
             "thinning": (*COUNTS, None),
             "initial": (
                 *(3, "prio", ARRAY, {}, [weights(1)]),
@@ -137,8 +156,9 @@ CALLS = (
             "dtype": (*DTYPES, torch.float16, torch.bfloat16, torch.complex64),
             "executor": (3, "banana", nn.Linear),
             "chains_per_task": COUNTS,
+            "hook": (3, "banana", nn.Linear),
         },
-        words={"kernel": "", "args": "", "kwargs": ""},
+        words={"kernel_or_model": "", "args": "", "kwargs": ""},
     ),
     Calls(
         "sample",
@@ -147,6 +167,14 @@ CALLS = (
         {"threads_per_task": (*COUNTS, None)},
         misspelt=False,
         quick=False,
+    ),
+    Calls(
+        "sample",
+        lambda **o: sampled(kernel_or_model=model(), **o),
+        dict,
+        {"num_chains": (0, -1, 1.5, "4"), "args": ((ARRAY, ARRAY),), "dtype": DTYPES},
+        words={"args": ""},
+        misspelt=False,
     ),
     Calls(
         "log_joint",

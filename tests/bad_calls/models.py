@@ -94,6 +94,7 @@ CALLS = (
         {"name": (None, 3), "parameter": (*THINGS, ARRAY)},
     ),
     Calls("CategoricalLikelihood", ps.CategoricalLikelihood, dict, {"temperature": (*POSITIVE, None)}),
+    Calls("HeteroscedasticLikelihood", ps.HeteroscedasticLikelihood, dict, {"temperature": (*POSITIVE, None)}),
     Calls(
         "GaussianLikelihood",
         ps.GaussianLikelihood,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from pyro_symmetric.chain_findings import sampler_failures
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.models import BayesianModel
@@ -167,6 +168,37 @@ def test_a_temperature_of_chains_that_have_not_arrived_asks_for_warm_up_not_for_
         assert "longer warm-up" in words
         assert "smaller steps" not in words
         assert "too few draws" not in words
+
+
+def two_sites(x, y):
+    pyro.sample("narrow", dist.Normal(torch.zeros(8), 1.0).to_event(1))
+    pyro.sample("wide", dist.Normal(3.0, 5.0))
+
+
+@pytest.mark.stochastic
+def test_a_single_site_that_spreads_too_little_is_named_among_many_coordinates(data):
+    # 256 draws: a standard error of 0.09 for one coordinate; 0.1 is ten of them away from 1.
+    narrow, wide = torch.randn(CHAINS, DRAWS, 8), torch.randn(CHAINS, DRAWS)
+    sound = Posterior({"narrow": narrow, "wide": 3 + 5 * wide}, rows="chains").attach(two_sites, *data)
+    assert diagnose(sound)["temperature"].status == "pass"
+    cold = Posterior({"narrow": narrow, "wide": 3 + 1.5 * wide}, rows="chains").attach(two_sites, *data)
+    finding = diagnose(cold)["temperature"]
+    assert finding.status == "fail"
+    assert "'wide'" in finding.words
+    assert finding.value == pytest.approx(0.09, abs=0.05)
+
+
+def test_a_sampler_of_mini_batches_tells_of_disagreement_and_temperatures_at_once():
+    fine = {"virial": 1 + 0.1 * torch.randn(CHAINS, DRAWS), "diverging": torch.zeros(CHAINS, DRAWS, dtype=torch.bool)}
+    agree = {"w": torch.randn(CHAINS, DRAWS, 3)}
+    apart = {"w": agree["w"] + torch.arange(CHAINS)[:, None, None]}
+    assert sampler_failures(fine, True, agree) == []
+    assert [found.name for found in sampler_failures(fine, True, apart)] == ["weights"]
+    assert sampler_failures(fine, True) == sampler_failures(fine, False, apart) == []  # where chains needn't, or accept
+    cold = {**fine, "virial": 0.5 * fine["virial"]}
+    assert [found.name for found in sampler_failures(cold, True, agree)] == ["virial"]
+    few = {name: value[:, :10] for name, value in cold.items()}
+    assert sampler_failures(few, True, {"w": apart["w"][:, :10]}) == []
 
 
 def test_few_draws_are_a_warning():

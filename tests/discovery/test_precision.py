@@ -197,7 +197,7 @@ def test_a_network_that_only_runs_in_its_own_precision_is_verified_in_it(name: s
 
 def test_what_a_network_refuses_in_its_own_precision_is_said() -> None:
     net = Layers(mlp)
-    with pytest.raises(ValueError, match="fails on the example inputs"):
+    with pytest.raises(ValueError, match="on the example inputs"):
         find_symmetry(net, torch.randn(4, 2))
-    with pytest.raises(ValueError, match="fails on the example inputs"):
+    with pytest.raises(ValueError, match="on the example inputs"):
         verify(find_symmetry(net, torch.randn(4, 3)), net, torch.randn(4, 2))

@@ -134,13 +134,13 @@ def scores_of(group: Group, q: Any, w: torch.Tensor) -> UnitDensities:
 
 def proposal_probability(group: Group, q: Any, w: torch.Tensor, element: Any, walk: int) -> torch.Tensor:
     """``log τ_w(g)`` of given elements, one for each draw, by one of the walks."""
-    units = scores_of(group, q, w)
+    units, element = scores_of(group, q, w), element.to(w.device)
     walker = walkers_of(units, 0)[walk]
     given = {}
     for name, own in units.sets.items():
         one, images = own.units, None
         if own.is_permuted:
-            first = torch.arange(0, one.count, one.size).unsqueeze(-1)
+            first = torch.arange(0, one.count, one.size, device=w.device).unsqueeze(-1)
             images = (element[name].reshape(len(w), one.copies, one.size) + first).reshape(1, len(w), -1)
         signs = element.signs[name].reshape(1, len(w), -1).double() if own.is_flipped else None
         given[name] = Drawn(images, signs)

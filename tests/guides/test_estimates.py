@@ -257,6 +257,20 @@ def test_numbers_without_digits_for_a_nat_are_doubted() -> None:
         assert any("rounded" in doubt for doubt in found.doubts) == doubted
 
 
+def test_the_joint_density_is_evaluated_once_at_each_draw_and_at_few_more_for_the_symmetry() -> None:
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
+    rows: list[int] = []
+
+    def counted(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        rows.append(len(weights["w"]))
+        return two_orbits(weights)
+
+    ps.evidence(guide, counted, group, num_samples=200, chunk=50)
+    assert rows.count(50) == 4
+    assert 0 < sum(rows) - 200 <= 24
+
+
 def test_posteriors_that_do_not_fit_are_named() -> None:
     group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
     guide = ps.AutoGaussian(one_site_layout(), torch.zeros(2), torch.ones(2))

@@ -224,3 +224,10 @@ def test_a_subsampled_model_keeps_its_rows_while_it_is_compared() -> None:
 
     for _ in range(5):
         ps.AutoSymmetrized(subsampled, GROUP).setup(torch.randn(100))
+
+
+def test_a_network_in_place_of_its_joint_density_is_refused() -> None:
+    guide = ps.AutoSymmetrized(model, GROUP)
+    network = ps.BayesianModel(torch.nn.Linear(2, 1), likelihood="gaussian")
+    with pytest.raises(TypeError, match="log_joint"):
+        ps.evidence(guide.setup(DATA), network, GROUP)

@@ -93,7 +93,7 @@ def behind_a_function(num_data: int | None):
 
 
 def draw(kernel, **data) -> None:
-    sample(kernel, args=(X, Y), num_chains=2, num_warmup=1, num_samples=1, seed=0, progress=False, **data)
+    sample(kernel, X, Y, num_chains=2, num_warmup=1, num_samples=1, seed=0, progress=False, **data)
 
 
 @pytest.mark.parametrize("kind", KERNELS)

@@ -31,7 +31,17 @@ def loss_of(net: nn.Module, x: Tensor, y: Tensor, batch_size: int | None = None)
     ends = itertools.accumulate(sizes.values())
     offsets = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
     categorical = not y.is_floating_point()
-    return BatchedLoss(NetworkProblem(read_layers(net), offsets, sum(sizes.values()), x, y, categorical, batch_size))
+    return BatchedLoss(
+        NetworkProblem(
+            read_layers(net),
+            offsets,
+            sum(sizes.values()),
+            x,
+            y,
+            "cross-entropy" if categorical else "squares",
+            batch_size,
+        )
+    )
 
 
 def autograd(net: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -231,6 +231,13 @@ def discrete(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(k.float(), 1.0), obs=y)
 
 
+def counting(y: Tensor) -> None:
+    rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+    count = pyro.sample("count", dist.Poisson(rate))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(count, 1.0), obs=y)
+
+
 def moving_support() -> None:
     a = pyro.sample("a", dist.HalfNormal(1.0))
     pyro.sample("b", dist.Uniform(0.0, a))
@@ -255,20 +262,38 @@ def local_latent(x: Tensor) -> None:
 
 def branching() -> None:
     a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    pyro.factor("f", a if a > 0 else -a)
+    pyro.factor("f", a if a > 0 else -a * a)
+
+
+def noisy() -> None:
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    pyro.factor("f", a + torch.randn(()))
+
+
+def test_a_model_that_branches_on_a_value_is_evaluated_chain_by_chain_and_says_so():
+    with pytest.warns(RuntimeWarning, match="one after another.*data-dependent control flow"):
+        density = Density(branching, dtype=torch.float64, engine="inductor")
+    assert density.engine == "torch"
+    assert "data-dependent" in density.engine_reason
+    a = torch.tensor([[1.5], [-2.0], [0.3]], dtype=torch.float64)
+    energy, gradient = density.energy_and_gradient(a)
+    factor, slope = torch.where(a > 0, a, -a * a), torch.where(a > 0, 1.0, -2 * a)
+    torch.testing.assert_close(energy[:, None], -factor - dist.Normal(0.0, 1.0).log_prob(a))
+    torch.testing.assert_close(gradient, a - slope)
 
 
 @pytest.mark.parametrize(
     ("model", "args", "options", "message"),
     [
-        (discrete, (Y,), {}, "'assignment' is discrete.*Sum it out"),
+        (discrete, (Y,), {}, "discrete latent sites only .'assignment'"),
+        (counting, (Y,), {}, "'count' is discrete.*can't list its values"),
         (moving_support, (), {}, "'b' depends on other sites"),
         (varying_sites, (), {}, "exist in some runs of the model only"),
         (subsampling, (X, Y), {}, "'data': 2 of 8 rows.*SGHMC"),
         (fixed_subsample, (X,), {}, "'data' holds 8 of 100 rows, always the same"),
         (local_latent, (X,), {"subsampled": True}, "'z' lies in the subsampled plate 'data'"),
         (PyroNet().train(), (X, Y), {}, "'norm' is batch normalisation in train mode"),
-        (branching, (), {}, "can't be evaluated for many chains at once"),
+        (noisy, (), {}, "isn't a function of its sites"),
         (lambda: None, (), {}, "no latent site"),
         (bayesian_model(), (X,), {}, "given x and y"),
         (bayesian_model(num_data=100), (X, Y), {}, "num_data=100"),
@@ -287,6 +312,24 @@ def test_what_cannot_be_sampled_is_named(model, args, options, message):
     start = options.pop("_initial", "prior")
     with pytest.raises(ValueError, match=message):
         starting_points(Density(model, args=args, **options), 4, start)
+
+
+def test_a_model_of_finer_numbers_is_evaluated_in_the_chains_precision():
+    def model() -> None:
+        pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("b", dist.HalfNormal(torch.tensor(1.0, dtype=torch.float64)))
+
+    density = Density(model, dtype=torch.float32, engine="torch")
+    energy, gradient = density.energy_and_gradient(density.draw_prior(3, torch.Generator()))
+    assert energy.dtype == gradient.dtype == torch.float32
+
+
+def test_a_model_whose_sites_hold_no_numbers_is_refused():
+    def model() -> None:
+        pyro.sample("a", dist.Normal(torch.zeros(0), 1.0).to_event(1))
+
+    with pytest.raises(ValueError, match=r"'a'.* hold no numbers"):
+        Density(model)
 
 
 def test_a_likelihood_that_is_not_scaled_to_the_full_data_is_warned_of():

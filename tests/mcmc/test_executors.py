@@ -43,7 +43,7 @@ def assert_same_draws(found: Posterior, expected: Posterior) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> Posterior:
-    return sample(KERNEL, args=(X, Y), **QUICK)
+    return sample(KERNEL, X, Y, **QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_a_task_is_the_run_of_its_chains_alone_with_a_seed_of_its_own(expected):
     json.dumps(expected.metadata, allow_nan=False)
     for task, chains in zip(tasks, (slice(0, 2), slice(2, 4), slice(4, 5)), strict=True):
         options = {**QUICK, "seed": task["seed"], "num_chains": task["chains"], "chains_per_task": None}
-        alone = sample(KERNEL, args=(X, Y), **options)
+        alone = sample(KERNEL, X, Y, **options)
         for site, value in alone.samples.items():
             assert torch.equal(value, expected.samples[site][chains])
     first, second = expected.samples["0.weight"][:2], expected.samples["0.weight"][2:4]
@@ -92,31 +92,27 @@ def test_a_task_is_the_run_of_its_chains_alone_with_a_seed_of_its_own(expected):
 def test_without_a_seed_the_global_generator_decides_on_the_tasks(tmp_path):
     options = {**QUICK, "seed": None}
     pyro.set_rng_seed(5)
-    first = sample(KERNEL, args=(X, Y), **options)
+    first = sample(KERNEL, X, Y, **options)
     pyro.set_rng_seed(5)
-    assert_same_draws(sample(KERNEL, args=(X, Y), **options), first)
+    assert_same_draws(sample(KERNEL, X, Y, **options), first)
     pyro.set_rng_seed(5)
-    assert_same_draws(sample(KERNEL, args=(X, Y), store=tmp_path / "s", **options), first)
+    assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **options), first)
     pyro.set_rng_seed(6)
-    assert_same_draws(
-        sample(KERNEL, args=(X, Y), store=tmp_path / "s", **options), first
-    )  # the store remembers the seed
+    assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **options), first)  # the store remembers the seed
 
 
 def test_chains_per_task_is_chosen_without_looking_at_the_machine():
     counts = {"num_warmup": 0, "num_samples": 1, "chains_per_task": None}
     for chains, per_task in ((1, 1), (4, 4), (9, 5), (16, 4), (65, 17), (70, 16)):
         with ThreadPoolExecutor(1) as one:
-            posterior = sample(
-                HMC(model, num_steps=1), args=(Y,), executor=one, **{**QUICK, **counts, "num_chains": chains}
-            )
+            posterior = sample(HMC(model, num_steps=1), Y, executor=one, **{**QUICK, **counts, "num_chains": chains})
         assert posterior.metadata["chains_per_task"] == per_task
 
 
 @pytest.mark.parametrize("name", ["chains_per_task", "threads_per_task"])
 def test_bad_counts_of_tasks_are_named(name):
     with pytest.raises(ValueError, match=f"{name} is 0"):
-        sample(KERNEL, args=(X, Y), **{**QUICK, name: 0})
+        sample(KERNEL, X, Y, **{**QUICK, name: 0})
 
 
 def test_starting_points_go_to_the_task_of_their_chain(tmp_path):
@@ -125,10 +121,10 @@ def test_starting_points_go_to_the_task_of_their_chain(tmp_path):
 
     options = {**QUICK, "num_warmup": 0, "num_samples": 1}
     still = HMC(model, step_size=1e-9, num_steps=1, adapt_step_size=False)
-    for initial in (draw, draw(5), sample(still, args=(Y,), initial=draw, **options)):
-        posterior = sample(still, args=(Y,), initial=initial, **options)
+    for initial in (draw, draw(5), sample(still, Y, initial=draw, **options)):
+        posterior = sample(still, Y, initial=initial, **options)
         assert torch.allclose(posterior.samples["mean"][:, 0], draw(5)["mean"])
-    same = sample(still, args=(Y,), initial={"mean": torch.tensor(2.0)}, **options)
+    same = sample(still, Y, initial={"mean": torch.tensor(2.0)}, **options)
     assert torch.allclose(same.samples["mean"], torch.tensor(2.0))
 
 
@@ -137,7 +133,7 @@ def test_an_error_of_one_task_names_it_and_spares_the_others(tmp_path):
     kernel = HMC(model, num_steps=2)
     for options in ({}, {"store": tmp_path / "s"}):
         with pytest.raises(TaskError, match=r"1 of 3 tasks failed. task 1 \(chains 2 to 3\): ValueError") as error:
-            sample(kernel, args=(Y,), initial=initial, **QUICK, **options)
+            sample(kernel, Y, initial=initial, **QUICK, **options)
         assert error.value.posterior.num_chains == 3
         assert isinstance(error.value.__cause__, ValueError)
     assert "is kept in" in str(error.value)
@@ -149,12 +145,12 @@ def test_the_same_error_of_all_tasks_is_told_once():
     with pytest.raises(
         TaskError, match=r"3 of 3 tasks failed. task 0 \(chains 0 to 1\) and 2 more: TypeError: the model"
     ):
-        sample(HMC(model), args=(X, Y), **QUICK)
+        sample(HMC(model), X, Y, **QUICK)
 
 
 def test_threads_of_one_process_run_side_by_side(expected):
     with ThreadPoolExecutor(3) as threads:
-        assert_same_draws(sample(KERNEL, args=(X, Y), executor=threads, **QUICK), expected)
+        assert_same_draws(sample(KERNEL, X, Y, executor=threads, **QUICK), expected)
 
 
 @pytest.mark.parametrize("good", [0, 1, 2])
@@ -163,7 +159,7 @@ def test_tasks_of_a_broken_pool_are_done_again_here(expected, good, tmp_path):
         Lazy(good) as broken,
         pytest.warns(RuntimeWarning, match=r"(?s)workers died \(a worker died\), and with them task \d .*make a new"),
     ):
-        posterior = sample(KERNEL, args=(X, Y), executor=broken, store=tmp_path / "s", **QUICK)
+        posterior = sample(KERNEL, X, Y, executor=broken, store=tmp_path / "s", **QUICK)
     assert_same_draws(posterior, expected)
 
 
@@ -174,10 +170,10 @@ class Dead(ThreadPoolExecutor):
 
 def test_an_executor_that_was_broken_before_is_told_once_and_a_single_chain_is_one_chain(expected):
     with Dead(1) as broken, pytest.warns(RuntimeWarning, match="executor was broken before.*make a new") as caught:
-        sample(KERNEL, args=(X, Y), executor=broken, **QUICK)
+        sample(KERNEL, X, Y, executor=broken, **QUICK)
     assert "died" not in str(caught[0].message)
     with Lazy(0) as broken, pytest.warns(RuntimeWarning, match=r"task 0 \(chain 0\); 1 more weren't begun"):
-        sample(KERNEL, args=(X, Y), executor=broken, **{**QUICK, "num_chains": 2, "chains_per_task": 1})
+        sample(KERNEL, X, Y, executor=broken, **{**QUICK, "num_chains": 2, "chains_per_task": 1})
 
 
 def test_ctrl_c_stops_the_tasks_of_workers_that_it_does_not_reach(tmp_path, monkeypatch):
@@ -189,7 +185,7 @@ def test_ctrl_c_stops_the_tasks_of_workers_that_it_does_not_reach(tmp_path, monk
     for store in (None, tmp_path / "s"):
         began = time.monotonic()
         with ThreadPoolExecutor(1) as threads, pytest.raises(KeyboardInterrupt, match="before any of 3 tasks"):
-            sample(KERNEL, args=(X, Y), executor=threads, store=store, **{**QUICK, "num_samples": 10**6})
+            sample(KERNEL, X, Y, executor=threads, store=store, **{**QUICK, "num_samples": 10**6})
         assert time.monotonic() - began < 20  # a task would take minutes
     assert Posterior.load(tmp_path / "s").num_samples > 0
     assert Posterior.load(tmp_path / "s").metadata["interrupted"]
@@ -199,9 +195,9 @@ def test_ctrl_c_stops_the_tasks_of_workers_that_it_does_not_reach(tmp_path, monk
 
 
 def test_a_store_of_tasks_is_read_as_one_and_goes_on(expected, tmp_path):
-    fewer = sample(KERNEL, args=(X, Y), store=tmp_path / "s", **{**QUICK, "num_samples": 2})
+    fewer = sample(KERNEL, X, Y, store=tmp_path / "s", **{**QUICK, "num_samples": 2})
     assert torch.equal(fewer.samples["0.bias"], expected.samples["0.bias"][:, :2])
-    assert_same_draws(sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK), expected)
+    assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK), expected)
     loaded = Posterior.load(tmp_path / "s")
     assert_same_draws(loaded, expected)
     assert loaded.metadata["seed"] == 3
@@ -211,8 +207,8 @@ def test_a_store_of_tasks_is_read_as_one_and_goes_on(expected, tmp_path):
 
 
 def test_the_chains_of_finished_tasks_are_mapped_from_one_file(expected, tmp_path, monkeypatch):
-    sample(KERNEL, args=(X, Y), store=tmp_path / "s", **{**QUICK, "num_samples": 3})
-    posterior = sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK)
+    sample(KERNEL, X, Y, store=tmp_path / "s", **{**QUICK, "num_samples": 3})
+    posterior = sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
     assert_same_draws(posterior, expected)
     monkeypatch.setattr(Posterior, "concat", lambda *_: pytest.fail("draws were copied to memory"))
     loaded = Posterior.load(tmp_path / "s")
@@ -235,14 +231,14 @@ def test_the_chains_of_finished_tasks_are_mapped_from_one_file(expected, tmp_pat
     ],
 )
 def test_another_runs_tasks_are_refused(change, message, expected, tmp_path):
-    sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK)
+    sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
     with pytest.raises((ValueError, OSError), match=message):
-        sample(KERNEL, args=(X, Y), store=tmp_path / "s", **{**QUICK, **change})
+        sample(KERNEL, X, Y, store=tmp_path / "s", **{**QUICK, **change})
     assert_same_draws(Posterior.load(tmp_path / "s"), expected)
 
 
 def test_a_change_is_told_before_tasks_that_have_not_begun_mix_two_runs(tmp_path):
-    sample(HMC(model, num_steps=2), args=(Y,), store=tmp_path / "s", **QUICK)
+    sample(HMC(model, num_steps=2), Y, store=tmp_path / "s", **QUICK)
     shutil.rmtree(tmp_path / "s" / "task-0002")
 
     def wider(y):
@@ -256,18 +252,18 @@ def test_a_change_is_told_before_tasks_that_have_not_begun_mix_two_runs(tmp_path
         (HMC(wider, num_steps=2), Y, r"the model \(its density"),
     ):
         with pytest.raises(ValueError, match=message):
-            sample(kernel, args=(y,), store=tmp_path / "s", **QUICK)
+            sample(kernel, y, store=tmp_path / "s", **QUICK)
     assert not (tmp_path / "s" / "task-0002").exists()
 
 
 def test_folders_of_other_things_are_refused(tmp_path):
     (tmp_path / "lock").write_text("mine")
     with pytest.raises(FileExistsError, match="is no draw store but holds lock"):
-        sample(KERNEL, args=(X, Y), store=tmp_path, **QUICK)
+        sample(KERNEL, X, Y, store=tmp_path, **QUICK)
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("lock", "mine")]
-    sample(KERNEL, args=(X, Y), store=tmp_path / "s", **{**QUICK, "chains_per_task": None})
+    sample(KERNEL, X, Y, store=tmp_path / "s", **{**QUICK, "chains_per_task": None})
     with pytest.raises(FileExistsError, match="wasn't cut into tasks"):
-        sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK)
+        sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +273,7 @@ def test_a_damaged_or_newer_list_of_tasks_is_told(text, message, tmp_path):
     (tmp_path / "tasks.json").write_text(text)
     if text != "{":
         save_json(tmp_path / "tasks.json", json.loads(text), "list of tasks")  # with its checksum
-    for use in (Posterior.load, lambda path: sample(KERNEL, args=(X, Y), store=path, **QUICK)):
+    for use in (Posterior.load, lambda path: sample(KERNEL, X, Y, store=path, **QUICK)):
         with pytest.raises(ValueError, match=message):
             use(tmp_path)
 
@@ -295,12 +291,12 @@ def test_ctrl_c_keeps_the_tasks_that_finished(at, expected, tmp_path, monkeypatc
     monkeypatch.setattr(HMC, "step", interrupting)
     if at < 9:
         with pytest.raises(KeyboardInterrupt, match=r"before any of 3 tasks had finished\. What is done is kept"):
-            sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK)
+            sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
     else:
         with pytest.warns(RuntimeWarning, match="2 of 5 chains; the same call resumes"):
-            posterior = sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK)
+            posterior = sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
         assert torch.equal(posterior.samples["0.bias"], expected.samples["0.bias"][:2])
-    assert_same_draws(sample(KERNEL, args=(X, Y), store=tmp_path / "s", **QUICK), expected)
+    assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK), expected)
 
 
 # other processes ----------------------------------------------------------------------------------------------------
@@ -308,8 +304,8 @@ def test_ctrl_c_keeps_the_tasks_that_finished(at, expected, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_a_process_pool_gives_the_draws_of_one_process(pool, expected, tmp_path):
-    assert_same_draws(sample(KERNEL, args=(X, Y), executor=pool, **QUICK), expected)
-    stored = sample(KERNEL, args=(X, Y), executor=pool, store=tmp_path / "s", **QUICK)
+    assert_same_draws(sample(KERNEL, X, Y, executor=pool, **QUICK), expected)
+    stored = sample(KERNEL, X, Y, executor=pool, store=tmp_path / "s", **QUICK)
     assert_same_draws(stored, expected)
 
 
@@ -317,11 +313,11 @@ def test_a_process_pool_gives_the_draws_of_one_process(pool, expected, tmp_path)
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, on forks
 def test_a_forked_pool_gives_the_draws_of_one_process_but_takes_one_thread(expected, tmp_path):
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as forked:
-        assert_same_draws(sample(KERNEL, args=(X, Y), executor=forked, store=tmp_path / "s", **QUICK), expected)
-        more = sample(KERNEL, args=(X, Y), executor=forked, store=tmp_path / "s", **{**QUICK, "num_samples": 6})
+        assert_same_draws(sample(KERNEL, X, Y, executor=forked, store=tmp_path / "s", **QUICK), expected)
+        more = sample(KERNEL, X, Y, executor=forked, store=tmp_path / "s", **{**QUICK, "num_samples": 6})
         assert more.num_samples == 6  # the pool's workers didn't keep the store's lock
         with pytest.raises(TaskError, match="threads_per_task is 2, but this worker is a forked process"):
-            sample(KERNEL, args=(X, Y), executor=forked, threads_per_task=2, **QUICK)
+            sample(KERNEL, X, Y, executor=forked, threads_per_task=2, **QUICK)
 
 
 @pytest.mark.slow
@@ -330,7 +326,7 @@ def test_a_model_that_cannot_travel_is_told_with_advice(pool):
         model(y)
 
     with pytest.raises(TaskError, match=r"must be picklable .* top level of a module"):
-        sample(HMC(inner, num_steps=2), args=(Y,), executor=pool, **QUICK)
+        sample(HMC(inner, num_steps=2), Y, executor=pool, **QUICK)
 
 
 DEADLY = """
@@ -364,9 +360,9 @@ def deadly(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_worker_that_dies_takes_nothing_with_it(deadly, tmp_path):
     kernel, data = deadly
-    expected = sample(kernel, args=data, **QUICK)
+    expected = sample(kernel, *data, **QUICK)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool, pytest.warns(RuntimeWarning, match="died"):
-        posterior = sample(kernel, args=data, executor=pool, store=tmp_path / "s", **QUICK)
+        posterior = sample(kernel, *data, executor=pool, store=tmp_path / "s", **QUICK)
     assert (tmp_path / "died").exists()
     assert_same_draws(posterior, expected)
 
@@ -377,12 +373,12 @@ def test_a_worker_that_dies_takes_nothing_with_it(deadly, tmp_path):
 def test_dask_gives_the_draws_of_one_process(model_of, expected, deadly, tmp_path):
     distributed = pytest.importorskip("distributed")
     kernel, data = (KERNEL, (X, Y)) if model_of == "library" else deadly
-    expected = sample(kernel, args=data, **QUICK)
+    expected = sample(kernel, *data, **QUICK)
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
         distributed.Client(cluster) as client,
     ):
-        assert_same_draws(sample(kernel, args=data, executor=client.get_executor(), **QUICK), expected)
-        stored = sample(kernel, args=data, executor=client.get_executor(), store=tmp_path / "s", **QUICK)
+        assert_same_draws(sample(kernel, *data, executor=client.get_executor(), **QUICK), expected)
+        stored = sample(kernel, *data, executor=client.get_executor(), store=tmp_path / "s", **QUICK)
     assert_same_draws(stored, expected)
     assert (tmp_path / "died").exists() == (model_of == "deadly")

@@ -57,7 +57,7 @@ def test_accepting_with_the_wrong_sign_would_be_noticed():
     z = torch.randn(40_000, 3) * scale
     for _ in range(3):
         start = PhasePoint(z, torch.randn_like(z), *density.energy_and_gradient(z))
-        end = leapfrog(density, start, step, Mass(torch.ones(3)), 3)
+        end = leapfrog(density.energy_and_gradient, start, step, Mass(torch.ones(3)), 3)
         error = end.energy - start.energy + 0.5 * (end.momentum.square() - start.momentum.square()).sum(-1)
         z = torch.where((torch.rand_like(error) < error.clamp(max=0).exp())[:, None], end.z, z)
     assert stats.kstest((z[:, 0] / scale[0]).numpy(), "norm").pvalue < 1e-12
@@ -155,7 +155,7 @@ def test_posterior_on_a_positive_site_matches_quadrature():
     evidence = integrate.quad(density, 0, 50)[0]
     mean = integrate.quad(lambda s: s * density(s), 0, 50)[0] / evidence
     square = integrate.quad(lambda s: s * s * density(s), 0, 50)[0] / evidence
-    draws = sample(HMC(model), args=(y,), num_chains=250, num_warmup=60, num_samples=40, progress=False)
+    draws = sample(HMC(model), y, num_chains=250, num_warmup=60, num_samples=40, progress=False)
     s = draws.get_samples()["scale"].double()
     # 10,000 draws, nearly independent; deviations about 0.5 and 2: five standard errors are 0.03 and 0.12:
     # false alarms 6e-7 each.

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, choose, find_step_size, leapfrog
+from pyro_symmetric.mcmc.kernels.integrator import (
+    PhasePoint,
+    choose,
+    energy_error,
+    find_step_size,
+    find_step_sizes,
+    leapfrog,
+)
 from pyro_symmetric.mcmc.kernels.mass import DenseMass, Mass
 
 UNIT = Mass(torch.ones(2, dtype=torch.float64))
@@ -24,16 +31,16 @@ def start(density, chains: int) -> PhasePoint:
 def test_leapfrog_is_reversible(banana, mass: Mass):
     first = start(banana, 6)
     step = torch.tensor(0.05, dtype=torch.float64)
-    end = leapfrog(banana, first, step, mass, 20)
+    end = leapfrog(banana.energy_and_gradient, first, step, mass, 20)
     assert not torch.allclose(end.z, first.z, atol=0.1)
     for sign in (-1, 1):  # turn the momentum round, or go back in time by a negative step
-        back = leapfrog(banana, end._replace(momentum=sign * end.momentum), -sign * step, mass, 20)
+        back = leapfrog(banana.energy_and_gradient, end._replace(momentum=sign * end.momentum), -sign * step, mass, 20)
         assert torch.allclose(back.z, first.z, atol=1e-10)
         assert torch.allclose(back.momentum, sign * first.momentum, atol=1e-10)
 
 
 def test_an_end_point_has_its_own_energy_and_gradient(banana):
-    end = leapfrog(banana, start(banana, 6), torch.tensor(0.05).double(), UNIT, 3)
+    end = leapfrog(banana.energy_and_gradient, start(banana, 6), torch.tensor(0.05).double(), UNIT, 3)
     energy, gradient = banana.energy_and_gradient(end.z)
     assert torch.equal(end.energy, energy)
     assert torch.equal(end.gradient, gradient)
@@ -46,7 +53,7 @@ def test_leapfrogs_energy_error_is_of_second_order(banana, mass: Mass):
     first = start(banana, 20)
 
     def error(step: float, steps: int) -> float:
-        end = leapfrog(banana, first, torch.tensor(step).double(), mass, steps)
+        end = leapfrog(banana.energy_and_gradient, first, torch.tensor(step).double(), mass, steps)
         return (end.total_energy(mass) - first.total_energy(mass)).abs().mean().item()
 
     errors = [error(0.02 / 2**k, 10 * 2**k) for k in range(3)]
@@ -59,7 +66,13 @@ def test_leapfrog_preserves_volume(banana):
 
     def flow(state: Tensor) -> Tensor:
         here = state[None, :2]
-        end = leapfrog(banana, PhasePoint(here, state[None, 2:], *banana.energy_and_gradient(here)), step, mass, 5)
+        end = leapfrog(
+            banana.energy_and_gradient,
+            PhasePoint(here, state[None, 2:], *banana.energy_and_gradient(here)),
+            step,
+            mass,
+            5,
+        )
         return torch.cat([end.z[0], end.momentum[0]])
 
     state, h = torch.randn(4, dtype=torch.float64), 1e-5
@@ -70,10 +83,10 @@ def test_leapfrog_preserves_volume(banana):
 def test_every_chain_may_have_its_own_direction(banana):
     first = start(banana, 2)
     steps = torch.tensor([[0.1], [-0.1]], dtype=torch.float64)
-    both = leapfrog(banana, first, steps, UNIT, 3)
+    both = leapfrog(banana.energy_and_gradient, first, steps, UNIT, 3)
     for chain in range(2):
         one = PhasePoint(*(value[chain : chain + 1] for value in first))
-        alone = leapfrog(banana, one, steps[chain, 0], UNIT, 3)
+        alone = leapfrog(banana.energy_and_gradient, one, steps[chain, 0], UNIT, 3)
         assert all(torch.allclose(a[chain : chain + 1], b) for a, b in zip(both, alone, strict=True))
 
 
@@ -93,3 +106,29 @@ def test_step_size_is_found_on_either_side(gaussian, generator):
         find_step_size(density, at, torch.tensor(first).double(), mass, 0.8, generator).item() for first in (1e-4, 50.0)
     ]
     assert all(0.1 < step < 2 for step in found)  # the smallest deviation is 0.5: steps are stable below 1
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [(torch.float32, 0.0), (torch.float64, 64.0)])
+def test_what_rounding_may_hide_of_huge_energies_counts_as_none(dtype, hidden):
+    # The last place of an energy of 2 ** 30 in single precision is 64.
+    before = torch.tensor([2.0**30, 2.0**30, 1e4, 1e4], dtype=dtype)
+    moved = torch.tensor([64.0, 2.0**20, 2.0**-8, -3.0], dtype=dtype)
+    expected = torch.tensor([hidden, 2.0**20, 2.0**-8, -3.0], dtype=dtype)
+    assert torch.allclose(energy_error(before + moved, before), expected, atol=1e-3)
+
+
+def test_each_chain_finds_the_step_that_it_would_find_alone(generator):
+    """Chains of the same Gaussian, each in its own unit of length: steps go with the unit."""
+
+    class Units:
+        units = torch.tensor([1e-6, 1.0, 1e4], dtype=torch.float64)[:, None]
+
+        def energy_and_gradient(self, z: Tensor) -> tuple[Tensor, Tensor]:
+            return 0.5 * (z / self.units).square().sum(-1), z / self.units**2
+
+    density = Units()
+    z = density.units * torch.ones(3, 2, dtype=torch.float64)
+    at = PhasePoint(z, torch.zeros_like(z), *density.energy_and_gradient(z))
+    found = find_step_sizes(density, at, torch.full((3, 1), 0.1).double(), UNIT, 0.8, generator)
+    ratio = (found / density.units).squeeze(1)
+    assert ((ratio > 0.1) & (ratio < 16)).all()  # steps of at least 2 are unstable

@@ -18,7 +18,21 @@ from scipy import stats
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, AdaptiveHMC, CyclicalSG, Density, Kernel, State, pSGLD, sample
+from pyro_symmetric.mcmc import (
+    HMC,
+    MCLMC,
+    NUTS,
+    SGHMC,
+    SGLD,
+    AdaptiveHMC,
+    AdjustedMCLMC,
+    CyclicalSG,
+    Density,
+    Kernel,
+    State,
+    pSGLD,
+    sample,
+)
 from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, energy_error, find_step_size
 from pyro_symmetric.mcmc.kernels.mass import Mass
 from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
@@ -38,6 +52,8 @@ EVERY_KERNEL = [
     HMC(NETWORK, num_steps=3, mass="dense"),
     NUTS(NETWORK, mass="low-rank", rank=2, max_treedepth=3),
     AdaptiveHMC(NETWORK, max_steps=4),
+    MCLMC(NETWORK, max_steps=4),
+    AdjustedMCLMC(NETWORK, max_steps=4),
     SGLD(NETWORK, **MINI),
     SGLD(NETWORK, replacement=True, decay=0.5, **MINI),
     pSGLD(NETWORK, running=True, **MINI),
@@ -210,10 +226,32 @@ def test_a_kernel_of_twenty_lines_is_sampled_like_any_other():
     assert posterior.metadata["settings"] == {"step_size": 1.0}
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Broken(RandomWalk):
+    part: str = ""
+
+    def init(self, density: Density, z: torch.Tensor, num_warmup: int, generator: torch.Generator) -> State:
+        return z if self.part == "init" else super().init(density, z, num_warmup, generator)
+
+    def step(self, density: Density, state: State) -> State:
+        return replace(state, z=state.z[0]) if self.part == "shape" else state.z
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "words"), [("init", TypeError, "init"), ("", TypeError, "step"), ("shape", ValueError, "shape")]
+)
+def test_what_a_kernel_returns_is_a_state_of_all_chains(part, error, words):
+    def model() -> None:
+        pyro.sample("x", dist.Gamma(3.0, 2.0))
+
+    with pytest.raises(error, match=f"Broken.*{words}"):
+        sample(Broken(model, part=part), num_chains=2, num_warmup=2, num_samples=2, progress=False)
+
+
 # settings -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", [HMC, NUTS, AdaptiveHMC, SGLD, pSGLD, SGHMC, CyclicalSG])
+@pytest.mark.parametrize("kernel", [HMC, NUTS, AdaptiveHMC, MCLMC, AdjustedMCLMC, SGLD, pSGLD, SGHMC, CyclicalSG])
 def test_help_lists_every_setting_with_its_default_and_none_twice(kernel):
     lines = kernel.__doc__.splitlines()
     for field in fields(kernel):
@@ -230,6 +268,8 @@ def test_help_lists_every_setting_with_its_default_and_none_twice(kernel):
         (HMC(a_model), "HMC(a_model)"),
         (NUTS(a_model, mass="low-rank", rank=4), "NUTS(a_model, mass='low-rank', rank=4)"),
         (AdaptiveHMC(BayesianModel(nn.Linear(2, 1))), "AdaptiveHMC(BayesianModel)"),
+        (MCLMC(a_model, energy_error=0.1), "MCLMC(a_model, energy_error=0.1)"),
+        (AdjustedMCLMC(a_model), "AdjustedMCLMC(a_model)"),
         (SGLD(a_model, batch_size=32), "SGLD(a_model, batch_size=32)"),
         (pSGLD(a_model, 0.01, damping=1e-3), "pSGLD(a_model, step_size=0.01, damping=0.001)"),
         (SGHMC(a_model, noise_estimate=torch.ones(2)), "SGHMC(a_model, noise_estimate=[1.0, 1.0])"),
@@ -248,6 +288,7 @@ def test_a_kernel_prints_its_model_and_what_was_set(kernel, text):
         (NUTS, {"max_treedepth": 2.5}),
         (NUTS, {"rank": 1.5}),
         (AdaptiveHMC, {"max_steps": 0.5}),
+        (MCLMC, {"max_steps": 1.5}),
         (SGLD, {"num_steps": 1.5}),
         (SGHMC, {"batch_size": 0}),
         (CyclicalSG, {"cycle_length": 99.5}),

@@ -25,7 +25,9 @@ def engine(net: nn.Module, x: Tensor, y: Tensor, categorical: bool = False, batc
     offsets, dim = {}, 0
     for name, parameter in net.named_parameters():
         offsets[name], dim = dim, dim + parameter.numel()
-    return NativeLoss(NetworkProblem(read_layers(net), offsets, dim, x, y, categorical, batch_size))
+    return NativeLoss(
+        NetworkProblem(read_layers(net), offsets, dim, x, y, "cross-entropy" if categorical else "squares", batch_size)
+    )
 
 
 ACTIVATIONS = {

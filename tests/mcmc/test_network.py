@@ -13,7 +13,7 @@ from pyro import poutine
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, HeteroscedasticLikelihood
 from pyro_symmetric.mcmc import HMC, Density, sample
 from pyro_symmetric.mcmc.density.engine import Unavailable
 from pyro_symmetric.mcmc.density.feedforward import read_layers
@@ -52,6 +52,11 @@ def loop(model: BayesianModel, x: Tensor, y: Tensor, z: Tensor, density: Density
         likelihood = model.likelihood
         if isinstance(likelihood, CategoricalLikelihood):
             loss = nn.functional.cross_entropy(outputs, own_y, reduction="sum")
+        elif isinstance(likelihood, HeteroscedasticLikelihood):
+            mean, raw = outputs[:, : outputs.shape[1] // 2], outputs[:, outputs.shape[1] // 2 :]
+            noise = (1 + raw.exp()).log() + 1e-6
+            error = (mean.reshape(own_y.shape) - own_y) / noise.reshape(own_y.shape)
+            loss = 0.5 * error.square().sum() + (noise.log() + 0.5 * math.log(2 * math.pi)).sum()
         else:
             noise = (
                 weights["noise_scale"] if likelihood.scale is None else torch.tensor(likelihood.scale, dtype=z.dtype)
@@ -163,6 +168,16 @@ def test_priors_noise_temperature_and_mini_batches(prior, batch_size, engine):
     ):
         net = nn.Sequential(nn.Linear(5, 6), nn.SiLU(), nn.Linear(6, classes or 1)).double()
         check(BayesianModel(net, PRIORS[prior], likelihood), *data(classes=classes), engine, **options)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("targets", [1, 3])
+@pytest.mark.parametrize("batch_size", [None, 9])
+def test_noise_that_the_network_gives(targets, engine, batch_size):
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2 * targets)).double()
+    options = {} if batch_size is None else {"batch_size": batch_size, "subsampled": True}
+    model = BayesianModel(net, 0.5, HeteroscedasticLikelihood(temperature=0.7))
+    check(model, *data(outputs=targets), engine, **options)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -389,7 +404,7 @@ def test_the_default_chunk_depends_on_the_size_of_the_model_alone():
 def test_a_posterior_tells_which_engine_served_it_and_why_no_faster_one(engine):
     model, (x, y) = BayesianModel(nn.Linear(5, 3)), data(classes=3, dtype=torch.float32)
     options = {"num_chains": 2, "num_warmup": 1, "num_samples": 2, "engine": engine, "progress": False}
-    metadata = sample(HMC(model, step_size=1e-3, num_steps=1), args=(x, y), **options).metadata
+    metadata = sample(HMC(model, step_size=1e-3, num_steps=1), x, y, **options).metadata
     assert metadata["engine"] == engine
     assert metadata["engine_reason"] == ("" if engine == "native" else "engine='torch'")
 

@@ -58,7 +58,8 @@ def reference(
 ) -> dict[str, object]:
     """One transition of one chain, plainly: a list of states, whose subtrees are searched anew by recursion.
 
-    It asks for random numbers in the kernel's order: momentum, direction, one for each leaf, one for each doubling.
+    It asks for random numbers in the kernel's order: momentum, then for each doubling one for each leaf, the direction,
+    and whether to take the doubling's state.
     """
     first = PhasePoint(z[None], mass.draw(z[None], generator), *density.energy_and_gradient(z[None]))
     start = first.energy + mass.kinetic(first.momentum)
@@ -66,20 +67,22 @@ def reference(
     chosen, log_weight, depth, steps, accepted = (z, start.item()), 0.0, 0, 0, 0.0
     diverging = False
     while depth < max_depth:
-        forward = bool(torch.rand(1, dtype=z.dtype, generator=generator) < 0.5)
+        chances = torch.rand(2**depth, dtype=z.dtype, generator=generator).tolist()
+        direction, joint = (torch.rand(1, dtype=z.dtype, generator=generator).item() for _ in range(2))
+        forward = direction < 0.5
         new: list[PhasePoint] = []
         weights: list[float] = []
         candidate = chosen
-        for _ in range(2**depth):
+        for chance in chances:
             origin = new[-1] if new else (states[-1] if forward else states[0])
-            end = leapfrog(density, origin, step if forward else -step, mass)
+            end = leapfrog(density.energy_and_gradient, origin, step if forward else -step, mass)
             total = end.energy + mass.kinetic(end.momentum)
             error = (total - start).item()
             steps, accepted = steps + 1, accepted + min(1.0, math.exp(-error))
             new.append(end)
             weights.append(-error)
             share = math.exp(-error - torch.tensor(weights).double().logsumexp(0).item())
-            if torch.rand(1, dtype=z.dtype, generator=generator).item() < share:
+            if chance < share:
                 candidate = (end.z[0], total.item())
             diverging = error > 1000
             # all aligned subtrees that are complete by now
@@ -92,7 +95,7 @@ def reference(
             break
         depth += 1
         branch = torch.tensor(weights).double().logsumexp(0).item()
-        if torch.rand(1, dtype=z.dtype, generator=generator).item() < math.exp(min(0.0, branch - log_weight)):
+        if joint < math.exp(min(0.0, branch - log_weight)):
             chosen = candidate
         log_weight = float(torch.logaddexp(torch.tensor(log_weight).double(), torch.tensor(branch).double()))
         states = states + new if forward else new[::-1] + states
@@ -263,7 +266,7 @@ def test_draws_from_a_banana_match_its_moments(banana, drive):
     for values, truth in (*moments, *whitened):
         means = values.mean(1)
         assert abs(means.mean().item() - truth) < 5 * (means.std() / len(means) ** 0.5).item()
-    assert 0.88 < statistics["acceptance_rate"].mean() < 0.98
+    assert 0.88 < statistics["acceptance_rate"].mean() < 0.99
 
 
 @pytest.mark.stochastic

@@ -10,7 +10,7 @@ import torch
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
-from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC, Density
+from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, AdaptiveHMC, AdjustedMCLMC, Density
 from pyro_symmetric.mcmc.density import programs
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel
@@ -126,15 +126,15 @@ def test_nothing_but_networks_is_compiled_unless_asked_for():
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [HMC, AdaptiveHMC, NUTS])
+@pytest.mark.parametrize("kernel", [HMC, AdaptiveHMC, NUTS, MCLMC, AdjustedMCLMC])
 @pytest.mark.parametrize("mass", ["diagonal", "dense"])
 def test_a_compiled_step_does_what_it_does_without(kernel, mass):
     """From the same state with the same random numbers, step for step: over many, rounding would move chains apart.
 
     Warm-up passes the places where a program's inputs change their layout: a step size for each chain, then one for
-    all, and a mass matrix. With one chain NUTS draws the same numbers in masked batches.
+    all, and a mass matrix.
     """
-    model, chains = kernel(hierarchical, mass=mass), 1 if kernel is NUTS else 3
+    model, chains = kernel(hierarchical, mass=mass), 3
     arguments = {"args": (X.double(), Y.double()), "dtype": torch.float64}
     plain, compiled = (Density(hierarchical, **arguments, engine=engine) for engine in ("torch", "inductor"))
     generator, other = torch.Generator().manual_seed(1), torch.Generator()
@@ -148,6 +148,8 @@ def test_a_compiled_step_does_what_it_does_without(kernel, mass):
         assert torch.allclose(found.z, state.z, rtol=1e-9, atol=1e-9)
         assert torch.allclose(found.gradient, state.gradient, rtol=1e-7, atol=1e-7)
         for name, value in state.statistics.items():  # small differences of large energies among them
+            if name == "occupancy":  # a program looks at every leaf whether a chain is left
+                continue
             assert torch.allclose(found.statistics[name].double(), value.double(), rtol=1e-5, atol=1e-5), name
         state = model.adapt(plain, state, iteration, 25) if iteration < 25 else state
     assert compiled.engine == "inductor"

@@ -42,7 +42,7 @@ def test_sixteen_chains_of_a_resnet20_take_steps_along_the_gradient_of_their_own
 
     kernel = SGHMC(model, batch_size=BATCH, step_size=0.003, friction=10.0, num_steps=2)
     posterior = sample(
-        kernel, args=(x, y), num_chains=16, num_samples=2, num_warmup=1, initial=model.initial_weights(), progress=False
+        kernel, x, y, num_chains=16, num_samples=2, num_warmup=1, initial=model.initial_weights(), progress=False
     )
     weights = posterior.samples["0.weight"]
     assert weights.shape == (16, 2, 16, 3, 3, 3)
@@ -57,7 +57,7 @@ def test_batch_normalisation_in_train_mode_is_refused_and_in_eval_mode_sampled()
     model = BayesianModel(net)
     model.train()
     with pytest.raises(ValueError, match=r"'net\.1' is batch normalisation in train mode.*\.eval\(\)"):
-        sample(SGHMC(model, batch_size=4), args=(x, y), progress=False)
+        sample(SGHMC(model, batch_size=4), x, y, progress=False)
     kernel = SGHMC(model.eval(), batch_size=4, step_size=1e-3, num_steps=1)
-    posterior = sample(kernel, args=(x, y), num_chains=2, num_samples=1, num_warmup=0, progress=False)
+    posterior = sample(kernel, x, y, num_chains=2, num_samples=1, num_warmup=0, progress=False)
     assert torch.isfinite(posterior.samples["1.weight"]).all()

@@ -40,6 +40,8 @@ SETTINGS = {
     "HMC": {"num_steps": 2},
     "NUTS": {"max_treedepth": 2},
     "AdaptiveHMC": {"max_steps": 4},
+    "AdjustedMCLMC": {"max_steps": 4},
+    "MCLMC": {"max_steps": 4},
     "CyclicalSG": {"cycle_length": 10, "samples_per_cycle": 2},
 }
 KERNELS = sorted(  # all there are
@@ -74,12 +76,12 @@ def run(name: str, **options) -> Posterior:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of divergences and interruptions
         if name == "HMC":
-            return sample(kind(model, **SETTINGS[name]), args=(Y,), **options)
+            return sample(kind(model, **SETTINGS[name]), Y, **options)
         torch.manual_seed(0)
         net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood="gaussian")
         settings = {"batch_size": 5, "step_size": 1e-3} if kind.subsampled else {}
         settings |= SETTINGS.get(name, {"num_steps": 2})
-        return sample(kind(net, **settings), args=(torch.randn(12, 2), torch.randn(12)), engine="torch", **options)
+        return sample(kind(net, **settings), torch.randn(12, 2), torch.randn(12), engine="torch", **options)
 
 
 @functools.cache
@@ -247,7 +249,7 @@ def test_a_store_can_be_read_while_it_is_written(tmp_path, monkeypatch):
 
     def reading(self):
         commit(self)
-        if self.settings.draws(self.at.iteration):
+        if self.at.draws:
             found = Posterior.load(tmp_path / "s")
             assert torch.equal(found.samples["a"], whole.samples["a"][:, : found.num_samples])
             assert found.metadata["interrupted"] == (found.num_samples < 8)
@@ -271,12 +273,12 @@ def test_ctrl_c_while_sampling_returns_the_stored_draws_and_says_how_to_go_on(tm
     break_after(24 + 7, KeyboardInterrupt)
     kernel = hmc()
     with pytest.warns(RuntimeWarning, match=r"3 of 8 draws of each chain; the same call resumes"):
-        posterior = sample(kernel, args=(Y,), seed=1, store=tmp_path / "s", **QUICK)
+        posterior = sample(kernel, Y, seed=1, store=tmp_path / "s", **QUICK)
     assert posterior.num_samples == 3
     assert posterior.metadata["interrupted"]
-    whole = sample(kernel, args=(Y,), seed=1, **QUICK)
+    whole = sample(kernel, Y, seed=1, **QUICK)
     assert torch.equal(posterior.samples["c"], whole.samples["c"][:, :3])
-    assert_same_draws(sample(kernel, args=(Y,), seed=1, store=tmp_path / "s", **QUICK), whole)
+    assert_same_draws(sample(kernel, Y, seed=1, store=tmp_path / "s", **QUICK), whole)
 
 
 def test_seconds_add_up_over_the_breaks(tmp_path, break_after):
@@ -341,14 +343,14 @@ def test_a_store_of_another_run_is_refused_and_left_as_it_is(difference, resume,
     kernel, data, options = CHANGES[difference]()
     before = bytes_of(stored)
     with pytest.raises(ValueError, match=f"(?s)holds another run; it was left as it is.*{difference}"):
-        sample(kernel, args=data, store=stored, resume=resume, **{"seed": 1, **QUICK, **options})
+        sample(kernel, *data, store=stored, resume=resume, **{"seed": 1, **QUICK, **options})
     assert bytes_of(stored) == before
 
 
 def test_only_what_decides_is_named(stored):
     for kernel, data in ((SGHMC(model, step_size=0.1), (Y,)), (HMC(other_sites, num_steps=2), ()), (hmc(), (Y + 1,))):
         with pytest.raises(ValueError, match="What differs") as caught:
-            sample(kernel, args=data, store=stored, **{"seed": 1, **QUICK})
+            sample(kernel, *data, store=stored, **{"seed": 1, **QUICK})
         assert ";" not in str(caught.value).split("What differs")[1]
 
 
@@ -358,20 +360,45 @@ def test_another_version_is_refused_unless_it_is_insisted_on(stored, tmp_path, m
     break_after(30)
     with pytest.raises(Killed):
         run("HMC", seed=1, store=tmp_path / "s")
-    monkeypatch.setattr(identity, "surroundings", lambda: {**surroundings(), **newer})
+    monkeypatch.setattr(identity, "surroundings", lambda device: {**surroundings(device), **newer})
     with pytest.raises(ValueError, match=r"torch: .* there, '99.0' here.*pass resume=True"):
         run("HMC", seed=1, store=tmp_path / "s")
     with pytest.warns(RuntimeWarning, match=r"may differ from an unbroken run's.*99\.0"):
-        posterior = sample(hmc(), args=(Y,), seed=1, store=tmp_path / "s", resume=True, **QUICK)
+        posterior = sample(hmc(), Y, seed=1, store=tmp_path / "s", resume=True, **QUICK)
     assert_same_draws(posterior, Posterior.load(stored))
 
 
 def test_another_number_of_threads_is_warned_of(stored, monkeypatch):
     found = identity.surroundings()
     found["rounding"]["threads"] = 77
-    monkeypatch.setattr(identity, "surroundings", lambda: found)
+    monkeypatch.setattr(identity, "surroundings", lambda device: found)
     with pytest.warns(RuntimeWarning, match=r"threads: \d+ there, 77 here"):
-        sample(hmc(), args=(Y,), seed=1, store=stored, **QUICK)
+        sample(hmc(), Y, seed=1, store=stored, **QUICK)
+
+
+def test_the_name_of_the_gpu_counts_if_the_run_is_on_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU at {device}")
+    assert identity.surroundings(torch.device("cuda"))["rounding"]["gpu"] == "the GPU at cuda"
+    assert "gpu" not in identity.surroundings(torch.device("cpu"))["rounding"]
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:the warm-up")
+def test_cuda_is_its_first_device_and_another_gpu_is_warned_of(tmp_path, monkeypatch):
+    net, x, y = nn.Linear(2, 1), torch.randn(12, 2), torch.randn(12)
+    kernel = HMC(BayesianModel(net, likelihood="gaussian"), num_steps=2)
+
+    def here(device: str, num_samples: int) -> Posterior:
+        settings = {**QUICK, "num_samples": num_samples}
+        return sample(kernel, x, y, seed=1, store=tmp_path / "s", device=device, **settings)
+
+    here("cuda", 10)
+    assert here("cuda:0", 20).num_samples == 20
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU")
+    with pytest.warns(RuntimeWarning, match=r"gpu: .* there, 'another GPU' here"):
+        here("cuda", 30)
+    with pytest.raises(ValueError, match="device: 'cuda' there, 'cpu' here"):
+        here("cpu", 40)
 
 
 def test_networks_that_differ_only_in_values_that_are_sampled_are_the_same_model(tmp_path):
@@ -380,8 +407,8 @@ def test_networks_that_differ_only_in_values_that_are_sampled_are_the_same_model
     def fresh() -> HMC:
         return HMC(BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), num_steps=2)
 
-    first = sample(fresh(), args=(x, y), seed=1, store=tmp_path / "s", **QUICK)
-    again = sample(fresh(), args=(x, y), seed=1, store=tmp_path / "s", **QUICK)
+    first = sample(fresh(), x, y, seed=1, store=tmp_path / "s", **QUICK)
+    again = sample(fresh(), x, y, seed=1, store=tmp_path / "s", **QUICK)
     assert_same_draws(again, first)
 
 
@@ -414,7 +441,7 @@ def test_a_kernels_state_that_cannot_be_stored_is_told(tmp_path):
 
     for odd in (print, threading.Lock(), Local(torch.ones(())), np.ones(2)):  # noqa: B007 (init above takes it)
         with pytest.raises(TypeError, match="what a store can't keep"):
-            sample(Odd(model), args=(Y,), store=tmp_path / "s", **QUICK)
+            sample(Odd(model), Y, store=tmp_path / "s", **QUICK)
 
 
 class Crafted:
@@ -474,24 +501,24 @@ class Walk(mcmc.Kernel):
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, on forks
 def test_a_kernel_of_twenty_lines_runs_in_memory_on_disk_resumed_and_in_a_pool(tmp_path, break_after):
     options = {**QUICK, "num_chains": 4, "seed": 3}
-    whole = sample(Walk(model), args=(Y,), **options)
+    whole = sample(Walk(model), Y, **options)
     for steps in (5, 25, 10**6):
         break_after(steps)
         with contextlib.suppress(Killed):
-            broken = sample(Walk(model), args=(Y,), store=tmp_path / "s", **options)
+            broken = sample(Walk(model), Y, store=tmp_path / "s", **options)
     assert_same_draws(broken, whole)
-    cut = sample(Walk(model), args=(Y,), chains_per_task=2, **options)
+    cut = sample(Walk(model), Y, chains_per_task=2, **options)
     with ThreadPoolExecutor(2) as threads:
-        assert_same_draws(sample(Walk(model), args=(Y,), chains_per_task=2, executor=threads, **options), cut)
+        assert_same_draws(sample(Walk(model), Y, chains_per_task=2, executor=threads, **options), cut)
     if hasattr(os, "fork"):
         with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
             stored = {"executor": pool, "store": tmp_path / "tasks"}
-            assert_same_draws(sample(Walk(model), args=(Y,), chains_per_task=2, **stored, **options), cut)
+            assert_same_draws(sample(Walk(model), Y, chains_per_task=2, **stored, **options), cut)
 
 
 # how much of the library a run touches ------------------------------------------------------------------------------
 
-MOST_FILES, MOST_FUNCTIONS = 25, 150
+MOST_FILES, MOST_FUNCTIONS = 26, 174
 
 
 def test_a_run_in_memory_touches_few_files_and_functions():
@@ -504,7 +531,7 @@ def test_a_run_in_memory_touches_few_files_and_functions():
     threading.setprofile(note)
     sys.setprofile(note)
     try:
-        sample(mcmc.NUTS(model), args=(Y,), num_chains=2, num_warmup=30, num_samples=5, progress=False)
+        sample(mcmc.NUTS(model), Y, num_chains=2, num_warmup=30, num_samples=5, progress=False)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)

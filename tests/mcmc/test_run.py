@@ -12,7 +12,7 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_symmetric.arviz_export import to_arviz
-from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, AdaptiveHMC, CyclicalSG, pSGLD, sample
+from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, SGHMC, SGLD, AdaptiveHMC, AdjustedMCLMC, CyclicalSG, pSGLD, sample
 from pyro_symmetric.mcmc.kernels.hmc import HMC as Hmc
 from pyro_symmetric.models import BayesianModel
 
@@ -121,8 +121,8 @@ def test_a_network_runs_in_double_precision_and_chunks(tmp_path):
     net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), likelihood="gaussian")
     data = torch.randn(12, 2), torch.randn(12)
     kernel = HMC(net, num_steps=3)
-    whole = sample(kernel, args=data, seed=2, dtype=torch.float64, **QUICK)
-    chunked = sample(kernel, args=data, seed=2, dtype=torch.float64, chain_chunk=2, **QUICK)
+    whole = sample(kernel, *data, seed=2, dtype=torch.float64, **QUICK)
+    chunked = sample(kernel, *data, seed=2, dtype=torch.float64, chain_chunk=2, **QUICK)
     assert whole.samples["0.weight"].dtype == torch.float64
     for site, value in whole.samples.items():
         assert torch.allclose(value, chunked.samples[site], atol=1e-6)
@@ -150,11 +150,9 @@ def test_numpys_numbers_are_taken_for_what_they_are(tmp_path):
     assert torch.equal(posterior.samples["a"], again.samples["a"])
 
 
-@pytest.mark.parametrize(
-    ("kernel", "message"), [(model, "a function; it must be a sampler such as HMC"), (HMC, "the class HMC; it must be")]
-)
-def test_what_is_no_kernel_is_named(kernel, message):
-    with pytest.raises(TypeError, match=f"kernel is {message}"):
+@pytest.mark.parametrize(("kernel", "message"), [(3, "is 3; it must be"), (HMC, "is the class HMC; pass an instance")])
+def test_what_is_neither_a_kernel_nor_a_model_is_named(kernel, message):
+    with pytest.raises(TypeError, match=f"model {message}"):
         sample(kernel)
 
 
@@ -184,7 +182,7 @@ def test_a_gpu_that_is_not_there_is_told():
 
 
 def discrete() -> None:
-    pyro.sample("k", dist.Bernoulli(0.5))
+    pyro.sample("k", dist.Poisson(0.5))
 
 
 def in_parts(y: torch.Tensor) -> None:
@@ -209,25 +207,25 @@ class Normalised(PyroModule):
 @pytest.mark.parametrize(
     ("built", "data", "message"),
     [
-        (lambda: discrete, (), "site 'k' is discrete .*Sum it out"),
+        (lambda: discrete, (), "site 'k' is discrete .*can't list its values"),
         (lambda: in_parts, (torch.zeros(6),), "'data': 2 of 6 rows.*use a stochastic-gradient sampler"),
         (Normalised, (torch.randn(5, 2),), r"'norm' is batch normalisation in train mode.*\.eval\(\)"),
     ],
 )
 def test_models_that_it_cannot_sample_are_told_with_advice(built, data, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        sample(HMC(built()), args=data, **QUICK)
+        sample(HMC(built()), *data, **QUICK)
 
 
-@pytest.mark.parametrize("kind", [HMC, NUTS, AdaptiveHMC, SGLD, pSGLD, SGHMC, CyclicalSG])
+@pytest.mark.parametrize("kind", [HMC, NUTS, AdaptiveHMC, MCLMC, AdjustedMCLMC, SGLD, pSGLD, SGHMC, CyclicalSG])
 def test_every_sampler_tells_how_a_bare_network_becomes_a_model(kind):
     net, x, y = nn.Linear(2, 3), torch.randn(5, 2), torch.zeros(5, dtype=torch.long)
     with pytest.raises(TypeError, match=r"forward\(input\) can't be called with .*BayesianModel\(net") as error:
-        sample(kind(net), args=(x, y), **QUICK)
+        sample(kind(net), x, y, **QUICK)
     assert "takes 2 positional arguments" in str(error.value.__cause__)
     for module in (net, PyroModule[nn.Linear](2, 3)):  # a call that goes through, and draws nothing
         with pytest.raises(ValueError, match=r"no latent site.*BayesianModel\(net.*or give .* by PyroSample"):
-            sample(kind(module), args=(x,), **QUICK)
+            sample(kind(module), x, **QUICK)
 
 
 def only_observed(y):
@@ -249,7 +247,7 @@ def only_parameters(y):
 )
 def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        sample(HMC(model), args=(torch.tensor(0.3),), **QUICK)
+        sample(HMC(model), torch.tensor(0.3), **QUICK)
 
 
 @pytest.mark.cuda
@@ -257,7 +255,7 @@ def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
 def test_chains_run_on_a_cuda_device_and_draws_come_back(kind):
     torch.manual_seed(0)
     net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), likelihood="gaussian")
-    posterior = sample(kind(net), args=(torch.randn(12, 2), torch.randn(12)), device="cuda", seed=2, **QUICK)
+    posterior = sample(kind(net), torch.randn(12, 2), torch.randn(12), device="cuda", seed=2, **QUICK)
     assert posterior.metadata["device"].startswith("cuda")
     assert posterior.samples["0.weight"].device.type == "cpu"
     assert torch.isfinite(posterior.samples["0.weight"]).all()
@@ -270,7 +268,23 @@ def test_arrays_that_a_model_cannot_take_are_named():
             pyro.sample("y", dist.Normal(b * torch.add(x, 0.0), 1.0), obs=y)
 
     with pytest.raises(TypeError, match="argument 0 is a numpy array; pass torch tensors"):
-        sample(HMC(regression), args=(np.zeros(3),), kwargs={"y": torch.zeros(3)}, **QUICK)
+        sample(HMC(regression), np.zeros(3), kwargs={"y": torch.zeros(3)}, **QUICK)
+
+
+def test_the_advice_on_arrays_and_on_doubles_leads_to_a_run():
+    def regression(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=torch.zeros(len(x)))
+
+    x = np.ones((5, 3))
+    short = {"num_samples": 2, "num_warmup": 2, "num_chains": 2, "progress": False}
+    with pytest.raises(TypeError, match=r"torch.as_tensor\(x, dtype=torch.float32\)"):
+        sample(HMC(regression), x, **short)
+    sample(HMC(regression), torch.as_tensor(x, dtype=torch.float32), **short)
+    with pytest.raises(ValueError, match=r"x.to\(torch.float32\), or sample with dtype=torch.float64"):
+        sample(HMC(regression), torch.as_tensor(x), **short)
+    assert sample(HMC(regression), torch.as_tensor(x), dtype=torch.float64, **short).samples["w"].dtype == torch.float64
 
 
 def test_the_advice_on_divergences_names_settings_that_the_sampler_has():
@@ -293,7 +307,7 @@ def test_a_models_arguments_never_reach_the_sampler():
         pyro.sample("a", dist.Normal(initial, 1.0))
 
     kwargs = {"device": "left", "dtype": "right", "store": "up", "initial": 2.0}
-    metadata = sample(HMC(model, num_steps=1), args=(7,), kwargs=kwargs, seed=1, **QUICK).metadata
+    metadata = sample(HMC(model, num_steps=1), 7, kwargs=kwargs, seed=1, **QUICK).metadata
     assert seen == {"seed": 7, **kwargs}
     assert metadata["seed"] == 1
 
@@ -309,8 +323,6 @@ def test_a_misspelt_option_of_the_sampler_never_reaches_the_model():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"args": torch.zeros(3)}, r"args is a tensor \(3,\).*args=\(x, y\)"),
-        ({"args": "data"}, "args is a str; it must be a tuple"),
         ({"kwargs": [("x", 1)]}, "kwargs is a list; it must be a dictionary"),
         ({"kwargs": {1: 2}}, "kwargs is a dict; it must be a dictionary"),
     ],

@@ -141,7 +141,7 @@ def test_the_excess_at_any_friction_is_the_one_that_the_docstring_gives():
 
 def test_more_noise_than_friction_can_make_up_for_is_refused():
     with pytest.raises(ValueError, match="more than a friction of 1 can make up"):
-        sample(SGHMC(conjugate, friction=1.0, noise_estimate=2.0), args=(DATA,), progress=False)
+        sample(SGHMC(conjugate, friction=1.0, noise_estimate=2.0), DATA, progress=False)
 
 
 def test_a_network_is_sampled_from_mini_batches_that_differ_between_chains():
@@ -149,7 +149,7 @@ def test_a_network_is_sampled_from_mini_batches_that_differ_between_chains():
     model = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), num_data=40)
     x, y = torch.randn(40, 2), torch.arange(40) % 2
     kernel = SGHMC(model, batch_size=8, step_size=0.02)
-    posterior = sample(kernel, args=(x, y), num_chains=3, num_warmup=5, num_samples=4, progress=False)
+    posterior = sample(kernel, x, y, num_chains=3, num_warmup=5, num_samples=4, progress=False)
     assert posterior.samples["0.weight"].shape == (3, 4, 3, 2)
     density = Density(model, args=(x, y), batch_size=8, subsampled=True)
     state = kernel.init(density, starting_points(density, 1).expand(3, -1).clone(), 0, fresh_generator())

@@ -32,7 +32,7 @@ def components(y):
 
 
 def run(kernel, args, **options):
-    return sample(kernel, args=args, **{**OPTIONS, **options}).samples
+    return sample(kernel, *args, **{**OPTIONS, **options}).samples
 
 
 def same(found, expected):
@@ -149,7 +149,7 @@ def shapes(model):
 
 def test_a_seeded_run_is_not_disturbed_by_what_other_threads_ask_of_its_network_and_of_the_generators():
     expected = RUNS[0]()
-    posterior = sample(HMC(NET, num_steps=3), args=(X, Y), seed=1, **OPTIONS)
+    posterior = sample(HMC(NET, num_steps=3), X, Y, seed=1, **OPTIONS)
     weights = {site: value[0] for site, value in posterior.samples.items()}
     before = {name: value.clone() for name, value in NET.net.named_parameters()}
     askers = [

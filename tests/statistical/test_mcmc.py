@@ -53,7 +53,7 @@ def test_hmc_on_a_hierarchy_with_a_positive_site(assert_expectations):
 
     posterior = sample(
         HMC(model, target_accept=0.9),
-        args=(y,),
+        y,
         initial={"mu": torch.tensor(1.0), "tau": torch.tensor(1.0), "offset": torch.zeros(8)},  # far out some get stuck
         num_chains=128,
         num_warmup=100,
@@ -99,7 +99,7 @@ def functions(w: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", [HMC, pytest.param(NUTS, marks=pytest.mark.slow), AdaptiveHMC])
 def test_the_two_weight_network_is_sampled_as_quadrature_has_it(form, assert_expectations):
     w, mass = quadrature()
-    posterior = sample(form(two_weights), args=(X2, Y2), num_chains=256, num_warmup=80, num_samples=60, progress=False)
+    posterior = sample(form(two_weights), X2, Y2, num_chains=256, num_warmup=80, num_samples=60, progress=False)
     draws = posterior.samples["w"].double()
     crossings = (draws.diff(dim=-1).sign().squeeze(-1).diff(dim=1) != 0).sum()
     assert crossings > 500  # chains go from one copy to the other, so that unsorted moments may be compared

@@ -108,7 +108,7 @@ def test_hmc_has_the_mean_and_covariance_of_quadrature() -> None:
     """Chains cross between copies at this distance. Means at 6 standard errors by the worst effective sample size."""
     model, x, y = problem(1.0)
     _, mean, covariance = quadrature(model, x, y)
-    posterior = sample(HMC(model), args=(x, y), num_samples=100, num_warmup=100, num_chains=256, progress=False)
+    posterior = sample(HMC(model), x, y, num_samples=100, num_warmup=100, num_chains=256, progress=False)
     draws = posterior.get_samples()["hidden.weight"].squeeze(-1).double()
     independent = posterior.diagnostics()["hidden.weight"]["ess_bulk"]
     assert independent > 1000

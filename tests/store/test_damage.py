@@ -45,8 +45,8 @@ def run(path: Path, seed: int, num_samples: int = 6, **options) -> Posterior:
     """A short run in a store, in two commits at least."""
     options |= {"num_warmup": 4, "num_chains": 4, "seed": seed, "progress": False, "engine": "torch", "store": path}
     data = torch.linspace(-1, 1, 5)
-    sample(HMC(model, num_steps=2), args=(data,), num_samples=num_samples // 2, **options)
-    return sample(HMC(model, num_steps=2), args=(data,), num_samples=num_samples, **options)
+    sample(HMC(model, num_steps=2), data, num_samples=num_samples // 2, **options)
+    return sample(HMC(model, num_steps=2), data, num_samples=num_samples, **options)
 
 
 run_tasks = functools.partial(run, chains_per_task=2)

@@ -31,6 +31,7 @@ from pyro_symmetric.study.tables import MISSING, OWN_HALF, distance_table
 TINY = {
     "mean-field": {"steps": 30},
     "symmetrized": {"steps": 30},
+    "symmetrized-blocks": {"steps": 30},
     "aligned": {"steps": 30, "path_points": 3, "path_draws": 4},
     "ensemble": {"modes": 12, "steps": 20},
     "sghmc": {"modes": 3, "warmup": 5, "draws": 8, "num_steps": 2, "batch_size": 32},
@@ -68,7 +69,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return run(tmp_path_factory.mktemp("study"), data="digits", max_train=200)[0]
 
 
-LABELS = ["mean-field", "symmetrized", "aligned", "aligned midpoint", "unaligned midpoint", "ensemble", "sghmc", "hmc"]
+LABELS = [
+    "mean-field",
+    "symmetrized",
+    "symmetrized-blocks",
+    "aligned",
+    "aligned midpoint",
+    "unaligned midpoint",
+    "ensemble",
+    "sghmc",
+    "hmc",
+]
 
 
 def test_results_hold_every_method_and_valid_json(finished: Any) -> None:
@@ -433,6 +444,20 @@ def test_a_package_adds_a_method_by_an_entry_point(monkeypatch: pytest.MonkeyPat
             assert isinstance(make_method("multi-theirs"), Theirs)
     finally:
         METHODS.pop("theirs", None)
+
+
+def test_a_method_that_the_problem_is_too_large_for_is_left_out_and_told(tmp_path: Path) -> None:
+    # Wine: 13 inputs, 4 units, 3 outputs. A unit has 13 + 1 + 3 weights, so the blocks 4 * 17^2 entries.
+    blocks = "symmetrized-blocks"
+    asked: dict[str, Any] = {"methods": ("mean-field", blocks), "reference": "mean-field"}
+    study, said = run(tmp_path, budgets={blocks: {"largest": 1155}}, **asked)
+    assert list(study.fits) == list(study.results["methods"]) == ["mean-field"]
+    assert any(line.startswith(f"{blocks} is left out") and "1,156" in line for line in said)
+    assert "Left out here" in study.report.read_text()
+    study, _ = run(tmp_path, budgets={blocks: {"largest": 1156}}, **asked)
+    assert list(study.fits) == ["mean-field", blocks]
+    with pytest.raises(ValueError, match="too large for every method"):
+        run(tmp_path, methods=(blocks,), reference=blocks, budgets={blocks: {"largest": 10}})
 
 
 def test_adding_a_method_is_one_small_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

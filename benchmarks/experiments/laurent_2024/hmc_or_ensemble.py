@@ -55,7 +55,8 @@ def run(noise: float, seed: int, options: Any) -> list[dict[str, Any]]:
     group = ps.find_symmetry(net, x[:2]).permutations
     chains = ps.sample(
         ps.NUTS(model, max_treedepth=options.depth),
-        args=(x, y),
+        x,
+        y,
         num_samples=options.draws,
         num_warmup=options.draws // 2,
         num_chains=4,

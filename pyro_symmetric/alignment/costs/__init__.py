@@ -1,4 +1,4 @@
-"""How well the units of sources go with those of a reference, and what a match costs.
+"""Costs of a match: how well the units of sources go with those of a reference.
 
 * ``protocol``: what the descent asks of any cost; ``table``: scores that are given, a matrix for each set of units;
 * ``weights``: squared distances of weights (``"l2"``) and of mean-field Gaussians (``"wasserstein"``), with ``terms``

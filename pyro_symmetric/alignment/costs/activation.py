@@ -61,6 +61,14 @@ class ActivationCost:
     The costs that the alignment reports are minus the sums of correlations. Signs go with the match if units have one;
     scales, which no correlation sees, are fitted to the weights.
 
+    >>> net, x = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(50, 2)
+    >>> symmetry = ps.find_symmetry(net, x)
+    >>> element = symmetry.sample()
+    >>> other = symmetry.act(element, net)
+    >>> result = ps.align(other, net, symmetry, cost=ps.ActivationCost(net, x))
+    >>> result.element["0"].tolist() == element.inverse()["0"].tolist()
+    True
+
     :param net: the network, in whose place weights are put. It isn't changed; parameters and buffers that weights lack
         are taken from it. It runs in eval mode.
     :param inputs: what its ``forward`` takes. A few hundred rows do.
@@ -91,6 +99,7 @@ class ActivationCost:
         entries = sum(value.numel() for value in known.values()) + sum(v.numel() for v in reference.values())
         size = max(1, CHUNK_ENTRIES // max(1, 3 * entries))
         pieces = [self._activations(every[k : k + size], shows) for k in range(0, len(every), size)]
+        example = next(iter(reference.values()))
         tables = {}
         for name in group.names("permute"):
             if name in shows:
@@ -98,7 +107,7 @@ class ActivationCost:
                 parts = [torch.einsum("bis,kbjs->kij", first, own[name]) / len(first) for own in pieces]
                 tables[name] = torch.cat(parts)
             else:  # all that such a unit consists of is matched inside it
-                tables[name] = torch.zeros(len(every), group[name].count, group[name].count)
+                tables[name] = example.new_zeros(len(every), group[name].count, group[name].count)
         return TableCost(group, tables, _signed(group))
 
     # small steps ----------------------------------------------------------------------------------------------------
@@ -184,7 +193,7 @@ class ActivationCost:
         return found
 
     def _results(self, many: Sequence[Weights], nodes: set[str]) -> dict[str, Tensor]:
-        """What some operators return for each of several weights, ``(B, ...)``."""
+        """The results of some operators for each of several weights, ``(B, ...)``."""
         arguments = [self._arguments(weights) for weights in many]
         if len(many) > 1:
             # What no weights replace is the same object for all.
@@ -227,7 +236,7 @@ class ActivationCost:
 
 
 def _rows(value: Tensor, show: _Show) -> Tensor:
-    """What units do, ``(B, blocks, count, entries)``, in an operator's results ``(B, ...)``."""
+    """The values of units, ``(B, blocks, count, entries)``, in an operator's results ``(B, ...)``."""
     axes, to = [1 + axis for axis in show.axes], list(range(1, 1 + len(show.axes)))
     value = value.movedim(axes, to).flatten(1, len(axes))
     rows = value.flatten(2) if value.dim() > 2 else value.unsqueeze(-1)
@@ -261,7 +270,7 @@ def _signed(group: Group) -> dict[str, str]:
 
 
 def _takes_back(group: Group, axis: Axis) -> bool:
-    """Whether columns of a matrix lie along an axis, or rows that are multiplied by the units: keys, of queries."""
+    """True if columns of a matrix lie along an axis, or rows that are multiplied by the units: keys, of queries."""
     rows = axis.exponent < 0 and len(group.plain_shapes[axis.site]) > 1
     return bool(axis.exponent % 2) and (axis.dim > 0 or rows)
 

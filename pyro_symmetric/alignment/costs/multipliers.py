@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.alignment.costs.terms import Term
+from pyro_symmetric.placement import as_tensor
 
 BOUNDS = math.exp(-30.0), math.exp(30.0)  # of scales
 # Every so many steps it is looked whether one still moves a log-scale by more than this.
@@ -136,8 +137,8 @@ class Table:
 
 @dataclass(frozen=True)
 class _Fit:
-    """What one scale is fitted to: inner products under different products of signs, ``(products,) + shape``, and norms
-    of reference and source, by exponent; and which product each choice of signs has."""
+    """The data that one scale is fitted to: inner products under different products of signs, ``(products,) + shape``,
+    and norms of reference and source, by exponent; and which product each choice of signs has."""
 
     scale: str | None
     flips: list[str]
@@ -161,16 +162,17 @@ def _fitted(alike: Sequence[_Fit], steps: int, present: Mapping[str, Tensor], wh
     """The tables of some scales, of the same exponents and shapes each."""
     one, sizes = alike[0], [len(next(iter(fit.linear.values()))) for fit in alike]
     if one.scale is None:
-        return [_table(fit, torch.as_tensor(sum(fit.linear.values())), None) for fit in alike]
+        return [_table(fit, as_tensor(sum(fit.linear.values())), None) for fit in alike]
     linear = {e: torch.cat([fit.linear[e] for fit in alike]) for e in one.linear}
+    repeats = torch.tensor(sizes, device=next(iter(linear.values())).device)
     reference, source = (
-        {e: torch.stack([part[e] for part in parts]).repeat_interleave(torch.tensor(sizes), 0) for e in one.linear}
+        {e: torch.stack([part[e] for part in parts]).repeat_interleave(repeats, 0) for e in one.linear}
         for parts in ([fit.reference for fit in alike], [fit.source for fit in alike])
     )
     equal = balanced(reference, source)
     if whole:
         here = [present[fit.scale] for fit in alike if fit.scale is not None and fit.scale in present]
-        starts = [torch.stack(here).repeat_interleave(torch.tensor(sizes), 0)] if here else []
+        starts = [torch.stack(here).repeat_interleave(repeats, 0)] if here else []
         score, logs = best_scale(linear, source, [*starts, equal], steps)
     else:
         score = score_at(linear, source, equal)
@@ -196,7 +198,7 @@ def _products(
     :param kinds: sets of them.
     """
     with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
-        choices = torch.tensor(list(product((1.0, -1.0), repeat=len(flips))), dtype=torch.float64)
+        choices = torch.tensor(list(product((1.0, -1.0), repeat=len(flips))), dtype=torch.float64, device="cpu")
         signs = torch.stack([choices[:, [flips.index(name) for name in kind]].prod(1) for kind in kinds], 1)
         distinct, which = signs.unique(dim=0, return_inverse=True)
         return dict(zip(kinds, distinct.unbind(1), strict=True)), which
@@ -246,7 +248,7 @@ def balanced(reference: Mapping[int, Tensor], source: Mapping[int, Tensor]) -> T
         alive = (norm > 0) & (source[e] > 0)
         ratio = torch.where(norm > 0, norm, 1.0).log() - torch.where(source[e] > 0, source[e], 1.0).log()
         total, count = total + alive * ratio / (2 * e), count + alive
-    return total / torch.as_tensor(count).clamp_min(1)
+    return total / as_tensor(count).clamp_min(1)
 
 
 def best_scale(
@@ -300,7 +302,7 @@ def _better(
     for e, a in linear.items():
         power = _power(candidate, e)
         found = found + power * (a - 0.5 * power * norms[e])
-    better = torch.as_tensor(found) > score
+    better = as_tensor(found) > score
     return torch.where(better, candidate, factor), torch.where(better, found, score)
 
 

@@ -1,4 +1,4 @@
-r"""What the descent asks of a cost: weights, activations and a user's own answer alike.
+r"""The questions that the descent asks of a cost: weights, activations and a user's own answer alike.
 
 Let a batch of sources be brought to a reference by elements :math:`g` of a group. For one set of units, with all else
 held where ``element`` has it, scores tell how well each unit of the reference goes with each unit of the source,
@@ -25,7 +25,7 @@ from pyro_symmetric.weights import Weights
 
 @dataclass(frozen=True, eq=False)
 class Matched:
-    """What the units that are in place contribute, with their best multipliers.
+    """The contribution of the units that are in place, with their best multipliers.
 
     :param score: of each unit of the reference, ``batch_shape + (count,)``.
     :param pulls: name of units that flip -> what speaks for the sign 1, minus what speaks for -1, for what is in the
@@ -39,9 +39,14 @@ class Matched:
 
 
 class MatchCost(ABC):
-    """What it costs to match a batch of sources with a reference.
+    """The cost of matching a batch of sources with a reference.
 
     Elements come with batch shape ``(..., R)``, for the sources whose numbers are ``rows``, a LongTensor ``(R,)``.
+
+    >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+    >>> cost = ps.TableCost(group, {"unit": torch.eye(3)[None]})
+    >>> isinstance(cost, ps.MatchCost), cost.batch
+    (True, 1)
 
     :ivar group: the units. A set of one unit inside each unit of another, which multiplies and nothing else, rides
         along: :meth:`pairs` chooses its multipliers with those of the units themselves, see :meth:`riders`.
@@ -60,7 +65,7 @@ class MatchCost(ABC):
 
     @abstractmethod
     def pairs(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Tensor:
-        """How well units go together, at their best signs and scales.
+        """Scores that tell how well units go together, at their best signs and scales.
 
         :param name: units that have no others inside them but riders.
         :param element: all else stays as it is here; of units that lie inside others, only what is in the same unit of
@@ -71,7 +76,7 @@ class MatchCost(ABC):
 
     @abstractmethod
     def matched(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Matched:
-        """What the units in place contribute, what lies inside them included, and their best multipliers."""
+        """The contribution of the units in place, all inside them included, and their best multipliers."""
 
     @abstractmethod
     def costs(self, element: Element | None, rows: Tensor, parts: Sequence[int] | None = None) -> Tensor:
@@ -96,7 +101,7 @@ class MatchCost(ABC):
         return ()
 
     def coupled(self, one: str, other: str) -> bool:
-        """Whether the scores of ``other`` change if ``one`` moves; with ``one == other``, whether they are a
+        """True if the scores of ``other`` change when ``one`` moves; with ``one == other``, if they are a
         linearisation only."""
         return False
 

@@ -94,7 +94,7 @@ class Distance:
         z = residual / diagonal
         p, direction = torch.zeros_like(z), z
         rho = (residual * z).sum(-1, keepdim=True)
-        goal = rho * torch.minimum(z.abs().amax(-1, keepdim=True), torch.tensor(0.1)).square().clamp_min(1e-20)
+        goal = rho * z.abs().amax(-1, keepdim=True).clamp_max(0.1).square().clamp_min(1e-20)
         running = rho > 0
         for number in range(CG_STEPS):
             running = running & (rho > goal)
@@ -117,5 +117,5 @@ class Distance:
 
 
 def _towards(c: Tensor, products: Balance, sides: list[Tensor]) -> Tensor:
-    """What pulls a unit of one side only away from zero."""
+    """The pull of one side only, which keeps a unit away from zero."""
     return torch.where(sides[0] > 0, products.collect(c, 1), products.collect(c, -1))

@@ -16,9 +16,13 @@ from pyro_symmetric.groups.group import Group, group_of
 class TableCost(MatchCost):
     """A matrix of scores for each set of units: the assignment of every set is optimal at once.
 
-    >>> def cost(sources, reference, group):  # for align(..., cost=cost)
+    >>> def cost(sources, reference, group):
     ...     distance = torch.cdist(reference["w"], sources["w"])  # rows of w are the units
     ...     return ps.TableCost(group, {"hidden": -distance})
+    >>> group = ps.Group.declare({"w": ("hidden", None)}, {"w": torch.zeros(3, 2)})
+    >>> reference = {"w": torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])}
+    >>> ps.align({"w": reference["w"][[2, 0, 1]]}, reference, group, cost=cost).element["hidden"].tolist()
+    [1, 2, 0]
 
     The cost of a match is minus the sum of its scores.
 
@@ -33,7 +37,7 @@ class TableCost(MatchCost):
         self.group = group = group_of(group)
         self._names = group.names("permute")
         self._tables = {name: _checked(name, tables, group[name].count) for name in self._names}
-        example = next(iter(self._tables.values()), torch.zeros(1, 1, 1))
+        example = next(iter(self._tables.values()), torch.zeros(1, 1, 1, device="cpu"))
         self.batch, self.device = len(example), example.device
         self.parts = {name: [self._names.index(name)] if name in self._names else [] for name in group.units}
         self._signed = dict(signed or {})
@@ -72,7 +76,7 @@ class TableCost(MatchCost):
                 sign = element.signs[self._signed[name]].flatten(len(element.batch_shape))
                 score = score * sign.gather(-1, element.unit_index(name))
             columns.append(-score.sum(-1).cpu())
-        return torch.stack(columns, -1) if columns else torch.zeros(len(rows), 0, dtype=torch.float64)
+        return torch.stack(columns, -1) if columns else torch.zeros(len(rows), 0, dtype=torch.float64, device="cpu")
 
     def riders(self, name: str) -> tuple[str, ...]:
         return tuple({self._signed[name]} - {name}) if name in self._signed else ()

@@ -39,6 +39,9 @@ class Plan:
     :ivar riders: name of the units -> see :meth:`~pyro_symmetric.alignment.costs.protocol.MatchCost.riders`.
     :ivar terms: name of the units -> their terms, in parts that share no multiplier.
     :ivar parts: name of the units -> numbers of the sites on which they, or what lies inside them, act.
+    :ivar scaled: the sites that scales act on.
+    :ivar whole: site -> the group there; of many units few act on one site.
+    :ivar finite: site -> its permutations and signs.
     """
 
     def __init__(self, group: Group, sites: Sequence[str]):
@@ -47,6 +50,9 @@ class Plan:
         numbers = {site: number for number, site in enumerate(sites)}
         places = {name: {a.site for n in group.family(name) for a in group.axes(n)} for name in group.units}
         self.parts = {name: sorted(numbers[site] for site in own & set(sites)) for name, own in places.items()}
+        self.scaled = [site for site in sites if group.scalings.members(site)]
+        self.whole = {site: _without(group, site, {}, (), 0) for site in sites}
+        self.finite = {site: own.finite for site, own in self.whole.items()}
         self.coupled = cache(partial(_coupled, group, frozenset(sites)))
 
 
@@ -99,7 +105,7 @@ def _terms_along(group: Group, name: str, number: int, riding: Sequence[str]) ->
 def _without(
     group: Group, site: str, dropped: Mapping[str, int], riding: Sequence[str], dim: int, placed: bool = False
 ) -> Group:
-    """What acts on a site but for one axis of some units and what rides along it."""
+    """The moves that act on a site but for one axis of some units and those that ride along it."""
     kept: dict[str, list[Axis]] = {}
     for name, one in group.units.items():
         for number, axis in enumerate(one.axes):
@@ -127,12 +133,12 @@ def _depends(group: Group, name: str, number: int, riding: Sequence[str]) -> fro
 
 
 def _meets(one: Axis, other: Axis) -> bool:
-    """Whether some entry lies along both."""
+    """True if some entry lies along both."""
     return one.site == other.site and (one.dim != other.dim or _meet(one, other))
 
 
 def _meet(one: Axis, other: Axis) -> bool:
-    """Whether some position of one viewed axis belongs to both."""
+    """True if some position of one viewed axis belongs to both."""
     return (one.site, one.dim) == (other.site, other.dim) and bool(
         torch.isin(one.index.reshape(-1), other.index.reshape(-1)).any()
     )
@@ -143,7 +149,7 @@ def _has(axis: Axis, row: Tensor) -> bool:
 
 
 def _within(axis: Axis, outer: Sequence[Axis]) -> bool:
-    """Whether every block of an axis is one of some units around it."""
+    """True if every block of an axis is one of some units around it."""
     mine = [own for own in outer if (own.site, own.dim) == (axis.site, axis.dim)]
     return all(any(_has(own, row) for own in mine) for row in axis.index)
 
@@ -168,7 +174,7 @@ def _riders(group: Group, name: str, sites: Collection[str]) -> tuple[str, ...]:
 
 
 def _coupled(group: Group, sites: Collection[str], one: str, other: str) -> bool:
-    """Whether what some units do, and all that lies inside them, matters to the scores of others.
+    """True if the moves of some units, and of all inside them, matter to the scores of others.
 
     With ``one == other``, whether the scores are a linearisation: if they lie along two axes of one site. Sets inside
     them that meet along one axis are matched together.

@@ -57,11 +57,11 @@ class WeightCost(MatchCost):
     def __init__(self, group: Group, reference: Mapping[str, Tensor], source: Mapping[str, Tensor]):
         self.group, self.sites = group, list(source)
         self.reference, self._source = dict(reference), dict(source)
-        example = next(iter(source.values()), torch.zeros(1, 1))
+        example = next(iter(source.values()), torch.zeros(1, 1, device="cpu"))
         self.batch, self.device = example.shape[1], example.device
         self._plan = plan_of(group, tuple(source))
         self.parts = self._plan.parts
-        self.rescales = self.squared and any(group.scalings.members(site) for site in source)
+        self.rescales = self.squared and bool(self._plan.scaled)
         self._rows: dict[Term, Tensor] = {}
         self._kept: dict[Term, tuple[Tensor, list[Tensor]]] = {}
 
@@ -159,17 +159,18 @@ class WeightCost(MatchCost):
     def costs(self, element: Element | None, rows: Tensor, parts: Sequence[int] | None = None) -> Tensor:
         sites = self.sites if parts is None else [self.sites[part] for part in parts]
         columns = [
-            self.site_cost(_some(self.reference[site], rows), self._site_after(site, self.group, element, rows))
+            self.site_cost(
+                _some(self.reference[site], rows), self._site_after(site, self._plan.whole[site], element, rows)
+            )
             for site in sites
         ]
-        return torch.stack(columns, 1) if columns else torch.zeros(len(rows), 0, dtype=torch.float64)
+        return torch.stack(columns, 1) if columns else torch.zeros(len(rows), 0, dtype=torch.float64, device="cpu")
 
     def rescaled(self, element: Element, rows: Tensor) -> Element:
         group = self.group.scalings
-        sites = [site for site in self.sites if group.members(site)]
-        placed = element.within(self.group.finite)
+        sites = self._plan.scaled
         pairs = (
-            (site, _some(self.reference[site], rows), self._site_after(site, self.group.finite, placed, rows))
+            (site, _some(self.reference[site], rows), self._site_after(site, self._plan.finite[site], element, rows))
             for site in sites
         )
         at = {name: element.unit_index(name) for name in self.group.names("scale")}
@@ -196,8 +197,8 @@ class WeightCost(MatchCost):
 
     def features_after(self, element: Element) -> Moments:
         """The features of all sources as an element moves them."""
-        rows = torch.arange(self.batch)
-        return {site: self._site_after(site, self.group, element, rows) for site in self.sites}
+        rows = torch.arange(self.batch, device="cpu")
+        return {site: self._site_after(site, self._plan.whole[site], element, rows) for site in self.sites}
 
     def _sums(
         self, name: str, known: Collection[str], products: Callable[[Term], list[Tensor]]
@@ -253,7 +254,7 @@ class WeightCost(MatchCost):
         numbers = [v.flatten(1).double() for part in own.parts[:3] for v in part.values()]
         now = torch.cat([torch.zeros(len(rows), 0, device=self.device), *numbers], 1)
         if term not in self._kept:
-            return torch.arange(len(rows)), now
+            return torch.arange(len(rows), device="cpu"), now
         return (self._kept[term][0][rows.to(self.device)] != now).any(1).nonzero().flatten().cpu(), now
 
     def _products(self, term: Term, element: Element, rows: Tensor, units: Units) -> list[Tensor]:

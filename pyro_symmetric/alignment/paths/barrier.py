@@ -43,6 +43,10 @@ LOSS_LABEL = "marginalised loss (nats per row)"
 class BarrierCurve:
     """Losses along a path between two posteriors.
 
+    >>> curve = ps.BarrierCurve(torch.tensor([0.0, 0.5, 1.0]), {"train": torch.tensor([1.0, 4.0, 2.0])}, {})
+    >>> curve.barrier  # the loss half-way, above the straight line between the ends
+    2.5
+
     :param t: positions on the path, ``(T,)``, from 0 to 1.
     :param losses: name of the data (``"train"``, ``"test"`` ...) -> marginalised loss in nats per row, ``(T,)``.
     :param metrics: name -> error of the mean prediction (``"train error"``, ``"test RMSE"``), ``(T,)``.
@@ -63,7 +67,7 @@ class BarrierCurve:
         return self.barriers[next(iter(self.losses))]
 
     def excess(self, name: str) -> Tensor:
-        """What lies above the straight line between the ends, ``(T,)``."""
+        """The excess over the straight line between the ends, ``(T,)``."""
         values = self._curve("name", name)
         return values - torch.lerp(values[0], values[-1], self.t)
 
@@ -126,8 +130,15 @@ def loss_barrier(
     All points share their noise, so the curve is smooth and the barrier is not the maximum of independent errors. The
     marginalisation over a finite number of draws overstates every loss a little, at all points alike.
 
-    >>> curve = loss_barrier(guide, aligned, model, {"train": (x, y), "test": (test_x, test_y)})
-    >>> curve = loss_barrier(net, symmetry.act(element, other), model, (x, y), repair=x)
+    >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> x = torch.randn(50, 2)
+    >>> symmetry = ps.find_symmetry(net, x)
+    >>> other = symmetry.act(symmetry.finite.sample(), net)
+    >>> model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(scale=0.1))
+    >>> before = ps.loss_barrier(net, other, model, (x, net(x).detach())).barrier
+    >>> aligned = symmetry.act(ps.align(other, net, symmetry).element, other)
+    >>> abs(ps.loss_barrier(net, aligned, model, (x, net(x).detach())).barrier) < 1e-3 < before
+    True
 
     :param guide_0: a guide with Gaussian moments (correlations are left out), ``GaussianWeights``, a ``Posterior`` (the
         moments of its draws), or a network: a module, or its weights by name, running statistics among them or not.
@@ -159,9 +170,11 @@ def loss_barrier(
     if model is not None and repairing is None:
         _warn_of_borrowed_statistics(model, first, second)
     values = list(first.loc.values())
-    parts = torch.arange(num_samples).split(max(1, CHUNK_WEIGHTS // sum(value.numel() for value in values)))
-    seed = int(torch.randint(2**62, ()))
-    t = torch.linspace(0, 1, num_points, dtype=torch.float64)
+    parts = torch.arange(num_samples, device="cpu").split(
+        max(1, CHUNK_WEIGHTS // sum(value.numel() for value in values))
+    )
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    t = torch.linspace(0, 1, num_points, dtype=torch.float64, device="cpu")
     found: dict[str, list[Tensor]] = {}
     for position in tqdm(t.tolist(), desc="path", disable=not progress):
         between = barycentre_gaussians((first, second), (1 - position, position))
@@ -185,7 +198,7 @@ def loss_barrier(
 
 
 def _measures(log_likelihood: Any, data: Data | Mapping[str, Data] | None) -> Callable[[], list[MarginalLikelihood]]:
-    """What to measure at a point, anew at every call."""
+    """Measurements to be taken at a point, made anew at every call."""
     if isinstance(log_likelihood, BayesianModel):
         if data is None:
             raise ValueError('data is None; with a model give (x, y), or {"train": (x, y), "test": (x, y)}')

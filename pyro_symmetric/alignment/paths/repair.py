@@ -31,7 +31,7 @@ _AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Repair:
-    """What has to be put right at the points of a path.
+    """The repair of a network's statistics at the points of a path.
 
     :param net: the network, in eval mode; it stays as it is.
     :param inputs: inputs ``(N, ...)`` from which the statistics are computed, without labels; training data.

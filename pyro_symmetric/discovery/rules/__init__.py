@@ -1,4 +1,4 @@
-"""How labels pass through operators: each module registers the rules of some of them."""
+"""Rules by which labels pass through operators: each module registers those of some operators."""
 
 from pyro_symmetric.discovery.rules import (  # noqa: F401
     attention,

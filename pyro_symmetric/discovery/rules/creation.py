@@ -14,7 +14,7 @@ from pyro_symmetric.discovery.rules.registry import Call, as_value, register_rul
 @register_rule("full", "full_like", "scalar_tensor")
 def full(labeller: Labeller, call: Call) -> Value:
     filling = call.get("fill_value", call.get("s"))
-    constant = torch.full(call.shape, filling) if isinstance(filling, int) and not call.floating else None
+    constant = torch.full(call.shape, filling, device="cpu") if isinstance(filling, int) and not call.floating else None
     return replace(labeller.expand(as_value(filling), call.shape), constant=constant)
 
 
@@ -22,7 +22,7 @@ def full(labeller: Labeller, call: Call) -> Value:
 def arange(labeller: Labeller, call: Call) -> Value:
     start, step = call.get("start", 0), call.get("step", 1)
     whole = all(isinstance(n, int) for n in (start, step))
-    return opaque(call.shape, torch.arange(call.shape[0]) * step + start if whole else None)
+    return opaque(call.shape, torch.arange(call.shape[0], device="cpu") * step + start if whole else None)
 
 
 @register_rule("empty_like", "new_empty", "new_empty_strided")

@@ -38,7 +38,7 @@ def index(labeller: Labeller, call: Call) -> Value:
 
 
 def indexed_axes(entry: Value | None) -> int:
-    """How many axes an index stands for: a mask for as many as it has."""
+    """The number of axes that an index stands for: a mask stands for as many as it has."""
     return entry.dim if entry is not None and entry.mask else 1
 
 

@@ -1,4 +1,4 @@
-"""What a rule is, what it may say, and how to add one.
+"""Rules: their form, what they may say, and how to add one.
 
 A rule states how the labels of an operator's operands pass to its results, and under which facts about units and their
 multipliers. It is a function ``rule(labeller, call)`` that returns a :class:`~pyro_symmetric.discovery.labels.Value`,
@@ -123,6 +123,19 @@ def register_rule(*operators: Any, sliced: bool = False) -> Callable[[R], R]:
     Operators of PyTorch may be given by name (``"relu"``, ``"where.self"``), those of other libraries by their full
     name (``"mylib::centred"``). Names that this version of PyTorch doesn't have are passed over.
 
+    >>> @torch.library.custom_op("mylib::centred", mutates_args=())
+    ... def centred(x: torch.Tensor) -> torch.Tensor:
+    ...     return x - x.mean(-1, keepdim=True)
+    >>> fake = centred.register_fake(torch.empty_like)
+    >>> @ps.register_rule("mylib::centred")
+    ... def centring(labeller, call):
+    ...     return labeller.normalise(call["x"], axes=[-1])
+    >>> class Net(nn.Sequential):
+    ...     def forward(self, x):
+    ...         return self[1](centred(self[0](x)))
+    >>> ps.find_symmetry(Net(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)).permutations.factors
+    {'0': 4}
+
     :param sliced: whether the rule understands values that overlap or have routes, see
         :class:`~pyro_symmetric.discovery.labels.Value`.
     """
@@ -150,12 +163,12 @@ def rule_for(target: Any) -> Rule | None:
 
 
 def takes_slices(target: Any) -> bool:
-    """Whether the rule of an operator understands values that overlap or have routes."""
+    """True if the rule of an operator understands values that overlap or have routes."""
     return next((key in SLICED for key in _keys(target) if key in RULES), False)
 
 
 def _keys(target: Any) -> tuple[Any, ...]:
-    """What the rule of an operator may be registered for: the overload, all of its overloads, their name."""
+    """The names that the rule of an operator may be registered for: the overload, all of its overloads, their name."""
     packet = getattr(target, "overloadpacket", None)
     return target, packet, getattr(packet, "_qualified_op_name", None)
 

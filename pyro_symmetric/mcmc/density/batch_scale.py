@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from pyro_symmetric.placement import as_tensor
 
 CLOSE = 1e-3
 
@@ -64,11 +64,11 @@ def _warn(what: str, scale: float, batch_size: int, rows: int) -> None:
 
 
 def _scale(site: Any) -> float:
-    return float(torch.as_tensor(site["scale"]).double().mean())
+    return float(as_tensor(site["scale"]).double().mean())
 
 
 def _scale_by_plates(site: Any) -> float:
-    """What the site's plates scale it by, that is, what they leave out."""
+    """The scale that the site's plates give it, for what they leave out."""
     frames = [frame for frame in site["cond_indep_stack"] if frame.full_size is not None and frame.size > 0]
     return math.prod(int(frame.full_size) / int(frame.size) for frame in frames)
 

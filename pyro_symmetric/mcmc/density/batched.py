@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric.likelihoods import noise_of
 from pyro_symmetric.mcmc.density.feedforward import Layer, NetworkProblem
 
 aten: Any = torch.ops.aten
@@ -44,7 +45,7 @@ class BatchedLoss:
             before.append(product)
             after.append(_activate(layer, product, partial(room, ("after", number))))
         y = self.problem.y if index is None else self.problem.y[index]
-        loss, delta = (_cross_entropy if self.problem.categorical else _squares)(after[-1], y, room)
+        loss, delta = _LOSSES[self.problem.loss](after[-1], y, room)
         gradient = w.new_zeros(len(w), self.problem.dim)
         for number in reversed(range(len(layers))):
             layer = layers[number]
@@ -128,6 +129,18 @@ def _cross_entropy(outputs: Tensor, labels: Tensor, room: _Room) -> tuple[Tensor
 def _squares(outputs: Tensor, targets: Tensor, room: _Room) -> tuple[Tensor, Tensor]:
     delta = torch.sub(outputs, targets.mT, out=room("loss", *outputs.shape))
     return 0.5 * delta.square().sum((1, 2)), delta
+
+
+def _noise(outputs: Tensor, targets: Tensor, room: _Room) -> tuple[Tensor, Tensor]:
+    mean, raw = outputs.chunk(2, 1)
+    scale = noise_of(raw)
+    residual = (mean - targets.mT) / scale
+    loss = (0.5 * residual.square() + scale.log()).sum((1, 2))
+    slope = (1 - residual.square()) / scale * raw.sigmoid()
+    return loss, torch.cat([residual / scale, slope], 1, out=room("loss", *outputs.shape))
+
+
+_LOSSES = {"squares": _squares, "cross-entropy": _cross_entropy, "noise": _noise}
 
 
 def _tanh(z: Tensor, h: Tensor) -> Tensor:

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.calls import described, input_problem
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, Likelihood
+from pyro_symmetric.likelihoods import (
+    CategoricalLikelihood,
+    GaussianLikelihood,
+    HeteroscedasticLikelihood,
+    Likelihood,
+)
 from pyro_symmetric.models import BayesianModel
 
 FEW_ROWS = 2
@@ -27,6 +32,8 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
             raise TypeError(f"{name} is {described(value)}; it must be a tensor whose first axis are the rows")
     if len(x) != len(y):
         raise ValueError(f"x has {len(x)} rows but y has {len(y)}; they must be equally many")
+    if x.device != y.device:
+        raise ValueError(f"y lies on {y.device}, but x on {x.device}; move one of them, or pass device=")
     if not len(x):
         raise ValueError("x has no rows; there are no data to learn from")
     rows = x[:FEW_ROWS]
@@ -34,7 +41,8 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
         rows = x  # a network may be made for so many rows and no others
         if problem := input_problem(model.net, (rows,)):
             raise ValueError(f"x doesn't fit: {problem}")
-    if type(model.likelihood) in (CategoricalLikelihood, GaussianLikelihood):  # others may have targets of any shape
+    known = (CategoricalLikelihood, GaussianLikelihood, HeteroscedasticLikelihood)
+    if type(model.likelihood) in known:  # others may have targets of any shape
         with torch.no_grad():
             outputs = model.call({name: value.detach() for name, value in model.net.named_parameters()}, rows)
         _require_targets(model.likelihood, outputs, len(x), y)
@@ -45,7 +53,8 @@ def _require_targets(likelihood: Likelihood, outputs: Tensor, num_rows: int, y: 
     categorical, size = isinstance(likelihood, CategoricalLikelihood), outputs.shape[-1]
     if categorical and size < 2:
         raise ValueError("the network has one output, but class labels need an output for each class, at least 2")
-    own = outputs.shape[1:-1] if categorical or size == 1 else outputs.shape[1:]
+    means = likelihood.mean(outputs).shape
+    own = means[1:-1] if categorical or means[-1] == 1 else means[1:]
     if likelihood.targets(y).shape != (num_rows, *own):
         raise ValueError(
             f"y has shape {tuple(y.shape)}, but the network's outputs are {(num_rows, *outputs.shape[1:])}, so it must "

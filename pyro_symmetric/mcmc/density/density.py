@@ -1,4 +1,4 @@
-r"""The potential energy of any Pyro model with continuous sites, for many chains at once.
+r"""The potential energy of any Pyro model, for many chains at once; discrete sites are summed out.
 
 .. math:: U(z) = -\log p(w(z), \text{data}) - \log\left|\det \frac{\partial w}{\partial z}\right|
 
@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from pyro.infer.autoguide import AutoGuide
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.calls import described, described_call, model_arguments
-from pyro_symmetric.mcmc.density.engine import Engine, Evaluation, NoCompiler, Unavailable
+from pyro_symmetric.calls import described, described_call, model_arguments, refuse_training_batch_norm
+from pyro_symmetric.mcmc.density.engine import Engine, Evaluation, NoCompiler, Unavailable, same_evaluation
 from pyro_symmetric.mcmc.density.layout import Layout
 from pyro_symmetric.mcmc.density.native.compiler import compiler_name
 from pyro_symmetric.mcmc.density.network import network_engine
@@ -43,22 +43,25 @@ from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
 ENGINES = ("auto", "native", "torch", "inductor")
-"""What computes energies and gradients. ``"native"``: code for feed-forward networks that the machine's C++ compiler
-builds once, in a few seconds, and that is kept. ``"inductor"``: PyTorch's compiler, for any model and kernel; programs
-take some seconds, more for long models, and are kept, too. ``"torch"``: PyTorch's operations as they are; nothing is
-compiled."""
+"""The engines that compute energies and gradients. ``"native"``: code for feed-forward networks that the machine's C++
+compiler builds once, in a few seconds, and that is kept. ``"inductor"``: PyTorch's compiler, for any model and kernel;
+programs take some seconds, more for long models, and are kept, too. ``"torch"``: PyTorch's operations as they are;
+nothing is compiled."""
 CACHE_BYTES = 2**22  # that the largest intermediate result of a chunk of chains should fit into, on a CPU
 
 
 def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[Weights], Tensor]:
     """The log-joint density of any Pyro model as a function of batches of weights.
 
-    >>> density = log_joint(model, data)
-    >>> density({"locs": torch.randn(5, 3), "scales": torch.rand(5, 3)}).shape
-    torch.Size([5])
+    >>> def model(y):
+    ...     mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    ...     pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+    >>> density = ps.log_joint(model, torch.tensor(0.0))
+    >>> density({"mean": torch.tensor([0.0, 1.0])})  # -log(2 pi), and 1 less
+    tensor([-1.8379, -2.8379])
 
-    :param model: a Pyro model with continuous latent sites, or a ``BayesianModel``; ``args`` and ``kwargs`` are what it
-        is called with.
+    :param model: a Pyro model, whose discrete sites are summed out, or a ``BayesianModel``; ``args`` and ``kwargs`` are
+        what it is called with.
     :return: constrained weights ``batch_shape + site_shape`` -> ``batch_shape``.
     """
     density = Density(model, args, kwargs, engine="torch")
@@ -84,7 +87,8 @@ class Density:
     >>> energy.shape, gradient.shape
     (torch.Size([16]), torch.Size([16, 8]))
 
-    :param model: a Pyro model. Latent sites must be continuous; a module with batch normalisation must be in eval mode.
+    :param model: a Pyro model. Discrete latent sites are summed out, so they must have finitely many values, and there
+        must be continuous ones; a module with batch normalisation must be in eval mode.
     :param args: the model's positional arguments, data included.
     :param kwargs: the model's keyword arguments.
     :param device: where to compute; by default where the model's sites are. A module is copied there, never moved.
@@ -123,12 +127,12 @@ class Density:
         arguments.dtype("dtype", dtype, CHAIN_DTYPES)
         arguments.device("device", device)
         arguments.one_of("engine", engine, ENGINES)
-        _refuse_training_batch_norm(model)
+        refuse_training_batch_norm(model)
         model, args, kwargs = placed(model, args, kwargs, device, dtype)
         with forked(0, device):  # a model is run from the prior, to see its sites and to try engines out
             self.target: Target = _target(model, args, kwargs, batch_size, device, dtype)
             self.row_counts = self.target.row_counts
-            """What mini-batches draw from: name -> (rows there are, rows in a batch); empty if all data are used."""
+            """The rows of mini-batches: name -> (rows there are, rows in a batch); empty if all data are used."""
             if not subsampled and self.row_counts:
                 sizes = ", ".join(
                     f"{name!r}: {size} of {total} rows" for name, (total, size) in self.row_counts.items()
@@ -140,6 +144,8 @@ class Density:
             self.layout = Layout.of(self.target.sites)
             self.dim = self.layout.dim
             """Number of unconstrained coordinates ``D``."""
+            if self.dim == 0:
+                raise ValueError(f"the model's sites {list(self.target.sites)} hold no numbers, so nothing to sample")
             floats = [value for value in self.target.prior_weights(1).values() if value.is_floating_point()]
             self.device = torch.device(device) if device is not None else floats[0].device
             self.dtype = dtype or promoted(floats) or torch.get_default_dtype()
@@ -153,7 +159,7 @@ class Density:
 
     @property
     def num_rows(self) -> int:
-        """How many observations the likelihood counts, about; 0 without any."""
+        """The number of observations that the likelihood counts, about; 0 without any."""
         return self.target.num_rows
 
     def __repr__(self) -> str:
@@ -170,7 +176,7 @@ class Density:
 
     @property
     def programs(self) -> Programs | None:
-        """What compiles a kernel's arithmetic, see :func:`~pyro_symmetric.mcmc.density.programs.run`; or ``None``."""
+        """The compiler of a kernel's arithmetic, see :func:`~pyro_symmetric.mcmc.density.programs.run`; or ``None``."""
         return self._fast if isinstance(self._fast, Programs) else None
 
     def give_up_compiling(self, reason: Unavailable) -> None:
@@ -200,6 +206,11 @@ class Density:
         energy, gradient = self._in_chunks(self._by_engine, z, rows)
         return energy, gradient
 
+    def without_compiling(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
+        """:meth:`energy_and_gradient` by PyTorch's operations as they are."""
+        energy, gradient = self._in_chunks(partial(_sparing, self._by_autograd), z, rows)
+        return energy, gradient
+
     def _by_engine(self, z: Tensor, rows: Rows | None) -> Evaluation:
         if self._fast is not None and self._fast.serves(z, rows):
             try:
@@ -219,7 +230,7 @@ class Density:
 
     def _energy(self, z: Tensor, rows: Rows | None) -> Tensor:
         weights, log_det = self.layout.constrain_with_log_det(z)
-        return -(self.target.log_joint(weights, rows) + log_det)
+        return -(self.target.log_joint(weights, rows) + log_det).to(z.dtype)  # a model may hold finer numbers
 
     def _in_chunks(
         self, evaluate: Callable[[Tensor, Rows | None], tuple[Tensor, ...]], z: Tensor, rows: Rows | None
@@ -239,7 +250,9 @@ class Density:
         if self.chain_chunk is None and (self.device.type == "cpu" or asked == "inductor"):
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES * len(z) // max(1, met.bytes))))
         asked, why = self._wanted(asked, pays(met.count, evaluations))
-        if asked == "inductor":
+        if self.target.one_by_one:
+            why = Unavailable(self.target.one_by_one)
+        elif asked == "inductor":
             self._fast = Programs(self._by_autograd, self.chain_chunk or sys.maxsize)
         elif isinstance(self.target, NetworkTarget):
             self._fast, why = network_engine(self.target, self.layout, asked != "torch", (z, rows), expected)
@@ -264,24 +277,59 @@ class Density:
         return "inductor", None
 
     def _probed(self, z: Tensor, rows: Rows | None) -> tuple[Evaluation, Operations]:
-        """The model's own evaluation, and what it met on the way.
+        """The model's own evaluation, and what it met on the way; how it is evaluated is settled by that.
 
-        :raises ValueError: in words, if the model can't be mapped over chains.
+        :raises ValueError: in words, if the model can't be evaluated, or not twice alike.
         """
+        if isinstance(self.target, NetworkTarget):
+            return self._watched(z, rows)
+        self.target.one_by_one = "not known yet"
         try:
-            with Operations() as met:
-                energy, gradient = _sparing(self._by_autograd, z, rows)
+            alone, slow = self._watched(z, rows)
         except NotImplementedError as error:
-            raise ValueError(f"a site's transform lacks a log-determinant, so it can't be sampled: {error}") from error
-        except RuntimeError as error:
-            if "vmap" not in str(error):
-                raise
             raise ValueError(
-                "the model can't be evaluated for many chains at once (torch.func.vmap). Usual causes: dropout or "
-                "batch normalisation in train mode (call .eval()), random numbers drawn outside of pyro.sample, "
-                f"Python control flow or .item() on a sampled value, in-place changes. PyTorch says: {error}"
+                f"a site's density or the log-determinant of its transform isn't known: {error!r}"
             ) from error
+        except RuntimeError as error:
+            said = (str(error).strip() or repr(error)).splitlines()[0]
+            raise ValueError(f"the model's density, or its gradient, can't be evaluated: {said}") from error
+        self.target.one_by_one, said = "", ""
+        for self.target.with_stand_ins in (False, True):
+            try:
+                together, met = self._watched(z, rows)
+            except Exception as error:  # the map over chains runs other people's code, which may raise anything
+                said = (str(error).strip() or repr(error)).splitlines()[0]
+                continue
+            if same_evaluation(together, alone):
+                return together, met
+            said = "the results differ"
+        said = said.partition(" We don't support that yet")[0][:300].rstrip(".")  # PyTorch asks for a report of it
+        self.target.one_by_one = f"the model can't be mapped over chains (torch.func.vmap): {said}"
+        if not same_evaluation(self._watched(z, rows)[0], alone):
+            raise ValueError(
+                "the model's density isn't a function of its sites: two evaluations at one point differ. Usual causes: "
+                "dropout in train mode (call .eval()), or random numbers drawn outside of pyro.sample"
+            )
+        warnings.warn(
+            f"chains are evaluated one after another, which takes longer: {self.target.one_by_one}. Usual causes: "
+            "Python control flow or .item() on a sampled value, in-place changes, a distribution that PyTorch can't "
+            "map",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return alone, slow
+
+    def _watched(self, z: Tensor, rows: Rows | None) -> tuple[Evaluation, Operations]:
+        with Operations() as met:
+            energy, gradient = _sparing(self._by_autograd, z, rows)
         return (energy, gradient), met
+
+    # draws ----------------------------------------------------------------------------------------------------------
+
+    def draws(self, z: Tensor) -> Weights:
+        """Weights at vectors ``(C, D)``, and the values of the model's deterministic sites."""
+        weights = self.layout.constrain(z)
+        return {**weights, **self.target.compute(weights)} if self.target.computed else weights
 
     # places ---------------------------------------------------------------------------------------------------------
 
@@ -333,7 +381,7 @@ def _target(
         data = {**dict(zip(("x", "y"), args, strict=False)), **kwargs}
         if set(data) != {"x", "y"} or data["y"] is None or len(args) > 2:
             raise ValueError(
-                "a BayesianModel is sampled given x and y, as in sample(kernel, args=(x, y)); found "
+                "a BayesianModel is sampled given x and y, as in sample(kernel, x, y); found "
                 f"{described_call(args, kwargs)}"
             )
         return NetworkTarget(model, data["x"], data["y"], batch_size)
@@ -348,15 +396,3 @@ def require_model(model: Any) -> None:
         raise TypeError(f"model is a guide ({type(model).__name__}); pass the model itself, and initial=guide")
     if not callable(model):
         raise TypeError(f"model is {described(model)}; it must be a Pyro model, that is, callable")
-
-
-def _refuse_training_batch_norm(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise ValueError(
-                f"the module {name or type(module).__name__!r} is batch normalisation in train mode: the likelihood of "
-                "one row would depend on the other rows. Call .eval() on the model, so that it uses its running "
-                "statistics"
-            )

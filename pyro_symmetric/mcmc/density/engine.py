@@ -22,10 +22,10 @@ class Engine(Protocol):
     """``"native"``, ``"torch"`` or ``"inductor"``."""
 
     by_chain: bool
-    """Whether it goes chain by chain, so that chunks of chains gain nothing."""
+    """True if it goes chain by chain, so that chunks of chains gain nothing."""
 
     def serves(self, z: Tensor, rows: Rows | None) -> bool:
-        """Whether it was made for such points and mini-batches."""
+        """True if it was made for such points and mini-batches."""
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """Energy ``(C,)`` and gradient ``(C, D)`` at points ``(C, D)``, on mini-batches ``(C, B)`` if given."""
@@ -40,7 +40,7 @@ class NoCompiler(Unavailable):
 
 
 def same_evaluation(found: Evaluation, expected: Evaluation) -> bool:
-    """Whether two evaluations are the same, up to rounding, where the expected energy is finite.
+    """True if two evaluations are the same, up to rounding, where the expected energy is finite.
 
     Energies are continuous, but where the sign of a ReLU's input hangs on rounding, gradients are not.
     """

@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from pyro_symmetric._process import LOCK
 from pyro_symmetric.mcmc.density.engine import Unavailable
 
+LOSSES = ("squares", "cross-entropy", "noise")
 Activation = tuple[str, tuple[Any, ...]]  # name and settings
 
 
@@ -50,8 +51,9 @@ class NetworkProblem:
 
     :param offsets: where each parameter begins in a flat vector of length ``dim``.
     :param x: inputs ``(N, inputs)``.
-    :param y: labels ``(N,)``, or real targets ``(N, outputs)``.
-    :param categorical: whether the loss of a row is the cross-entropy of its label, or else half the squared error.
+    :param y: labels ``(N,)``, or real targets ``(N, outputs)``, of ``"noise"`` half as many.
+    :param loss: of a row, one of :data:`LOSSES`: the cross-entropy of its label; half the squared error; or that in
+        units of a noise that the second half of the outputs gives, and the noise's logarithm.
     :param batch_size: rows of a mini-batch; ``None`` if all rows count.
     """
 
@@ -60,7 +62,7 @@ class NetworkProblem:
     dim: int
     x: Tensor
     y: Tensor
-    categorical: bool
+    loss: str
     batch_size: int | None
 
 
@@ -155,7 +157,7 @@ _NOTHING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Dropout, nn
 
 
 def _operation(root: nn.Module, node: fx.Node) -> nn.Linear | Activation | None:
-    """What a node does: a linear layer, an activation or, ``None``, nothing."""
+    """The work of a node: a linear layer, an activation or, ``None``, nothing."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         if type(module) is nn.Linear:
@@ -182,7 +184,7 @@ def _options(node: fx.Node, *names: str) -> dict[str, Any]:
 
 
 def _reshapes(options: Mapping[str, Any]) -> bool:
-    """Whether a flattening isn't the one of all features."""
+    """True if a flattening isn't the one of all features."""
     return options.get("start_dim", 0) != 1 or options.get("end_dim", -1) != -1
 
 

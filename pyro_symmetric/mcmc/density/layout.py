@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from pyro.distributions import Delta
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
-from torch.distributions import Distribution, Transform, biject_to, constraints
+from torch.distributions import Distribution, Independent, Transform, biject_to, constraints
 from torch.distributions.transforms import ComposeTransform, IndependentTransform
 
+from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights, batch_shape, flatten, require_sites, unflatten
 
 
@@ -43,8 +46,8 @@ class Layout:
 
         :raises ValueError: naming a site whose support no continuous sampler can move on.
         """
-        transforms = {site: _transform(site, fn) for site, fn in sites.items()}
-        shapes = {site: fn.batch_shape + fn.event_shape for site, fn in sites.items()}
+        transforms = {site: transform_of(site, fn) for site, fn in sites.items()}
+        shapes = {site: torch.Size(fn.batch_shape) + torch.Size(fn.event_shape) for site, fn in sites.items()}
         free = {site: torch.Size(transforms[site].inverse_shape(shapes[site])) for site in sites}
         return cls(transforms, shapes, free)
 
@@ -76,26 +79,42 @@ class Layout:
 
 
 def is_identity(transform: Transform) -> bool:
-    """Whether a transform, looked into, does nothing."""
+    """True if a transform, looked into, does nothing."""
     if isinstance(transform, IndependentTransform):
         return is_identity(transform.base_transform)
     return isinstance(transform, ComposeTransform) and all(is_identity(part) for part in transform.parts)
 
 
-def _transform(site: str, fn: Distribution) -> Transform:
+def transform_of(site: str, fn: Distribution) -> Transform:
+    """The map from unconstrained values to a site's support.
+
+    :raises ValueError: naming a site whose support no continuous sampler can move on.
+    """
+    inner = fn
+    while isinstance(inner, Independent | MaskedDistribution | ExpandedDistribution):
+        inner = inner.base_dist
+    if isinstance(inner, Delta):
+        raise ValueError(f"site {site!r} is a Delta, which leaves nothing to sample; use pyro.deterministic")
     try:
         support: Any = fn.support
         if not support.is_discrete:
             # A mixture's support is that of its components, wrapped in a constraint without a transform.
             mixed = isinstance(support, constraints.MixtureSameFamilyConstraint)
-            return biject_to(support.base_constraint if mixed else support)
+            return biject_to(_half_line(support.base_constraint if mixed else support))
     except NotImplementedError as error:
         raise ValueError(
             f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it is data, pass its "
             "values, else reparametrise the site (pyro.poutine.reparam)"
         ) from error
     raise ValueError(
-        f"site {site!r} is discrete ({fn}); a gradient-based sampler moves continuous sites only. Sum it out (write "
-        "the mixture's density, e.g. pyro.distributions.MixtureSameFamily) or condition on it. If it is data, pass "
-        "obs= in the model; or was its data not passed?"
+        f"site {site!r} is discrete ({fn}), and Pyro can't list its values to sum them out. If it is data, pass obs= "
+        "in the model (or was its data not passed?); else write the density of the sum, bound its values (a "
+        "Categorical over them), or put independent ones into a pyro.plate instead of .to_event"
     )
+
+
+def _half_line(support: Any) -> Any:
+    """An interval without an upper end as what it is, which has another map."""
+    upper = getattr(support, "upper_bound", None)
+    endless = upper is not None and bool((as_tensor(upper) == torch.inf).all())
+    return constraints.greater_than_eq(support.lower_bound) if endless else support

@@ -2,7 +2,8 @@ r"""Energy and gradient of a :class:`~pyro_symmetric.models.BayesianModel` of a 
 
 .. math:: U(z) = \beta \sum_i \ell_i(w) - \log p(w) + \text{const}, \qquad \beta = \frac{N}{B\,T}\,\tau
 
-with :math:`\ell` the cross-entropy, :math:`\tau = 1`, or half the squared error, :math:`\tau` the noise's precision. A
+with :math:`\ell` the cross-entropy, or the loss of a noise that the network gives, with :math:`\tau = 1`, or half the
+squared error, :math:`\tau` the noise's precision. A
 :class:`~pyro_symmetric.mcmc.density.feedforward.Loss` gives the loss and its gradient; Gaussian priors on the network's
 parameters are added in closed form, and whatever else is latent or not Gaussian by autograd.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, HeteroscedasticLikelihood
 from pyro_symmetric.mcmc.density.batched import BatchedLoss
 from pyro_symmetric.mcmc.density.engine import Evaluation, Unavailable, same_evaluation
 from pyro_symmetric.mcmc.density.feedforward import Loss, NetworkProblem, read_layers
@@ -39,7 +40,7 @@ class NetworkEngine:
         self._names = list(problem.offsets)
         self._share = (len(problem.x) / (problem.batch_size or len(problem.x))) / likelihood.temperature
         # observations with a normal density
-        self._count = 0 if problem.categorical else problem.y.numel() / likelihood.temperature
+        self._count = 0 if problem.loss == "cross-entropy" else problem.y.numel() / likelihood.temperature
         scale = likelihood.scale if isinstance(likelihood, GaussianLikelihood) else 1.0
         self._log_noise = None if scale is None else math.log(scale)  # None if it is learnt
         self._prior = _GaussianPriors.of({name: target.sites[name] for name in self._names}, layout)
@@ -160,18 +161,18 @@ def _problem(target: NetworkTarget, layout: Layout) -> NetworkProblem:
     parameters = {name: parameter.shape.numel() for name, parameter in target.model.net.named_parameters()}
     if list(layout.site_shapes)[: len(parameters)] != list(parameters):
         raise Unavailable("its sites come in another order than the network's parameters")
-    x, y, categorical = _data(target, layers[-1].outputs)
+    x, y, loss = _data(target, layers[-1].outputs)
     if x.shape[1] != layers[0].inputs:
         raise Unavailable(f"its first layer takes {layers[0].inputs} inputs, the data have {x.shape[1]}")
     offsets, dim = {}, 0
     for name, count in parameters.items():
         offsets[name], dim = dim, dim + count
     batch_size = target.row_counts[ROWS][1] if target.row_counts else None
-    return NetworkProblem(layers, offsets, dim, x, y, categorical, batch_size)
+    return NetworkProblem(layers, offsets, dim, x, y, loss, batch_size)
 
 
-def _data(target: NetworkTarget, outputs: int) -> tuple[Tensor, Tensor, bool]:
-    """Inputs ``(N, inputs)``; labels ``(N,)`` or real targets ``(N, outputs)``; and whether they are labels."""
+def _data(target: NetworkTarget, outputs: int) -> tuple[Tensor, Tensor, str]:
+    """Inputs ``(N, inputs)``; labels ``(N,)`` or real targets ``(N, targets)``; and which loss they ask for."""
     likelihood, x, y = target.model.likelihood, target.x, target.y
     like = next(iter(target.model.net.parameters()))
     if x.dim() < 2 or not x.numel() or (x.dtype, x.device) != (like.dtype, like.device):
@@ -180,11 +181,13 @@ def _data(target: NetworkTarget, outputs: int) -> tuple[Tensor, Tensor, bool]:
         fits = y.shape == (len(x),) and not y.is_floating_point() and not y.is_complex() and y.device == x.device
         if not fits or outputs < 2 or int(y.min()) < 0 or int(y.max()) >= outputs:
             raise Unavailable(f"y isn't one label under {outputs} for each row")
-        return x.flatten(1), y.long(), True
-    if type(likelihood) is not GaussianLikelihood:
+        return x.flatten(1), y.long(), "cross-entropy"
+    if type(likelihood) not in (GaussianLikelihood, HeteroscedasticLikelihood):
         raise Unavailable(f"its likelihood is a {type(likelihood).__name__}")
     targets = likelihood.targets(y)
-    shape = (len(x),) if outputs == 1 else (len(x), outputs)
+    noise = isinstance(likelihood, HeteroscedasticLikelihood)
+    size = outputs // 2 if noise else outputs
+    shape = (len(x),) if size == 1 else (len(x), size)
     if targets.shape != shape or (targets.dtype, targets.device) != (x.dtype, x.device):
         raise Unavailable(f"y has shape {tuple(y.shape)}, {y.dtype} on {y.device}")
-    return x.flatten(1), targets.reshape(len(x), outputs), False
+    return x.flatten(1), targets.reshape(len(x), size), "noise" if noise else "squares"

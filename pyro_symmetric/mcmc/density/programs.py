@@ -4,6 +4,9 @@ A kernel writes a part of its step as a function of tensors, :func:`run` calls i
 program of it: traced once, with the density in its place, then run without Pyro, without ``torch.func.vmap``, without
 autograd and with hardly any Python. A program serves one number of chains. Compiled files are kept by PyTorch in its
 own cache, so that the next process takes a fraction of the time.
+
+Every call of a program costs some ten microseconds, so a kernel's iteration is one program, with its loops inside
+(:func:`~pyro_symmetric.mcmc.density.flat.loop`).
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -21,15 +24,14 @@ from torch import Tensor
 
 from pyro_symmetric._process import PYRO, without_warnings
 from pyro_symmetric.mcmc.density.engine import Evaluation, Unavailable, same_evaluation
+from pyro_symmetric.mcmc.density.flat import Evaluate, Flat, compiled, flatten, unflatten
 from pyro_symmetric.mcmc.density.targets import Rows
 
 LOG = logging.getLogger("pyro_symmetric")
 SAVED = 5e-6  # seconds of a machine's core, about, for each operation that PyTorch isn't asked for by itself
-COMPILED, COMPILED_OPERATION = 5.0, 0.03  # seconds of it that compiling takes, and for each operation of the model
-# Of inductor. Inputs are those that a program was made for, so it needn't compare sizes; one thread starts no workers.
-OPTIONS: dict[str, Any] = {"size_asserts": False, "compile_threads": 1}
+COMPILED, COMPILED_OPERATION = 12.0, 0.03  # seconds of it that compiling takes, and for each operation of the model
+SILENT, BETWEEN = 4.0, 20.0  # seconds after which a compilation is spoken of, and between reports of its progress
 
-Evaluate = Callable[..., Evaluation]
 Compute = Callable[..., Any]
 
 
@@ -40,7 +42,8 @@ def run(density: Any, function: Compute, *inputs: Any, **static: Any) -> Any:
         ``energy_and_gradient(z)``.
     :param function: of the module, not of a call, since it names the program. It computes with tensors, draws no random
         numbers and doesn't branch on values. ``evaluate`` takes points ``(C, D)``.
-    :param inputs: tensors, and tuples and dataclasses of tensors.
+    :param inputs: tensors, and tuples and dataclasses of tensors. The first tensor are points ``(C, D)``, of as many
+        chains as are to be evaluated.
     :param static: plain values; each combination has a program of its own.
     :return: a tensor, or tuples and dataclasses of tensors.
     """
@@ -48,15 +51,15 @@ def run(density: Any, function: Compute, *inputs: Any, **static: Any) -> Any:
     if programs is not None and programs.serves(_first(inputs)):
         try:
             return programs.run(function, inputs, static)
-        except torch.linalg.LinAlgError:
-            pass  # below, where singular matrices count for their own chains only
+        except RuntimeError:
+            pass  # below, where singular matrices count for their own chains only, and errors say what they are
         except Unavailable as error:
             density.give_up_compiling(error)
     return function(density.energy_and_gradient, *inputs, **static)
 
 
 def pays(operations: int, evaluations: int) -> bool:
-    """Whether programs save more time than compiling them takes, if not in the cache: by a rule, not by timing, so that
+    """True if programs save more time than compiling them takes, if not in the cache: by a rule, not by timing, so that
     every run of the same length decides alike.
 
     :param operations: of PyTorch, that one evaluation of energy and gradient consists of.
@@ -66,8 +69,15 @@ def pays(operations: int, evaluations: int) -> bool:
 
 
 def compiles(density: Any) -> bool:
-    """Whether :func:`run` makes programs for this density."""
+    """True if :func:`run` makes programs for this density."""
     return getattr(density, "programs", None) is not None
+
+
+def evaluated_once(density: Any, z: Tensor, *rows: Rows | None) -> Evaluation:
+    """Energy and gradient where no program is worth its making, as at the points where chains start."""
+    evaluate = getattr(density, "without_compiling", None) if compiles(density) else None
+    energy, gradient = (evaluate or density.energy_and_gradient)(z, *rows)
+    return energy, gradient
 
 
 class Programs:
@@ -82,8 +92,8 @@ class Programs:
 
     def __init__(self, evaluate: Evaluate, most_chains: int):
         self._evaluate, self.most_chains = evaluate, most_chains
-        self._announced = False
-        self._programs: dict[tuple[Any, ...], tuple[Callable[..., Any], Any]] = {}
+        self._programs: dict[tuple[Any, ...], _Program] = {}
+        self._flat: dict[tuple[Any, ...], Flat] = {}
         self._lock = threading.RLock()
 
     def serves(self, z: Tensor, rows: Rows | None = None) -> bool:
@@ -100,16 +110,20 @@ class Programs:
     def run(self, function: Compute, inputs: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """:raises Unavailable: if a program can't be made."""
         flat: list[Tensor] = []
-        kinds = _flatten(inputs, flat)
-        key = (function, *static.items(), kinds, *[(value.shape, value.stride(), value.dtype) for value in flat])
-        found = self._programs.get(key)
-        if found is None:
+        kinds = flatten(inputs, flat)
+        flat = [value.contiguous() for value in flat]  # one program, wherever its inputs come from
+        key = (function, *static.items(), kinds, *[(value.shape, value.dtype) for value in flat])
+        program = self._programs.get(key)
+        if program is None:
             with self._lock:
-                found = self._programs.get(key) or self._made(function, kinds, flat, static)
-                self._programs[key] = found
-        program, kinds_out = found
+                program = self._programs.get(key) or self._made(function, kinds, flat, static)
+                self._programs[key] = program
         with torch.no_grad():
-            return _unflatten(kinds_out, iter(program(*flat)))
+            found = unflatten(program.kinds, iter(program.call(*flat, *program.constants)))
+        if not program.checked:
+            self._check(function, found, flat, static)
+            program.checked = True
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_evaluate": self._evaluate, "most_chains": self.most_chains}
@@ -117,57 +131,110 @@ class Programs:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["_evaluate"], state["most_chains"])  # type: ignore[misc]
 
-    def _made(
-        self, function: Compute, kinds: Any, flat: list[Tensor], static: dict[str, Any]
-    ) -> tuple[Callable[..., Any], Any]:
+    def _made(self, function: Compute, kinds: Any, values: list[Tensor], static: dict[str, Any]) -> _Program:
         kinds_out: list[Any] = []
-
-        def flattened(*values: Tensor) -> list[Tensor]:
-            results: list[Tensor] = []
-            found = function(self._evaluate, *_unflatten(kinds, iter(values)), **static)
-            kinds_out[:] = [_flatten(found, results)]
-            return [value.clone() if any(value is given for given in values) else value for value in results]
-
-        if not self._announced:
-            self._announced = True
-            print(
-                "pyro_symmetric: PyTorch's compiler makes programs of the model, some seconds; they are kept",
-                file=sys.stderr,
-            )
-        began, inputs = time.perf_counter(), [value.detach() for value in flat]
+        inputs = [value.detach() for value in values]
         try:
-            with PYRO, without_warnings(), torch.no_grad():  # the compiler's warnings about itself are no one's here
-                program = _compiled(flattened, inputs)
-                found = program(*inputs)
+            with Notice(function.__name__.strip("_")), PYRO, without_warnings(), torch.no_grad():
+                evaluate = self._traced(function, inputs, static)
+                constants = evaluate.constants
+
+                def flattened(*values: Tensor) -> list[Tensor]:
+                    given, evaluate.constants = values[: len(inputs)], values[len(inputs) :]
+                    results: list[Tensor] = []
+                    found = function(evaluate, *unflatten(kinds, iter(given)), **static)
+                    kinds_out[:] = [flatten(found, results)]
+                    return [value.clone() if any(value is one for one in given) else value for value in results]
+
+                try:
+                    call = compiled(flattened, [*inputs, *constants])
+                finally:
+                    evaluate.constants = constants
         except torch.linalg.LinAlgError:
             raise
         except Exception as error:  # tracing and compiling run other people's code, which may raise anything
             raise Unavailable(f"torch.compile failed: {type(error).__name__}: {str(error).strip()[:300]}") from error
-        if function is _evaluated and not same_evaluation(
-            (found[0], found[1]), function(self._evaluate, *inputs, **static)
-        ):
+        return _Program(call, kinds_out[0], constants)
+
+    def _traced(self, function: Compute, inputs: list[Tensor], static: dict[str, Any]) -> Flat:
+        """The density's graph for such inputs: their first is of points, and mini-batches follow to be evaluated."""
+        own = inputs if function is _evaluated else inputs[:1]
+        key = tuple([(value.shape, value.dtype) for value in own])
+        if key not in self._flat:
+            names = static.get("names", ())
+            self._flat[key] = Flat(lambda *given: _with_batches(self._evaluate, *given, names=names), own)
+        return self._flat[key]
+
+    def _check(self, function: Compute, found: Any, inputs: list[Tensor], static: dict[str, Any]) -> None:
+        """Compare the energies and gradients that a new program has found with the model's own.
+
+        :raises Unavailable: if they differ.
+        """
+        if function is _evaluated:
+            pairs = [(found, _with_batches(self._evaluate, *inputs, **static))]
+        else:
+            pairs = [((at.energy, at.gradient), self._evaluate(at.z, None)) for at in _points(found)]
+        if not all(same_evaluation(one, other) for one, other in pairs):
             raise Unavailable("torch.compile made a program that computes something else")
-        LOG.info("compiled %s in %.1f s", function.__name__.strip("_"), time.perf_counter() - began)
-        return program, kinds_out[0]
 
 
-def _compiled(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> Callable[..., Any]:
-    from torch._guards import TracingContext, tracing  # which take long to load
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+@dataclass
+class _Program:
+    """A function that takes tensors and ``constants``, and what to build of the tensors that it returns."""
 
-    graph = make_fx(function)(*inputs)
-    # Without an environment of shapes, inductor doesn't use its cache on disk.
-    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))):
-        return torch._inductor.compile(graph, [*inputs], options=OPTIONS)
+    call: Callable[..., Any]
+    kinds: Any
+    constants: tuple[Tensor, ...]
+    checked: bool = False
+
+
+class Notice:
+    """Reports of a compilation that takes long; silent if PyTorch's cache answers.
+
+    :param name: of the program.
+    """
+
+    def __init__(self, name: str):
+        self._name, self._began = name, time.perf_counter()
+        self._done = threading.Event()
+
+    def __enter__(self) -> None:
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        LOG.info("compiled %s in %.1f s", self._name, time.perf_counter() - self._began)
+
+    def _watch(self) -> None:
+        if self._done.wait(SILENT):
+            return
+        self._say("PyTorch's compiler makes a program of the model; it is kept for the next time")
+        while not self._done.wait(BETWEEN):
+            self._say(f"compiling for {time.perf_counter() - self._began:.0f} s so far")
+        self._say(f"compiled in {time.perf_counter() - self._began:.0f} s")
+
+    def _say(self, words: str) -> None:
+        print(f"pyro_symmetric: {words}", file=sys.stderr)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _evaluated(evaluate: Evaluate, z: Tensor, *batches: Tensor, names: tuple[str, ...]) -> Evaluation:
+def _evaluated(evaluate: Evaluate, *inputs: Tensor, names: tuple[str, ...]) -> Evaluation:
+    return evaluate(*inputs)
+
+
+def _with_batches(evaluate: Evaluate, z: Tensor, *batches: Tensor, names: tuple[str, ...]) -> Evaluation:
     return evaluate(z, dict(zip(names, batches, strict=True)) or None)
+
+
+def _points(found: Any) -> list[Any]:
+    """The points in phase space among nested results: what has energies and gradients with its positions."""
+    if isinstance(found, Tensor):
+        return []
+    if all(hasattr(found, name) for name in ("z", "energy", "gradient")):
+        return [found]
+    return [at for part in (vars(found).values() if is_dataclass(found) else found) for at in _points(part)]
 
 
 def _padded(value: Tensor, size: int) -> Tensor:
@@ -182,20 +249,3 @@ def _first(inputs: Any) -> Tensor:
     while not isinstance(inputs, Tensor):
         inputs = inputs[0]
     return inputs
-
-
-def _flatten(value: Any, flat: list[Tensor]) -> Any:
-    """Collect the tensors of nested tuples and dataclasses; what they are, to build them again."""
-    if isinstance(value, Tensor):
-        flat.append(value)
-        return None
-    parts: Iterable[Any] = vars(value).values() if is_dataclass(value) else value
-    return type(value), tuple([_flatten(part, flat) for part in parts])
-
-
-def _unflatten(kinds: Any, flat: Any) -> Any:
-    if kinds is None:
-        return next(flat)
-    kind, parts = kinds
-    values = [_unflatten(part, flat) for part in parts]
-    return tuple(values) if kind is tuple else kind(*values)

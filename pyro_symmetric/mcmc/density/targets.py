@@ -32,10 +32,22 @@ class Target(Protocol):
     """Latent site -> a distribution with its support and shapes, in the order of the layout."""
 
     row_counts: dict[str, tuple[int, int]]
-    """What mini-batches draw from: name -> (rows there are, rows in a batch); empty if all data are used."""
+    """The rows of mini-batches: name -> (rows there are, rows in a batch); empty if all data are used."""
 
     num_rows: int
-    """How many observations the likelihood counts, about: the scale of the potential's curvature. 0 without any."""
+    """The number of observations in the likelihood, about: the scale of the potential's curvature. 0 without any."""
+
+    computed: Mapping[str, torch.Size]
+    """Deterministic sites, and their shapes."""
+
+    one_by_one: str
+    """Why chains are evaluated one after another; empty if they are all at once."""
+
+    with_stand_ins: bool
+    """True if parts of Pyro that can't be mapped over chains are replaced meanwhile."""
+
+    def compute(self, weights: Weights) -> Weights:
+        """Values of :attr:`computed`, of batch shape ``(C,)`` as the weights."""
 
     def log_joint(self, weights: Weights, rows: Rows | None) -> Tensor:
         """Log-density ``(C,)`` of constrained weights of batch shape ``(C,)``, on mini-batches ``(C, B)`` if given."""
@@ -44,11 +56,14 @@ class Target(Protocol):
         """Draws from the prior, of batch shape ``(C,)``."""
 
     def arguments(self) -> Mapping[str, Any]:
-        """What the model is called with, by name."""
+        """The model's arguments, by name."""
 
 
 class NetworkTarget:
     """A :class:`BayesianModel` with its data: batched ``functional_call`` and log-densities, no trace."""
+
+    computed: Mapping[str, torch.Size] = {}
+    one_by_one, with_stand_ins = "", False
 
     def __init__(self, model: BayesianModel, x: Tensor, y: Tensor, batch_size: int | None):
         model = model.twin()  # while it is evaluated, a network holds the weights: here those of no other density
@@ -96,6 +111,9 @@ class NetworkTarget:
         labels = y.expand(outputs.shape[:-1]).reshape(-1)
         losses = nn.functional.cross_entropy(outputs.flatten(0, -2), labels, reduction="none")
         return -losses.reshape(outputs.shape[:-1]).sum(-1)
+
+    def compute(self, weights: Weights) -> Weights:
+        return {}
 
     def prior_weights(self, num_chains: int) -> Weights:
         return {name: prior.sample((num_chains,)) for name, prior in self.sites.items()}

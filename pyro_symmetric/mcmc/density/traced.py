@@ -1,8 +1,14 @@
-"""The log-density of any Pyro model, for many chains at once: traced, with its sites conditioned, under vmap."""
+"""The log-density of any Pyro model, for many chains at once: traced, with its sites conditioned, under vmap.
+
+Discrete latent sites are summed out (:mod:`~pyro_symmetric.mcmc.density.enumeration`). A model that can't be mapped
+over chains, such as one that branches on a sampled value, is evaluated one chain after another.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,12 +20,14 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyro_symmetric._process import PYRO, running_pyro
-from pyro_symmetric.calls import WRAP, explaining, name_of
+from pyro_symmetric._process import PYRO, running_pyro, without_warnings
+from pyro_symmetric.calls import WRAP, explaining, is_deterministic, is_enumerated, name_of
 from pyro_symmetric.mcmc.density.batch_scale import warn_of_batch_scale, warn_of_plate_scale
-from pyro_symmetric.mcmc.density.layout import Layout
+from pyro_symmetric.mcmc.density.enumeration import Enumeration
+from pyro_symmetric.mcmc.density.layout import Layout, transform_of
+from pyro_symmetric.mcmc.density.mappable import mappable
 from pyro_symmetric.mcmc.density.targets import ROWS, Rows, require_batch_size, unchecked
-from pyro_symmetric.placement import Placement, promoted
+from pyro_symmetric.placement import Placement, as_tensor, promoted
 from pyro_symmetric.weights import Weights
 
 
@@ -41,14 +49,23 @@ class TracedTarget:
         if batch_size is not None:
             self._data_rows = _rows_of(args, kwargs)
             require_batch_size(batch_size, self._data_rows)
-        rows = None if batch_size is None else {ROWS: torch.arange(batch_size)}
+        rows = None if batch_size is None else {ROWS: torch.arange(batch_size, device="cpu")}
         with PYRO, explaining(model, args, kwargs):
             trace = self._prior_trace(rows)
         self.sites: Mapping[str, Distribution] = _latent_sites(trace)
         if not self.sites:
             raise ValueError(_nothing_to_sample(model, trace))
+        discrete = any(is_enumerated(site) for site in _latent(trace))
+        self._enumeration = Enumeration(trace) if discrete else None
+        self._programs: dict[Any, Callable[[Weights], Weights]] = {}
+        self.one_by_one = ""
+        """Why chains are evaluated one after another; empty if they are all at once."""
+        self.with_stand_ins = False
+        """True if parts of Pyro that can't be mapped over chains are replaced meanwhile."""
         observed = _observed_sites(trace)
-        counts = [site["fn"].batch_shape.numel() * torch.as_tensor(site["scale"]).double().mean() for site in observed]
+        counts = [
+            torch.Size(site["fn"].batch_shape).numel() * as_tensor(site["scale"]).double().mean() for site in observed
+        ]
         self.num_rows = max((round(float(count)) for count in counts), default=0)
         self.row_counts = _subsampled_plates(trace, given_is_right=batch_size is not None)
         if batch_size is None and self.row_counts:
@@ -57,18 +74,87 @@ class TracedTarget:
             warn_of_batch_scale(observed, batch_size, self._data_rows)
             self.row_counts = {**self.row_counts, ROWS: (self._data_rows, batch_size)}
         self._require_fixed_layout()
+        if self._enumeration is not None:
+            with running_pyro():
+                self._enumeration.require_enumerable(
+                    self.model, {site: _value(trace, site) for site in self.sites}, *self._cut(rows)
+                )
+        with running_pyro():
+            self.computed: Mapping[str, torch.Size] = {} if self.row_counts else self._deterministic_sites(trace, rows)
 
     def log_joint(self, weights: Weights, rows: Rows | None) -> Tensor:
-        with running_pyro():
-            if rows is None:
-                return torch.func.vmap(lambda own: self._log_joint(own, None))(weights)
-            return torch.func.vmap(self._log_joint)(weights, dict(rows))
+        return self._mapped(self._log_joint, weights, rows)
+
+    def _mapped(self, function: Callable[[Weights, Rows | None], Any], weights: Weights, rows: Rows | None) -> Any:
+        """Results of a function of each chain's weights and mini-batch, chains first."""
+        with running_pyro(promoted(list(weights.values()))):
+            if not self.one_by_one:
+                with mappable() if self.with_stand_ins else contextlib.nullcontext():
+                    if rows is None:
+                        return torch.func.vmap(lambda own: function(own, None))(weights)
+                    return torch.func.vmap(function)(weights, dict(rows))
+            batches = [None if rows is None else _chain(rows, c) for c in range(len(next(iter(weights.values()))))]
+            results = [function(_chain(weights, c), batch) for c, batch in enumerate(batches)]
+            return tree_map(lambda *leaves: torch.stack(leaves), *results)
 
     def _log_joint(self, weights: Weights, rows: Rows | None) -> Tensor:
+        trace = self._trace(weights, rows)
+        log_prob = trace.log_prob_sum() if self._enumeration is None else self._enumeration.log_prob(trace)
+        return as_tensor(log_prob)
+
+    def _trace(self, weights: Weights, rows: Rows | None) -> poutine.Trace:
+        """A run with these values of one chain, and all values of discrete sites."""
         args, kwargs = self._cut(rows)
         plates = {name: index for name, index in (rows or {}).items() if name != ROWS}
-        model = _Unchecked()(poutine.condition(self.model, data={**weights, **plates}))
-        return torch.as_tensor(poutine.trace(model).get_trace(*args, **kwargs).log_prob_sum())
+        given, model = {**weights, **plates}, _Unchecked()(self.model)
+        if self._enumeration is not None:
+            return self._enumeration.trace(model, given, args, kwargs)
+        return poutine.trace(poutine.condition(model, data=given)).get_trace(*args, **kwargs)
+
+    def compute(self, weights: Weights) -> Weights:
+        """Values of :attr:`computed` for weights of batch shape ``(C,)``.
+
+        They come from a flat program, traced once for each ``C``, without Pyro and without what only the density needs.
+        """
+        if self.one_by_one:
+            return self._mapped(self._compute, weights, None)
+        key = tuple((value.shape, value.dtype, value.device) for value in weights.values())
+        if key not in self._programs:
+            from torch.fx.experimental.proxy_tensor import make_fx  # which takes long to load
+
+            with PYRO, without_warnings():
+                graph = make_fx(lambda own: self._mapped(self._compute, own, None))(weights)
+            graph.graph.eliminate_dead_code()
+            graph.recompile()
+            self._programs[key] = graph
+        return self._programs[key](weights)
+
+    def _compute(self, weights: Weights, rows: Rows | None) -> Weights:
+        trace = self._trace(weights, rows)
+        like = next(value for value in weights.values())
+        return {site: _value(trace, site).to(like.dtype) for site in self.computed}
+
+    def _deterministic_sites(self, trace: poutine.Trace, rows: Rows | None) -> dict[str, torch.Size]:
+        """Deterministic sites and their shapes. Those of complex numbers are left out, and those that depend on
+        discrete sites, which have no value if these are summed out."""
+        found = {name: _value(trace, name) for name, site in trace.nodes.items() if is_deterministic(site)}
+        shapes = {name: value.shape for name, value in found.items() if not value.is_complex()}
+        if self._enumeration is None or not shapes:
+            return shapes
+        unclear = self._enumeration.depending(
+            list(shapes), self.model, {site: _value(trace, site) for site in self.sites}, *self._cut(rows)
+        )
+        if unclear:
+            warnings.warn(
+                f"the deterministic sites {unclear} depend on discrete sites, which are summed out, so the posterior "
+                "doesn't hold them",
+                UserWarning,
+                stacklevel=5,
+            )
+        return {name: shape for name, shape in shapes.items() if name not in unclear}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_programs": {}}
 
     def _cut(self, rows: Rows | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, or the mini-batch's rows of those that hold data."""
@@ -84,7 +170,7 @@ class TracedTarget:
     def _prior_trace(self, rows: Rows | None = None) -> poutine.Trace:
         args, kwargs = self._cut(rows)
         with PYRO, torch.no_grad():
-            return poutine.trace(self._placement(self.model)).get_trace(*args, **kwargs)
+            return poutine.trace(_Drawn()(self._placement(self.model))).get_trace(*args, **kwargs)
 
     def prior_weights(self, num_chains: int) -> Weights:
         # A model draws as it runs, one prior draw a run, and drawing inside vmap fails for many distributions. Starting
@@ -136,20 +222,45 @@ class _Unchecked(Messenger):
         msg["fn"] = unchecked(msg["fn"])
 
 
+class _Drawn(Messenger):
+    """Draws latent sites; those that have no draws (an improper prior, or no sampler) from the box of unconstrained
+    values in (-2, 2), where chains start."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["value"] is not None or msg["done"] or site_is_subsample(msg):
+            return
+        with contextlib.suppress(NotImplementedError):
+            msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
+        if msg["value"] is None:
+            transform = transform_of(msg["name"], msg["fn"])
+            shape = transform.inverse_shape(torch.Size(msg["fn"].batch_shape) + torch.Size(msg["fn"].event_shape))
+            msg["value"] = transform(4 * torch.rand(shape, device="cpu") - 2)
+        msg["done"] = True
+
+
 def _value(trace: poutine.Trace, site: str) -> Tensor:
     value = trace.nodes[site]["value"]
     assert value is not None  # a finished trace holds a value at every sample site
     return value
 
 
+def _chain(values: Mapping[str, Tensor], chain: int) -> dict[str, Tensor]:
+    return {name: value[chain] for name, value in values.items()}
+
+
+def _latent(trace: poutine.Trace) -> list[Any]:
+    return [site for _, site in trace.iter_stochastic_nodes() if not site_is_subsample(site)]
+
+
 def _latent_sites(trace: poutine.Trace) -> dict[str, Any]:
-    return {name: site["fn"] for name, site in trace.iter_stochastic_nodes() if not site_is_subsample(site)}
+    """Those that samplers move: discrete ones that can be summed out aren't."""
+    return {site["name"]: site["fn"] for site in _latent(trace) if not is_enumerated(site)}
 
 
 def _observed_sites(trace: poutine.Trace) -> list[Any]:
-    """What holds data; ``pyro.deterministic`` calls itself observed, too."""
+    """Sites that hold data, without deterministic sites, which call themselves observed, too."""
     sites: list[Any] = [site for site in trace.nodes.values() if site["type"] == "sample" and site["is_observed"]]
-    return [site for site in sites if not site_is_subsample(site) and not site["infer"].get("_deterministic")]
+    return [site for site in sites if not site_is_subsample(site) and not is_deterministic(site)]
 
 
 def _nothing_to_sample(model: Any, trace: poutine.Trace) -> str:
@@ -159,6 +270,11 @@ def _nothing_to_sample(model: Any, trace: poutine.Trace) -> str:
         return (
             f"{found}. A network by itself has weights without priors; make a model of it: {WRAP}, or give a "
             "PyroModule's parameters priors by PyroSample"
+        )
+    if discrete := [site["name"] for site in _latent(trace)]:
+        return (
+            f"{name_of(model)} has discrete latent sites only ({', '.join(map(repr, discrete))}), which are summed "
+            "out, so there is nothing to sample"
         )
     if parameters := [name for name, site in trace.nodes.items() if site["type"] == "param"]:
         return f"{found}. It has pyro.param {', '.join(map(repr, parameters))}; what is to be sampled needs a prior"
@@ -179,7 +295,7 @@ def _subsampled_plates(trace: poutine.Trace, given_is_right: bool) -> dict[str, 
             if frame.full_size is None or not 0 <= frame.size < frame.full_size:
                 continue
             total, size = int(frame.full_size), int(frame.size)
-            if site["type"] == "sample" and not site["is_observed"]:
+            if site["type"] == "sample" and not site["is_observed"] and not is_enumerated(site):
                 raise ValueError(
                     f"the latent site {site['name']!r} lies in the subsampled plate {frame.name!r}, so a mini-batch "
                     "would move some of its values only; samplers here need global latent sites"

@@ -141,7 +141,7 @@ class LengthTuning:
 
 @dataclass(frozen=True, eq=False)
 class AdaptiveTuning(HamiltonianTuning):
-    """What every Hamiltonian kernel learns in warm-up, and the trajectories' length."""
+    """The tuning of every Hamiltonian kernel, and the trajectories' length."""
 
     length: LengthTuning
 
@@ -153,6 +153,13 @@ class AdaptiveHMC(HamiltonianKernel):
     The criterion is that of ChEES (Hoffman, Radul & Sountsov 2021) for the cost of a trajectory; the module's
     description says what else differs from the paper.
 
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), torch.tensor([1.0, 2.0, 10.0])).to_event(1))
+    >>> kernel = ps.AdaptiveHMC(model)
+    >>> posterior = ps.sample(kernel, num_samples=20, num_warmup=20, num_chains=8, seed=0, progress=False)
+    >>> posterior.samples["w"].shape
+    torch.Size([8, 20, 3])
+
     :param trajectory_length: :math:`T`, the longest trajectory, where adaptation starts (again after each renewal of
         the mass matrix, unless a shorter one was learnt) or, with ``adapt_length=False``, stays; the mean is half of
         it. In units where the mass matrix has made each coordinate's standard deviation 1.
@@ -163,6 +170,8 @@ class AdaptiveHMC(HamiltonianKernel):
     trajectory_length: float = START
     adapt_length: bool = True
     max_steps: int = 512
+
+    _transition = staticmethod(transition)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,8 +188,8 @@ class AdaptiveHMC(HamiltonianKernel):
         share = radical_inverse(tuning.length.iteration + 1)
         # The one place where an iteration waits for the device: a loop needs its length.
         length, step_size = torch.stack([tuning.length.log_length.exp(), tuning.step_size.double()]).tolist()
-        num_steps = whole_steps(share * length / step_size, self.max_steps, tuning.blind)
-        after, end = transition(density, state, num_steps)
+        num_steps = whole_steps(share * length / step_size, self.max_steps, tuning.most_steps)
+        after, end = self._transition(density, state, num_steps)
         first, last = (tuning.mass.whiten(z - tuning.length.centre) for z in (state.z, end.z))
         square = expected_square(first, last, after.statistics["acceptance_rate"])
         return replace(after, tuning=replace(tuning, length=tuning.length.seen(num_steps * step_size, square)))
@@ -200,6 +209,8 @@ class AdaptiveHMC(HamiltonianKernel):
             return after
         # Squares and times in other units say nothing of those to come.
         restarted = after.tuning.length.restarted(self.trajectory_length)
+        if tuning.blind:  # so do the places that chains come from
+            restarted = replace(restarted, centre=after.z)
         return replace(after, tuning=replace(after.tuning, length=restarted))
 
 

@@ -12,6 +12,12 @@ chain with a constant step can.
 The dynamics are Langevin (:mod:`~pyro_symmetric.mcmc.kernels.sgld`) or Hamiltonian
 (:mod:`~pyro_symmetric.mcmc.kernels.sghmc`). A Hamiltonian step of size ``h`` matches a Langevin step of size ``h²``, so
 there ``h²`` follows the cosine; momenta are drawn anew where sampling begins, since exploration leaves them cold.
+
+A chain sets out from one point at the beginning of the sampling stage, and has only this stage to spread as widely as
+the mode does. So the step must be as long as the mode allows in all directions: a cycle of warm-up teaches the next one
+the variances of its sampling stage, and the place where the stage begins becomes the chain's
+:class:`~pyro_symmetric.mcmc.kernels.anchors.Anchor` for the cycle, if that pays. The virial, taken from there, tells
+which share of its spread a stage reaches.
 """
 
 from __future__ import annotations
@@ -24,9 +30,11 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.kernels.anchors import Anchor, batches_of_a_pass
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
-from pyro_symmetric.mcmc.kernels.stochastic import StochasticGradientKernel, StochasticTuning, Walk
+from pyro_symmetric.mcmc.kernels.spread import Spread
+from pyro_symmetric.mcmc.kernels.stochastic import FIRST_ROUNDS, StochasticGradientKernel, StochasticTuning, Walk
 
 DYNAMICS = ("langevin", "hamiltonian")
 
@@ -39,8 +47,12 @@ class CyclicalSG(StochasticGradientKernel):
     ``num_samples=30`` with ``samples_per_cycle=3`` are ten cycles, and ``num_warmup=3`` forgets one cycle before them;
     leave the sampler's ``thinning`` at 1. The first cycle after warm-up starts with the first draw.
 
-    >>> kernel = CyclicalSG(model, batch_size=128, cycle_length=1000, samples_per_cycle=3)
-    >>> posterior = sample(kernel, args=(x, y), num_chains=4, num_samples=30, num_warmup=3)
+    >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
+    >>> x, y = torch.randn(100, 3), torch.randn(100)
+    >>> kernel = ps.CyclicalSG(model, batch_size=20, cycle_length=400, samples_per_cycle=4)
+    >>> posterior = ps.sample(kernel, x, y, num_samples=20, num_warmup=4, num_chains=4, seed=0, progress=False)
+    >>> posterior.statistics["cycle"][0, ::4].tolist()
+    [0, 1, 2, 3, 4]
 
     ``step_size`` is the cycle's largest, ``ε₀`` (Hamiltonian: ``h₀``). If not given, the sampling stage starts with
     what keeps to ``tolerance``, and the cycle with what that asks for, within stability. The statistic ``cycle`` counts
@@ -97,28 +109,63 @@ class CyclicalSG(StochasticGradientKernel):
         counted = torch.full_like(state.energy, cycle, dtype=torch.long)
         return replace(after, statistics={**after.statistics, "cycle": counted})
 
+    def _watches(self, tuning: StochasticTuning) -> bool:
+        return tuning.warming_up
+
+    def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
+        tuning = self._measured(density, state, state.tuning)
+        if tuning.spread is not None and (iteration + 1 - num_warmup) % self.samples_per_cycle == 0:
+            tuning = self._taught(density, state, tuning, tuning.spread)
+        return replace(state, tuning=tuning)
+
     def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         draw = (tuning.iteration - tuning.num_warmup) % self.samples_per_cycle
         if draw == 0 or tuning.iteration == 0:
+            walk.anchor, watched, walk.spread = None, walk.spread, None
             self._follow(walk, tuning, range(self.exploration_length), noisy=False)
-            walk.begin_sampling()
+            walk.spread = watched
+            tuning = self._arrived(walk, tuning)
         length = self.cycle_length - self.exploration_length
         begin, end = (self.exploration_length + length * part // self.samples_per_cycle for part in (draw, draw + 1))
-        return replace(tuning, step_size=self._follow(walk, tuning, range(begin, end), noisy=True))
+        return self._follow(walk, tuning, range(begin, end), noisy=True)
 
-    def _follow(self, walk: Walk, tuning: StochasticTuning, steps: range, noisy: bool) -> Tensor:
-        """Make these steps of a cycle; returns the last one's size."""
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _arrived(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
+        """Where exploration has ended, the sampling stage begins."""
+        walk.begin_sampling()
+        if tuning.spread is None:
+            return tuning
+        if walk.spread is not None:
+            walk.spread = Spread.start(walk.z)
+        anchor, cost = None, batches_of_a_pass(walk.density)
+        if cost is not None and cost <= self.cycle_length and (tuning.warming_up or tuning.anchor is not None):
+            anchor = Anchor.at(walk.density, walk.z.clone())
+            walk.count += cost
+        walk.anchor, walk.centre = anchor, walk.z.clone()
+        return replace(tuning, anchor=anchor, centre=walk.centre)
+
+    def _taught(self, density: Density, state: State, tuning: StochasticTuning, cycle: Spread) -> StochasticTuning:
+        """At a cycle's end in warm-up: later cycles count for more, as they reach further."""
+        learnt, cycles = self._preconditioned(density, tuning, cycle), tuning.iteration // self.samples_per_cycle
+        if tuning.variance is not None and learnt.variance is not None:
+            learnt = replace(learnt, variance=tuning.variance.lerp(learnt.variance, 2 / (cycles + 1)))
+        learnt = replace(learnt, landscape=Landscape.start(state.z, state.generator))
+        return self._settled(self._measured(density, state, learnt, FIRST_ROUNDS))
+
+    def _follow(self, walk: Walk, tuning: StochasticTuning, steps: range, noisy: bool) -> StochasticTuning:
+        """Make these steps of a cycle; the tuning with the last one's size."""
         keep = torch.full_like(tuning.base_step_size, 1 - self.momentum_decay)
         spread = (1 - keep.square()).sqrt() if noisy else None
-        step = tuning.step_size
+        step, preconditioner = tuning.step_size, self.preconditioner(tuning)
         for k in steps:
             if self.has_momentum:
                 step = tuning.base_step_size * math.sqrt(self._share(k))
-                walk.hamiltonian(step, keep, spread)
+                walk.hamiltonian(step, keep, spread, preconditioner)
             else:
                 step = tuning.base_step_size * self._share(k)
-                walk.langevin(step, noisy)
-        return step
+                walk.langevin(step, noisy, preconditioner)
+        return replace(tuning, step_size=step)
 
     def _share(self, k: int) -> float:
         return 0.5 * (math.cos(math.pi * k / self.cycle_length) + 1)

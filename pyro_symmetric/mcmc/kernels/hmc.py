@@ -13,33 +13,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.programs import Evaluate, run
-from pyro_symmetric.mcmc.kernels.integrator import (
-    MAX_ENERGY_ERROR,
-    PhasePoint,
-    begun,
-    choose,
-    energy_error,
-    leapfrog,
-)
+from pyro_symmetric.mcmc.density.programs import run
+from pyro_symmetric.mcmc.kernels.integrator import Outcome, PhasePoint, trajectory
 from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.mass import Mass
 from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
-
-BLIND_STEPS = 32  # while the mass matrix is unknown, longer trajectories cost more than they teach
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HMC(HamiltonianKernel):
     r"""Hamiltonian Monte Carlo with adapted step size and mass matrix, and trajectories of a given length.
+
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> kernel = ps.HMC(model, num_steps=5)
+    >>> posterior = ps.sample(kernel, num_samples=20, num_warmup=20, num_chains=4, seed=0, progress=False)
+    >>> posterior.samples["w"].shape
+    torch.Size([4, 20, 3])
 
     :param trajectory_length: mean length of a trajectory in integration time, in units where the mass matrix has made
         each coordinate's standard deviation 1. With full jitter, :math:`\pi / 2` is the shortest for which successive
@@ -72,45 +67,38 @@ class HMC(HamiltonianKernel):
         fraction, step_size = torch.stack([uniform(tuning.step_size, state.generator), tuning.step_size]).tolist()
         share = 1 + self.jitter * (2 * fraction - 1)
         mean = self.trajectory_length / step_size if self.num_steps is None else self.num_steps
-        return whole_steps(share * mean, self.max_steps, tuning.blind)
+        return whole_steps(share * mean, self.max_steps, tuning.most_steps)
 
 
-def whole_steps(steps: float, max_steps: int, blind: bool) -> int:
+def whole_steps(steps: float, max_steps: int, most_now: int | None) -> int:
     """A number of leapfrog steps, rounded up, of at least 1 and at most what is allowed now."""
-    limit = min(max_steps, BLIND_STEPS) if blind else max_steps
+    limit = max_steps if most_now is None else min(max_steps, most_now)
     return max(1, min(math.ceil(steps - 1e-9), limit))
 
 
 def transition(density: Density, state: State, num_steps: int) -> tuple[State, PhasePoint]:
     """One iteration of HMC with so many leapfrog steps: the next state, and where the trajectories ended."""
     tuning: HamiltonianTuning = state.tuning
-    noise = normal(state.z, state.generator)
-    start, before = run(density, begun, state.z, state.energy, state.gradient, noise, tuning.mass)
-    end = leapfrog(density, start, tuning.steps, tuning.mass, num_steps)
-    chance = uniform(before, state.generator)
-    after: PhasePoint
-    after, found = run(density, _ended, start, end, before, chance, tuning.mass)
+    noise, chance = normal(state.z, state.generator), uniform(state.energy, state.generator)
+    steps = tuning.steps.expand(len(state.z), 1).contiguous()
+    found: Outcome = run(
+        density,
+        trajectory,
+        state.z,
+        state.energy,
+        state.gradient,
+        noise,
+        chance,
+        steps,
+        tuning.mass,
+        torch.tensor(num_steps, device="cpu"),
+    )
     statistics = {
-        **found._asdict(),
-        "step_size": tuning.steps.expand(len(before), 1)[:, 0],
-        "n_steps": torch.full_like(before, num_steps, dtype=torch.long),
+        "lp": -found.after.energy,
+        "acceptance_rate": found.acceptance,
+        "energy": found.energy,
+        "diverging": found.diverging,
+        "step_size": steps[:, 0],
+        "n_steps": torch.full_like(found.energy, num_steps, dtype=torch.long),
     }
-    return State(*after, tuning, state.generator, statistics), end
-
-
-class _Statistics(NamedTuple):
-    lp: Tensor
-    acceptance_rate: Tensor
-    energy: Tensor
-    diverging: Tensor
-
-
-def _ended(
-    evaluate: Evaluate, start: PhasePoint, end: PhasePoint, before: Tensor, chance: Tensor, mass: Mass
-) -> tuple[PhasePoint, _Statistics]:
-    error = energy_error(end.total_energy(mass), before)
-    acceptance = (-error).clamp(max=0).exp()
-    accept = chance < acceptance
-    after = choose(accept, end, start)
-    energy = before + torch.where(accept, error, 0.0)
-    return after, _Statistics(-after.energy, acceptance, energy, error > MAX_ENERGY_ERROR)
+    return State(*found.after, tuning, state.generator, statistics), found.end

@@ -2,16 +2,20 @@ r"""Chains in phase space, the leapfrog method that moves them, and a first gues
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.programs import Evaluate, compiles, run
+from pyro_symmetric.mcmc.density.flat import Evaluate, repeat
+from pyro_symmetric.mcmc.density.programs import run
 from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.mcmc.kernels.randomness import normal
 
 MAX_ENERGY_ERROR = 1000.0  # beyond it a trajectory counts as divergent, as in Stan and Pyro
+ROUNDING = 4.0  # of an energy, in units of the last place, about
 
 
 class PhasePoint(NamedTuple):
@@ -39,46 +43,105 @@ def choose(mask: Tensor, if_true: PhasePoint, if_false: PhasePoint) -> PhasePoin
     )
 
 
-def leapfrog(density: Density, start: PhasePoint, step_size: Tensor, mass: Mass, num_steps: int = 1) -> PhasePoint:
+def leapfrog(
+    evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mass, num_steps: int | Tensor = 1
+) -> PhasePoint:
     """Follow the Hamiltonian flow for ``num_steps`` steps: reversible, volume-preserving, energy error O(step²).
 
+    :param evaluate: points ``(C, D)`` -> energy ``(C,)`` and gradient ``(C, D)``.
     :param step_size: ``()``, or ``(C, 1)`` for each chain its own; negative ones go back in time.
+    :param num_steps: a number, or a tensor ``()`` on the CPU, so that one program serves trajectories of all lengths.
     """
-    steps = torch.as_tensor(step_size).expand(len(start.z), 1).contiguous()
-    if not compiles(density):
-        return run(density, steps_of_leapfrog, start, steps, mass, num_steps=num_steps)
-    for _ in range(num_steps):  # one program for trajectories of all lengths
-        start = run(density, steps_of_leapfrog, start, steps, mass, num_steps=1)
-    return start
+    begun = _kicked(start, 0.5 * step_size)
+    end: PhasePoint = repeat(evaluate, num_steps, _moved_and_kicked, begun, step_size, mass)
+    return _kicked(end, -0.5 * step_size)
 
 
-def steps_of_leapfrog(
-    evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mass, num_steps: int
-) -> PhasePoint:
-    """:func:`leapfrog` as arithmetic.
+def one_step(evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mass) -> PhasePoint:
+    """:func:`leapfrog` of one step."""
+    momentum = start.momentum - 0.5 * step_size * start.gradient
+    z = start.z + step_size * mass.velocity(momentum)
+    energy, gradient = evaluate(z)
+    return PhasePoint(z, momentum - 0.5 * step_size * gradient, energy, gradient)
 
-    :param step_size: ``(C, 1)``.
+
+def _moved_and_kicked(evaluate: Evaluate, at: PhasePoint, step_size: Tensor, mass: Mass) -> PhasePoint:
+    z = at.z + step_size * mass.velocity(at.momentum)
+    return _kicked(PhasePoint(z, at.momentum, *evaluate(z)), step_size)
+
+
+def _kicked(at: PhasePoint, step_size: Tensor) -> PhasePoint:
+    return at._replace(momentum=at.momentum - step_size * at.gradient)
+
+
+class Outcome(NamedTuple):
+    """The outcome of an iteration of HMC, for C chains.
+
+    :param after: where the chains are now.
+    :param end: where their trajectories ended.
+    :param acceptance: the probability of going there, ``(C,)``.
+    :param energy: total energy of what was chosen, ``(C,)``.
+    :param diverging: ``(C,)``.
     """
-    z, p = start.z, start.momentum - 0.5 * step_size * start.gradient
-    energy, gradient = start.energy, start.gradient
-    for k in range(num_steps):
-        z = z + step_size * mass.velocity(p)
-        energy, gradient = evaluate(z)
-        p = p - (step_size if k + 1 < num_steps else 0.5 * step_size) * gradient
-    return PhasePoint(z, p, energy, gradient)
+
+    after: PhasePoint
+    end: PhasePoint
+    acceptance: Tensor
+    energy: Tensor
+    diverging: Tensor
 
 
-def begun(
-    evaluate: Evaluate, z: Tensor, energy: Tensor, gradient: Tensor, noise: Tensor, mass: Mass
-) -> tuple[PhasePoint, Tensor]:
-    """Chains with fresh momenta, of standard normal noise ``(C, D)``, and their total energies ``(C,)``."""
+def trajectory(
+    evaluate: Evaluate,
+    z: Tensor,
+    energy: Tensor,
+    gradient: Tensor,
+    noise: Tensor,
+    chance: Tensor,
+    step_size: Tensor,
+    mass: Mass,
+    num_steps: Tensor,
+) -> Outcome:
+    """An iteration of HMC as arithmetic: from points with their energies and gradients, with momenta of standard normal
+    noise ``(C, D)``, by so many steps of sizes ``(C, 1)``, to the end where a uniform number ``(C,)`` accepts it."""
     start = PhasePoint(z, mass.momentum(noise), energy, gradient)
-    return start, start.total_energy(mass)
+    before = start.total_energy(mass)
+    end = leapfrog(evaluate, start, step_size, mass, num_steps)
+    error = energy_error(end.total_energy(mass), before)
+    after, acceptance, accept = decided(start, end, error, chance)
+    return Outcome(after, end, acceptance, before + torch.where(accept, error, 0.0), error > MAX_ENERGY_ERROR)
+
+
+def decided(start: PhasePoint, end: PhasePoint, error: Tensor, chance: Tensor) -> tuple[PhasePoint, Tensor, Tensor]:
+    """Metropolis' decision by energy errors and uniform numbers ``(C,)``: the next points, the acceptance ``(C,)`` and
+    whether each end was accepted."""
+    acceptance = (-error).clamp(max=0).exp()
+    accept = chance < acceptance
+    return choose(accept, end, start), acceptance, accept
+
+
+def acceptance_of_one_step(
+    density: Density, at: PhasePoint, step_size: Tensor, mass: Mass, generator: torch.Generator
+) -> Tensor:
+    """Of HMC with fresh momenta, ``(C,)``; ``step_size`` is ``()``, or ``(C, 1)`` for each chain its own."""
+    noise, chance = normal(at.z, generator), torch.zeros_like(at.energy)
+    steps = step_size.expand(len(at.z), 1).contiguous()
+    found: Outcome = run(
+        density, trajectory, at.z, at.energy, at.gradient, noise, chance, steps, mass, torch.tensor(1, device="cpu")
+    )
+    return found.acceptance
 
 
 def energy_error(after: Tensor, before: Tensor) -> Tensor:
-    """How far a trajectory's energy has moved, ``(C,)``; infinite where it left the support or all numbers behind."""
+    """The change of a trajectory's energy, ``(C,)``; infinite where it left the support or all numbers behind.
+
+    Far out, energies may be so large that rounding hides more than a unit. There what it may hide counts as none, or
+    chains would be stuck: rounding alone would refuse every other step, however short.
+    """
     error = after - before
+    if error.dtype == torch.float32:
+        blur = ROUNDING * torch.finfo(torch.float32).eps * before.abs()
+        error = torch.where((blur > 1) & (error.abs() <= blur), 0.0, error)
     return torch.where(torch.isfinite(error), error, torch.inf)
 
 
@@ -89,18 +152,17 @@ def find_step_size(
     mass: Mass,
     target: float,
     generator: torch.Generator,
+    acceptance: Callable[..., Tensor] = acceptance_of_one_step,
     max_tries: int = 60,
 ) -> Tensor:
-    """Double or halve a step size until the mean acceptance of one leapfrog step crosses ``target``, as Stan does.
+    """Double or halve a step size until the mean acceptance of one step crosses ``target``, as Stan does.
 
     :param at: where the chains are; their momenta are drawn anew.
+    :param acceptance: of chains there with a step size, as :func:`acceptance_of_one_step`.
     """
 
     def accepts(step: Tensor) -> bool:
-        start = at._replace(momentum=mass.draw(at.z, generator))
-        end = leapfrog(density, start, step, mass)
-        error = energy_error(end.total_energy(mass), start.total_energy(mass))
-        return bool((-error).clamp(max=0).exp().mean() > target)
+        return bool(acceptance(density, at, step, mass, generator).mean() > target)
 
     grow = accepts(step_size)
     for _ in range(max_tries):
@@ -108,3 +170,24 @@ def find_step_size(
         if accepts(step_size) != grow:
             break
     return step_size
+
+
+def find_step_sizes(
+    density: Density,
+    at: PhasePoint,
+    step_sizes: Tensor,
+    mass: Mass,
+    target: float,
+    generator: torch.Generator,
+    acceptance: Callable[..., Tensor] = acceptance_of_one_step,
+    max_tries: int = 60,
+) -> Tensor:
+    """:func:`find_step_size` for each chain by itself, ``(C, 1)``."""
+    grow = acceptance(density, at, step_sizes, mass, generator) > target
+    crossed = torch.zeros_like(grow)
+    for _ in range(max_tries):
+        step_sizes = torch.where(crossed[:, None], 1.0, torch.where(grow, 2.0, 0.5)[:, None]) * step_sizes
+        crossed = crossed | ((acceptance(density, at, step_sizes, mass, generator) > target) != grow)
+        if bool(crossed.all()):
+            break
+    return step_sizes

@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +28,11 @@ _WITH_TOLIST = (Tensor, np.ndarray, np.generic)  # which JSON can't hold
 @dataclass(frozen=True, eq=False)
 class State:
     """All chains at one iteration; C chains, D unconstrained coordinates.
+
+    >>> z = torch.zeros(4, 3)
+    >>> state = ps.State(z, torch.zeros_like(z), torch.zeros(4), torch.zeros_like(z), None, torch.Generator())
+    >>> state.z.shape, dict(state.statistics)
+    (torch.Size([4, 3]), {})
 
     :param z: positions ``(C, D)``.
     :param momentum: momenta at ``z``, ``(C, D)``; zeros if the kernel has none.
@@ -60,8 +65,6 @@ class Kernel(ABC):
     >>> from collections.abc import Callable
     >>> from dataclasses import dataclass, replace
     >>> from typing import Any
-    >>> import pyro, torch
-    >>> import pyro_symmetric as ps
     >>> from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
     >>> @dataclass(frozen=True, eq=False, repr=False)
     ... class RandomWalk(ps.Kernel):
@@ -79,18 +82,21 @@ class Kernel(ABC):
     ...         z, energy = torch.where(accept[:, None], z, state.z), torch.where(accept, energy, state.energy)
     ...         return replace(state, z=z, energy=energy, statistics={"acceptance_rate": accept.float()})
     >>> def model():
-    ...     pyro.sample("w", pyro.distributions.Normal(torch.zeros(2), 1.0).to_event(1))
+    ...     pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     >>> kernel = RandomWalk(model, step_size=1.5)
     >>> posterior = ps.sample(kernel, num_samples=500, num_warmup=100, num_chains=8, seed=0, progress=False)
     >>> posterior.samples["w"].shape
     torch.Size([8, 500, 2])
 
-    A kernel of mini-batches has ``subsampled = True`` and a ``batch_size``.
+    A kernel of mini-batches has ``subsampled = True`` and a ``batch_size``. ``warmups`` are the lengths at which a
+    warm-up of ``num_warmup="auto"`` may end, rising. If there are several, :meth:`adapt` must do the same in warm-ups
+    of all of them until it is told that this one ends: before, it is told the largest.
     """
 
     model: Callable[..., Any]
     subsampled = False  # whether the kernel works from mini-batches
     batch_size: int | None = None
+    warmups: ClassVar[tuple[int, ...]] = (500,)
     _documented: Mapping[str, str] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

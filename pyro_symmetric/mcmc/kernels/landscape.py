@@ -1,4 +1,5 @@
-r"""What a stochastic-gradient sampler's step size depends on, measured in warm-up from the chains' own gradients.
+r"""Curvature and noise, which a stochastic-gradient sampler's step size depends on, measured from the chains' gradients
+in warm-up.
 
 The largest curvature is found by power iteration (one more product with the Hessian at every measurement, by a finite
 difference of gradients on one mini-batch); the mini-batches' noise is half the mean squared difference between the
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.kernels.anchors import Anchor
 from pyro_symmetric.mcmc.kernels.randomness import independent_rows, normal
 
 
@@ -25,12 +27,14 @@ class Landscape:
     :param direction: each chain's direction of largest curvature, unit vectors ``(C, D)``.
     :param curvature: each chain's largest curvature, ``(C,)``.
     :param noise: variance of the mini-batches' gradients, averaged over chains, ``(D,)``; 0 without mini-batches.
+    :param bare_noise: what it is without an anchor's help, likewise.
     :param count: measurements so far.
     """
 
     direction: Tensor
     curvature: Tensor
     noise: Tensor
+    bare_noise: Tensor
     count: int = 0
 
     @property
@@ -38,18 +42,28 @@ class Landscape:
         """The largest of the chains' curvatures, ``()``."""
         return self.curvature.max()
 
+    @property
+    def anchor_pays(self) -> bool:
+        """True if an anchor lets steps be more than twice as long, which is what it costs."""
+        return bool(self.stiffest + self.bare_noise.mean() > 2 * (self.stiffest + self.noise.mean()))
+
     @classmethod
     def start(cls, z: Tensor, generator: torch.Generator) -> Landscape:
         """Nothing measured yet, for chains ``(C, D)``: directions at random."""
         direction = torch.nn.functional.normalize(normal(z, generator), dim=-1)
-        return cls(direction, torch.zeros_like(z[:, 0]), torch.zeros_like(z[0]))
+        return cls(direction, torch.zeros_like(z[:, 0]), torch.zeros_like(z[0]), torch.zeros_like(z[0]))
 
     def update(
-        self, density: Density, z: Tensor, generator: torch.Generator, preconditioner: Tensor | None = None
+        self,
+        density: Density,
+        z: Tensor,
+        generator: torch.Generator,
+        preconditioner: Tensor | None = None,
+        anchor: Anchor | None = None,
     ) -> Landscape:
-        """Measure once more, at ``z`` of shape ``(C, D)``: three gradients of each chain.
+        """Measure once more, at ``z`` of shape ``(C, D)``: three gradients of each chain, and two at an anchor.
 
-        :param preconditioner: its diagonal ``(C, D)``; ``None`` for none.
+        :param preconditioner: its diagonal, ``(C, D)`` or ``(D,)``; ``None`` for none.
         """
         scale = torch.ones_like(z) if preconditioner is None else preconditioner.sqrt()
         rows = independent_rows(density.row_counts, len(z), generator)
@@ -61,14 +75,21 @@ class Landscape:
         product = scale * (density.energy_and_gradient(z + distance * along, rows)[1] - gradient) / distance
         curvature = product.norm(dim=-1, keepdim=True)
         usable = torch.isfinite(curvature) & (curvature > 0)
-        noise = torch.zeros_like(z)
+        change = bare = torch.zeros_like(z)
         if rows is not None:
-            other = density.energy_and_gradient(z, independent_rows(density.row_counts, len(z), generator))[1]
-            noise = 0.5 * (scale * (gradient - other)).square()
+            others = independent_rows(density.row_counts, len(z), generator)
+            change = bare = gradient - density.energy_and_gradient(z, others)[1]
+            if anchor is not None:
+                first, second = (density.energy_and_gradient(anchor.z, batch)[1] for batch in (rows, others))
+                change = bare - (first - second)
         weight = 2 / (self.count + 2)
+        noise, bare_noise = (
+            (0.5 * (scale * difference).square()).nan_to_num(0.0, 0.0, 0.0).mean(0) for difference in (change, bare)
+        )
         return Landscape(
             torch.where(usable, product / curvature, self.direction),
             self.curvature.lerp(torch.where(usable[:, 0], curvature[:, 0], self.curvature), weight),
-            self.noise.lerp(noise.nan_to_num(0.0, 0.0, 0.0).mean(0), weight),
+            self.noise.lerp(noise, weight),
+            self.bare_noise.lerp(bare_noise, weight),
             self.count + 1,
         )

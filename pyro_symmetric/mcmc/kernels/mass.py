@@ -10,9 +10,17 @@ one step size fits them all. Three forms, of rising cost:
 
 Covariances are taken *within* chains and pooled over them: chains of a network usually sit in different modes, and the
 distance between modes says nothing about how far one trajectory may go. Few draws make extreme eigenvalues, so all are
-shrunk: variances as Stan shrinks them, correlations by the oracle approximating shrinkage (Chen et al. 2010, arXiv
-0907.4698, eq. 23) towards independence, eigenvalues of the low-rank form by the spiked covariance model (Donoho, Gavish
-& Johnstone 2018, arXiv 1311.0851, section 4).
+shrunk: variances as Stan shrinks them, but not those of the dense form if draws
+abound; eigenvalues of the dense form, each by itself, by the quadratic-inverse
+shrinkage (Ledoit & Wolf 2022, "Quadratic shrinkage for large covariance matrices", Bernoulli 28, section 4.4), or, of
+fewer draws than twice the coordinates, towards 1 by the oracle approximating shrinkage (Chen et al. 2010, arXiv
+0907.4698, eq. 23); those of the low-rank form by the spiked covariance model (Donoho, Gavish & Johnstone 2018, arXiv
+1311.0851, section 4).
+
+What a trajectory costs goes with the root of the condition number that whitening leaves. One share for all eigenvalues
+is right for the matrix's entries, and not for that: of 100 draws of 24 coordinates, two pairs of which have
+correlations 0.99 and -0.95, it left 10.9, this leaves 2.0, the diagonal 14. Of few draws, which are correlated besides,
+it is the safer one.
 """
 
 from __future__ import annotations
@@ -26,6 +34,8 @@ from pyro_symmetric.mcmc.kernels.randomness import normal
 
 MASSES = ("diagonal", "low-rank", "dense")
 MAX_DENSE = 10_000  # coordinates; a dense matrix of more fills the memory
+LEAST = 1e-6  # eigenvalue of a correlation matrix
+MANY_DRAWS = 2  # for each coordinate
 SKETCH = 5  # directions that are followed for each one that is kept in the end
 
 
@@ -190,13 +200,13 @@ class MassEstimate:
         correlation, deviations = eye, variance.double().sqrt()
         if self._degrees >= 1 and self.scatter is not None:
             norms = self.squares.double().clamp(min=torch.finfo(self.squares.dtype).tiny).sqrt()
-            found = self.scatter.double() / norms / norms[:, None]
-            keep = 1 - _oracle_shrinkage(found, self._degrees)
-            correlation = keep * (found - torch.diag(found.diagonal())) + eye
-        covariance = correlation * deviations * deviations[:, None]
-        # In whitened units the factor always exists: the shrinkage keeps eigenvalues away from 0.
-        mass = DenseMass.of(covariance, deviations[:, None] * torch.linalg.cholesky(correlation))
-        return DenseMass(variance, mass.covariance.to(variance.dtype), mass.whitener.to(variance.dtype))
+            found = (self.scatter.double() / norms / norms[:, None]).fill_diagonal_(1.0)
+            abound = self._degrees >= MANY_DRAWS * len(eye)
+            shrunk = _quadratic_shrinkage if abound else _linear_shrinkage
+            if abound:  # where correlations are strong, a small change of one variance alone ruins all of the matrix
+                deviations = torch.where(self.squares > 0, norms / self._degrees**0.5, deviations)
+            correlation = torch.lerp(shrunk(found, self._degrees), eye, LEAST)
+        return dense_mass(correlation, deviations, variance.dtype)
 
     def _low_rank(self, variance: Tensor) -> LowRankMass:
         deviations = variance.sqrt()
@@ -222,6 +232,14 @@ class MassEstimate:
         )
 
 
+def dense_mass(correlation: Tensor, deviations: Tensor, dtype: torch.dtype) -> DenseMass:
+    """From a correlation matrix ``(D, D)``, whose eigenvalues are kept away from 0, and deviations ``(D,)``, both in
+    double precision."""
+    factor = deviations[:, None] * torch.linalg.cholesky(correlation)
+    mass = DenseMass.of(correlation * deviations * deviations[:, None], factor)
+    return DenseMass(mass.variance.to(dtype), mass.covariance.to(dtype), mass.whitener.to(dtype))
+
+
 # small steps --------------------------------------------------------------------------------------------------------
 
 
@@ -233,14 +251,48 @@ def _sketch(rows: Tensor, size: int) -> Tensor:
     return vectors[:, -size:].mT.to(rows.dtype) @ rows
 
 
-def _oracle_shrinkage(correlation: Tensor, degrees: int) -> Tensor:
-    """The share of the identity that brings a sample correlation matrix nearest to the true one, in ``[0, 1]``."""
+def _linear_shrinkage(correlation: Tensor, degrees: int) -> Tensor:
+    """The mixture with the identity that is nearest to the true correlation matrix."""
     dim = len(correlation)
     if dim == 1:
-        return correlation.new_zeros(())
+        return correlation
     squares = correlation.square().sum()
     share = ((1 - 2 / dim) * squares + dim**2) / ((degrees + 1 - 2 / dim) * (squares - dim).clamp(min=1e-12))
-    return share.clamp(1e-6, 1.0)
+    return torch.lerp(
+        correlation, torch.eye(dim, dtype=correlation.dtype, device=correlation.device), share.clamp(0, 1)
+    )
+
+
+def _quadratic_shrinkage(correlation: Tensor, degrees: int) -> Tensor:
+    r"""The correlation matrix ``(D, D)`` whose inverse is nearest to the true one's, of those with these eigenvectors.
+
+    With :math:`c = D / n` and the sample's positive eigenvalues :math:`\lambda_i`, :math:`\theta_i` and
+    :math:`(H\theta)_i` are Stein's sum over :math:`j` and its conjugate, with eigenvalues smoothed over a bandwidth
+    :math:`h / \lambda_j`,
+
+    .. math:: \theta_i = \frac1D \sum_j \frac{\lambda_j^{-1} (\lambda_j^{-1} - \lambda_i^{-1})}{
+            (\lambda_j^{-1} - \lambda_i^{-1})^2 + h^2 \lambda_j^{-2}}, \quad
+        (H\theta)_i = \frac1D \sum_j \frac{h \lambda_j^{-2}}{(\lambda_j^{-1} - \lambda_i^{-1})^2 + h^2 \lambda_j^{-2}},
+
+    and eigenvalues become
+
+    .. math:: \lambda_i \bigl/ \left((1 - c)^2 + 2 c (1 - c) \theta_i + c^2 (\theta_i^2 + (H\theta)_i^2)\right).
+
+    :param degrees: :math:`n`, more than coordinates.
+    """
+    dim = len(correlation)
+    values, vectors = torch.linalg.eigh(correlation)
+    inverse = values.clamp(min=LEAST).reciprocal()
+    ratio = dim / degrees
+    bandwidth = ratio**0.7 / dim**0.35
+    gap = inverse - inverse[:, None]
+    spread = gap.square() + (bandwidth * inverse).square()
+    theta, hilbert = ((inverse * part / spread).mean(1) for part in (gap, bandwidth * inverse))
+    amplitude = theta.square() + hilbert.square()
+    shrunk = 1 / (inverse * ((1 - ratio) ** 2 + 2 * ratio * (1 - ratio) * theta + ratio**2 * amplitude))
+    found = (vectors * shrunk) @ vectors.mT
+    norms = found.diagonal().rsqrt()
+    return found * norms * norms[:, None]
 
 
 def _spiked_shrinkage(found: Tensor, ratio: float) -> Tensor:

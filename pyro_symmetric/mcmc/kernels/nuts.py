@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,26 +29,24 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.programs import Evaluate, compiles, run
-from pyro_symmetric.mcmc.kernels.integrator import (
-    MAX_ENERGY_ERROR,
-    PhasePoint,
-    begun,
-    choose,
-    energy_error,
-    steps_of_leapfrog,
-)
+from pyro_symmetric.mcmc.density.flat import Evaluate, loop
+from pyro_symmetric.mcmc.density.programs import compiles, run
+from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, one_step
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.mass import Mass
 from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
-BLIND_DEPTH = 6  # while the mass matrix is unknown, longer trajectories cost more than they teach
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NUTS(HamiltonianKernel):
     """The No-U-Turn Sampler: HMC that finds the length of each trajectory itself.
+
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> posterior = ps.sample(ps.NUTS(model), num_samples=20, num_warmup=20, num_chains=4, seed=0, progress=False)
+    >>> bool(posterior.statistics["tree_depth"].max() <= 10)
+    True
 
     :param max_treedepth: a trajectory has at most ``2 ** max_treedepth - 1`` leapfrog steps.
     """
@@ -60,20 +59,53 @@ class NUTS(HamiltonianKernel):
 
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
-        max_depth = min(self.max_treedepth, BLIND_DEPTH) if tuning.blind else self.max_treedepth
-        tree, occupancy = _Trajectories(density, state).grown(max_depth)
+        max_depth = self.max_treedepth
+        if tuning.most_steps is not None:
+            max_depth = min(max_depth, tuning.most_steps.bit_length())
+        steps = tuning.steps.expand(len(state.z), 1).contiguous()
+        tree, batches = self._grown(
+            density,
+            PhasePoint(state.z, state.momentum, state.energy, state.gradient),
+            steps,
+            tuning.mass,
+            max_depth,
+            state.generator,
+        )
         statistics = {
             "lp": -tree.draw.energy,
             "acceptance_rate": tree.cost.acceptance / tree.cost.steps,
             "energy": tree.draw.total_energy(tuning.mass),
             "diverging": tree.cost.diverging,
-            "step_size": tuning.steps.expand(len(state.z), 1)[:, 0],
+            "step_size": steps[:, 0],
             "n_steps": tree.cost.steps,
             "tree_depth": tree.depth,
             "reached_max_treedepth": tree.depth >= self.max_treedepth,
-            "occupancy": occupancy.to(state.energy).expand(len(state.z)),
+            "occupancy": (tree.cost.steps.to(tree.start_energy).mean() / batches).expand(len(state.z)),
         }
         return State(*tree.draw, tuning, state.generator, statistics)
+
+    def _acceptance_of_one_step(
+        self, density: Density, at: PhasePoint, step_size: Tensor, mass: Mass, generator: torch.Generator
+    ) -> Tensor:
+        tree, _ = self._grown(density, at, step_size.expand(len(at.z), 1).contiguous(), mass, 1, generator)
+        return tree.cost.acceptance
+
+    def _grown(
+        self, density: Density, at: PhasePoint, steps: Tensor, mass: Mass, max_depth: int, generator: torch.Generator
+    ) -> tuple[_Tree, Tensor]:
+        """Trajectories from here, with fresh momenta, and of how many batches they are, ``()``."""
+        tree = _planted(at, normal(at.z, generator), steps, mass)
+        draw = partial(_Chances.draw, at.energy, generator)
+        if not compiles(density):
+            return _Batches(density, tree, mass).grown(max_depth, draw)
+        batches = torch.zeros((), dtype=torch.long, device=steps.device)
+        for depth in range(max_depth):
+            place, chances = torch.tensor(depth, device=steps.device), draw(depth, self.max_treedepth)
+            tree, more = run(density, _doubled, tree.left.z, tree, place, chances, mass, levels=self.max_treedepth)
+            batches = batches + more
+            if not bool(tree.growing.any()):
+                break
+        return tree, batches
 
 
 # what a trajectory consists of; A chains ---------------------------------------------------------------------------
@@ -88,7 +120,7 @@ class _Span(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """What a trajectory has cost so far, ``(A,)`` each."""
+    """The cost of a trajectory so far, ``(A,)`` each."""
 
     steps: Tensor
     acceptance: Tensor  # sum over the steps
@@ -121,70 +153,78 @@ class _Branch(NamedTuple):
     draw: PhasePoint
 
 
-class _Trajectories:
-    """One iteration of all chains."""
+class _Chances(NamedTuple):
+    """Uniform numbers of a doubling, for C chains. They are drawn before it: a program asks for none on its way.
 
-    def __init__(self, density: Density, state: State):
-        self.density, self.generator, self.mass = density, state.generator, state.tuning.mass
-        # A program is made for one number of chains; operations as they are get along with those that aren't finished.
-        self.masked = compiles(density)
-        noise = normal(state.z, state.generator)
-        start, energy = run(density, begun, state.z, state.energy, state.gradient, noise, self.mass)
-        zero = torch.zeros_like(energy)
-        none, chain = zero.long(), torch.arange(len(zero), device=zero.device)
-        step, cost = state.tuning.steps.expand(len(zero), 1).contiguous(), _Cost(none, zero, zero.bool())
-        self.tree = _Tree(
-            energy, chain, step, start, start, start.momentum, zero, start, cost, none, torch.ones_like(zero.bool())
-        )
+    :param direction: forwards or backwards, ``(C,)``.
+    :param joint: whether to take its state, ``(C,)``.
+    :param leaf: whether to take each leaf's, ``(2 ** depth, C)``, and room for those of the greatest depth.
+    """
+
+    direction: Tensor
+    joint: Tensor
+    leaf: Tensor
+
+    @classmethod
+    def draw(cls, like: Tensor, generator: torch.Generator, depth: int, greatest: int) -> _Chances:
+        leaf = like.new_empty(2**greatest, len(like))
+        leaf[: 2**depth].uniform_(generator=generator)
+        return cls(uniform(like, generator), uniform(like, generator), leaf)
+
+
+class _Batches:
+    """Trajectories that grow in batches of those that haven't finished."""
+
+    def __init__(self, density: Density, tree: _Tree, mass: Mass):
+        self.density, self.tree, self.mass = density, tree, mass
         self.finished: list[_Tree] = []
-        self.num_chains, self.num_batches = len(zero), 0
+        self.count = 0
 
-    def grown(self, max_depth: int) -> tuple[_Tree, Tensor]:
-        """Let all trajectories grow; what they have become, and the share of their batches that was theirs, ``()``."""
+    def grown(self, max_depth: int, draw: Callable[[int, int], _Chances]) -> tuple[_Tree, Tensor]:
+        """Let all grow; what they have become, and by how many batches."""
         for depth in range(max_depth):
-            branch, spans = self._grow(depth)
+            chances = draw(depth, depth)
+            branch, spans = self._grow(depth, chances)
             if spans:
-                chance = uniform(self.tree.log_weight, self.generator)
-                self.tree = run(self.density, _joined, self.tree, branch, spans[0], chance, self.mass)
+                self.tree = _joined(self.tree, branch, spans[0], chances.joint[self.tree.chain], self.mass)
                 self._part(self.tree.growing)
             else:  # no trajectory is left
                 self.tree = self.tree._replace(growing=branch.valid)
-            if not self._any(self.tree.growing):
+            if len(self.tree.growing) == 0:
                 break
         trees = _map(lambda *parts: torch.cat(parts), *self.finished, self.tree)
-        trees = _select(trees, trees.chain.argsort()) if self.finished else trees
-        return trees, trees.cost.steps.sum() / (self.num_batches * self.num_chains)
+        return _select(trees, trees.chain.argsort()) if self.finished else trees, torch.tensor(self.count, device="cpu")
 
-    def _grow(self, depth: int) -> tuple[_Branch, list[_Span]]:
+    def _grow(self, depth: int, chances: _Chances) -> tuple[_Branch, list[_Span]]:
         """Add ``2 ** depth`` states; chains whose branch turns or diverges on the way finish without it.
 
         :return: the branch, and its one span; none if no chain is left.
         """
-        chance = uniform(self.tree.log_weight, self.generator)
-        branch: _Branch = run(self.density, _branched, self.tree, chance)
+        branch = _branched(self.tree, chances.direction[self.tree.chain])
         spans: list[_Span] = []
         for leaf in range(2**depth):
-            chance = uniform(self.tree.log_weight, self.generator)
-            branch, cost, span = run(self.density, _leaf, branch, self.tree, chance, self.mass, masked=self.masked)
-            self.tree = self.tree._replace(cost=cost)
-            self.num_batches += 1
+            end = one_step(self.density.energy_and_gradient, branch.end, branch.step, self.mass)
+            chance = chances.leaf[leaf, self.tree.chain]
+            branch, cost = _counted(branch, self.tree.cost, self.tree.start_energy, end, chance, self.mass)
+            span, self.tree, self.count = (
+                _Span(end.momentum, end.momentum, end.momentum),
+                self.tree._replace(cost=cost),
+                self.count + 1,
+            )
             for level in range((~leaf & leaf + 1).bit_length() - 1):  # the subtrees that this leaf completes
-                valid, span = run(self.density, _merged, branch.valid, spans.pop(), span, self.mass, is_pair=level == 0)
+                valid, span = _merged(branch.valid, spans.pop(), span, self.mass, is_pair=level == 0)
                 branch = branch._replace(valid=valid)
             spans.append(span)
             # Looking costs a wait for the device: at every other leaf, when the counter holds no single leaves.
             if leaf % 2 == 1 or depth == 0:
                 branch, spans = self._part(branch.valid, branch, spans)
-                if not self._any(branch.valid):
+                if len(branch.valid) == 0:
                     return branch, []
         return branch, spans
 
-    def _any(self, going_on: Tensor) -> bool:
-        return bool(going_on.any()) if self.masked else len(going_on) > 0
-
     def _part(self, going_on: Tensor, *others: Any) -> Any:
-        """Take chains that have finished out of the batch, unless it is masked; what is left of ``others``."""
-        if self.masked or bool(going_on.all()):
+        """Take chains that have finished out of the batch; what is left of ``others``."""
+        if bool(going_on.all()):
             return others
         stay = going_on.nonzero().flatten()
         self.finished.append(_select(self.tree, (~going_on).nonzero().flatten()))
@@ -192,10 +232,85 @@ class _Trajectories:
         return tuple(_select(other, stay) for other in others)
 
 
+# growth as one program: all chains stay, masked where they have finished -----------------------------------------
+
+
+class _Leaves(NamedTuple):
+    leaf: Tensor  # (), how many there are
+    branch: _Branch
+    cost: _Cost
+    pending: _Span  # (levels, A, D), of the complete subtrees, by their depth
+
+
+def _doubled(
+    evaluate: Evaluate, z: Tensor, tree: _Tree, depth: Tensor, chances: _Chances, mass: Mass, levels: int
+) -> tuple[_Tree, Tensor]:
+    """The trees after their doubling of this depth, ``()``, and by how many batches.
+
+    :param z: any points, in the shape in which energies are asked for.
+    :param levels: more than any depth.
+    """
+    branch = _branched(tree, chances.direction)
+    none = tree.momenta.new_zeros(levels, *tree.momenta.shape)
+    leaves = _Leaves(torch.zeros_like(depth), branch, tree.cost, _Span(none, none, none))
+    others = (torch.ones_like(depth) << depth, torch.arange(levels, device=z.device))
+    leaves = loop(evaluate, _leaves_are_left, _with_a_leaf, leaves, *others, tree.start_energy, chances.leaf, mass)
+    span = _Span(*[_row(part, depth) for part in leaves.pending])
+    return _joined(tree._replace(cost=leaves.cost), leaves.branch, span, chances.joint, mass), leaves.leaf
+
+
+def _leaves_are_left(leaves: _Leaves, size: Tensor, *others: Any) -> Tensor:
+    return (leaves.leaf < size) & leaves.branch.valid.any()
+
+
+def _with_a_leaf(
+    evaluate: Evaluate,
+    leaves: _Leaves,
+    size: Tensor,
+    levels: Tensor,
+    start_energy: Tensor,
+    chances: Tensor,
+    mass: Mass,
+) -> _Leaves:
+    """One more leaf, and the subtrees that it completes."""
+    leaf, branch = leaves.leaf, leaves.branch
+    end = one_step(evaluate, branch.end, branch.step, mass)
+    end = choose(branch.valid, end, branch.end)  # a trajectory that has ended doesn't run away
+    branch, cost = _counted(branch, leaves.cost, start_energy, end, _row(chances, leaf), mass)
+
+    def completed(values: Any, leaf: Tensor, *others: Any) -> Tensor:
+        return (leaf >> values[0]) & 1 == 1
+
+    def merge(evaluate: Evaluate, values: Any, leaf: Tensor, pending: _Span, mass: Mass) -> Any:
+        level, valid, span = values
+        one = _Span(*[_row(part, level) for part in pending])
+        return level + 1, *_merged(valid, one, span, mass, is_pair=False)
+
+    values = (torch.zeros_like(leaf), branch.valid, _Span(end.momentum, end.momentum, end.momentum))
+    level, valid, span = loop(evaluate, completed, merge, values, leaf, leaves.pending, mass)
+    here = (levels == level)[:, None, None]
+    pending = _Span(*[torch.where(here, new, old) for new, old in zip(span, leaves.pending, strict=True)])
+    return _Leaves(leaf + 1, branch._replace(valid=valid), cost, pending)
+
+
+def _row(values: Tensor, index: Tensor) -> Tensor:
+    return values.index_select(0, index.reshape(1)).squeeze(0)
+
+
 # arithmetic, of all chains at once ----------------------------------------------------------------------------------
 
 
-def _branched(evaluate: Evaluate, tree: _Tree, chance: Tensor) -> _Branch:
+def _planted(at: PhasePoint, noise: Tensor, step: Tensor, mass: Mass) -> _Tree:
+    """Trajectories of a single state, with momenta of standard normal noise ``(A, D)``."""
+    start = at._replace(momentum=mass.momentum(noise))
+    energy = start.total_energy(mass)
+    zero = torch.zeros_like(energy)
+    none, chain, growing = zero.long(), torch.arange(len(zero), device=zero.device), torch.ones_like(zero.bool())
+    cost = _Cost(none, zero, ~growing)
+    return _Tree(energy, chain, step, start, start, start.momentum, zero, start, cost, none, growing)
+
+
+def _branched(tree: _Tree, chance: Tensor) -> _Branch:
     """A branch without leaves, forwards or backwards in time."""
     forward = chance < 0.5
     step = torch.where(forward[:, None], tree.step, -tree.step)
@@ -203,35 +318,30 @@ def _branched(evaluate: Evaluate, tree: _Tree, chance: Tensor) -> _Branch:
     return _Branch(tree.growing, step, choose(forward, tree.right, tree.left), nothing, tree.draw)
 
 
-def _leaf(
-    evaluate: Evaluate, branch: _Branch, tree: _Tree, chance: Tensor, mass: Mass, masked: bool
-) -> tuple[_Branch, _Cost, _Span]:
-    """One more state of the branch."""
-    end = steps_of_leapfrog(evaluate, branch.end, branch.step, mass, 1)
-    if masked:  # a trajectory that has ended stays where it is, rather than run away to where nothing is a number
-        end = choose(branch.valid, end, branch.end)
-    error = energy_error(end.total_energy(mass), tree.start_energy)
+def _counted(
+    branch: _Branch, cost: _Cost, start_energy: Tensor, end: PhasePoint, chance: Tensor, mass: Mass
+) -> tuple[_Branch, _Cost]:
+    """The branch with one more state, and what the trajectory has cost by now."""
+    error = energy_error(end.total_energy(mass), start_energy)
     diverging = branch.valid & (error > MAX_ENERGY_ERROR)
     cost = _Cost(
-        tree.cost.steps + branch.valid,
-        tree.cost.acceptance + branch.valid * (-error).clamp(max=0).exp(),
-        tree.cost.diverging | diverging,
+        cost.steps + branch.valid,
+        cost.acceptance + branch.valid * (-error).clamp(max=0).exp(),
+        cost.diverging | diverging,
     )
     log_weight = torch.logaddexp(branch.log_weight, -error)
     take = chance.log() < -error - log_weight
     after = _Branch(branch.valid & ~diverging, branch.step, end, log_weight, choose(take, end, branch.draw))
-    return after, cost, _Span(end.momentum, end.momentum, end.momentum)
+    return after, cost
 
 
-def _merged(
-    evaluate: Evaluate, valid: Tensor, one: _Span, two: _Span, mass: Mass, is_pair: bool
-) -> tuple[Tensor, _Span]:
+def _merged(valid: Tensor, one: _Span, two: _Span, mass: Mass, is_pair: bool) -> tuple[Tensor, _Span]:
     """Two neighbouring subtrees as one, and which branches are still valid."""
     whole = _Span(one.first, two.last, one.total + two.total)
     return valid & ~_turns(one, two, mass, is_pair), whole
 
 
-def _joined(evaluate: Evaluate, tree: _Tree, branch: _Branch, span: _Span, chance: Tensor, mass: Mass) -> _Tree:
+def _joined(tree: _Tree, branch: _Branch, span: _Span, chance: Tensor, mass: Mass) -> _Tree:
     """The tree with its complete branch, unless that turned; a tree that turns grows no more."""
     forward, ok = branch.step[:, 0] > 0, branch.valid
     take = chance.log() < branch.log_weight - tree.log_weight
@@ -250,7 +360,7 @@ def _joined(evaluate: Evaluate, tree: _Tree, branch: _Branch, span: _Span, chanc
 
 
 def _turns(one: _Span, two: _Span, mass: Mass, is_pair: bool) -> Tensor:
-    """Whether the trajectory that consists of two neighbouring spans turns, ``(A,)``."""
+    """True if the trajectory that consists of two neighbouring spans turns, ``(A,)``."""
 
     def turns(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
         velocity = mass.velocity(total)

@@ -26,6 +26,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.sgld import SGLD
+from pyro_symmetric.mcmc.kernels.spread import Spread
 from pyro_symmetric.mcmc.kernels.stochastic import StochasticTuning, Walk
 
 
@@ -34,6 +35,13 @@ class pSGLD(SGLD):
     """Stochastic-gradient Langevin dynamics with RMSProp's preconditioner.
 
     ``step_size``, if not given, is that of :class:`SGLD` in the preconditioned coordinates.
+
+    >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
+    >>> x, y = torch.randn(100, 3), torch.randn(100)
+    >>> kernel = ps.pSGLD(model, batch_size=20)
+    >>> posterior = ps.sample(kernel, x, y, num_samples=20, num_warmup=20, num_chains=4, seed=0, progress=False)
+    >>> posterior.samples["weight"].shape
+    torch.Size([4, 20, 1, 3])
 
     :param smoothing: ``α``, the weight of the past in the average of squared gradients.
     :param damping: ``δ``; the largest preconditioner is its inverse.
@@ -59,6 +67,9 @@ class pSGLD(SGLD):
     def preconditioner(self, tuning: StochasticTuning) -> Tensor:
         assert tuning.second_moment is not None
         return self._of(tuning.second_moment)
+
+    def _preconditioned(self, density: Density, tuning: StochasticTuning, window: Spread) -> StochasticTuning:
+        return tuning  # by gradients instead
 
     def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         assert tuning.second_moment is not None

@@ -1,4 +1,4 @@
-"""What a kernel draws at random: numbers and mini-batches, all of a generator that is named, none of a global one.
+"""A kernel's random draws: numbers and mini-batches, all of a generator that is named, none of a global one.
 
 Every chain draws its own rows. Chains that shared their mini-batches would share the noise of their gradients, and
 would no longer be independent: their agreement would say less than R-hat and pooled means take it to say. A gather for

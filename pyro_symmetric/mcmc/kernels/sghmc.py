@@ -53,6 +53,13 @@ class SGHMC(SteadyKernel):
     statistic ``kinetic_temperature``, the mean of the squared momenta, averages to 1 where the step is small enough and
     friction outweighs the batches' noise.
 
+    >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
+    >>> x, y = torch.randn(100, 3), torch.randn(100)
+    >>> kernel = ps.SGHMC(model, batch_size=20)
+    >>> posterior = ps.sample(kernel, x, y, num_samples=20, num_warmup=100, num_chains=4, seed=0, progress=False)
+    >>> posterior.statistics["kinetic_temperature"].shape
+    torch.Size([4, 20])
+
     :param friction: ``C``, the rate at which momentum is forgotten. ``None``: what keeps the mini-batches' excess
         to ``tolerance``, coordinate by coordinate, and at least ``0.05 / step_size``, so that a step forgets a
         twentieth, as in the paper's experiments.
@@ -109,11 +116,11 @@ class SGHMC(SteadyKernel):
     def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         step = self.scheduled(tuning)
         keep, injected = self._momentum_shares(tuning, step)
-        spread = injected.clamp(min=0).sqrt()
+        spread, preconditioner = injected.clamp(min=0).sqrt(), self.preconditioner(tuning)
         if self.resample_momentum:
             walk.r.normal_(generator=walk.generator)
         for _ in range(self.num_steps):
-            walk.hamiltonian(step, keep, spread)
+            walk.hamiltonian(step, keep, spread, preconditioner)
         return replace(tuning, step_size=step)
 
     def _momentum_shares(self, tuning: StochasticTuning, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,4 +134,6 @@ class SGHMC(SteadyKernel):
         if isinstance(self.noise_estimate, str):
             return keep, 1 - keep.square() - step.square() * noise * (0.5 * (1 + keep)).square()
         estimate = torch.as_tensor(self.noise_estimate, dtype=step.dtype, device=step.device)
+        preconditioner = self.preconditioner(tuning)
+        estimate = estimate if preconditioner is None else preconditioner * estimate  # in the units of the step
         return keep, 1 - keep.square() - 2 * step * estimate

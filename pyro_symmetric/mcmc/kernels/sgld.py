@@ -26,7 +26,12 @@ from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, StochasticTunin
 class SGLD(SteadyKernel):
     """Stochastic-gradient Langevin dynamics, with constant or polynomially decaying steps.
 
-    >>> posterior = sample(SGLD(model, batch_size=128), args=(x, y), num_chains=16)
+    >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
+    >>> x, y = torch.randn(100, 3), torch.randn(100)
+    >>> kernel = ps.SGLD(model, batch_size=20)
+    >>> posterior = ps.sample(kernel, x, y, num_samples=20, num_warmup=20, num_chains=4, seed=0, progress=False)
+    >>> posterior.samples["weight"].shape
+    torch.Size([4, 20, 1, 3])
 
     ``step_size``, Welling & Teh's ``ε``, is ``4 tolerance / (λ + mean V)`` if not given. ``λ`` is the largest curvature
     of the potential energy (eigenvalue of its Hessian), ``V`` the variance of the mini-batches' gradients, coordinate
@@ -37,7 +42,7 @@ class SGLD(SteadyKernel):
         return 4 * self.tolerance / (landscape.stiffest + landscape.noise.mean())
 
     def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
-        step = self.scheduled(tuning)
+        step, preconditioner = self.scheduled(tuning), self.preconditioner(tuning)
         for _ in range(self.num_steps):
-            walk.langevin(step)
+            walk.langevin(step, preconditioner=preconditioner)
         return replace(tuning, step_size=step)

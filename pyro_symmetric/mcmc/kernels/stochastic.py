@@ -1,13 +1,20 @@
-r"""What the stochastic-gradient samplers share: chains on their way, schedules of the step size, statistics.
+r"""The common part of the stochastic-gradient samplers: chains on their way, schedules of the step size, statistics.
 
 They follow a diffusion whose stationary law is the posterior, in steps that nothing accepts or rejects. Two things move
 the law that they reach away from it, and both vanish with the step: the discretisation, by curvature, and the variance
 ``V`` of the mini-batches' gradients. :class:`~pyro_symmetric.mcmc.kernels.landscape.Landscape` measures both, so a
 kernel that is given no ``step_size`` takes one that keeps the predicted excess of the variance to a ``tolerance``.
 
-Every draw brings the statistic ``virial``, :math:`z \cdot \nabla U(z) / D` averaged over the iteration's steps. Its
-mean is 1 under any posterior whose density vanishes at infinity (integrate by parts), also with mini-batches, whose
-gradients are unbiased: the configurational temperature, to be compared with 1 when a run has settled.
+Such a step is short where posteriors are narrow or data many, and then the wide directions take forever. So warm-up
+learns two things more, at the ends of the windows in which Hamiltonian kernels learn their mass matrix: the posterior's
+variances, pooled over the chains, in whose units the step is then taken (a preconditioner that stays as it is needs no
+correction), and an :class:`~pyro_symmetric.mcmc.kernels.anchors.Anchor` of each chain, its mean in the window, which is
+kept if it lets the step grow by more than it costs. A ``step_size`` that is given is that of the plain recursion.
+
+Every draw brings the statistic ``virial``, :math:`(z - a) \cdot \nabla U(z) / D` averaged over the iteration's steps,
+where :math:`a` is the other chains' mean in warm-up, or 0. Its mean is 1 under any posterior whose density vanishes at
+infinity (integrate by parts), also with mini-batches, whose gradients are unbiased: the configurational temperature, to
+be compared with 1 when a run has settled.
 """
 
 from __future__ import annotations
@@ -23,21 +30,30 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.kernels.anchors import Anchor, batches_of_a_pass, estimated
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
 from pyro_symmetric.mcmc.kernels.randomness import Batches, normal
+from pyro_symmetric.mcmc.kernels.spread import Spread
+from pyro_symmetric.mcmc.kernels.warmup import window_ends
 
-FIRST_ROUNDS = 6  # measurements of the landscape before the first step
+WATCHED = 10  # steps: at every so many of a window the chains' spread is looked at
+FIRST_ROUNDS = 6  # measurements of the landscape before the first step in new units
 
 
 @dataclass(frozen=True, eq=False)
 class StochasticTuning:
-    """What changes beside the chains.
+    """The numbers that change beside the chains.
 
     :param step_size: of the latest gradient step, ``()``.
     :param base_step_size: what the schedule multiplies, ``()``; found in warm-up, or given.
     :param batches: the stream of mini-batches.
     :param landscape: what warm-up has measured, or ``None`` if nothing is left to find.
+    :param variance: what steps are preconditioned by, ``(D,)``: the posterior's variances as warm-up has found them;
+        ``None`` before that.
+    :param spread: of the chains in the current window, to learn them from; ``None`` if they aren't learnt.
+    :param anchor: what helps mini-batches' gradients, or ``None``.
+    :param centre: what the virial is taken from, ``(C, D)``; ``None`` for the origin.
     :param second_moment: each chain's average of squared gradients per row, ``(C, D)``, of kernels that precondition by
         it, or ``None``.
     :param iteration: iterations so far.
@@ -48,6 +64,10 @@ class StochasticTuning:
     base_step_size: Tensor
     batches: Batches
     landscape: Landscape | None
+    variance: Tensor | None
+    spread: Spread | None
+    anchor: Anchor | None
+    centre: Tensor | None
     second_moment: Tensor | None
     iteration: int
     num_warmup: int
@@ -64,8 +84,11 @@ class Walk:
         self.density, self.generator = density, state.generator
         self.z, self.r = state.z.clone(), state.momentum.clone()
         self.batches: Batches = state.tuning.batches
+        self.anchor: Anchor | None = state.tuning.anchor
+        self.centre: Tensor | None = state.tuning.centre
         self.energy = state.energy
         self.last_gradient = state.gradient
+        self.spread: Spread | None = None  # to learn from this walk
         self.count = 0
         self._virial = torch.zeros_like(state.energy)
         self._counted = 0
@@ -74,8 +97,11 @@ class Walk:
     def gradient(self) -> Tensor:
         """The gradient ``(C, D)`` on each chain's next mini-batch."""
         rows, self.batches = self.batches.next(self.generator)
-        self.energy, self.last_gradient = self.density.energy_and_gradient(self.z, rows)
-        self._virial.add_(torch.linalg.vecdot(self.z, self.last_gradient))
+        self.energy, self.last_gradient = estimated(self.density, self.z, rows, self.anchor)
+        away = self.z if self.centre is None else self.z - self.centre
+        self._virial.add_(torch.linalg.vecdot(away, self.last_gradient))
+        if self.spread is not None and self._counted % WATCHED == 0:
+            self.spread = self.spread.update(self.z, self.last_gradient)
         self.count += 1
         self._counted += 1
         return self.last_gradient
@@ -90,8 +116,11 @@ class Walk:
             spread = step.sqrt() if preconditioner is None else (step * preconditioner).sqrt_()
             self.z.addcmul_(self._normal.normal_(generator=self.generator), spread)
 
-    def hamiltonian(self, step: Tensor, keep: Tensor, spread: Tensor | None) -> None:
+    def hamiltonian(
+        self, step: Tensor, keep: Tensor, spread: Tensor | None, preconditioner: Tensor | None = None
+    ) -> None:
         """Kick, half a drift, friction that keeps a share of the momentum and noise, half a drift."""
+        step = step if preconditioner is None else step * preconditioner.sqrt()
         half = 0.5 * step
         self.r.addcmul_(self.gradient(), step, value=-1)
         self.z.addcmul_(self.r, half)
@@ -101,7 +130,7 @@ class Walk:
         self.z.addcmul_(self.r, half)
 
     def begin_sampling(self) -> None:
-        """What came before was no sampling: start averages and momenta anew."""
+        """Start averages and momenta anew: what came before was no sampling."""
         self.r.normal_(generator=self.generator)
         self._virial.zero_()
         self._counted = 0
@@ -156,16 +185,21 @@ class StochasticGradientKernel(Kernel):
 
     @property
     def measures(self) -> bool:
-        """Whether warm-up has anything to measure."""
+        """True if warm-up has anything to measure."""
         return self.step_size is None
+
+    def _watches(self, tuning: StochasticTuning) -> bool:
+        """True if the chains' spread is learnt from the iteration to come."""
+        begin, ends = window_ends(tuning.num_warmup)
+        return bool(ends) and begin <= tuning.iteration < ends[-1]
 
     def first_moment(self, density: Density, gradient: Tensor) -> Tensor | None:
         """The tuning's first ``second_moment``."""
         return None
 
     def preconditioner(self, tuning: StochasticTuning) -> Tensor | None:
-        """The diagonal ``(C, D)`` of what multiplies gradients; ``None`` for none."""
-        return None
+        """The diagonal, ``(C, D)`` or ``(D,)``, of what multiplies gradients; ``None`` for none."""
+        return tuning.variance
 
     # the contract ---------------------------------------------------------------------------------------------------
 
@@ -174,20 +208,33 @@ class StochasticGradientKernel(Kernel):
         energy, gradient = density.energy_and_gradient(z, rows)
         momentum = normal(z, generator) if self.has_momentum else torch.zeros_like(z)
         base = z.new_tensor(self.step_size or 0.0)
-        landscape = Landscape.start(z, generator) if self.measures else None
-        tuning = StochasticTuning(base, base, batches, landscape, self.first_moment(density, gradient), 0, num_warmup)
+        tuning = StochasticTuning(
+            base,
+            base,
+            batches,
+            Landscape.start(z, generator) if self.measures else None,
+            variance=None,
+            spread=Spread.start(z) if self.step_size is None else None,
+            anchor=None,
+            centre=None,
+            second_moment=self.first_moment(density, gradient),
+            iteration=0,
+            num_warmup=num_warmup,
+        )
         state = State(z, momentum, energy, gradient, tuning, generator)
-        for _ in range(FIRST_ROUNDS):
-            state = self.adapt(density, state, 0, num_warmup)
-        return state
+        return replace(state, tuning=self._measured(density, state, tuning, FIRST_ROUNDS))
 
     def step(self, density: Density, state: State) -> State:
         walk = Walk(density, state)
+        if state.tuning.spread is not None and self._watches(state.tuning):
+            walk.spread = state.tuning.spread
         tuning = self.walk(walk, state.tuning)
         # A chain that left all numbers behind goes back to where the iteration began, and is counted.
         found = (torch.isfinite(walk.z) & torch.isfinite(walk.r)).all(-1) & torch.isfinite(walk.energy)
         lost = ~found[:, None]
         energy = torch.where(found, walk.energy, state.energy)
+        if walk.spread is not None and tuning.spread is not None:
+            tuning = replace(tuning, spread=walk.spread.unless(lost.any(), tuning.spread))
         statistics = {
             "lp": -energy,
             "virial": torch.where(found, walk.virial(), torch.nan),
@@ -211,14 +258,53 @@ class StochasticGradientKernel(Kernel):
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         tuning: StochasticTuning = state.tuning
-        if tuning.landscape is None:
-            return state
-        landscape = tuning.landscape.update(density, state.z, state.generator, self.preconditioner(tuning))
-        tuning = replace(tuning, landscape=landscape)
-        if self.step_size is None:
-            base = self.best_step(landscape)
-            tuning = replace(tuning, base_step_size=base, step_size=base)
+        tuning = self._measured(density, state, tuning)
+        if tuning.spread is not None and iteration + 1 in window_ends(num_warmup)[1]:
+            tuning = self._renewed(density, state, tuning, tuning.spread)
+        if iteration + 1 == num_warmup:
+            tuning = self._settled(tuning)
         return replace(state, tuning=tuning)
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _measured(self, density: Density, state: State, tuning: StochasticTuning, rounds: int = 1) -> StochasticTuning:
+        """Look at the landscape, and take the step that it suggests."""
+        if tuning.landscape is None:
+            return tuning
+        landscape, preconditioner = tuning.landscape, self.preconditioner(tuning)
+        for _ in range(rounds):
+            landscape = landscape.update(density, state.z, state.generator, preconditioner, tuning.anchor)
+        return self._stepping(replace(tuning, landscape=landscape))
+
+    def _stepping(self, tuning: StochasticTuning) -> StochasticTuning:
+        if self.step_size is not None or tuning.landscape is None:
+            return tuning
+        base = self.best_step(tuning.landscape)
+        return replace(tuning, base_step_size=base, step_size=base)
+
+    def _renewed(self, density: Density, state: State, tuning: StochasticTuning, window: Spread) -> StochasticTuning:
+        """At the end of a window: variances, an anchor where each chain was on average, and a step in these units."""
+        cost, learnt = batches_of_a_pass(density), self._preconditioned(density, tuning, window)
+        learnt = replace(learnt, spread=Spread.start(state.z), centre=window.mean_of_others, anchor=None)
+        if cost is not None and cost <= window.count * WATCHED:  # as many as the window had
+            learnt = replace(learnt, anchor=Anchor.at(density, window.mean))
+        learnt = replace(learnt, landscape=Landscape.start(state.z, state.generator))
+        learnt = self._settled(self._measured(density, state, learnt, FIRST_ROUNDS))
+        if learnt.anchor is None and learnt.variance is tuning.variance:  # in the same units as before
+            learnt = self._stepping(replace(learnt, landscape=tuning.landscape))
+        return learnt
+
+    def _preconditioned(self, density: Density, tuning: StochasticTuning, window: Spread) -> StochasticTuning:
+        exact = tuning.anchor is not None or not density.row_counts
+        return replace(tuning, variance=window.variance(by_slope=exact))
+
+    def _settled(self, tuning: StochasticTuning) -> StochasticTuning:
+        """Keep an anchor only if it pays."""
+        landscape = tuning.landscape
+        if tuning.anchor is None or landscape is None or landscape.anchor_pays:
+            return tuning
+        landscape = replace(landscape, noise=landscape.bare_noise)
+        return self._stepping(replace(tuning, anchor=None, landscape=landscape))
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

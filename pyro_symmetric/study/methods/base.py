@@ -43,7 +43,7 @@ PREFIXES = ("single-", "multi-")
 
 @dataclass(frozen=True)
 class Fit:
-    """What a method made of a problem: draws of the weights, and what else it can tell.
+    """A method's answer to a problem: draws of the weights, and what else it can tell.
 
     :param label: the row of the report.
     :param posterior: the draws; chains where the method has chains, else one chain of independent draws.
@@ -70,7 +70,7 @@ class Fit:
 
     @property
     def is_chain(self) -> bool:
-        """Whether draws are successive states of Markov chains, so that R-hat and ESS mean something."""
+        """True if draws are successive states of Markov chains, so that R-hat and ESS mean something."""
         return self.posterior.rows == "chains"
 
 
@@ -102,6 +102,10 @@ class Method(ABC):
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         """Fit, and yield one :class:`Fit` for each of ``labels`` (by default the name), in that order."""
 
+    def too_large(self, problem: Problem) -> str:
+        """The sentence why this problem is too large for the method, which is left out then; empty if it isn't."""
+        return ""
+
     def quick(self) -> Method:
         """The same method on a small budget."""
         return replace(self, **self.quick_budget)
@@ -118,7 +122,7 @@ class Method(ABC):
 
     @property
     def description(self) -> str:
-        """What the report says of it."""
+        """The sentences that describe it in the report."""
         ways = {"": "", "single-": " One mode only.", "multi-": f" {self.modes} independent runs, in equal shares."}
         return self.summary + ways[self.prefix]
 

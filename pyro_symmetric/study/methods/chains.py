@@ -34,7 +34,8 @@ class _Chains(Method):
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         posterior = sample(
             self.kernel(problem),
-            args=(problem.x, problem.y),
+            problem.x,
+            problem.y,
             num_samples=self.draws,
             num_warmup=self.warmup,
             num_chains=self.modes,

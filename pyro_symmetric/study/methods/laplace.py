@@ -79,8 +79,10 @@ class _Laplace(_Networks):
         )
         targets = problem.y if problem.is_classification else model.likelihood.targets(problem.y)[:, None]
         rows = torch.utils.data.TensorDataset(problem.x, targets.to(problem.x.dtype) if noise else targets)
-        fitted.fit(torch.utils.data.DataLoader(rows, batch_size=max(1, min(512, MOST_INPUTS // problem.x[0].numel()))))
-        flat = fitted.sample(draws).detach()
+        size = max(1, min(512, MOST_INPUTS // problem.x[0].numel()))
+        with problem.x.device:  # laplace-torch makes an identity where the default device is
+            fitted.fit(torch.utils.data.DataLoader(rows, batch_size=size))
+            flat = fitted.sample(draws).detach()
         drawn = unflatten(flat, moved, moved)
         return {**{site: value.expand(draws, *value.shape) for site, value in mode.items()}, **drawn}
 

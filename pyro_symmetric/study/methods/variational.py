@@ -12,6 +12,7 @@ from pyro.infer.autoguide.initialization import init_to_median, init_to_value
 
 from pyro_symmetric.alignment import align, loss_barrier
 from pyro_symmetric.distributions import SinkhornImportance
+from pyro_symmetric.groups import Action
 from pyro_symmetric.guides import (
     AutoSymmetrized,
     AutoUnitBlocks,
@@ -22,7 +23,7 @@ from pyro_symmetric.guides import (
     push_forward,
     suggest_estimator,
 )
-from pyro_symmetric.guides.unit_blocks import gaussian_copy
+from pyro_symmetric.guides.unit_blocks import gaussian_copy, unit_positions
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, pooled, register
 from pyro_symmetric.study.problem import Problem
@@ -141,14 +142,30 @@ class SymmetrizedMeanField(_Symmetrized):
 @register
 @dataclass(frozen=True)
 class SymmetrizedUnitBlocks(_Symmetrized):
-    """Unit blocks averaged over the network's finite group."""
+    """Unit blocks averaged over the network's finite group.
+
+    A step costs the cube of a unit's weights: :attr:`largest` bounds the entries of all blocks together.
+    """
+
+    largest: int = 500_000
 
     base: ClassVar[type[AutoGuide]] = AutoUnitBlocks
     name: ClassVar[str] = "symmetrized-blocks"
     summary: ClassVar[str] = (
         "AutoSymmetrized over AutoUnitBlocks: the weights of each hidden unit are correlated, units are independent; "
-        "averaged over the same group, and trained likewise."
+        "averaged over the same group, and trained likewise. Left out of networks with too many weights a unit."
     )
+
+    def too_large(self, problem: Problem) -> str:
+        shapes = problem.model.site_shapes
+        positions = unit_positions(Action(problem.symmetry.finite, list(shapes), shapes))
+        entries = sum(where.shape[0] * where.shape[1] ** 2 for where in positions.values())
+        if entries <= self.largest:
+            return ""
+        return (
+            f"the covariances of its units have {entries:,} entries, more than {self.largest:,}; --budget "
+            f"{self.title}.largest={entries} fits it all the same"
+        )
 
 
 @register

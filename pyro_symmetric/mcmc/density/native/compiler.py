@@ -114,7 +114,7 @@ def _cache_folder() -> Path | None:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether it is this user's, and no one else may write to it."""
+    """True if it is this user's, and no one else may write to it."""
     if not hasattr(os, "getuid"):
         return True
     found = path.lstat()
@@ -122,13 +122,13 @@ def _is_own(path: Path) -> bool:
 
 
 def _is_firm(folder: Path) -> bool:
-    """Whether strangers can't rename what this user has in it."""
+    """True if strangers can't rename what this user has in it."""
     mode = folder.stat().st_mode
     return not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)
 
 
 def _processor() -> str:
-    """What tells processors apart on which the same build runs or doesn't."""
+    """The features of the processor that decide if a build runs on it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -22,6 +22,7 @@
 namespace {
 
 typedef int64_t Int;
+const double NOISE_FLOOR = 1e-6;  // as likelihoods.py has it
 
 template <class T> struct Vector {
     typedef T V __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(T)), may_alias));
@@ -240,12 +241,14 @@ template <class T> void activate(Int kind, T parameter, Int count, T* __restrict
 
 // the network ----------------------------------------------------------------------------------------------------------
 
+enum Loss { SQUARES, CROSS_ENTROPY, NOISE };  // as feedforward.py numbers them
+
 struct Network {
-    Int layers, rows, tile, lead, width, batch, categorical;  // width: inputs, padded to lanes; batch: 0 for all rows
+    Int layers, rows, tile, lead, width, batch, loss;  // width: inputs, padded to lanes; batch: 0 for all rows
     const Int *sizes, *weight, *bias, *activation;            // of each layer: outputs; offsets in z (bias -1: none)
     Int dim, scratch;
     explicit Network(const Int* s) {
-        layers = s[0]; rows = s[1]; tile = s[2]; lead = s[3]; width = s[4]; batch = s[5]; categorical = s[6];
+        layers = s[0]; rows = s[1]; tile = s[2]; lead = s[3]; width = s[4]; batch = s[5]; loss = s[6];
         dim = s[7]; scratch = s[8];
         sizes = s + 9;
         weight = sizes + layers + 1;
@@ -254,11 +257,12 @@ struct Network {
     }
     Int inputs() const { return sizes[0]; }
     Int outputs() const { return sizes[layers]; }
+    Int targets() const { return loss == NOISE ? outputs() / 2 : outputs(); }
 };
 
 // Data of the whole set: tiles (inputs, lead) one after the other, and rows (width) of which a batch is gathered.
 template <class T> struct Data {
-    const T *tiles, *x, *y;  // y: (rows, outputs) real targets
+    const T *tiles, *x, *y;  // y: (rows, targets) real targets
     const Int* labels;
     const T* parameters;  // of the activations
 };
@@ -273,6 +277,24 @@ template <class T> double gaussian(const Network& net, Int count, const T* y, T*
         for (Int n = 0; n < count; n++) { r[n] -= y[n * K + k]; sum += r[n] * r[n]; }
         for (Int n = count; n < net.tile; n++) r[n] = 0;
         total += 0.5 * sum;
+    }
+    return total;
+}
+
+// Half the squared error in units of a noise that the second half of the outputs gives, and the noise's logarithm.
+template <class T> double noise(const Network& net, Int count, const T* y, T* out) {
+    double total = 0;
+    const Int K = net.targets();
+    for (Int k = 0; k < K; k++) {
+        T *mean = out + k * net.lead, *raw = out + (K + k) * net.lead;
+        for (Int n = 0; n < count; n++) {
+            const T r = raw[n], e = exponential(r > 0 ? -r : r), slope = (r > 0 ? T(1) : e) / (T(1) + e);
+            const T scale = (r > 0 ? r : T(0)) + std::log1p(e) + T(NOISE_FLOOR), error = (mean[n] - y[n * K + k]) / scale;
+            total += 0.5 * error * error + std::log(scale);
+            mean[n] = error / scale;
+            raw[n] = (T(1) - error * error) / scale * slope;
+        }
+        for (Int n = count; n < net.tile; n++) mean[n] = raw[n] = 0;
     }
     return total;
 }
@@ -321,8 +343,8 @@ void chain(const Network& net, const Data<T>& data, const T* w, const Int* batch
             for (Int n = 0; n < tile; n++) {
                 const Int row = batch[start + (n < rows ? n : 0)];
                 std::memcpy(xr + n * width, data.x + row * width, sizeof(T) * width);
-                if (net.categorical) labels[n] = data.labels[row];
-                else std::memcpy(targets + n * net.outputs(), data.y + row * net.outputs(), sizeof(T) * net.outputs());
+                if (net.loss == CROSS_ENTROPY) labels[n] = data.labels[row];
+                else std::memcpy(targets + n * net.targets(), data.y + row * net.targets(), sizeof(T) * net.targets());
             }
             for (Int i = 0; i < net.inputs(); i++)
                 for (Int n = 0; n < tile; n++) xt[i * lead + n] = xr[n * width + i];
@@ -330,7 +352,7 @@ void chain(const Network& net, const Data<T>& data, const T* w, const Int* batch
         } else {
             x_tile = data.tiles + start / tile * net.inputs() * lead;
             x_rows = data.x + start * width;
-            y = data.y ? data.y + start * net.outputs() : nullptr;
+            y = data.y ? data.y + start * net.targets() : nullptr;
             classes = data.labels ? data.labels + start : nullptr;
         }
         const T* below = x_tile;
@@ -346,7 +368,8 @@ void chain(const Network& net, const Data<T>& data, const T* w, const Int* batch
             at += 2 * out * lead;
         }
         T* delta = (T*)below;
-        if (net.categorical) total += cross_entropy<T>(net, rows, classes, delta, top, sum);
+        if (net.loss == CROSS_ENTROPY) total += cross_entropy<T>(net, rows, classes, delta, top, sum);
+        else if (net.loss == NOISE) total += noise<T>(net, rows, y, delta);
         else total += gaussian<T>(net, rows, y, delta);
         if (net.activation[L - 1] != IDENTITY) {
             const T* slope = delta + net.outputs() * lead;

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.density.engine import Unavailable
-from pyro_symmetric.mcmc.density.feedforward import Layer, NetworkProblem
+from pyro_symmetric.mcmc.density.feedforward import LOSSES, Layer, NetworkProblem
 from pyro_symmetric.mcmc.density.native.compiler import library
 
 KINDS = {"identity": 0, "relu": 1, "leaky_relu": 2, "tanh": 3, "sigmoid": 4, "silu": 5, "elu": 6}
@@ -37,12 +37,13 @@ class NativeLoss:
         lead = tile + 16  # so that the rows of a tile don't fall on the same lines of the cache
         self._flops = 6.0 * rows * sum(layer.inputs * layer.outputs for layer in layers)
         self._scratch_size = _scratch_size(layers, width, tile, lead, x.element_size())
-        head = [len(layers), len(x), tile, lead, width, problem.batch_size or 0, int(problem.categorical), problem.dim]
+        loss = LOSSES.index(problem.loss)
+        head = [len(layers), len(x), tile, lead, width, problem.batch_size or 0, loss, problem.dim]
         sizes = [inputs, *(layer.outputs for layer in layers)]
         weights = [problem.offsets[layer.weight] for layer in layers]
         biases = [-1 if layer.bias is None else problem.offsets[layer.bias] for layer in layers]
         kinds = [KINDS[layer.activation] for layer in layers]
-        self._shape = torch.tensor([*head, self._scratch_size, *sizes, *weights, *biases, *kinds])
+        self._shape = torch.tensor([*head, self._scratch_size, *sizes, *weights, *biases, *kinds], device="cpu")
         self._settings = x.new_tensor([layer.settings[0] if layer.settings else 0.0 for layer in layers])
         self._x = x.new_zeros(-(-len(x) // tile) * tile, width)
         self._x[: len(x), :inputs] = x
@@ -50,8 +51,9 @@ class NativeLoss:
         if problem.batch_size is None:
             self._tiles = x.new_zeros(len(self._x) // tile, inputs, lead)
             self._tiles[:, :, :tile] = self._x[:, :inputs].reshape(-1, tile, inputs).transpose(1, 2)
-        self._y = x.new_zeros(0) if problem.categorical else problem.y.contiguous()
-        self._labels = problem.y.long().contiguous() if problem.categorical else torch.zeros(0, dtype=torch.long)
+        categorical = problem.loss == "cross-entropy"
+        self._y = x.new_zeros(0) if categorical else problem.y.contiguous()
+        self._labels = problem.y.long().contiguous() if categorical else torch.zeros(0, dtype=torch.long, device="cpu")
         self._scratch: dict[int, Tensor] = {}
 
     def loss_and_gradient(self, w: Tensor, scale: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:

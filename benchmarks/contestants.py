@@ -1,0 +1,181 @@
+"""One model, many samplers: this library's, NumPyro's and Pyro's, with draws and processor time of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import pyro_symmetric as ps
+from pyro_symmetric.chain_statistics import chain_statistics
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model of either library.
+
+    :param write: ``(distributions, sample, plate, library, data)``, where ``library`` is ``torch`` or ``jax.numpy``.
+    :param data: arrays; floating-point ones are computed with in the problem's precision.
+    """
+
+    write: Callable[..., None]
+    data: tuple[NDArray[Any], ...]
+    dtype: torch.dtype = torch.float32
+
+    def in_pyro(self) -> Callable[[], None]:
+        """The model; PyTorch's default dtype becomes the problem's, in which Pyro evaluates priors of plain numbers."""
+        torch.set_default_dtype(self.dtype)
+        tensors = (torch.as_tensor(array) for array in self.data)
+        data = tuple(value.to(self.dtype) if value.is_floating_point() else value for value in tensors)
+
+        def model() -> None:
+            self.write(dist, pyro.sample, pyro.plate, torch, data)
+
+        return model
+
+    def in_numpyro(self) -> Callable[[], None]:
+        import jax
+        import jax.numpy as jnp
+        import numpyro
+        import numpyro.distributions as npd
+
+        jax.config.update("jax_enable_x64", self.dtype == torch.float64)
+        data = tuple(jnp.asarray(array) for array in self.data)
+
+        def model() -> None:
+            self.write(npd, numpyro.sample, numpyro.plate, jnp, data)
+
+        return model
+
+
+@dataclass(frozen=True)
+class Run:
+    """Draws ``(C, S, K)`` of all coordinates, and seconds of processor time; ``everything`` has compiling, too."""
+
+    draws: Tensor
+    sampling: float
+    warmup: float
+    everything: float
+
+    def row(self) -> dict[str, float]:
+        """Effective draws of the worst coordinate, and how many a second."""
+        found = chain_statistics(self.draws.double())
+        worst = found.ess_bulk.min().item()
+        return {
+            "worst effective": worst,
+            "R-hat": found.r_hat.max().item(),
+            "draws a second": worst / self.sampling,
+            "with warm-up": worst / (self.sampling + self.warmup),
+            "all": worst / self.everything,
+        }
+
+
+def processor_seconds() -> float:
+    """Of this process and of the compilers that it started."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def coordinates(samples: dict[str, Tensor]) -> Tensor:
+    """Sites ``(C, S, ...)`` side by side, ``(C, S, K)``."""
+    return torch.cat([value.reshape(*value.shape[:2], -1) for value in samples.values()], -1)
+
+
+def ours(
+    problem: Problem,
+    warmup: int | None,
+    draws: int,
+    kind: Callable[[Any], Any] = lambda model: model,
+    chains: int | None = None,
+    engine: str = "auto",
+) -> Run:
+    """One of this library's samplers, twice: what the first run takes has compiling, unless programs were kept.
+
+    :param warmup: ``None``: as the library decides.
+    :param kind: model -> kernel. By default the library chooses the sampler.
+    """
+    model = problem.in_pyro()
+    asked = {"num_warmup": warmup, "num_chains": chains}
+
+    def timed() -> tuple[ps.Posterior, float]:
+        given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+        begun = processor_seconds()
+        found = ps.sample(
+            kind(model), num_samples=draws, engine=engine, dtype=problem.dtype, seed=0, progress=False, **given
+        )
+        return found, processor_seconds() - begun
+
+    _, everything = timed()
+    posterior, whole = timed()
+    seconds = posterior.metadata["seconds"]
+    share = seconds["sampling"] / (seconds["sampling"] + seconds["warmup"])
+    return Run(coordinates(dict(posterior.samples)), whole * share, whole * (1 - share), everything)
+
+
+def numpyro_run(problem: Problem, warmup: int, draws: int, chains: int, dense: bool, method: str = "vectorized") -> Run:
+    """NumPyro's NUTS: all chains at once (``"vectorized"``), or one after another (``"sequential"``).
+
+    NumPyro's ``MCMC`` compiles its loop anew in every call, seconds each. Its calls are compiled here, once, so that
+    the second one is all sampling.
+    """
+    import jax
+    from numpyro.infer import MCMC, NUTS
+
+    together = chains if method == "vectorized" else 1
+    mcmc = MCMC(
+        NUTS(problem.in_numpyro(), dense_mass=dense),
+        num_warmup=warmup,
+        num_samples=draws,
+        num_chains=together,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+
+    @jax.jit
+    def warmed_up(key: Any) -> Any:
+        mcmc.warmup(key)
+        return mcmc.last_state
+
+    @jax.jit
+    def drawn(state: Any, key: Any) -> Any:
+        mcmc.post_warmup_state = state
+        mcmc.run(key)
+        return mcmc.get_samples(group_by_chain=True)
+
+    def timed() -> tuple[dict[str, NDArray[Any]], float, float]:
+        keys = jax.random.split(jax.random.PRNGKey(0), (chains // together, 2))
+        begun = processor_seconds()
+        states = jax.block_until_ready([warmed_up(first) for first, _ in keys])
+        middle = processor_seconds()
+        parts = jax.block_until_ready([drawn(state, key) for state, (_, key) in zip(states, keys, strict=True)])
+        seconds = middle - begun, processor_seconds() - middle
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, *seconds
+
+    _, *compiling = timed()
+    found, warming, sampling = timed()
+    samples = coordinates({name: torch.as_tensor(value) for name, value in found.items()})
+    return Run(samples, sampling, warming, sum(compiling))
+
+
+def pyro_run(problem: Problem, warmup: int, draws: int) -> Run:
+    """Pyro's NUTS, one chain of a tenth of the iterations."""
+    from pyro.infer import MCMC, NUTS
+
+    model = problem.in_pyro()
+    pyro.set_rng_seed(0)
+    draws, warmup = max(10, draws // 10), max(10, warmup // 10)
+    mcmc = MCMC(NUTS(model), num_samples=draws, warmup_steps=warmup, disable_progbar=True)
+    begun = processor_seconds()
+    mcmc.run()
+    whole = processor_seconds() - begun
+    share = draws / (draws + warmup)
+    found = {name: value[None] for name, value in mcmc.get_samples().items()}
+    return Run(coordinates(found), whole * share, whole * (1 - share), whole)

@@ -1,0 +1,110 @@
+"""Effective draws a second on posteriordb: this library beside NumPyro's NUTS, at its best, and Pyro's.
+
+    python -m benchmarks.posteriordb.speed [--posteriors arK-arK garch-garch11] [--root FOLDER] [--json FILE]
+
+Ours are ``chosen``, a call of ``sample`` with nothing but the model, and two kernels with all else by default and as
+many warm-up iterations as NumPyro. What counts is the worst coordinate's effective sample size (bulk, of all chains)
+over seconds of processor time: ``sampling`` alone; ``warm`` with warm-up, all being compiled; ``cold`` with compiling,
+which NumPyro does in every process and this library once (its programs are kept on disk: empty PyTorch's cache for a
+first run's figures). NumPyro runs 4 chains one after another and at once, and 64 at once, each with a diagonal and with
+a dense mass matrix; its best counts, for each column apart. Chains whose R-hat exceeds 1.05 sampled something else and
+count as no draws. All figures of a posterior come from one process: compare ratios, not seconds, if the machine has
+other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import pyro_symmetric as ps
+from benchmarks.contestants import Problem, Run, numpyro_run, ours, pyro_run
+from benchmarks.harness import Results, Row, parse, parser, print_table
+from benchmarks.posteriordb.catalogue import ENTRIES
+from benchmarks.posteriordb.database import Database
+
+R_HAT = 1.05
+OURS: dict[str, Callable[[Problem, int, int], Run]] = {
+    "chosen": lambda problem, warmup, draws: ours(problem, None, draws),
+    **{
+        f"{kind.__name__}, {chains} chains": partial(ours, kind=kind, chains=chains, engine="inductor")
+        for kind, chains in ((ps.NUTS, 4), (ps.AdaptiveHMC, 16))
+    },
+}
+NUMPYRO: dict[str, Callable[[Problem, int, int], Run]] = {
+    f"NumPyro, {chains} {method}, {'dense' if dense else 'diagonal'}": partial(
+        numpyro_run, chains=chains, dense=dense, method=method
+    )
+    for chains, method in ((4, "vectorized"), (4, "sequential"), (64, "vectorized"))
+    for dense in (False, True)
+}
+PYRO: dict[str, Callable[[Problem, int, int], Run]] = {"Pyro": pyro_run}
+COLUMNS = {"sampling": "draws a second", "warm": "with warm-up", "cold": "all"}
+
+
+def row(options: argparse.Namespace, posterior: str, contestant: str) -> Row:
+    entry = ENTRIES[posterior]
+    arrays = tuple(np.asarray(array) for array in entry.read(Database(options.root).data(posterior)))
+    problem = Problem(entry.write, arrays, getattr(torch, options.dtype))
+    return {**OURS, **NUMPYRO, **PYRO}[contestant](problem, options.warmup, options.draws).row()
+
+
+def best(rows: list[Row], column: str) -> float:
+    """Most effective draws a second of any row whose chains agree; NaN if none's do."""
+    return max((own[column] for own in rows if own["R-hat"] < R_HAT or math.isnan(own["R-hat"])), default=math.nan)
+
+
+def main() -> None:
+    arguments = parser(__doc__, seeds=1)
+    arguments.add_argument("--posteriors", nargs="+", default=list(ENTRIES), choices=list(ENTRIES), metavar="NAME")
+    arguments.add_argument("--contestants", nargs="+", default=[*OURS, *NUMPYRO, *PYRO], metavar="NAME")
+    arguments.add_argument("--dtype", default="float64", choices=["float32", "float64"])
+    arguments.add_argument(
+        "--root", type=Path, help="folder posterior_database of a copy; by default files are fetched"
+    )
+    arguments.add_argument("--draws", type=int, default=1000, help="of each chain; a tenth of it by Pyro")
+    arguments.add_argument("--warmup", type=int, default=500)
+    options = parse(arguments)
+    if options.quick:
+        options.draws, options.warmup = 40, 40
+    known = [*OURS, *(NUMPYRO if importlib.util.find_spec("numpyro") else ()), *PYRO]
+    chosen = [name for name in known if name in options.contestants]
+    results = Results.of(options, "draws", "warmup", "dtype")
+    results.fill(partial(row, options), posterior=options.posteriors, contestant=chosen)
+    for posterior in options.posteriors:
+        rows = results.find(posterior=posterior)
+        cells = [[f"{own[name]:.4g}" for name in ("worst effective", "R-hat", *COLUMNS.values())] for own in rows]
+        lines = [[own["contestant"], *line] for own, line in zip(rows, cells, strict=True)]
+        print_table(posterior, ["contestant", "worst effective", "R-hat", *COLUMNS], lines)
+    ratios(results, options.posteriors, [name for name in chosen if name in OURS])
+
+
+def ratios(results: Results, posteriors: list[str], names: list[str]) -> None:
+    """Print each of our samplers' effective draws a second over those of NumPyro's best and of Pyro's."""
+    for title, peers in (("NumPyro's best", NUMPYRO), ("Pyro", PYRO)):
+        for column, key in COLUMNS.items():
+            found: dict[str, list[float]] = {name: [] for name in names}
+            lines = []
+            for posterior in posteriors:
+                rows = results.find(posterior=posterior)
+                theirs = best([own for own in rows if own["contestant"] in peers], key)
+                for name in names:
+                    mine = best([own for own in rows if own["contestant"] == name], key)
+                    found[name].append(mine / theirs)
+                lines.append([posterior, *(f"{found[name][-1]:.3g}" for name in names)])
+            for label, summary in (("median", statistics.median), ("least", min)):
+                known = {name: [v for v in values if not math.isnan(v)] for name, values in found.items()}
+                lines.append([label, *(f"{summary(v):.3g}" if v else "-" for v in known.values())])
+            print_table(f"Against {title}, {column}", ["posterior", *names], lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+r"""The agreement of a warm-up's chains: by that it ends, if its length is ``"auto"``.
+
+A kernel names lengths at which its warm-up may end (:attr:`~pyro_symmetric.mcmc.kernels.kernel.Kernel.warmups`). At
+each of them the second half of the iterations is looked at: the rank-normalised split :math:`\hat R` of every
+unconstrained coordinate and of the energy. If the largest is below :data:`LIMIT`, warm-up ends there; at the last
+length it ends in any case. So a run that ended after 300 iterations is, draw for draw, the run that was asked for 300.
+
+One number says all that has to have settled. Means of half chains of :math:`n` effective draws have :math:`\hat R
+\approx \sqrt{1 + 1/n}`, so that the limit asks for about ten of each half chain, 80 of four chains together: their
+variances, which the mass matrix holds, are known to a sixth. Chains on their way, chains that are stuck, and a spread
+that still grows (it is the larger one of values and folded values) have a larger :math:`\hat R`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.chain_findings import R_HAT
+from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.mcmc.curves import Thinned
+from pyro_symmetric.mcmc.kernels.kernel import State
+
+LIMIT = R_HAT[1]
+LARGEST = 999.0  # what is said of chains that don't move at all
+DRAWS = 512  # that are kept of each chain, at most
+NUMBERS = 2**22  # that are kept in all, about: beyond it fewer draws, then fewer chains, then fewer coordinates
+FEWEST_DRAWS, FEWEST_CHAINS, MOST_CHAINS, MOST_COORDINATES = 64, 16, 128, 4096
+
+
+class Agreement(Thinned):
+    """Where the chains have been in warm-up, thinned; part of what a run resumes from.
+
+    :param z: where they start, ``(C, D)``.
+    """
+
+    def __init__(self, z: Tensor):
+        self._every = -(-z.shape[1] // MOST_COORDINATES)
+        width = -(-z.shape[1] // self._every) + 1
+        fitting = max(FEWEST_CHAINS, NUMBERS // (FEWEST_DRAWS * width))
+        self._chains = min(len(z), MOST_CHAINS, fitting)
+        draws = NUMBERS // (self._chains * width) // 2 * 2
+        super().__init__(min(DRAWS, max(FEWEST_DRAWS, draws)))
+        self._shape = torch.Size((self._chains, width))
+
+    def restore(self, found: dict[str, Any]) -> None:
+        super().restore(found)
+        if any(value.shape != self._shape for value in self.kept):
+            raise ValueError(f"what chains have passed isn't of shape {tuple(self._shape)}")
+
+    def record(self, iteration: int, state: State) -> None:
+        """Note the state after an iteration, counted from 0."""
+
+        def places() -> Tensor:
+            chains = slice(self._chains)
+            return torch.cat([state.z[chains, :: self._every], state.energy[chains, None]], 1)
+
+        self.note(iteration, places)
+
+    def r_hat(self, iterations: int) -> float:
+        """The largest one over the second half of the first iterations, at most :data:`LARGEST`."""
+        kept = self.until(iterations)
+        draws = torch.stack(kept[len(kept) // 2 :], 1).cpu()
+        if len(draws) == 1:  # whose halves stand for chains
+            draws = draws[:, : draws.shape[1] // 2 * 2].unflatten(1, (2, -1)).squeeze(0)
+        if not bool(draws.isfinite().all()):
+            return LARGEST
+        found = chain_statistics(draws).r_hat
+        found = found[~found.isnan()]  # coordinates that have one value everywhere
+        return min(float(found.max()), LARGEST) if len(found) else LARGEST

@@ -1,0 +1,96 @@
+"""Bad calls of the door for those who come from Pyro."""
+
+import pyro
+import torch
+from torch.distributions.transforms import ExpTransform
+
+import pyro_symmetric as ps
+from pyro_symmetric.infer import HMC, NUTS
+
+from .table import ARRAY, COUNTS, DEVICES, FLAGS, FRACTIONS, NOT_NEGATIVE, POSITIVE, THINGS, Calls
+
+
+def plain(y=0.0):
+    """A model of one site."""
+    pyro.sample("z", pyro.distributions.Normal(y, 1.0))
+
+
+def chains(**options):
+    """A run of one draw."""
+    good = {"kernel": NUTS(plain), "num_samples": 1, "warmup_steps": 1, "disable_progbar": True, "engine": "torch"}
+    mcmc = ps.MCMC(**{**good, **options})
+    mcmc.run()
+    return mcmc
+
+
+SHARED = {
+    "model": (3, "banana", ARRAY, ps.BayesianModel),
+    "potential_fn": (3, lambda values: values["z"]),
+    "step_size": POSITIVE,
+    "adapt_step_size": FLAGS,
+    "adapt_mass_matrix": FLAGS,
+    "full_mass": (3, None, "z", ["z"], [(3,)]),
+    "transforms": (3, {"z": 3}, {"z": ExpTransform()}),
+    "max_plate_nesting": NOT_NEGATIVE,
+    "jit_compile": FLAGS,
+    "jit_options": (3, "banana"),
+    "ignore_jit_warnings": FLAGS,
+    "target_accept_prob": (*FRACTIONS, None),
+    "init_strategy": THINGS,
+}
+
+CALLS = (
+    Calls(
+        "infer.HMC",
+        HMC,
+        lambda: {"model": plain},
+        {
+            **SHARED,
+            "trajectory_length": POSITIVE,
+            "num_steps": COUNTS,
+            "min_stepsize": (*POSITIVE, None),
+            "max_stepsize": (0.0, -1.0, "1", None),
+        },
+    ),
+    Calls(
+        "infer.NUTS",
+        NUTS,
+        lambda: {"model": plain},
+        {**SHARED, "use_multinomial_sampling": FLAGS, "max_tree_depth": (*COUNTS, None)},
+    ),
+    Calls(
+        "MCMC",
+        chains,
+        dict,
+        {
+            "kernel": (*THINGS, plain, ps.NUTS, ps.NUTS(None)),
+            "num_samples": (*COUNTS, None),
+            "warmup_steps": NOT_NEGATIVE,
+            "initial_params": (3, {}, {"z": 0.0}, {"y": torch.zeros(())}, {"z": torch.zeros(2)}),
+            "num_chains": (*COUNTS, None),
+            "hook_fn": (3, "banana"),
+            "disable_progbar": FLAGS,
+            "disable_validation": (False, 1, "yes"),
+            "transforms": (3, {"z": ExpTransform()}),
+            "save_params": (3, "z", [3], ["banana"]),
+            "seed": (1.5, "3", True, -1),
+            "device": DEVICES,
+            "engine": (1, "yes", None),
+        },
+        words={"kernel": ""},
+    ),
+    Calls(
+        "MCMC.run",
+        lambda **o: ps.MCMC(NUTS(plain), 1, 1, disable_progbar=True, engine="torch").run(**o),
+        dict,
+        {"num_chains": (3,), "seed": (3,), "kernel": (3,)},
+        misspelt=False,
+    ),
+    Calls(
+        "MCMC.get_samples",
+        lambda **o: chains().get_samples(**o),
+        dict,
+        {"num_samples": COUNTS, "group_by_chain": FLAGS},
+    ),
+    Calls("MCMC.summary", lambda **o: chains().summary(**o), dict, {"prob": (*FRACTIONS, None)}),
+)

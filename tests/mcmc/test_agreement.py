@@ -1,0 +1,228 @@
+"""Warm-up that goes on until the chains agree."""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import stats
+
+from pyro_symmetric.compare import diagnose
+from pyro_symmetric.groups import Group
+from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, AdaptiveHMC, Kernel, sample
+from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
+from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, window_ends
+from pyro_symmetric.mcmc.run import Run
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.posterior import Posterior
+
+RUN = {"num_samples": 20, "num_chains": 4, "engine": "torch", "progress": False}
+LENGTHS = HamiltonianKernel.warmups
+
+
+def normal():
+    pyro.sample("w", dist.Normal(torch.zeros(3), torch.tensor([0.3, 1.0, 3.0])).to_event(1))
+
+
+def two_modes():
+    mixture = dist.Categorical(torch.ones(2))
+    pyro.sample("w", dist.MixtureSameFamily(mixture, dist.Normal(torch.tensor([-30.0, 30.0]), 1.0)))
+
+
+def state_of(z: torch.Tensor) -> State:
+    zero = torch.zeros_like(z)
+    return State(z, zero, z.square().sum(-1), zero, None, torch.Generator())
+
+
+def recorded(draws: torch.Tensor) -> Agreement:
+    """What is kept of draws ``(C, S, D)``."""
+    found = Agreement(draws[:, 0])
+    for iteration in range(draws.shape[1]):
+        found.record(iteration, state_of(draws[:, iteration]))
+    return found
+
+
+def r_hat(draws: np.ndarray) -> float:
+    """Rank-normalised split R-hat of draws ``(C, S)``, by the formulas of Vehtari et al. 2021, section 4."""
+    found = []
+    for values in (draws, np.abs(draws - np.median(draws))):
+        halves = np.concatenate([values[:, : values.shape[1] // 2], values[:, -(values.shape[1] // 2) :]])
+        ranks = stats.rankdata(halves).reshape(halves.shape)
+        scores = stats.norm.ppf((ranks - 0.375) / (ranks.size + 0.25))
+        within, between = scores.var(1, ddof=1).mean(), scores.mean(1).var(ddof=1)
+        found.append(np.sqrt((halves.shape[1] - 1) / halves.shape[1] + between / within))
+    return max(found)
+
+
+def assert_same(found: Posterior, expected: Posterior) -> None:
+    for have, want in ((found.samples, expected.samples), (found.statistics, expected.statistics)):
+        assert all(torch.equal(have[name], value) for name, value in want.items())
+
+
+# the criterion ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_r_hat_is_the_largest_over_the_second_half(shift):
+    draws = torch.randn(4, 152, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws[0, 76:, 1] += shift
+    draws[:, :76] += 100 * torch.arange(4.0)[:, None, None]  # long forgotten
+    half = torch.cat([draws, draws.square().sum(-1, keepdim=True)], -1)[:, 76:].numpy()
+    assert recorded(draws).r_hat(152) == pytest.approx(max(r_hat(half[..., k]) for k in range(4)), rel=1e-6)
+
+
+def test_halves_of_a_single_chain_stand_for_chains():
+    draws = torch.randn(1, 200, 1, generator=torch.Generator().manual_seed(0))
+    assert recorded(draws).r_hat(200) < LIMIT
+    draws[0, 150:] += 3.0
+    assert recorded(draws).r_hat(200) > 1.5
+
+
+def test_chains_that_stand_still_or_are_no_numbers_never_agree():
+    still = torch.arange(4.0)[:, None, None].expand(4, 100, 1)
+    assert recorded(still).r_hat(100) >= 900
+    assert recorded(torch.ones(4, 100, 1)).r_hat(100) >= 900
+    assert recorded(torch.full((4, 100, 1), torch.nan)).r_hat(100) >= 900
+
+
+def test_what_is_kept_stays_bounded_and_a_coordinate_that_differs_is_seen():
+    wide = torch.randn(200, 300, 20, generator=torch.Generator().manual_seed(0))
+    kept = recorded(wide)
+    assert torch.stack(kept.kept).numel() <= 2**22
+    assert kept.r_hat(300) < LIMIT
+    wide[:50, :, 19] += 2.0
+    assert recorded(wide).r_hat(300) > 1.1
+
+
+def test_every_window_is_one_of_the_longest_warm_up():
+    """So that a warm-up which ends early has done what it would have done if it had been asked for."""
+    _, longest = window_ends(LENGTHS[-1])
+    for length in LENGTHS:
+        begin, ends = window_ends(length)
+        assert begin == window_ends(LENGTHS[-1])[0]
+        assert ends == tuple(end for end in longest if end < length)
+
+
+# runs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [HMC, NUTS, AdaptiveHMC])
+def test_a_warm_up_that_ends_itself_is_draw_for_draw_the_one_of_its_length(kind):
+    found = sample(kind(normal), seed=0, **RUN)
+    assert found.metadata["num_warmup"] in LENGTHS[:-1]
+    assert found.metadata["warmup_r_hat"] < LIMIT
+    asked = sample(kind(normal), seed=0, num_warmup=found.metadata["num_warmup"], **RUN)
+    assert asked.metadata["warmup_r_hat"] is None
+    assert_same(found, asked)
+    assert found.metadata["trace"] == asked.metadata["trace"]
+    json.dumps(found.metadata, allow_nan=False)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Brief(HMC):
+    """HMC whose warm-up has short lengths."""
+
+    warmups = (24, 32, 40)
+
+
+def test_chains_that_do_not_agree_end_at_the_cap_and_say_so():
+    with pytest.warns(RuntimeWarning, match=r"the chains didn't agree when warm-up ended: .* 40 iterations"):
+        found = sample(Brief(two_modes), initial={"w": torch.tensor([-30.0, 30.0, 30.0, -30.0])}, seed=0, **RUN)
+    assert found.metadata["num_warmup"] == 40
+    assert found.metadata["warmup_r_hat"] > 1.5
+    finding = next(finding for finding in diagnose(found).findings if finding.name == "warm-up")
+    assert finding.status == "warn"
+    with pytest.warns(RuntimeWarning, match="didn't agree"):
+        tasks = sample(
+            Brief(two_modes), initial={"w": torch.tensor([-30.0, 30.0, 30.0, -30.0])}, seed=0, chains_per_task=2, **RUN
+        )
+    assert tasks.num_chains == 4
+
+
+def mirrored():
+    """A site whose sign nothing tells: two modes, each the other's copy."""
+    modes = dist.Normal(torch.tensor([-30.0, 30.0]), 1.0)
+    with pyro.plate("units", 1):
+        pyro.sample("w", dist.MixtureSameFamily(dist.Categorical(torch.ones(1, 2)), modes))
+
+
+def test_chains_in_copies_of_one_mode_are_not_sent_to_a_longer_warm_up():
+    group = Group.declare({"w": ("units",)}, {"w": torch.zeros(1)}, moves="flip")
+    start = {"w": torch.tensor([[-30.0], [30.0], [30.0], [-30.0]])}
+    run = RUN | {"num_samples": 400}
+    with pytest.warns(RuntimeWarning, match="mass='dense' or a larger num_warmup"):
+        found = sample(Brief(mirrored), initial=start, seed=0, **run)
+    apart, together = diagnose(found), diagnose(found, group)
+    assert (apart["warm-up"].status, together["warm-up"].status) == ("warn", "pass")
+    assert apart["warm-up"].value == together["warm-up"].value > 1.5
+    assert "warm-up" not in together.verdict
+    with pytest.warns(RuntimeWarning, match="didn't agree") as told:
+        sample(Brief(mirrored, mass="dense"), initial=start, seed=0, **RUN)
+    assert "mass='dense'" not in str(told[0].message)
+    # Of modes that are no copies, one frame shows no agreement, so that the warning stays.
+    other = Group.declare({"w": ("units",)}, {"w": torch.zeros(1)}, moves="permute")
+    assert diagnose(found, other)["warm-up"].status == "warn"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # so few draws disagree
+def test_networks_and_kernels_that_cannot_tell_take_a_fixed_count():
+    torch.manual_seed(0)
+    network = BayesianModel(torch.nn.Linear(2, 1), likelihood="gaussian")
+    x, y = torch.randn(5, 2), torch.randn(5)
+    for kernel, data in ((HMC(network, num_steps=1), (x, y)), (SGHMC(normal, step_size=0.01, num_steps=1), ())):
+        found = sample(kernel, *data, seed=0, **RUN)
+        assert found.metadata["num_warmup"] == Kernel.warmups[0] == 500
+        assert found.metadata["warmup_r_hat"] is None
+
+
+class Killed(BaseException):
+    """The process ends here, as far as the library can tell."""
+
+
+@pytest.mark.parametrize("ends", [24, 32, 40])
+def test_a_warm_up_that_is_broken_ends_where_the_unbroken_one_does(ends, tmp_path, monkeypatch):
+    """Broken before, at and after every length at which the chains are asked."""
+    answers = {24: [1.0], 32: [2.0, 1.0], 40: [2.0, 2.0, 1.0]}[ends]
+    monkeypatch.setattr(Agreement, "r_hat", lambda self, iterations: _answer(self, iterations, answers))
+    whole = sample(Brief(normal, num_steps=2), seed=1, **RUN)
+    assert whole.metadata["num_warmup"] == ends
+    advance, left = Run._advance, [0]
+
+    def breaking(self):
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+        advance(self)
+
+    monkeypatch.setattr(Run, "_advance", breaking)
+    for steps in (11, 14, 1, 2, 7, 2, 5, 4, 100):
+        left[0] = steps
+        try:
+            found = sample(Brief(normal, num_steps=2), seed=1, store=tmp_path / "s", **RUN)
+        except Killed:
+            continue
+        break
+    assert_same(found, whole)
+    assert {**found.metadata, "seconds": 0} == {**whole.metadata, "seconds": 0}
+    more = sample(Brief(normal, num_steps=2), seed=1, store=tmp_path / "s", **{**RUN, "num_samples": 30})
+    assert_same(more.select(draws=slice(20)), whole)
+    assert more.metadata["num_warmup"] == ends
+    with pytest.raises(ValueError, match=f"num_warmup: 'auto' there, {ends} here"):
+        sample(Brief(normal, num_steps=2), seed=1, store=tmp_path / "s", num_warmup=ends, **RUN)
+
+
+def _answer(self, iterations, answers):
+    assert len(self.until(iterations)) == iterations  # nothing was lost on the way
+    return answers[[24, 32, 40].index(iterations)]
+
+
+def test_tasks_end_their_warm_ups_by_themselves(tmp_path):
+    options = {**RUN, "num_chains": 8, "chains_per_task": 4}
+    found = sample(HMC(normal), seed=3, **options)
+    counts = [part.get("num_warmup", found.metadata.get("num_warmup")) for part in found.metadata["parts"]]
+    assert all(count in LENGTHS for count in counts)
+    assert_same(sample(HMC(normal), seed=3, store=tmp_path / "s", **options), found)

@@ -1,0 +1,107 @@
+"""The sampler that is chosen for a model that comes without one."""
+
+import json
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_symmetric.mcmc import NUTS, AdaptiveHMC, sample
+from pyro_symmetric.mcmc.choice import DENSE, chosen
+from pyro_symmetric.mcmc.settings import Settings
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.posterior import Posterior
+
+
+def normal(y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def wide(dim):
+    pyro.sample("w", dist.Normal(torch.zeros(dim), 1.0).to_event(1))
+
+
+def network() -> BayesianModel:
+    torch.manual_seed(0)
+    return BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood="gaussian")
+
+
+def choice(model, *args, num_chains=None, **options) -> Settings:
+    return chosen(Settings(NUTS(model), args, engine="torch", **options), num_chains)
+
+
+@pytest.mark.parametrize(("dim", "mass"), [(DENSE, "dense"), (DENSE + 1, "diagonal")])
+def test_the_mass_is_dense_for_few_coordinates(dim, mass):
+    assert choice(wide, dim).kernel.mass == mass
+
+
+def test_a_networks_mass_is_diagonal_and_its_chains_are_fewer():
+    found = choice(network(), torch.randn(5, 2), torch.randn(5))
+    assert (found.kernel.mass, found.num_chains) == ("diagonal", 16)
+
+
+def test_chains_are_fewer_the_more_an_evaluation_holds():
+    counts = [choice(normal, torch.randn(rows)).num_chains for rows in (10, 50_000, 10**6)]
+    assert counts[0] == 64 > counts[1] > counts[2] == 4
+    assert [choice(wide, dim).num_chains for dim in (10, 20_000, 10**6)] == [64, 16, 4]
+
+
+def test_few_chains_are_left_to_nuts_and_a_number_that_is_asked_for_stays():
+    few, many = (choice(normal, torch.randn(5), num_chains=count) for count in (2, 30))
+    assert (type(few.kernel), few.num_chains) == (NUTS, 2)
+    assert (type(many.kernel), many.num_chains) == (AdaptiveHMC, 30)
+    assert "NUTS with 2 chains (as asked)" in few.chosen
+
+
+def test_every_call_chooses_alike():
+    first, again = (choice(normal, torch.randn(5)) for _ in range(2))
+    assert (first.kernel.settings(), first.num_chains, first.chosen) == (
+        again.kernel.settings(),
+        again.num_chains,
+        again.chosen,
+    )
+
+
+def test_a_model_alone_is_sampled_and_the_choice_is_said(capsys):
+    """The mean's posterior is Normal(100 / 100.01 * y.mean(), 1 / 100.01 ** 0.5)."""
+    y = torch.randn(100, generator=torch.Generator().manual_seed(0)) + 2
+    posterior = sample(normal, y, num_samples=100, seed=0, engine="torch")
+    said = posterior.metadata["chosen"]
+    assert said.startswith("AdaptiveHMC with 64 chains")
+    assert capsys.readouterr().err.startswith(f"pyro_symmetric: {said}\n")
+    assert f"chosen: {said}" in repr(posterior)
+    json.dumps(posterior.metadata, allow_nan=False)
+    precision = 100 + 0.01
+    # At least 1,000 effective draws: six standard errors.
+    assert abs(posterior.samples["mean"].mean() - y.sum() / precision) < 6 / (precision * 1000) ** 0.5
+    assert posterior.samples["mean"].std() == pytest.approx(precision**-0.5, rel=6 / 2000**0.5)
+
+
+def test_a_choice_without_progress_is_silent(capsys):
+    sample(wide, 2, num_samples=2, num_warmup=2, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_model_alone_resumes(tmp_path):
+    options = {"num_warmup": 4, "seed": 1, "progress": False, "engine": "torch"}
+    whole = sample(wide, 2, num_samples=6, **options)
+    sample(wide, 2, num_samples=3, store=tmp_path / "s", **options)
+    found = sample(wide, 2, num_samples=6, store=tmp_path / "s", **options)
+    assert torch.equal(found.samples["w"], whole.samples["w"])
+    assert "chosen" in Posterior.load(tmp_path / "s").metadata
+
+
+def test_arguments_of_the_model_come_after_it_and_keywords_in_their_mapping():
+    def model(x, num_samples=1):
+        assert num_samples == 7
+        pyro.sample("w", dist.Normal(x, 1.0))
+
+    options = {"num_samples": 2, "num_warmup": 2, "progress": False}
+    for first in (model, NUTS(model)):
+        assert sample(first, torch.zeros(()), kwargs={"num_samples": 7}, **options).num_samples == 2
+    with pytest.raises(TypeError, match="args"):
+        sample(model, **{"args": (torch.zeros(()),), **options})

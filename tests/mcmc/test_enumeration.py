@@ -1,0 +1,314 @@
+"""Enumeration: discrete sites are summed out as brute force sums them, in values and in gradients."""
+
+from itertools import product
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import config_enumerate
+from pyro.infer.mcmc.util import initialize_model
+from pyro.ops.indexing import Vindex
+from torch import Tensor
+
+from pyro_symmetric.mcmc import HMC, Density, log_joint, sample
+from pyro_symmetric.weights import unflatten
+
+Y = torch.tensor([0.3, -1.2, 2.0, 0.8], dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def mixture(y: Tensor) -> None:
+    shares = pyro.sample("shares", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("components", 3):
+        locs = pyro.sample("locs", dist.Normal(0.0, 3.0))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Categorical(shares))
+        pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
+
+
+def hidden_markov(y: Tensor) -> None:
+    moves = pyro.sample("moves", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    z = 0
+    for t in pyro.markov(range(len(y))):
+        z = pyro.sample(f"z{t}", dist.Categorical(moves[z]))
+        pyro.sample(f"y{t}", dist.Normal(locs[z], 1.0), obs=y[t])
+
+
+def chains_in_a_plate(y: Tensor) -> None:
+    """Two series side by side, of which the second is shorter."""
+    moves = pyro.sample("moves", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    with pyro.plate("series", 2):
+        z = torch.tensor(0)
+        for t in pyro.markov(range(2)):
+            with poutine.mask(mask=torch.tensor([True, t < 1])):
+                z = pyro.sample(f"z{t}", dist.Categorical(moves[z]))
+                pyro.sample(f"y{t}", dist.Normal(locs[z], 1.0), obs=y[2 * t : 2 * t + 2])
+
+
+def dependent(y: Tensor) -> None:
+    """A global discrete site, two local ones of which one depends on the other and on the global one, nested plates."""
+    logit = pyro.sample("logit", dist.Normal(0.0, 1.0))
+    scale = pyro.sample("scale", dist.Gamma(2.0, 1.0))
+    count = pyro.sample("count", dist.Binomial(2, logits=logit))
+    with pyro.plate("outer", 2, dim=-1):
+        a = pyro.sample("a", dist.Bernoulli(torch.sigmoid(logit + count)))
+        with pyro.plate("inner", 2, dim=-2):
+            b = pyro.sample("b", dist.Bernoulli(torch.sigmoid(logit - a)))
+            pyro.sample("y", dist.Normal(a + 2 * b - count, scale), obs=y.reshape(2, 2))
+
+
+def one_hot(y: Tensor) -> None:
+    logits = pyro.sample("logits", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", 2):
+        k = pyro.sample("k", dist.OneHotCategorical(logits=logits))
+        pyro.sample("y", dist.Normal((k * torch.arange(3.0)).sum(-1), 1.0), obs=y[:2])
+
+
+def outside_of_plates(y: Tensor) -> None:
+    """Pyro's own potential takes the two locations for the values of the discrete site, or fails."""
+    k = pyro.sample("k", dist.Bernoulli(0.3))
+    locs = pyro.sample("locs", dist.Normal(0.0, 2.0).expand([2]))
+    pyro.sample("y", dist.Normal(locs[0] + k * locs[1], 1.0), obs=y)
+
+
+def two_indices(y: Tensor) -> None:
+    table = pyro.sample("table", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
+    i = pyro.sample("i", dist.Categorical(torch.tensor([0.3, 0.7])))
+    with pyro.plate("data", len(y)):
+        j = pyro.sample("j", dist.Categorical(table[i].exp()))
+        pyro.sample("y", dist.Normal(Vindex(table)[i, j], 1.0), obs=y)
+
+
+MODELS = {
+    "mixture": mixture,
+    "mixture, annotated": config_enumerate(mixture),
+    "mixture, annotated as sequential": config_enumerate(mixture, "sequential"),
+    "hidden Markov": hidden_markov,
+    "dependent": dependent,
+    "one-hot": one_hot,
+    "two indices": two_indices,
+}
+ALONE = {"outside of plates": outside_of_plates}  # which Pyro's own potential can't evaluate
+
+
+def brute_force(model, weights: dict[str, Tensor]) -> Tensor:
+    """The log of the sum of the joint density over all assignments, each a run of the model by itself."""
+    trace = poutine.trace(poutine.condition(model, data=weights)).get_trace(Y)
+    choices = []
+    for name, site in trace.iter_stochastic_nodes():
+        fn = site["fn"]
+        if not fn.has_enumerate_support:
+            continue
+        values = fn.enumerate_support(expand=False).reshape(-1, *fn.event_shape)
+        every = product(values, repeat=fn.batch_shape.numel())
+        choices.append([(name, torch.stack(entry).reshape(fn.batch_shape + fn.event_shape)) for entry in every])
+    with pyro.validation_enabled(False):
+        joint = [
+            poutine.trace(poutine.condition(model, data={**weights, **dict(assignment)})).get_trace(Y).log_prob_sum()
+            for assignment in product(*choices)
+        ]
+    return torch.logsumexp(torch.stack(joint), 0)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *ALONE])
+def test_discrete_sites_are_summed_out_as_by_brute_force(name):
+    model = {**MODELS, **ALONE}[name]
+    density = Density(model, (Y,))
+    assert not any(site.startswith(("z", "a", "k", "i", "j")) for site in density.layout.site_shapes)
+    z = torch.randn(3, density.dim, generator=torch.Generator().manual_seed(2))
+    energy, gradient = density.energy_and_gradient(z)
+    for chain in range(3):
+        leaf = z[chain].clone().requires_grad_()
+        weights, log_det = density.layout.constrain_with_log_det(leaf)
+        expected = -brute_force(model, weights) - log_det
+        torch.testing.assert_close(energy[chain], expected)
+        torch.testing.assert_close(gradient[chain], torch.autograd.grad(expected, leaf)[0], rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(density.energy_and_gradient(z[:1])[0], energy[:1])
+
+
+@pytest.mark.parametrize("name", [*MODELS, "series, masked"])
+def test_discrete_sites_are_summed_out_as_pyro_does(name):
+    model = {**MODELS, "series, masked": chains_in_a_plate}[name]
+    model = mixture if "sequential" in name else model  # of which Pyro's potential draws one assignment
+    density = Density({**MODELS, "series, masked": chains_in_a_plate}[name], (Y,))
+    _, potential, _, _ = initialize_model(model, (Y,))
+    z = torch.randn(3, density.dim, generator=torch.Generator().manual_seed(3))
+    energy, gradient = density.energy_and_gradient(z)
+    for chain in range(3):
+        leaf = z[chain].clone().requires_grad_()
+        shapes = density.layout.unconstrained_shapes
+        expected = potential(unflatten(leaf, shapes, shapes))
+        torch.testing.assert_close(energy[chain], expected)
+        torch.testing.assert_close(gradient[chain], torch.autograd.grad(expected, leaf)[0], rtol=1e-7, atol=1e-9)
+
+
+def test_a_long_chain_costs_no_more_than_its_length():
+    """Against the forward recursion, over 60 steps: 2 ** 60 assignments."""
+    y = torch.sin(torch.arange(60.0))
+    density = Density(hidden_markov, (y,))
+    z = torch.randn(2, density.dim, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    weights, log_det = density.layout.constrain_with_log_det(z)
+    moves, locs = weights["moves"], weights["locs"]
+    log_prior = dist.Dirichlet(torch.ones(2, 2)).to_event(1).log_prob(moves)
+    log_prior = log_prior + dist.Normal(torch.zeros(2), 2.0).to_event(1).log_prob(locs)
+    forward = moves[:, 0].log() + dist.Normal(locs, 1.0).log_prob(y[0])
+    for value in y[1:]:
+        forward = torch.logsumexp(forward[:, :, None] + moves.log(), 1) + dist.Normal(locs, 1.0).log_prob(value)
+    expected = -(log_prior + forward.logsumexp(-1) + log_det)
+    energy, gradient = density.energy_and_gradient(z.detach())
+    torch.testing.assert_close(energy, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), z)[0])
+
+
+def test_enumeration_agrees_with_a_mixture_that_is_summed_by_hand():
+    def by_hand(y: Tensor) -> None:
+        shares = pyro.sample("shares", dist.Dirichlet(torch.ones(3)))
+        with pyro.plate("components", 3):
+            locs = pyro.sample("locs", dist.Normal(0.0, 3.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(shares), dist.Normal(locs, 1.0)), obs=y)
+
+    one, other = Density(mixture, (Y,)), Density(by_hand, (Y,))
+    z = torch.randn(4, one.dim)
+    for found, wanted in zip(one.energy_and_gradient(z), other.energy_and_gradient(z), strict=True):
+        torch.testing.assert_close(found, wanted)
+    weights = one.layout.constrain(z)
+    torch.testing.assert_close(log_joint(mixture, Y)(weights), log_joint(by_hand, Y)(weights))
+
+
+def test_rows_of_a_mini_batch_count_with_the_log_of_their_sum():
+    """Not with a power of each assignment's density: the estimate over all mini-batches is the energy itself."""
+
+    def in_parts(y: Tensor) -> None:
+        shares = pyro.sample("shares", dist.Dirichlet(torch.ones(3)))
+        with pyro.plate("components", 3):
+            locs = pyro.sample("locs", dist.Normal(0.0, 3.0))
+        with pyro.plate("data", len(y), subsample_size=2) as rows:
+            z = pyro.sample("z", dist.Categorical(shares))
+            pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y[rows])
+
+    whole, parts = Density(mixture, (Y,)), Density(in_parts, (Y,), subsampled=True)
+    z = torch.randn(1, whole.dim).expand(6, -1)
+    batches = torch.combinations(torch.arange(4), 2)
+    energy, gradient = parts.energy_and_gradient(z, {"data": batches})
+    right, slope = whole.energy_and_gradient(z[:1])
+    torch.testing.assert_close(energy.mean(0, keepdim=True), right)
+    torch.testing.assert_close(gradient.mean(0, keepdim=True), slope)
+
+
+def test_deterministic_sites_that_depend_on_summed_ones_are_left_out_with_a_warning():
+    def model(y: Tensor) -> None:
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        k = pyro.sample("k", dist.Bernoulli(0.3))
+        pyro.deterministic("twice", 2 * loc)
+        pyro.deterministic("shifted", loc + k)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(loc + k, 1.0), obs=y)
+
+    with pytest.warns(UserWarning, match=r"\['shifted'\] depend on discrete sites"):
+        posterior = sample(HMC(model), Y, num_samples=5, num_warmup=5, num_chains=2, seed=0, progress=False)
+    assert set(posterior.samples) == {"loc", "twice"}
+    torch.testing.assert_close(posterior.samples["twice"], 2 * posterior.samples["loc"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_deterministic_sites_that_average_over_summed_ones_are_left_out(seed):
+    def model(y: Tensor) -> None:
+        locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", 2):  # drawn values often have the mean of all values
+            k = pyro.sample("k", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Normal(locs[k.long()], 1.0), obs=y[:2])
+        pyro.deterministic("average", locs[k.long()].mean())
+        pyro.deterministic("total", locs.sum())
+
+    torch.manual_seed(seed)
+    with pytest.warns(UserWarning, match=r"\['average'\] depend on discrete sites"):
+        density = Density(model, (Y,))
+    assert set(density.target.computed) == {"total"}
+
+
+# what is refused ----------------------------------------------------------------------------------------------------
+
+
+def counted(y: Tensor) -> None:
+    rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+    pyro.sample("k", dist.Poisson(rate))
+
+
+def vector(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    pyro.sample("k", dist.Bernoulli(p).expand([3]).to_event(1))
+
+
+def all_at_once(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    total = sum(pyro.sample(f"k{i}", dist.Bernoulli(p)) for i in range(40))
+    pyro.sample("y", dist.Normal(total, 1.0), obs=y[0])
+
+
+def branching(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    k = pyro.sample("k", dist.Bernoulli(p))
+    pyro.sample("y", dist.Normal(1.0 if k > 0 else p, 1.0), obs=y[0])
+
+
+def without_plate(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    k = pyro.sample("k", dist.Bernoulli(p.expand(4)))
+    pyro.sample("y", dist.Normal(k, 1.0), obs=y)
+
+
+def unevenly_scaled(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    k = pyro.sample("k", dist.Bernoulli(p))
+    with poutine.scale(scale=3.0):
+        pyro.sample("y", dist.Normal(k, 1.0), obs=y[0])
+
+
+def listed_badly(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
+    k = pyro.sample("k", dist.Empirical(torch.tensor([1.0, 2.0, 3.0]), p.log()))
+    pyro.sample("y", dist.Normal(k, 1.0), obs=y[0])
+
+
+def added_up(y: Tensor) -> None:
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        k = pyro.sample("k", dist.Bernoulli(0.3))
+    pyro.factor("fit", dist.Normal(locs[k.long()], 1.0).log_prob(y).sum())
+
+
+def weighted(y: Tensor) -> None:
+    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)), poutine.scale(scale=torch.linspace(0.5, 2.0, len(y))):
+        k = pyro.sample("k", dist.Bernoulli(0.3))
+        pyro.sample("y", dist.Normal(loc + k, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (added_up, "site 'fit' has another density"),
+        (weighted, "'k' has a scale of shape"),
+        (counted, "'k' is discrete .*can't list its values"),
+        (vector, "'k' is discrete .*pyro.plate instead of .to_event"),
+        (all_at_once, "'k0', 'k1', 'k2' and 37 more have too many combinations"),
+        (branching, "'k' can't be summed out.*torch.where"),
+        (without_plate, r"'k' has batch shape \(4,\).* lie in no pyro.plate"),
+        (unevenly_scaled, "'k' and 'y' are scaled differently"),
+        (listed_badly, "'k' .*don't add up to 1"),
+    ],
+)
+def test_discrete_sites_that_cannot_be_summed_out_are_named(model, message):
+    with pytest.raises(ValueError, match=message):
+        Density(model, (Y,))

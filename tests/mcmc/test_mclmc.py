@@ -1,0 +1,179 @@
+"""Microcanonical samplers against known laws: what they leave invariant, what they learn, and how biased they are."""
+
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+import pyro_symmetric as ps
+from pyro_symmetric.chain_findings import energy_error, sampler_failures
+from pyro_symmetric.mcmc import MCLMC, AdjustedMCLMC
+from pyro_symmetric.mcmc.kernels.isokinetic import GRADIENTS
+from pyro_symmetric.mcmc.kernels.mclmc import CORRELATION
+
+from .conftest import drive
+
+
+def banana_draws(count: int) -> torch.Tensor:
+    x, noise = torch.randn(2, count, dtype=torch.float64)
+    return torch.stack([x, x.square() + 0.5 * noise], -1)
+
+
+def p_value(z: torch.Tensor) -> float:
+    """The least of the two coordinates' Kolmogorov-Smirnov tests, of the banana's independent normals, times 2."""
+    x, y = z.unbind(-1)
+    normals = x, (y - x.square()) / 0.5
+    return 2 * min(stats.kstest(value.numpy(), "norm").pvalue for value in normals)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_the_adjusted_sampler_leaves_a_bent_law_invariant(banana, num_steps):
+    """False alarms: one in 20,000. Without the contraction's D - 1 the p-value is under 1e-100."""
+    torch.manual_seed(num_steps)
+    kernel = AdjustedMCLMC(None, step_size=0.45, adapt_length=False)
+    generator = torch.Generator().manual_seed(num_steps)
+    state = kernel.init(banana, banana_draws(20_000), 0, generator)
+    state = replace(state, tuning=replace(state.tuning, step_size=torch.tensor(0.45).double()))
+    for _ in range(15):
+        state, _ = kernel._transition(banana, state, num_steps)
+    assert 0.5 < state.statistics["acceptance_rate"].mean() < 0.97  # so that there is something to correct
+    assert p_value(state.z) > 5e-5
+
+
+def test_the_unadjusted_sampler_leaves_it_invariant_in_the_limit_of_small_steps(banana):
+    """False alarms: one in 20,000. At a large step the test sees the bias."""
+    found = []
+    for step in (0.02, 0.6):
+        torch.manual_seed(0)
+        kernel = MCLMC(None, step_size=step, length=1.0)
+        state = kernel.init(banana, banana_draws(20_000), 0, torch.Generator().manual_seed(1))
+        state = replace(state, tuning=replace(state.tuning, step_size=torch.tensor(step).double()))
+        for _ in range(8):
+            state = kernel.step(banana, state)
+        found.append(p_value(state.z))
+    assert found[0] > 5e-5
+    assert found[1] < 1e-6
+
+
+@pytest.mark.parametrize("kernel", [MCLMC(None), AdjustedMCLMC(None)], ids=["MCLMC", "AdjustedMCLMC"])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_moments_of_a_gaussian(gaussian, kernel, rotated):
+    torch.manual_seed(0)
+    density = gaussian(torch.logspace(-1, 1, 20, dtype=torch.float64), rotated=rotated)
+    draws, statistics, _ = drive(kernel, density, 3 * density.sample(32), 400, 300)
+    standard = density.standardise(draws)
+    assert (standard.mean((0, 1)).abs() < 0.12).all()
+    variances = standard.square().mean((0, 1))
+    bias = 0.06 if isinstance(kernel, MCLMC) else 0.0
+    assert (variances > 0.85 - bias).all()
+    assert (variances < 1.15).all()
+    assert not statistics["diverging"].any()
+
+
+@pytest.mark.parametrize("asked", [5e-4, 5e-5])
+@pytest.mark.parametrize("dim", [5, 300])
+def test_warm_up_finds_the_step_of_the_energy_error_that_was_asked(gaussian, dim, asked):
+    torch.manual_seed(0)
+    density = gaussian(torch.ones(dim, dtype=torch.float64))
+    kernel = MCLMC(None, energy_error=asked)
+    _, statistics, _ = drive(kernel, density, density.sample(16), 200, 60)
+    assert 0.6 < statistics["energy_error"].mean() < 1.6
+
+
+def test_the_bias_of_variances_is_as_documented_and_shrinks_with_what_is_asked(gaussian):
+    found = {}
+    for asked in (5e-2, 5e-4, 5e-6):
+        torch.manual_seed(0)
+        density = gaussian(torch.ones(100, dtype=torch.float64))
+        draws, _, _ = drive(MCLMC(None, energy_error=asked), density, density.sample(32), 200, 120)
+        found[asked] = abs(draws.square().mean().item() - 1)
+    assert 0.01 < found[5e-4] < 0.03
+    assert found[5e-2] > 2 * found[5e-4]
+    assert found[5e-6] < 0.4 * found[5e-4]
+
+
+def test_the_length_makes_draws_as_correlated_as_the_rule_says(gaussian):
+    torch.manual_seed(0)
+    density = gaussian(torch.ones(50, dtype=torch.float64))
+    kernel = MCLMC(None, energy_error=1e-5)  # small steps, whose rounding to whole ones doesn't matter
+    draws, _, state = drive(kernel, density, density.sample(32), 400, 200)
+    correlation = (draws[:, 1:] * draws[:, :-1]).mean() / draws.square().mean()
+    assert correlation.item() == pytest.approx(CORRELATION, abs=0.08)
+    # x'' = -x - x' / L: the correlation after L is e^(-1/2) (cos wL + sin wL / (2 w L)), w^2 = 1 - 1 / (4 L^2)
+    assert state.tuning.length.log_step.exp().item() == pytest.approx(1.33, rel=0.15)
+
+
+def test_statistics_say_what_an_iteration_cost(gaussian):
+    torch.manual_seed(0)
+    density = gaussian(torch.ones(4, dtype=torch.float64))
+    for kernel in (MCLMC(None, step_size=0.25, length=1.0), AdjustedMCLMC(None, step_size=0.25)):
+        state = kernel.init(density, density.sample(3), 0, torch.Generator().manual_seed(0))
+        density.batches.clear()
+        state = kernel.step(density, state)
+        assert state.statistics["n_steps"].tolist() == [len(density.batches)] * 3
+        assert len(density.batches) % GRADIENTS == 0
+
+
+def test_what_leaves_the_support_is_taken_back_and_told():
+    def energy(z):
+        return torch.where((z[:, 0] > 0.5) | (z[:, 1] > 0), torch.nan, 1.0) * z.square().sum(-1)
+
+    class Walled:
+        def energy_and_gradient(self, z):
+            value = energy(z)
+            return value, 2 * z * (value / z.square().sum(-1))[:, None]
+
+    torch.manual_seed(0)
+    z = -torch.rand(50, 2, dtype=torch.float64)
+    for kernel in (MCLMC(None, step_size=0.3), AdjustedMCLMC(None, step_size=0.3)):
+        state = kernel.init(Walled(), z, 0, torch.Generator().manual_seed(0))
+        lost = moved = torch.zeros(50, dtype=torch.bool)
+        for _ in range(10):
+            before = state.z
+            state = kernel.step(Walled(), state)
+            diverging = state.statistics["diverging"]
+            assert torch.isfinite(state.z).all()
+            assert torch.isfinite(state.energy).all()
+            assert torch.equal(state.z[diverging], before[diverging])
+            lost, moved = lost | diverging, moved | ~diverging
+        assert lost.any()
+        assert moved.any()
+
+
+@pytest.mark.parametrize("kind", [MCLMC, AdjustedMCLMC])
+def test_a_model_of_one_coordinate_is_refused(kind):
+    def model():
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match="coordinate"):
+        ps.sample(kind(model), num_samples=1, num_warmup=1, progress=False)
+
+
+def test_chains_of_a_network_start_from_an_ensemble():
+    torch.manual_seed(0)
+    x = torch.randn(60, 2)
+    y = x[:, 0].sin() + 0.1 * torch.randn(60)
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = ps.BayesianModel(net, 1.0, ps.HeteroscedasticLikelihood())
+    ensemble = ps.ensemble(model, (x, y), 6, epochs=20, seed=0, progress=False)
+    options = {"num_chains": 6, "num_samples": 20, "initial": ensemble, "seed": 0, "progress": False}
+    found = ps.sample(MCLMC(model, max_steps=32), x, y, num_warmup=100, **options)
+    assert not found.statistics["diverging"].any()
+    # The median: a network's energy errors have heavy tails, so the mean of so few draws is anything.
+    assert 0.01 < found.statistics["energy_error"].median() < 2
+    assert (model.log_joint(found.samples, x, y).mean(1) > model.log_joint(ensemble.samples, x, y).min() - 60).all()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "status"), [(0.5, "pass"), (1.9, "pass"), (3.0, "warn"), (20.0, "fail"), (float("nan"), "unknown")]
+)
+def test_energy_errors_are_judged_by_what_was_asked(ratio, status):
+    ratios = torch.full((3, 8), ratio)
+    ratios[0, 0] = torch.nan  # an iteration that was taken back
+    assert energy_error(ratios).status == status
+    told = [finding.name for finding in sampler_failures({"energy_error": ratios}, subsampled=False)]
+    assert told == (["energy error"] if status == "fail" else [])

@@ -1,0 +1,141 @@
+"""PyTorch's default device is for the user's own tensors: what the library makes is where the inputs
+are, or on the CPU.
+
+With "meta", which holds no numbers, as the default, whatever is made without a device can't be read: this needs no GPU.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyro_symmetric import (
+    Posterior,
+    align,
+    align_many,
+    canonicalize,
+    excess_mass,
+    find_symmetry,
+    invariance_tests,
+    marginal_wasserstein,
+    minimal_mass,
+    mmd,
+    mmd_test,
+    orbit_mmd,
+    scores,
+    sliced_wasserstein,
+    sorting_permutation,
+    verify,
+)
+from pyro_symmetric.groups import Axis, Group, Units
+
+TREE = Path(__file__).parent.parent
+SHAPES = {"in": torch.Size([4, 3]), "bias": torch.Size([4]), "out": torch.Size([2, 4])}
+AXES = {"in": ("k", None), "bias": ("k",), "out": (None, "k")}
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """Another default device, which nothing can be read from."""
+    with torch.device("meta"):
+        yield
+
+
+def weights(count: int, device: torch.device) -> dict[str, Tensor]:
+    return {site: torch.randn(count, *shape, device=device) for site, shape in SHAPES.items()}
+
+
+def posterior(count: int, device: torch.device) -> Posterior:
+    return Posterior.from_samples(weights(count, device), rows="independent")
+
+
+def mean(count: int, device: torch.device) -> dict[str, Tensor]:
+    return {site: value.mean(0) for site, value in weights(count, device).items()}
+
+
+SIGNED = Group.declare(AXES, SHAPES, moves={"k": {"permute", "flip"}})
+EACH = torch.arange(4)[None]
+SCALED = Group(
+    [
+        Units(
+            "k",
+            4,
+            (Axis("in", 0, EACH, 1), Axis("bias", 0, EACH, 1), Axis("out", 1, EACH, -1)),
+            moves=frozenset({"permute", "scale"}),
+        )
+    ],
+    SHAPES,
+)
+CALLS: dict[str, Callable[[torch.device], Any]] = {
+    "declare": lambda d: Group.from_dict(SIGNED.to_dict()),
+    "sample": lambda d: SCALED.sample((3,))(weights(3, d))["in"],
+    "identity": lambda d: SIGNED.identity((3,))(weights(3, d))["in"],
+    "enumerate": lambda d: SIGNED.enumerate()(mean(1, d))["in"],
+    "canonicalize signs": lambda d: canonicalize(weights(5, d), SIGNED)["in"],
+    "canonicalize scales": lambda d: canonicalize(weights(5, d), SCALED)["in"],
+    "minimal_mass": lambda d: minimal_mass(weights(5, d), SCALED).mass,
+    "excess_mass": lambda d: excess_mass(weights(5, d), SCALED),
+    "sorting_permutation": lambda d: sorting_permutation(weights(5, d), SIGNED)["k"],
+    "align": lambda d: align(weights(5, d), mean(1, d), SIGNED, cost="l2").cost,
+    "align scales": lambda d: align(weights(5, d), mean(1, d), SCALED, cost="l2", restarts=2).cost,
+    "align_many": lambda d: align_many(weights(4, d), SIGNED).displaced,
+    "mmd": lambda d: mmd(weights(6, d), weights(6, d), symmetry=SIGNED),
+    "mmd_test": lambda d: mmd_test(posterior(8, d), posterior(8, d), num_permutations=99),
+    "orbit_mmd": lambda d: orbit_mmd(weights(6, d), weights(6, d), SIGNED),
+    "sliced_wasserstein": lambda d: sliced_wasserstein(weights(6, d), weights(6, d)),
+    "marginal_wasserstein": lambda d: marginal_wasserstein(weights(6, d), weights(6, d)),
+    "invariance_tests": lambda d: invariance_tests(posterior(60, d), SIGNED),
+    "classification": lambda d: scores.classification(
+        weights(7, d)["in"].softmax(-1), torch.tensor([0, 1, 2, 0], device=d)
+    ),
+    "detect": lambda d: scores.detect(torch.rand(5, device=d), torch.rand(4, device=d)),
+}
+
+
+STAY = {"sample", "identity", "enumerate", "canonicalize signs", "canonicalize scales", "excess_mass"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_where_the_inputs_are_whatever_the_default_device(elsewhere, device, name):
+    result = CALLS[name](device)
+    if isinstance(result, Tensor):
+        assert result.device.type in {"cpu", device.type}
+    if name in STAY:
+        assert result.device.type == device.type
+
+
+def test_symmetries_are_found_and_verified_whatever_the_default_device(elsewhere, device):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to_empty(device=device)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(5, 3, device=device)
+    symmetry = find_symmetry(net, x)
+    assert verify(symmetry, net, x)
+    assert symmetry.log_order() > 0
+
+
+def test_the_lint_finds_what_leaves_its_device_open_and_nothing_else():
+    specification = importlib.util.spec_from_file_location("open_devices", TREE / "tools/open_devices.py")
+    assert specification is not None
+    assert specification.loader is not None
+    lint = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(lint)
+    source = """
+        torch.zeros(3)
+        torch.zeros(3, device=x.device)
+        x.new_zeros(3)
+        torch.as_tensor(x)
+        torch.Generator()
+        torch.Generator("cpu")
+        torch.zeros_like(x)
+        torch.ones(3, **options)
+        torch.full(
+            (3,), 1.0)
+    """
+    lines = source.strip().splitlines()
+    assert list(lint.open_calls("\n".join(line.strip() for line in lines))) == [1, 4, 5, 9]
+    assert lint.main([str(TREE / "pyro_symmetric")]) == 0

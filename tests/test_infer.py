@@ -1,0 +1,387 @@
+"""The door for those who come from ``pyro.infer``: what it asks of ``sample``, and what it makes of the draws."""
+
+import functools
+import inspect
+import math
+import os
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide.initialization import init_to_sample, init_to_value
+from torch.distributions.transforms import ExpTransform
+
+import pyro_symmetric as ps
+from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.infer import HMC, MCMC, NUTS
+
+STILL = {"step_size": 1e-6, "adapt_step_size": False, "num_steps": 1}  # a chain that stays where it starts
+quiet = functools.partial(MCMC, disable_progbar=True, engine="torch")
+
+
+def conjugate(y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def positive(rate=1.0):
+    pyro.sample("scale", dist.Exponential(torch.full((3,), rate)).to_event(1))
+    pyro.sample("shift", dist.Normal(0.0, 1.0))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    pyro.set_rng_seed(0)
+
+
+def standard_errors_off(draws, truth, deviation):
+    """How many standard errors the mean of chains' draws is away from the truth."""
+    return abs(float(draws.mean()) - truth) / (deviation / float(chain_statistics(draws).ess_bulk) ** 0.5)
+
+
+# draws --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [HMC, NUTS, functools.partial(NUTS, full_mass=True)])
+def test_draws_are_those_of_the_posterior(kernel):
+    y = torch.tensor([1.0, 2.5, 0.5, 3.0])
+    precision = 1 / 4 + 4
+    truth, deviation = float(y.sum()) / precision, precision**-0.5
+    mcmc = quiet(kernel(conjugate), num_samples=100, warmup_steps=150, num_chains=16)
+    mcmc.run(y)
+    # Two checks of each of three kernels: a false alarm in 1 of 2,600 runs.
+    draws = mcmc.get_samples(group_by_chain=True)["mean"]
+    assert draws.shape == (16, 100)
+    assert standard_errors_off(draws, truth, deviation) < 4
+    assert standard_errors_off((draws - truth).square(), deviation**2, math.sqrt(2) * deviation**2) < 4
+
+
+def test_a_potential_is_sampled_as_the_model_that_has_it():
+    def potential(values):
+        z, shift = values["scale"], values["shift"]
+        return (z.exp() - z).sum() + 0.5 * shift.square()  # of positive(), with the Jacobian of exp
+
+    start = {"scale": torch.tensor([0.1, -0.3, 0.7]), "shift": torch.tensor(0.4)}
+    of_model, of_potential = (
+        quiet(kernel, 20, 30, start, seed=1, dtype=torch.float64, **more)
+        for kernel, more in (
+            (NUTS(positive), {}),
+            (NUTS(potential_fn=potential), {"transforms": {"scale": ExpTransform().inv}}),
+        )
+    )
+    of_model.run()
+    of_potential.run()
+    for site, draws in of_model.get_samples().items():
+        torch.testing.assert_close(of_potential.get_samples()[site], draws)
+
+
+def test_a_potential_may_run_a_model_and_give_a_tensor_of_one_number():
+    def model():
+        pyro.sample("z", dist.Normal(5.0, 1.0))
+
+    def potential(values):
+        return -pyro.poutine.trace(pyro.condition(model, data=values)).get_trace().log_prob_sum()[None]
+
+    mcmc = quiet(NUTS(potential_fn=potential), 100, 200, {"z": torch.zeros(16)}, num_chains=16)
+    mcmc.run()
+    assert standard_errors_off(mcmc.get_samples(group_by_chain=True)["z"], 5.0, 1.0) < 4
+
+
+def test_a_potential_of_several_numbers_is_refused():
+    mcmc = quiet(NUTS(potential_fn=lambda values: values["z"]), 1, 1, {"z": torch.zeros(2)})
+    with pytest.raises(ValueError, match="potential_fn"):
+        mcmc.run()
+
+
+def test_our_own_kernels_are_run_as_sample_runs_them():
+    y = torch.randn(5)
+    ours = ps.NUTS(conjugate)
+    found = ps.MCMC(ours, 20, 30, num_chains=3, disable_progbar=True, seed=4, engine="torch").run(y)
+    options = {"num_samples": 20, "num_warmup": 30, "num_chains": 3, "progress": False, "seed": 4, "engine": "torch"}
+    expected = ps.sample(ours, y, **options)
+    assert torch.equal(found.samples["mean"], expected.samples["mean"])
+    assert found.origin.args == (y,)
+
+
+# what Pyro's kernels are asked for ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "length"),
+    [
+        ({}, 2 * math.pi),
+        ({"trajectory_length": 1.5}, 1.5),
+        ({"trajectory_length": 1.5, "num_steps": 7}, 1.5),
+        ({"num_steps": 4, "step_size": 0.25}, 1.0),
+        ({"num_steps": 3, "step_size": None}, 3.0),
+    ],
+)
+def test_the_length_of_trajectories_is_pyros(asked, length):
+    theirs = pyro.infer.HMC(conjugate, **{**asked, "step_size": asked.get("step_size", 1) or 1})
+    assert theirs.trajectory_length == pytest.approx(length)
+    assert HMC(conjugate, **asked).kernel.trajectory_length == pytest.approx(length)
+
+
+def test_arguments_have_pyros_order_and_defaults():
+    for ours, theirs in ((HMC, pyro.infer.HMC), (NUTS, pyro.infer.NUTS), (MCMC, pyro.infer.MCMC)):
+        expected = inspect.signature(theirs).parameters
+        found = inspect.signature(ours).parameters
+        assert [name for name in found if name != "options"] == list(expected)
+        assert {n: p.default for n, p in found.items() if n != "options"} == {n: p.default for n, p in expected.items()}
+
+
+def test_settings_reach_our_kernels():
+    kernel = NUTS(conjugate, None, 0.3, False, False, True, max_tree_depth=4, target_accept_prob=0.9).kernel
+    assert type(kernel) is ps.NUTS
+    assert kernel.settings() == {
+        **ps.NUTS(conjugate).settings(),
+        **{"step_size": 0.3, "adapt_step_size": False, "adapt_mass": False, "mass": "dense"},
+        **{"max_treedepth": 4, "target_accept": 0.9},
+    }
+
+
+def test_warm_up_is_as_long_as_sampling_unless_it_is_given():
+    assert (MCMC(NUTS(conjugate), 7).warmup_steps, MCMC(NUTS(conjugate), 7, 0).warmup_steps) == (7, 0)
+
+
+# where chains start -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_chains", [1, 3])
+def test_initial_params_are_unconstrained(num_chains):
+    batch = () if num_chains == 1 else (num_chains,)
+    start = {"scale": torch.randn(*batch, 3), "shift": torch.randn(batch)}
+    mcmc = quiet(HMC(positive, **STILL), 1, 0, start, num_chains)
+    mcmc.run()
+    found = mcmc.get_samples(group_by_chain=True)
+    torch.testing.assert_close(found["scale"].reshape(*batch, 3), start["scale"].exp(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found["shift"].reshape(batch), start["shift"], atol=1e-4, rtol=1e-4)
+
+
+def test_a_strategy_draws_the_starting_points():
+    strategy = init_to_value(values={"scale": torch.tensor([1.0, 2.0, 3.0]), "shift": torch.tensor(-1.5)})
+    mcmc = quiet(HMC(positive, init_strategy=strategy, **STILL), 1, 0, num_chains=2)
+    mcmc.run()
+    expected = torch.tensor([1.0, 2.0, 3.0]).expand(2, 3)
+    torch.testing.assert_close(mcmc.get_samples()["scale"], expected, atol=1e-4, rtol=1e-4)
+    mcmc = quiet(HMC(functools.partial(positive, 1e-3), init_strategy=init_to_sample, **STILL), 1, 0, num_chains=50)
+    mcmc.run()  # exponentials of mean 1000, 150 of them: their mean is under 600 once in a million runs
+    assert mcmc.get_samples()["scale"].mean() > 600
+
+
+def test_starts_that_do_not_fit_are_refused():
+    for start in ({"scale": torch.zeros(3)}, {"scale": torch.zeros(2), "shift": torch.zeros(())}):
+        mcmc = quiet(NUTS(positive), 1, 1, start)
+        with pytest.raises(ValueError, match="initial_params"):
+            mcmc.run()
+    with pytest.raises(ValueError, match="initial_params"):
+        quiet(NUTS(positive), 1, 1, {"shift": torch.zeros(3)}, num_chains=2)
+    with pytest.raises(ValueError, match="initial_params"):
+        quiet(NUTS(potential_fn=lambda values: values["z"]), 1)
+    with pytest.raises(ValueError, match="initial"):
+        quiet(NUTS(positive), 1, 1, {"shift": torch.zeros(())}, initial="prior")
+
+
+# what is made of the draws ------------------------------------------------------------------------------------------
+
+
+def test_the_hook_sees_every_iteration_of_every_chain_unconstrained():
+    seen = []
+    kernel = NUTS(positive)
+    mcmc = quiet(kernel, 3, 2, num_chains=2, hook_fn=lambda *call: seen.append(call))
+    mcmc.run()
+    stages = [("Warmup", 0), ("Warmup", 1), ("Sample", 0), ("Sample", 1), ("Sample", 2)]
+    assert [call[2:] for call in seen] == [stage for stage in stages for _ in range(2)]
+    assert all(call[0] is kernel for call in seen)
+    draws = mcmc.get_samples(group_by_chain=True)
+    for number, (_, values, stage, i) in enumerate(seen):
+        if stage == "Sample":
+            torch.testing.assert_close(values["scale"], draws["scale"][number % 2, i].log())
+            torch.testing.assert_close(values["shift"], draws["shift"][number % 2, i])
+
+
+def test_a_hook_of_sample_sees_all_chains_and_takes_no_tasks():
+    seen = {}
+    options = {"num_samples": 3, "num_warmup": 2, "num_chains": 4, "engine": "torch", "progress": False}
+    posterior = ps.sample(ps.NUTS(positive), hook=seen.__setitem__, **options)
+    assert list(seen) == [0, 1, 2, 3, 4]
+    assert torch.equal(torch.stack([seen[i]["scale"] for i in (2, 3, 4)], 1), posterior.samples["scale"])
+    with pytest.raises(ValueError, match="hook"):
+        ps.sample(ps.NUTS(positive), hook=seen.__setitem__, chains_per_task=2, **options)
+
+
+def test_only_the_sites_that_are_asked_for_are_kept(capsys):
+    mcmc = quiet(NUTS(positive), 5, 2, save_params=["shift"])
+    posterior = mcmc.run()
+    assert set(mcmc.get_samples()) == {"shift"}
+    assert set(posterior.samples) == {"shift", "scale"}
+    assert set(mcmc.diagnostics()) == {"shift", "divergences", "acceptance rate"}
+    mcmc.summary()
+    assert "shift" in (printed := capsys.readouterr().out)
+    assert "scale" not in printed
+    with pytest.raises(ValueError, match="save_params"):
+        quiet(NUTS(positive), 5, 2, save_params=["shaft"]).run()
+
+
+def test_diagnostics_have_pyros_form():
+    mcmc = quiet(NUTS(positive), 50, 20, num_chains=2)
+    posterior = mcmc.run()
+    found = mcmc.diagnostics()
+    statistics = chain_statistics(posterior.samples["scale"])
+    assert found["scale"].keys() == {"n_eff", "r_hat"}
+    assert torch.equal(found["scale"]["n_eff"], statistics.ess_bulk)
+    assert torch.equal(found["scale"]["r_hat"], statistics.r_hat)
+    assert found["scale"]["r_hat"].shape == (3,)
+    assert found["shift"]["n_eff"].shape == ()
+    assert found["divergences"].keys() == found["acceptance rate"].keys() == {"chain 0", "chain 1"}
+
+
+def test_draws_before_a_run_are_refused():
+    with pytest.raises(RuntimeError, match="run"):
+        quiet(NUTS(positive), 5).get_samples()
+
+
+def test_it_is_shown_by_its_kernel_and_what_it_holds():
+    mcmc = quiet(NUTS(positive, full_mass=True), 5, 5, num_chains=2)
+    assert repr(mcmc) == f"MCMC({ps.NUTS(positive, mass='dense')!r}, 2 chains, not run yet)"
+    held = mcmc.run()
+    assert repr(mcmc).endswith(f"2 chains, holding {str(held).splitlines()[0]})")
+    assert repr(HMC(potential_fn=standard_errors_off)) == "HMC(potential_fn=standard_errors_off)"
+
+
+def test_who_passes_it_for_its_posterior_is_told_so():
+    mcmc = quiet(NUTS(positive), 5)
+    for call in (ps.diagnose, ps.to_arviz, ps.summary):
+        with pytest.raises(TypeError, match=r"pass its \.posterior"):
+            call(mcmc)
+    with pytest.raises(TypeError, match=r"pass its \.posterior"):
+        ps.predict(mcmc, positive)
+
+
+def test_a_misspelt_option_is_answered_with_those_of_pyro_and_of_sample():
+    with pytest.raises(TypeError, match=r"warmup_step'.* warmup_steps, .*seed"):
+        quiet(NUTS(positive), 5, warmup_step=5)
+
+
+def test_predictive_takes_the_draws():
+    y = torch.randn(4)
+    mcmc = quiet(NUTS(conjugate), 5, 5, num_chains=2)
+    mcmc.run(y)
+    assert pyro.infer.Predictive(conjugate, mcmc.get_samples())(y)["y"].shape == (10, 4)
+
+
+def test_it_has_what_arvizs_from_pyro_reads():
+    y = torch.randn(4)
+    mcmc = quiet(NUTS(conjugate), 5, 5, num_chains=2)
+    mcmc.run(y=y)
+    trace = pyro.poutine.trace(mcmc.kernel.model).get_trace(*mcmc._args, **mcmc._kwargs)
+    assert trace.nodes["y"]["value"] is y
+    assert (mcmc.num_chains, mcmc.num_samples) == mcmc.get_samples(group_by_chain=True)["mean"].shape
+
+
+# whose arguments they are -------------------------------------------------------------------------------------------
+
+
+def test_all_arguments_of_run_are_the_models():
+    seen = []
+
+    def model(y, *, seed, num_chains=3):
+        seen.append((y, seed, num_chains))
+        pyro.sample("mean", dist.Normal(0.0, 1.0))
+
+    quiet(NUTS(model), 1, 1).run("data", seed=5)
+    assert set(seen) == {("data", 5, 3)}
+
+
+@pytest.mark.parametrize("option", ["num_chains", "seed", "initial_params", "device", "store"])
+def test_a_models_open_arguments_swallow_no_option(option):
+    def model(y, **more):
+        pyro.sample("mean", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(TypeError, match=option):
+        quiet(NUTS(model), 1, 1).run(torch.zeros(2), **{option: 3})
+    quiet(NUTS(functools.partial(model, **{option: 3})), 1, 1).run(torch.zeros(2), weight=2.0)  # said on purpose
+
+
+class Forward(pyro.nn.PyroModule):
+    def forward(self, y, seed=0, **more):
+        pyro.sample("mean", dist.Normal(float(seed), 1.0))
+
+
+def test_a_modules_arguments_are_those_of_its_forward():
+    quiet(NUTS(Forward()), 1, 1).run(torch.zeros(2), seed=5)
+    with pytest.raises(TypeError, match="num_samples"):
+        quiet(NUTS(Forward()), 1, 1).run(torch.zeros(2), num_samples=5)
+
+
+# what isn't done is said --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: MCMC(NUTS(conjugate), 1, mp_context="spawn"), "mp_context"),
+        (lambda: NUTS(conjugate, use_multinomial_sampling=False), "use_multinomial_sampling"),
+        (lambda: NUTS(conjugate, full_mass=[("mean",)]), "full_mass"),
+        (lambda: HMC(conjugate, jit_options={"optimize": True}), "jit_options"),
+        (lambda: HMC(conjugate, min_stepsize=1e-3), "min_stepsize"),
+        (lambda: HMC(conjugate, max_stepsize=1.0), "max_stepsize"),
+        (lambda: quiet(HMC(potential_fn=lambda values: values["z"] ** 2), 1, 1, {"z": torch.zeros(())}).run(3), "run"),
+    ],
+)
+def test_what_has_no_meaning_is_warned_of_by_name(make, name):
+    with pytest.warns(RuntimeWarning, match=name) as caught:
+        make()
+    assert (caught[0].filename, caught[0].lineno) == (__file__, make.__code__.co_firstlineno)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_done_anyway_is_taken_in_silence():
+    NUTS(conjugate, max_plate_nesting=1, jit_compile=True, ignore_jit_warnings=True)
+    HMC(conjugate, full_mass=[], jit_options={}, ignore_jit_warnings=True)
+    MCMC(NUTS(conjugate), 1, disable_validation=None)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: MCMC(NUTS(conjugate), 1, disable_validation=False), "disable_validation"),
+        (lambda: MCMC(NUTS(conjugate), 1, transforms={"mean": ExpTransform()}), "transforms"),
+        (lambda: NUTS(conjugate, transforms={"mean": ExpTransform()}), "transforms"),
+        (lambda: NUTS(), "model and potential_fn"),
+        (lambda: NUTS(conjugate, lambda values: values["mean"]), "model and potential_fn"),
+        (lambda: MCMC(ps.NUTS(None), 1), "model and potential_fn"),
+    ],
+)
+def test_what_would_change_the_draws_is_refused_by_name(make, name):
+    with pytest.raises(ValueError, match=name):
+        make()
+
+
+# Pyro's own tests ---------------------------------------------------------------------------------------------------
+
+
+def test_the_import_is_changed_and_nothing_else():
+    from benchmarks.pyro_tests import changed
+
+    text = "from pyro.infer import SVI\nfrom pyro.infer.mcmc import MCMC, NUTS, ArrowheadMassMatrix\nNUTS()\n"
+    text += "from pyro.infer.mcmc.util import (\n    initialize_model,\n)\n"
+    assert changed(text) == (
+        "from pyro.infer import SVI\nfrom pyro_symmetric.infer import MCMC, NUTS\n"
+        "from pyro.infer.mcmc import ArrowheadMassMatrix\nNUTS()\n"
+        "from pyro.infer.mcmc.util import initialize_model\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("PYRO_SOURCE" not in os.environ, reason="PYRO_SOURCE names no checkout of Pyro")
+def test_pyros_own_tests_pass_with_the_import_changed():
+    from benchmarks.pyro_tests import outcomes
+
+    found = outcomes(Path(os.environ["PYRO_SOURCE"]))
+    failed = [f"{o.name}: {o.words}" for o in found if o.result == "failed" and not o.internal]
+    assert sum(o.result == "passed" for o in found) > 100
+    assert not failed, "\n".join(failed)
