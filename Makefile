@@ -34,7 +34,7 @@ DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help compare quick check test lint types format docs clean
+.PHONY: help compare quick check test lint types format docs dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -57,10 +57,12 @@ check: lint types  ## format, lint, types and the quickest tests of every room, 
 test: lint types  ## format, lint, types and tests; SLOW=1 adds the slow tests
 	$(PYTEST) $(PYTEST_ARGS)
 
-lint: $(DEV)  ## ruff: format and lint, changing nothing; and that every tensor is made on a device that is said
+lint: $(DEV)  ## ruff: format and lint, changing nothing; devices of tensors; prose and spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/open_devices.py pyro_symmetric
+	$(BIN)/python tools/prose.py
+	$(BIN)/codespell
 
 types: $(DEV)  ## mypy
 	$(BIN)/mypy
@@ -73,6 +75,17 @@ docs: $(DOCS)  ## the site, into docs/_build/index.html; nothing is fetched but 
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs docs/_build
 	@echo "Open $(abspath docs/_build/index.html)"
 
+dist: $(DEV)  ## wheel and sdist into dist/, checked; the wheel is installed by itself and runs the quick study
+	rm -rf dist build
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tools/contents.py dist
+	$(PYTHON) -m venv build/installed
+	cd build && installed/bin/python -m pip --disable-pip-version-check install -c ../constraints.txt torch
+	cd build && installed/bin/python -m pip --disable-pip-version-check install -c ../constraints.txt \
+	  "$$(ls ../dist/*.whl)[study]"
+	cd build && PYTHONPATH= installed/bin/pyro-symmetric compare --quick --out quick $(ARGS)
+
 clean:  ## remove the virtual environment, builds and caches; data/ and runs/ stay
 	rm -rf $(VENV) build dist docs/_build docs/jupyter_execute *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -80,7 +93,7 @@ clean:  ## remove the virtual environment, builds and caches; data/ and runs/ st
 # The environment: made once, and installed into again only when the requirements change. A stamp is written last, so
 # an interrupted installation resumes. Our own package is installed in editable mode: the sources are always current.
 $(STUDY): $(VENV)/.installed-torch
-	$(PIP) install -c constraints.txt -e '.[study]'
+	$(PIP) install -c constraints.txt -e '.[study,vision]'
 	@touch $@
 
 $(DEV): $(VENV)/.installed-torch
@@ -93,8 +106,17 @@ $(DOCS): $(VENV)/.installed-torch
 
 # torch first, by itself and pinned: where pip is configured to offer a CPU-only build of that version, it is taken, and
 # what depends on torch is then content with it. Asked for by a range, the largest CUDA build would come.
+# torchvision must be compiled for that very build. PyPI's isn't compiled for a CPU-only torch: then PyTorch's own index
+# has the one that fits. Without it the library's own imports still work (pyro_symmetric/_torchvision.py).
 $(VENV)/.installed-torch: $(VENV)/.created pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt torch torchvision
+	@$(BIN)/python -c 'import torchvision' 2>/dev/null || \
+	  { build=$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[2] or "cpu")'); \
+	    found=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torchvision").partition("+")[0])'); \
+	    $(PIP) install --quiet --retries 0 --timeout 20 --no-deps --index-url https://download.pytorch.org/whl/$$build \
+	      "torchvision==$$found+$$build"; } || \
+	  echo "No torchvision that fits this torch was found: image data and its networks work, but a plain 'import" \
+	       "torchvision', and so torchmetrics and Lightning, need pyro_symmetric's import first." >&2
 	@touch $@
 
 $(VENV)/.created:

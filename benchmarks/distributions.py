@@ -34,7 +34,7 @@ ROLES = ("observed", "latent")
 
 @dataclass(frozen=True)
 class Row:
-    """How a distribution fares in one role.
+    """The result of a distribution in one role.
 
     :param state: ``"works"``, ``"chain at a time"``, ``"refused"`` or ``"wrong"``; ``why`` says more.
     :param error: the largest error of energies and gradients, relative to 1 and their size.

@@ -1,4 +1,4 @@
-"""What the experiments share: their options, a results file that a broken run is taken up from, tables with spread."""
+"""Shared by the experiments: their options, a results file that a broken run is taken up from, tables with spread."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ INTERNAL = {
 
 @dataclass
 class Outcome:
-    """What became of one test: ``"passed"``, ``"failed"`` or ``"skipped"``, and the words of its error."""
+    """The outcome of one test: ``"passed"``, ``"failed"`` or ``"skipped"``, and the words of its error."""
 
     name: str
     result: str

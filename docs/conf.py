@@ -61,8 +61,9 @@ def write_pages(_app: object) -> None:
     write_api(HERE / "reference" / "api")
     (HERE / "reference" / "command-line.md").write_text(command_line())
     (HERE / "reference" / "results.md").write_text(results(HERE.parent / "benchmarks" / "results"))
-    for name in ("CONTRIBUTING", "ARCHITECTURE", "CHANGELOG"):
-        text = (HERE.parent / f"{name}.md").read_text().replace("(ARCHITECTURE.md)", "(architecture.md)")
+    for name in ("CONTRIBUTING", "ARCHITECTURE", "CHANGELOG", "CODE_OF_CONDUCT"):
+        text = (HERE.parent / f"{name}.md").read_text().replace("(docs/", "(")
+        text = re.sub(r"\(([A-Z_]+)\.md\)", lambda match: f"({match[1].lower()}.md)", text)
         (HERE / f"{name.lower()}.md").write_text(text)
     for notebook in (HERE.parent / "tutorials").glob("*.ipynb"):
         shutil.copy2(notebook, HERE / "tutorials" / notebook.name)

@@ -18,7 +18,7 @@ Models
 
 Guides
     AutoSymmetrized Symmetrized SinkhornImportance ExactOrbit InfoNCE SymmetrizedMeanField_ELBO
-    AutoUnitBlocks AutoModes Modes_ELBO AutoFlow AutoGaussian swag
+    AutoUnitBlocks AutoModes Modes_ELBO AutoFlow AutoGaussian SWAG
     suggest_guide suggest_estimator sample_posterior distinct save_guide load_guide
 
 Evidence
@@ -107,6 +107,7 @@ from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis, Units
 from pyro_symmetric.guides import (
+    SWAG,
     AutoFlow,
     AutoGaussian,
     AutoModes,
@@ -126,7 +127,6 @@ from pyro_symmetric.guides import (
     save_guide,
     suggest_estimator,
     suggest_guide,
-    swag,
     wasserstein,
 )
 from pyro_symmetric.infer import MCMC
@@ -160,6 +160,7 @@ __all__ = [
     "NUTS",
     "SGHMC",
     "SGLD",
+    "SWAG",
     "Action",
     "ActivationCost",
     "AdaptiveHMC",
@@ -251,7 +252,6 @@ __all__ = [
     "suggest_estimator",
     "suggest_guide",
     "summary",
-    "swag",
     "to_arviz",
     "to_gaussian",
     "total_variation",

@@ -9,6 +9,7 @@ Registering the two schemas without a kernel lets the import through; calling su
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from types import ModuleType
 
@@ -21,17 +22,22 @@ _OPERATORS = {"torchvision::nms": _BOXES_TO_KEEP, "torchvision::qnms": _BOXES_TO
 def import_torchvision() -> ModuleType:
     """``import torchvision``, also beside a torch that its compiled operators don't fit.
 
-    Where torchvision imports by itself, nothing else is done.
+    If torchvision imports by itself, nothing else is done.
 
-    :raises ImportError: if torchvision is missing, or fails for any other reason than its missing operators.
+    :raises ImportError: if torchvision is missing, or fails for any other reason than its missing operators; it says
+        what to install.
     """
     if "torchvision" in sys.modules:
         return sys.modules["torchvision"]
+    if not is_installed():
+        raise ImportError(f"torchvision isn't installed, which reads image data and makes its networks; {_advice()}")
     try:
         return importlib.import_module("torchvision")
     except RuntimeError as error:
         if "does not exist" not in str(error):
-            raise ImportError(f"torchvision can't be imported: {error}") from error
+            raise _unfit(error) from error
+    except OSError as error:  # a library of another CUDA release
+        raise _unfit(error) from error
     _forget_half_imported()
     for name, schema in _OPERATORS.items():
         if not _is_registered(name):
@@ -39,10 +45,30 @@ def import_torchvision() -> ModuleType:
     try:
         return importlib.import_module("torchvision")
     except RuntimeError as error:
-        raise ImportError(
-            f"torchvision can't be imported beside torch {torch.__version__} ({error}); install the torchvision "
-            "release that belongs to this torch"
-        ) from error
+        raise _unfit(error) from error
+
+
+def is_installed() -> bool:
+    """True if there is a torchvision, sound or not."""
+    return "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None
+
+
+def prepare_torchvision() -> None:
+    """To call before an import of torchmetrics or Lightning, which import torchvision if there is one, and fail with
+    it."""
+    if is_installed():
+        import_torchvision()
+
+
+def _unfit(error: Exception) -> ImportError:
+    return ImportError(f"torchvision can't be imported beside torch {torch.__version__} ({error}); {_advice()}")
+
+
+def _advice() -> str:
+    """The command that installs the torchvision that belongs to this torch."""
+    build = str(torch.__version__).partition("+")[2]
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    return f"install the release that belongs to this torch: pip install --force-reinstall --no-deps torchvision{index}"
 
 
 def _forget_half_imported() -> None:

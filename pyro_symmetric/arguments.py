@@ -6,9 +6,10 @@ lies behind trusts its arguments.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -18,8 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_symmetric.calls import described
+from pyro_symmetric.calls import described, did_you_mean
 from pyro_symmetric.placement import as_tensor
+
+NAMES_SHOWN = 12
 
 
 def shown(value: Any) -> str:
@@ -97,8 +100,37 @@ def one_of(name: str, value: Any, choices: Iterable[Any], besides: str = "") -> 
     """
     choices = list(choices)
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
-        raise ValueError(f"{name} is {shown(value)}; it must be one of {choices}{f' or {besides}' if besides else ''}")
+        hint = did_you_mean(value, (choice for choice in choices if isinstance(choice, str)))
+        others = f" or {besides}" if besides else ""
+        raise ValueError(f"{name} is {shown(value)}; it must be one of {choices}{others}{hint}")
     return value
+
+
+def known(name: str, value: str, names: Iterable[str]) -> str:
+    """A name among others, of which there may be many."""
+    names = list(names)
+    if value not in names:
+        listed = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+        raise ValueError(f"{name} holds {value!r}; there are {listed}{did_you_mean(value, names)}")
+    return value
+
+
+def options(of: Callable[..., Any], given: Iterable[str], taker: Callable[..., Any]) -> None:
+    """Keyword arguments that ``of`` passes on to ``taker``, which must know them.
+
+    If ``taker`` passes on what it doesn't know, only names that are nearly one of ``of``'s own are refused.
+
+    :raises TypeError: naming the first that isn't known, and the one that may be meant.
+    """
+    own, passed = (
+        {p.name: p.kind for p in inspect.signature(f).parameters.values() if p.name != "self"} for f in (of, taker)
+    )
+    names = [name for name, kind in {**own, **passed}.items() if kind is not inspect.Parameter.VAR_KEYWORD]
+    for name in given:
+        hint = "" if name in passed else did_you_mean(name, names)
+        if hint or (name not in passed and inspect.Parameter.VAR_KEYWORD not in passed.values()):
+            through = "" if of is taker else f", nor has {taker.__name__}"
+            raise TypeError(f"{of.__name__} has no argument {name!r}{through}{hint}")
 
 
 def instance(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,11 +13,15 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import PYRO
+from pyro_symmetric.draws import array
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, as_tensor, placed, promoted
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import pointwise_log_likelihood, predict
 from pyro_symmetric.weights import Shapes
+
+if TYPE_CHECKING:
+    import xarray
 
 ROW = "row"
 
@@ -29,7 +33,7 @@ def to_arviz(
     *,
     log_likelihood: bool | tuple[Any, ...] = False,
     posterior_predictive: bool | tuple[Any, ...] = False,
-) -> Any:
+) -> xarray.DataTree:
     """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
 
     Its groups are ``posterior``, ``sample_stats`` if the posterior has statistics, and on request
@@ -65,9 +69,9 @@ def to_arviz(
             shape = tuple(posterior.site_shapes[site])
             raise ValueError(f"dims[{site!r}] is {axes}; the site has shape {shape}: name each of its axes")
     groups: dict[str, dict[str, np.ndarray]]
-    groups = {"posterior": {site: _numpy(value) for site, value in posterior.samples.items()}}
+    groups = {"posterior": {site: array(value) for site, value in posterior.samples.items()}}
     if posterior.statistics:
-        groups["sample_stats"] = {name: _numpy(value) for name, value in posterior.statistics.items()}
+        groups["sample_stats"] = {name: array(value) for name, value in posterior.statistics.items()}
     if log_likelihood is not False:
         model, args, kwargs = _call(posterior, log_likelihood, "log_likelihood")
         values = pointwise_log_likelihood(posterior, model, *args, **kwargs)
@@ -81,9 +85,9 @@ def to_arviz(
         groups["posterior_predictive"] = _by_chain(posterior, drawn if isinstance(drawn, dict) else {"y": drawn})
     for group in ("log_likelihood", "posterior_predictive"):
         arrays = groups.get(group, {})
-        row = ROW if len({array.shape[2:3] for array in arrays.values()}) == 1 else None  # one name, one length
-        for site, array in arrays.items():
-            own = [f"{site}_dim_{k}" for k in range(array.ndim - 2)]
+        row = ROW if len({held.shape[2:3] for held in arrays.values()}) == 1 else None  # one name, one length
+        for site, held in arrays.items():
+            own = [f"{site}_dim_{k}" for k in range(held.ndim - 2)]
             names.setdefault(site, [row or own[0], *own[1:]] if own else [])
     attributes = {"/": {"metadata": json.dumps(posterior.metadata), "inference_library": "pyro_symmetric"}}
     # Many short chains are what a vectorised sampler makes; ArviZ's check takes them for swapped axes.
@@ -126,7 +130,7 @@ def _call(
 
 def _by_chain(posterior: Posterior, values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     shape = (posterior.num_chains, posterior.num_samples)
-    return {site: _numpy(value.reshape(*shape, *value.shape[1:])) for site, value in values.items()}
+    return {site: array(value.reshape(*shape, *value.shape[1:])) for site, value in values.items()}
 
 
 def _observed(
@@ -136,9 +140,4 @@ def _observed(
     model, args, kwargs = placed(model, args, kwargs, posterior.origin_device, dtype)
     with PYRO, torch.no_grad(), poutine.block(), Placement(posterior.origin_device, dtype):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
-    return {site: _numpy(as_tensor(trace.nodes[site]["value"])) for site in sites}
-
-
-def _numpy(value: Tensor) -> np.ndarray:
-    value = value.detach().cpu()
-    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    return {site: array(as_tensor(trace.nodes[site]["value"])) for site in sites}

@@ -6,6 +6,7 @@ The model's own error always stays: it is chained, or passed on with a note.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ def explaining(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
 
 
 def _dtype_hint(said: str, args: Sequence[Any]) -> str:
-    """What to do if a model's numbers and its arguments are of two dtypes; empty if that isn't what was said."""
+    """The advice if a model's numbers and its arguments are of two dtypes; empty if that isn't what was said."""
     own = torch.get_default_dtype()
     others = {v.dtype for v in args if isinstance(v, Tensor) and v.is_floating_point() and v.dtype != own}
     if not others or not any(word in said for word in ("dtype", "Double", "Float", "Half")):
@@ -96,23 +97,39 @@ def model_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def refuse_options(model: Any, kwargs: Mapping[str, Any], options: Iterable[str], of: str) -> None:
-    """Refuse options that were put among a model's arguments, whose ``**kwargs`` would swallow them.
+    """Refuse options that were put among a model's arguments, whose ``**kwargs`` would swallow them, and options that
+    are misspelt, which the model would refuse as its own.
 
     :param options: names that mean something else, unless the model has an argument of that very name.
     :param of: whose options they are.
     :raises TypeError: naming the option.
     """
+    options = set(options)
     try:
         named = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters
     except (TypeError, ValueError):  # which names it has can't be told
         return
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     own = {name for name, parameter in named.items() if parameter.kind not in kinds}
-    if taken := [name for name in kwargs if name in set(options) - own]:
+    swallows = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in named.values())
+    for name in () if swallows else (name for name in kwargs if name not in own | options):
+        if hint := did_you_mean(name, options | own):
+            raise TypeError(f"{name} is an argument neither of {of} nor of {name_of(model)}{hint}")
+    if taken := [name for name in kwargs if name in options - own]:
         raise TypeError(
             f"{taken[0]} is an option of {of}, but stands among the arguments of {name_of(model)}, which names no such "
             f"argument; give it to {of}, or give a model that is to have it: functools.partial(model, {taken[0]}=...)"
         )
+
+
+def did_you_mean(found: Any, names: Iterable[str]) -> str:
+    """The end of a message about a name that isn't known: the most similar one that is; empty if none is similar.
+
+    >>> did_you_mean("estimater", ["base", "estimator"])
+    "; did you mean 'estimator'?"
+    """
+    close = difflib.get_close_matches(found, list(names), 1, 0.7) if isinstance(found, str) else ()
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def require_drawable(site: str, prior: Any) -> None:

@@ -19,6 +19,7 @@ from pyro_symmetric.chain_statistics import (
     exceeded_by_few,
     missing_energy,
     non_finite,
+    rounding,
     spacing,
     standing_still,
 )
@@ -34,6 +35,7 @@ CUT_OFF = 0.1  # share of the trajectories that reach the largest tree: a warnin
 ENERGY_FRACTION = (0.3, 0.1)  # E-BFMI of one chain
 ENERGY_ERROR = (2.0, 10.0)  # of unadjusted steps, in units of what was asked
 TEMPERATURE = (0.1, 0.3)  # distance from 1
+BLURRED = (0.0, 0.05)  # share of the draws at energies that rounding changes by a unit or more
 SPACING = (0.1, 0.5)  # distance of neighbouring numbers of the dtype, in deviations of a chain
 MOVING = (0.1, 0.01)  # share of the draws at which a chain moves, and its spread in units of the median chain's
 LEFT_BEHIND = 5.0  # deviations of the log density that a chain lies below the others: a warning only
@@ -204,6 +206,32 @@ def energy_error(ratios: Tensor) -> Finding:
     return Finding("energy error", status, words, mean)
 
 
+def blurred(lp: Tensor) -> Finding:
+    """Judge at how many draws rounding hides what decides on acceptance.
+
+    There errors of a trajectory's energy below that count as none (or chains would be stuck), and the law of the draws
+    isn't the posterior's.
+
+    :param lp: log densities ``(chains, draws)``, in the dtype of the chains.
+    """
+    hidden = rounding(lp).nan_to_num(0.0, posinf=0.0)  # a density of zero is told by the acceptance
+    share, worst = float((hidden > 1).double().mean()), float(hidden.max())
+    status = graded(share, BLURRED)
+    if status == "pass":
+        return Finding("rounding", status, f"rounding changes log densities by at most {worst:.2g}", share)
+    words = (
+        f"at {share:.1%} of the draws log densities are so large that {lp.dtype} rounds them by a unit or more (up to "
+        f"{worst:.3g}), so trajectories were accepted that should have been rejected: draw anew with "
+        "dtype=torch.float64"
+    )
+    return Finding("rounding", status, words, share)
+
+
+def _blurred(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
+    if "acceptance_rate" in statistics and "lp" in statistics:
+        yield blurred(statistics["lp"])
+
+
 def sampler_failures(
     statistics: Mapping[str, Tensor], subsampled: bool, samples: Mapping[str, Tensor] | None = None
 ) -> list[Finding]:
@@ -221,6 +249,7 @@ def sampler_failures(
         else []
     )
     found += [energy_error(statistics["energy_error"])] if "energy_error" in statistics else []
+    found += _blurred(statistics)
     if subsampled and found and next(iter(statistics.values())).shape[1] >= LEAST_DRAWS:
         apart = [] if samples is None else [disagreement(samples)]
         arrived = all(finding.status != "fail" for finding in apart)
@@ -283,6 +312,7 @@ def sampler_findings(statistics: Mapping[str, Tensor], subsampled: bool, arrived
         yield divergences(statistics["diverging"], subsampled, "energy_error" not in statistics)
     if "energy_error" in statistics:
         yield energy_error(statistics["energy_error"])
+    yield from _blurred(statistics)
     if "reached_max_treedepth" in statistics:
         share = float(statistics["reached_max_treedepth"].double().mean())
         status: Status = "warn" if share > CUT_OFF else "pass"

@@ -29,6 +29,7 @@ from pyro_symmetric import arguments
 Array = NDArray[np.float64]
 
 TAILS = (0.05, 0.95)
+ROUNDING = 4.0  # of a sum, in units of the last place, about
 _BLOCK_ENTRIES = 2**26  # copied at once out of what may be a mapped file: every page of a narrow site is read each time
 _PART_ENTRIES = 2**18  # what a thread works on at a time: a few megabytes, which its cache holds
 
@@ -159,6 +160,11 @@ def spacing(draws: Tensor) -> Tensor:
     unit = torch.finfo(draws.dtype).eps * torch.exp2((exponent - 1).double())
     spread = entries.var(1).double().mean(0).sqrt()
     return (unit / spread)[spread > 0].cpu()
+
+
+def rounding(energy: Tensor) -> Tensor:
+    """The distance that rounding may move sums as large as these, in their shape: four units of the last place."""
+    return ROUNDING * torch.finfo(energy.dtype).eps * energy.abs()
 
 
 def exceeded_by_few(values: Tensor) -> float:

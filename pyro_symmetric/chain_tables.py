@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.draws import entry_names
 
 MOST_ENTRIES_SHOWN = 32  # of a site, one by one
 
@@ -90,12 +91,34 @@ def entries_table(samples: Mapping[str, Tensor], prob: float) -> str:
         statistics, flat = chain_statistics(draws), draws.double().cpu().reshape(-1, shape.numel())
         numbers = [flat.mean(0), flat.std(0), *np.quantile(flat.numpy(), [0.5, low, high], axis=0)]
         numbers += [statistics.ess_bulk.flatten(), statistics.r_hat.flatten()]
-        places = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)) if shape else [()]
-        names = [f"{site}[{','.join(str(int(i)) for i in at)}]" if shape else site for at in places]
-        rows += zip(names, *(number.tolist() for number in numbers), strict=True)
+        rows += zip(entry_names(site, shape), *(number.tolist() for number in numbers), strict=True)
     if not rows:
         return ""
     width = max(len(row[0]) for row in rows)
     heads = ("mean", "std", "median", f"{low:.1%}", f"{high:.1%}", "n_eff", "r_hat")
     lines = [" " * width + "".join(f"{head:>10}" for head in heads)]
     return "\n".join([*lines, *(f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows)])
+
+
+def counts(rows: str, num_chains: int, num_samples: int) -> str:
+    """The number of draws in words, such as ``4 chains of 100 draws``.
+
+    :param rows: ``"chains"`` or ``"independent"``.
+    """
+    kind, of = ("row", "independent draws") if rows == "independent" else ("chain", "draws")
+    return f"{num_chains} {kind}{'s' * (num_chains != 1)} of {num_samples} {of}"
+
+
+def description(
+    samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor], metadata: Mapping[str, Any], rows: str
+) -> str:
+    """The draws in words: their number, their sites with shapes, how they were made, their statistics."""
+    num_chains, num_samples = next(iter(samples.values())).shape[:2]
+    weights, width = sum(v.shape[2:].numel() for v in samples.values()), max(map(len, samples))
+    alone = rows == "independent" and num_chains == 1
+    held = f"{num_samples} independent draws" if alone else counts(rows, num_chains, num_samples)
+    maker = f", by {metadata['kernel']}" if "kernel" in metadata else ""
+    lines = [f"Posterior({held}, {weights} weight{'' if weights == 1 else 's'}{maker})"]
+    lines += [f"  {site:<{width}}  {tuple(value.shape[2:])}" for site, value in samples.items()]
+    more = {"chosen": metadata.get("chosen"), "statistics": ", ".join(statistics)}
+    return "\n".join([*lines, *(f"  {name}: {text}" for name, text in more.items() if text)])

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
@@ -130,6 +130,7 @@ def write_checkpoints(
     posterior: Posterior,
     folder: PathLike,
     *,
+    net: nn.Module | None = None,
     format: Format = "safetensors",
     prefix: str = "net",
     progress: bool = True,
@@ -139,16 +140,24 @@ def write_checkpoints(
     Metadata, statistics and checksums go to ``checkpoints.json`` beside them. Each file appears whole or not at all.
     Chains are laid end to end.
 
-    >>> posterior = ps.Posterior.from_samples({"weight": torch.randn(3, 1, 2)}, rows="independent")
-    >>> [path.name for path in ps.write_checkpoints(posterior, "checkpoints", progress=False)]
-    ['net-00000.safetensors', 'net-00001.safetensors', 'net-00002.safetensors']
+    >>> net = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    >>> draws = {name: torch.randn(3, *value.shape) for name, value in net.named_parameters()}
+    >>> posterior = ps.Posterior.from_samples(draws, rows="independent")
+    >>> paths = ps.write_checkpoints(posterior, "checkpoints", net=net, format="pt", progress=False)
+    >>> [path.name for path in paths]
+    ['net-00000.pt', 'net-00001.pt', 'net-00002.pt']
+    >>> net.load_state_dict(torch.load(paths[1], weights_only=True))
+    <All keys matched successfully>
 
     :param folder: a new or an empty folder; it is made.
+    :param net: the network whose ``load_state_dict`` is to take each file. What draws lack, its buffers (running
+        statistics, counts), is then written as the network has it, a shared parameter under all its names; sites that
+        aren't the network's (a noise scale) are left out. Without it, the sites are written as they are.
     :param format: ``"safetensors"``, or ``"pt"`` for :func:`torch.load`.
     :param prefix: how the files' names begin.
     :return: the files, in the order of the draws.
-    :raises ValueError: if ``prefix`` can't begin a file's name, the folder holds something already, or the metadata
-        can't be written as JSON.
+    :raises ValueError: if ``prefix`` can't begin a file's name, the folder holds something already, the metadata can't
+        be written as JSON, or the draws lack a parameter of ``net`` or have it in another shape.
     :raises OSError: if a file can't be written.
     """
     arguments.instance("posterior", posterior, Posterior, "a Posterior")
@@ -161,6 +170,10 @@ def write_checkpoints(
             f"folder {folder} isn't empty; name a new or an empty one, so that no checkpoints are mixed up"
         )
     draws = posterior.num_chains * posterior.num_samples
+    sources = {site: site for site in posterior.samples}
+    rest: dict[str, Tensor] = {}
+    if net is not None:
+        sources, rest = _for_network(arguments.instance("net", net, nn.Module, "a torch.nn.Module, or None"), posterior)
     flat = {site: value.reshape(draws, *value.shape[2:]) for site, value in posterior.samples.items()}
     files = [folder / f"{prefix}-{i:05d}.{format}" for i in range(draws)]
     head = {
@@ -176,7 +189,8 @@ def write_checkpoints(
         raise ValueError(f"the posterior's metadata can't be written as JSON: {error}") from error
     for i, file in enumerate(tqdm(files, desc="checkpoints", unit="file", disable=not progress)):
         # clones: a view would be written with the storage of all draws
-        state = {site: value[i].detach().cpu().clone().contiguous() for site, value in flat.items()}
+        state = {name: flat[site][i].detach().cpu().clone().contiguous() for name, site in sources.items()}
+        state |= rest
         save = torch.save if format == "pt" else save_file
         write_whole(file, functools.partial(save, state), "checkpoint")
     head["crc32s"] = {file.name: _checksum(file) for file in files}
@@ -185,6 +199,21 @@ def write_checkpoints(
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _for_network(net: nn.Module, posterior: Posterior) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """A state dict of a network from a posterior: its name -> the site that it is of, and what the network gives."""
+    state, shapes = net.state_dict(keep_vars=True), posterior.site_shapes
+    parameters = {id(value): name for name, value in net.named_parameters()}
+    sources = {name: name if name in shapes else parameters.get(id(value), name) for name, value in state.items()}
+    sources = {name: site for name, site in sources.items() if site in shapes}
+    rest = {name: value for name, value in state.items() if name not in sources}
+    if missing := [name for name, value in rest.items() if id(value) in parameters]:
+        raise ValueError(f"posterior lacks the parameters {missing} of net; it has the sites {list(shapes)[:12]}")
+    for name, site in sources.items():
+        if shapes[site] != state[name].shape:
+            raise ValueError(f"site {site!r} has shape {tuple(shapes[site])}; in net it has {tuple(state[name].shape)}")
+    return sources, {name: value.detach().cpu().clone().contiguous() for name, value in rest.items()}
 
 
 def _require_plain(prefix: str) -> None:

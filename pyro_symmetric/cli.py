@@ -138,8 +138,8 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         default=[],
         metavar="METHOD.PART=N",
-        help="change a part of a method's budget, e.g. ensemble.modes=1000 or hmc.draws=500; may be repeated; an "
-        "unknown part lists those that there are",
+        help="change a part of a method's budget, e.g. ensemble.modes=1000 or hmc.chains=64; may be repeated; "
+        "help lists all parts with their defaults",
     )
     run.add_argument(
         "--draws", type=int, default=400, metavar="N", help="weight samples of each method to compare (default: 400)"
@@ -158,11 +158,14 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def compare(options: argparse.Namespace) -> int:
     """Run the study and say where the report is."""
     from pyro_symmetric.study import StudySettings, run_study
-    from pyro_symmetric.study.methods import list_methods
+    from pyro_symmetric.study.methods import list_budgets, list_methods
     from pyro_symmetric.study.report import summary_table
 
     if options.methods == ("help",):
         print(list_methods())
+        return 0
+    if "help" in options.budget:
+        print(list_budgets(options.quick))
         return 0
     overall = [scale for pattern, scale in options.prior_scale if pattern is None]
     default = StudySettings()
@@ -210,13 +213,18 @@ def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "net", help="name of a torchvision model, or package.module:callable that returns a torch.nn.Module"
+        "net",
+        help="name of a torchvision model, or package.module:callable, called as callable(input_shape, num_outputs) or "
+        "without arguments; or package.module:network",
     )
     parser.add_argument(
         "--input",
         type=widths,
         metavar="N,N,...",
         help="shape of the network's input, batch first (default: 2,3,224,224)",
+    )
+    parser.add_argument(
+        "--outputs", type=int, default=10, metavar="N", help="num_outputs of a callable that takes it (default: 10)"
     )
     parser.add_argument("--explain", action="store_true", help="say of every axis what moves it, or why it stays")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -232,40 +240,44 @@ def symmetries(options: argparse.Namespace) -> int:
     from pyro_symmetric.discovery.find import find_symmetry
 
     shape = options.input or (2, 3, 224, 224)
+    net = load_net(options.net, shape[1:], options.outputs)
     # A batch of one can't be told from an axis that is broadcast.
-    symmetry = find_symmetry(
-        load_net(options.net), torch.randn(max(2, shape[0]), *shape[1:], device="cpu"), strict=options.strict
-    )
+    x = torch.randn(max(2, shape[0]), *shape[1:], device="cpu")
+    try:
+        symmetry = find_symmetry(net, x, strict=options.strict)
+    except ValueError as error:
+        if options.input is not None:
+            raise
+        raise ValueError(f"{error}; if the network takes another input, say its shape: --input 2,10") from error
     if options.json:
         explanation = symmetry.explanation.to_dict()
         print(json.dumps({"log_order": symmetry.log_order(), **symmetry.to_dict(), "explanation": explanation}))
         return 0
     print(symmetry)
-    print(f"\nEvery mode has exp({symmetry.log_order():.1f}) equivalent copies by permutations and signs.")
+    order = f"{symmetry.log_order():.1f}"
+    print(f"\nlog |G| = {order}: every mode has exp({order}) equivalent copies by permutations and signs.")
     if options.explain:
         print(f"\n{symmetry.explanation}")
     return 0
 
 
-def load_net(name: str) -> torch.nn.Module:
-    """A torchvision model, with random weights, or what a user's callable returns.
+def load_net(name: str, input_shape: tuple[int, ...], num_outputs: int) -> torch.nn.Module:
+    """A torchvision model, with random weights, or what a user's callable returns, as ``compare --net`` calls it.
 
     :raises ValueError: if there is none of that name.
     """
     from pyro_symmetric._torchvision import import_torchvision
-    from pyro_symmetric.study.network import import_callable
+    from pyro_symmetric.calls import did_you_mean
+    from pyro_symmetric.study.network import net_from_callable
 
     if ":" in name:
-        try:
-            net = import_callable(name)()
-        except TypeError as error:
-            raise ValueError(f"{name} can't be called without arguments: {error}") from error
-        if not hasattr(net, "named_parameters"):
-            raise ValueError(f"{name} returned a {type(net).__name__}; it must return a torch.nn.Module")
-        return net.eval()
+        return net_from_callable(name, input_shape, num_outputs).eval()
     models = import_torchvision().models
     if name not in models.list_models():
-        raise ValueError(f"torchvision has no model {name!r}; write its name as resnet50, or package.module:callable")
+        raise ValueError(
+            f"torchvision has no model {name!r}; write its name as resnet50, or package.module:callable"
+            f"{did_you_mean(name, models.list_models())}"
+        )
     return models.get_model(name, weights=None).eval()
 
 
@@ -282,15 +294,19 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def budget(text: str) -> tuple[str, str, int | float]:
-    """``method.part=number``."""
+def budget(text: str) -> tuple[str, str, int | float] | str:
+    """``method.part=number``, or ``help``."""
+    if text == "help":
+        return text
     found = re.fullmatch(r"([\w-]+)\.(\w+)=(.+)", text)
     try:
         if found is None:
             raise ValueError
         number = float(found[3])
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no budget; write ensemble.modes=1000") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no budget; write ensemble.modes=1000, or help to see what there is"
+        ) from None
     return found[1], found[2], int(number) if number.is_integer() else number
 
 

@@ -37,15 +37,8 @@ class Likelihood(Protocol):
 
 
 @dataclass(frozen=True)
-class CategoricalLikelihood:
-    """Class labels; the network's outputs are logits ``(N, C)``.
-
-    >>> model = ps.BayesianModel(nn.Linear(4, 3), likelihood=ps.CategoricalLikelihood(temperature=0.5))
-    >>> model.log_likelihood(model.initial_weights(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])).shape
-    torch.Size([5])
-
-    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``; under 1 is a cold likelihood.
-    """
+class _OutputsSayAll:
+    """Base of likelihoods without latent sites of their own."""
 
     temperature: float = 1.0
 
@@ -54,6 +47,18 @@ class CategoricalLikelihood:
 
     def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
         return {}
+
+
+@dataclass(frozen=True)
+class CategoricalLikelihood(_OutputsSayAll):
+    """Class labels; the network's outputs are logits ``(N, C)``.
+
+    >>> model = ps.BayesianModel(nn.Linear(4, 3), likelihood=ps.CategoricalLikelihood(temperature=0.5))
+    >>> model.log_likelihood(model.initial_weights(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])).shape
+    torch.Size([5])
+
+    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``; under 1 is a cold likelihood.
+    """
 
     def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
         if outputs.shape[-1] < 2:
@@ -95,7 +100,7 @@ class GaussianLikelihood:
 
     def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
         outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
-        scale = outputs.new_tensor(self.scale) if self.scale is not None else latents["noise_scale"]
+        scale = outputs.new_full((), self.scale) if self.scale is not None else latents["noise_scale"]
         per_row = outputs.dim() - scale.dim()
         scale = scale.reshape(*scale.shape, *([1] * per_row))
         return _with_any_parameters(dist.Normal(outputs, scale, validate_args=False))
@@ -108,7 +113,7 @@ class GaussianLikelihood:
 
 
 @dataclass(frozen=True)
-class HeteroscedasticLikelihood:
+class HeteroscedasticLikelihood(_OutputsSayAll):
     r"""Real targets whose noise differs from row to row, as the network says.
 
     Of the network's outputs ``(N, 2 D)`` the first half are the means, the second half gives the noise's standard
@@ -121,14 +126,6 @@ class HeteroscedasticLikelihood:
 
     :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``.
     """
-
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        arguments.positive("temperature", self.temperature)
-
-    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
-        return {}
 
     def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
         mean, raw = (part.squeeze(-1) if part.shape[-1] == 1 else part for part in _halves(outputs))

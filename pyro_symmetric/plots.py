@@ -10,6 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
 Array = NDArray[np.floating[Any]]
@@ -176,6 +177,8 @@ def chain_agreement(r_hats: Mapping[str, Array], sizes: Mapping[str, Array], thr
             heights = np.sort(values[np.isfinite(values)])
             ax.plot(np.linspace(0, 1, len(heights)), heights, color=shades[name], lw=1.4, label=name)
         ax.set(xlabel="share of the entries", yscale="log")
+        ax.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=False))  # 1.08 and not 1.08 × 10⁰
+        ax.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     axes[0, 0].axhline(threshold, color="#999", lw=0.8, ls="--")
     axes[0, 0].set(title="R-hat")
     axes[0, 1].set(title="bulk effective sample size")

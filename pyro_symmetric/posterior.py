@@ -12,26 +12,31 @@ header's metadata the format's name, its version, a JSON text and a checksum of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.chain_tables import diagnostics, entries_table, sites_table
+from pyro_symmetric.chain_tables import counts, description, diagnostics, entries_table, sites_table
+from pyro_symmetric.draws import beside, in_chains, long_frame, redrawn, require_draws, wide_frame
 from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
-from pyro_symmetric.store import joint_metadata, read_folder
+from pyro_symmetric.store import joint_metadata, metadata_of_some, read_folder
 from pyro_symmetric.weights import Weights
+
+if TYPE_CHECKING:
+    import pandas
 
 Rows = Literal["chains", "independent"]
 
 KIND = "posterior"
 VERSION = 1
 ROWS: tuple[Rows, ...] = get_args(Rows)
+FORMS = {"wide": wide_frame, "long": long_frame}
 HELD = {"samples": "site -> draws", "statistics": "name -> numbers of every draw", "metadata": "what JSON can hold"}
 
 
@@ -84,21 +89,7 @@ class Posterior:
         if not self.samples:
             raise ValueError("samples is empty; a posterior needs the draws of at least one site")
         arguments.instance("origin", self.origin, (Origin, type(None)), "an Origin or None; see attach")
-        first = next(iter(self.samples))
-        shape: Any = getattr(self.samples[first], "shape", ())[:2]
-        for kind, entries in (("samples", self.samples), ("statistics", self.statistics)):
-            for name, value in entries.items():
-                named = f"{kind}[{name!r}]"
-                if not isinstance(value, Tensor) or value.dim() < 2:
-                    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                    raise ValueError(f"{named} is of {found}; it must be a tensor (chains, draws, ...)")
-                if value.is_complex():
-                    raise ValueError(f"{named} is of {value.dtype}; it must be real: keep .real and .imag as two sites")
-                if value.shape[:2] != shape or (kind == "statistics" and value.dim() != 2):
-                    raise ValueError(
-                        f"{named} has shape {tuple(value.shape)}, but samples[{first!r}] holds "
-                        f"{shape[0]} chains of {shape[1]} draws"
-                    )
+        require_draws(self.samples, self.statistics)
 
     @classmethod
     def from_samples(
@@ -122,18 +113,9 @@ class Posterior:
         arguments.weights("weights", weights)
         arguments.mapping("statistics", statistics, "name -> numbers of every draw", none="none")
         arguments.whole("num_chains", num_chains, 1)
-        for name, value in {**weights, **(statistics or {})}.items():
-            held = f"{'weights' if name in weights else 'statistics'}[{name!r}]"
-            if arguments.tensor(held, value).dim() < 1 or len(value) % num_chains:
-                raise ValueError(
-                    f"{held} has shape {tuple(value.shape)}, which can't be cut into num_chains={num_chains} chains of "
-                    "equal length along its first axis"
-                )
-
-        def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {k: v.reshape(num_chains, len(v) // num_chains, *v.shape[1:]) for k, v in entries.items()}
-
-        return cls(cut(weights), cut(statistics or {}), {} if metadata is None else metadata, rows=rows)
+        kinds = ("weights", weights), ("statistics", statistics or {})
+        samples, numbers = (in_chains(kind, entries, num_chains) for kind, entries in kinds)
+        return cls(samples, numbers, {} if metadata is None else metadata, rows=rows)
 
     @classmethod
     def concat(cls, parts: Sequence[Posterior]) -> Posterior:
@@ -156,10 +138,7 @@ class Posterior:
             ):
                 if found != wanted:
                     raise ValueError(f"parts[{number}] has {name} {found}, but parts[0] has {wanted}; they must agree")
-        samples, statistics = (
-            {name: torch.cat([getattr(part, kind)[name] for part in parts]) for name in getattr(parts[0], kind)}
-            for kind in ("samples", "statistics")
-        )
+        samples, statistics = (beside([getattr(part, kind) for part in parts]) for kind in ("samples", "statistics"))
         metadata = joint_metadata([part.metadata for part in parts], [part.num_chains for part in parts])
         return cls(samples, statistics, metadata, rows=parts[0].rows, origin=parts[0].origin)
 
@@ -185,7 +164,7 @@ class Posterior:
 
     @property
     def origin_device(self) -> torch.device | str | None:
-        """Where its model was asked to compute; ``None`` if that isn't known or was left to the model."""
+        """The device on which its model was asked to compute; ``None`` if that isn't known or was left to the model."""
         return None if self.origin is None else self.origin.device
 
     @property
@@ -260,13 +239,7 @@ class Posterior:
         arguments.whole("num_samples", num_samples, 1, none="all")
         arguments.flag("group_by_chain", group_by_chain)
         found = {site: value if group_by_chain else value.flatten(0, 1) for site, value in self._free().items()}
-        if num_samples is None:
-            return found
-        count = self.num_samples if group_by_chain else self.num_chains * self.num_samples
-        if not count:
-            raise ValueError(f"num_samples is {num_samples}, but the posterior holds no draws to draw from")
-        index, axis = torch.randint(count, (num_samples,), device="cpu"), int(group_by_chain)
-        return {site: value.index_select(axis, index.to(value.device)) for site, value in found.items()}
+        return found if num_samples is None or not found else redrawn(found, num_samples, int(group_by_chain))
 
     def select(self, chains: Any = slice(None), draws: Any = slice(None)) -> Posterior:
         """Some chains and some draws, in a posterior of their own.
@@ -282,7 +255,8 @@ class Posterior:
         def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: value[chains][:, draws] for name, value in entries.items()}
 
-        return replace(self, samples=cut(self.samples), statistics=cut(self.statistics))
+        metadata = metadata_of_some(self.metadata, torch.arange(self.num_chains, device="cpu")[chains].tolist())
+        return replace(self, samples=cut(self.samples), statistics=cut(self.statistics), metadata=metadata)
 
     def thin(self, every: int) -> Posterior:
         """Every ``every``-th draw of each chain, as a view; the last draw is kept."""
@@ -290,24 +264,11 @@ class Posterior:
         return self.select(draws=slice((self.num_samples - 1) % every if self.num_samples else 0, None, every))
 
     def __repr__(self) -> str:
-        weights = sum(shape.numel() for shape in self.site_shapes.values())
-        maker = f", by {self.metadata['kernel']}" if "kernel" in self.metadata else ""
-        width = max(len(site) for site in self.samples)
-        independent = self.rows == "independent" and self.num_chains == 1
-        held = f"{self.num_samples} independent draws" if independent else self._counts()
-        lines = [f"Posterior({held}, {weights} weight{'' if weights == 1 else 's'}{maker})"]
-        lines += [f"  {site:<{width}}  {tuple(shape)}" for site, shape in self.site_shapes.items()]
-        more = {"chosen": self.metadata.get("chosen"), "statistics": ", ".join(self.statistics)}
-        return "\n".join([*lines, *(f"  {name}: {text}" for name, text in more.items() if text)])
+        return description(self.samples, self.statistics, self.metadata, self.rows)
 
     def _free(self) -> dict[str, Tensor]:
         """The draws without deterministic sites."""
         return {site: v for site, v in self.samples.items() if site not in self.metadata.get("deterministic", ())}
-
-    def _counts(self) -> str:
-        kind = "row" if self.rows == "independent" else "chain"
-        chains = f"{self.num_chains} {kind}{'s' * (self.num_chains != 1)}"
-        return f"{chains} of {self.num_samples} {'independent ' if self.rows == 'independent' else ''}draws"
 
     def map(self, function: Callable[..., Mapping[str, Tensor]], *args: Any, **kwargs: Any) -> Posterior:
         """The same posterior with a function of weights applied to its draws; statistics and metadata are kept.
@@ -332,6 +293,36 @@ class Posterior:
                 )
         return replace(self, samples=dict(found))
 
+    def to_dataframe(
+        self, names: Iterable[str] | None = None, *, form: Literal["wide", "long"] = "wide"
+    ) -> pandas.DataFrame:
+        """The draws as a pandas data frame, for tables and plots of one's own.
+
+        >>> posterior = ps.Posterior({"w": torch.randn(4, 100, 2), "s": torch.rand(4, 100)}, rows="chains")
+        >>> wide = posterior.to_dataframe()
+        >>> wide.shape, list(wide.columns), wide.index.names
+        ((400, 3), ['w[0]', 'w[1]', 's'], FrozenList(['chain', 'draw']))
+        >>> posterior.to_dataframe(form="long").columns.tolist()
+        ['chain', 'draw', 'site', 'entry', 'value']
+
+        Entries are named as in :meth:`summary`: ``w[0]``, ``w[0,1]``, and ``s`` for a site that is one number; they
+        stand in the order in which a tensor is flattened. Chains and draws are counted from 0.
+
+        :param names: sites to take, or names of statistics, such as ``["w", "diverging"]``; by default all sites.
+        :param form: ``"wide"``: a row for each draw, ``chains * draws`` of them, indexed by ``(chain, draw)``, and a
+            column for each entry, in the site's own dtype. ``"long"``: a row for each number, ``chains * draws *
+            entries`` of them, with the columns ``chain``, ``draw``, ``site``, ``entry`` and ``value``; ``site`` and
+            ``entry`` are categories.
+        :raises ValueError: if there is no such site or statistic.
+        """
+        arguments.one_of("form", form, FORMS)
+        known = {**self.statistics, **self.samples}
+        chosen = list(self.samples) if names is None else arguments.listed("names", names, str, "names of sites")
+        if not chosen:
+            raise ValueError("names is empty; name one site at least, or leave it out for all")
+        frame = FORMS[form]
+        return frame({name: known[arguments.known("names", name, known)] for name in dict.fromkeys(chosen)})
+
     # how good it is -------------------------------------------------------------------------------------------------
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
@@ -346,7 +337,7 @@ class Posterior:
 
     def summary_table(self) -> str:
         """One line for each site: worst and median R-hat and effective sample sizes; then divergences, acceptance."""
-        return sites_table(self.samples, self.statistics, self._counts())
+        return sites_table(self.samples, self.statistics, counts(self.rows, self.num_chains, self.num_samples))
 
     def summary(self, prob: float = 0.9) -> None:
         """Print :meth:`summary_table`, and before it, as Pyro does, a line for every entry of sites with few of them.

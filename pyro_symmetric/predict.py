@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
+from pyro_symmetric.calls import refuse_options
 from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.operations import Operations
 from pyro_symmetric.posterior import Posterior
@@ -43,6 +44,9 @@ _CPU_ENTRIES, _DEVICE_ENTRIES = 2**20, 2**26
 _WEIGHT_ENTRIES = 2**24
 _LEAST_DRAWS, _MOST_DRAWS = 8, 1024
 _PROBED_ROWS = 64
+
+
+OPTIONS = frozenset({"kind", "num_samples", "average", "draw_chunk", "row_chunk", "progress"})
 
 
 @torch.no_grad()
@@ -95,6 +99,7 @@ def predict(
     arguments.one_of("kind", kind, get_args(Kind))
     if arguments.flag("average", average) and kind != "mean":
         raise ValueError(f"average=True is for kind='mean': the average of {kind} says nothing of the posterior")
+    refuse_options(model, kwargs, OPTIONS, "predict")
     predictor = predictor_of(_weights_of(posterior), model, args, kwargs, kind, _device_of(posterior))
     return _run(posterior, predictor, num_samples, average, draw_chunk, row_chunk, progress)
 
@@ -187,7 +192,7 @@ def _weights_of(posterior: Any) -> Mapping[str, Tensor]:
 
 
 def _device_of(posterior: Any) -> torch.device | str | None:
-    """Where the model was told to compute when it was sampled; its draws lie on the CPU."""
+    """The device on which the model was told to compute when it was sampled; its draws lie on the CPU."""
     return posterior.origin_device if isinstance(posterior, Posterior) else None
 
 

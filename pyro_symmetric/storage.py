@@ -122,7 +122,7 @@ def load_json(path: PathLike, kind: str) -> dict[str, Any]:
 
 
 def inside(folder: PathLike, name: Any) -> Path:
-    """Where a file lies that another file names, as ``"a"`` or ``"a/b"``.
+    """The path of a file that another file names, as ``"a"`` or ``"a/b"``.
 
     :raises StoreError: unless that is in ``folder``, links followed: nothing that is read may name other files.
     """

@@ -104,15 +104,22 @@ def require_same_network(sites: Iterable[str], site_shapes: Shapes, name: str = 
         )
 
 
+def all_true(flags: Iterable[Tensor]) -> bool:
+    """True if all are: boolean tensors of no dimension, read by one sync for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for flag in flags:
+        by_device.setdefault(flag.device, []).append(flag)
+    return all(bool(torch.stack(own).all()) for own in by_device.values())
+
+
 def require_finite(weights: Mapping[str, Tensor], name: str = "weights") -> None:
     """:raises ValueError: naming the first site that holds NaN or infinite values."""
     arguments.weights(name, weights)
+    # NaN and infinity reach the sum; a sum that overflows by itself is looked at entry by entry.
+    if all_true(torch.isfinite(value.sum()) for value in weights.values()):
+        return
     for site, value in weights.items():
-        # NaN and infinity reach the sum; a sum that overflows by itself is looked at entry by entry.
-        if bool(torch.isfinite(value.sum())):
-            continue
-        bad = int((~torch.isfinite(value)).sum())
-        if bad:
+        if bad := int((~torch.isfinite(value)).sum()):
             raise ValueError(f"{name}[{site!r}] holds {bad} NaN or infinite values; all weights must be finite")
 
 

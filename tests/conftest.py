@@ -47,7 +47,7 @@ def fresh_pyro(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    """What kernels draw from, seeded from the global generator, so that ``--seed`` counts."""
+    """The generator that kernels draw from, seeded from the global generator, so that ``--seed`` counts."""
     return torch.Generator(torch.empty(0).device).manual_seed(int(torch.randint(2**62, ())))
 
 

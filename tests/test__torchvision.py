@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pyro_symmetric._torchvision import import_torchvision
+from pyro_symmetric._torchvision import import_torchvision, prepare_torchvision
 
 FAILS_WITHOUT_OPERATORS = """
 import torch
@@ -32,7 +32,7 @@ def pretend(tmp_path, monkeypatch):
 
 def test_data_sets_and_models_of_the_installed_torchvision_are_usable_in_a_fresh_process():
     program = (
-        "from pyro_symmetric._torchvision import import_torchvision\n"
+        "from pyro_symmetric._torchvision import import_torchvision, prepare_torchvision\n"
         "torchvision = import_torchvision()\n"
         "assert import_torchvision() is torchvision\n"
         "import torchvision.datasets, torchvision.models\n"
@@ -61,5 +61,32 @@ def test_another_failure_is_passed_on_as_an_import_error(pretend):
 
 def test_a_failure_that_registering_does_not_cure_names_the_torch_version(pretend):
     pretend("raise RuntimeError('operator torchvision::roi_align does not exist')\n")
-    with pytest.raises(ImportError, match="install the torchvision release that belongs to this torch"):
+    with pytest.raises(ImportError, match="install the release that belongs to this torch"):
         import_torchvision()
+
+
+def test_without_torchvision_the_sentence_says_what_to_install_and_what_needs_none_does_without(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.delitem(sys.modules, "torchvision")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install"):
+        import_torchvision()
+    prepare_torchvision()
+
+
+def test_torchmetrics_imports_after_torchvision_was_prepared():
+    pytest.importorskip("torchmetrics")
+    program = "from pyro_symmetric._torchvision import prepare_torchvision as p; p(); import torchmetrics"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_command_line_tells_a_broken_torchvision_in_one_sentence(pretend, capsys):
+    from pyro_symmetric import cli
+
+    pretend("raise OSError('libcudart.so.13: cannot open shared object file')\n")
+    assert cli.main(["symmetries", "resnet18"]) == 2
+    said = capsys.readouterr().err
+    assert "libcudart" in said
+    assert "pip install" in said
+    assert "Traceback" not in said

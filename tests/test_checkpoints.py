@@ -1,7 +1,9 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import pyro_symmetric as ps
@@ -208,3 +210,36 @@ def test_a_plain_prefix_stays_in_the_folder(prefix, tmp_path):
     files = write_checkpoints(posterior, tmp_path / "c", prefix=prefix, progress=False)
     assert [file.resolve() for file in files] == [tmp_path / "c" / f"{prefix}-0000{i}.safetensors" for i in range(2)]
     assert all(file.is_file() for file in files)
+
+
+class Tied(nn.Module):
+    """Batch normalisation, a shared parameter and a buffer of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("positions", torch.arange(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(x)))
+
+
+@pytest.mark.parametrize("format", ["pt", "safetensors"])
+def test_files_written_for_a_network_are_what_its_load_state_dict_takes(tmp_path: Path, format: str) -> None:
+    net = Tied()
+    net(torch.randint(5, (20,)))  # running statistics that aren't the initial ones
+    samples = {name: torch.randn(2, 3, *value.shape) for name, value in net.named_parameters()}
+    posterior = ps.Posterior({**samples, "noise_scale": torch.rand(2, 3)}, rows="chains")
+    files = ps.write_checkpoints(posterior, tmp_path / "out", net=net, format=format, progress=False)
+    for number, file in enumerate(files):
+        fresh = Tied().eval()
+        fresh.load_state_dict(torch.load(file, weights_only=True) if format == "pt" else load_file(file), strict=True)
+        own = {name: value.flatten(0, 1)[number] for name, value in samples.items()}
+        x = torch.randint(5, (7,))
+        assert torch.equal(fresh(x), torch.func.functional_call(net.eval(), own, (x,)))
+        assert torch.equal(fresh.positions, torch.arange(4))
+    lacking = ps.Posterior({"norm.weight": torch.zeros(1, 1, 3)}, rows="chains")
+    with pytest.raises(ValueError, match=r"embedding\.weight"):
+        ps.write_checkpoints(lacking, tmp_path / "lacking", net=net, progress=False)
+    assert not list((tmp_path / "lacking").glob("*"))

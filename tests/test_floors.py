@@ -30,7 +30,8 @@ FLOORS = [
     ],
     ["arguments", "generators", "networks"],
     ["chain_statistics", "datasets", "likelihoods", "storage", "weights"],
-    ["chain_findings", "chain_tables", "fingerprint", "models", "store"],
+    ["chain_findings", "draws", "fingerprint", "layout", "models", "store"],
+    ["chain_tables"],
     ["posterior", "predictors"],
     ["checkpoints", "predict"],
     ["arviz_export"],
@@ -50,7 +51,8 @@ FLOORS = [
 INSIDE = {
     "infer": [["kernels"], ["chains"], [WHOLE]],
     "discovery": [
-        ["branches", "fields", "invariance", "labels", "nullspace", "remainder", "sizes", "tensors_only"],
+        ["branches", "invariance", "labels", "nullspace", "parametrised", "remainder", "sizes", "tensors_only"],
+        ["fields"],
         ["densities", "families", "nesting", "slices"],
         ["apart", "facts"],
         ["plan", "recorder", "selection", "structure"],

@@ -91,7 +91,7 @@ def test_a_seed_is_one_number_of_the_global_generator():
 
 
 def in_threads(*functions):
-    """What each returns, called in a thread of its own, all at once."""
+    """The results of functions that are called at once, each in a thread of its own."""
     gate = threading.Barrier(len(functions))
 
     def through_the_gate(function):

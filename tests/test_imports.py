@@ -1,4 +1,4 @@
-"""What ``import pyro_symmetric`` loads: nothing that takes long and few calls need."""
+"""``import pyro_symmetric`` loads nothing that takes long and few calls need."""
 
 import json
 import subprocess

@@ -38,7 +38,7 @@ def seeded():
 
 
 def standard_errors_off(draws, truth, deviation):
-    """How many standard errors the mean of chains' draws is away from the truth."""
+    """The distance of the mean of chains' draws from the truth, in standard errors."""
     return abs(float(draws.mean()) - truth) / (deviation / float(chain_statistics(draws).ess_bulk) ** 0.5)
 
 

@@ -1,15 +1,14 @@
-"""What is built from this tree installs into an empty environment, and holds what it should."""
+"""The wheel and the sdist of this tree: it installs into an empty environment, and holds what it should."""
 
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import textwrap
 import tomllib
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 
@@ -51,25 +50,34 @@ def empty_python(built, tmp_path_factory) -> Path:
     return python
 
 
-def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(built):
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
-        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-        metadata = {PurePosixPath(name).name for name in wheel.namelist()}
-    sources = {
-        path.relative_to(TREE).as_posix()
-        for path in (TREE / "pyro_symmetric").rglob("*")
-        if path.suffix in {".py", ".html", ".cpp"} or path.name == "py.typed"
-    }
-    assert names == sources
-    assert "pyro_symmetric/py.typed" in names
-    assert {"LICENSE", "entry_points.txt"} <= metadata
+def test_the_wheel_and_the_sdist_contain_what_they_should(built):
+    assert "contain what they should" in run(sys.executable, TREE / "tools" / "contents.py", built)
 
 
-def test_the_sdist_holds_what_is_needed_to_build_and_to_cite(built):
-    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
-        names = {PurePosixPath(*PurePosixPath(name).parts[1:]).as_posix() for name in sdist.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "pyro_symmetric/py.typed"} <= names
-    assert not [name for name in names if name.startswith(("tests", "tutorials", "benchmarks", "runs", "data"))]
+@pytest.mark.parametrize(
+    ("extra", "left_out"),
+    [
+        ("tests/test_weights.py", ""),
+        ("pyro_symmetric/01_tutorial.ipynb", ""),
+        ("", "pyro_symmetric/py.typed"),
+        ("", "pyro_symmetric/weights.py"),
+    ],
+)
+def test_a_wheel_with_a_file_too_many_or_too_few_is_told(built, tmp_path, extra, left_out):
+    wheel = next(built.glob("*.whl"))
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(tmp_path / wheel.name, "w") as changed:
+        for name in whole.namelist():
+            if name != left_out:
+                changed.writestr(name, whole.read(name))
+        if extra:
+            changed.writestr(extra, "")
+    shutil.copy2(next(built.glob("*.tar.gz")), tmp_path)
+    result = subprocess.run(
+        [sys.executable, TREE / "tools" / "contents.py", tmp_path], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1
+    assert result.stdout.count("\n") == 1
+    assert (extra or left_out) in result.stdout
 
 
 def test_the_installed_wheel_imports_without_its_extras_then_as_a_whole_and_knows_its_version(empty_python, tmp_path):
@@ -84,7 +92,7 @@ def test_the_installed_wheel_imports_without_its_extras_then_as_a_whole_and_know
                 importlib.import_module(module.name)
         print(ps.__file__, ps.__version__, sep="\\n")
     """
-    extras = ("sklearn", "matplotlib", "jinja2", "torchmetrics")
+    extras = ("sklearn", "matplotlib", "arviz_plots", "jinja2", "torchmetrics", "torchvision")
     output = run(empty_python, "-c", textwrap.dedent(program), *extras, cwd=tmp_path, env=without_pythonpath())
     file, version = output.splitlines()
     assert Path(file).is_relative_to(empty_python.parent.parent)

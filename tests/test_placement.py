@@ -1,4 +1,4 @@
-"""What follows sampling runs in the draws' precision, whatever the data's is; data are found at any depth."""
+"""Calls that follow sampling run in the draws' precision, whatever the data's is; data are found at any depth."""
 
 import numpy as np
 import pyro
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
+from pyro_symmetric.layout import Layout
 from pyro_symmetric.mcmc import HMC, SGHMC, Density, sample
-from pyro_symmetric.mcmc.density.layout import Layout
 from pyro_symmetric.placement import placed
 
 X, Y = torch.linspace(-1, 1, 60).reshape(20, 3), torch.linspace(-1, 1, 20)

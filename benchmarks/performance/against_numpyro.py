@@ -313,7 +313,7 @@ def of_chains(target: Target, samples: Weights) -> tuple[Tensor, list[str]]:
 
 
 def functions(values: Tensor, centre: Tensor, scale: Tensor, thresholds: Tensor) -> Tensor:
-    """What is averaged, ``batch + (K,)`` -> ``batch + (K, 7)``, in the order of :data:`COMPARED`."""
+    """The quantities that are averaged, ``batch + (K,)`` -> ``batch + (K, 7)``, in the order of :data:`COMPARED`."""
     standard = (values - centre) / scale
     below = (values[..., None] <= thresholds).double()
     return torch.cat([torch.stack([standard, standard.square()], -1), below], -1)

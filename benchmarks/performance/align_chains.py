@@ -4,7 +4,7 @@ r"""R-hat over the weights of Hamiltonian chains that sit in different copies of
     python -m benchmarks.performance.align_chains --hidden 4 4  # with two
 
 A small tanh network is fitted to data of a network of its own kind, the best of several fits is moved by a random
-element of the symmetry (permutations and signs of the hidden units) for every chain, and HMC goes on from there. All
+element of the symmetry (permutations and signs of the hidden units) for every chain, and HMC resumes from there. All
 chains then see the same posterior of functions, each in a frame of its own: R-hat of predictions is 1, that of the
 weights is far from it and says nothing. The table has R-hat over all weights, median and worst, and the share above
 1.05:

@@ -292,7 +292,7 @@ def scales(options: argparse.Namespace) -> None:
 
 
 def optimum(options: argparse.Namespace) -> None:
-    """How often the enumerated optimum is reached between independent weights, and milliseconds."""
+    """The share of alignments of independent weights that reach the enumerated optimum, and milliseconds."""
     shapes = {"0": (5, 3), "1": (4, 5), "2": (2, 4)}, {"0": (3, 3), "1": (2, 3), "2": (2, 2)}
     rows = {"0": ("a", None), "1": ("b", "a"), "2": (None, "b")}
     small = {

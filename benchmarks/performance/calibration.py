@@ -90,7 +90,7 @@ class Replications:
         return getattr(self.density, name)
 
     def quantities(self, z: Tensor) -> Tensor:
-        """What ranks are taken of, ``(R, D)`` -> ``(R, D + 1)``."""
+        """The quantities that ranks are taken of, ``(R, D)`` -> ``(R, D + 1)``."""
         return torch.cat([z, self.energy_and_gradient(z)[0][:, None]], 1)
 
 
@@ -135,11 +135,14 @@ SAMPLERS: dict[str, tuple[ps.Kernel, int, int | None]] = {  # kernel, thinning, 
     "HMC": (ps.HMC(model), 3, None),
     "NUTS": (ps.NUTS(model), 2, None),
     "AdaptiveHMC": (ps.AdaptiveHMC(model), 3, None),
+    "AdjustedMCLMC": (ps.AdjustedMCLMC(model), 3, None),
+    "MCLMC": (ps.MCLMC(model), 20, None),
     "SGHMC, all rows": (ps.SGHMC(model, **STOCHASTIC), 3, None),
     "SGLD, all rows": (ps.SGLD(model, num_steps=40, **STOCHASTIC), 4, None),
     "SGHMC": (ps.SGHMC(model, **STOCHASTIC), 6, BATCH),
     "SGLD": (ps.SGLD(model, num_steps=40, **STOCHASTIC), 6, BATCH),
     "pSGLD": (ps.pSGLD(model, num_steps=40, **STOCHASTIC), 6, BATCH),
+    "CyclicalSG": (ps.CyclicalSG(model, cycle_length=200, samples_per_cycle=1, exploration=0.5, **STOCHASTIC), 1, None),
 }
 
 

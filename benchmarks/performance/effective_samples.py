@@ -6,7 +6,7 @@ kernels with a step size that they have settled on themselves, the NUTS of the o
 step size of our NUTS. Pyro runs one chain, which is what it can do in one process; the others run all chains at once.
 Neither compiling nor predicting is counted.
 
-``worst`` and ``median`` are effective sample sizes of the bulk (rank-normalised) over the held-out predictions. Where a
+``worst`` and ``median`` are effective sample sizes of the bulk (rank-normalised) over the held-out predictions. If a
 contestant draws little in its time, that is a rough estimate. So ``by NUTS`` says what the gradients of the other
 libraries are worth: their number per second times the worst effective samples per gradient of the one NUTS, ours or
 theirs, that made the most gradients.
@@ -49,7 +49,7 @@ Step = Callable[[], tuple[Tensor, int]]  # one iteration -> positions of the cha
 
 @dataclass(eq=False)
 class Setting:
-    """What all contestants share.
+    """The setting that all contestants share.
 
     :param warm: the chains after warm-up, with their mass matrix.
     :param settle: iterations in which a kernel of ours finds its own step size, which aren't measured.
@@ -178,7 +178,7 @@ def contestants(setting: Setting) -> dict[str, Callable[[], Step]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """How one contestant fared: effective draws of the worst and the median prediction, gradients, draws, seconds."""
+    """One contestant's result: effective draws of the worst and the median prediction, gradients, draws, seconds."""
 
     worst: float
     median: float

@@ -1,4 +1,4 @@
-r"""How many components, how many factors: the evidence by every method, beside annealed runs and published values.
+r"""The number of components or factors: the evidence by every method, beside annealed runs and published values.
 
     python -m benchmarks.performance.evidence --seeds 4
 

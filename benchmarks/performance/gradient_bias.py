@@ -1,4 +1,4 @@
-r"""How much of the gradient of the gain SinkhornImportance loses, against enumeration of the orbit.
+r"""The part of the gradient of the gain that SinkhornImportance loses, against enumeration of the orbit.
 
     python -m benchmarks.performance.gradient_bias --draws 40000
 

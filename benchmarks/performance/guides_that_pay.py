@@ -248,7 +248,7 @@ class Contest:
         self.start = first.base._loc_scale()
 
     def log_target(self, latent: Tensor) -> Tensor:
-        return self.density(self.layout.unpack(latent)) + self.layout.log_volume(latent)
+        return self.density(self.layout.constrain(latent)) + self.layout.log_det(latent)
 
     def run(self, base: str, objective: str, truth: Truth | None) -> dict[str, Any]:
         guide = self._guide(base)
@@ -288,7 +288,7 @@ class Contest:
         log_p, log_q = self.log_target(latent).double(), q.log_prob(latent).double()
         parts = latent.split(CHUNK)
         log_ratio = log_p - torch.cat([estimator.log_prob(q, self.action, part) for part in parts]).double()
-        function = self.problem.function(self.layout.unpack(latent))
+        function = self.problem.function(self.layout.constrain(latent))
         row = {
             "plain": float((log_p - log_q).mean()),
             "symmetrised": float(log_ratio.mean()),
@@ -296,7 +296,7 @@ class Contest:
         }
         if truth is None:
             return row | {"test": float((function.double().logsumexp(0) - math.log(len(latent))).mean())}
-        posterior = self.problem.function(self.layout.unpack(truth.draws))
+        posterior = self.problem.function(self.layout.constrain(truth.draws))
         off = (function.mean(0) - posterior.mean(0)) / posterior.std(0)
         return row | {
             "gap": truth.log_evidence - row["symmetrised"],

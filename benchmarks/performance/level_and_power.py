@@ -1,4 +1,4 @@
-"""How often ``mmd_test`` and ``diagnose`` see a difference modulo symmetry: where there is none, and where there is.
+"""The rates at which ``mmd_test`` and ``diagnose`` see a difference modulo symmetry: if there is none, and if there is.
 
     python -m benchmarks.performance.level_and_power  # about 15 minutes on one core
     python -m benchmarks.performance.level_and_power --only mmd_test tied  # the cases that have all of these words
@@ -66,7 +66,7 @@ UNITS = 5
 
 @dataclass(frozen=True)
 class Truth:
-    """What a posterior is: of each site ``(units, ...)`` the centre and the deviation, and which entry is shifted."""
+    """A posterior: of each site ``(units, ...)`` the centre and the deviation, and which entry is shifted."""
 
     centres: dict[str, Tensor]
     deviations: dict[str, float]

@@ -114,7 +114,7 @@ MUTATIONS = [
 
 
 def survives(mutation: Mutation) -> bool:
-    """Whether all tests pass with the mutation in place."""
+    """True if all tests pass with the mutation in place."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(ROOT / "pyro_symmetric", copy / "pyro_symmetric", ignore=shutil.ignore_patterns("__pycache__"))

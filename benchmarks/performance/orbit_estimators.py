@@ -1,4 +1,4 @@
-"""How close the estimators of the symmetrised log-density come to the exact one, from overlapping to separated units.
+"""The distance of estimators of the symmetrised log-density from the exact one, from overlapping to separated units.
 
     python -m benchmarks.performance.orbit_estimators --draws 300
 

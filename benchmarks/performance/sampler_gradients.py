@@ -176,7 +176,7 @@ def torch_contestants(problem: Problem, options: argparse.Namespace) -> tuple[De
 
 
 def by_hand(problem: Problem, precision: Tensor) -> Gradient:
-    """What one can write for this network alone: features first, no autograd."""
+    """A density written for this network alone: features first, no autograd."""
     x = torch.cat([problem.x, problem.x.new_ones(len(problem.x), 1)], 1)
     xt, hidden, outputs = x.T.contiguous(), problem.hidden, problem.outputs
     one_hot = nn.functional.one_hot(problem.y, outputs).T.float() if problem.classifies else None

@@ -1,4 +1,4 @@
-"""What symmetrisation costs: one SVI step of a symmetrised guide against one of a stock guide, in one run.
+"""The cost of symmetrisation: one SVI step of a symmetrised guide against one of a stock guide, in one run.
 
     python -m benchmarks.performance.symmetrized_cost --widths 128,512
 

@@ -118,7 +118,7 @@ def work(case: Case, pipe: Connection, silent: bool) -> None:
 
 
 def run(library: str, case: Case, limit: float, silent: bool) -> dict[str, Any]:
-    """What one network gives, within a time limit in seconds."""
+    """The result of one network, within a time limit in seconds."""
     context = multiprocessing.get_context("fork")  # libraries are imported once
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(case, writer, silent))

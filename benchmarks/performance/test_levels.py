@@ -1,4 +1,4 @@
-"""How often the tests reject: on truly invariant samples (never more than their level), and where something is wrong.
+"""Rates of rejection: on truly invariant samples (never more than their level), and where something is wrong.
 
     python -m benchmarks.performance.test_levels --repetitions 500
 

@@ -79,7 +79,7 @@ def distances(found: Moments, reference: Moments) -> tuple[Array, Array]:
 
 
 def limit(count: int) -> float:
-    """What the largest of this many standard normal numbers exceeds with probability ``FALSE_ALARMS``, at least 4."""
+    """A bound that the largest of so many normal numbers exceeds with probability ``FALSE_ALARMS``, at least 4."""
     return max(4.0, float(stats.norm.isf(FALSE_ALARMS / (2 * count))))
 
 

@@ -40,7 +40,7 @@ SCALE_STEPS = 1e4
 
 @dataclass(frozen=True, eq=False)
 class Ended:
-    """Where descents of a batch of sources ended.
+    """The ends of descents of a batch of sources.
 
     :param element: of batch shape ``(B,)``.
     :param costs: float64 ``(steps, B)``: the cost at the start, and after each step that some source accepted.

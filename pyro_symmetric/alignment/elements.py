@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
+from pyro_symmetric.placement import together
 
 # Log-scales that are closer than this are the same.
 SAME_SCALE = 1e-9
@@ -64,8 +65,17 @@ def shaped(element: Element, group: Group, shifts: Mapping[str, Tensor], shape: 
     return _built(group, parts, shape)
 
 
+def on_device(element: Element, device: torch.device | None) -> Element:
+    """The same elements on a device, in one copy."""
+    if device is None:
+        return element
+    values = iter(together([value for part in element.parts for value in part.values()], device))
+    parts = [{name: next(values) for name in part} for part in element.parts]
+    return Element._of_parts(element.group, parts, element.batch_shape)
+
+
 def differing(names: Collection[str], one: Element, other: Element) -> tuple[Tensor, Tensor]:
-    """Where permutations or signs of some units differ, and where scales, bool of the batch's shape each."""
+    """Members whose permutations or signs differ, and those whose scales do, bool of the batch's shape each."""
     batch = len(one.batch_shape)
     rearranged, scaled = torch.zeros(2, *one.batch_shape, dtype=torch.bool, device="cpu").unbind()
     for name in names:

@@ -23,8 +23,9 @@ from torch.distributions.transforms import Transform
 from pyro_symmetric import arguments
 from pyro_symmetric.groups import Group
 from pyro_symmetric.groups.action import is_real
+from pyro_symmetric.placement import together
 from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.weights import Weights, require_finite
+from pyro_symmetric.weights import Weights, all_true, require_finite
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,10 +71,10 @@ class GaussianWeights:
                     raise ValueError(
                         f"{name}[{site!r}] is of {value.dtype}; means and deviations are floating-point{hint}"
                     )
-            if bool(self.scale[site].isnan().any()):
-                raise ValueError(f"scale[{site!r}] holds NaN; standard deviations are at least 0")
-            if bool((self.scale[site] < 0).any()):
-                raise ValueError(f"scale[{site!r}] holds negative values; standard deviations are at least 0")
+        if not all_true((scale >= 0).all() for scale in self.scale.values()):
+            site, scale = next((site, scale) for site, scale in self.scale.items() if not bool((scale >= 0).all()))
+            found = "NaN" if bool(scale.isnan().any()) else "negative values"
+            raise ValueError(f"scale[{site!r}] holds {found}; standard deviations are at least 0")
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{site} {tuple(loc.shape)}" for site, loc in self.loc.items())
@@ -140,29 +141,32 @@ def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
     :raises ValueError: if there are no weights or draws, or the guide has no parameters yet.
     :raises TypeError: if ``weights`` is none of these.
     """
-    weights = plain(weights)
     if isinstance(weights, GaussianWeights):
         return weights
-    if isinstance(weights, Posterior):
-        flat = {site: value.flatten(0, 1) for site, value in draws_of(weights, name).items()}
-        return GaussianWeights(
-            {site: value.mean(0) for site, value in flat.items()},
-            {site: value.std(0, correction=0) for site, value in flat.items()},
-        )
-    if isinstance(weights, Mapping):
-        if not arguments.weights(name, weights):
-            raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
-        loc = {site: value.detach() for site, value in weights.items()}
-        return GaussianWeights(loc, {site: torch.zeros_like(value) for site, value in loc.items()})
-    if hasattr(weights, "_get_loc_and_scale"):
-        return _with_supports(weights, {site: weights._get_loc_and_scale(site) for site in _latent_sites(weights)})
-    if hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale"):
-        return _with_supports(weights, _unpacked_moments(weights))
-    raise TypeError(
-        f"{name} is {arguments.shown(weights)}, which has no Gaussian moments that can be read. Pass GaussianWeights, "
-        "a dict of site -> tensor (for a network, dict(net.named_parameters())), AutoNormal, or a Gaussian "
-        "AutoContinuous guide; of an AutoDelta guide pass guide.median()"
-    )
+    loc, scale, supports = _read(plain(weights), name)
+    return GaussianWeights(loc, _or_zeros(scale, loc), supports)
+
+
+@torch.no_grad()
+def on_host(weights: Any, name: str = "weights") -> tuple[GaussianWeights, torch.device]:
+    """The moments that :func:`to_gaussian` gives, on the CPU, and the device that they came from.
+
+    Whatever decides by values, step by step, has a GPU wait at each. All moments of a dtype come in one copy.
+    """
+    given = isinstance(weights, GaussianWeights)
+    loc, scale, supports = (weights.loc, weights.scale, weights.supports) if given else _read(plain(weights), name)
+    device = next((value.device for value in loc.values()), torch.device("cpu"))
+    values = together([*loc.values(), *scale.values()], "cpu")
+    if given and all(new is old for new, old in zip(values, (*loc.values(), *scale.values()), strict=True)):
+        return weights, device
+    loc, scale = dict(zip(loc, values[: len(loc)], strict=True)), dict(zip(scale, values[len(loc) :], strict=True))
+    return GaussianWeights(loc, _or_zeros(scale, loc), supports), device
+
+
+def moved_to(gaussian: GaussianWeights, device: torch.device) -> GaussianWeights:
+    """The same moments on a device, by one copy for each dtype."""
+    values = iter(together([*gaussian.loc.values(), *gaussian.scale.values()], device))
+    return gaussian.each(lambda _: next(values))
 
 
 def plain(weights: Any) -> Any:
@@ -187,6 +191,34 @@ def draws_of(posterior: Posterior, name: str) -> Weights:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
+Moments = tuple[Weights, Weights, Mapping[str, Constraint]]
+
+
+def _read(weights: Any, name: str) -> Moments:
+    """Means, deviations (of plain weights none) and supports, where they are."""
+    if isinstance(weights, Posterior):
+        flat = {site: value.flatten(0, 1) for site, value in draws_of(weights, name).items()}
+        spread = {site: value.std(0, correction=0) for site, value in flat.items()}
+        return {site: value.mean(0) for site, value in flat.items()}, spread, {}
+    if isinstance(weights, Mapping):
+        if not arguments.weights(name, weights):
+            raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
+        return {site: value.detach() for site, value in weights.items()}, {}, {}
+    if hasattr(weights, "_get_loc_and_scale"):
+        return _with_supports(weights, {site: weights._get_loc_and_scale(site) for site in _latent_sites(weights)})
+    if hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale"):
+        return _with_supports(weights, _unpacked_moments(weights))
+    raise TypeError(
+        f"{name} is {arguments.shown(weights)}, which has no Gaussian moments that can be read. Pass GaussianWeights, "
+        "a dict of site -> tensor (for a network, dict(net.named_parameters())), AutoNormal, or a Gaussian "
+        "AutoContinuous guide; of an AutoDelta guide pass guide.median()"
+    )
+
+
+def _or_zeros(scale: Weights, loc: Weights) -> Weights:
+    return scale or {site: torch.zeros_like(value) for site, value in loc.items()}
+
+
 def _unpacked_moments(guide: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """Cut a flat guide's moments into sites, by the guide's own layout (the model's execution order)."""
     _latent_sites(guide)
@@ -209,10 +241,10 @@ def _latent_sites(guide: Any) -> list[str]:
     return [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
 
 
-def _with_supports(guide: Any, moments: Mapping[str, tuple[Tensor, Tensor]]) -> GaussianWeights:
+def _with_supports(guide: Any, moments: Mapping[str, tuple[Tensor, Tensor]]) -> Moments:
     supports = {site: guide.prototype_trace.nodes[site]["fn"].support for site in moments}
     # Cloned, so that later training steps of the guide don't change the moments.
-    return GaussianWeights(
+    return (
         {site: loc.detach().clone() for site, (loc, _) in moments.items()},
         {site: scale.detach().clone() for site, (_, scale) in moments.items()},
         {site: support for site, support in supports.items() if not is_real(support)},

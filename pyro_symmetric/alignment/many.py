@@ -31,8 +31,8 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.descent import Search
-from pyro_symmetric.alignment.elements import at_home, shaped
-from pyro_symmetric.alignment.gaussian import GaussianWeights
+from pyro_symmetric.alignment.elements import at_home, on_device, shaped
+from pyro_symmetric.alignment.gaussian import GaussianWeights, moved_to
 from pyro_symmetric.alignment.matching import BAR_DELAY, COSTS, require_fit
 from pyro_symmetric.alignment.members import Members, read_members
 from pyro_symmetric.alignment.moments import comparable, moments_of
@@ -127,7 +127,7 @@ def align_many(
     all would shrink together. Remove them by ``canonicalize``.
 
     :param sources: a list of what :func:`~pyro_symmetric.alignment.align` takes, weights with a leading dimension, or a
-        ``Posterior``.
+        ``Posterior``. On any device: their moments come to the CPU once, and results are where they are.
     :param group: the symmetry.
     :param cost: ``"wasserstein"``; ``"l2"`` to look at the means alone; ``"gaussian"``, the density under Gaussians
         fitted to all members, weight by weight. ``None``: ``"gaussian"`` of 100 draws or more under a group without
@@ -158,10 +158,12 @@ def align_many(
     element = shaped(at_home(rounds.element), group, rounds.shifts, members.element_shape)
     gaussian = members.gaussian_after(element)
     every = tuple(range(len(members.element_shape)))
+    barycentre = gaussian.each(lambda value: value.to(torch.promote_types(value.dtype, torch.float32)).mean(every))
+    element = on_device(element, members.device)
     return Frame(
         element,
         members.after(element, gaussian),
-        gaussian.each(lambda value: value.to(torch.promote_types(value.dtype, torch.float32)).mean(every)),
+        moved_to(barycentre, members.device),
         rounds.costs(),
         rounds.fallen(),
         converged,

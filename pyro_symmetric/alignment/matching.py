@@ -24,8 +24,8 @@ from pyro_symmetric.alignment.costs.gaussian import GaussianCost
 from pyro_symmetric.alignment.costs.protocol import CostFunction, MatchCost
 from pyro_symmetric.alignment.costs.weights import Moments, PlainCost, WeightCost
 from pyro_symmetric.alignment.descent import Descent, Ended, Found, Search
-from pyro_symmetric.alignment.elements import joined, shaped
-from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
+from pyro_symmetric.alignment.elements import joined, on_device, shaped
+from pyro_symmetric.alignment.gaussian import GaussianWeights, on_host, to_gaussian
 from pyro_symmetric.alignment.moments import batch_shape_of, chunks_of, compared_sites, moments_of, shifted
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
@@ -109,7 +109,8 @@ def align(
         :func:`~pyro_symmetric.alignment.gaussian.to_gaussian`). Of a guide with correlations the marginal moments are
         aligned: the sum of marginal distances is a lower bound of the distance between correlated Gaussians, which
         isn't linear in a permutation, and equals it if correlations agree.
-    :param reference: likewise, but one set; moved to the source's device.
+    :param reference: likewise, but one set, on any device. A given ``cost`` sees both where they are; under the
+        others both come to the CPU, once.
     :param group: the symmetry, all of whose parts are decided over. Buffers (running statistics) and sites that it
         doesn't know are not looked at.
     :param cost: ``"wasserstein"`` (squared 2-Wasserstein distance of mean-field Gaussians), ``"l2"`` (squared distance
@@ -137,9 +138,12 @@ def align(
     arguments.whole("restarts", restarts, 0)
     arguments.whole("max_sweeps", max_sweeps, 1)
     arguments.number("tolerance", tolerance, least=0)
-    first, second = (
-        to_gaussian(own, name).stacked(group) for own, name in ((reference, "reference"), (source, "source"))
+    # A function of one's own is asked where the source is, all else decided on the CPU.
+    (first, _), (second, device) = (
+        (to_gaussian(own, name), None) if callable(cost) else on_host(own, name)
+        for own, name in ((reference, "reference"), (source, "source"))
     )
+    first, second = first.stacked(group), second.stacked(group)
     kind = PlainCost if callable(cost) else COSTS[cost]
     require_fit(kind, group, first)
     if several := batch_shape_of(first, group, "reference"):
@@ -167,7 +171,7 @@ def align(
     elif shifts:
         initial = [kind.total(fixed, _features(kind, came, rows)) for rows in chunks]
         found = replace(found, initial=torch.cat(initial))
-    return _result(found, shaped(found.best.element, group, shifts, shape), shape)
+    return _result(found, on_device(shaped(found.best.element, group, shifts, shape), device), shape)
 
 
 def require_fit(kind: type[WeightCost], group: Group, reference: GaussianWeights | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.gaussian import GaussianWeights, draws_of, plain, to_gaussian
+from pyro_symmetric.alignment.gaussian import GaussianWeights, draws_of, moved_to, on_host, plain
 from pyro_symmetric.alignment.moments import batch_shape_of, compared_sites
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups.element import Element, require_buffers
@@ -26,13 +26,15 @@ class Members:
     """Members as one batch.
 
     :param given: what they came in.
-    :param gaussian: their moments, batch shape ``(S,)``, with the group's stacks.
+    :param gaussian: their moments, batch shape ``(S,)``, with the group's stacks, on the CPU.
+    :param device: the device of what they came in.
     :param element_shape: batch shape of the elements that act on what was given.
     :param sites: the sites that are compared.
     """
 
     given: Any
     gaussian: GaussianWeights
+    device: torch.device
     element_shape: tuple[int, ...]
     sites: list[str]
 
@@ -71,6 +73,7 @@ class Members:
     def after(self, element: Element, gaussian: GaussianWeights) -> Any:
         """The members as they were given, moved.
 
+        :param element: on the members' device.
         :param gaussian: what :meth:`gaussian_after` returns.
         """
         if isinstance(self.given, Posterior):
@@ -78,7 +81,7 @@ class Members:
         if isinstance(self.given, Mapping):
             return element(self.given)
         if isinstance(self.given, GaussianWeights):
-            return gaussian
+            return moved_to(gaussian, self.device)
         return [_moved(own, element.select(k), gaussian.each(itemgetter(k))) for k, own in enumerate(self.given)]
 
 
@@ -91,20 +94,22 @@ def read_members(sources: Any, group: Group, each: str) -> Members:
     if isinstance(sources, Posterior):
         samples = _with_moments(draws_of(sources, "posterior"), group)
         shape: tuple[int, ...] = (sources.num_chains, sources.num_samples if each == "draw" else 1)
-        gaussian = (
-            to_gaussian({site: value.flatten(0, 1) for site, value in samples.items()}, "posterior")
+        read: Any = (
+            {site: value.flatten(0, 1) for site, value in samples.items()}
             if each == "draw"
             else GaussianWeights(
                 {site: value.mean(1) for site, value in samples.items()},
                 {site: value.std(1, correction=0) for site, value in samples.items()},
             )
         )
+        gaussian, device = on_host(read, "posterior")
         gaussian = gaussian.stacked(group)
         named = {"sources": gaussian}
     elif isinstance(sources, Mapping | GaussianWeights):
-        gaussian = to_gaussian(
+        gaussian, device = on_host(
             _with_moments(sources, group) if isinstance(sources, Mapping) else sources, "sources"
-        ).stacked(group)
+        )
+        gaussian = gaussian.stacked(group)
         shape = tuple(batch_shape_of(gaussian, group, "sources"))
         if len(shape) != 1:
             raise ValueError(f"sources has batch shape {shape}; it must be (number of members,), or a list of members")
@@ -114,7 +119,9 @@ def read_members(sources: Any, group: Group, each: str) -> Members:
         if not sources:
             raise ValueError("sources is an empty list; it must hold at least one set of weights, network or guide")
         names = [f"sources[{k}]" for k in range(len(sources))]
-        named = {name: to_gaussian(own, name).stacked(group) for name, own in zip(names, sources, strict=True)}
+        read = {name: on_host(own, name) for name, own in zip(names, sources, strict=True)}
+        named = {name: one.stacked(group) for name, (one, _) in read.items()}
+        device = read[names[0]][1]
         for name, one in named.items():
             if batch_shape_of(one, group, name):
                 raise ValueError(f"{name} has batch dimensions; a list holds one set of weights in each place")
@@ -122,7 +129,7 @@ def read_members(sources: Any, group: Group, each: str) -> Members:
     sites = compared_sites(named, group)
     batch_shape_of(gaussian, group, "sources")
     require_buffers(gaussian.loc, group.buffers, "sources")
-    return Members(sources, gaussian, shape, sites)
+    return Members(sources, gaussian, device, shape, sites)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -138,7 +145,7 @@ def _moved(own: Any, element: Element, gaussian: GaussianWeights) -> Any:
     """One member of a list, moved: weights for weights, a network for a network, and moments for all else."""
     weights = plain(own)
     if not isinstance(weights, Mapping):
-        return gaussian
+        return moved_to(gaussian, element.device or torch.device("cpu"))
     return element(weights) if weights is own else with_weights(own, element(weights))
 
 

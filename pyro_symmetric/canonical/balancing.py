@@ -72,6 +72,9 @@ class Balance:
         self._masses = [torch.stack([a.mass for a in own], 1) if own[1:] else own[0].mass[:, None] for own in stacks]
         self._has_volumes = any(mass.dim() > 4 for mass in self._masses)  # with three axes or more
         self._lengths = [len(own) * length for own in stacks for length in own[0].mass.shape[1:]]
+        firsts = [i == 0 for own in stacks for i, n in enumerate(own[0].mass.shape[1:]) for _ in range(len(own) * n)]
+        # Positions of one axis of each stack: their marginals count every entry once.
+        self._once = torch.tensor(firsts, device="cpu").nonzero().flatten().to(arrays[0].mass.device)
         depth = max(units.shape[0] for array in arrays for units in array.units)
         units, exponents = (
             [
@@ -124,8 +127,7 @@ class Balance:
 
     def value(self, u: Tensor) -> Tensor:
         """:math:`f(u)` of each sample."""
-        marginals = self.marginals((2 * self.lay_out(u)).exp())
-        return torch.stack([axes[0].flatten(1).sum(-1) for axes in self._by_stack(marginals)]).sum(0)
+        return self.marginals((2 * self.lay_out(u)).exp())[:, self._once].sum(-1)
 
     def steepest(self, change: Tensor) -> Tensor:
         """A bound of :math:`|2 a_t \\cdot p|` over all entries, ``(samples, 1)``; exact if no entry is zero.

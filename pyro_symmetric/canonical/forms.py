@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,28 @@ from pyro_symmetric.weights import Weights, require_finite
 ScalingRule = Literal["unit_norm", "unit_std", "minimal_mass", "minimal_norm"]
 
 
+@overload
+def canonicalize(
+    weights: Mapping[str, Tensor],
+    symmetry: Any,
+    permutations: PermutationKey | None = ...,
+    scalings: ScalingRule | None = ...,
+    signs: bool = ...,
+    shifts: bool = ...,
+    mixtures: bool = ...,
+    warn: bool = ...,
+) -> Weights: ...
+@overload
+def canonicalize(
+    weights: nn.Module,
+    symmetry: Any,
+    permutations: PermutationKey | None = ...,
+    scalings: ScalingRule | None = ...,
+    signs: bool = ...,
+    shifts: bool = ...,
+    mixtures: bool = ...,
+    warn: bool = ...,
+) -> nn.Module: ...
 def canonicalize(
     weights: Mapping[str, Tensor] | nn.Module,
     symmetry: Any,
@@ -49,7 +71,7 @@ def canonicalize(
     shifts: bool = True,
     mixtures: bool = True,
     warn: bool = True,
-) -> Any:
+) -> Weights | nn.Module:
     """One representative of the orbit of each set of weights; the function that they compute stays the same.
 
     *What it is for.* Comparing orbits: two sets of weights compute the same function if they have the same canonical

@@ -25,13 +25,17 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.balancing import Array, Balance, minimise, reached, without
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
-from pyro_symmetric.groups.element import acted_shape
+from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.places import offsets, owners
+from pyro_symmetric.placement import together
 from pyro_symmetric.weights import require_finite, require_sites
 
 CHUNK_ENTRIES = 2**26
 TOLERANCE = 1e-12
+# Up to so many entries the minimum is found on the CPU, wherever the weights are: steps depend on one another, and a
+# processor goes through a quarter of a million numbers in the time in which a GPU begins thirty operations.
+HOST_ENTRIES = 2**18
 
 ScaleFree = Literal["leave_out", "hold"]
 
@@ -116,6 +120,9 @@ def minimal_mass(
     samples = math.prod(shape)
     flat = {site: weights[site].reshape(samples, *group.view_shapes[site]) for site in counted}
     entries = sum(math.prod(group.site_shapes[site]) for site in counted)
+    device = next((value.device for value in flat.values()), None)
+    if samples * entries <= HOST_ENTRIES:
+        flat = dict(zip(flat, together(list(flat.values()), "cpu"), strict=True))
     size = max(1, CHUNK_ENTRIES // max(1, entries))
     parts = [
         _minimise_chunk({site: value[i : i + size] for site, value in flat.items()}, group, scale_free)
@@ -128,11 +135,13 @@ def minimal_mass(
             "minimum, the scales of weakly connected units may be off",
             stacklevel=2,
         )
+    if device is not None:
+        mass, u, pinned, imbalance = together([mass, u, pinned, imbalance], device)
     log_scales, held = (
         {name: value[:, at].reshape(*shape, *group[name].shape) for name, at in offsets(group, "scale").items()}
         for value in (u, pinned)
     )
-    scaled = group.element(log_scales=log_scales)(given)
+    scaled = Element(group, log_scales=log_scales, batch_shape=shape)(given)
     return MinimalMass(mass.reshape(shape), log_scales, scaled, held, imbalance.reshape(shape))
 
 

@@ -162,7 +162,7 @@ def diagnose(
       of everything else.
     * ``weights``, ``canonical``, ``aligned``, ``predictions``, ``log density``: whether the chains agree there: the
       R-hat that one entry in a hundred exceeds (of fewer, the largest), of the worst site. Above 1.02 it is a warning,
-      above 1.05 a failure. Where something else decides, disagreement is no more than a warning: weights may sit in
+      above 1.05 a failure. If something else decides, disagreement is no more than a warning: weights may sit in
       copies of one mode, and modes may predict alike. One chain is compared with itself, half by half. Of sites of more
       than 2²⁸ numbers some entries are looked at, evenly spaced ones.
     * ``settled``: if chains disagree, whether each stays the same from its first half to its second.

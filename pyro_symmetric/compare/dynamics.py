@@ -114,6 +114,10 @@ class SortingTracker:
                 taus.append(tau.mean(-1) if self.group[name].copies > 1 else tau)
         self._last = now
 
+    def __repr__(self) -> str:
+        steps = 0 if self._last is None else 1 + max((len(taus) for taus in self._taus.values()), default=0)
+        return f"SortingTracker({steps} sets of weights, units of {', '.join(self._taus) or 'none'})"
+
     @property
     def history(self) -> dict[str, Tensor]:
         """Units -> Kendall's tau between successive calls, ``(calls - 1,) + batch_shape``. Of units that have several

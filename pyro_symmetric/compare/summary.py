@@ -46,6 +46,7 @@ def summary(
         posterior.summary(prob)
         return
     group = group_of(symmetry, "symmetry")
+    arguments.options(summary, alignment, align_many)
     frame = align_many(posterior, group, **alignment)
     print("\n".join([_head(frame, group), *_unknown(frame, group), *_doubt(frame, group), ""]))
     frame.posterior.summary(prob)

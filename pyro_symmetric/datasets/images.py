@@ -20,7 +20,7 @@ _LUMINANCE = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class _Source:
-    """Where torchvision keeps a data set: its class, what it looks for under the root, and its official size."""
+    """A data set of torchvision: its class, what it looks for under the root, and its official size."""
 
     class_name: str
     looks_for: str

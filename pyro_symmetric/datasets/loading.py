@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.calls import did_you_mean
 from pyro_symmetric.datasets import csv_files, images, splitting, tables
 from pyro_symmetric.datasets.dataset import Dataset, Raw, Task
 
@@ -159,7 +160,7 @@ def ood(
 
 
 def _checked_root(name: str, root: str | Path, download: bool) -> Path:
-    """Where to look, with the three arguments that say what for."""
+    """The folder to look in, with the three arguments that say what for."""
     arguments.instance("name", name, str, "the name of a data set")
     arguments.flag("download", download)
     return arguments.path("root", root).expanduser()
@@ -176,7 +177,7 @@ def _read(name: str, root: Path, download: bool, target: str | None, split: int,
         return tables.read_uci(name, root, split, task)
     if name.startswith("csv:"):
         return csv_files.read_csv(name, target, task)
-    raise ValueError(f"there is no data set {name!r}; known are {', '.join(KNOWN)}")
+    raise ValueError(f"there is no data set {name!r}; known are {', '.join(KNOWN)}{did_you_mean(name, KNOWN)}")
 
 
 def _ood_rows(

@@ -69,8 +69,8 @@ class _Assembly:
     def add_sliced(self, leaf: Leaf, slices: Slices, image: bool) -> None:
         """Note where units lie in a leaf whose rows (the axis that is cut) fall into slices with columns of their own.
 
-        Rows take whole slices along, column by column. Where slices that are exchanged have their columns in different
-        orders that isn't enough: then rows, too, move entry by entry.
+        Rows take whole slices along, column by column. If slices that are exchanged have their columns in different
+        orders, that isn't enough: then rows, too, move entry by entry.
         """
         rows = leaf.labels[slices.axis]
         by_row = self._lying(rows, image)

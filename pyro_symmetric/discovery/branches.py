@@ -285,8 +285,7 @@ class BranchSearch:
         return Branches(tuple(kept), sites, tuple(joins), taken, by_unit)
 
     def _outside(self, nodes: Sequence[Node]) -> set[tuple[int, Node]] | None:
-        """Where results of a branch go: (number of the node, the operator in which it meets others); None if anywhere
-        else."""
+        """Numbers of nodes, each with the operator in which it meets others; None if results go anywhere else."""
         own, found = set(nodes), set()
         for place, node in enumerate(nodes):
             if node in self.returned:

@@ -50,7 +50,7 @@ def combine(
     ]
     if kind == "product":
         _note_stacks(recorder, terms, operands, out)
-    _tie(recorder, terms, sizes)
+    _tie(recorder, terms, sizes, {letter for letter, route in routes.items() if route in recorder.facts.moving})
     groups = _overlapping([part for operand in terms for part in operand.parts])
     left: list[Part] = []
     zero = any(op.zero for op in terms) if kind == "product" else all(op.zero for op in terms)
@@ -133,8 +133,12 @@ def _operand(recorder: Recorder, value: Value, letters: Sequence[int], sizes: Si
     return _Operand(parts, {to[axis] for axis in value.fixed}, value.zero, coefficient)
 
 
-def _tie(recorder: Recorder, terms: Sequence[_Operand], sizes: Sizes) -> None:
-    """State which units of different operands are the same, or members of each other."""
+def _tie(recorder: Recorder, terms: Sequence[_Operand], sizes: Sizes, chosen: set[int]) -> None:
+    """State which units of different operands are the same, or members of each other.
+
+    :param chosen: letters along which entries were chosen from units that move: what others have there, a token for
+        each entry, tells none of these apart.
+    """
     facts = recorder.facts
     for one, other in combinations(terms, 2):
         for p in one.parts:
@@ -155,7 +159,7 @@ def _tie(recorder: Recorder, terms: Sequence[_Operand], sizes: Sizes) -> None:
         for part in one.parts:
             facts.occur(part.atoms)
             for other in terms:
-                apart = other.fixed & set(part.axes)
+                apart = (other.fixed & set(part.axes)) - chosen
                 if other is not one and apart:
                     facts.refine(part.atoms, positions(apart, part.axes, sizes), recorder.where)
 

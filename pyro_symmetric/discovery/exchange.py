@@ -316,7 +316,7 @@ def _cat_axis(join: Node, dim: int) -> int:
 
 
 def _unit_axis(own: Branches, value: Value) -> int:
-    """Where the rows of its parameter lie in the result of a linear map or a convolution."""
+    """The axis along which the rows of its parameter lie in the result of a linear map or a convolution."""
     names = {getattr(getattr(node.target, "overloadpacket", None), "__name__", "") for node in own.nodes[0]}
     return value.dim - 1 if "linear" in names else value.dim - int(_spatial(own)) - 1
 

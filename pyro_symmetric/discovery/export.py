@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from pyro_symmetric._process import (
+    LOCK,
     running_pyro,
     with_both_branches,
     without_fast_attention,
@@ -54,7 +55,8 @@ def exported(net: TensorsOnly) -> ExportedProgram:
 
     :raises UntraceableError: if there is none.
     """
-    with running_pyro(), _quiet(), with_both_branches(), torch.enable_grad():  # distributions check their arguments
+    # Distributions check their arguments.
+    with running_pyro(), _quiet(), with_both_branches(), _experts_looked_up(net), torch.enable_grad():
         try:
             program = torch.export.export(net, tuple(net.tensors), strict=False)
             table = {**torch.export.default_decompositions(), torch.ops.aten.stack.default: _side_by_side}
@@ -125,6 +127,26 @@ def _quiet() -> Iterator[None]:
     talkative = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     with without_fast_attention(), without_warnings(), without_messages(*talkative):
         yield
+
+
+@contextlib.contextmanager
+def _experts_looked_up(net: nn.Module) -> Iterator[None]:
+    """Mixtures of experts of ``transformers`` look up the weights of each token's experts: the same function.
+
+    By default they sort tokens by their expert, into an order that depends on how experts are numbered.
+    """
+    name = "_experts_implementation"
+    configs = {id(config): config for one in net.modules() if hasattr(config := getattr(one, "config", None), name)}
+    sorting = {key: config for key, config in configs.items() if getattr(config, name) in ("grouped_mm", "eager")}
+    with LOCK:
+        before = {key: getattr(config, name) for key, config in sorting.items()}
+        try:
+            for config in sorting.values():
+                setattr(config, name, "batched_mm")
+            yield
+        finally:
+            for key, config in sorting.items():
+                setattr(config, name, before[key])
 
 
 @functools.cache

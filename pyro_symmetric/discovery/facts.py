@@ -82,6 +82,7 @@ class Facts:
         self.plan, self.statistics = dict(plan or {}), dict(statistics or {})
         self.kernels: set[str] = set()  # of convolutions
         self.stacks: list[Array] = []  # atoms along axes of which each entry has a life of its own
+        self.moving: set[int] = set()  # routers whose choices are made among units that move
         self.size = 0
         self.unions: list[tuple[Array, Array, int]] = []
         self.relations: list[tuple[Array, Array, int]] = []

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.discovery.fields import Candidate, Field, Fields, Place, places
+from pyro_symmetric.discovery.fields import Candidate, Field, Fields, Place
 from pyro_symmetric.groups import Group
 
 MIXED = "GL({n}) of consecutive linear maps"
@@ -36,14 +37,24 @@ STATISTICS = "running statistics that affine weights can take over"
 PARALLEL = "matrices that are added to one another"
 STACKED = "scales of units that stacked vectors weigh one by one, as graph attention does"
 LOW_RANK = "factors of low rank beside a full matrix"
+SPECTRAL = "vectors of a spectral norm, of which one number counts"
 
 
 def candidates(group: Group) -> Iterator[list[Candidate]]:
     """All proposals: variants of one family, of which the first that holds contains the others."""
     fields = Fields(group)
-    whole = _whole(group)
+    for variants in _proposed(group, fields):
+        yield [
+            replace(one, main=fields.stored(one.main), helpers=tuple(map(fields.stored, one.helpers)))
+            for one in variants
+        ]
+
+
+def _proposed(group: Group, fields: Fields) -> Iterator[list[Candidate]]:
+    """The same in the weights that layers multiply by."""
+    whole = fields.whole()
     for name in group.units:
-        own = places(group, name)
+        own = fields.places(name)
         if not own:
             continue
         yield from _offsets(group, fields, own)
@@ -57,6 +68,8 @@ def candidates(group: Group) -> Iterator[list[Candidate]]:
     yield from _stacked(group, fields, whole)
     yield from _statistics(group, fields, whole)
     yield from _parallel(group, fields)
+    for number, turned in fields.norms():
+        yield [Candidate(SPECTRAL, (number,), turned)]
 
 
 # where units lie ----------------------------------------------------------------------------------------------------
@@ -64,11 +77,11 @@ def candidates(group: Group) -> Iterator[list[Candidate]]:
 
 def _biases(group: Group, place: Place) -> list[str]:
     """Vectors that may be added to what a matrix reads along this axis: of the same module, of the right length."""
-    length, module = _rest(group, place), place.site.rpartition(".")[0]
+    length, module = _rest(group, place), _module(place.site)
     return [
         site
         for site, shape in group.site_shapes.items()
-        if tuple(shape) == (length,) and site.rpartition(".")[0] == module and site != place.site
+        if tuple(shape) == (length,) and _module(site) == module and site != place.site
     ]
 
 
@@ -76,15 +89,6 @@ def _rest(group: Group, place: Place) -> int:
     """The number of entries that a unit has at a place."""
     shape = group.view_shapes[place.site]
     return shape.numel() // shape[place.dim]
-
-
-def _whole(group: Group) -> list[Place]:
-    """Every axis of every site, as one block of units."""
-    return [
-        Place(site, dim, torch.arange(length, device="cpu")[None], site in group.buffers)
-        for site, shape in group.view_shapes.items()
-        for dim, length in enumerate(shape)
-    ]
 
 
 def _vectors(group: Group, own: list[Place]) -> list[Place]:
@@ -125,15 +129,22 @@ def _mixed(group: Group, fields: Fields, name: str, own: list[Place]) -> Iterato
     gauged = list(_gauged(group, fields, [place for place in own if place.exponent]))
     for child in group.children(name):
         if group[child].size == 1:  # the affine map of a normalisation, and its readers
-            gauged += _gauged(group, fields, places(group, child))
+            gauged += _gauged(group, fields, fields.places(child))
     alike = len(matrices) > 1 and all(place.dim == matrices[0].dim for place in matrices)
     shape = (copies, n, n)
+    affine = _affine(fields, own, matrices)
     yield [
-        Candidate((MULTIPLIED if alike else MIXED).format(n=n), shape, main, (*plain, *turned)),
+        Candidate((MULTIPLIED if alike else MIXED).format(n=n), shape, main, (*plain, *turned, *affine)),
         Candidate(ROTATED.format(n=n), shape, main, (*plain, *gauged), _antisymmetric, copies * n * (n - 1) // 2),
         Candidate(CENTRED.format(n=n - 1), shape, main, (*plain, *gauged), _centred, copies * (n - 1) * (n - 2) // 2),
     ]
-    yield [Candidate(SCALED, shape, main, tuple(plain), _multiple, copies)]
+    yield [
+        Candidate(SCALED, shape, main, tuple(plain), _multiple, copies),
+        *(
+            Candidate(SCALED, shape, main, (*plain, *taken_up), _multiple, copies)
+            for taken_up in _taken_up(group, fields, own, [*plain, *gauged])
+        ),
+    ]
     for place in own:
         beside = [other for other in matrices if place.exponent and other.exponent == place.exponent]
         readers = [other for other in matrices if other is not place and all(other is not one for one in beside)]
@@ -158,6 +169,25 @@ def _unwritten(group: Group, fields: Fields, own: list[Place]) -> Iterator[list[
             ]
             fields_ = [fields.unread(place, written, gauge, offset) for offset in (None, *offsets)]
             yield [Candidate(UNREAD, shape, field) for field in reversed(fields_)]
+
+
+def _affine(fields: Fields, own: list[Place], matrices: list[Place]) -> Iterator[Field]:
+    """The change behind a batch normalisation by running statistics: an affine map, for each unit its own."""
+    for variance in (place for place in own if place.buffer and fields.group.epsilon(place.site)):
+        vectors = [place for place in _vectors(fields.group, own) if _module(place.site) == _module(variance.site)]
+        for gauge in vectors:
+            yield from (fields.mixed(place, True, gauge, variance=variance) for place in matrices)
+            yield from (fields.mixed(one, False, gauge, True, variance) for one in vectors if one is not gauge)
+
+
+def _taken_up(group: Group, fields: Fields, own: list[Place], moved: list[Field]) -> Iterator[list[Field]]:
+    r"""The epsilon of a normalised length, as part of an offset :math:`b`: with the part of it that no input writes,
+    :math:`\lVert b_\perp \rVert^2 + \epsilon` grows as the squares of all else do, and readers undo the difference.
+    """
+    for writer, bias in itertools.product(_matrices(group, own), _vectors(group, own)):
+        if _module(writer.site) == _module(bias.site) and _rest(group, writer) + 1 < bias.positions.shape[1]:
+            for centred in (False, True):
+                yield [fields.along_offset(field, bias, writer, centred) for field in moved]
 
 
 def _gauged(group: Group, fields: Fields, own: list[Place]) -> Iterator[Field]:
@@ -261,7 +291,9 @@ def _statistics(group: Group, fields: Fields, whole: list[Place]) -> Iterator[li
 
 
 def _module(site: str) -> str:
-    return site.rpartition(".")[0]
+    """The module that a site belongs to; that of a computed weight is the one that multiplies by it."""
+    module, parametrized, _ = site.partition(".parametrizations.")
+    return module if parametrized else site.rpartition(".")[0]
 
 
 def _parallel(group: Group, fields: Fields) -> Iterator[list[Candidate]]:

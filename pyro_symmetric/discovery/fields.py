@@ -8,13 +8,14 @@ as ``E @ W`` and ``-V @ E`` do, which leave ``V @ W`` alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_symmetric.discovery.parametrised import Spectral, parametrised
 from pyro_symmetric.groups import Group
 from pyro_symmetric.weights import Weights
 
@@ -56,7 +57,7 @@ class Place(NamedTuple):
 
 
 def places(group: Group, name: str) -> list[Place]:
-    """Where some units lie, block by block. One unit inside each of others counts as those."""
+    """The places of some units, block by block. One unit inside each of others counts as those."""
     one = group[name]
     parent = group[one.parent] if one.parent is not None and one.size == 1 else one
     shape = (parent.copies, parent.size)
@@ -68,24 +69,68 @@ def places(group: Group, name: str) -> list[Place]:
 
 
 class Fields:
-    """Fields along the axes of a group's sites.
+    """Fields along the axes of a group's sites; of a weight that a parametrisation computes, along those of the weight.
 
     :param group: the group, whose views of sites say what an axis is.
     """
 
     def __init__(self, group: Group):
         self.group = group
+        self.computed = {one.own: one for one in parametrised(group.plain_shapes)}
+        self._beside = {site for one in self.computed.values() for site in one.beside}
 
-    def mixed(self, place: Place, transposed: bool, gauge: Place | None = None, inverse: bool = False) -> Field:
+    def places(self, name: str) -> list[Place]:
+        """The places of some units, block by block, without what a computed weight is computed from besides."""
+        return [place for place in places(self.group, name) if place.site not in self._beside]
+
+    def whole(self) -> list[Place]:
+        """Every axis of every site, as one block of units."""
+        return [
+            Place(site, dim, torch.arange(length, device="cpu")[None], site in self.group.buffers)
+            for site, shape in self.group.view_shapes.items()
+            for dim, length in enumerate(shape)
+            if site not in self._beside
+        ]
+
+    def norms(self) -> Iterator[tuple[int, Field]]:
+        """The count of numbers in the vectors of each spectral norm, and the field that moves them."""
+        for one in self.computed.values():
+            if isinstance(one, Spectral):
+                yield sum(self.group.plain_shapes[site].numel() for site in one.beside), one.turned
+
+    def stored(self, seen: Field) -> Field:
+        """A field on the weights that layers multiply by, as one on the sites that are stored."""
+        if not self.computed:
+            return seen
+
+        def along(weights: Mapping[str, Tensor], raw: Tensor) -> Weights:
+            computed = {own: one.weight(weights) for own, one in self.computed.items()}
+            moved = seen({**weights, **computed}, raw)
+            pieces = [self.computed[own].stored(weights, moved.pop(own)) for own in computed.keys() & moved.keys()]
+            for site, value in ((site, value) for piece in pieces for site, value in piece.items()):
+                moved[site] = moved[site] + value if site in moved else value
+            return moved
+
+        return along
+
+    def mixed(
+        self,
+        place: Place,
+        transposed: bool,
+        gauge: Place | None = None,
+        inverse: bool = False,
+        variance: Place | None = None,
+    ) -> Field:
         r"""Entries of units become sums over the units of the same copy: :math:`E w`, or :math:`E^\top w`.
 
         :param gauge: a vector :math:`\gamma` along the same units: :math:`\Gamma^{-1} E \Gamma w`, of what follows its
             multiplication.
         :param inverse: :math:`\Gamma E \Gamma^{-1} w`, of what is added to it.
+        :param variance: a running variance; :math:`\gamma` is what a batch normalisation multiplies by then.
         """
 
         def along(weights: Mapping[str, Tensor], raw: Tensor) -> Weights:
-            matrix = self._in_gauge(weights, raw.mT if transposed or inverse else raw, gauge)
+            matrix = self._in_gauge(weights, raw.mT if transposed != inverse else raw, gauge, variance)
             matrix = matrix.mT if inverse else matrix
             taken = self._taken(weights, place)
             return self._put(place, torch.einsum("cij,cj...->ci...", matrix, taken))
@@ -103,11 +148,31 @@ class Fields:
 
         return along
 
-    def _in_gauge(self, weights: Mapping[str, Tensor], raw: Tensor, gauge: Place | None) -> Tensor:
+    def _in_gauge(
+        self, weights: Mapping[str, Tensor], raw: Tensor, gauge: Place | None, variance: Place | None = None
+    ) -> Tensor:
         if gauge is None:
             return raw
         gamma = self._taken(weights, gauge)
+        gamma = gamma if variance is None else gamma / self._deviation(weights, variance)
         return raw * gamma[:, None, :] / gamma[:, :, None]
+
+    def along_offset(self, field: Field, bias: Place, writer: Place, centred: bool) -> Field:
+        r"""Another field, of numbers times :math:`b_\perp b_\perp^\top / \lVert b_\perp \rVert^4`: their matrices move
+        the part of an offset along itself that no column of a matrix writes.
+
+        :param centred: whether the mean of the units doesn't count.
+        """
+
+        def along(weights: Mapping[str, Tensor], raw: Tensor) -> Weights:
+            offset = self._taken(weights, bias)[..., None]
+            written = self._taken(weights, writer).reshape(*writer.positions.shape, -1)
+            written = torch.cat([written, torch.ones_like(offset)], 2) if centred else written
+            basis = torch.linalg.qr(written).Q
+            left = offset - basis @ (basis.mT @ offset)
+            return field(weights, raw[..., :1, :1] * (left @ left.mT) / (left**2).sum((-2, -1), keepdim=True) ** 2)
+
+        return along
 
     def rotated(self, one: Place, other: Place) -> Field:
         """Each unit's entry at one place turns into its entry at another, by angles ``(copies, size)``."""
@@ -172,8 +237,7 @@ class Fields:
         r"""Numbers ``(copies, size)`` times :math:`\gamma / \sqrt{v + \epsilon}`."""
 
         def along(weights: Mapping[str, Tensor], raw: Tensor) -> Weights:
-            deviation = (self._taken(weights, variance) + self.group.epsilon(variance.site)).sqrt()
-            return self._put(place, raw * self._taken(weights, gauge) / deviation)
+            return self._put(place, raw * self._taken(weights, gauge) / self._deviation(weights, variance))
 
         return along
 
@@ -227,6 +291,9 @@ class Fields:
             return {bias: torch.einsum("c,cr->r", own, raw.reshape(len(own), -1)).reshape(self.group.site_shapes[bias])}
 
         return along
+
+    def _deviation(self, weights: Mapping[str, Tensor], variance: Place) -> Tensor:
+        return (self._taken(weights, variance) + self.group.epsilon(variance.site)).sqrt()
 
     def _taken(self, weights: Mapping[str, Tensor], place: Place) -> Tensor:
         """Entries ``(copies, size) + rest``."""

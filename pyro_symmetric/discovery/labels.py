@@ -70,6 +70,8 @@ class Value:
     :param routes: axis -> which router, for axes along which the data have chosen each entry from a list (an expert for
         each token). Parts on such an axis are as long as the list, since any of it may be chosen.
     :param mask: whether its entries are true or false.
+    :param numbers: of integers that number units of some axis (those of the chosen experts), the atoms of these units,
+        in order: as units are exchanged, so are their numbers.
     """
 
     shape: tuple[int, ...]
@@ -79,6 +81,7 @@ class Value:
     constant: torch.Tensor | None = None
     routes: Mapping[int, int] = field(default_factory=dict)
     mask: bool = False
+    numbers: Array | None = None
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -97,6 +100,11 @@ class Value:
     @property
     def dim(self) -> int:
         return len(self.shape)
+
+    @property
+    def labelled(self) -> bool:
+        """True if units lie along some axis."""
+        return any(part.axes for part in self.parts)
 
     def axis(self, axis: int) -> int:
         """A possibly negative axis, counted from the front."""

@@ -21,6 +21,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.calls import described_call, refuse_options
 from pyro_symmetric.discovery.densities import FunctionDensity, JointDensity, undisturbed
 from pyro_symmetric.discovery.invariance import (
     BrokenMove,
@@ -71,6 +72,7 @@ def verify_model(
     arguments.function("model", model, "a Pyro model")
     arguments.whole("trials", trials, 1)
     arguments.number("tolerance", tolerance, least=0)
+    refuse_options(model, kwargs, ("trials", "tolerance"), "verify_model")
     finite = group_of(group).finite
     return _verified(finite, JointDensity(functools.partial(model, *args, **kwargs), finite, trials, tolerance))
 
@@ -101,6 +103,10 @@ def check_priors(symmetry: Any, priors: Any, *args: Any, **kwargs: Any) -> Verif
     given = priors.priors() if hasattr(priors, "priors") else priors
     model: Callable[..., Any]
     if isinstance(given, Mapping):
+        if priors is given and (args or kwargs):
+            raise TypeError(
+                f"priors holds distributions, which take no arguments; found {described_call(args, kwargs)}"
+            )
         moved = group.plain_sites(group.required_sites)
         if missing := sorted(set(moved) - set(given)):
             raise ValueError(f"priors lacks the sites {missing}; it has {sorted(given)}")

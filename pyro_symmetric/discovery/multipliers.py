@@ -272,7 +272,7 @@ def _placed(
     epsilons: Mapping[str, float],
     signs: bool,
 ) -> list[tuple[Axis, ...]]:
-    """Where the atoms lie in the leaves, in order of first use.
+    """The places of the atoms in the leaves, in order of first use.
 
     Those that enter the same axes alike are one: the equations may have tangled them up, unit by unit.
     """

@@ -12,8 +12,16 @@ from torch import Tensor
 
 from pyro_symmetric.discovery.labeller import Labeller
 from pyro_symmetric.discovery.labels import Value
-from pyro_symmetric.discovery.rules.registry import Call, rule_for, takes_slices
+from pyro_symmetric.discovery.rules.registry import NUMBERS, Call, rule_for, takes_slices
 from pyro_symmetric.discovery.sizes import TAKE_SIZES, closed, is_open
+
+# Operators that move integers about, and leave each of them what it is.
+MOVING = frozenset(
+    (
+        *("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "permute", "transpose", "expand", "slice"),
+        *("select", "split", "split_with_sizes", "alias", "clone", "detach", "_to_copy"),
+    )
+)
 
 
 def applied(
@@ -31,7 +39,7 @@ def applied(
     given = bound(schema, args, kwargs) if schema is not None else {"args": list(args), "kwargs": list(kwargs.values())}
     call = Call(target, given, shapes, floating, _read(node, len(shapes), returned))
     rule = rule_for(target)
-    call = _untangled(call, labeller)
+    call = _untangled(_without_numbers(call, rule, labeller), labeller)
     if _takes_open_size(node, call):
         results = [labeller.give_up(call.operands, shape, "a place or a size depends on data") for shape in shapes]
     elif rule is None:
@@ -45,6 +53,8 @@ def applied(
         results = [replace(r, constant=None) for r in results]
     elif call.operands:
         results = [replace(r, constant=c) for r, c in zip(results, _constants(call, args, kwargs), strict=True)]
+    if call.name in MOVING and not call.floating and call.value.numbers is not None:
+        results = [replace(r, numbers=call.value.numbers) for r in results]
     results = [replace(r, mask=t.dtype == torch.bool) for r, t in zip(results, _tensors(node), strict=True)]
     return results if isinstance(node.meta["val"], list | tuple) else results[0]
 
@@ -79,6 +89,21 @@ def index_map(constant: Any) -> Tensor | None:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _without_numbers(call: Call, rule: Any, labeller: Labeller) -> Call:
+    """The call with operands that its rule understands: numbered units stay if it doesn't know what numbers are."""
+    if all(value.numbers is None for value in call.operands) or rule in NUMBERS:
+        return call
+    if call.name in MOVING and not call.floating:
+        return call
+    for value in call.operands:
+        if value.numbers is not None:
+            labeller.keep_order(value)
+    plain = torch.utils._pytree.tree_map(
+        lambda x: replace(x, numbers=None) if isinstance(x, Value) else x, call.arguments
+    )
+    return replace(call, arguments=plain)
 
 
 def _untangled(call: Call, labeller: Labeller) -> Call:

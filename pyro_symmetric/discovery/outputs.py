@@ -128,7 +128,7 @@ class Outputs:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(iter(self.origin.values())).device
 
     def rounding(self) -> float:

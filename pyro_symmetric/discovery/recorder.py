@@ -55,8 +55,16 @@ class Recorder:
 
     def pin(self, value: Value) -> None:
         """Nothing may move in this operand."""
+        if self.facts.moving.intersection(value.routes.values()):  # the same in all that may be chosen
+            value = self.settled(value)
         for part in value.parts:
             self.facts.pin(part.atoms, self.where)
+        self.keep_order(value)
+
+    def keep_order(self, value: Value) -> None:
+        """The units that these integers number can't be exchanged; the numbers don't depend on their scales."""
+        if value.numbers is not None:
+            self.facts.refine(value.numbers, np.arange(value.numbers.size), self.where)
 
     def give_up(self, operands: Iterable[Value], shape: Iterable[int], why: str) -> Value:
         """Pin all operands, and have a warning say so; nothing is known about the result."""
@@ -119,7 +127,9 @@ class Recorder:
                 parts.append(part)
                 continue
             fixed.update(off)
-            self.facts.refine(part.atoms, positions(off, part.axes, sizes), self.where)
+            told = [axis for axis in off if value.routes.get(axis) not in self.facts.moving]
+            if told:
+                self.facts.refine(part.atoms, positions(told, part.axes, sizes), self.where)
             if len(off) < len(part.axes) or shared:
                 parts.append(self.project(part, keep, sizes))
             else:
@@ -137,20 +147,45 @@ class Recorder:
         """Entries along an axis that the data choose, one for each place along it.
 
         What lies in a slice of its own (an expert's weights) keeps its labels, whichever slice it is: the axis has a
-        route. All other labels don't depend on the axis.
+        route. All other labels don't depend on the axis. If the numbers are those of units, slices move with these.
 
         :param router: the chosen numbers, or what they follow from; the same for all that is chosen alike.
         """
-        self.pin(router)
         self.facts.stacks += [part.atoms for part in value.parts if part.axes == (axis,) and value.dim > 1]
+        value, numbers = self.numbered(value, axis, router)
         parts = [part for part in value.parts if axis in part.axes and self.facts.is_sliced(part.atoms)]
         if not parts:
             value = self.restrict(value, set(range(value.dim)) - {axis})
         for part in parts:
-            self.facts.refine(part.atoms, positions({axis}, part.axes, value.sizes), self.where)
+            if numbers is not None:
+                self.facts.moving.add(id(router))
+                self.facts.relate(part.atoms, spread(numbers, part.axes, value.sizes))
+            else:
+                self.facts.refine(part.atoms, positions({axis}, part.axes, value.sizes), self.where)
         shape = [length if i == axis else n for i, n in enumerate(value.shape)]
         routes = {**value.routes, **({axis: id(router)} if parts else {})}
         return self.value(shape, value.parts, value.fixed | {axis}, value.zero, routes)
+
+    def numbered(self, value: Value, axis: int, chosen: Value) -> tuple[Value, Part | None]:
+        """The value along an axis of which entries are looked up by number, without labels along this axis alone.
+
+        :return: the value; and the units along the axis that move with their numbers, which else stay.
+        """
+        numbers = chosen.numbers
+        if numbers is None or chosen.labelled or len(numbers) != value.sizes[axis] or axis in value.fixed:
+            self.pin(chosen)
+            return value, None
+        for part in value.parts:
+            if part.axes == (axis,):
+                self.facts.unify(part.atoms, numbers)
+                self.facts.still(part.atoms)
+        kept = [part for part in value.parts if part.axes != (axis,)]
+        if all(
+            part.axes == (axis,) or axis not in part.axes or self.facts.is_sliced(part.atoms) for part in value.parts
+        ):
+            return self.value(value.shape, kept, value.fixed | {axis}, value.zero, value.routes), Part((axis,), numbers)
+        self.pin(chosen)
+        return value, None
 
     def renewed(self, part: Part, passes: Passes) -> Part:
         """The same units with the multipliers that pass; the others end here, which leaves them free."""

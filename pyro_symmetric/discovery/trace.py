@@ -79,6 +79,7 @@ class Trace:
         flat = torch.utils._pytree.tree_leaves(self.program.graph.output_node().args[0])
         ends = [n for n, s in zip(flat, signature.output_specs, strict=True) if s.kind == OutputKind.USER_OUTPUT]
         self.returned = [node for node in ends if isinstance(node, torch.fx.Node)]
+        self._lives = _needed(self.program.graph)
         self._sites = site_names(net)
         self._noise = _noise(self.program.graph)
         self._constants = (self.program.state_dict, self.program.constants)
@@ -115,6 +116,8 @@ class Trace:
         values: dict[torch.fx.Node, Any] = {}
         labeller = Labeller(facts)
         for node in self.program.graph.nodes:
+            if node not in self._lives:
+                continue
             start = facts.size
             exchange.enter(node, values)
             if node.op in ("placeholder", "get_attr"):
@@ -289,6 +292,15 @@ def _kernel_groups(node: torch.fx.Node) -> int:
 def _cut_by_groups(shape: Sequence[int], groups: int) -> Slices:
     """A grouped kernel: the rows of each group have columns of their own, of which the rule of convolutions knows."""
     return Slices(0, np.arange(shape[0]) * groups // shape[0], (1,), owned=False)
+
+
+def _needed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Nodes of results, of new values of buffers, and of inputs; only assertions read all others."""
+    needed = {graph.output_node()}
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or any(user in needed for user in node.users):
+            needed.add(node)
+    return needed
 
 
 def _noise(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:

@@ -13,6 +13,8 @@ any element changes: with ``v`` the moved and flipped draw,
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from pyro_symmetric.distributions.placements import Placements
 from pyro_symmetric.distributions.unit_densities import UnitDensities
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.tensors import along_axis, permute_axes
+from pyro_symmetric.placement import asks
 
 
 def log_density_gain(units: UnitDensities, elements: Element) -> Tensor:
@@ -38,9 +41,13 @@ def log_density_gain(units: UnitDensities, elements: Element) -> Tensor:
     for name in alone:
         total = total + _gain_of_units(units, name, elements[name])
     done = {axis.own.site for name in alone for axis in units.sets[name].axes}
-    for site in elements.group.sites:
-        if site in units.draws and site not in done:
-            total = total + _gain_of_site(units, elements, site)
+    sites = [site for site in elements.group.sites if site in units.draws and site not in done]
+    if not sites:
+        return total
+    if not asks(total.expand(sum(units.draws[site][0].numel() for site in sites), *total.shape)):
+        return total + _gain_of_all(units, elements, sites)
+    for site in sites:
+        total = total + _gain_of_site(units, elements, site)
     return total
 
 
@@ -59,17 +66,19 @@ def _among(images: Tensor, moving: Tensor) -> Tensor:
 
 def _gain_of_units(units: UnitDensities, name: str, images: Tensor) -> Tensor:
     """The share of a set of units without neighbours, all its sites at once: ``(K, N)``."""
-    moving = _moving(images)
-    if not bool(moving.any()):
+    moving = _moving(images) if asks(images) else None
+    if moving is not None and not bool(moving.any()):
         return units.like.new_zeros(images.shape[:2])
     with torch.no_grad():
         densities = units.densities(name, Placements()).total[0].expand(images.shape[1], -1, -1)
         picked = densities.gather(-1, images.permute(1, 2, 0))
         gain = (picked - densities.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).sum(-2).mT.to(units.like.dtype)
-    chosen = slice(None) if bool(moving.all()) else moving.nonzero()[:, 0]
+    chosen: Any = slice(None)
+    if moving is not None and not bool(moving.all()):
+        chosen, images = moving.nonzero()[:, 0], _among(images, moving)
     for axis in units.sets[name].axes if torch.is_grad_enabled() else ():
         parts = (units.draws[axis.own.site], units.base.loc[axis.own.site], units.base.scale[axis.own.site])
-        gain = _MatchedGain.apply(gain, _among(images, moving), *(axis.rows(part, 1)[:, chosen] for part in parts))
+        gain = _MatchedGain.apply(gain, images, *(axis.rows(part, 1)[:, chosen] for part in parts))
     return gain
 
 
@@ -145,12 +154,45 @@ def _moves_on(elements: Element, site: str, dtype: torch.dtype) -> dict[int, tup
         which positions any element changes, ``(length,)``.
     """
     found = {}
-    for dim, members in elements.group.members(site).items():
-        index, signs = elements.axis_index(site, dim), None
+    for dim in elements.group.members(site):
+        index, signs = _move_along(elements, site, dim, dtype)
         moving = _moving(index)
-        if any(name in elements.signs and axis.exponent % 2 for name, axis in members):
-            signs = elements.axis_multiplier(site, dim, dtype).gather(-1, index)
+        if signs is not None:
             moving = moving | (signs != 1).flatten(0, -2).any(0)
         if bool(moving.any()):
             found[dim] = index, signs, moving
     return found
+
+
+def _move_along(elements: Element, site: str, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The source of each position's value, ``(K, N, length)``, and what it is multiplied by, or None."""
+    index, members = elements.axis_index(site, dim), elements.group.members(site)[dim]
+    if any(name in elements.signs and axis.exponent % 2 for name, axis in members):
+        return index, elements.axis_multiplier(site, dim, dtype).gather(-1, index)
+    return index, None
+
+
+def _gain_of_all(units: UnitDensities, elements: Element, sites: Sequence[str]) -> Tensor:
+    """The share of several sites at once, whatever moves: nothing is asked, and few operations are made of many."""
+    before, loc, scale = (
+        torch.cat([part[site].flatten(1) for site in sites], -1)
+        for part in (units.draws, units.base.loc, units.base.scale)
+    )
+    entries = torch.arange(before.shape[-1], device=before.device)
+    sources: list[Tensor] = []
+    factors: list[Tensor] = []
+    for site, own in zip(sites, entries.split([units.draws[site][0].numel() for site in sites]), strict=True):
+        shape = units.draws[site].shape[1:]
+        moves = {dim: _move_along(elements, site, dim, before.dtype) for dim in elements.group.members(site)}
+        source = permute_axes(own.view(shape), {dim: index for dim, (index, _) in moves.items()}, len(shape))
+        sources.append(source.flatten(2))
+        signs = [along_axis(signs, dim, len(shape)) for dim, (_, signs) in moves.items() if signs is not None]
+        if signs:
+            factors.append(functools.reduce(torch.mul, signs, before.new_ones(shape)).flatten(2))
+        else:
+            factors.append(before.new_ones(()).expand(sources[-1].shape))
+    source = torch.cat(sources, -1)
+    after = before.expand(*source.shape[:-1], -1).gather(-1, source)
+    if elements.signs:
+        after = after * torch.cat(factors, -1)
+    return (-0.5 * (after - before) * (after + before - 2 * loc) / scale.square()).sum(-1)

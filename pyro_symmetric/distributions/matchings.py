@@ -8,10 +8,12 @@ most certain rows first; the last few rows, the least certain ones, are matched 
 .. math:: \tau(p) = \prod_{j \text{ early}} \frac{S_{j\,p(j)}}{\sum_{i \text{ not taken by an earlier row}} S_{ji}}
    \;\cdot\; \frac{\exp \sum_{j \text{ late}} A_{j\,p(j)}}{\operatorname{perm} (e^{A})_{\text{late}}}
 
-The draws of all samples and proposals are made at once. Each row has a stream of independent draws of its own from
+The draws of all samples and proposals are made at once. Few rows choose one after the other, each the column that
+leads a race of its own (the largest of :math:`S_{ji} / E_{ji}`, with independent exponential :math:`E`) among those
+that are free. Of many, each has a stream of independent draws of its own from
 :math:`S_j` and takes the first that no earlier row takes. So all rows can choose at the same time: of those that chose
 the same column the earliest keeps it, the others draw again, from the columns that no earlier row holds. A row that is
-displaced later goes on with its stream. That ends after a few rounds, in what the loop over rows would have given.
+displaced later resumes its stream. That ends after a few rounds, in what the loop over rows would have given.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ SPREAD = 1e-4
 TAIL = 6
 # Up to this width sums over matchings are made term by term; beyond, a good guess stands for them.
 SUMMED = 3
+# Columns up to which rows choose one after the other: fewer operations than the rounds of many take, and none waits.
+FEW = 24
 # Draws that each row makes before it looks which columns are left; most rows need no more.
 STREAM = 8
 # Numbers that may be held at once while probabilities of many matchings are computed.
@@ -48,6 +52,8 @@ def doubly_stochastic(densities: Tensor, iterations: int = ITERATIONS) -> Tensor
     :param iterations: alternations of rows and columns; more come closer to column sums of one. Row sums are exact.
     :return: nonnegative, of the same shape.
     """
+    if densities.is_cuda:
+        return scaled_in_logarithms(densities, iterations)
     densities = densities - densities.amax(-1, keepdim=True)
     densities = densities - densities.amax(-2, keepdim=True)
     densities = densities - densities.amax(-1, keepdim=True)
@@ -59,6 +65,14 @@ def doubly_stochastic(densities: Tensor, iterations: int = ITERATIONS) -> Tensor
         columns = (transposed @ rows).reciprocal_()
     scaled = kernel * columns.mT
     return scaled / scaled.sum(-1, keepdim=True)
+
+
+def scaled_in_logarithms(densities: Tensor, iterations: int) -> Tensor:
+    """Nearly what :func:`doubly_stochastic` gives, in half as many operations, each of which takes exponentials."""
+    densities = densities.log_softmax(-1).log_softmax(-2).log_softmax(-1).clamp(min=FLOOR)
+    for _ in range(iterations):
+        densities = densities.log_softmax(-1).log_softmax(-2)
+    return densities.softmax(-1)
 
 
 def soft_permanent(densities: Tensor) -> Tensor:
@@ -95,13 +109,13 @@ def draw_matchings(densities: Tensor, rows: Tensor, rank: Tensor) -> Tensor:
     :param rank: place of each row in the order, ``(K, N, n)``.
     :return: ``(K, N, n)``: the column that each row takes.
     """
-    choice = draw_rows(rows, rank)
     late, tables = _tail(rank.shape[-1], rank.device)
+    choice = draw_rows(rows, rank, late)
 
     def matched(part: slice) -> Tensor:
         own = densities[part] if len(densities) > 1 else densities
         where, columns, sums = _late_sums(own, rank[part], choice[part], late, tables)
-        total = (sums - sums.amax(-1, keepdim=True)).exp().cumsum(-1)
+        total = sums.softmax(-1).cumsum(-1)
         uniform = torch.rand(*total.shape[:-1], 1, dtype=total.dtype, device=total.device)
         drawn = torch.searchsorted(total, _below(uniform, total[..., -1:]), right=True)[..., 0]
         return choice[part].scatter(-1, where, columns.gather(-1, tables[drawn]))
@@ -109,8 +123,15 @@ def draw_matchings(densities: Tensor, rows: Tensor, rank: Tensor) -> Tensor:
     return in_chunks(matched, len(rank), CHUNK_NUMBERS // (rank.shape[1] * TAIL * len(tables)))
 
 
-def draw_rows(rows: Tensor, rank: Tensor) -> Tensor:
-    """Row by row without replacement, to the last: ``(K, N, n)``. There may be more columns than rows."""
+def draw_rows(rows: Tensor, rank: Tensor, undrawn: int = 0) -> Tensor:
+    """Row by row without replacement, to the last: ``(K, N, n)``. There may be more columns than rows.
+
+    :param undrawn: how many rows at the end may take what is left in any order.
+    """
+    if undrawn == rank.shape[-1]:
+        return torch.arange(undrawn, device=rank.device).expand(rank.shape)
+    if rows.shape[-1] <= FEW:
+        return _one_by_one(rows, rank.long(), undrawn)
     stream = _draw_each(rows, rank.shape)
     choice = stream[0]
     held = rank.new_full((*rank.shape[:-1], rows.shape[-1]), rank.shape[-1])
@@ -119,6 +140,20 @@ def draw_rows(rows: Tensor, rank: Tensor) -> Tensor:
         choice = torch.where(held.gather(-1, choice) < rank, candidates, choice)
         held = held.scatter_reduce(-1, choice, rank, "amin")
     return _settle(rows, rank, choice, held)
+
+
+def _one_by_one(rows: Tensor, rank: Tensor, undrawn: int) -> Tensor:
+    """Each row in turn takes the free column that leads its race."""
+    count, columns = rank.shape[-1], rows.shape[-1]
+    race = rows / rows.new_empty(*rank.shape, columns).exponential_()
+    race = race.gather(-2, rank.argsort(-1).unsqueeze(-1).expand(*rank.shape, columns))
+    taken = []
+    for place in range(count - undrawn):
+        taken.append(race[..., place, :].argmax(-1, keepdim=True))
+        race.scatter_(-1, taken[-1].unsqueeze(-2).expand(*rank.shape, 1), -1.0)
+    if undrawn:
+        taken.append(race[..., -1, :].topk(undrawn).indices)
+    return torch.cat(taken, -1).gather(-1, rank)
 
 
 def _draw_each(rows: Tensor, shape: torch.Size) -> Tensor:
@@ -148,7 +183,7 @@ def _settle(rows: Tensor, rank: Tensor, choice: Tensor, held: Tensor) -> Tensor:
 
 def _below(uniform: Tensor, total: Tensor) -> Tensor:
     """``uniform * total``, never rounded up to ``total``: so that no column of weight zero is drawn."""
-    return torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+    return uniform * (total * (1 - 4 * torch.finfo(total.dtype).eps))
 
 
 # the late rows ------------------------------------------------------------------------------------------------------
@@ -156,10 +191,18 @@ def _below(uniform: Tensor, total: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _tail(n: int, device: torch.device) -> tuple[int, Tensor]:
-    """The number of late rows, and all their permutations."""
+    """The number of late rows, and all their permutations, the identity first."""
     late = min(TAIL, n)
     with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
         return late, torch.tensor(list(itertools.permutations(range(late))), device=device)
+
+
+@functools.lru_cache(maxsize=16)
+def _cells(late: int, device: torch.device) -> Tensor:
+    """The entries of a matrix of the late rows that each of their permutations takes, one after the other."""
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        places = torch.tensor(list(itertools.permutations(range(late))), device=device)
+        return (places + late * torch.arange(late, device=device)).flatten()
 
 
 def _late_sums(
@@ -171,7 +214,9 @@ def _late_sums(
     columns = choice.gather(-1, where)
     block = densities.expand(*rank.shape, n).gather(-2, where.unsqueeze(-1).expand(*where.shape, n))
     block = block.gather(-1, columns.unsqueeze(-2).expand(*where.shape, late)).double()
-    return where, columns, block[..., torch.arange(late, device=tables.device), tables].sum(-1)
+    cells = _cells(late, tables.device)
+    taken = block.flatten(-2).gather(-1, cells.expand(*block.shape[:-2], -1))
+    return where, columns, taken.unflatten(-1, (-1, late)).sum(-1)
 
 
 # probabilities ------------------------------------------------------------------------------------------------------
@@ -192,10 +237,11 @@ def log_probability(densities: Tensor, rows: Tensor, rank: Tensor, choice: Tenso
     def probability(part: slice) -> Tensor:
         some_densities, some_rows = (m[part] if len(m) > 1 else m for m in (densities, rows))
         some_rank, chosen = rank[part], choice[part]
-        early = some_rank < n - late
         _, _, sums = _late_sums(some_densities, some_rank, chosen, late, tables)
-        own_late = (_picked(some_densities, chosen).double() * ~early).sum(-1)
-        return (log_row_choices(some_rows, some_rank, chosen) * early).sum(-1) + own_late - sums.logsumexp(-1)
+        last = sums.log_softmax(-1)[..., 0]  # of the first table, by which all late rows keep their columns
+        if late == n:
+            return last
+        return last + (log_row_choices(some_rows, some_rank, chosen) * (some_rank < n - late)).sum(-1)
 
     return in_chunks(probability, len(rank), CHUNK_NUMBERS // (rank.shape[1] * max(n * n, TAIL * len(tables))))
 
@@ -205,7 +251,7 @@ def log_row_choices(rows: Tensor, rank: Tensor, choice: Tensor) -> Tensor:
     held = rank.new_full((*rank.shape[:-1], rows.shape[-1]), rank.shape[-1])
     taken_by = held.scatter_(-1, choice, rank)  # rank of the row that takes each column
     free = taken_by.unsqueeze(-2) >= rank.unsqueeze(-1)
-    return _picked(rows, choice).log() - (rows * free).sum(-1).log()
+    return (_picked(rows, choice) / (rows * free).sum(-1)).log()
 
 
 def _picked(matrix: Tensor, choice: Tensor) -> Tensor:

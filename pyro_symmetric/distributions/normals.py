@@ -88,8 +88,8 @@ def sites_of(action: Action, flat: Tensor) -> Weights:
     Of a simplex, whose values are far from normal, their logarithms: all elements change volumes there alike.
     """
     if not action.nonlinear_sites:
-        return action.group.viewed(action.unflatten(flat))
-    values = action.constrain(flat)
+        return action.group.viewed(action.layout.unflatten(flat))
+    values = action.layout.constrain(flat)
     for site in action.simplex_sites:
         values[site] = values[site].clamp(min=torch.finfo(flat.dtype).tiny).log()
     return action.group.viewed(values)
@@ -178,7 +178,7 @@ def blocks_of(base: Distribution, action: Action, group: Group) -> dict[str, Blo
 def unit_entries(action: Action, group: Group, device: torch.device) -> dict[str, Tensor]:
     """Set of units -> the entries of each in the flat vector, ``(n, d)``; of sets that no others move or lie inside."""
     with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
-        entries = group.viewed(action.unflatten(torch.arange(action.dim, device=device)))
+        entries = group.viewed(action.layout.unflatten(torch.arange(action.dim, device=device)))
         sets = unit_sets(group, tuple(entries), device)
         return {
             name: torch.cat([axis.rows(entries[axis.own.site][None], 1)[0] for axis in one.axes], -1)

@@ -104,10 +104,12 @@ class Placements:
             inside = matrix.shape[-1] // sign.shape[-1]
             matrix = matrix * sign.repeat_interleave(inside, -1).repeat_interleave(inside, -2)
         dim, positions = own.dim + 2, own.index.reshape(-1)
-        units = value.index_select(dim, positions).unflatten(dim, own.index.shape).movedim(dim + 1, -1)
+        filled = own.fills(value.shape[dim])
+        units = value if filled else value.index_select(dim, positions)
+        units = units.unflatten(dim, own.index.shape).movedim(dim + 1, -1)
         mixed = units.flatten(2, -2) @ matrix.mT.to(units.dtype)  # a neighbour may have been matched in float64
         mixed = mixed.reshape(*mixed.shape[:2], *units.shape[2:]).movedim(-1, dim + 1).flatten(dim, dim + 1)
-        if own.fills(value.shape[dim]):
+        if filled:
             return mixed
         whole = value.expand(*mixed.shape[:2], *value.shape[2:]).clone()
         return whole.index_copy_(dim, positions, mixed)

@@ -19,23 +19,27 @@ The proposal depends on the draw's orbit alone: moving the draw by ``h`` moves w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pyro_symmetric.distributions.conditional_walk import ConditionalWalk, has_conditionals
-from pyro_symmetric.distributions.matchings import (
-    certain_first,
-    doubly_stochastic,
-    draw_matchings,
-    log_probability,
-    with_spread,
-)
 from pyro_symmetric.distributions.placements import Drawn, Expected, Placements
+from pyro_symmetric.distributions.questions import (
+    Answer,
+    Matrix,
+    Question,
+    made_doubly_stochastic,
+    matched,
+    side_by_side,
+)
 from pyro_symmetric.distributions.unit_densities import UnitDensities, blocks, own_blocks
 from pyro_symmetric.groups.element import Element
+from pyro_symmetric.placement import asks
+
+Walking = Generator[Question, Answer, tuple[dict[str, Drawn], Tensor]]
 
 
 @torch.no_grad()
@@ -46,13 +50,23 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
         ``(count + 1, N)``.
     """
     walkers = walkers_of(units, count)
-    drawn, log_tau = zip(*(walker.walk(None) for walker in walkers), strict=True)
+    drawn, log_tau = zip(*walk(walkers, None), strict=True)
     moves, log_probability = drawn[0], log_tau[0]
     if len(walkers) > 1:
         moves = _one_of(drawn, torch.randint(len(walkers), (1, *log_probability.shape, 1), device=units.like.device))
-        by_walker = torch.stack([walker.walk(moves)[1] for walker in walkers])
+        by_walker = torch.stack([told for _, told in walk(walkers, moves)])
         log_probability = by_walker.logsumexp(0) - math.log(len(walkers))
     return _element(units, moves, (count, len(units.like))), log_probability
+
+
+def walk(
+    walkers: Sequence[Walker | ConditionalWalk], given: Mapping[str, Drawn] | None
+) -> list[tuple[dict[str, Drawn], Tensor]]:
+    """The moves of several walks, or of each the probabilities of given ones, side by side."""
+    results = [one.walk(given) if isinstance(one, ConditionalWalk) else None for one in walkers]
+    walking = {k: one.steps(given) for k, one in enumerate(walkers) if isinstance(one, Walker)}
+    found = side_by_side(walking, matched)
+    return [found[k] if own is None else own for k, own in enumerate(results)]
 
 
 def _element(units: UnitDensities, moves: Mapping[str, Drawn], batch: tuple[int, int]) -> Element:
@@ -104,26 +118,33 @@ def walkers_of(units: UnitDensities, count: int) -> Sequence[Walker | Conditiona
         chosen = [(forward, 0), (forward, 1), (backward, 2)]
     else:
         chosen = [(forward, 1), (backward, 1)]
-    return [*conditional, *(Walker(units, count, order, sweeps) for order, sweeps in chosen)]
+    expected = side_by_side(
+        {k: _expectations(units, order, sweeps) for k, (order, sweeps) in enumerate(chosen)}, made_doubly_stochastic
+    )
+    return [*conditional, *(Walker(units, count, order, expected[k]) for k, (order, _) in enumerate(chosen))]
 
 
 class Walker:
     """Goes through the sets of units, and draws ``count`` elements for each draw, or scores given ones.
 
     :param order: in which it goes through the sets.
-    :param sweeps: how many sweeps find out what to expect of sets to come.
+    :param expected: what to expect of sets to come.
     """
 
-    def __init__(self, units: UnitDensities, count: int, order: Sequence[str], sweeps: int):
-        self._units, self._order = units, order
+    def __init__(self, units: UnitDensities, count: int, order: Sequence[str], expected: Mapping[str, Expected]):
+        self._units, self._order, self._expected = units, order, expected
         self._shape = (count + 1, len(units.like))
-        self._expected = _expectations(units, order, sweeps)
+        self._first: Matrix | None = None  # of the first set, which knows of no draws
 
     def walk(self, given: Mapping[str, Drawn] | None) -> tuple[dict[str, Drawn], Tensor]:
         """Moves (the identity first), each ``(K + 1, N, count)``, and their log-probabilities, ``(K + 1, N)``.
 
         :param given: moves to score; drawn if ``None``.
         """
+        return walk([self], given)[0]
+
+    def steps(self, given: Mapping[str, Drawn] | None) -> Walking:
+        """The same, set by set; asks for each set's matchings."""
         drawn: dict[str, Drawn] = {}
         shared: dict[str, Drawn] = {}
         where: dict[str | None, Tensor] = {}
@@ -132,20 +153,25 @@ class Walker:
             densities = self._units.densities(name, Placements(shared, self._expected))
             own = Drawn(None) if given is None else given[name]
             outer = where.get(self._units.group[name].parent)
-            images, where[name], log_tau = self._match(name, densities.total, outer, own.images)
+            images, where[name], log_tau = yield from self._match(name, densities.total, outer, own.images)
             total, signs = total + log_tau, None
             if densities.odd is not None:
                 signs, log_tau = self._flip(densities.odd, where[name], own.signs)
                 total = total + log_tau
             drawn[name] = shared[name] = Drawn(images, signs)
             # If no draw moves a unit, all of them see the same neighbour, and one matrix serves all.
-            if signs is None and images is not None and torch.equal(images, images[:1].expand_as(images)):
+            if (
+                signs is None
+                and images is not None
+                and asks(images)
+                and torch.equal(images, images[:1].expand_as(images))
+            ):
                 shared[name] = Drawn(images[:1])
         return drawn, total
 
     def _match(
         self, name: str, densities: Tensor, outer: Tensor | None, given: Tensor | None
-    ) -> tuple[Tensor | None, Tensor, Tensor | float]:
+    ) -> Generator[Question, Answer, tuple[Tensor | None, Tensor, Tensor | float]]:
         """Draw, or take, the moves of one set of units.
 
         :param outer: the unit outside that comes to each place, ``(K + 1, N, copies)``; None if these lie in none.
@@ -163,29 +189,17 @@ class Walker:
         if given is not None:
             given = given.unflatten(-1, (copies, n))
             given = (given if places is None else given.gather(-2, places)) - source
-        inside, log_tau = self._match_copies(_blocks_of(densities, copies, outer), given)
-        images = inside + source
+        matrix = self._first if name == self._order[0] else None
+        own = _blocks_of(densities, copies, outer).expand(-1, self._shape[1], -1, -1, -1).flatten(1, 2)
+        given = None if given is None else given.flatten(1, 2)
+        inside, log_tau, matrix = yield Question(matrix or own, given, self._shape[0] - 1)
+        if name == self._order[0]:
+            self._first = matrix
+        images = inside.unflatten(1, (-1, copies)) + source
         where = images.flatten(-2)
         if places is not None:  # from the places of copies to the copies that come to them
             images = images.scatter(-2, places, images)
-        return images.flatten(-2), where, log_tau
-
-    def _match_copies(self, densities: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Match the units of each copy, ``(L, N, copies, n, n)``: ``(K + 1, N, copies, n)``, and log-probabilities."""
-        copies, n = densities.shape[2], densities.shape[-1]
-        batch = self._shape[1] * copies
-        # Constants of a place don't matter, but would swallow what does when late rows are added up.
-        densities = (densities - densities.amax(-1, keepdim=True)).expand(-1, self._shape[1], -1, -1, -1).flatten(1, 2)
-        rows = with_spread(doubly_stochastic(densities))
-        rank = certain_first(rows).expand(self._shape[0], batch, n)
-        if given is None:
-            own = (densities[1:], rows[1:]) if len(rows) > 1 else (densities, rows)
-            identity = torch.arange(n, device=densities.device).expand(1, batch, n)
-            matched = torch.cat([identity, draw_matchings(*own, rank[1:])])
-        else:
-            matched = given.flatten(1, 2)
-        log_tau = log_probability(densities, rows, rank, matched).unflatten(1, (-1, copies)).sum(-1)
-        return matched.unflatten(1, (-1, copies)), log_tau
+        return images.flatten(-2), where, log_tau.unflatten(1, (-1, copies)).sum(-1)
 
     def _flip(self, odd: Tensor, where: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
         """Draw, or take, the signs of matched units: independent, given the matching."""
@@ -199,34 +213,43 @@ class Walker:
 
 def _blocks_of(densities: Tensor, copies: int, outer: Tensor | None) -> Tensor:
     """The block of the copy that comes to each place: ``(L, N, count, count)`` -> ``(.., copies, n, n)``."""
-    if outer is None or torch.equal(outer, torch.arange(copies, device=outer.device).expand_as(outer)):
+    if outer is None or (
+        asks(outer) and torch.equal(outer, torch.arange(copies, device=outer.device).expand_as(outer))
+    ):
         return own_blocks(densities, copies)
     pairs = blocks(densities, copies)
     return pairs.take_along_dim(outer[..., None, None, None], -3).squeeze(-3)
 
 
-def _expectations(units: UnitDensities, order: Sequence[str], sweeps: int) -> dict[str, Expected]:
-    """Expectations of the sets that others wait for; those known so far sharpen the next."""
+def _expectations(
+    units: UnitDensities, order: Sequence[str], sweeps: int
+) -> Generator[Tensor, Tensor, dict[str, Expected]]:
+    """Expectations of the sets that others wait for; those known so far sharpen the next. Asks for matrices to be made
+    doubly stochastic."""
     axes = (axis for one in units.sets.values() for axis in one.axes)
     awaited = {member.name for axis in axes for members in axis.across for member in members}
     expected: dict[str, Expected] = {}
     for _ in range(sweeps):
         for name in order:
             if name in awaited:
-                expected[name] = _expectation(units, name, expected)
+                expected[name] = yield from _expectation(units, name, expected)
     return expected
 
 
-def _expectation(units: UnitDensities, name: str, expected: Mapping[str, Expected]) -> Expected:
+def _expectation(
+    units: UnitDensities, name: str, expected: Mapping[str, Expected]
+) -> Generator[Tensor, Tensor, Expected]:
     densities, one = units.densities(name, Placements({}, expected)), units.sets[name]
     copies, n = one.units.copies, one.units.size
     if one.is_permuted:
-        matrix = doubly_stochastic(blocks(densities.total, copies))
+        matrix = yield blocks(densities.total, copies)
     else:
         matrix = torch.eye(n, dtype=densities.even.dtype, device=densities.even.device).expand(
             *densities.even.shape[:2], copies, copies, n, n
         )
-    parent = one.units.parent
+    odd, parent = densities.odd, one.units.parent
+    if copies == 1 and parent is None:
+        return Expected(matrix[..., 0, 0, :, :], None if odd is None else odd.tanh())
     around = torch.eye(copies, dtype=matrix.dtype, device=matrix.device) if parent is None else expected[parent].matrix
     matrix = (matrix * around[..., None, None]).transpose(-2, -3).flatten(-2).flatten(-3, -2)
-    return Expected(matrix, None if densities.odd is None else densities.odd.tanh())
+    return Expected(matrix, None if odd is None else odd.tanh())

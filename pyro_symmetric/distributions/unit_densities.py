@@ -23,6 +23,7 @@ A unit with a sign has :math:`\log (e^{A_{ji}^+} + e^{A_{ji}^-})` in place of :m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,9 @@ from pyro_symmetric.weights import Weights
 COMPETING = 50.0
 # Rounding errors, in nats, beyond which a matrix is computed again in float64.
 ROUNDING = 2e-3
+# Products up to which a matrix is made in float64 at once: to find out how far rounding goes takes longer. A GPU makes
+# more of them while the host waits for the answer.
+FEW_PRODUCTS = {"cpu": 2**16, "cuda": 2**21}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +89,9 @@ class UnitDensities:
         self.like = next(iter(draws.values()))
         self.sets = unit_sets(group, tuple(draws), self.like.device)
         self._known: dict[Any, PairDensities] = {}
-        self._centred: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._features: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        self._places: dict[tuple[UnitAxis, ...], Tensor] = {}
 
     def densities(self, name: str, placements: Placements) -> PairDensities:
         """The matrix ``A`` of one set, what lies inside its units included, up to a constant for each place.
@@ -117,10 +123,19 @@ class UnitDensities:
         """The part of the matrix that is the units' own; zero, if nothing is known of what else moves them."""
         if name in self.base.blocks:
             return self._block_densities(name)
+        if self._is_small(name):
+            return PairDensities(self._product(name, placements))
         densities, squares = self._sum_of(name, placements, self.like.dtype)
         if densities.even.dtype != torch.float64 and _rounding_error(densities.total, squares) > ROUNDING:
             densities, _ = self._sum_of(name, placements, torch.float64)
         return densities
+
+    def _is_small(self, name: str) -> bool:
+        one = self.sets[name]
+        if one.is_flipped or any(axis.signed for axis in one.axes):
+            return False
+        products = one.units.count * sum(self.draws[axis.own.site].numel() for axis in one.axes)
+        return products <= FEW_PRODUCTS.get(self.like.device.type, 0)
 
     def _sum_of(self, name: str, placements: Placements, dtype: torch.dtype) -> tuple[PairDensities, Tensor]:
         """The matrix, computed in the given precision, and the part of it that other parts cancel."""
@@ -128,24 +143,38 @@ class UnitDensities:
         evens: list[Tensor] = []
         odds: list[Tensor] = []
         squares: list[Tensor] = []
-        for axis in own.axes:
-            if placements.tell(axis):
-                linear, quadratic = self._axis_densities(axis, placements, dtype)
-                (odds if axis.flips else evens).append(linear)
-                squares.append(quadratic)
+        for axis in filter(placements.tell, own.axes):
+            value, square, field, precision = self._features_of(axis.own.site, dtype)
+            linear = axis.rows(placements.placed(value[None], axis, True), 2).mT
+            quadratic = axis.rows(placements.placed(square[None], axis, False), 2).mT
+            (odds if axis.flips else evens).append(axis.rows(field, 1) @ linear)
+            squares.append(-0.5 * (axis.rows(precision, 1) @ quadratic))
         # If no flipped site counts yet, signs are open: expected to be zero, not plus one.
         nothing = self.like.new_zeros(1, 1, own.units.count, own.units.count, dtype=dtype)
         square, odd = sum(squares[1:], squares[0]) if squares else nothing, sum(odds[1:], odds[0]) if odds else nothing
-        # A draw that isn't finite is matched anyhow; its density says what it is.
-        even = sum(evens, square)
-        even, odd = even.nan_to_num(0.0, 0.0, -1e30), odd.nan_to_num(0.0, 0.0, -1e30)
-        return PairDensities(even, odd if own.is_flipped else None), square
+        even = _finite(sum(evens, square))
+        return PairDensities(even, _finite(odd) if own.is_flipped else None), square
 
-    def _axis_densities(self, axis: UnitAxis, placements: Placements, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        value, loc, precision = (part.to(dtype) for part in self.centred(axis.own.site))
-        linear = axis.rows(placements.placed(value[None], axis, True), 2).mT
-        quadratic = axis.rows(placements.placed(value.square()[None], axis, False), 2).mT
-        return axis.rows(loc * precision, 1) @ linear, -0.5 * (axis.rows(precision, 1) @ quadratic)
+    def _product(self, name: str, placements: Placements) -> Tensor:
+        """The matrix of units without signs, in float64, by as few products as there are shapes of moved entries."""
+        alike: dict[Any, tuple[list[UnitAxis], list[Tensor]]] = {}
+        for axis in filter(placements.tell, self.sets[name].axes):
+            pairs, places = self._pairs_of(axis.own.site)
+            moved = axis.rows(placements.placed(pairs[None], axis, True), 2)
+            axes, units = alike.setdefault((moved.shape[:2], len(places)), ([], []))
+            axes.append(axis)
+            units.append(moved)
+        total: Tensor | float = 0.0
+        for axes, units in alike.values():
+            if tuple(axes) not in self._places:
+                rows = [axis.rows(self._pairs_of(axis.own.site)[1], 1) for axis in axes]
+                self._places[tuple(axes)] = torch.cat(rows, -1)
+            product = self._places[tuple(axes)] @ torch.cat(units, -1).mT
+            total = product if isinstance(total, float) else total + product
+        if isinstance(total, float):
+            count = self.sets[name].units.count
+            return self.like.new_zeros(1, 1, count, count, dtype=torch.float64)
+        return _finite(total)
 
     def _block_densities(self, name: str) -> PairDensities:
         """The matrix of units with covariances of their own, by squares and products of a unit's entries, in float64.
@@ -172,19 +201,41 @@ class UnitDensities:
         both = of(units), of(units * torch.cat(signs))
         return PairDensities((both[0] + both[1]) / 2, (both[0] - both[1]) / 2)
 
-    def centred(self, site: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws and means of a site, centred so that squares cancel less, and precisions.
+    def _features_of(self, site: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        r"""Draws and their squares, and their factors in a log-density: :math:`m / s^2`, and :math:`1 / s^2`, which
+        counts minus a half.
 
-        The centre is one number for all positions that are exchanged, and zero if signs are flipped.
+        All are centred so that squares cancel less: the centre is one number for all positions that are exchanged, and
+        zero if signs are flipped.
         """
-        if site not in self._centred:
+        if (site, dtype) not in self._features:
             loc, by_dim = self.base.loc[site], self.group.members(site)
             members = [member for axes in by_dim.values() for member in axes]
             flipped = any("flip" in self.group[name].moves and axis.exponent % 2 for name, axis in members)
             centre = 0.0 if flipped else loc.detach().mean([dim + 1 for dim in by_dim], keepdim=True)
-            precision = self.base.scale[site].square().reciprocal_()
-            self._centred[site] = (self.draws[site] - centre, loc - centre, precision)
-        return self._centred[site]
+            precision = self.base.scale[site].to(dtype).square().reciprocal_()
+            value, loc = (self.draws[site] - centre).to(dtype), (loc - centre).to(dtype)
+            self._features[site, dtype] = (value, value.square(), loc * precision, precision)
+        return self._features[site, dtype]
+
+    def _pairs_of(self, site: str) -> tuple[Tensor, Tensor]:
+        """Both features of each entry side by side, ``(.., *view_shape, 2)``, of the draws and of the base, in float64,
+        made at once for all sites of small sets. Each site is centred at the mean of its first entry."""
+        if not self._pairs:
+            small = {axis.own.site for name, one in self.sets.items() if self._is_small(name) for axis in one.axes}
+            sites = [one for one in self.draws if one in small]
+            values, loc, scale = (
+                torch.cat([part[one].reshape(len(part[one]), -1) for one in sites], -1).double()
+                for part in (self.draws, self.base.loc, self.base.scale)
+            )
+            lengths = tuple(self.draws[one][0].numel() for one in sites)
+            centre = loc[:, _firsts(lengths, loc.device)]
+            values, loc, precision = values - centre, loc - centre, scale.square().reciprocal()
+            pairs = torch.stack([values, values.square()], -1), torch.stack([loc * precision, -0.5 * precision], -1)
+            for one, *own in zip(sites, *(part.split(lengths, 1) for part in pairs), strict=True):
+                shape = self.draws[one].shape[1:]
+                self._pairs[one] = own[0].reshape(-1, *shape, 2), own[1].reshape(-1, *shape, 2)
+        return self._pairs[site]
 
 
 class ExactUnitDensities(UnitDensities):
@@ -196,6 +247,9 @@ class ExactUnitDensities(UnitDensities):
 
     def log_sum(self, pairs: Tensor) -> Tensor:
         return log_permanent(pairs)
+
+    def _is_small(self, name: str) -> bool:
+        return False  # exact sums over matchings take longer in float64 than the matrix
 
     def own_densities(self, name: str, placements: Placements) -> PairDensities:
         around = sorted({member.name for axis in self.sets[name].axes for member in axis.around})
@@ -218,6 +272,19 @@ class ExactUnitDensities(UnitDensities):
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _finite(densities: Tensor) -> Tensor:
+    """Of a draw that isn't finite, too, which is matched anyhow; its density says what it is."""
+    return densities.nan_to_num(0.0, 0.0, -1e30)
+
+
+@functools.lru_cache(maxsize=64)
+def _firsts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """For each entry of several sites, one after the other, the number of its site's first."""
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        starts = [sum(lengths[:site]) for site in range(len(lengths))]
+        return torch.tensor(starts, device=device).repeat_interleave(torch.tensor(lengths, device=device))
 
 
 def blocks(matrix: Tensor, copies: int) -> Tensor:

@@ -57,6 +57,12 @@ class UnitAxis:
         """The sets that move these entries along other axes, or beside these units."""
         return {member.name for members in (self.beside, *self.across) for member in members}
 
+    @functools.cached_property
+    def signed(self) -> bool:
+        """True if signs of any units flip these entries."""
+        members = (*self.beside, *(member for members in self.across for member in members))
+        return self.flips or bool(self.around) or any(member.flipping for member in members)
+
     def rows(self, value: Tensor, lead: int) -> Tensor:
         """``lead dims + site`` -> ``lead dims + (count, everything else of a unit)``."""
         return rows(value, self.own, value.dim() - lead)

@@ -39,7 +39,7 @@ def descend(
         optimizer.step()
         if schedule is not None:
             schedule.step()
-        total = total + values.detach() / len(steps)
+        total = torch.add(total, values.detach(), alpha=1 / len(steps))
         if watch is not None:
             watch(step)
     return total

@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pyro_symmetric.fingerprint import COARSE, ELSEWHERE, TOLERANCE, agree, differences
-from pyro_symmetric.mcmc.identity import OtherRun
+from pyro_symmetric.mcmc.identity import OtherRun, warn_of_rounding
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import FolderRecorder, MemoryRecorder
 from pyro_symmetric.weights import Weights
+
+SURROUNDINGS = ("versions", "rounding")  # parts of a fingerprint: the GPU's name is one of the latter
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,17 @@ class Parts:
         tolerance = ELSEWHERE * TOLERANCE.get(here["dtype"], COARSE)
         if not differing and not agree(there.get("losses", []), here["losses"], tolerance):
             differing = ["the loss (at the same weights it is another)"]
+        path = getattr(self.recorder, "path", None)
         if differing:
-            raise OtherRun.of(getattr(self.recorder, "path", None), differing)
+            raise OtherRun.of(path, differing)
+        warn_of_rounding(path, [line for part in SURROUNDINGS for line in differences(there.get(part), here[part])])
 
 
 def _parts(recorder: FolderRecorder) -> list[Part]:
     """:raises StoreError: if the checkpoint isn't of an ensemble."""
     assert recorder.last is not None
     try:
-        parts = [Part(**entry) for entry in json.loads(recorder.last.state)]
+        parts = [Part(**entry) for entry in json.loads(bytes(recorder.last.state))]
         if sum(part.members for part in parts) == recorder.last.draws:
             return parts
     except (TypeError, ValueError) as error:

@@ -34,7 +34,7 @@ from pyro_symmetric.ensembles.members import (
     stacked_buffers,
 )
 from pyro_symmetric.ensembles.parts import Part
-from pyro_symmetric.fingerprint import as_json
+from pyro_symmetric.fingerprint import as_json, surroundings
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc.density.data_checks import require_data as require_model_data
 from pyro_symmetric.models import BayesianModel
@@ -120,7 +120,7 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        """Where the members are."""
+        """The device of the members."""
         return self.like.device
 
     def constrain(self, free: Weights) -> Weights:
@@ -148,7 +148,8 @@ class Trainer:
             **more,
         }
         dtype = str(self.like.dtype).removeprefix("torch.")
-        return as_json(settings=settings, seed=seed, dtype=dtype, losses=[self._loss_at_fixed_weights()])
+        losses = [self._loss_at_fixed_weights()]
+        return as_json(settings=settings, seed=seed, dtype=dtype, losses=losses, **surroundings(self.device))
 
     def comfortable_size(self) -> int:
         """The number of members that a part has by default."""
@@ -195,7 +196,7 @@ class Trainer:
         curve: list[float] = []
         for epoch in range(self.epochs):
             now = range(epoch * steps, (epoch + 1) * steps)
-            losses = self._epoch(parameters, buffers, optimizer, schedule, now, generator)
+            losses = self._epoch(parameters, buffers, optimizer, schedule, now, generator).cpu()  # one wait an epoch
             curve.append(float(losses.mean()))
             out = self._off(losses)
             bar.update(len(losses))
@@ -207,7 +208,7 @@ class Trainer:
                     break
             bar.set_postfix(loss=f"{float(losses[~out].mean()):.4g}", stopped=len(stopped), refresh=False)
         # An epoch's losses are taken before each step, so they don't show where the last one led.
-        losses = torch.where(_is_finite(parameters, self.frozen), self._final(parameters, buffers), torch.nan)
+        losses = torch.where(_is_finite(parameters, self.frozen), self._final(parameters, buffers), torch.nan).cpu()
         out = self._off(losses)
         stopped += [{"epoch": self.epochs - 1, "loss": value} for value in losses[out].tolist()]
         weights = {site: value[~out] for site, value in kept_sites(self.constrain(parameters), buffers).items()}

@@ -107,7 +107,7 @@ def ensemble(
         initialisation, see :func:`~pyro_symmetric.ensembles.fresh_members`.
     :param perturb: of a ``BayesianModel``: one member's weights -> the weights at which its likelihood is evaluated in
         training (dropout, say).
-    :param outliers: losses ``(members,)`` -> which of them to stop; see :func:`far_off`.
+    :param outliers: losses ``(members,)``, on the CPU -> which of them to stop; see :func:`far_off`.
     :param redraw: whether to train others in place of those that stopped.
     :param members_at_once: size of a part, trained together and written together. Default: by the size of a step's
         inputs, about 4 million numbers; with ``store`` a tenth of the members at most (and 25 at least), so that
@@ -117,9 +117,10 @@ def ensemble(
     :param store: a folder for the members, new or of this very ensemble.
     :param seed: of all random numbers. ``None``: one is drawn from PyTorch's global generator, which is otherwise left
         alone; ``metadata["seed"]`` says which. A stored ensemble that ``None`` resumes keeps its seed.
-    :param device: where to train; by default where the network is.
-    :return: samples of shape ``(1, num_members, ...)``; the statistic ``loss`` is each member's on all data, in eval
-        mode; ``metadata["losses"]`` holds the members' mean loss in each epoch.
+    :param device: where to train; by default where the network is. Members are moved to the CPU when their part is
+        trained.
+    :return: samples of shape ``(1, num_members, ...)``, on the CPU; the statistic ``loss`` is each member's on all
+        data, in eval mode; ``metadata["losses"]`` holds the members' mean loss in each epoch.
     :raises ValueError: if arguments or data don't fit, every member of a part stops, or the store holds another run.
     :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
     """

@@ -18,19 +18,17 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint, independent
-from torch.distributions.transforms import Transform
 
 from pyro_symmetric import arguments
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.places import owners
 from pyro_symmetric.groups.stacks import stacked, unstacked
+from pyro_symmetric.layout import Layout
 from pyro_symmetric.placement import as_tensor
-from pyro_symmetric.weights import Weights
 
 
 class Action:
@@ -45,7 +43,7 @@ class Action:
     :param sites: the sites in the order in which the vector concatenates them; as a mapping, site -> support, and the
         vector holds unconstrained coordinates.
     :param shapes: shapes of (constrained) sites that the group doesn't know, and that it therefore leaves alone.
-    :ivar shapes: site -> shape of its piece of the vector.
+    :ivar layout: the :class:`~pyro_symmetric.layout.Layout` of the vector.
     :ivar nonlinear_sites: sites on whose unconstrained coordinates the group acts through a bijection there and back,
         as on a simplex whose entries are permuted. Elements move and multiply the coordinates of all others.
     :ivar simplex_sites: those of them whose values lie on a simplex, or on one for each row.
@@ -70,47 +68,26 @@ class Action:
         moved = self.group.plain_sites(self.group.required_sites)
         if left_out := [site for site in moved if site not in self.sites]:
             raise ValueError(f"the group moves the sites {left_out}, which the vector doesn't hold: {list(self.sites)}")
-        self._transforms: dict[str, Transform] = {}
-        self._value_shapes = {site: torch.Size(values[site]) for site in self.sites}
         self._stacks = {name: own for name, own in self.group.stacks.items() if set(own) <= set(self.sites)}
         self._stack_of = {site: name for name, own in self._stacks.items() for site in own}
-        self.shapes: dict[str, torch.Size] = dict(self._value_shapes)
         for site, support in supports.items():
             arguments.instance(f"sites[{site!r}]", support, Constraint, "a support, such as constraints.positive")
             self._require_real(site, support)
-            if not is_real(support):
-                self._transforms[site] = biject_to(support)
-                self.shapes[site] = self._transforms[site].inverse_shape(self.shapes[site])
-        self.dim = sum(math.prod(shape) for shape in self.shapes.values())
-        self._stack_shapes = {name: torch.Size((len(own), *self.shapes[own[0]])) for name, own in self._stacks.items()}
+        transforms = {site: biject_to(support) for site, support in supports.items()}
+        self.layout = Layout({site: values[site] for site in self.sites}, transforms)
+        self.dim = self.layout.dim
+        self._shapes = self.layout.unconstrained_shapes
+        self._stack_shapes = {name: torch.Size((len(own), *self._shapes[own[0]])) for name, own in self._stacks.items()}
         for name, own in self._stacks.items():
             if len({str(supports.get(site)) for site in own}) > 1:
                 raise ValueError(f"the sites of {name!r} are exchanged, but have different supports")
-        self.nonlinear_sites = tuple(site for site in self._transforms if not self._commutes(site, supports[site]))
+        curved = [site for site, support in supports.items() if not is_real(support)]
+        self.nonlinear_sites = tuple(site for site in curved if not self._commutes(site, supports[site]))
         simplex = type(constraints.simplex)
-        self.simplex_sites = tuple(s for s in self.nonlinear_sites if isinstance(self._transforms[s].codomain, simplex))
+        self.simplex_sites = tuple(s for s in self.nonlinear_sites if isinstance(transforms[s].codomain, simplex))
 
     def __repr__(self) -> str:
         return f"Action(dim={self.dim}, sites={list(self.sites)}, log_order={self.group.log_order():.1f})"
-
-    def flatten(self, pieces: Mapping[str, Tensor]) -> Tensor:
-        """Pieces by site, unconstrained if supports were given -> vectors."""
-        first = self.sites[0]
-        batch = pieces[first].shape[: pieces[first].dim() - len(self.shapes[first])]
-        return torch.cat([pieces[site].reshape(*batch, -1) for site in self.sites], -1)
-
-    def unflatten(self, vector: Tensor) -> Weights:
-        """The inverse of :meth:`flatten`."""
-        pieces = vector.split([math.prod(shape) for shape in self.shapes.values()], dim=-1)
-        return {
-            site: piece.reshape((*vector.shape[:-1], *shape))
-            for (site, shape), piece in zip(self.shapes.items(), pieces, strict=True)
-        }
-
-    def constrain(self, vector: Tensor) -> Weights:
-        """Vectors -> values of all sites."""
-        pieces = self.unflatten(vector)
-        return {site: self._transforms[site](v) if site in self._transforms else v for site, v in pieces.items()}
 
     def __call__(self, vector: Tensor, element: Element) -> Tensor:
         """Act on vectors; batch shapes broadcast.
@@ -123,18 +100,18 @@ class Action:
         batch = torch.broadcast_shapes(vector.shape[:-1], element.batch_shape)
         parts = []
         moved = {}
-        for site, piece in stacked(self.unflatten(vector), self._stacks, self._stack_shapes).items():
+        for site, piece in stacked(self.layout.unflatten(vector), self._stacks, self._stack_shapes).items():
             one = self._stacks[site][0] if site in self._stacks else site
             if one in self.nonlinear_sites:
-                bijection = self._transforms[one]
+                bijection = self.layout.transforms[one]
                 moved[site] = bijection.inv(element.on_site(site, bijection(piece.double()))).to(vector.dtype)
             else:
-                dims = len(self.shapes[one]) + (site in self._stacks)
-                reshaped = self.shapes[one] != self._value_shapes[one]
+                dims = len(self._shapes[one]) + (site in self._stacks)
+                reshaped = self._shapes[one] != self.layout.site_shapes[one]
                 moved[site] = element.on_site(site, piece, dims if reshaped else None)
         plain = unstacked(moved, self._stacks, self._stack_shapes)
         for site in self.sites:
-            own = plain[site].shape[: plain[site].dim() - len(self.shapes[site])]
+            own = plain[site].shape[: plain[site].dim() - len(self._shapes[site])]
             parts.append(plain[site].reshape(*own, -1).expand(*batch, -1))
         return torch.cat(parts, -1)
 
@@ -142,26 +119,20 @@ class Action:
         """Log-determinant of the action's Jacobian at ``vector``, ``batch_shape``."""
         total = vector.new_zeros(torch.broadcast_shapes(vector.shape[:-1], element.batch_shape))
         if self.nonlinear_sites:
-            total = total + (self._log_volume(vector) - self._log_volume(self(vector.double(), element))).to(total)
+            total = total + (self._log_det(vector) - self._log_det(self(vector.double(), element))).to(total)
         for site in dict.fromkeys(self._stack_of.get(s, s) for s in self.sites) if element.log_scales else ():
             total = total + self._log_scale(site, element).to(total)
         return total
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    def _log_volume(self, vector: Tensor) -> Tensor:
+    def _log_det(self, vector: Tensor) -> Tensor:
         """The log-determinant of the bijections of the sites that the action goes through, float64."""
-        total = vector.new_zeros(vector.shape[:-1], dtype=torch.float64)
-        pieces = self.unflatten(vector)
-        for site in self.nonlinear_sites:
-            transform, value = self._transforms[site], pieces[site].double()
-            density = transform.log_abs_det_jacobian(value, transform(value))
-            total = total + sum_rightmost(density, density.dim() - len(vector.shape[:-1]))
-        return total
+        return self.layout.log_det(vector.double(), self.nonlinear_sites)
 
     def _log_scale(self, site: str, element: Element) -> Tensor:
         """The sum of the log-multipliers of all entries of a site."""
-        shape, total = self.group.view_shapes.get(site, self.shapes.get(site, ())), torch.zeros((), device="cpu")
+        shape, total = self.group.view_shapes.get(site, self._shapes.get(site, ())), torch.zeros((), device="cpu")
         scales = [value.flatten(len(element.batch_shape)) for value in element.log_scales.values()]
         numbers = torch.nn.functional.pad(torch.cat(scales, -1), (0, 1))
         for dim in self.group.members(site):
@@ -194,7 +165,7 @@ class Action:
             return False
         if base.event_dim == 0 and biject_to(base).domain.event_dim == 0:
             return True
-        blocks = len(self._value_shapes[site]) - base.event_dim  # leading axes, along which all blocks are alike
+        blocks = len(self.layout.site_shapes[site]) - base.event_dim  # leading axes, along which all blocks are alike
         flattened = self.group.view_shapes[acted] != self.group.site_shapes[acted]
         return not flattened and all(dim < blocks + across for dim in self.group.dims(acted))
 

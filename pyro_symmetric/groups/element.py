@@ -105,7 +105,7 @@ class Element:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the numbers are; None if there are none."""
+        """The device of the numbers; None if there are none."""
         return next((value.device for part in self.parts for value in part.values()), None)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Element:
@@ -172,7 +172,7 @@ class Element:
     # algebra --------------------------------------------------------------------------------------------------------
 
     def unit_index(self, name: str) -> Tensor:
-        """Where each unit, counted through all copies, comes from: LongTensor ``batch_shape + (count,)``."""
+        """The place that each unit, counted through all copies, comes from: LongTensor ``batch_shape + (count,)``."""
         index = self._total(name)
         count = self.group[name].count
         return torch.arange(count, device=self.device).expand(*self.batch_shape, count) if index is None else index
@@ -191,7 +191,7 @@ class Element:
         return (outer.unsqueeze(-1) * units.size + inner).flatten(-2)
 
     def _within_copies(self, name: str) -> Tensor:
-        """Where each unit comes from if nothing outside moves, counted through all copies, ``batch + (count,)``."""
+        """Each unit's source if nothing outside moves, counted through all copies, ``batch + (count,)``."""
         units: Units = self.group[name]
         own = self.permutations[name]
         if units.copies == 1:

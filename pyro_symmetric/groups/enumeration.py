@@ -1,4 +1,4 @@
-"""All elements of a small group, and random ones."""
+"""Elements of a group: all of a small one, random ones, and those that make up the others."""
 
 from __future__ import annotations
 
@@ -70,3 +70,13 @@ def sampled(
     # Sorting uniform keys gives uniform permutations up to ties; float64 keys make ties too rare to matter.
     permutations = each("permute", lambda full: uniform(full).argsort(-1))
     return Element(group, permutations, each("flip", signs), each("scale", normal), each("shift", normal), shape)
+
+
+def cycles_and_exchanges(group: Arrangement, name: str) -> Element:
+    """A cycle and an exchange in each copy of some units; see :meth:`~pyro_symmetric.groups.group.Group.generators`."""
+    one = group[name]
+    images = torch.arange(one.size, device="cpu").repeat(2 * one.copies, one.copies, 1)
+    for copy in range(one.copies):
+        images[2 * copy, copy] = torch.arange(one.size, device="cpu").roll(1)
+        images[2 * copy + 1, copy, :2] = images[2 * copy + 1, copy, :2].flip(0)
+    return Element(group, {name: images.reshape(-1, *one.shape)})

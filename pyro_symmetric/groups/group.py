@@ -26,7 +26,7 @@ from pyro_symmetric.groups.checks import check_axis, check_group
 from pyro_symmetric.groups.declaration import declared_units
 from pyro_symmetric.groups.dependence import independent_units
 from pyro_symmetric.groups.element import Element
-from pyro_symmetric.groups.enumeration import enumerated, sampled
+from pyro_symmetric.groups.enumeration import cycles_and_exchanges, enumerated, sampled
 from pyro_symmetric.groups.numbers import checked
 from pyro_symmetric.groups.parts import with_axes, with_moves
 from pyro_symmetric.groups.stacks import Stacks, check_stacks, stack_name
@@ -339,12 +339,7 @@ class Group(Arrangement):
 
         :return: a batch ``(2 copies,)``: first those of the first copy.
         """
-        one = self[name]
-        images = torch.arange(one.size, device="cpu").repeat(2 * one.copies, one.copies, 1)
-        for copy in range(one.copies):
-            images[2 * copy, copy] = torch.arange(one.size, device="cpu").roll(1)
-            images[2 * copy + 1, copy, :2] = images[2 * copy + 1, copy, :2].flip(0)
-        return Element(self, {name: images.reshape(-1, *one.shape)})
+        return cycles_and_exchanges(self, name)
 
     # the same group -------------------------------------------------------------------------------------------------
 

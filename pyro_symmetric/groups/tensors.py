@@ -33,6 +33,11 @@ def permute_axes(value: Tensor, indices: Mapping[int, Tensor], site_dims: int) -
             one = index.dim() == 1
             value = value.index_select(dim - site_dims, index) if one else _permute_rows(value, dim, len(batch), index)
         return value
+    if len(indices) == 1 and batch.numel() == 1:  # several elements meet one value: all that comes anywhere, at once
+        ((dim, index),) = indices.items()
+        lead = (1,) * max(0, len(batch) + 1 - index.dim()) + index.shape
+        picked = value.reshape(value.shape[len(batch) :]).index_select(dim, index.reshape(-1)).unflatten(dim, lead)
+        return picked.movedim(tuple(range(dim, dim + len(lead) - 1)), tuple(range(len(lead) - 1)))
     # Elements that meet several values each: one gather with flat indices, which are computed once for an element.
     shape = value.shape[value.dim() - site_dims :]
     source = torch.zeros((), dtype=torch.long, device=value.device)

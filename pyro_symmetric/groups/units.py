@@ -67,6 +67,9 @@ class Axis:
             with torch.inference_mode(False):
                 object.__setattr__(self, "index", index.clone())
 
+    def __repr__(self) -> str:
+        return f"Axis({self}, {self.index.numel()} positions{', buffer' if self.buffer else ''})"
+
     def __str__(self) -> str:
         dims = ", ".join(map(str, range(self.dim, self.dim + self.span)))
         return f"{self.site}[{dims}]" + (f"^{self.exponent}" if self.exponent else "")
@@ -146,6 +149,11 @@ class Units:
                     f"the index of {self.name!r} on axis {axis.dim} of {axis.site!r} has shape "
                     f"{tuple(axis.index.shape)}; it must be (blocks, {self.count}), one column for each unit"
                 )
+
+    def __repr__(self) -> str:
+        number = str(self.size) if self.copies == 1 else f"{self.copies} x {self.size}"
+        moves = ", ".join(move for move in MOVES if move in self.moves)
+        return f"Units({self.name!r}, {number}, {moves or 'no moves'}; {', '.join(map(str, self.axes)) or 'no axes'})"
 
     @property
     def count(self) -> int:

@@ -27,12 +27,13 @@ from pyro_symmetric.guides.own_parameters import distinct
 from pyro_symmetric.guides.pilot import GuideSuggestion, suggest_guide
 from pyro_symmetric.guides.push_forward import push_forward
 from pyro_symmetric.guides.suggest import suggest_estimator
-from pyro_symmetric.guides.swag import swag
+from pyro_symmetric.guides.swag import SWAG
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.guides.transport import barycentre, interpolate, wasserstein
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 
 __all__ = [
+    "SWAG",
     "AutoFlow",
     "AutoGaussian",
     "AutoModes",
@@ -56,6 +57,5 @@ __all__ = [
     "save_guide",
     "suggest_estimator",
     "suggest_guide",
-    "swag",
     "wasserstein",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -60,7 +61,7 @@ class WeightsGuide(AutoContinuous):
         """Draws of the weights, ``sample_shape + site_shape``, detached and on the guide's device. Needs no data."""
         shape, layout = arguments.shape("sample_shape", sample_shape), layout_of(self)
         with torch.no_grad():
-            return layout.unpack(self.get_posterior().sample(shape))
+            return layout.constrain(self.get_posterior().sample(shape))
 
     def median(self, *args: Any, **kwargs: Any) -> Weights:
         """Medians of the weights, by site; of a symmetrised guide, its base's."""
@@ -76,7 +77,7 @@ class WeightsGuide(AutoContinuous):
         layout, levels = layout_of(self), arguments.numbers("quantiles", quantiles).double().reshape(-1, 1)
         if not len(levels) or not bool(((levels > 0) & (levels < 1)).all()):
             raise ValueError(f"quantiles are {levels.flatten().tolist()}; each must lie between 0 and 1")
-        return layout.unpack(self._marginal_quantiles(levels))
+        return layout.constrain(self._marginal_quantiles(levels))
 
     def _marginal_quantiles(self, levels: Tensor) -> Tensor:
         """Quantiles of each number of the flat vector: ``(n, 1)``, in float64, -> ``(n, D)``."""
@@ -93,11 +94,11 @@ class WeightsGuide(AutoContinuous):
         layout = layout_of(self)
         if arguments.tensor("latent", latent).shape[-1:] != (layout.dim,):
             raise ValueError(f"latent has shape {tuple(latent.shape)}; its last axis must be {layout.dim} long")
-        return layout.unpack(latent)
+        return layout.constrain(latent)
 
     def pack(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Weights -> flat unconstrained vectors; the inverse of :meth:`unpack`."""
-        return layout_of(self).pack(weights)
+        return layout_of(self).unconstrain(weights)
 
     def __repr__(self) -> str:
         if self.prototype_trace is None:
@@ -124,6 +125,17 @@ class WeightsGuide(AutoContinuous):
         for value in (*self.parameters(), *self.buffers()):
             if value.is_shared():  # pools of processes send tensors by reference
                 value.data = value.data.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if protocol == 2:  # torch.save's own; processes, copies and pickle use later ones
+            warnings.warn(
+                f"torch.load refuses a pickled {type(self).__name__}, unless it may execute what the file says; "
+                "ps.save_guide(guide, path) writes a guide whole, for ps.load_guide, and "
+                "torch.save(guide.state_dict(), path) its parameters",
+                UserWarning,
+                stacklevel=2,
+            )
+        return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
         # Pyro's own takes the model away from the guide that is pickled.

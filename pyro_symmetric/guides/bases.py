@@ -10,6 +10,7 @@ from typing import Any
 from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide, AutoNormal, AutoNormalizingFlow
 
 from pyro_symmetric import arguments
+from pyro_symmetric.calls import did_you_mean
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.flow import AutoFlow
 from pyro_symmetric.guides.gaussian import plain
@@ -18,17 +19,23 @@ from pyro_symmetric.guides.starts import InitLocFn
 from pyro_symmetric.guides.unit_blocks import gaussian_copy
 
 
-def held_guide(base: Any, model: Any, start: InitLocFn, options: Mapping[str, Any]) -> AutoContinuous:
+def held_guide(
+    holder: type[AutoGuide], base: Any, model: Any, start: InitLocFn, options: Mapping[str, Any]
+) -> AutoContinuous:
     """A guide for another one to hold.
 
+    :param holder: the class of that one, which passes ``options`` on.
     :param base: its class (``AutoNormal`` is taken as ``AutoDiagonalNormal``, a flow as an ``AutoFlow``), or a guide
         that has been set up, of which a copy is made.
     :param start: where its means start, unless ``options`` hold ``init_loc_fn``.
     :param options: arguments of the class.
+    :raises TypeError: naming an option that neither class has.
     """
     if isinstance(base, AutoGuide):
         if options:
-            raise ValueError(f"base is a guide, which takes no more arguments; found {sorted(options)}")
+            own = inspect.signature(holder).parameters
+            hint = did_you_mean(next(iter(options)), own)
+            raise ValueError(f"base is a guide, which takes no more arguments; found {sorted(options)}{hint}")
         return _copied(base)
     if "init_scale" in options:
         arguments.positive("init_scale", options["init_scale"])
@@ -37,6 +44,7 @@ def held_guide(base: Any, model: Any, start: InitLocFn, options: Mapping[str, An
         base = AutoDiagonalNormal
     if not (isinstance(base, type) and issubclass(base, AutoContinuous)):
         raise TypeError(f"base is {arguments.shown(base)}; it must be AutoDiagonalNormal or another AutoContinuous")
+    arguments.options(holder, options, AutoFlow if issubclass(base, AutoNormalizingFlow) else base)
     if issubclass(base, AutoNormalizingFlow):
         return AutoFlow(model, base, init_loc_fn=start, **options)
     if "init_loc_fn" in inspect.signature(base.__init__).parameters:

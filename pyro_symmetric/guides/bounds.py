@@ -29,7 +29,7 @@ from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides.fitted import halves
 from pyro_symmetric.guides.gaussian import plain_posterior
-from pyro_symmetric.guides.layout import Layout, layout_of
+from pyro_symmetric.guides.layout import GuideLayout, layout_of
 from pyro_symmetric.guides.log_ratios import (
     FEWEST,
     Estimate,
@@ -98,7 +98,7 @@ class Evidence:
             "Evidence, in nats",
             f"  ELBO                = {self.elbo:.2f} ± {self.elbo_error:.2f}",
             f"  symmetrised ELBO    {relation} {self.symmetrized_elbo:.2f} ± {self.symmetrized_error:.2f}, by "
-            f"{self.estimator}; log|G| = {self.log_order:.1f}",
+            f"{self.estimator}; log |G| = {self.log_order:.1f}",
             f"  importance sampling ≈ {found.log_evidence:.2f} ± {found.error:.2f}, Pareto-k {self.pareto_k:.2f}, "
             f"{found.effective_draws:.0f} effective of {found.num_draws} draws",
         ]
@@ -200,7 +200,7 @@ class _Weighing:
     """Log-ratios of the joint density to a guide's, at unconstrained vectors, ``chunk`` at once, in float64."""
 
     log_joint: Callable[[Weights], Tensor]
-    layout: Layout
+    layout: GuideLayout
     base: Any
     action: Action
     estimator: OrbitEstimator
@@ -253,28 +253,28 @@ class _Weighing:
         """``log_joint`` with the volume of the bijections, and by how much it is rounded, ``(S,)`` each."""
         # Bijections in float64: near the border of a simplex a bijection in float32 loses the value.
         exact, tiny = latent.double(), torch.finfo(latent.dtype).tiny
-        found = self.layout.unpack(exact)
+        found = self.layout.constrain(exact)
         weights = {s: v.where((v == 0) | (v.abs() >= tiny), tiny * v.sign()).to(latent.dtype) for s, v in found.items()}
         values = _checked(self.log_joint(weights), len(latent))
         rounded = values.double().abs().nan_to_num() * torch.finfo(values.dtype).eps
-        return values.double() + self.layout.log_volume(exact), rounded
+        return values.double() + self.layout.log_det(exact), rounded
 
 
-def _unconstrained(posterior: Posterior, layout: Layout, num_samples: int) -> Tensor:
+def _unconstrained(posterior: Posterior, layout: GuideLayout, num_samples: int) -> Tensor:
     """About so many of the draws, evenly spaced, ``(chains, draws, D)``.
 
     :raises ValueError: if the posterior lacks a site, or holds too few draws or infinite ones.
     """
-    require_sites(posterior.samples, layout.shapes, "posterior")
+    require_sites(posterior.samples, layout.site_shapes, "posterior")
     if posterior.num_samples < 4:
         raise ValueError(f"posterior has {posterior.num_samples} draws of each chain; a bridge needs at least 4")
     if posterior.rows == "chains" and (copies := copied_chains(posterior.samples)):
         raise ValueError(f"the chains {copies} of posterior equal others draw for draw; leave them out")
     every = max(1, posterior.num_chains * posterior.num_samples // num_samples)
     thinned = posterior.thin(min(every, posterior.num_samples // 4))
-    samples = {site: thinned.samples[site] for site in layout.shapes}
+    samples = {site: thinned.samples[site] for site in layout.site_shapes}
     require_finite(samples, "posterior")
-    vectors = layout.pack(samples)
+    vectors = layout.unconstrain(samples)
     still = (vectors == vectors[:, :1]).flatten(1).all(1)
     if posterior.rows == "chains" and bool(still.any()):
         raise ValueError(f"the chains {still.nonzero()[:, 0].tolist()} of posterior never move; leave them out")
@@ -319,10 +319,10 @@ def _doubts_of_chains(r_hat: float) -> list[str]:
     return []
 
 
-def _doubts_of_border(posterior: Posterior, layout: Layout) -> list[str]:
+def _doubts_of_border(posterior: Posterior, layout: GuideLayout) -> list[str]:
     """Draws so near the border of a support that unconstrained vectors don't bring them back."""
-    samples = {site: posterior.samples[site] for site in layout.shapes}
-    back = layout.unpack(layout.pack(samples).double())
+    samples = {site: posterior.samples[site] for site in layout.site_shapes}
+    back = layout.constrain(layout.unconstrain(samples).double())
     lost = [
         ((back[s] - value).abs() > LOST * value.abs())[..., None].flatten(2).any(-1) for s, value in samples.items()
     ]
@@ -357,11 +357,13 @@ def _doubts_of_error(method: str, found: Estimate) -> list[str]:
 # the group must be the model's --------------------------------------------------------------------------------------
 
 
-def _require_invariance(layout: Layout, log_joint: Callable[[Weights], Tensor], group: Group, latent: Tensor) -> None:
+def _require_invariance(
+    layout: GuideLayout, log_joint: Callable[[Weights], Tensor], group: Group, latent: Tensor
+) -> None:
     """:raises ValueError: if ``log_joint`` changes when draws of the guide are moved."""
     with forked():
         last_digit = torch.finfo(latent.dtype).eps * (4 * torch.randint(2, latent.shape, device="cpu") - 2)
-    draws, nearby = (layout.unpack(value) for value in (latent, latent * (1 + last_digit.to(latent))))
+    draws, nearby = (layout.constrain(value) for value in (latent, latent * (1 + last_digit.to(latent))))
     found = check_function(group, log_joint, draws, nearby)
     if not found:
         raise ValueError(

@@ -19,7 +19,7 @@ from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.flow import AutoFlow
 from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of
-from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of
+from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
 from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks, gaussian_copy
@@ -69,6 +69,7 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
     >>> ps.load_guide("guide.safetensors").sample_posterior((20,))["w"].shape
     torch.Size([20, 3])
 
+    :param device: where its parameters are to be, and so its draws; by default on the CPU, wherever they were.
     :raises OSError: if the file can't be read.
     :raises StoreError: if it is damaged (it is compared with its checksum) or no guide.
     """
@@ -78,7 +79,7 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
         tensors = {name: value.to(device) for name, value in tensors.items()}
     try:
         like = next(value for value in tensors.values() if value.is_floating_point())
-        guide = _built(header["guide"], Layout.from_dict(header["sites"]), like)
+        guide = _built(header["guide"], GuideLayout.from_dict(header["sites"]), like)
         guide.load_state_dict(tensors)
     except (KeyError, TypeError, ValueError, RuntimeError, StopIteration, AttributeError) as error:
         raise StoreError(f"{path} has a damaged header: {error!r}") from error
@@ -118,7 +119,7 @@ def _described(guide: Any) -> dict[str, Any]:
     return {"class": "AutoGaussian", "moments": {name: list(value.shape) for name, value in moments_of(guide).items()}}
 
 
-def _built(described: Mapping[str, Any], layout: Layout, like: Tensor) -> Any:
+def _built(described: Mapping[str, Any], layout: GuideLayout, like: Tensor) -> Any:
     """A guide of this description, set up, with parameters of whatever values."""
     model, kind = LayoutModel(layout, like), described["class"]
     if kind == "AutoSymmetrized":

@@ -43,7 +43,7 @@ def fitted(posterior: Posterior, group: Group) -> AutoGaussian:
     sketch(*posterior._args, **posterior._kwargs)
     layout = layout_of(sketch)
     aligned = align_many(posterior, group, progress=False).posterior
-    vectors = layout.pack({site: aligned.samples[site].flatten(0, 1) for site in layout.shapes})
+    vectors = layout.unconstrain({site: aligned.samples[site].flatten(0, 1) for site in layout.site_shapes})
     deviations = (vectors - vectors.mean(0)).double()
     covariance = deviations.mT @ deviations / (len(vectors) - 1)
     return AutoGaussian(layout, vectors.mean(0), scale_tril=_cholesky(covariance, len(vectors)).to(vectors.dtype))

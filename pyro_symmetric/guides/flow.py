@@ -53,6 +53,7 @@ class AutoFlow(WeightsGuide):
     ):
         if not (isinstance(flow, type) and issubclass(flow, AutoNormalizingFlow)):
             raise TypeError(f"flow is {arguments.shown(flow)}; it must be AutoIAFNormal or another AutoNormalizingFlow")
+        arguments.options(AutoFlow, flow_arguments, flow)
         arguments.function("init_loc_fn", init_loc_fn, "a function of a site")
         self._init_scale = arguments.positive("init_scale", init_scale)
         super().__init__(model, init_loc_fn)

@@ -16,7 +16,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import to_gaussian
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of
+from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
 from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
@@ -57,7 +57,7 @@ class AutoGaussian(WeightsGuide):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: GuideLayout,
         loc: Tensor,
         scale: Tensor | None = None,
         cov_factor: Tensor | None = None,
@@ -162,7 +162,7 @@ def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weig
     with torch.no_grad():
         if isinstance(guide, AutoDelta):
             return {name: value.expand(*shape, *value.shape) for name, value in guide.median().items()}
-        return layout.unpack(plain_posterior(guide).sample(shape))
+        return layout.constrain(plain_posterior(guide).sample(shape))
 
 
 def shares_of(weights: Sequence[float] | Tensor | None, count: int, *, zero: bool) -> Tensor:
@@ -192,9 +192,9 @@ def triangular(rows: Tensor) -> Tensor:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _require_moments(layout: Layout, moments: Mapping[str, Any]) -> None:
+def _require_moments(layout: GuideLayout, moments: Mapping[str, Any]) -> None:
     """:raises ValueError: naming the moment that is missing or whose shape or values don't fit."""
-    dim = arguments.instance("layout", layout, Layout, "a layout, as layout_of(guide) gives it").dim
+    dim = arguments.instance("layout", layout, GuideLayout, "a layout, as layout_of(guide) gives it").dim
     if set(moments) - {"loc"} not in ({"scale"}, {"scale", "cov_factor"}, {"scale_tril"}):
         raise ValueError(f"found {sorted(moments)}; give loc and scale, cov_factor with them, or loc and scale_tril")
     for name, value in moments.items():

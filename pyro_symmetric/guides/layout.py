@@ -6,7 +6,6 @@ latent sites and no data. Guides with given moments and guides from files are bu
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,6 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.distributions import constraints as pyro_constraints
-from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 from torch.distributions import biject_to, constraints
@@ -25,7 +23,7 @@ from torch.distributions.constraints import Constraint
 
 from pyro_symmetric import arguments
 from pyro_symmetric.groups import Action, Group
-from pyro_symmetric.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.layout import Layout
 
 
 class Plate(NamedTuple):
@@ -38,7 +36,7 @@ class Plate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SiteLayout:
+class LatentSite:
     """One latent site: its name, the shape of its (constrained) value, its support, event dimension and plates."""
 
     name: str
@@ -48,60 +46,20 @@ class SiteLayout:
     plates: tuple[Plate, ...] = ()
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Latent sites, in the order in which a guide's vector concatenates their unconstrained values.
+class GuideLayout(Layout):
+    """The layout of a guide's vector, with all that a model of its latent sites needs.
 
-    Vectors have shape ``batch_shape + (dim,)``.
+    :param sites: in the order in which the vector concatenates their unconstrained values.
     """
 
-    sites: tuple[SiteLayout, ...]
+    def __init__(self, sites: Sequence[LatentSite]):
+        self.sites = tuple(sites)
+        super().__init__(
+            {site.name: site.shape for site in sites}, {site.name: biject_to(site.support) for site in sites}
+        )
 
-    def __iter__(self) -> Iterator[SiteLayout]:
+    def __iter__(self) -> Iterator[LatentSite]:
         return iter(self.sites)
-
-    @property
-    def dim(self) -> int:
-        return self._still.dim
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Site -> shape of its constrained value."""
-        return {site.name: torch.Size(site.shape) for site in self}
-
-    @property
-    def supports(self) -> dict[str, Constraint]:
-        """Site -> support."""
-        return {site.name: site.support for site in self}
-
-    @functools.cached_property
-    def _still(self) -> Action:
-        """The action of a group that moves nothing: it knows how vectors are made of sites."""
-        return Action(Group([], self.shapes), self.supports)
-
-    def unpack(self, vector: Tensor) -> Weights:
-        """Vectors -> weights."""
-        return self._still.constrain(vector)
-
-    def pack(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Weights -> vectors; the inverse of :meth:`unpack`."""
-        require_sites(weights, self.shapes)
-        batch_shape(weights, self.shapes)
-        return self.flatten({site.name: biject_to(site.support).inv(weights[site.name]) for site in self})
-
-    def flatten(self, pieces: Mapping[str, Tensor]) -> Tensor:
-        """Unconstrained values by site -> vectors."""
-        return self._still.flatten(pieces)
-
-    def log_volume(self, vector: Tensor) -> Tensor:
-        """Log-determinant of the map to the supports, ``batch_shape``, in float64."""
-        total = torch.zeros(vector.shape[:-1], dtype=torch.float64, device=vector.device)
-        pieces = self._still.unflatten(vector)
-        for site in self:
-            transform, piece = biject_to(site.support), pieces[site.name]
-            density = transform.log_abs_det_jacobian(piece, transform(piece)).double()
-            total = total + sum_rightmost(density, density.dim() - total.dim())
-        return total
 
     def action(self, group: Group) -> Action:
         """The action of a group on the vectors.
@@ -109,18 +67,18 @@ class Layout:
         :raises ValueError: if the group moves sites that aren't there, or whose shapes or supports don't fit.
         """
         for site in group.plain_sites(group.required_sites):
-            if site not in self.shapes:
+            if site not in self.site_shapes:
                 raise ValueError(
                     f"the group moves the site {site!r}, which the guide doesn't have; the guide's sites are "
-                    f"{list(self.shapes)}. If the network is an attribute 'net' of the model, take "
+                    f"{list(self.site_shapes)}. If the network is an attribute 'net' of the model, take "
                     "symmetry.prefixed('net')"
                 )
-            if self.shapes[site] != group.plain_shapes[site]:
+            if self.site_shapes[site] != group.plain_shapes[site]:
                 raise ValueError(
-                    f"site {site!r} has shape {tuple(self.shapes[site])} in the guide, but "
+                    f"site {site!r} has shape {tuple(self.site_shapes[site])} in the guide, but "
                     f"{tuple(group.plain_shapes[site])} in the group"
                 )
-        return Action(group, self.supports, self.shapes)
+        return Action(group, {site.name: site.support for site in self}, self.site_shapes)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """As JSON.
@@ -133,17 +91,17 @@ class Layout:
         ]
 
     @classmethod
-    def from_dict(cls, data: Sequence[Mapping[str, Any]]) -> Layout:
+    def from_dict(cls, data: Sequence[Mapping[str, Any]]) -> GuideLayout:
         """From JSON."""
         sites = []
         for site in data:
             shape, plates = tuple(site["shape"]), tuple(Plate(*plate) for plate in site["plates"])
             support = _support_from_dict(site["support"])
-            sites.append(SiteLayout(site["name"], shape, support, site["event_dim"], plates))
-        return cls(tuple(sites))
+            sites.append(LatentSite(site["name"], shape, support, site["event_dim"], plates))
+        return cls(sites)
 
 
-def layout_of(guide: AutoGuide) -> Layout:
+def layout_of(guide: AutoGuide) -> GuideLayout:
     """The layout of a guide, in the order in which it concatenates its sites.
 
     :raises ValueError: if the guide hasn't seen its model yet.
@@ -160,11 +118,11 @@ def layout_of(guide: AutoGuide) -> Layout:
             Plate(frame.name, frame.dim, int(frame.size), int(frame.full_size or frame.size))
             for frame in site["cond_indep_stack"]
         )
-        sites.append(SiteLayout(name, tuple(site["value"].shape), site["fn"].support, site["fn"].event_dim, plates))
-    return Layout(tuple(sites))
+        sites.append(LatentSite(name, tuple(site["value"].shape), site["fn"].support, site["fn"].event_dim, plates))
+    return GuideLayout(sites)
 
 
-def one_layout_of(guides: Sequence[AutoGuide]) -> Layout:
+def one_layout_of(guides: Sequence[AutoGuide]) -> GuideLayout:
     """The layout that all guides share.
 
     :raises ValueError: naming the first guide whose sites differ from those of ``guides[0]``.
@@ -186,15 +144,15 @@ class LayoutModel:
     :param like: a tensor whose dtype and device the sites' values take.
     """
 
-    def __init__(self, layout: Layout, like: Tensor):
-        self.layout = arguments.instance("layout", layout, Layout, "a layout, as layout_of(guide) gives it")
+    def __init__(self, layout: GuideLayout, like: Tensor):
+        self.layout = arguments.instance("layout", layout, GuideLayout, "a layout, as layout_of(guide) gives it")
         if not layout.dim:
             raise ValueError("layout holds no weights; a guide needs at least one")
         self.like = arguments.tensor("like", like).detach().new_empty(0)
 
     def init_loc_fn(self, site: dict[str, Any]) -> Tensor:
         """For :class:`~pyro.infer.autoguide.AutoContinuous`: start at the image of zero."""
-        return self.layout.unpack(self.like.new_zeros(self.layout.dim))[site["name"]]
+        return self.layout.constrain(self.like.new_zeros(self.layout.dim))[site["name"]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         plates: dict[str, pyro.plate] = {}

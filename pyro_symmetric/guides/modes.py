@@ -34,7 +34,7 @@ from pyro_symmetric.guides import starts
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.bases import held_guide
 from pyro_symmetric.guides.gaussian import shares_of
-from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of, one_layout_of
+from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of, one_layout_of
 from pyro_symmetric.guides.starts import InitLocFn
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks, gaussian_copy
 
@@ -103,7 +103,9 @@ class AutoModes(WeightsGuide):
         self.num_modes, self.num_starts, self.exchanged = num_modes, num_starts, exchanged
         self.train_weights = arguments.flag("train_weights", train_weights)
         self._given = (model, init_loc_fn)
-        self.modes = PyroModuleList([held_guide(base, model, start, base_arguments) for _ in range(num_modes)])
+        self.modes = PyroModuleList(
+            [held_guide(AutoModes, base, model, start, base_arguments) for _ in range(num_modes)]
+        )
         self._stratum: int | None = None
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +115,7 @@ class AutoModes(WeightsGuide):
             self.starts += starts.set_up_at_best(
                 mode, model, init_loc_fn, self.exchanged, self.num_starts, args, kwargs, fresh=number > 0
             )
-        sites = layout_of(self.modes[0]).shapes
+        sites = layout_of(self.modes[0]).site_shapes
         if unknown := [name for name in self.exchanged or () if name not in sites]:
             raise ValueError(f"exchanged holds the sites {unknown}, which the model lacks; it has {list(sites)}")
         self._adopt(self.modes[0])
@@ -184,7 +186,7 @@ class AutoModes(WeightsGuide):
         return cls._holding(layout, modes, logits, train_weights)
 
     @classmethod
-    def _holding(cls, layout: Layout, modes: Sequence[Any], logits: Tensor, train_weights: bool) -> AutoModes:
+    def _holding(cls, layout: GuideLayout, modes: Sequence[Any], logits: Tensor, train_weights: bool) -> AutoModes:
         model = LayoutModel(layout, logits)
         guide = cls(model, len(modes), init_loc_fn=model.init_loc_fn, train_weights=train_weights)
         for mode in modes:

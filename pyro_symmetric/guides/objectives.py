@@ -43,11 +43,27 @@ class OwnParticle_ELBO(Trace_ELBO):
     Pyro's own ``loss`` sums log-densities by itself, whatever a subclass makes of them.
     """
 
-    def __init__(self, num_particles: int = 1, *args: Any, **kwargs: Any):
-        super().__init__(arguments.whole("num_particles", num_particles, 1), *args, **kwargs)
-        arguments.flag("vectorize_particles", self.vectorize_particles)
-        if self.max_plate_nesting != math.inf:
-            arguments.whole("max_plate_nesting", self.max_plate_nesting, 0)
+    def __init__(
+        self,
+        num_particles: int = 1,
+        max_plate_nesting: float = math.inf,
+        *,
+        vectorize_particles: bool = False,
+        strict_enumeration_warning: bool = True,
+        retain_graph: bool | None = None,
+    ):
+        if max_plate_nesting != math.inf:
+            arguments.whole("max_plate_nesting", max_plate_nesting, 0)
+        super().__init__(
+            arguments.whole("num_particles", num_particles, 1),
+            max_plate_nesting,
+            vectorize_particles=arguments.flag("vectorize_particles", vectorize_particles),
+            strict_enumeration_warning=strict_enumeration_warning,
+            retain_graph=retain_graph,
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_particles} draw{'s' * (self.num_particles != 1)} a step)"
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """An estimate of the negative ELBO."""

@@ -22,7 +22,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups import Group, group_of
 from pyro_symmetric.guides.bounds import Evidence, evidence
-from pyro_symmetric.guides.layout import Layout, layout_of
+from pyro_symmetric.guides.layout import GuideLayout, layout_of
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks, unit_positions
 from pyro_symmetric.mcmc import log_joint
@@ -171,7 +171,7 @@ class _Fit:
         for _ in range(self.steps):
             q = guide.get_posterior()
             latent = q.rsample((self.num_particles,))
-            log_p = self.density(layout.unpack(latent)) + layout.log_volume(latent)
+            log_p = self.density(layout.constrain(latent)) + layout.log_det(latent)
             optimizer.zero_grad()
             (q.log_prob(latent) - log_p).mean().backward()
             optimizer.step()
@@ -185,7 +185,7 @@ class _Fit:
         return time.process_time() - began
 
 
-def _affordable(layout: Layout, group: Group) -> list[type[AutoContinuous]]:
+def _affordable(layout: GuideLayout, group: Group) -> list[type[AutoContinuous]]:
     """The bases whose covariance has few enough numbers; mean-field always."""
     blocks = unit_positions(layout.action(group)).values()
     sizes = {

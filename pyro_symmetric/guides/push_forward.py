@@ -25,7 +25,7 @@ from pyro_symmetric.discovery.symmetry import Symmetry, acted_on
 from pyro_symmetric.groups import Action, Element
 from pyro_symmetric.groups.element import require_buffers
 from pyro_symmetric.guides.gaussian import AutoGaussian, Moments, moments_of, plain, triangular
-from pyro_symmetric.guides.layout import Layout, layout_of
+from pyro_symmetric.guides.layout import GuideLayout, layout_of
 from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 from pyro_symmetric.weights import require_same_network
@@ -85,7 +85,7 @@ def _pushed(moments: Moments, element: Element, action: Action) -> dict[str, Ten
     return result
 
 
-def _pushed_blocks(guide: AutoUnitBlocks, layout: Layout, element: Element) -> AutoUnitBlocks:
+def _pushed_blocks(guide: AutoUnitBlocks, layout: GuideLayout, element: Element) -> AutoUnitBlocks:
     """The push-forward of unit blocks by an element that takes units to units.
 
     ``A`` puts the number at ``source[i]``, times ``factor[i]``, at place ``i``. The block that comes to a unit's places
@@ -116,7 +116,7 @@ def _linear_part(element: Element) -> Element:
     return element.group.element(element.permutations, signs=element.signs, log_scales=element.log_scales)
 
 
-def _affine(element: Any, layout: Layout) -> Action:
+def _affine(element: Any, layout: GuideLayout) -> Action:
     """The action on a guide's vectors.
 
     :raises TypeError: for what is no element of a group.
@@ -131,12 +131,12 @@ def _affine(element: Any, layout: Layout) -> Action:
             "(element.select(0) is the first)"
         )
     group = element.group
-    require_same_network(layout.shapes, group.plain_shapes, "the guide")
-    require_buffers(layout.shapes, group.plain_sites(group.buffers), "the guide")
+    require_same_network(layout.site_shapes, group.plain_shapes, "the guide")
+    require_buffers(layout.site_shapes, group.plain_sites(group.buffers), "the guide")
     action = layout.action(group)
     for site in action.nonlinear_sites:
         raise ValueError(
             f"the element permutes the entries of site {site!r}, which are constrained together (its support is "
-            f"{layout.supports[site]}); the push-forward of a Gaussian need not be one"
+            f"{layout.transforms[site].codomain}); the push-forward of a Gaussian need not be one"
         )
     return action

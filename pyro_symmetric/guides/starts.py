@@ -71,7 +71,7 @@ def set_up_at_best(
     guide._model = (InitMessenger(first)(model),)
     guide._setup_prototype(*args, **kwargs)
     layout = layout_of(guide)
-    known = isinstance(model, BayesianModel) and not fresh and set(layout.shapes) <= set(model.initial_weights())
+    known = isinstance(model, BayesianModel) and not fresh and set(layout.site_shapes) <= set(model.initial_weights())
     if init_loc_fn or number == 1 or known or not hasattr(guide, "loc"):
         return ()
     starts, found = [], []
@@ -79,8 +79,10 @@ def set_up_at_best(
         for k in range(number):
             start = Start(model, exchanged, fresh=fresh, drawn=k > 0)
             trace: Any = poutine.trace(InitMessenger(start)(model)).get_trace(*args, **kwargs)
-            starts.append(layout.pack({site: trace.nodes[site]["value"] for site in layout.shapes}).detach())
-            value = float(trace.log_prob_sum() + layout.log_volume(starts[-1]))
+            starts.append(
+                layout.unconstrain({site: trace.nodes[site]["value"] for site in layout.site_shapes}).detach()
+            )
+            value = float(trace.log_prob_sum() + layout.log_det(starts[-1]))
             found.append(-torch.inf if math.isnan(value) else value)
         guide.loc.copy_(starts[found.index(max(found))])
     return tuple(found)

@@ -117,7 +117,7 @@ class AutoSymmetrized(WeightsGuide):
         start = init_loc_fn or starts.Start(model, exchanged)
         super().__init__(model, start)
         self.num_starts, self._given = num_starts, (model, init_loc_fn)
-        self.base = held_guide(base, model, start, base_arguments)
+        self.base = held_guide(AutoSymmetrized, base, model, start, base_arguments)
         if sticking_the_landing and isinstance(self.base, AutoFlow):
             raise TypeError(f"sticking_the_landing needs a Gaussian base; found {type(self.base.flow).__name__}")
         self.estimator = estimator or suggest_estimator(self.base, self.group).estimator

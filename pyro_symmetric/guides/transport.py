@@ -22,7 +22,7 @@ from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.paths.bures import barycentre_root, squared_distance
 from pyro_symmetric.alignment.paths.geodesic import barycentre_gaussians, require_ends, wasserstein_gaussians
 from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of, plain_posterior, shares_of, triangular
-from pyro_symmetric.guides.layout import Layout, one_layout_of
+from pyro_symmetric.guides.layout import GuideLayout, one_layout_of
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ def _barycentre(
     return AutoGaussian(layout, mean, scale_tril=triangular(barycentre_root(roots, shares)).to(mean))
 
 
-def _layout(ends: Sequence[Any], names: Sequence[str]) -> Layout | None:
+def _layout(ends: Sequence[Any], names: Sequence[str]) -> GuideLayout | None:
     """The layout of the ends if they are guides, of which guides are made; None if they are moments or weights.
 
     :raises TypeError: if some are and some aren't.

@@ -32,7 +32,7 @@ from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides import starts
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of, plain
-from pyro_symmetric.guides.layout import Layout, LayoutModel, layout_of
+from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
 from pyro_symmetric.guides.starts import InitLocFn
 
 
@@ -105,7 +105,7 @@ class AutoUnitBlocks(WeightsGuide):
 
     @classmethod
     def _of_moments(
-        cls, layout: Layout, group: Group, loc: Tensor, scale_trils: Sequence[Tensor], scale: Tensor
+        cls, layout: GuideLayout, group: Group, loc: Tensor, scale_trils: Sequence[Tensor], scale: Tensor
     ) -> AutoUnitBlocks:
         """A guide of its own with given moments, set up.
 
@@ -137,7 +137,7 @@ def gaussian_copy(guide: AutoGuide) -> AutoGaussian | AutoUnitBlocks:
 
 def unit_positions(action: Action) -> dict[str, Tensor]:
     """Set of units -> the places of each unit's weights in the flat vector, ``(units, d)``; no place is in two."""
-    numbers = action.unflatten(torch.arange(action.dim, device="cpu"))
+    numbers = action.layout.unflatten(torch.arange(action.dim, device="cpu"))
     linear = {site: where for site, where in numbers.items() if site not in action.nonlinear_sites}
     view = action.group.viewed(linear)
     sets = unit_sets(action.group, tuple(view), torch.device("cpu"))

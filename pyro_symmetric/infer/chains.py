@@ -20,7 +20,8 @@ from pyro_symmetric.calls import refuse_options
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.chain_tables import chains_diagnostics
 from pyro_symmetric.infer.kernels import Potential, PyroKernel, require_transforms, warn
-from pyro_symmetric.mcmc import Kernel, Layout
+from pyro_symmetric.layout import Layout
+from pyro_symmetric.mcmc import Kernel
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
@@ -193,7 +194,7 @@ class MCMC:
         return posterior
 
     def _initial(self, layout: Layout, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Where chains start, as ``sample`` takes it."""
+        """The starts of chains, as ``sample`` takes it."""
         if (given := self._initial_params) is not None:
             require_sites(given, layout.unconstrained_shapes, "initial_params")
             found = batch_shape(given, layout.unconstrained_shapes, "initial_params")

@@ -1,7 +1,6 @@
 """Samplers of many chains at once, for any Pyro model with continuous latent sites."""
 
 from pyro_symmetric.mcmc.density.density import Density, log_joint
-from pyro_symmetric.mcmc.density.layout import Layout
 from pyro_symmetric.mcmc.identity import OtherRun
 from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.cyclical import CyclicalSG
@@ -26,7 +25,6 @@ __all__ = [
     "CyclicalSG",
     "Density",
     "Kernel",
-    "Layout",
     "OtherRun",
     "State",
     "TaskError",

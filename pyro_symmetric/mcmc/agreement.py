@@ -31,7 +31,7 @@ FEWEST_DRAWS, FEWEST_CHAINS, MOST_CHAINS, MOST_COORDINATES = 64, 16, 128, 4096
 
 
 class Agreement(Thinned):
-    """Where the chains have been in warm-up, thinned; part of what a run resumes from.
+    """The places that chains have been at in warm-up, thinned; part of what a run resumes from.
 
     :param z: where they start, ``(C, D)``.
     """

@@ -34,7 +34,8 @@ def chosen(settings: Settings, num_chains: int | None) -> Settings:
 
     :param num_chains: ``None``: to be chosen, too.
     """
-    density = settings.density()
+    expected = MOST_CHAINS if num_chains is None else num_chains
+    density = replace(settings, num_chains=expected).density()
     chains, why = (num_chains, "as asked") if num_chains is not None else _number_of_chains(density)
     dense = density.dim <= DENSE and not isinstance(density.target, NetworkTarget)
     mass = "dense" if dense else "diagonal"
@@ -42,9 +43,10 @@ def chosen(settings: Settings, num_chains: int | None) -> Settings:
     coordinates = "1 coordinate" if density.dim == 1 else f"{density.dim:,} coordinates"
     counted = "1 chain" if chains == 1 else f"{chains} chains"
     words = f"{kind.__name__} with {counted} ({why}), mass={mass!r} ({coordinates})"
+    found = replace(settings, kernel=kind(settings.kernel.model, mass=mass), num_chains=chains)
     if settings.store is None or not settings.store.exists():  # a run that resumes keeps its engine
-        words += f", engine {density.engine!r}"
-    return replace(settings, kernel=kind(settings.kernel.model, mass=mass), num_chains=chains, chosen=words)
+        words += f", engine {(density if chains == expected else found.density()).engine!r}"
+    return replace(found, chosen=words)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

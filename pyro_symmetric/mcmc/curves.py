@@ -59,10 +59,10 @@ class Curves(Thinned):
         """Note the state after an iteration, counted from 0."""
 
         def means() -> Tensor:
-            energy = state.energy.mean()
+            energy = state.energy
             values = [state.statistics.get(name) for name in NAMES[1:]]
-            found = [energy.new_tensor(torch.nan) if value is None else value.mean().to(energy) for value in values]
-            return torch.stack([energy, *found]).float()
+            found = [torch.full_like(energy, torch.nan) if value is None else value.to(energy) for value in values]
+            return torch.stack([energy, *found]).mean(1).float()
 
         self.note(iteration, means)
 

@@ -105,12 +105,17 @@ def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str,
         hint = "" if differing or chunk else "; or pass resume=True to resume in spite of it"
         raise OtherRun.of(path, differing + chunk + newer, hint)
     engine = differences(found["density"].get("engine"), now["density"].get("engine"), "engine")
-    if loose := newer or engine + differences(found["rounding"], now["rounding"]):
+    warn_of_rounding(path, newer or engine + differences(found["rounding"], now["rounding"]))
+
+
+def warn_of_rounding(path: Path | None, differing: Sequence[str]) -> None:
+    """Say that a store is resumed though what decides rounding differs, in these words; nothing if there are none."""
+    if differing:
         warnings.warn(
             f"the draw store {path} is resumed, but from here its draws may differ from an unbroken run's, since what "
-            f"decides their rounding has changed: {'; '.join(loose)}",
+            f"decides their rounding has changed: {'; '.join(differing)}",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
@@ -149,7 +154,7 @@ class Passed:
 
         def chain() -> Tensor:
             one = z[iteration // self._states.stride % len(z)]
-            return torch.cat([one, one.new_tensor([torch.nan])])  # its energy, later
+            return torch.cat([one, one.new_full((1,), torch.nan)])  # its energy, later
 
         self._states.note(iteration, chain)
 

@@ -30,7 +30,7 @@ from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve, starting_points
 from pyro_symmetric.storage import StoreError
-from pyro_symmetric.store import Checkpoint, Contents, FolderRecorder, MemoryRecorder
+from pyro_symmetric.store import Blocks, Checkpoint, Contents, FolderRecorder, MemoryRecorder
 from pyro_symmetric.weights import Weights
 
 KERNELS = Kernel.__module__.rpartition(".")[0]
@@ -92,7 +92,7 @@ class Run:
         self.settings, self.recorder = settings, recorder
         self._clock = time.perf_counter()
         self._seconds = {"warmup": 0.0, "sampling": 0.0}
-        self._diverged = 0
+        self._blocks = Blocks(recorder)
         self._curves = Curves()
         self._passed: Passed | None = None
         self._agreement: Agreement | None = None
@@ -153,6 +153,7 @@ class Run:
             "seconds": dict(self._seconds),
             "interrupted": self.at.draws < settings.num_samples,
             "trace": self._curves.curves(done),
+            **settings.kernel.remarks(self.at.state),
         }
 
     # small steps ----------------------------------------------------------------------------------------------------
@@ -226,9 +227,7 @@ class Run:
         if warming_up := iteration < num_warmup:
             state = settings.kernel.adapt(self.density, state, iteration, num_warmup)
         elif (iteration + 1 - num_warmup) % settings.thinning == 0:
-            statistics = {name: value.to("cpu") for name, value in state.statistics.items()}
-            self.recorder.append(self.at.draws, self.density.draws(state.z), statistics)
-            self._diverged += int(statistics["diverging"].sum()) if "diverging" in statistics else 0
+            self._blocks.append(self.at.draws, self.density.draws(state.z), state.statistics)
         now = time.perf_counter()
         self._seconds["warmup" if warming_up else "sampling"] += now - self._clock
         self._clock = now
@@ -253,9 +252,9 @@ class Run:
             self._agreement = None
 
     def _commit(self) -> None:
-        self.recorder.commit(self.at.draws, self.metadata, self._packed)
+        self._blocks.commit(self.at.draws, self.metadata, self._packed)
 
-    def _packed(self) -> bytes:
+    def _packed(self) -> memoryview:
         assert self._passed is not None
         at = self.at
         passed = self._passed.to_dict(at.iteration, at.state.z)
@@ -265,14 +264,14 @@ class Run:
         return packed(at, more)
 
     def _postfix(self) -> str:
-        means = {name: float(value.double().mean()) for name, value in self.at.state.statistics.items()}
+        found, diverged = self.at.state.statistics, self._blocks.diverged
         shown = {"step_size": "step {:.2g}", "acceptance_rate": "accept {:.2f}"}
-        parts = [text.format(means[name]) for name, text in shown.items() if name in means]
-        return ", ".join([*parts, *([f"diverged {self._diverged}"] if self._diverged else [])])
+        parts = [text.format(float(found[name].double().mean())) for name, text in shown.items() if name in found]
+        return ", ".join([*parts, *([f"diverged {diverged}"] if diverged else [])])
 
 
-def packed(at: Boundary, more: dict[str, Any]) -> bytes:
-    """A boundary, and what else a run resumes from, as bytes.
+def packed(at: Boundary, more: dict[str, Any]) -> memoryview:
+    """A boundary, and what else a run resumes from, as bytes that can be written without another copy.
 
     :raises TypeError: if the kernel's state holds what can't be stored.
     """
@@ -282,10 +281,10 @@ def packed(at: Boundary, more: dict[str, Any]) -> bytes:
         torch.save({**more, **vars(at), "state": state}, buffer)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise TypeError(f"the kernel's state holds what a store can't keep: {error}; see State") from error
-    return buffer.getvalue()
+    return buffer.getbuffer()
 
 
-def unpacked(content: bytes, kernel: Kernel) -> tuple[Boundary, dict[str, Any]]:
+def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[Boundary, dict[str, Any]]:
     """The boundary that :func:`packed` was given: of tensors, plain values and the kernel's own dataclasses only.
 
     :raises TypeError: if there is anything else.
@@ -316,7 +315,7 @@ def _recorder(settings: Settings) -> AbstractContextManager[MemoryRecorder | Fol
 
 
 def _required(state: Any, z: Tensor, kernel: Kernel, method: str) -> State:
-    """What a kernel, of whoever's making, returned, if it is the state of chains at as many places as ``z``."""
+    """The state that a kernel returned, checked: chains at as many places as ``z``."""
     name = f"what {type(kernel).__name__}.{method} returned"
     arguments.instance(name, state, State, "a pyro_symmetric.State")
     if state.z.shape != z.shape:

@@ -14,7 +14,7 @@ from pyro_symmetric.mcmc.density.density import CHAIN_DTYPES, ENGINES, Density
 from pyro_symmetric.mcmc.density.targets import NetworkTarget
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 
-EVALUATIONS = 8  # of an iteration, about: what engine "auto" reckons with
+EVALUATIONS = 4  # of an iteration, about: what engine "auto" reckons with
 LEAST = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1}
 AUTO = "auto"
 
@@ -87,6 +87,7 @@ class Settings:
                 batch_size=self.kernel.batch_size,
                 subsampled=self.kernel.subsampled,
                 evaluations=EVALUATIONS * (num_warmup + self.num_samples * self.thinning),
+                chains=self.num_chains,
             )
         except Exception as error:  # a model may take arrays; if it fails they are the likeliest cause
             named = [*enumerate(self.args), *((repr(name), value) for name, value in self.kwargs.items())]

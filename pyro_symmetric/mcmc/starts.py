@@ -1,4 +1,4 @@
-"""Where chains start: the prior, a uniform box, given weights, another posterior's last draws, or draws of a guide."""
+"""Starts of chains: the prior, a uniform box, given weights, another posterior's last draws, or draws of a guide."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def resolve(initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Mappin
 
 
 def described(settings: Any) -> str | None:
-    """Where the chains of some :class:`~pyro_symmetric.mcmc.settings.Settings` start, for their fingerprint.
+    """The starts under some :class:`~pyro_symmetric.mcmc.settings.Settings`, for their fingerprint.
 
     Weights by their hash; of guides and functions, whose draws can't be foretold, the type only.
     """

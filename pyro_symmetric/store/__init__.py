@@ -1,4 +1,4 @@
-"""Where draws go: to memory, or to a folder from which a broken run resumes and everybody reads at any time.
+"""Recorders of draws: to memory, or to a folder from which a broken run resumes and everybody reads at any time.
 
 The folder of a run::
 
@@ -13,17 +13,20 @@ the draws that it counts have reached the disk. If more draws are asked for than
 ``draws-0001.safetensors``, takes its place.
 """
 
+from pyro_symmetric.store.blocks import Blocks
 from pyro_symmetric.store.files import Checkpoint, Contents, read_store
 from pyro_symmetric.store.recorders import FolderRecorder, MemoryRecorder, Recorder
-from pyro_symmetric.store.tasks import joint_metadata, read_folder
+from pyro_symmetric.store.tasks import joint_metadata, metadata_of_some, read_folder
 
 __all__ = [
+    "Blocks",
     "Checkpoint",
     "Contents",
     "FolderRecorder",
     "MemoryRecorder",
     "Recorder",
     "joint_metadata",
+    "metadata_of_some",
     "read_folder",
     "read_store",
 ]

@@ -199,13 +199,14 @@ class Checkpoint:
     sums: Tensor
     fingerprint: dict[str, Any]
     metadata: dict[str, Any]
-    state: bytes = b""
+    state: bytes | memoryview = b""
 
     def write(self, folder: Path) -> None:
         """Replace what the folder has, whole or not at all."""
         header = {name: getattr(self, name) for name in ("draws", "fingerprint", "metadata")}
         header["file"] = None if self.file is None else asdict(self.file)
-        state = torch.frombuffer(bytearray(self.state or b"\0"), dtype=torch.uint8)
+        content = self.state if isinstance(self.state, memoryview) else bytearray(self.state)
+        state = torch.frombuffer(content or bytearray(1), dtype=torch.uint8)
         header["state_bytes"] = len(self.state)
         save_tensors(folder / CHECKPOINT, KIND, VERSION, {"sums": self.sums, "state": state}, header)
 

@@ -19,6 +19,8 @@ from pyro_symmetric.store.files import CHECKPOINT, PIECE, TASKS, Checkpoint, Con
 LOCK = ".pyro_symmetric.lock"
 COMMIT_SECONDS = 5.0  # at least so long between two commits,
 COMMIT_SHARE = 0.05  # and so long that they take at most this share of the time
+RUN = 1024  # bytes of each chain to write at once, lest system calls take longer than all else,
+MOST_KEPT = 2**26  # unless those of all chains and entries are more than this
 
 Values = Mapping[str, Tensor]
 
@@ -36,7 +38,9 @@ class Recorder(Protocol):
     def is_due(self) -> bool:
         """True if it is time for a commit; never, if nothing is kept beyond the process."""
 
-    def commit(self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes]) -> None:
+    def commit(
+        self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes | memoryview]
+    ) -> None:
         """Make the first draws safe, and with them the state that a broken run resumes from.
 
         :param metadata: of the posterior; called, as ``state`` is, only if something is kept beyond the process.
@@ -68,7 +72,9 @@ class MemoryRecorder:
                     )
                 kept[name][:, number] = value
 
-    def commit(self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes]) -> None:
+    def commit(
+        self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes | memoryview]
+    ) -> None:
         pass
 
     def draws(self, count: int, metadata: dict[str, Any]) -> Contents:
@@ -125,7 +131,9 @@ class FolderRecorder:
             for writer, value in zip(self._writers, values, strict=True):
                 writer.append(number, value)
 
-    def commit(self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes]) -> None:
+    def commit(
+        self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes | memoryview]
+    ) -> None:
         """:raises OSError: if it can't be written; what was committed before is safe."""
         began = time.perf_counter()
         content = state()
@@ -189,7 +197,8 @@ class FolderRecorder:
         sync(self.path)
         places = zip(now.entries, now.places, sums, strict=True)
         assert self._descriptor is not None
-        self._writers = [_Writer(self._descriptor, now.room, c.size, at, self._safe, s) for c, at, s in places]
+        piece = max(PIECE, min(RUN * now.chains, MOST_KEPT // len(now.entries)))
+        self._writers = [_Writer(self._descriptor, now.room, c.size, at, self._safe, s, piece) for c, at, s in places]
         self._file = now
 
     @contextlib.contextmanager
@@ -212,10 +221,11 @@ class _Writer:
     :param size: bytes of one draw of one chain.
     :param place: where in the file it begins.
     :param done: draws that it holds; ``sums``: the CRC-32 of each chain's.
+    :param piece: bytes to keep back, one draw at least.
     """
 
-    def __init__(self, descriptor: int, room: int, size: int, place: int, done: int, sums: Sequence[int]):
-        self._descriptor, self._room, self._size, self._place = descriptor, room, size, place
+    def __init__(self, descriptor: int, room: int, size: int, place: int, done: int, sums: Sequence[int], piece: int):
+        self._descriptor, self._room, self._size, self._place, self._piece = descriptor, room, size, place, piece
         self._done: tuple[int, Sequence[int]] = (done, sums)  # one value, so that no interruption parts them
         self._kept: Tensor | None = None  # (chains, so many draws, bytes)
 
@@ -226,7 +236,7 @@ class _Writer:
     def append(self, number: int, value: Tensor) -> None:
         chains = len(value)
         if self._kept is None:
-            most = max(1, min(PIECE // max(1, chains * self._size), self._room))
+            most = max(1, min(self._piece // max(1, chains * self._size), self._room))
             self._kept = torch.empty(chains, most, *value.shape[1:], dtype=value.dtype, device="cpu")
         if number - self._done[0] >= self._kept.shape[1]:
             self.write(number)
@@ -238,11 +248,13 @@ class _Writer:
         if self._kept is None or until <= begin:
             return
         kept = raw_bytes(self._kept).view(len(self._kept), self._kept.shape[1] * self._size).numpy()
-        length, now = (until - begin) * self._size, []
-        for chain, before in enumerate(sums):  # each chain's draws lie elsewhere: a system call each
-            data = kept[chain, :length].data
-            write_at(self._descriptor, data, self._place + (chain * self._room + begin) * self._size)
+        length, pitch = (until - begin) * self._size, self._room * self._size
+        at, now = self._place + begin * self._size, []
+        for row, before in zip(kept[:, :length], sums, strict=True):
+            data = row.data  # each chain's draws lie elsewhere: a system call each
+            write_at(self._descriptor, data, at)
             now.append(zlib.crc32(data, before))
+            at += pitch
         self._done = (until, now)
 
 

@@ -114,12 +114,12 @@ def load_fits(out: Path, method: Method, mark: Mapping[str, Any], say: Callable[
 
 
 def store_path(out: Path, label: str) -> Path:
-    """Where the draws of a fit lie."""
+    """The folder of the draws of a fit."""
     return out / SAMPLES / f"{label.replace(' ', '-')}.safetensors"
 
 
 def scratch_path(out: Path, method: Method) -> Path:
-    """Where a method keeps what it has before it is finished, on this budget."""
+    """The folder in which a method keeps what it has before it is finished, on this budget."""
     return out / UNFINISHED / f"{method.title}-{digest(method.budget)[:8]}"
 
 

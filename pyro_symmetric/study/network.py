@@ -26,7 +26,7 @@ def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
     if settings.net in NETWORKS:
         return NETWORKS[settings.net](tuple(dataset.input_shape), dataset.num_outputs)
     if settings.net is not None:
-        return _from_callable(settings.net, dataset)
+        return net_from_callable(settings.net, tuple(dataset.input_shape), dataset.num_outputs)
     widths = (dataset.num_features, *settings.hidden)
     layers: list[nn.Module] = [nn.Flatten()] if len(dataset.input_shape) > 1 else []
     for inputs, outputs in itertools.pairwise(widths):
@@ -89,13 +89,21 @@ def import_callable(spec: str) -> Callable[..., Any]:
     return found
 
 
-def _from_callable(spec: str, dataset: Dataset) -> nn.Module:
+def net_from_callable(spec: str, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+    """The network that ``package.module:callable`` makes, of ``(input_shape, num_outputs)`` or of no arguments; or is.
+
+    :param input_shape: of one row.
+    :raises ValueError: if there is no such callable, it takes other arguments, fails, or returns no network.
+    """
     build = import_callable(spec)
-    count = len(inspect.signature(build).parameters)
-    if count not in (0, 2):
-        raise ValueError(f"{spec} takes {count} arguments; it is called with (input_shape, num_outputs), or with none")
+    if isinstance(build, nn.Module):
+        return build
+    taken = [p for p in inspect.signature(build).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in taken)
+    if len(taken) != 2 and needed:
+        raise ValueError(f"{spec} needs {needed} arguments; it is called with (input_shape, num_outputs), or with none")
     try:
-        net = build(tuple(dataset.input_shape), dataset.num_outputs) if count else build()
+        net = build(input_shape, num_outputs) if len(taken) == 2 else build()
     except Exception as error:  # whatever the user's callable raises
         raise ValueError(f"{spec} fails: {type(error).__name__}: {error}") from error
     if not isinstance(net, nn.Module):

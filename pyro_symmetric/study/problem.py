@@ -75,7 +75,7 @@ class Problem:
             f"Data: {data.describe()}",
             f"Network: {weights} weights; symmetries permute {permuted or 'nothing'}"
             + (f" and flip the signs of {flips}" if flips else "")
-            + f", so that every mode has exp({symmetry.log_order():.1f}) copies",
+            + f", so that every mode has exp({symmetry.log_order():.1f}) copies (log |G| = {symmetry.log_order():.1f})",
             *([] if data.ood_name or not self.is_classification else [NO_OOD]),
         ]
 

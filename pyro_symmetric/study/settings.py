@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pyro_symmetric.calls import did_you_mean
+
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
     "tanh": nn.Tanh,
@@ -98,7 +100,9 @@ class StudySettings:
         _require(len(self.methods) > 0, "--methods", "empty", "one or more names of methods, such as mean-field,hmc")
         for name in self.budgets:
             _require(name in self.methods, f"--budget {name}", "of no method asked for", f"of {_listed(self.methods)}")
-        _require(self.activation in ACTIVATIONS, "--activation", self.activation, f"one of {', '.join(ACTIVATIONS)}")
+        hint = did_you_mean(self.activation, ACTIVATIONS)
+        names = ", ".join(ACTIVATIONS)
+        _require(self.activation in ACTIVATIONS, "--activation", self.activation, f"one of {names}{hint}")
         _require(self.dtype in DTYPES, "--dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         _require(self.device in ("cpu", "cuda", "auto"), "--device", self.device, "cpu, cuda or auto")
         _require(self.num_draws >= 8, "--draws", self.num_draws, "at least 8")

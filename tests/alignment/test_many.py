@@ -29,7 +29,7 @@ def scattered(group, *batch, spread=0.2):
 
 
 def one_frame(frame, planted):
-    """Whether the found elements equal the planted ones up to one common element."""
+    """True if the found elements equal the planted ones up to one common element."""
     relative = frame.element @ planted.inverse()
     images = [*relative.permutations.values(), *relative.signs.values()]
     return all(bool((image == image[:1]).all()) for image in images)

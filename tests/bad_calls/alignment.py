@@ -30,7 +30,7 @@ NO_GROUP = (*THINGS, ARRAY, {})
 
 
 def allocations() -> torch.Tensor:
-    """How likely each of 6 observations belongs to each of 3 components, under each draw."""
+    """The probability that each of 6 observations belongs to each of 3 components, under each draw."""
     return torch.rand(2, 8, 6, 3, generator=torch.Generator().manual_seed(0)).softmax(-1)
 
 
@@ -161,6 +161,13 @@ CALLS = (
         words={"guide_0": "", "guide_1": ""},
     ),
     Calls("BarrierCurve.excess", lambda **o: CURVE.excess(**o), lambda: {"name": "data"}, {"name": (*THINGS, "test")}),
+    Calls(
+        "BarrierCurve.network",
+        lambda **o: CURVE.network(**o),
+        lambda: {"t": 0.5},
+        {"t": (-0.1, 1.5, NAN, "0.5", None)},
+        quick=False,
+    ),
     Calls(
         "BarrierCurve.plot",
         lambda **o: CURVE.plot(**o),

@@ -43,6 +43,7 @@ CALLS = (
         {
             "posterior": (*THINGS, {"w": torch.zeros(3)}),
             "folder": (None, 3, ""),
+            "net": (3, "banana", torch.nn.Linear(7, 7)),
             "format": ("npz", None, 3),
             "prefix": (None, 3),
         },

@@ -371,18 +371,23 @@ CALLS = (
         words={"path": ""},
     ),
     Calls(
-        "swag",
-        ps.swag,
-        lambda: {"model": model(), "iterates": weights(4)},
+        "SWAG",
+        ps.SWAG,
+        lambda: {"model": model()},
+        {"model": (*THINGS, Made("network", network)), "rank": (1, 1.5, True, "3", NAN, None)},
+    ),
+    Calls("SWAG.guide", lambda **o: ps.SWAG(model()).collect(weights(4)).guide(**o)),
+    Calls(
+        "SWAG.collect",
+        lambda **o: ps.SWAG(model()).collect(**o),
+        lambda: {"iterates": weights(4)},
         {
-            "model": (*THINGS, Made("network", network)),
             "iterates": (
-                *(*THINGS, ARRAY, {}, Made("one", weights), Made("two axes", lambda: weights(2, 2))),
+                *(*THINGS, ARRAY, {}, Made("two axes", lambda: weights(2, 2))),
                 Made("NaN", lambda: changed("0.weight", lambda v: v * NAN, 4)),
                 Made("array", lambda: changed("0.weight", lambda v: v.numpy(), 4)),
                 Made("lacking", lambda: {"0.weight": torch.zeros(4, 3, 2)}),
             ),
-            "rank": (1, 1.5, True, "3", NAN, None),
         },
     ),
 )

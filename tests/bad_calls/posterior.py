@@ -63,6 +63,12 @@ CALLS = (
         {"prob": (*FRACTIONS, None)},
     ),
     Calls(
+        "Posterior.to_dataframe",
+        lambda **o: posterior().to_dataframe(**o),
+        dict,
+        {"names": (3, "banana", [], ["banana"], [3]), "form": ("tall", None, 3)},
+    ),
+    Calls(
         "Posterior.map",
         lambda **o: posterior().map(**o),
         lambda: {"function": group().identity()},

@@ -1,4 +1,4 @@
-"""How bad calls are written down: a good call of each public function, and values that one argument mustn't have."""
+"""The table of bad calls: a good call of each public function, and values that one argument mustn't have."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Calls:
     quick: bool = True
 
     def rows(self) -> Iterator[tuple[str, str, Any]]:
-        """What a bad call is named in a report, its argument and the value."""
+        """The name of a bad call in a report: its argument and the value."""
         for argument, values in self.bad.items():
             for value in values:
                 yield f"{argument}={in_words(value)}", argument, value
@@ -123,7 +123,7 @@ def changed(site: str, value: Callable[[torch.Tensor], Any], *batch: int) -> dic
 
 
 def bad_weights(*batch: int) -> tuple[Any, ...]:
-    """What is no set of weights of the network."""
+    """Values that are no set of weights of the network."""
     return (
         None,
         3,

@@ -41,7 +41,7 @@ def test_bad_calls_are_refused_in_one_sentence_that_names_the_argument_and_the_g
 
 
 def fault_of(calls, arguments, argument):
-    """What is wrong with how a bad call is refused, or None."""
+    """The fault in the refusal of a bad call, or None."""
     try:
         accepted = calls.call(**arguments)
     except Exception as raised:

@@ -10,7 +10,7 @@ from pyro_symmetric.compare.distance import _REGISTERED, ENTRY_POINTS, register_
 
 
 def mean_gap(p, q, like=None):
-    """How far the mean of the first site lies apart, in one number."""
+    """The distance between the means of the first site, in one number."""
     gap = (p["w"].mean(0) - q["w"].mean(0)).norm()
     return DistanceResult(title="Mean gap", num_samples=(len(p["w"]), len(q["w"])), totals={"gap": float(gap)})
 

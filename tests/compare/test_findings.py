@@ -21,7 +21,7 @@ CHAINS, DRAWS, ROWS = 8, 250, 60
 
 @dataclass
 class Sampler:
-    """What the checks read of a kernel."""
+    """The parts of a kernel that the checks read."""
 
     model: Any
     batch_size: int | None = None
@@ -261,3 +261,30 @@ def test_an_unknown_finding_is_named():
         diagnose(sound())["speed"]
     with pytest.raises(ValueError, match="num_draws is 0"):
         diagnose(sound(), num_draws=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "status"),
+    [
+        (3e6, torch.float32, "fail"),
+        (1e6, torch.float32, "pass"),
+        (3e6, torch.float64, "pass"),
+    ],
+)
+def test_energies_that_rounding_blurs_are_told_and_warned_of(size, dtype, status):
+    lp = torch.full((CHAINS, DRAWS), -size, dtype=dtype)
+    statistics = {"lp": lp, "acceptance_rate": torch.full((CHAINS, DRAWS), 0.8)}
+    (found,) = [own for own in diagnose(sound(**statistics)).findings if own.name == "rounding"]
+    assert found.status == status
+    assert [own.name for own in sampler_failures(statistics, False)] == ["rounding"] * (status == "fail")
+    few = lp.index_fill(1, torch.arange(5), -torch.inf)  # nowhere in the support: told by the acceptance, not here
+    assert [own.name for own in sampler_failures({**statistics, "lp": few}, False)] == ["rounding"] * (status == "fail")
+
+
+def test_a_few_draws_that_rounding_blurs_are_told_but_not_warned_of():
+    lp = torch.full((CHAINS, DRAWS), -1.0)
+    lp[0, :10] = -3e6
+    statistics = {"lp": lp, "acceptance_rate": torch.full((CHAINS, DRAWS), 0.8)}
+    (found,) = [own for own in diagnose(sound(**statistics)).findings if own.name == "rounding"]
+    assert (found.status, found.value) == ("warn", 10 / (CHAINS * DRAWS))
+    assert sampler_failures(statistics, False) == []

@@ -8,10 +8,10 @@ import torch
 from scipy import stats
 from sklearn import metrics
 
-from pyro_symmetric._torchvision import import_torchvision
+from pyro_symmetric._torchvision import prepare_torchvision
 from pyro_symmetric.compare import mutual_information, scores
 
-import_torchvision()  # torchmetrics imports it
+prepare_torchvision()  # torchmetrics imports it
 torchmetrics = pytest.importorskip("torchmetrics.functional.classification")
 
 

@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Join(nn.Module):
-    """What a function makes of the results of some modules."""
+    """A function of the results of some modules."""
 
     def __init__(self, join: Callable[..., Tensor], *own: nn.Module):
         super().__init__()
@@ -88,7 +88,7 @@ def chunks(net: Net, x: Tensor) -> Tensor:
 
 
 def found(net: nn.Module, shape: tuple[int, ...] = (5, 3)) -> Symmetry:
-    """What is found without a warning, so that nothing had to be repaired; tried with further elements."""
+    """The symmetry found without a warning, so that nothing had to be repaired; tried with further elements."""
     torch.manual_seed(0)
     x = torch.randn(shape)
     symmetry = ps.find_symmetry(net, x)

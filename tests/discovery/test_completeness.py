@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations
 
 import pyro_symmetric as ps
 from pyro_symmetric.discovery.completeness import Completeness
-from pyro_symmetric.discovery.families import LOST, MEAN, PAIRS
+from pyro_symmetric.discovery.families import LOST, MEAN, PAIRS, SPECTRAL
 from pyro_symmetric.discovery.remainder import remainder
 from pyro_symmetric.groups import Axis, Group, Units
 
@@ -124,6 +125,15 @@ def normalised() -> nn.Module:
     return nn.Sequential(*first, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
 
 
+def between(middle: nn.Module) -> nn.Module:
+    """Linear layers around another map, then ReLU units that read what has passed all of them."""
+    return nn.Sequential(nn.Linear(3, 6), middle, nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+# What a linear map of 3 inputs to 6 ReLU units and the layer behind them take: 6 x 3 + 6 and 2 x 6 + 2, less 6 scales.
+TAKEN = 24 + 14 - 6
+
+
 def tokens() -> Tensor:
     return torch.arange(20).reshape(4, 5) % 11
 
@@ -164,6 +174,21 @@ NETWORKS = {
         lambda: nn.Sequential(nn.Linear(5, 12), nn.RMSNorm(12), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)),
         torch.randn(8, 5), 279 - (21 - 1 + 12 * 6) - 12 - (39 - 12), 24
     ),
+    # the same with an epsilon, which the part of the bias that no input writes takes up, and a mean that doesn't count
+    "narrow centred stream": (
+        lambda: nn.Sequential(nn.Linear(5, 12), nn.LayerNorm(12), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)),
+        torch.randn(8, 5), 291 - (21 - 1 + 12 * 6) - 12 - (39 - 12), 24
+    ),
+    # nothing but linear maps before the ReLU units: 24 + 24 + 42 + 14 weights and statistics; 3 x 6 scales are found
+    "affine": (lambda: between(nn.BatchNorm1d(6)), torch.randn(8, 3), 104 - TAKEN, 18),
+    # 24 + 6 + 42 + 42 + 14; scales of 6 ReLU units, of 6 directions, of the units before and behind
+    "directions": (
+        lambda: between(parametrizations.weight_norm(nn.Linear(6, 6))), torch.randn(8, 3), 128 - TAKEN, None
+    ),
+    # 24 + 42 + 12 + 42 + 14, vectors of the norm included
+    "spectral": (
+        lambda: between(parametrizations.spectral_norm(nn.Linear(6, 6))), torch.randn(8, 3), 134 - TAKEN, None
+    ),
     "factors": (lambda: Adapted(True), torch.randn(4, 6), 4, 2),
     # whatever the factors are, the matrix can be the rest
     "trained": (lambda: Adapted(False), torch.randn(4, 6), 5 * 2 + 2 * 6, 2),
@@ -184,6 +209,8 @@ def null_directions(net: nn.Module, symmetry: ps.Symmetry, x: Tensor, weights: d
     sizes = [value.numel() for value in weights.values()]
     generator = torch.Generator().manual_seed(17)
     rows: list[Tensor] = []
+    # PyTorch can't map the derivatives of weight normalisation over outputs.
+    chunk = 1 if any(".parametrizations." in site for site in weights) else None
 
     def outputs(flat: Tensor, x: Tensor, pick: Tensor) -> Tensor:
         pieces = zip(weights.items(), flat.split(sizes), strict=True)
@@ -198,7 +225,7 @@ def null_directions(net: nn.Module, symmetry: ps.Symmetry, x: Tensor, weights: d
         drawn = torch.randn(x.shape, generator=generator).double() * 2 if x.is_floating_point() else drawn
         pick = torch.randperm(number, generator=generator)[:16]
         with sdpa_kernel(SDPBackend.MATH):
-            rows.append(torch.func.jacrev(outputs)(flat, drawn, pick))
+            rows.append(torch.func.jacrev(outputs, chunk_size=chunk)(flat, drawn, pick))
     values = torch.linalg.svdvals(torch.cat(rows))
     return int((values < 1e-11 * values[0]).sum())
 
@@ -223,11 +250,28 @@ def test_nothing_is_unexplained_and_the_numbers_are_right(name):
     assert result.null == result.found + result.known == sum(family.new for family in result.families)
     assert sum(layer.null for layer in result.layers) == pytest.approx(result.null)
     # PyTorch can't differentiate BatchNorm2d here; inputs of one size leave some units of these on, or off.
-    plain = name not in ("graph", "positive", "narrow stream") and not any(
-        isinstance(module, nn.BatchNorm2d) for module in net.modules()
+    plain = name not in ("graph", "positive", "narrow stream", "narrow centred stream", "spectral") and not any(
+        isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d) for module in net.modules()
     )
     if plain:
         assert null_directions(net, symmetry, x, result.point) == result.null
+
+
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("layer", ["across", "transposed"])
+def test_spectral_norms_may_take_their_rows_along_another_axis(layer, width):
+    """Null are a scale of each ReLU unit before, one of all behind, and of the vectors all numbers but one."""
+    torch.manual_seed(1)
+    if layer == "across":
+        wrapped = parametrizations.spectral_norm(nn.Linear(3, width), dim=1)
+        net, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), wrapped, nn.ReLU(), nn.Linear(width, 2)), torch.randn(4, 2)
+    else:
+        wrapped = parametrizations.spectral_norm(nn.ConvTranspose2d(3, width, 2))
+        net, x = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), wrapped, nn.Flatten(), nn.Tanh()), torch.randn(3, 1, 4, 4)
+    result = ps.completeness(ps.find_symmetry(net, x), net, x)
+    vectors = sum(value.numel() for name, value in net.named_buffers() if name.endswith(("_u", "_v")))
+    family = {one.name: one.new for one in result.families}.get(SPECTRAL, 0)
+    assert family == (0 if width == 3 else vectors - 1)  # of a square matrix the axis can't be told
 
 
 def test_one_direction_of_the_stream_scale_and_all_of_its_rotations_are_counted():

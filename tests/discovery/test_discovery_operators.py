@@ -25,7 +25,7 @@ ALL = factorial(6)
 
 
 class Case(NamedTuple):
-    """What lies between the layers, and what is let through.
+    """A network with an operator between two layers, and the units that it lets through.
 
     :param forward: from the six hidden units to the inputs of the last layer, of which there are ``width``.
     :param parts: modules and parameters that ``forward`` finds on its first argument.

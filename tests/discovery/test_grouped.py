@@ -115,7 +115,7 @@ def test_without_normalisation_each_unit_has_one_scale_and_touches_two_layers() 
 
 
 def multiplied(group: Group) -> dict[str, list[str]]:
-    """Where the multipliers of each set of units enter."""
+    """The places that the multipliers of each set of units enter."""
     return {name: [str(a) for a in group[name].axes if a.exponent] for name in group.names("scale")}
 
 
@@ -355,7 +355,7 @@ def test_composition_inverse_and_the_flat_action_agree_with_acting(block) -> Non
     one, other = (p @ q)(weights), p(q(weights))
     back = p.inverse()(p(weights))
     flat = Action(group, list(weights))
-    assert torch.equal(flat(flat.flatten(weights), p), flat.flatten(p(weights)))
+    assert torch.equal(flat(flat.layout.flatten(weights), p), flat.layout.flatten(p(weights)))
     for site, value in weights.items():
         assert torch.equal(one[site], other[site])
         assert torch.equal(back[site], value)

@@ -113,7 +113,7 @@ def test_an_ordered_prior_breaks_the_symmetry_outside_of_its_support(validate: b
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("noise", [0.1, 0.01, 0.001])
 def test_a_sharp_likelihood_hides_no_lopsided_prior(dtype: torch.dtype, noise: float) -> None:
-    """What passes as rounding of a log-likelihood of up to 10^10 is no excuse for the prior's own nats."""
+    """A change that passes as rounding of a log-likelihood of up to 10^10 is no excuse for the prior's own nats."""
     y = torch.randn(2000, dtype=dtype)
 
     def model(prior_mean: float) -> None:

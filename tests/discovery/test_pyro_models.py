@@ -32,7 +32,7 @@ def standard(name: str, parameter: Tensor) -> dist.Distribution:
 
 
 class Regression(PyroModule):
-    """What a user of Pyro writes: a network with priors on its parameters, and a likelihood."""
+    """A model as a user of Pyro writes it: a network with priors on its parameters, and a likelihood."""
 
     def __init__(self, net: nn.Module, prior: Prior = standard):
         super().__init__()

@@ -61,7 +61,7 @@ def moved(
 
 
 def by_brute_force(weights: dict[str, Tensor], stay: set[str]) -> tuple[int, int]:
-    """How many permutations of hidden units, and how many dimensions of their scales, leave some sites alone."""
+    """The numbers of permutations of hidden units, and of dimensions of their scales, that leave some sites alone."""
     zeros = torch.zeros(4, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     count = 0
     for one, other in itertools.product(itertools.permutations(range(4)), itertools.permutations(range(3))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import types
 from collections.abc import Callable
 
 import pytest
@@ -171,9 +172,70 @@ def _grouped_rule() -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.usefixtures("_grouped_rule")
 def test_experts_that_the_data_choose_exchange_their_own_units(grouped: bool) -> None:
-    """As in Mixtral: gates and products of an expert's units move together. The experts have numbers, and stay."""
-    symmetry = checked(Routed(grouped), torch.randn(5, 2), order=fact(4) * fact(3) ** 3)
+    """As in Mixtral: gates and products of an expert's units move together.
+
+    Experts that are looked up by number move with the rows of the router. Where tokens are sorted by them they stay.
+    """
+    symmetry = checked(Routed(grouped), torch.randn(5, 2), order=fact(4) * fact(3) ** 3 * (1 if grouped else fact(3)))
     assert sum(int(own.sum()) for own in symmetry.group.independent("scale").values()) == 9  # of products and outputs
+
+
+class Numbers(nn.Module):
+    """Linear experts, two of four for each token, in several ways.
+
+    :param how: what happens to the experts' numbers.
+    """
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how = how
+        self.inputs, self.router = nn.Linear(2, 3), nn.Linear(3, 4)
+        self.bias, self.experts = nn.Parameter(torch.randn(4) / 10), normal(4, 3, 2)
+        self.last = normal(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = torch.tanh(self.inputs(x))
+        scores = self.router(x).sigmoid()
+        chosen = (scores + self.bias).topk(2, sorted=False)[1] if self.how != "best" else scores.argmax(-1, True)
+        weight = scores.gather(-1, chosen)
+        if self.how in ("one_hot", "best"):
+            mask = F.one_hot(chosen, 4).to(x.dtype)
+            return torch.einsum("tke,tk,edo,td->to", mask, weight, self.experts, x)
+        if self.how == "shifted":
+            chosen = (chosen + 1) % 4
+        flat = chosen.reshape(-1)
+        wide = x.unsqueeze(1).expand(-1, 2, -1).reshape(-1, 1, 3)
+        y = torch.bmm(wide, self.experts[flat]).squeeze(1) + self.last.index_select(0, flat)
+        if self.how == "compared":
+            y = y * (flat > 1).unsqueeze(-1)
+        y = (y.unflatten(0, (-1, 2)) * weight.unsqueeze(-1)).sum(1)
+        return (y, chosen) if self.how == "returned" else y
+
+
+@pytest.mark.parametrize(
+    ("how", "experts"),
+    # Numbers modulo four may be counted from anywhere, pairs of those that are compared alike may exchange: 4 and 4.
+    [("looked up", 24), ("one_hot", 24), ("best", 24), ("shifted", 4), ("compared", 4), ("returned", 1)],
+)
+def test_experts_move_with_their_numbers_unless_these_mean_anything_else(how: str, experts: int) -> None:
+    """The permutations of experts are counted by trying each; beside them there are 6 of the units that all read.
+
+    A group that isn't all permutations of something isn't found.
+    """
+    torch.manual_seed(0)
+    net = Numbers(how).double()
+    x = 3 * torch.randn(500, 2, dtype=torch.float64)
+    symmetry = find_symmetry(net, x, verify=False)
+    assert symmetry.permutations.order() == 6 * (experts if experts == 24 else 1)
+    assert verify(symmetry, net, x)
+    count, before = 0, net(x)
+    weights = {name: value.detach() for name, value in net.named_parameters()}
+    for order in map(list, itertools.permutations(range(4))):
+        moved = {name: v if name.startswith("inputs") else v[order] for name, v in weights.items()}
+        after = functional_call(net, moved, (x,))
+        pairs = zip(before, after, strict=True) if isinstance(before, tuple) else [(before, after)]
+        count += all(torch.allclose(a.double(), b.double()) for a, b in pairs)
+    assert count == experts
 
 
 class TwoRouters(nn.Module):
@@ -420,3 +482,23 @@ def test_one_router_may_choose_from_lists_of_two_lengths() -> None:
 
     # The same exchange in all experts, though each could exchange its own.
     checked(Chosen(), torch.randn(5, 2), order=fact(3))
+
+
+class Configured(nn.Module):
+    """A mixture of experts that sorts tokens or looks up weights, as its configuration says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Routed(grouped=True)
+        self.config = types.SimpleNamespace(_experts_implementation="grouped_mm")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.net.grouped = self.config._experts_implementation == "grouped_mm"
+        return self.net(x)
+
+
+@pytest.mark.usefixtures("_grouped_rule")
+def test_mixtures_that_can_look_up_their_experts_are_traced_so() -> None:
+    net = Configured()
+    checked(net, torch.randn(5, 2), order=fact(4) * fact(3) ** 3 * fact(3))
+    assert net.config._experts_implementation == "grouped_mm"

@@ -64,7 +64,7 @@ def low_rank(dim: int, separation: float = 0.5) -> Any:
 def unit_blocks(group: Group, inputs: int, separation: float = 0.5) -> UnitBlocks:
     """Rows, biases and outgoing weights of one layer: ``weight (n, inputs)``, ``bias (n)``, ``out (1, n)``."""
     action, n = action_of(group), next(iter(group.units.values())).size
-    pieces = action.unflatten(torch.arange(action.dim))
+    pieces = action.layout.unflatten(torch.arange(action.dim))
     units = torch.cat([pieces["weight"], pieces["bias"][:, None], pieces["out"].mT], -1)
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(n, inputs + 2, inputs + 2, dtype=torch.float64, generator=generator)
@@ -152,7 +152,7 @@ def test_conditional_proposals_depend_on_the_orbit_alone_and_have_probabilities(
 @pytest.mark.usefixtures("listed")
 @pytest.mark.parametrize("kind", ["one layer", "signed one layer", "two layers"])
 def test_elements_are_drawn_with_the_probabilities_that_are_told(kind: str) -> None:
-    """How often each unit comes to each place, and is flipped: 6 standard errors, false alarm below 1 in 10^6."""
+    """Frequencies of each unit in each place, and of its flips: 6 standard errors, false alarm below 1 in 10^6."""
     group, count = GROUPS[kind], 4000
     q = full_rank(action_of(group).dim)
     w, every = q.sample((1,)), group.enumerate()

@@ -73,8 +73,8 @@ def test_signs_beside_constrained_sites() -> None:
     assert action.nonlinear_sites
     u = torch.randn(5, 6 + 3 + 2, dtype=torch.float64)
     g = group.sample((5,))
-    expected = g(action.constrain(u))
-    for site, value in action.constrain(action(u, g)).items():
+    expected = g(action.layout.constrain(u))
+    for site, value in action.layout.constrain(action(u, g)).items():
         torch.testing.assert_close(value, expected[site])
     del axes["weights"]
     group = Group.declare(axes, shapes, moves=("permute", "flip"), even=["scales"])

@@ -170,7 +170,7 @@ def test_a_simplex_is_permuted_as_a_simplex() -> None:
         volume = to_simplex.log_abs_det_jacobian(v, weights) + to_positive.log_abs_det_jacobian(s, scales).sum(-1)
         return q.log_prob(torch.cat([v, s], -1)) - volume
 
-    constrained = action.constrain(u)
+    constrained = action.layout.constrain(u)
     terms = [
         density_of_constrained(constrained["weights"][:, list(p)], constrained["scales"][:, list(p)])
         for p in itertools.permutations(range(3))

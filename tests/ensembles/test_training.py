@@ -1,5 +1,6 @@
 import functools
 import json
+import warnings
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import scipy.optimize
 import torch
 from torch import nn
 
-from pyro_symmetric.ensembles import ensemble, far_off, fresh_members, initialised_by
+from pyro_symmetric.ensembles import ensemble, far_off, fresh_members, initialised_by, trainer
 from pyro_symmetric.ensembles.coordinates import standardising
 from pyro_symmetric.ensembles.data_checks import require_data
 from pyro_symmetric.ensembles.members import LOSSES
@@ -254,6 +255,27 @@ def test_a_seed_decides_the_members_and_leaves_the_global_generator_alone():
     drawn = ensemble(net, (x, y), 3, epochs=2, progress=False)
     given = ensemble(net, (x, y), 3, epochs=2, seed=drawn.metadata["seed"], progress=False)
     assert torch.equal(drawn.samples["0.weight"], given.samples["0.weight"])
+
+
+def test_another_gpu_is_told_when_an_ensemble_resumes(tmp_path, monkeypatch):
+    """Its members can't be told from an unbroken run's by their loss, and yet may be others."""
+    (x, y), net = blobs(), perceptron()
+    options = {"epochs": 1, "members_at_once": 2, "progress": False, "store": tmp_path / "e"}
+
+    def on(gpu):
+        found = {"versions": {"torch": "2.0"}, "rounding": {"threads": 1, "gpu": gpu}}
+        monkeypatch.setattr(trainer, "surroundings", lambda device: found)
+
+    on("H100")
+    interrupted(monkeypatch, 1, net, (x, y), 4, seed=5, **options)
+    on("H200")
+    with pytest.warns(RuntimeWarning, match=r"gpu: 'H100' there, 'H200' here"):
+        ensemble(net, (x, y), 4, **options)
+    on("H200")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ensemble(net, (x, y), 4, **{**options, "store": tmp_path / "other"})
+        ensemble(net, (x, y), 4, **{**options, "store": tmp_path / "other"})
 
 
 def test_a_second_writer_is_refused(tmp_path):

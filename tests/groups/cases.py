@@ -75,7 +75,7 @@ def attention() -> Group:
 
 
 def attend(weights: Weights, x: Tensor) -> Tensor:
-    """What :func:`attention` leaves unchanged, with linear scores: queries ``(tokens, 2)``."""
+    """The group that leaves :func:`attention` unchanged, with linear scores: queries ``(tokens, 2)``."""
     q, k, v = ((x @ weights[site].mT).unflatten(-1, (2, 3)).transpose(-3, -2) for site in "qkv")
     out = q @ k.mT @ v * weights["gain"].view(2, 1, 3)
     return out.transpose(-3, -2).flatten(-2) @ weights["o"].mT
@@ -122,7 +122,7 @@ def grouped() -> Group:
 
 
 def convolve(weights: Weights, x: Tensor) -> Tensor:
-    """What :func:`grouped` leaves unchanged: ``x`` is ``(batch, 2, length)``."""
+    """The group that leaves :func:`grouped` unchanged: ``x`` is ``(batch, 2, length)``."""
     conv = torch.nn.functional.conv1d
     return conv(conv(conv(x, weights["first"]), weights["grouped"], groups=2), weights["last"])
 
@@ -208,7 +208,7 @@ def close(a: Mapping[str, Tensor], b: Mapping[str, Tensor], tolerance: float = 1
 
 
 def alike(a: Element, b: Element, tolerance: float = 1e-12) -> bool:
-    """Whether two elements have the same numbers, up to rounding."""
+    """True if two elements have the same numbers, up to rounding."""
     pairs = [(a.signs, b.signs), (a.log_scales, b.log_scales), (a.shifts, b.shifts)]
     same = all(torch.equal(value, b.permutations[name]) for name, value in a.permutations.items())
     return same and a.batch_shape == b.batch_shape and all(close(one, other, tolerance) for one, other in pairs)

@@ -1,4 +1,4 @@
-"""What a symmetry acts on: the whole of its own network, running statistics included, or nothing."""
+"""A symmetry acts on the whole of its own network, running statistics included, or nothing."""
 
 from __future__ import annotations
 

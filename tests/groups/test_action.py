@@ -28,13 +28,13 @@ def test_the_action_on_vectors_equals_the_action_on_weights(name, batches):
     group = GROUPS[name]()
     action = Action(group, list(reversed(group.site_shapes)))
     w, g = weights_of(group, *batches[0]), group.sample(batches[1], dtype=torch.float64)
-    vector = action.flatten(w)
+    vector = action.layout.flatten(w)
     moved = action(vector, g)
     assert moved.shape == (*torch.broadcast_shapes(*batches), action.dim)
-    assert close(action.unflatten(moved), g(w))
-    assert close(action.unflatten(vector), w)
-    assert close(action.constrain(vector), w)
-    assert torch.equal(action.flatten(action.unflatten(vector)), vector)
+    assert close(action.layout.unflatten(moved), g(w))
+    assert close(action.layout.unflatten(vector), w)
+    assert close(action.layout.constrain(vector), w)
+    assert torch.equal(action.layout.flatten(action.layout.unflatten(vector)), vector)
     assert not action.nonlinear_sites
 
 
@@ -42,7 +42,7 @@ def test_the_action_on_vectors_equals_the_action_on_weights(name, batches):
 def test_the_log_determinant_is_that_of_the_jacobian(name):
     group = GROUPS[name]()
     action = Action(group, list(group.site_shapes))
-    vector, g = action.flatten(weights_of(group)), group.sample((3,), dtype=torch.float64)
+    vector, g = action.layout.flatten(weights_of(group)), group.sample((3,), dtype=torch.float64)
     found = action.log_abs_det(vector, g)
     assert found.shape == (3,)
     for k in range(3):
@@ -74,11 +74,11 @@ def test_unconstrained_coordinates_move_as_their_values_do(moves, batches):
     group = mixture(moves)
     action = Action(group, SUPPORTS)
     assert action.dim == 3 * 3 + 2 + 3 + 6
-    assert action.shapes["topics"] == (3, 3)
+    assert action.layout.unconstrained_shapes["topics"] == (3, 3)
     u, g = torch.randn(*batches[0], action.dim, dtype=torch.float64), group.sample(batches[1], dtype=torch.float64)
     moved = action(u, g)
     assert moved.shape == (*torch.broadcast_shapes(*batches), action.dim)
-    assert close(action.constrain(moved), g(action.constrain(u)))
+    assert close(action.layout.constrain(moved), g(action.layout.constrain(u)))
     assert action.nonlinear_sites == (("weights",) if "permute" in group.moves else ())
     back = action(moved, g.inverse())
     torch.testing.assert_close(back, u.expand_as(back), rtol=1e-9, atol=1e-9)
@@ -101,7 +101,7 @@ def test_the_log_determinant_on_constrained_sites_is_that_of_the_jacobian(suppor
     found = action.log_abs_det(u, g)
     for k in range(4):
         torch.testing.assert_close(found[k], by_jacobian(action, u, g.select(k)), rtol=1e-8, atol=1e-8)
-    assert close(action.constrain(action(u, g)), g(action.constrain(u)))
+    assert close(action.layout.constrain(action(u, g)), g(action.layout.constrain(u)))
 
 
 def test_a_bijection_whose_determinant_is_not_symmetric_is_counted():
@@ -127,17 +127,17 @@ def test_positive_sites_that_are_seen_flattened_move_as_their_values_do():
         u, g = torch.randn(5, action.dim, dtype=torch.float64), group.sample((5,))
         if support is constraints.simplex:  # entries of different simplices; only the exchange of values counts
             continue
-        assert close(action.constrain(action(u, g)), g(action.constrain(u)))
+        assert close(action.layout.constrain(action(u, g)), g(action.layout.constrain(u)))
 
 
 def test_sites_that_the_group_does_not_know_stay():
     group = factors()
     action = Action(group, ["noise", *group.site_shapes], {"noise": torch.Size([])})
     vector, g = torch.randn(4, action.dim, dtype=torch.float64), group.sample((4,))
-    moved = action.unflatten(action(vector, g))
+    moved = action.layout.unflatten(action(vector, g))
     assert torch.equal(moved["noise"], vector[:, 0])
     assert close(
-        {s: moved[s] for s in group.site_shapes}, g({s: action.unflatten(vector)[s] for s in group.site_shapes})
+        {s: moved[s] for s in group.site_shapes}, g({s: action.layout.unflatten(vector)[s] for s in group.site_shapes})
     )
 
 
@@ -165,7 +165,11 @@ def test_actions_are_pickled_and_copied():
     plain_action = Action(layers(), list(layers().site_shapes))
     for again in (pickle.loads(pickle.dumps(plain_action)), copy.deepcopy(plain_action)):
         assert again.group == plain_action.group
-        assert (again.sites, again.dim, again.shapes) == (plain_action.sites, plain_action.dim, plain_action.shapes)
+        assert (again.sites, again.dim, again.layout.unconstrained_shapes) == (
+            plain_action.sites,
+            plain_action.dim,
+            plain_action.layout.unconstrained_shapes,
+        )
     torch.testing.assert_close(copy.deepcopy(action)(u, g), action(u, g))
 
 

@@ -610,7 +610,7 @@ def test_owners_of_positions_are_the_units_that_multiply_them(name, move, number
 
 
 def test_networks_with_all_moves_at_once_keep_their_function_without_any_units():
-    """What is left after any set of units is left out is a symmetry as well."""
+    """The rest is a symmetry as well after any set of units is left out."""
     for make, function, x in (
         (attention, attend, torch.randn(4, 2, dtype=torch.float64)),
         (grouped, convolve, torch.randn(3, 2, 4, dtype=torch.float64)),

@@ -1,4 +1,4 @@
-"""What each process of the data-parallel test runs: PyTorch's own DistributedDataParallel around a stock objective."""
+"""Each process of the data-parallel test runs this: PyTorch's own DistributedDataParallel around a stock objective."""
 
 import json
 import os

@@ -26,7 +26,7 @@ def worker() -> Any:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes under torchrun found."""
+    """The findings of two processes under torchrun."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("PyTorch has no gloo here")
     folder = tmp_path_factory.mktemp("ranks")

@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoDiagonalNormal
 import pyro_symmetric as ps
 from pyro_symmetric.distributions.orbit import ESTIMATORS, OrbitEstimator
 from pyro_symmetric.guides.fitted import fitted
-from pyro_symmetric.guides.layout import Layout, layout_of
+from pyro_symmetric.guides.layout import GuideLayout, layout_of
 
 from .conjugate import DATA, exact_draws, log_evidence, mixture, relabellings
 
@@ -300,7 +300,7 @@ def test_posteriors_that_do_not_fit_are_named() -> None:
         )
 
 
-def one_site_layout(model: Any = pair) -> Layout:
+def one_site_layout(model: Any = pair) -> GuideLayout:
     guide = ps.distinct(AutoDiagonalNormal(model))
     guide()
     return layout_of(guide)

@@ -143,7 +143,7 @@ def test_a_mixture_with_simplex_weights_is_symmetrised(base: type) -> None:
 
 
 def test_default_start_is_off_the_groups_fixed_point() -> None:
-    """Where all units are equal, the gradient can't tell them apart; stock AutoNormal starts there."""
+    """The gradient can't tell units apart if all are equal; stock AutoNormal starts there."""
     model, group, x, y = network()
     guide = AutoSymmetrized(model, group).setup(x, y)
     weights = guide.unpack(guide.base.loc)

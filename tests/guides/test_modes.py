@@ -32,7 +32,7 @@ from pyro_symmetric.guides import (
     save_guide,
 )
 from pyro_symmetric.guides.gaussian import moments_of
-from pyro_symmetric.guides.layout import Layout, LayoutModel, SiteLayout
+from pyro_symmetric.guides.layout import GuideLayout, LatentSite, LayoutModel
 from pyro_symmetric.mcmc import log_joint
 from pyro_symmetric.models import BayesianModel
 
@@ -260,7 +260,7 @@ def test_a_mixture_of_given_guides_has_their_densities(family: Any) -> None:
 
 
 def test_weights_given_as_numbers_keep_their_digits() -> None:
-    layout = Layout((SiteLayout("w", (2,), dist.constraints.independent(dist.constraints.real, 1), 1),))
+    layout = GuideLayout((LatentSite("w", (2,), dist.constraints.independent(dist.constraints.real, 1), 1),))
     guides = [AutoGaussian(layout, torch.randn(2).double(), torch.ones(2).double()) for _ in range(2)]
     found = AutoModes.from_guides(guides, weights=[0.1, 0.7]).mixture_weights
     torch.testing.assert_close(found, torch.tensor([0.125, 0.875], dtype=torch.float64), rtol=1e-14, atol=0)
@@ -388,7 +388,7 @@ def test_gradients_by_sinkhorn_s_proposals_are_those_of_finite_differences_of_th
     standard errors (false alarms below 1e-3), which together are less than 0.3 of the gradient."""
     torch.set_default_dtype(torch.float64)
     support = dist.constraints.independent(dist.constraints.real, 2)
-    layout = Layout((SiteLayout("w", (3, 2), support, 2),))
+    layout = GuideLayout((LatentSite("w", (3, 2), support, 2),))
     group = Group.declare({"w": ("k", None)}, {"w": torch.Size([3, 2])})
     modes = [AutoGaussian(layout, torch.randn(6), 0.5 * torch.rand(6) + 0.5) for _ in range(2)]
     mixture = AutoModes.from_guides(modes, [1.0, 2.0])

@@ -1,4 +1,4 @@
-"""Where guides start: what the group moves off its fixed point, other sites at suitable scales, the best of a few."""
+"""The starts of guides: what the group moves off its fixed point, other sites at suitable scales, the best of a few."""
 
 import functools
 import math

@@ -30,8 +30,9 @@ def layer(n: int) -> Group:
         (6, AutoMultivariateNormal, True, ExactOrbit),
         (7, AutoMultivariateNormal, True, SinkhornImportance),
         (6, AutoLowRankMultivariateNormal, True, ExactOrbit),
-        (5, AutoIAFNormal, True, SinkhornImportance),
-        (5, AutoIAFNormal, False, ExactOrbit),
+        (5, AutoIAFNormal, True, ExactOrbit),
+        (6, AutoIAFNormal, True, SinkhornImportance),
+        (6, AutoIAFNormal, False, ExactOrbit),
         (5, AutoDiagonalNormal, True, ExactOrbit),
         (9, AutoDiagonalNormal, True, ExactOrbit),
         (9, AutoMultivariateNormal, True, SinkhornImportance),
@@ -56,6 +57,13 @@ def test_reports_get_more_proposals_than_training() -> None:
     assert report == SinkhornImportance(16)
 
 
+def test_many_numbers_make_every_element_of_a_flow_dear() -> None:
+    """120 elements of 1,000 numbers each cost more than four matchings; 24 don't."""
+    wide = {n: Group.declare({"in": ("unit", None)}, {"in": torch.Size([n, 200])}) for n in (4, 5)}
+    assert suggest_estimator(AutoIAFNormal, wide[4]).estimator == ExactOrbit()
+    assert suggest_estimator(AutoIAFNormal, wide[5]).estimator == SinkhornImportance(4)
+
+
 def test_signs_are_counted() -> None:
     signs = Group.declare({"in": ("unit", None)}, {"in": torch.Size([4, 3])}, moves="flip")
     assert isinstance(suggest_estimator(AutoDiagonalNormal, signs).estimator, ExactOrbit)
@@ -63,13 +71,13 @@ def test_signs_are_counted() -> None:
 
 
 def test_simplex_sites_are_no_sum_of_independent_units_once_they_are_known() -> None:
-    """A permutation mixes the unconstrained coordinates of a simplex: no permanent; 120 elements are too many."""
-    five = torch.Size([5])
-    group = Group.declare({"weights": ("k",), "locs": ("k",)}, {"weights": five, "locs": five})
+    """A permutation mixes the unconstrained coordinates of a simplex: no permanent; 720 elements are too many."""
+    six = torch.Size([6])
+    group = Group.declare({"weights": ("k",), "locs": ("k",)}, {"weights": six, "locs": six})
 
     def model() -> None:
-        pyro.sample("weights", dist.Dirichlet(torch.ones(5)))
-        pyro.sample("locs", dist.Normal(0.0, 1.0).expand([5]).to_event(1))
+        pyro.sample("weights", dist.Dirichlet(torch.ones(6)))
+        pyro.sample("locs", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
 
     assert suggest_estimator(AutoDiagonalNormal, group).estimator == ExactOrbit()
     for base in (AutoDiagonalNormal, AutoMultivariateNormal, AutoUnitBlocks):

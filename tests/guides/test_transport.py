@@ -27,13 +27,13 @@ from pyro_symmetric.guides import (
     save_guide,
     wasserstein,
 )
-from pyro_symmetric.guides.layout import Layout, SiteLayout
+from pyro_symmetric.guides.layout import GuideLayout, LatentSite
 from pyro_symmetric.posterior import Posterior
 
-SITES = Layout(
+SITES = GuideLayout(
     (
-        SiteLayout("a", (2, 2), dist.constraints.independent(dist.constraints.real, 2), 2),
-        SiteLayout("b", (2,), dist.constraints.independent(dist.constraints.positive, 1), 1),
+        LatentSite("a", (2, 2), dist.constraints.independent(dist.constraints.real, 2), 2),
+        LatentSite("b", (2,), dist.constraints.independent(dist.constraints.positive, 1), 1),
     )
 )
 DIM = 6
@@ -165,7 +165,7 @@ def test_without_correlations_marginals_meet_at_any_size() -> None:
     assert centre.is_mean_field
     torch.testing.assert_close(centre.scale.detach(), sum(deviations) / 2)
     assert interpolate(*guides, 0.5, correlations=False).is_mean_field
-    many = Layout((SiteLayout("a", (2001,), dist.constraints.independent(dist.constraints.real, 1), 1),))
+    many = GuideLayout((LatentSite("a", (2001,), dist.constraints.independent(dist.constraints.real, 1), 1),))
     large = [AutoGaussian(many, torch.randn(2001), torch.ones(2001), torch.randn(2001, 1)) for _ in range(2)]
     for call in (wasserstein, lambda a, b: interpolate(a, b, 0.5), lambda a, b: barycentre([a, b])):
         with pytest.raises(ValueError, match=r"2001 weights.*correlations=False"):
@@ -207,8 +207,8 @@ def test_weights_moments_and_posteriors_are_taken_as_align_takes_them() -> None:
 
 
 def test_guides_that_do_not_fit_are_named() -> None:
-    other = AutoGaussian(Layout(SITES.sites[:1]), torch.zeros(4).double(), torch.ones(4).double())
-    reordered = AutoGaussian(Layout(SITES.sites[::-1]), torch.zeros(DIM).double(), torch.ones(DIM).double())
+    other = AutoGaussian(GuideLayout(SITES.sites[:1]), torch.zeros(4).double(), torch.ones(4).double())
+    reordered = AutoGaussian(GuideLayout(SITES.sites[::-1]), torch.zeros(DIM).double(), torch.ones(DIM).double())
     for stranger in (other, reordered):
         with pytest.raises(ValueError, match=r"guides\[1\] has the sites"):
             barycentre([mean_field(), stranger])

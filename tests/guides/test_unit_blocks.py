@@ -45,7 +45,7 @@ def dense(guide: ps.AutoUnitBlocks) -> torch.distributions.MultivariateNormal:
 def test_a_weight_between_two_layers_belongs_to_the_unit_that_it_enters() -> None:
     guide, _ = drawn(network())
     layout = layout_of(guide)
-    numbers = layout._still.unflatten(torch.arange(layout.dim))
+    numbers = layout.unflatten(torch.arange(layout.dim))
     first, second = sorted((p.sort(-1).values.tolist() for p in guide.positions), key=lambda rows: len(rows[0]))
     in_w, in_b, mid_w, mid_b, out_w, out_b = (
         numbers[f"net.{k}.{n}"] if f"net.{k}.{n}" in numbers else numbers[f"{k}.{n}"]
@@ -151,7 +151,7 @@ def test_files_pickles_and_copies_have_the_same_density(wrap, tmp_path) -> None:
     for other in (ps.load_guide(tmp_path / "guide"), pickle.loads(pickle.dumps(guide)), copy.deepcopy(guide)):
         torch.testing.assert_close(other.get_posterior().log_prob(draws), guide.get_posterior().log_prob(draws))
         assert {site: value.shape for site, value in other.sample_posterior((2,)).items()} == {
-            site: (2, *shape) for site, shape in layout_of(guide).shapes.items()
+            site: (2, *shape) for site, shape in layout_of(guide).site_shapes.items()
         }
 
 

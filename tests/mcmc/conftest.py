@@ -1,4 +1,4 @@
-"""What the tests of kernels share: potentials with known answers, and a loop without the trappings of ``sample``."""
+"""Shared by the tests of kernels: potentials with known answers, and a loop without the trappings of ``sample``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GaussianPotential(ToyPotential):
 
     def __init__(self, eigenvalues: Tensor, rotated: bool = True, seed: int = 0):
         dim = len(eigenvalues)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(eigenvalues.device).manual_seed(seed)
         basis = torch.eye(dim, dtype=eigenvalues.dtype)
         if rotated:
             basis = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=eigenvalues.dtype))[0]
@@ -65,7 +65,7 @@ def drive(
     kernel: Kernel, density: ToyPotential, z: Tensor, num_warmup: int, num_samples: int
 ) -> tuple[Tensor, dict[str, Tensor], State]:
     """Draws ``(C, S, D)``, statistics ``(C, S)`` and the last state."""
-    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    generator = torch.Generator(z.device).manual_seed(int(torch.randint(2**62, ())))
     state = kernel.init(density, z, num_warmup, generator)
     draws, statistics = [], []
     for iteration in range(num_warmup + num_samples):

@@ -39,7 +39,7 @@ def state_of(z: torch.Tensor) -> State:
 
 
 def recorded(draws: torch.Tensor) -> Agreement:
-    """What is kept of draws ``(C, S, D)``."""
+    """The record that is kept of draws ``(C, S, D)``."""
     found = Agreement(draws[:, 0])
     for iteration in range(draws.shape[1]):
         found.record(iteration, state_of(draws[:, iteration]))

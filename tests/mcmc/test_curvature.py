@@ -65,14 +65,16 @@ def test_lost_is_who_has_a_steady_slope_and_a_higher_energy(generator):
     gradients = torch.randn(10, 5, D, dtype=torch.float64, generator=generator)
     energy = torch.tensor([3.0, 90.0, 1.0, 2.0, 80.0], dtype=torch.float64)
     found = passed(gradients, gradients)
-    assert found.sources(energy) is None  # high energies alone, as of a broad mode
+    assert not found.lost(energy)[0].any()  # high energies alone, as of a broad mode
     gradients[:, 2, 0] += 20
-    assert passed(gradients, gradients).sources(energy) is None  # a slope alone, with the lowest energy
+    assert not passed(gradients, gradients).lost(energy)[0].any()  # a slope alone, with the lowest energy
     gradients[:, 1, 3] -= 20
     energy[1] = 100.0
-    assert passed(gradients, gradients).sources(energy).tolist() == [0, 3, 2, 3, 4]
+    lost, arrived = passed(gradients, gradients).lost(energy)
+    assert lost.nonzero().flatten().tolist() == [1]
+    assert arrived.nonzero().flatten().tolist() == [0, 3, 4]
     gradients[:, 0] += 20
-    assert passed(gradients, gradients).sources(energy) is None  # most have yet to arrive
+    assert not passed(gradients, gradients).lost(energy)[0].any()  # most have yet to arrive
 
 
 def regression(x: Tensor, y: Tensor) -> None:
@@ -108,3 +110,20 @@ def test_a_regression_on_unscaled_columns_is_its_closed_form_after_a_short_warm_
     error = deviations / chain_statistics(draws).ess_bulk.sqrt()
     assert ((draws.mean((0, 1)) - expected).abs() < 6 * error).all()
     assert (draws.flatten(0, 1).std(0) / deviations - 1).abs().max() < 6 * (error / deviations).max()
+
+
+@pytest.mark.parametrize("kernel", [ps.HMC, ps.NUTS, ps.AdaptiveHMC])
+def test_chains_that_went_on_from_others_are_listed(kernel, monkeypatch, tmp_path):
+    def model():
+        pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    def metadata(**more):
+        settings = {"num_samples": 5, "num_warmup": 40, "num_chains": 4, "seed": 0, "progress": False}
+        return ps.sample(kernel(model, mass="dense"), **settings, **more).metadata
+
+    assert "relocated_chains" not in metadata()
+    monkeypatch.setattr("pyro_symmetric.mcmc.kernels.warmup.window_ends", lambda num_warmup: (10, (20, 30)))
+    ends = torch.tensor([True, False, False, True])
+    monkeypatch.setattr(Curvature, "lost", lambda self, energy: (ends, ~ends))
+    assert metadata()["relocated_chains"] == [0, 3]
+    assert metadata(store=tmp_path / "run")["relocated_chains"] == [0, 3]

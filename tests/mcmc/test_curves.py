@@ -1,4 +1,4 @@
-"""How a run went, in a bounded number of points: which iterations are kept, and what of them."""
+"""The course of a run in a bounded number of points: the iterations that are kept, and their values."""
 
 import json
 import math

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pyro_symmetric.mcmc import Density
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.weights import unflatten
 
 X, Y = torch.linspace(-2, 2, 24).reshape(8, 3), torch.linspace(-1, 1, 8)
 
@@ -93,9 +92,7 @@ def test_batched_energy_and_gradient_equal_a_loop_over_pyros_potential(name):
     assert gradient.shape == z.shape
     for chain in range(5):
         leaf = z[chain].clone().requires_grad_()
-        expected = pyro_potential(
-            unflatten(leaf, density.layout.unconstrained_shapes, density.layout.unconstrained_shapes)
-        )
+        expected = pyro_potential(density.layout.unflatten(leaf))
         assert energy[chain].item() == pytest.approx(expected.item(), rel=1e-9)
         assert torch.allclose(gradient[chain], torch.autograd.grad(expected, leaf)[0], rtol=1e-6, atol=1e-8)
     assert torch.allclose(density.energy(z), energy)

@@ -1,4 +1,4 @@
-"""A store is gone on with by the model that began it, in any process, and by no other."""
+"""A store is resumed by the model that began it, in any process, and by no other."""
 
 import functools
 import math

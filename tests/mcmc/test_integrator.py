@@ -9,7 +9,6 @@ from pyro_symmetric.mcmc.kernels.integrator import (
     choose,
     energy_error,
     find_step_size,
-    find_step_sizes,
     leapfrog,
 )
 from pyro_symmetric.mcmc.kernels.mass import DenseMass, Mass
@@ -129,6 +128,6 @@ def test_each_chain_finds_the_step_that_it_would_find_alone(generator):
     density = Units()
     z = density.units * torch.ones(3, 2, dtype=torch.float64)
     at = PhasePoint(z, torch.zeros_like(z), *density.energy_and_gradient(z))
-    found = find_step_sizes(density, at, torch.full((3, 1), 0.1).double(), UNIT, 0.8, generator)
+    found = find_step_size(density, at, torch.full((3, 1), 0.1).double(), UNIT, 0.8, generator)
     ratio = (found / density.units).squeeze(1)
     assert ((ratio > 0.1) & (ratio < 16)).all()  # steps of at least 2 are unstable

@@ -1,4 +1,4 @@
-"""What all kernels share: where their random numbers come from, how they print, which settings they refuse, and what an
+"""Shared by all kernels: where their random numbers come from, how they print, which settings they refuse, and what an
 energy that is no number does. And what it takes to write one more."""
 
 import io

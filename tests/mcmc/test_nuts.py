@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from pyro_symmetric.mcmc.kernels import nuts
 from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, leapfrog
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.mass import DenseMass, Mass
@@ -225,6 +226,24 @@ def test_energy_and_gradient_that_are_not_numbers_end_a_trajectory(toy, generato
         assert torch.isfinite(state.z).all()
         assert (state.z.abs() < 1).all()
         assert torch.isfinite(state.gradient).all()
+
+
+@pytest.mark.parametrize("patience", [2, 7, 50])
+def test_trees_are_the_same_however_seldom_a_device_is_looked_at(gaussian, generator, monkeypatch, patience):
+    density = gaussian(torch.logspace(-1, 1, 5, dtype=torch.float64))
+    state = NUTS(None, step_size=0.1).init(density, density.sample(40), 0, generator)
+    begun = generator.get_state()
+    now = NUTS(None).step(density, state)
+    density.batches.clear()
+    monkeypatch.setattr(nuts, "AT_HAND", ())
+    monkeypatch.setattr(nuts, "PATIENCE", patience)
+    generator.set_state(begun)
+    later = NUTS(None).step(density, state)
+    assert max(density.batches) == 40
+    assert torch.equal(now.statistics["n_steps"], later.statistics["n_steps"])
+    torch.testing.assert_close(later.z, now.z)
+    for name in now.statistics.keys() - {"occupancy"}:
+        torch.testing.assert_close(later.statistics[name], now.statistics[name])
 
 
 # the invariant distribution -----------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Programs: energies, gradients and whole steps as without compiling, for any number of chains and any model."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -161,6 +163,67 @@ def test_auto_compiles_if_the_run_is_long_enough(monkeypatch):
     monkeypatch.setenv("CXX", "g++")
     assert Density(hierarchical, args=args, evaluations=100_000).engine == "inductor"
     assert Density(hierarchical, args=args, evaluations=100_000, engine="torch").engine == "torch"
+
+
+def test_auto_compiles_if_results_are_large_enough(monkeypatch):
+    monkeypatch.setenv("CXX", "g++")
+    assert Density(hierarchical, args=(X, Y), evaluations=2000).engine == "torch"
+    assert Density(hierarchical, args=(X, Y), evaluations=2000, chains=10_000).engine == "inductor"
+
+
+def test_a_density_of_the_same_operations_takes_an_earlier_ones_program(monkeypatch):
+    made = []
+
+    def compiled(function: Callable[..., Any], inputs: list[Tensor]) -> Callable[..., Any]:
+        made.append(function(*inputs))
+        return function
+
+    monkeypatch.setattr(programs, "compiled", compiled)
+    monkeypatch.setattr(programs, "_KEPT", {})
+
+    def normal(y: Tensor, factor: float) -> None:
+        mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(factor * mean, 1.0), obs=y)
+
+    def found(y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        return tuple(Density(normal, (y, factor), engine=engine).energy_and_gradient(z)[0] for engine in engines)
+
+    engines, z = ("inductor", "torch"), torch.linspace(-1, 1, 4)[:, None]
+    for y, factor, count in ((Y, 2.0, 1), (Y + 1, 2.0, 1), (Y, 3.0, 2), (Y[:5], 3.0, 3), (Y[1:6], 3.0, 3)):
+        ours, plain = found(y, factor)
+        assert torch.allclose(ours, plain, rtol=1e-5)
+        assert len(made) == count
+
+
+def test_data_that_lie_otherwise_have_a_program_of_their_own(monkeypatch):
+    made = []
+
+    def compiled(function: Callable[..., Any], inputs: list[Tensor]) -> Callable[..., Any]:
+        made.append(function(*inputs))
+        return function
+
+    monkeypatch.setattr(programs, "compiled", compiled)
+    monkeypatch.setattr(programs, "_KEPT", {})
+
+    def regression(x: Tensor) -> None:
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        pyro.factor("f", -(x @ slope).square().sum())
+
+    for x, count in ((X, 1), (X + 1, 1), (X.T.contiguous().T, 2), (X[:1].expand(8, 3), 3), (X + 2, 3)):
+        Density(regression, (x,), engine="inductor").energy_and_gradient(torch.zeros(2, 3))
+        assert len(made) == count
+
+
+def test_the_oldest_programs_are_forgotten(monkeypatch):
+    kept: dict[Any, Any] = {}
+    monkeypatch.setattr(programs, "compiled", lambda function, inputs: (function, function(*inputs))[0])
+    monkeypatch.setattr(programs, "_KEPT", kept)
+    monkeypatch.setattr(programs, "MOST_KEPT", 2)
+    density = Density(hierarchical, (X, Y), engine="inductor")
+    for chains in (1, 2, 4, 8):
+        density.energy_and_gradient(torch.zeros(chains, density.dim))
+    assert len(kept) == 2
 
 
 def test_without_a_compiler_auto_says_what_serves(monkeypatch):

@@ -1,4 +1,4 @@
-"""What Pyro's users write: deterministic sites, handlers, reparametrised sites, modules, Gaussian processes, loops."""
+"""Users' models: deterministic sites, handlers, reparametrised sites, modules, Gaussian processes, loops."""
 
 from collections.abc import Callable
 

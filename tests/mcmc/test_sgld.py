@@ -33,10 +33,9 @@ def test_an_iteration_is_the_recursion_of_its_description():
     state = kernel.init(Quadratic(), z, 0, torch.Generator().manual_seed(3))
     after, virial = kernel.step(Quadratic(), state), torch.zeros(5, dtype=torch.float64)
     expected = z.clone()
-    for _ in range(4):
+    for noise in torch.randn(4, 5, 3, dtype=torch.float64, generator=twin):
         gradient = CURVATURES * expected
         virial += (expected * gradient).sum(-1) / 3 / 4
-        noise = torch.randn(5, 3, dtype=torch.float64, generator=twin)
         expected = expected - 0.05 * gradient + math.sqrt(0.1) * noise
     assert torch.allclose(after.z, expected, rtol=1e-12)
     assert torch.allclose(after.statistics["virial"], virial, rtol=1e-12)

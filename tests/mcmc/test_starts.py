@@ -1,4 +1,4 @@
-"""Where chains start: each kind of ``initial`` gives the points that it names."""
+"""The starts of chains: each kind of ``initial`` gives the points that it names."""
 
 import pyro
 import pyro.distributions as dist
@@ -21,7 +21,7 @@ def model() -> None:
 
 
 def start(initial, num_chains: int = 3):
-    """Where chains are after a step too small to move them."""
+    """The places of chains after a step too small to move them."""
     kernel = HMC(model, step_size=1e-9, num_steps=1, adapt_step_size=False)
     draws = sample(kernel, initial=initial, num_chains=num_chains, **STILL).samples
     return {site: value[:, 0] for site, value in draws.items()}

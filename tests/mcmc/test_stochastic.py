@@ -11,9 +11,10 @@ import pytest
 import torch
 from scipy.linalg import eigvalsh, inv, solve_discrete_lyapunov, sqrtm
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_symmetric.likelihoods import GaussianLikelihood
-from pyro_symmetric.mcmc import SGHMC, SGLD, Density, pSGLD
+from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Density, pSGLD
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel
@@ -45,7 +46,7 @@ def potential_of(kernel: Kernel) -> Density:
 
 def fresh_generator() -> torch.Generator:
     """Seeded from the global one, so that a test's seed decides."""
-    return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    return torch.Generator(torch.empty(0).device).manual_seed(int(torch.randint(2**62, ())))
 
 
 def run(
@@ -296,3 +297,36 @@ def test_steps_shrink_during_warm_up_and_stay_then(kind):
 def test_bad_settings_are_named(kind, options, message):
     with pytest.raises(ValueError, match=message):
         kind(regression(), **options)
+
+
+class Looks(TorchDispatchMode):
+    """Counts what makes the host wait for a device: values that are looked at, and copies."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "equal", "_to_copy", "lift_fresh")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        copies = name == "_to_copy" and (kwargs or {}).get("device") is None  # to another dtype, where it lies
+        if name in self.WAITS and not copies:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC, CyclicalSG])
+@pytest.mark.parametrize("settings", [{}, {"batch_size": BATCH}])
+def test_an_iteration_never_waits_for_the_device(kind, settings) -> None:
+    kernel = kind(regression(), **settings)
+    data = torch.tensor(X), torch.tensor(Y)
+    density = Density(kernel.model, data, engine="torch", batch_size=kernel.batch_size, subsampled=True)
+    z = torch.tensor(MEAN).expand(4, D).clone()
+    state = kernel.init(density, z, 4, fresh_generator())
+    for iteration in range(6):
+        with Looks() as looks:
+            state = kernel.step(density, state)
+        assert looks.found == [], iteration
+        if iteration < 4:
+            state = kernel.adapt(density, state, iteration, 4)

@@ -1,15 +1,17 @@
-"""What warm-up of the Hamiltonian kernels learns, against plain sums over draws and acceptances that are given."""
+"""Results of the warm-up of Hamiltonian kernels, against plain sums over draws and acceptances that are given."""
 
 import math
 from dataclasses import replace
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from scipy.stats import norm
 
-from pyro_symmetric.mcmc import HMC, NUTS
-from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc import HMC, NUTS, sample
+from pyro_symmetric.mcmc.kernels.kernel import State, stranded
 from pyro_symmetric.mcmc.kernels.warmup import LARGEST_GAIN, Pace, StepSearch, newton_gain, window_ends
 
 C, D = 40, 3
@@ -88,7 +90,7 @@ def acceptance_curve(log_step):
 
 
 def slope(target: float) -> float:
-    """How fast acceptance falls in the log of the step around a target, by central differences."""
+    """The slope of acceptance in the log of the step around a target, by central differences."""
     at = 0.5 * math.log(-2 * norm.ppf(target / 2))
     assert acceptance_curve(at) == pytest.approx(target)
     return (acceptance_curve(at - 1e-5) - acceptance_curve(at + 1e-5)) / 2e-5
@@ -165,6 +167,34 @@ def test_if_most_chains_are_stuck_the_step_is_too_long_for_all(chains):
         pace = pace.update(acceptance, 0.8)
     assert torch.equal(pace.share, torch.ones(chains))
     assert torch.allclose(pace.pooled(acceptance), acceptance.mean())
+
+
+def test_stranded_is_who_stands_still_above_all_that_move():
+    began = torch.zeros(5, 2)
+    z = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [3.0, 3.0]])
+    energy = torch.tensor([9.0, 2.0, 1.0, 3.0, 2.0])
+    lost, moving = stranded(began, z, energy)
+    assert lost.tolist() == [True, False, False, False, False]  # the other one lies no higher than those that move
+    assert moving.tolist() == [False, False, True, True, True]
+    z[2] = 0.0
+    assert not stranded(began, z, energy)[0].any()  # most stand still: the step is wrong, not the place
+
+
+def rough_far_out() -> None:
+    """A standard normal near 0; beyond 10 its energy is so rough that no step is ever accepted."""
+    z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    pyro.factor("rough", torch.where(z.abs() > 10, -1e9 * (1 + (1e9 * z).sin()) - 1e9 * z.abs(), torch.zeros_like(z)))
+
+
+@pytest.mark.parametrize("kernel", [HMC, NUTS])
+def test_a_chain_that_never_moves_continues_from_another_and_is_listed(kernel):
+    start = torch.tensor([0.1, -0.3, 20.0, 0.6, -1.0, 0.9], dtype=torch.float64)
+    posterior = sample(
+        kernel(rough_far_out), num_samples=50, num_warmup=200, num_chains=6, initial={"z": start}, seed=0,
+        dtype=torch.float64, engine="torch", progress=False,
+    )  # fmt: skip
+    assert posterior.metadata["relocated_chains"] == [2]
+    assert posterior.samples["z"].abs().max() < 6  # of a normal's 300 draws: one in 1e6 runs exceeds it
 
 
 def test_a_chain_at_half_pace_takes_half_the_step(density, generator):

@@ -1,4 +1,4 @@
-"""What the long tests share: how far chains' means may lie from the truth."""
+"""Shared by the long tests: the distance that chains' means may have from the truth."""
 
 from __future__ import annotations
 

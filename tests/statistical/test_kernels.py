@@ -69,7 +69,7 @@ def draw_scores(weights: dict[str, Tensor]) -> Tensor:
 
 
 def quantities(weights: dict[str, Tensor]) -> Tensor:
-    """What is compared, ``batch + (K,)``: every parameter once, and a function of several."""
+    """The quantities that are compared, ``batch + (K,)``: every parameter once, and a function of several."""
     first = weights["offsets"][..., 0]
     product = weights["spread"] * first * weights["shares"][..., 0]
     return torch.stack([weights["spread"], weights["shares"][..., 0], weights["centre"], first, product], -1)

@@ -86,7 +86,7 @@ def write_some_checkpoints(path: Path, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """How a folder of files is made and read; ``files``: those of which each is damaged in turn."""
+    """A maker and a reader of a folder of files; ``files``: those of which each is damaged in turn."""
 
     make: Callable[[Path, int], object]
     read: Callable[[Path], Values]
@@ -126,7 +126,7 @@ def same(found: Values, expected: Values) -> bool:
 
 
 def outcome(attempt: Callable[[], Values]) -> tuple[Values | None, str]:
-    """What came of it: values, or an error's words."""
+    """The result: values, or an error's words."""
     try:
         return attempt(), ""
     except ValueError as error:  # StoreError, or of checkpoints their reader's own

@@ -497,3 +497,20 @@ def test_the_header_is_that_of_safetensors_and_aligned(path):
         for entry in entries.values()
         for begin in entry["data_offsets"][:1]
     )
+
+
+def test_narrow_draws_of_many_chains_are_written_by_the_kilobyte(tmp_path, monkeypatch):
+    lengths, chains, draws = [], 3000, 300
+
+    def watched(descriptor, data, offset):
+        lengths.append(len(data))
+        files.write_at(descriptor, data, offset)
+
+    monkeypatch.setattr(recorders, "write_at", watched)
+    values = torch.arange(draws, dtype=torch.float32)[:, None] + torch.rand(draws, chains)
+    with FolderRecorder(tmp_path, draws) as recorder:
+        for number, value in enumerate(values):
+            recorder.append(number, {"w": value}, {"lp": value})
+        recorder.commit(draws, dict, lambda: b"")
+    assert sorted(set(lengths)) == [4 * (draws - 256), 1024]
+    assert torch.equal(read_store(tmp_path).samples["w"], values.mT)

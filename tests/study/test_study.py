@@ -34,8 +34,8 @@ TINY = {
     "symmetrized-blocks": {"steps": 30},
     "aligned": {"steps": 30, "path_points": 3, "path_draws": 4},
     "ensemble": {"modes": 12, "steps": 20},
-    "sghmc": {"modes": 3, "warmup": 5, "draws": 8, "num_steps": 2, "batch_size": 32},
-    "hmc": {"modes": 4, "warmup": 10, "draws": 10, "num_steps": 3},
+    "sghmc": {"chains": 3, "warmup": 5, "draws": 8, "num_steps": 2, "batch_size": 32},
+    "hmc": {"chains": 4, "warmup": 10, "draws": 10, "num_steps": 3},
 }
 
 

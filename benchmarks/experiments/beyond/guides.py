@@ -144,7 +144,7 @@ class Equivariant(nn.Module):
         self.nets = nn.ModuleList(network(self.kept + HIDDEN, 2 * (d - self.kept), small=True) for _ in range(layers))
 
     def summary(self, k: int, kept: Tensor) -> Tensor:
-        """What a unit learns of all units, ``(..., n, HIDDEN)``."""
+        """A summary of all units for each unit, ``(..., n, HIDDEN)``."""
         query, key, value = self.own[k](kept).chunk(3, -1)
         if not self.attention:
             return value.mean(-2, keepdim=True).expand_as(value)

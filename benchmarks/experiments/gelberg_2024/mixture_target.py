@@ -1,4 +1,4 @@
-r"""Where a guide of one mode stops sitting between two equivalent modes, and what a symmetrised one does there.
+r"""The distance at which a guide of one mode stops sitting between two equivalent modes, beside a symmetrised one.
 
     python -m benchmarks.experiments.gelberg_2024.mixture_target --json mixture.json --out plots
 

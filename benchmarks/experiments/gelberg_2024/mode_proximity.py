@@ -1,4 +1,4 @@
-r"""How far a network's weights are from their nearest equivalent mode, against width.
+r"""The distance of a network's weights from their nearest equivalent mode, against width.
 
     python -m benchmarks.experiments.gelberg_2024.mode_proximity --json proximity.json --out plots
 
@@ -106,7 +106,7 @@ def trained(model: ps.BayesianModel, x: Tensor, y: Tensor, steps: int, rate: flo
 
 
 def in_deviations(model: ps.BayesianModel, group: ps.Group, x: Tensor, y: Tensor, steps: int) -> dict[str, Any]:
-    """How far a mean-field guide's mean is from its swaps, in the guide's own standard deviations."""
+    """The distance of a mean-field guide's mean from its swaps, in the guide's own standard deviations."""
     pyro.clear_param_store()
     guide = ps.AutoSymmetrized(model, group, estimator=ps.InfoNCE(0), init_scale=0.02).setup(x[:2], y[:2])
     optimiser = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.03 ** (1 / steps), "clip_norm": math.inf})

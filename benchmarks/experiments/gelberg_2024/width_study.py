@@ -1,4 +1,4 @@
-r"""What symmetrised training is worth for classifiers of growing width.
+r"""The worth of symmetrised training for classifiers of growing width.
 
     python -m benchmarks.experiments.gelberg_2024.width_study --data-dir data --json widths.json --out plots
     python -m benchmarks.experiments.gelberg_2024.width_study \

@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.harness import parser, print_table, spread
 from pyro_symmetric.study import StudySettings, run_study
+from pyro_symmetric.study.methods import make_method
 
 VARIATIONAL = ("mean-field", "symmetrized", "aligned")
 AROUND_MODES = ("mc-dropout", "swag", "laplace-full", "laplace-diagonal", "laplace-last-layer")
@@ -98,7 +99,7 @@ def budgets_of(methods: tuple[str, ...], seed: int, options: argparse.Namespace)
         kind = KIND[method.removeprefix("single-").removeprefix("multi-")]
         budgets[method] = dict(BUDGETS[kind])
         if method.startswith("multi-"):
-            budgets[method]["modes"] = options.modes
+            budgets[method][make_method(method).counted] = options.modes
     budgets[REFERENCE]["modes"] = options.members[min(seed, len(options.members) - 1)]
     return budgets
 
@@ -153,7 +154,7 @@ def cell(values: list[float], seeds: int) -> str:
 
 
 def findings(found: list[Mapping[str, Any]], labels: list[str]) -> list[str]:
-    """What the paper says, and how often it holds here."""
+    """The paper's statements, and how often each holds here."""
     ones = [label for label in labels if label.startswith("single-") and "midpoint" not in label]
     pairs = [(label, f"multi-{label.removeprefix('single-')}") for label in ones]
 

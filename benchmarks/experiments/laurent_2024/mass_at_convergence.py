@@ -1,4 +1,4 @@
-"""How far from the least mass of its orbit does training end? (figure 2 of Laurent, Aldea & Franchi 2024, arXiv
+"""The excess over the least mass of its orbit at which training ends (figure 2 of Laurent, Aldea & Franchi 2024, arXiv
 2310.08287)
 
     python -m benchmarks.experiments.laurent_2024.mass_at_convergence --out figures

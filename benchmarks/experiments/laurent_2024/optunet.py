@@ -1,4 +1,4 @@
-"""How well OptuNet, the 392 parameters of Laurent, Aldea & Franchi 2024 (arXiv 2310.08287), learns MNIST.
+"""OptuNet, the 392 parameters of Laurent, Aldea & Franchi 2024 (arXiv 2310.08287), trained on MNIST.
 
     python -m benchmarks.experiments.laurent_2024.optunet --root data
 

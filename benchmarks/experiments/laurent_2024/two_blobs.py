@@ -11,7 +11,7 @@ and the mode that is looked at is the best one: objectives within 2 % of the lea
 
 A mixture of two normals is fitted to it: how it is shared between the components, how far apart they are (Euclid's
 distance, and Mahalanobis' under their mean covariance), and how well one is the other's mirror image, as a share of
-their distance. Where there are two copies, the components are these: alike in share, mirror images. Where there is one,
+their distance. If there are two copies, the components are these: alike in share, mirror images. If there is one,
 they split its inside, which holds minima of nearly equal objective, as the kinks of ReLU make them. Mean shift
 (Comaniciu & Meer 2002), which isn't told how many modes there are, counts them: those with a twentieth of the networks.
 """
@@ -92,7 +92,7 @@ def mixture(points: Tensor) -> dict[str, float]:
 
 
 def modes(data: Any) -> int:
-    """How many modes mean shift finds in up to a thousand points, with scikit-learn's bandwidth."""
+    """The number of modes that mean shift finds in up to a thousand points, with scikit-learn's bandwidth."""
     from sklearn.cluster import MeanShift, estimate_bandwidth
 
     data = data[:1000]

@@ -1,4 +1,4 @@
-"""What the weights of a thousand networks look like in two dimensions, before and after symmetries are removed (figures
+"""The weights of a thousand networks in two dimensions, before and after symmetries are removed (figures
 13 and 14 of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
 
     python -m benchmarks.experiments.laurent_2024.two_circles --out figures

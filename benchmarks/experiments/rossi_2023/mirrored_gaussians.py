@@ -56,7 +56,7 @@ def pair(separation: float, noise: float, elongation: float) -> tuple[ps.Gaussia
 
 
 def is_exchange(source: ps.GaussianWeights, reference: ps.GaussianWeights, cost: str) -> bool:
-    """Whether the exchange costs less than the identity."""
+    """True if the exchange costs less than the identity."""
     if cost in COSTS:
         return ps.align(source, reference, GROUP, cost).element["k"].tolist() == [1, 0]
     (m1, _), (m0, s0) = ((q.loc["w"], q.scale["w"]) for q in (source, reference))
@@ -72,7 +72,7 @@ def distance_left(source: ps.GaussianWeights, reference: ps.GaussianWeights, exc
 
 
 def costs_of(source: ps.GaussianWeights, reference: ps.GaussianWeights) -> list[list[str]]:
-    """What the identity and the exchange cost, and which of the two ``align`` takes."""
+    """The costs of the identity and of the exchange, and which of the two ``align`` takes."""
 
     def normal(q: ps.GaussianWeights, exchange: bool = False) -> Distribution:
         loc, scale = (part["w"].flip(0) if exchange else part["w"] for part in (q.loc, q.scale))

@@ -3,7 +3,7 @@ r"""Costs by what units do: the correlation of hidden activations on given input
 .. math:: S_{ij} = \operatorname{corr}_x\big( h^{(0)}_i(x),\; h^{(1)}_j(x) \big)
 
 over inputs (and pixels, tokens, time steps), for every set of units by itself (Li et al. 2016, arXiv 1511.07543;
-Ainsworth et al. 2023, section 3.1). Where units show in a network is read off the labels that
+Ainsworth et al. 2023, section 3.1). The places at which units show are read off the labels that
 :mod:`~pyro_symmetric.discovery.find` carries through every operator, so functional code, flattening, heads and
 recurrent layers need no hooks of their own. Of the operators that carry all units of a set, that with the most entries
 counts, the last of several: a layer's activations rather than its sums, before any pooling.
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class _Show:
-    """Where units show.
+    """An operator in which units show.
 
     :param node: name of the operator.
     :param axes: the axes of its value along which they lie.
@@ -83,6 +83,9 @@ class ActivationCost:
         self._facts, (self._values,), _ = walked([self._trace])
         _, self._classes = self._facts.classes()
 
+    def __repr__(self) -> str:
+        return f"ActivationCost({type(self._net).__name__})"
+
     def __call__(self, sources: Weights, reference: Weights, group: Any) -> TableCost:
         """Correlations of every unit of the reference (rows) with every unit of each source, for every set of units.
 
@@ -113,7 +116,7 @@ class ActivationCost:
     # small steps ----------------------------------------------------------------------------------------------------
 
     def _shows(self, group: Group) -> dict[str, list[tuple[Tensor, _Show]]]:
-        """Where the units of each set show: those that lie in different sites of a stack in different operators."""
+        """Operators in which each set's units show: in different sites of a stack, different operators."""
         found: dict[str, list[tuple[Tensor, _Show]]] = {}
         for name in group.names("permute"):
             for _, numbers in pieces_of(group, group[name]):

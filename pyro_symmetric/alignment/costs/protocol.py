@@ -63,6 +63,9 @@ class MatchCost(ABC):
     parts: Mapping[str, Sequence[int]]
     rescales: bool = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.batch} sources, units of {', '.join(self.parts) or 'none'})"
+
     @abstractmethod
     def pairs(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Tensor:
         """Scores that tell how well units go together, at their best signs and scales.

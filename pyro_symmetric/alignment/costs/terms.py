@@ -1,4 +1,4 @@
-"""Where units lie in weights: the terms whose inner products add up to a score."""
+"""The places of units in weights: the terms whose inner products add up to a score."""
 
 from __future__ import annotations
 

@@ -64,6 +64,7 @@ class WeightCost(MatchCost):
         self.rescales = self.squared and bool(self._plan.scaled)
         self._rows: dict[Term, Tensor] = {}
         self._kept: dict[Term, tuple[Tensor, list[Tensor]]] = {}
+        self._here: tuple[Element | None, dict[int, Tensor], dict[int, Tensor]] = None, {}, {}
 
     # what a cost is made of -----------------------------------------------------------------------------------------
 
@@ -250,9 +251,12 @@ class WeightCost(MatchCost):
 
     def _stale(self, term: Term, element: Element, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The sources (places in ``rows``) whose kept products come from other numbers, and these numbers now."""
-        own = element.within(term.released)
-        numbers = [v.flatten(1).double() for part in own.parts[:3] for v in part.values()]
-        now = torch.cat([torch.zeros(len(rows), 0, device=self.device), *numbers], 1)
+        _, _, known = self._at(element)
+        if id(term.released) not in known:
+            own = element.within(term.released)
+            numbers = [v.flatten(1).double() for part in own.parts[:3] for v in part.values()]
+            known[id(term.released)] = torch.cat([torch.zeros(len(rows), 0, device=self.device), *numbers], 1)
+        now = known[id(term.released)]
         if term not in self._kept:
             return torch.arange(len(rows), device="cpu"), now
         return (self._kept[term][0][rows.to(self.device)] != now).any(1).nonzero().flatten().cpu(), now
@@ -267,8 +271,19 @@ class WeightCost(MatchCost):
 
     def _source_rows(self, term: Term, element: Element, rows: Tensor, group: Group) -> Tensor:
         site = term.axis.site
-        value = self.group.view(site, self._site_after(site, group, element, rows))
-        return rows_of(value, term.axis, len(self.group.view_shapes[site]))
+        _, moved, _ = self._at(element)
+        if id(group) not in moved:
+            moved[id(group)] = self.group.view(site, self._site_after(site, group, element, rows))
+        return rows_of(moved[id(group)], term.axis, len(self.group.view_shapes[site]))
+
+    def _at(self, element: Element) -> tuple[Element | None, dict[int, Tensor], dict[int, Tensor]]:
+        """The sites as one element moves them, and its numbers, by the group (its identity).
+
+        Terms of one axis share them. They are forgotten when another element comes.
+        """
+        if self._here[0] is not element:
+            self._here = element, {}, {}
+        return self._here
 
     def _reference_rows(self, term: Term, rows: Tensor | None = None) -> Tensor:
         if term not in self._rows:

@@ -10,9 +10,10 @@ Reference: Rossi et al. 2023 (arXiv 2310.10171), Definition 2.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from pyro_symmetric.alignment.paths.geodesic import barycentre_gaussians, draw, 
 from pyro_symmetric.alignment.paths.marginalise import MarginalLikelihood, MarginalPrediction
 from pyro_symmetric.alignment.paths.repair import Repair
 from pyro_symmetric.calls import described
+from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights, require_finite
 
@@ -55,6 +57,24 @@ class BarrierCurve:
     t: Tensor
     losses: dict[str, Tensor]
     metrics: dict[str, Tensor]
+    _at: Callable[[float], nn.Module] | None = field(default=None, repr=False, compare=False, kw_only=True)
+
+    def network(self, t: float) -> nn.Module:
+        """The network at a position of the path between two networks, put right if ``repair`` asked for it.
+
+        >>> first, second, x = nn.Linear(2, 1), nn.Linear(2, 1), torch.randn(20, 2)
+        >>> curve = ps.loss_barrier(first, second, ps.BayesianModel(first, likelihood="gaussian"), (x, x[:, :1]))
+        >>> torch.allclose(curve.network(0.5)(x), (first(x) + second(x)) / 2, atol=1e-5)
+        True
+
+        :param t: from 0 to 1.
+        :return: a new network, in eval mode.
+        :raises ValueError: if the ends are no plain networks, or the losses came without a model.
+        """
+        arguments.number("t", t, least=0, most=1)
+        if self._at is None:
+            raise ValueError("t names no network: the ends have deviations, or log_likelihood was no BayesianModel")
+        return self._at(float(t))
 
     @property
     def barriers(self) -> dict[str, float]:
@@ -153,6 +173,7 @@ def loss_barrier(
         running statistics of batch normalisation are computed anew or, in a network without it, units are rescaled to
         means and deviations between those of the ends; see :mod:`pyro_symmetric.alignment.paths.repair`. Needs a
         model, the latter plain networks.
+    :return: the curve; between two networks its :meth:`~BarrierCurve.network` gives those on the path, repaired.
 
     Warns if the model has batch normalisation for which an end brings no running statistics, as no guide does, and
     nothing repairs them: the model's belong to one network.
@@ -191,10 +212,24 @@ def loss_barrier(
                 found.setdefault(name, []).append(value)
     curves = {name: torch.stack(points) for name, points in found.items()}
     losses = {measure.name: curves.pop(measure.name) for measure in here}
-    return BarrierCurve(t, losses, curves)
+    at = functools.partial(_network_at, model.net, first, second, repairing) if model is not None and plain else None
+    return BarrierCurve(t, losses, curves, _at=at)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _network_at(
+    net: nn.Module, first: GaussianWeights, second: GaussianWeights, repairing: Repair | None, t: float
+) -> nn.Module:
+    """The network between two plain ones; what the ends don't hold is as in ``net``."""
+    between = barycentre_gaussians((first, second), (1 - t, t)).loc
+    weights = {name: value[None] for name, value in between.items()}
+    if repairing is not None:
+        weights = repairing(weights, t)
+    own = dict(net.named_parameters()) | dict(net.named_buffers())
+    return with_weights(net, {name: value[0] for name, value in weights.items() if name in own})
 
 
 def _measures(log_likelihood: Any, data: Data | Mapping[str, Data] | None) -> Callable[[], list[MarginalLikelihood]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import torch
+
 from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import HOMOGENEOUS, LINEAR, NOTHING, ODD, Passes, Value
-from pyro_symmetric.discovery.rules.registry import Call, as_value, register_rule
+from pyro_symmetric.discovery.labels import HOMOGENEOUS, LINEAR, NOTHING, ODD, Part, Passes, Value
+from pyro_symmetric.discovery.rules.registry import Call, as_value, reads_numbers, register_rule
 
 # The multipliers that functions of one entry let through.
 UNARY = {
@@ -56,6 +58,32 @@ def compared_with_number(labeller: Labeller, call: Call) -> Value:
     """Scales don't matter to a comparison with zero, nor do signs if it asks for nothing but zero itself."""
     zero, even = call["other"] == 0, call.name in ("eq", "ne")
     return replace(_vanishing(labeller, call, NOTHING, Passes(scale=zero, sign=zero and even)), zero=False)
+
+
+@reads_numbers
+@register_rule("eq.Tensor")
+def equal(labeller: Labeller, call: Call) -> Value:
+    """Numbers of units beside all numbers in order, as ``one_hot`` compares them: the units lie along the last axis."""
+    for one, other in ((call["self"], call["other"]), (call["other"], call["self"])):
+        numbers, every = one.numbers, other.constant
+        if (
+            numbers is None
+            or every is None
+            or one.labelled
+            or every.shape[-1:] != numbers.shape
+            or one.shape[-1:] != (1,)
+        ):
+            continue
+        if torch.equal(every.flatten(), torch.arange(len(numbers), device="cpu")):
+            last = len(call.shape) - 1
+            return labeller.value(call.shape, [labeller.renewed(Part((last,), numbers), NOTHING)], range(last))
+    for value in call.operands:
+        labeller.pin(value) if value.numbers is not None else None
+    return any_entries(labeller, replace(call, arguments={k: _plain(v) for k, v in call.arguments.items()}))
+
+
+def _plain(value: Value) -> Value:
+    return replace(value, numbers=None)
 
 
 @register_rule("threshold")

@@ -8,7 +8,7 @@ import numpy as np
 
 from pyro_symmetric.discovery.labeller import Labeller
 from pyro_symmetric.discovery.labels import Value, opaque
-from pyro_symmetric.discovery.rules.registry import Call, register_rule
+from pyro_symmetric.discovery.rules.registry import Call, reads_numbers, register_rule
 from pyro_symmetric.discovery.rules.shape import places
 
 
@@ -22,11 +22,13 @@ def embedding(labeller: Labeller, call: Call) -> Value:
     return labeller.value(call.shape, result.parts, result.fixed.union(range(indices.dim)))
 
 
+@reads_numbers
 @register_rule("index_select", sliced=True)
 def index_select(labeller: Labeller, call: Call) -> Value:
     return _look_up(labeller, call.value, {call.axis: call["index"]}, call.shape)
 
 
+@reads_numbers
 @register_rule("index", sliced=True)
 def index(labeller: Labeller, call: Call) -> Value:
     indices, axis = {}, 0
@@ -43,14 +45,14 @@ def indexed_axes(entry: Value | None) -> int:
 
 
 def _look_up(labeller: Labeller, value: Value, indices: dict[int, Value], shape: tuple[int, ...]) -> Value:
-    for entry in indices.values():
-        labeller.pin(entry)
     if len(indices) == 1:
         ((axis, entry),) = indices.items()
         if entry.constant is not None and entry.dim == 1 and not entry.mask:
             return labeller.take(value, axis, entry.constant.numpy().astype(np.int64) % value.shape[axis])
         if entry.dim == 1 and not entry.mask and axis not in value.routes and shape[axis : axis + 1] == entry.shape:
             return labeller.chosen(value, axis, entry, entry.shape[0])
+    for entry in indices.values():
+        labeller.pin(entry)
     value = labeller.settled(value)
     if value.overlaps:
         raise labeller.facts.entangled(value.parts)
@@ -74,12 +76,13 @@ def depends_on_all(labeller: Labeller, call: Call) -> list[Value]:
     return [opaque(shape) for shape in call.shapes]
 
 
+@reads_numbers
 @register_rule("gather")
 def gather(labeller: Labeller, call: Call) -> Value:
     """Each entry from a place of its own: units may be exchanged if their entries come from the same places."""
-    axis, chosen = call.axis, call["index"]
-    labeller.pin(chosen)
-    value = labeller.restrict(call.value, set(range(call.value.dim)) - {axis})
+    axis, chosen = call.axis, replace(call["index"], numbers=None)
+    value, _ = labeller.numbered(call.value, axis, call["index"])
+    value = labeller.restrict(value, set(range(value.dim)) - {axis})
     for other in set(range(value.dim)) - {axis}:
         value = labeller.take(value, other, np.arange(chosen.shape[other]))
     thin = replace(value, shape=_with_length(value, axis, 1), fixed=value.fixed - {axis})

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import HOMOGENEOUS, LINEAR, NOTHING, Passes, Value
+from pyro_symmetric.discovery.labels import HOMOGENEOUS, LINEAR, NOTHING, Array, Passes, Value
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
 
 # The multipliers that symmetric functions of all entries along an axis let through; those of functions of their order.
@@ -34,13 +34,14 @@ def _reduced(labeller: Labeller, call: Call, value: Value, passes: Passes) -> Va
 
 def _symmetric(labeller: Labeller, call: Call, passes: Passes) -> Value | list[Value]:
     """A symmetric function, alone or with the places of its entries, which aren't symmetric."""
-    value = _in_order(labeller, call) if any(call.read[1:]) else call.value
+    numbers = _numbers(call)
+    value = _in_order(labeller, call) if any(call.read[1:]) and numbers is None else call.value
     if call.name in ("sort", "topk"):  # the first entries by rank: they have places of their own
         ranked = labeller.reduce(value, _axes(call), True, passes)
         result = labeller.value(call.shape, ranked.parts, {*ranked.fixed, call.axis})
     else:
         result = _reduced(labeller, call, value, passes)
-    return result if len(call.shapes) == 1 else [result, labeller.unscaled(result)]
+    return result if len(call.shapes) == 1 else [result, replace(labeller.unscaled(result), numbers=numbers)]
 
 
 def _ordered(labeller: Labeller, call: Call, passes: Passes) -> Value | list[Value]:
@@ -48,6 +49,13 @@ def _ordered(labeller: Labeller, call: Call, passes: Passes) -> Value | list[Val
     labeller.still(value, passes)
     result = labeller.value(call.shape, value.parts, range(len(call.shape)))
     return result if len(call.shapes) == 1 else [result, labeller.unscaled(result)]
+
+
+def _numbers(call: Call) -> Array | None:
+    """The units whose numbers say which entries have some rank along an axis, if units lie along it alone."""
+    axes = _axes(call)
+    part = call.value.part_on(axes[0]) if len(axes) == 1 and not call.value.overlaps else None
+    return part.atoms if part is not None and part.axes == tuple(axes) else None
 
 
 def _in_order(labeller: Labeller, call: Call) -> Value:
@@ -64,7 +72,9 @@ for _rule, _table in ((_symmetric, SYMMETRIC), (_ordered, ORDERED)):
 @register_rule("argmax", "argmin")
 def place_of_maximum(labeller: Labeller, call: Call) -> Value:
     """The place doesn't depend on scales, and turns to that of the minimum with the sign."""
-    return labeller.unscaled(_reduced(labeller, call, _in_order(labeller, call), HOMOGENEOUS))
+    numbers = _numbers(call)
+    value = _in_order(labeller, call) if numbers is None else call.value
+    return replace(labeller.unscaled(_reduced(labeller, call, value, HOMOGENEOUS)), numbers=numbers)
 
 
 @register_rule("linalg_vector_norm")

@@ -115,6 +115,7 @@ Rule = Callable[[Labeller, Call], Value | Sequence[Value]]
 R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}
 SLICED: set[Any] = set()
+NUMBERS: set[Any] = set()
 
 
 def register_rule(*operators: Any, sliced: bool = False) -> Callable[[R], R]:
@@ -165,6 +166,15 @@ def rule_for(target: Any) -> Rule | None:
 def takes_slices(target: Any) -> bool:
     """True if the rule of an operator understands values that overlap or have routes."""
     return next((key in SLICED for key in _keys(target) if key in RULES), False)
+
+
+def reads_numbers(rule: R) -> R:
+    """Mark a rule that knows what numbers of units are; in the operands of all others, numbered units stay.
+
+    See :class:`~pyro_symmetric.discovery.labels.Value`.
+    """
+    NUMBERS.add(rule)
+    return rule
 
 
 def _keys(target: Any) -> tuple[Any, ...]:

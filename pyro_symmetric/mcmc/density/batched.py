@@ -29,39 +29,50 @@ class BatchedLoss:
     def __init__(self, problem: NetworkProblem):
         self.problem = problem
         x = problem.x
-        self._x = torch.cat([x, x.new_ones(len(x), 1)], 1)
-        self._xt = self._x.T.contiguous()
+        self._xt = torch.cat([x, x.new_ones(len(x), 1)], 1).T.contiguous()
+        labels = not problem.y.is_floating_point()
+        self._data = x if labels else torch.cat([x, problem.y], 1)  # what mini-batches are cut from
+        sizes = [layer.outputs * (layer.inputs + (layer.bias is not None)) for layer in problem.layers]
+        self._new = Tensor.new_empty if sum(sizes) == problem.dim else Tensor.new_zeros  # every number is written
         self._rooms: dict[int, _Room] = {}
 
     @torch.no_grad()
     def loss_and_gradient(self, w: Tensor, scale: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
         layers = self.problem.layers
         room = self._rooms.setdefault(threading.get_ident(), _Room(w))
-        x = None if index is None else self._x[index]  # (C, B, inputs + 1)
+        x, y = (None, self.problem.y) if index is None else self._batch(index)
         before: list[Tensor] = []  # inputs of each layer's activation, (C, outputs, rows)
         after: list[Tensor] = []  # and its outputs
         for number, layer in enumerate(layers):
-            product = self._product(layer, w, after[-1], room) if number else self._first(layer, w, x, room)
+            h = after[-1] if number else x
+            product = self._first(layer, w, room) if h is None else self._product(layer, w, h, room)
             before.append(product)
             after.append(_activate(layer, product, partial(room, ("after", number))))
-        y = self.problem.y if index is None else self.problem.y[index]
         loss, delta = _LOSSES[self.problem.loss](after[-1], y, room)
-        gradient = w.new_zeros(len(w), self.problem.dim)
+        gradient = self._new(w, (len(w), self.problem.dim))
         for number in reversed(range(len(layers))):
             layer = layers[number]
             delta = _pull_back(layer, delta, before[number], after[number])
-            if number == 0:
-                self._first_gradient(layer, gradient, delta, x, room)
+            h = after[number - 1] if number else x
+            if h is None:
+                self._first_gradient(layer, gradient, delta, room)
                 break
             if layer.bias is not None:
-                self._part(gradient, layer.bias, layer.outputs).copy_(delta.sum(-1))
-            weight = self._part(gradient, layer.weight, layer.outputs, layer.inputs)
-            weight.copy_(torch.bmm(delta, after[number - 1].mT))
+                torch.sum(delta, -1, out=self._part(gradient, layer.bias, layer.outputs))
+            torch.bmm(delta, h.mT, out=self._part(gradient, layer.weight, layer.outputs, layer.inputs))
+            if number == 0:
+                break
             below = room(("delta", number), len(w), layer.inputs, delta.shape[-1])
             delta = torch.bmm(self._part(w, layer.weight, layer.outputs, layer.inputs).mT, delta, out=below)
         return loss, gradient.mul_(scale[:, None])
 
     # small steps ----------------------------------------------------------------------------------------------------
+
+    def _batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Mini-batches: inputs ``(C, inputs, B)``, and targets."""
+        found, inputs = self._data[index], self.problem.x.shape[1]
+        y = found[..., inputs:] if self.problem.y.is_floating_point() else self.problem.y[index]
+        return found[..., :inputs].mT, y
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_rooms": {}}
@@ -70,23 +81,23 @@ class BatchedLoss:
         start = self.problem.offsets[name]
         return flat[:, start : start + math.prod(shape)].unflatten(1, shape)
 
-    def _first(self, layer: Layer, w: Tensor, x: Tensor | None, room: _Room) -> Tensor:
+    def _first(self, layer: Layer, w: Tensor, room: _Room) -> Tensor:
+        """The first layer on the data that all chains share, as one matrix product."""
         chains, rows = len(w), self._xt.shape[1]
         weight = room("weight", chains, layer.outputs, layer.inputs + 1)
         weight[:, :, :-1] = self._part(w, layer.weight, layer.outputs, layer.inputs)
-        weight[:, :, -1] = 0 if layer.bias is None else self._part(w, layer.bias, layer.outputs)
-        if x is not None:
-            return torch.bmm(weight, x.mT, out=room(("before", layer), chains, layer.outputs, x.shape[1]))
+        if layer.bias is None:
+            weight[:, :, -1].zero_()
+        else:
+            weight[:, :, -1] = self._part(w, layer.bias, layer.outputs)
         flat = room(("before", layer), chains * layer.outputs, rows)
         return torch.mm(weight.flatten(0, 1), self._xt, out=flat).view(chains, layer.outputs, rows)
 
-    def _first_gradient(self, layer: Layer, gradient: Tensor, delta: Tensor, x: Tensor | None, room: _Room) -> None:
+    def _first_gradient(self, layer: Layer, gradient: Tensor, delta: Tensor, room: _Room) -> None:
         chains, size = len(delta), layer.inputs + 1
-        if x is not None:
-            both = torch.bmm(delta, x)
-        else:  # transposed: the narrow side first is the faster order
-            narrow = room("first", size, chains * layer.outputs)
-            both = torch.mm(self._xt, delta.flatten(0, 1).T, out=narrow).view(size, chains, -1).permute(1, 2, 0)
+        # Transposed: the narrow side first is the faster order.
+        narrow = room("first", size, chains * layer.outputs)
+        both = torch.mm(self._xt, delta.flatten(0, 1).T, out=narrow).view(size, chains, -1).permute(1, 2, 0)
         self._part(gradient, layer.weight, layer.outputs, layer.inputs).copy_(both[:, :, :-1])
         if layer.bias is not None:
             self._part(gradient, layer.bias, layer.outputs).copy_(both[:, :, -1])
@@ -123,12 +134,14 @@ def _cross_entropy(outputs: Tensor, labels: Tensor, room: _Room) -> tuple[Tensor
     index = labels.expand(len(outputs), outputs.shape[-1])[:, None]
     loss = -log_probabilities.gather(1, index).sum((1, 2))
     delta = log_probabilities.exp_()
-    return loss, delta.scatter_add_(1, index, delta.new_tensor(-1.0).expand(index.shape))
+    return loss, delta.scatter_add_(1, index, delta.new_full((), -1.0).expand(index.shape))
 
 
 def _squares(outputs: Tensor, targets: Tensor, room: _Room) -> tuple[Tensor, Tensor]:
     delta = torch.sub(outputs, targets.mT, out=room("loss", *outputs.shape))
-    return 0.5 * delta.square().sum((1, 2)), delta
+    flat = delta.flatten(1)
+    nothing = flat.new_empty(len(flat), 1, 1)
+    return torch.baddbmm(nothing, flat[:, None], flat[:, :, None], beta=0, alpha=0.5).view(-1), delta
 
 
 def _noise(outputs: Tensor, targets: Tensor, room: _Room) -> tuple[Tensor, Tensor]:

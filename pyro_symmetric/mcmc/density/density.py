@@ -2,7 +2,7 @@ r"""The potential energy of any Pyro model, for many chains at once; discrete si
 
 .. math:: U(z) = -\log p(w(z), \text{data}) - \log\left|\det \frac{\partial w}{\partial z}\right|
 
-over the unconstrained vectors of a :class:`~pyro_symmetric.mcmc.density.layout.Layout`. Pyro's own potential can't be
+over the unconstrained vectors of a :class:`~pyro_symmetric.layout.Layout`. Pyro's own potential can't be
 mapped over chains (its enumeration handler reads ``tensor.data``), so this one traces the conditioned model itself
 under :func:`torch.func.vmap`. A :class:`~pyro_symmetric.models.BayesianModel` skips the trace.
 
@@ -29,8 +29,8 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.calls import described, described_call, model_arguments, refuse_training_batch_norm
+from pyro_symmetric.layout import Layout
 from pyro_symmetric.mcmc.density.engine import Engine, Evaluation, NoCompiler, Unavailable, same_evaluation
-from pyro_symmetric.mcmc.density.layout import Layout
 from pyro_symmetric.mcmc.density.native.compiler import compiler_name
 from pyro_symmetric.mcmc.density.network import network_engine
 from pyro_symmetric.mcmc.density.programs import Programs, pays
@@ -62,7 +62,7 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
 
     :param model: a Pyro model, whose discrete sites are summed out, or a ``BayesianModel``; ``args`` and ``kwargs`` are
         what it is called with.
-    :return: constrained weights ``batch_shape + site_shape`` -> ``batch_shape``.
+    :return: constrained weights ``batch_shape + site_shape`` -> ``batch_shape``, where the model and its data are.
     """
     density = Density(model, args, kwargs, engine="torch")
     shapes = density.layout.site_shapes
@@ -103,7 +103,8 @@ class Density:
         tensor argument as long as the first one is data. ``None``: all data, or what the model's plates with
         ``subsample_size`` draw.
     :param subsampled: whether mini-batches are allowed; otherwise a model that subsamples is refused.
-    :param evaluations: how many are expected, of all chains at once: what engine ``"auto"`` decides by.
+    :param evaluations: how many are expected, of all chains at once; by that engine ``"auto"`` decides,
+    :param chains: and by how many chains these are.
     :raises ValueError: naming the site, plate or module that can't be sampled, with advice.
     """
 
@@ -120,6 +121,7 @@ class Density:
         batch_size: int | None = None,
         subsampled: bool = False,
         evaluations: int = 0,
+        chains: int = 1,
     ):
         require_model(model)
         args, kwargs = model_arguments(args, kwargs)
@@ -155,7 +157,7 @@ class Density:
         self.engine_reason = ""
         """Why no faster engine serves, in words."""
         self._fast: Engine | None = None
-        self._settle_engine(engine, z, evaluations)
+        self._settle_engine(engine, z, evaluations, chains)
 
     @property
     def num_rows(self) -> int:
@@ -242,14 +244,14 @@ class Density:
 
     # engines --------------------------------------------------------------------------------------------------------
 
-    def _settle_engine(self, asked: str, z: Tensor, evaluations: int) -> None:
+    def _settle_engine(self, asked: str, z: Tensor, evaluations: int, chains: int) -> None:
         """:param z: draws from the prior, at which the model itself and engines are evaluated."""
         counts = self.row_counts.items()
         rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
         expected, met = self._probed(z, rows)
         if self.chain_chunk is None and (self.device.type == "cpu" or asked == "inductor"):
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES * len(z) // max(1, met.bytes))))
-        asked, why = self._wanted(asked, pays(met.count, evaluations))
+        asked, why = self._wanted(asked, pays(met.count, met.written * chains / len(z), evaluations))
         if self.target.one_by_one:
             why = Unavailable(self.target.one_by_one)
         elif asked == "inductor":

@@ -328,7 +328,7 @@ def _at_drawn_values(table: Tensor, site: Any, owners: Mapping[Any, Any], drawn:
 
 
 def _place(site: Any, drawn: Any) -> Tensor:
-    """Where drawn values, ``batch_shape + event_shape``, stand among those that a discrete site lists."""
+    """The index of drawn values, ``batch_shape + event_shape``, among those that a discrete site lists."""
     events = drawn.dim() - site["fn"].event_dim
     listed = site["value"].reshape(-1, *[1] * events, *drawn.shape[events:])
     return (listed == drawn).reshape(len(listed), *drawn.shape[:events], -1).all(-1).byte().argmax(0)

@@ -19,9 +19,12 @@ from pyro_symmetric.placement import as_tensor
 
 # Inputs are those that a program was made for, so it needn't compare sizes; one thread starts no workers. PyTorch keeps
 # no loop in its cache unless it is told that it may; these hold nothing but operations, which the cache's key lists.
+# PyTorch compiles and loads trial programs to see which vector instructions there are, which takes as long as all else
+# (of an empty cache); where its own kernels use the widest, that is known.
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,
     "compile_threads": 1,
+    "cpp.vec_isa_ok": True if torch.backends.cpu.get_cpu_capability() == "AVX512" else None,
     "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.while_loop": "1"},
 }
 
@@ -39,11 +42,13 @@ class Flat:
         from torch.fx.experimental.proxy_tensor import make_fx  # which takes long to load
 
         graph = make_fx(evaluate)(*inputs)
-        self._graph, self.constants = graph, _lifted(graph)
+        self.graph, self.constants = graph, _lifted(graph)
         """The tensors that the model holds, in the order in which the graph takes them after the inputs."""
+        self.code = "\n".join(part.code for part in graph.modules() if isinstance(part, fx.GraphModule))
+        """All that the graph computes, of its inputs and these tensors."""
 
     def __call__(self, *inputs: Tensor) -> Evaluation:
-        energy, gradient = self._graph(*inputs, *self.constants)
+        energy, gradient = self.graph(*inputs, *self.constants)
         return energy, gradient
 
     def loop(self, going_on: Callable[..., Tensor], body: Callable[..., Any], values: Any, others: Any) -> Any:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
+from pyro_symmetric.layout import Layout, is_identity
 from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, HeteroscedasticLikelihood
 from pyro_symmetric.mcmc.density.batched import BatchedLoss
 from pyro_symmetric.mcmc.density.engine import Evaluation, Unavailable, same_evaluation
 from pyro_symmetric.mcmc.density.feedforward import Loss, NetworkProblem, read_layers
-from pyro_symmetric.mcmc.density.layout import Layout, is_identity
 from pyro_symmetric.mcmc.density.native import NativeLoss
 from pyro_symmetric.mcmc.density.targets import ROWS, NetworkTarget, Rows
 
@@ -37,6 +37,7 @@ class NetworkEngine:
         self.name, self.by_chain = loss.name, loss.name == "native"
         self._loss, self._sites = loss, target.sites
         self._dim, self._batch_size, self._like = problem.dim, problem.batch_size, problem.x.new_empty(0)
+        self._scales = self._like  # of the gradient, for as many chains as there were last
         self._names = list(problem.offsets)
         self._share = (len(problem.x) / (problem.batch_size or len(problem.x))) / likelihood.temperature
         # observations with a normal density
@@ -61,10 +62,13 @@ class NetworkEngine:
         z = z.detach()
         if self._begin == z.shape[1] and self._log_noise is not None:
             scale = math.exp(-2 * self._log_noise) * self._share
-            loss, gradient = self._loss.loss_and_gradient(z, z.new_full((len(z),), scale), index)
-            energy, slope = loss.mul_(scale).add_(self._count * (self._log_noise + HALF_LOG_2PI)), None
-        else:
-            energy, gradient, slope = self._with_autograd(z, index)
+            scales = self._scales
+            if len(scales) != len(z):
+                scales = self._scales = z.new_full((len(z),), scale)
+            loss, gradient = self._loss.loss_and_gradient(z, scales, index)
+            assert self._prior is not None  # autograd would begin at the first coordinate
+            return self._prior.add(z, loss, gradient, scale, self._count * (self._log_noise + HALF_LOG_2PI))
+        energy, gradient, slope = self._with_autograd(z, index)
         if self._prior is not None:
             energy, gradient = self._prior.add(z[:, : self._dim], energy, gradient)
         return energy, gradient if slope is None else torch.cat([gradient, slope], 1)
@@ -114,10 +118,10 @@ class _GaussianPriors:
         constant = float((scale.double().log() + HALF_LOG_2PI).sum())
         return cls(loc if bool((loc != 0).any()) else None, scale**-2, constant)
 
-    def add(self, w: Tensor, energy: Tensor, gradient: Tensor) -> Evaluation:
-        """Their part of an energy and its gradient, both in place."""
+    def add(self, w: Tensor, energy: Tensor, gradient: Tensor, scale: float = 1.0, constant: float = 0.0) -> Evaluation:
+        """Their part, added to ``scale`` times an energy and a constant, and to its gradient, both in place."""
         centred = w if self.loc is None else w - self.loc
-        energy.addmv_(centred.square(), self.precision, alpha=0.5).add_(self.constant)
+        energy.addmv_(centred.square(), self.precision, beta=scale, alpha=0.5).add_(self.constant + constant)
         return energy, gradient.addcmul_(centred, self.precision)
 
 

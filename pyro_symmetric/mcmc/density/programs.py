@@ -28,11 +28,16 @@ from pyro_symmetric.mcmc.density.flat import Evaluate, Flat, compiled, flatten, 
 from pyro_symmetric.mcmc.density.targets import Rows
 
 LOG = logging.getLogger("pyro_symmetric")
-SAVED = 5e-6  # seconds of a machine's core, about, for each operation that PyTorch isn't asked for by itself
+SAVED = 1.2e-5  # seconds of a machine's core, about, for each operation that PyTorch isn't asked for by itself,
+SAVED_BYTE = 2e-10  # and for each byte of a result that needn't be written for the next operation to read
 COMPILED, COMPILED_OPERATION = 12.0, 0.03  # seconds of it that compiling takes, and for each operation of the model
+RUNS = 2  # of a model, that share its programs: PyTorch keeps them
+MOST_KEPT = 64  # programs of this process
 SILENT, BETWEEN = 4.0, 20.0  # seconds after which a compilation is spoken of, and between reports of its progress
 
 Compute = Callable[..., Any]
+_KEPT: dict[tuple[Any, ...], tuple[Callable[..., Any], Any]] = {}  # by all that they were made of, for the next density
+_KEEPING = threading.Lock()
 
 
 def run(density: Any, function: Compute, *inputs: Any, **static: Any) -> Any:
@@ -58,14 +63,16 @@ def run(density: Any, function: Compute, *inputs: Any, **static: Any) -> Any:
     return function(density.energy_and_gradient, *inputs, **static)
 
 
-def pays(operations: int, evaluations: int) -> bool:
-    """True if programs save more time than compiling them takes, if not in the cache: by a rule, not by timing, so that
-    every run of the same length decides alike.
+def pays(operations: int, written: float, evaluations: int) -> bool:
+    """True if programs save more time, in a few runs, than compiling them takes in the first: by a rule, not by timing,
+    so that every run of the same length decides alike.
 
     :param operations: of PyTorch, that one evaluation of energy and gradient consists of.
+    :param written: bytes of their results, for all chains at once.
     :param evaluations: how many of all chains at once are expected.
     """
-    return evaluations * operations * SAVED > COMPILED + operations * COMPILED_OPERATION
+    saved = operations * SAVED + written * SAVED_BYTE
+    return RUNS * evaluations * saved > COMPILED + operations * COMPILED_OPERATION
 
 
 def compiles(density: Any) -> bool:
@@ -132,29 +139,24 @@ class Programs:
         self.__init__(state["_evaluate"], state["most_chains"])  # type: ignore[misc]
 
     def _made(self, function: Compute, kinds: Any, values: list[Tensor], static: dict[str, Any]) -> _Program:
-        kinds_out: list[Any] = []
         inputs = [value.detach() for value in values]
         try:
             with Notice(function.__name__.strip("_")), PYRO, without_warnings(), torch.no_grad():
                 evaluate = self._traced(function, inputs, static)
-                constants = evaluate.constants
-
-                def flattened(*values: Tensor) -> list[Tensor]:
-                    given, evaluate.constants = values[: len(inputs)], values[len(inputs) :]
-                    results: list[Tensor] = []
-                    found = function(evaluate, *unflatten(kinds, iter(given)), **static)
-                    kinds_out[:] = [flatten(found, results)]
-                    return [value.clone() if any(value is one for one in given) else value for value in results]
-
-                try:
-                    call = compiled(flattened, [*inputs, *constants])
-                finally:
-                    evaluate.constants = constants
+                every = (*inputs, *evaluate.constants)  # whose layout the program takes as given
+                shapes = [(value.shape, value.stride(), value.dtype, value.device) for value in every]
+                key = (function, *static.items(), kinds, *shapes, evaluate.code, torch.get_num_threads())
+                made = _KEPT.get(key) or _compiled(function, evaluate, kinds, inputs, static)
+                with _KEEPING:  # other densities' threads, too
+                    while len(_KEPT) >= MOST_KEPT:
+                        _KEPT.pop(next(iter(_KEPT)))
+                    _KEPT[key] = made
+                call, kinds_out = made
         except torch.linalg.LinAlgError:
             raise
         except Exception as error:  # tracing and compiling run other people's code, which may raise anything
             raise Unavailable(f"torch.compile failed: {type(error).__name__}: {str(error).strip()[:300]}") from error
-        return _Program(call, kinds_out[0], constants)
+        return _Program(call, kinds_out, evaluate.constants)
 
     def _traced(self, function: Compute, inputs: list[Tensor], static: dict[str, Any]) -> Flat:
         """The density's graph for such inputs: their first is of points, and mini-batches follow to be evaluated."""
@@ -218,6 +220,25 @@ class Notice:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _compiled(
+    function: Compute, evaluate: Flat, kinds: Any, inputs: list[Tensor], static: dict[str, Any]
+) -> tuple[Callable[..., Any], Any]:
+    """A program of tensors, the model's constants last, and what to build of the tensors that it returns."""
+    constants, kinds_out = evaluate.constants, list[Any]()
+
+    def flattened(*values: Tensor) -> list[Tensor]:
+        given, evaluate.constants = values[: len(inputs)], values[len(inputs) :]
+        results: list[Tensor] = []
+        found = function(evaluate, *unflatten(kinds, iter(given)), **static)
+        kinds_out[:] = [flatten(found, results)]
+        return [value.clone() if any(value is one for one in given) else value for value in results]
+
+    try:
+        return compiled(flattened, [*inputs, *constants]), kinds_out[0]
+    finally:
+        evaluate.constants = constants
 
 
 def _evaluated(evaluate: Evaluate, *inputs: Tensor, names: tuple[str, ...]) -> Evaluation:

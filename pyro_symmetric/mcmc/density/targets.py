@@ -104,7 +104,7 @@ class NetworkTarget:
         if isinstance(likelihood, GaussianLikelihood):
             targets = likelihood.targets(y)
             outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
-            noise = weights["noise_scale"] if likelihood.scale is None else outputs.new_tensor(likelihood.scale)
+            noise = weights["noise_scale"] if likelihood.scale is None else outputs.new_full((), likelihood.scale)
             noise = noise.reshape(*noise.shape, *[1] * (outputs.dim() - noise.dim()))
             log_prob = Normal(outputs, noise, validate_args=False).log_prob(targets)
             return log_prob.flatten(outputs.dim() - targets.dim()).sum(-1)

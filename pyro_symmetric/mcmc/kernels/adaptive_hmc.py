@@ -99,7 +99,7 @@ class LengthTuning:
         """Count an iteration: how long its trajectories lasted, and their estimate of the expected square, ``()``."""
         place = int(min(max(BINS_OF_TWO * math.log2(time / SHORTEST), 0), BINS - 1))
         here = torch.zeros_like(self.counts)
-        here[place] = 1.0
+        here[place].fill_(1.0)  # a value that is assigned would be copied to the device
         sums, times = FADING * self.sums + here * square, FADING * self.times + here * time
         counts = FADING * self.counts + here
         return replace(self, sums=sums, times=times, counts=counts, iteration=self.iteration + 1)

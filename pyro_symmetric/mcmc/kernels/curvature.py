@@ -29,7 +29,7 @@ LOST = 3.0  # deviations from 0 of a mean gradient
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    """What chains have passed since the mass matrix was last learnt.
+    """The positions and gradients that chains have passed since the mass matrix was last learnt.
 
     :param positions: of all chains, ``(C, D)`` each.
     :param gradients: of the energy there, likewise.
@@ -44,8 +44,8 @@ class Curvature:
         """Take in one draw of every chain and its gradient, ``(C, D)`` each."""
         return Curvature((*self.positions, z), (*self.gradients, gradient), self.renewals)
 
-    def sources(self, energy: Tensor) -> Tensor | None:
-        """Which chain each chain is to go on from, ``(C,)``: itself, unless it is lost; ``None`` if none is.
+    def lost(self, energy: Tensor) -> tuple[Tensor, Tensor]:
+        """Which chains are lost, and which have arrived, ``(C,)`` each.
 
         The mean gradient is 0 for a chain that has arrived, in whichever mode (integrate by parts). Lost is a chain
         whose gradients, in some coordinate, lie further from 0 than ``LOST`` of their deviations, while its energy is
@@ -55,13 +55,8 @@ class Curvature:
         """
         gradients = torch.stack(self.gradients).double()
         settled = (gradients.mean(0).abs() <= LOST * gradients.std(0)).all(-1)
-        if 2 * int(settled.sum()) < len(energy):
-            return None
-        lost = ~settled & (energy > energy[settled].max())
-        if not bool(lost.any()):
-            return None
-        every, arrived = torch.arange(len(energy), device=energy.device), settled.nonzero().flatten()
-        return torch.where(lost, arrived[every % len(arrived)], every)
+        highest = torch.where(settled, energy, -torch.inf).max()
+        return ~settled & (energy > highest) & (2 * settled.sum() >= len(energy)), settled
 
     def mass(self, energy: Tensor) -> DenseMass | None:
         """The mass matrix that the draws so far suggest, or ``None`` if some coordinate hardly moved.

@@ -22,6 +22,7 @@ which share of its spread a stage reaches.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -132,7 +133,7 @@ class CyclicalSG(StochasticGradientKernel):
     # small steps ----------------------------------------------------------------------------------------------------
 
     def _arrived(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
-        """Where exploration has ended, the sampling stage begins."""
+        """The sampling stage begins for chains whose exploration has ended."""
         walk.begin_sampling()
         if tuning.spread is None:
             return tuning
@@ -155,17 +156,29 @@ class CyclicalSG(StochasticGradientKernel):
 
     def _follow(self, walk: Walk, tuning: StochasticTuning, steps: range, noisy: bool) -> StochasticTuning:
         """Make these steps of a cycle; the tuning with the last one's size."""
-        keep = torch.full_like(tuning.base_step_size, 1 - self.momentum_decay)
-        spread = (1 - keep.square()).sqrt() if noisy else None
-        step, preconditioner = tuning.step_size, self.preconditioner(tuning)
-        for k in steps:
-            if self.has_momentum:
-                step = tuning.base_step_size * math.sqrt(self._share(k))
-                walk.hamiltonian(step, keep, spread, preconditioner)
-            else:
-                step = tuning.base_step_size * self._share(k)
-                walk.langevin(step, noisy, preconditioner)
-        return replace(tuning, step_size=step)
+        if not steps:
+            return tuning
+        base, preconditioner = tuning.base_step_size, self.preconditioner(tuning)
+        left = torch.arange(-steps.start, -steps.stop, -1, dtype=base.dtype, device=base.device) + self.cycle_length
+        roots = left.mul_(0.5 * math.pi / self.cycle_length).sin_()  # of the shares, without cancellation at the end
+        sizes = base * (roots if self.has_momentum else roots.square())
+        if self.has_momentum:
+            self._drift(walk, sizes, None if preconditioner is None else preconditioner.sqrt(), noisy)
+        else:
+            self._diffuse(walk, sizes, preconditioner, noisy)
+        return replace(tuning, step_size=sizes[-1])
+
+    def _drift(self, walk: Walk, sizes: Tensor, scale: Tensor | None, noisy: bool) -> None:
+        keep = torch.full_like(sizes[0], 1 - self.momentum_decay)
+        drawn = walk.noise(len(sizes), (1 - keep.square()).sqrt()) if noisy else itertools.repeat(None)
+        for step, noise in zip(sizes.unbind(), drawn, strict=False):
+            walk.hamiltonian(step if scale is None else step * scale, keep, noise)
+
+    def _diffuse(self, walk: Walk, sizes: Tensor, scale: Tensor | None, noisy: bool) -> None:
+        spread = torch.ones_like(sizes[0]) if scale is None else scale.sqrt()
+        drawn = walk.noise(len(sizes), spread) if noisy else itertools.repeat(None)
+        for step, root, noise in zip(sizes.unbind(), sizes.sqrt().unbind(), drawn, strict=False):
+            walk.langevin(step if scale is None else step * scale, None if noise is None else noise.mul_(root))
 
     def _share(self, k: int) -> float:
         return 0.5 * (math.cos(math.pi * k / self.cycle_length) + 1)

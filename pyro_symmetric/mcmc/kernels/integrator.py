@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_symmetric.chain_statistics import rounding
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.flat import Evaluate, repeat
 from pyro_symmetric.mcmc.density.programs import run
@@ -15,11 +16,10 @@ from pyro_symmetric.mcmc.kernels.mass import Mass
 from pyro_symmetric.mcmc.kernels.randomness import normal
 
 MAX_ENERGY_ERROR = 1000.0  # beyond it a trajectory counts as divergent, as in Stan and Pyro
-ROUNDING = 4.0  # of an energy, in units of the last place, about
 
 
 class PhasePoint(NamedTuple):
-    """Where C chains are in phase space; these fields a :class:`~pyro_symmetric.mcmc.State` has, too.
+    """Points of C chains in phase space; these fields a :class:`~pyro_symmetric.mcmc.State` has, too.
 
     :param z: positions ``(C, D)``; likewise ``momentum``.
     :param energy: potential energy at ``z``, ``(C,)``; ``gradient`` is its gradient ``(C, D)``.
@@ -136,13 +136,14 @@ def energy_error(after: Tensor, before: Tensor) -> Tensor:
     """The change of a trajectory's energy, ``(C,)``; infinite where it left the support or all numbers behind.
 
     Far out, energies may be so large that rounding hides more than a unit. There what it may hide counts as none, or
-    chains would be stuck: rounding alone would refuse every other step, however short.
+    chains would be stuck: rounding alone would refuse every other step, however short. If that lasts while chains are
+    sampled, :func:`~pyro_symmetric.chain_findings.blurred` says so.
     """
     error = after - before
     if error.dtype == torch.float32:
-        blur = ROUNDING * torch.finfo(torch.float32).eps * before.abs()
+        blur = rounding(before)
         error = torch.where((blur > 1) & (error.abs() <= blur), 0.0, error)
-    return torch.where(torch.isfinite(error), error, torch.inf)
+    return error.nan_to_num(torch.inf, torch.inf, torch.inf)
 
 
 def find_step_size(
@@ -155,39 +156,23 @@ def find_step_size(
     acceptance: Callable[..., Tensor] = acceptance_of_one_step,
     max_tries: int = 60,
 ) -> Tensor:
-    """Double or halve a step size until the mean acceptance of one step crosses ``target``, as Stan does.
+    """Double or halve a step size until the acceptance of one step crosses ``target``, as Stan does.
 
     :param at: where the chains are; their momenta are drawn anew.
+    :param step_size: of all chains, ``()``, whose mean acceptance counts; or of each one by itself, ``(C, 1)``.
     :param acceptance: of chains there with a step size, as :func:`acceptance_of_one_step`.
+    :return: in the shape of ``step_size``.
     """
 
-    def accepts(step: Tensor) -> bool:
-        return bool(acceptance(density, at, step, mass, generator).mean() > target)
+    def accepts(step: Tensor) -> Tensor:
+        found = acceptance(density, at, step, mass, generator)
+        return (found[:, None] if step.dim() else found.mean()) > target
 
     grow = accepts(step_size)
+    factor, crossed = torch.where(grow, 2.0, 0.5).to(step_size), torch.zeros_like(grow)
     for _ in range(max_tries):
-        step_size = step_size * (2.0 if grow else 0.5)
-        if accepts(step_size) != grow:
-            break
-    return step_size
-
-
-def find_step_sizes(
-    density: Density,
-    at: PhasePoint,
-    step_sizes: Tensor,
-    mass: Mass,
-    target: float,
-    generator: torch.Generator,
-    acceptance: Callable[..., Tensor] = acceptance_of_one_step,
-    max_tries: int = 60,
-) -> Tensor:
-    """:func:`find_step_size` for each chain by itself, ``(C, 1)``."""
-    grow = acceptance(density, at, step_sizes, mass, generator) > target
-    crossed = torch.zeros_like(grow)
-    for _ in range(max_tries):
-        step_sizes = torch.where(crossed[:, None], 1.0, torch.where(grow, 2.0, 0.5)[:, None]) * step_sizes
-        crossed = crossed | ((acceptance(density, at, step_sizes, mass, generator) > target) != grow)
+        step_size = torch.where(crossed, step_size, factor * step_size)
+        crossed = crossed | (accepts(step_size) != grow)
         if bool(crossed.all()):
             break
-    return step_sizes
+    return step_size

@@ -12,8 +12,8 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density, require_model
 
+Tuning = TypeVar("Tuning", bound=Any)
 _WITH_TOLIST = (Tensor, np.ndarray, np.generic)  # which JSON can't hold
 
 
@@ -55,6 +56,9 @@ class State:
     tuning: Any
     generator: torch.Generator
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"State({', '.join(map(str, self.z.shape[:-1]))} chains of {self.z.shape[-1]} numbers, {self.z.dtype})"
 
 
 class Kernel(ABC):
@@ -129,6 +133,10 @@ class Kernel(ABC):
         """Learn from warm-up's iteration ``iteration`` (counted from 0) of ``num_warmup``; by default nothing."""
         return state
 
+    def remarks(self, state: State) -> dict[str, Any]:
+        """Entries of a posterior's metadata, as JSON, that only the state tells; by default none."""
+        return {}
+
     def settings(self) -> dict[str, Any]:
         """The settings, for the metadata of a posterior."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}  # type: ignore[arg-type]
@@ -150,3 +158,35 @@ def _parted(doc: str) -> tuple[str, dict[str, str]]:
 
 def _default(kind: type, name: str) -> str:
     return f" Default: ``{getattr(kind, name)!r}``." if hasattr(kind, name) else ""
+
+
+# chains that are lost in warm-up -----------------------------------------------------------------------------------
+
+
+def stranded(began: Tensor, z: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
+    """Which chains moved not once since they were at ``began``, while most did and have lower energies; and which did.
+
+    :param z: where they are, ``(C, D)``.
+    :param energy: there, ``(C,)``.
+    :return: ``(C,)`` each.
+    """
+    still = (began == z).all(-1)
+    highest = torch.where(still, -torch.inf, energy).max()
+    return still & (energy > highest) & (2 * still.sum() < len(still)), ~still
+
+
+def relocated(state: State, tuning: Tuning, lost: Tensor, arrived: Tensor) -> tuple[State, Tuning]:
+    """Lost chains at the places of those that have arrived, which take turns; ``(C,)`` each.
+
+    :param tuning: notes in its field ``relocated`` which chains were lost.
+    """
+    if not bool(lost.any()):
+        return state, tuning
+    every, others = torch.arange(len(lost), device=lost.device), arrived.nonzero().flatten()
+    sources = torch.where(lost, others[every % len(others)], every)
+    z, momentum, energy, gradient = (
+        value[sources] for value in (state.z, state.momentum, state.energy, state.gradient)
+    )
+    every_time = lost if tuning.relocated is None else tuning.relocated | lost
+    state = replace(state, z=z, momentum=momentum, energy=energy, gradient=gradient)
+    return state, replace(tuning, relocated=every_time)

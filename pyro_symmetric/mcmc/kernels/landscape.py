@@ -65,31 +65,38 @@ class Landscape:
 
         :param preconditioner: its diagonal, ``(C, D)`` or ``(D,)``; ``None`` for none.
         """
-        scale = torch.ones_like(z) if preconditioner is None else preconditioner.sqrt()
+        scale: Tensor | float = 1.0 if preconditioner is None else preconditioner.sqrt()
         rows = independent_rows(density.row_counts, len(z), generator)
         _, gradient = density.energy_and_gradient(z, rows)
         along = scale * self.direction
         # The cube root of the precision balances the rounding of a difference against the curvature's own change.
         length = torch.finfo(z.dtype).eps ** (1 / 3) * (1 + z.square().mean(-1, keepdim=True).sqrt())
         distance = length / along.norm(dim=-1, keepdim=True)
-        product = scale * (density.energy_and_gradient(z + distance * along, rows)[1] - gradient) / distance
+        product = along.mul_(distance).add_(z)  # from here on in place: chains of networks are large
+        product = density.energy_and_gradient(product, rows)[1].sub(gradient).mul_(scale).div_(distance)
         curvature = product.norm(dim=-1, keepdim=True)
         usable = torch.isfinite(curvature) & (curvature > 0)
-        change = bare = torch.zeros_like(z)
+        noise = bare_noise = torch.zeros_like(z[0])
         if rows is not None:
             others = independent_rows(density.row_counts, len(z), generator)
-            change = bare = gradient - density.energy_and_gradient(z, others)[1]
+            change = gradient - density.energy_and_gradient(z, others)[1]
+            noise = bare_noise = _half_mean_square(scale * change)
             if anchor is not None:
                 first, second = (density.energy_and_gradient(anchor.z, batch)[1] for batch in (rows, others))
-                change = bare - (first - second)
+                noise = _half_mean_square(scale * (change - (first - second)))
         weight = 2 / (self.count + 2)
-        noise, bare_noise = (
-            (0.5 * (scale * difference).square()).nan_to_num(0.0, 0.0, 0.0).mean(0) for difference in (change, bare)
-        )
         return Landscape(
-            torch.where(usable, product / curvature, self.direction),
+            torch.where(usable, product.div_(curvature), self.direction),
             self.curvature.lerp(torch.where(usable[:, 0], curvature[:, 0], self.curvature), weight),
             self.noise.lerp(noise, weight),
             self.bare_noise.lerp(bare_noise, weight),
             self.count + 1,
         )
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _half_mean_square(change: Tensor) -> Tensor:
+    """Over chains ``(C, D)``, of what is the caller's to overwrite; what is no number counts as 0."""
+    return change.square_().mul_(0.5).nan_to_num_(0.0, 0.0, 0.0).mean(0)

@@ -10,11 +10,12 @@ also checked, as Stan does, between each half and the nearest state of the other
 :math:`e^{-H}`: fairly within the new half, with a bias towards the new half between the two.
 
 **Many chains.** All unfinished chains build their :math:`j`-th doubling at the same time, so every one of them is at
-the same leaf of the same tree. Where a recursion would be there is a binary counter, shared by all: leaf :math:`n`
+the same leaf of the same tree. A binary counter, shared by all, stands for the recursion: leaf :math:`n`
 completes as many subtrees as :math:`n` has trailing ones (as in Phan & Pradhan 2019, arXiv 1912.11554, algorithm 2, and
 Lao et al. 2020, arXiv 2002.01184). A chain that has finished leaves the batch, so no gradient is spent on it. What is
 lost is that an iteration's last chains run in smaller batches; the statistic ``occupancy`` says how much: the mean
-share of the chains that is in a batch.
+share of the chains that is in a batch. To look who has finished, the host waits for the device. So elsewhere than on a
+CPU it looks once in ``PATIENCE`` batches, and chains that have finished stay, masked, until half of the batch has.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.mass import Mass
 from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
+
+AT_HAND = ("cpu",)  # kinds of devices that the host needn't wait for
+PATIENCE = 7  # batches, at least, between two looks at a device: three doublings before the first
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -178,7 +182,8 @@ class _Batches:
     def __init__(self, density: Density, tree: _Tree, mass: Mass):
         self.density, self.tree, self.mass = density, tree, mass
         self.finished: list[_Tree] = []
-        self.count = 0
+        self.count = self.looked = 0
+        self.waits = tree.chain.device.type not in AT_HAND
 
     def grown(self, max_depth: int, draw: Callable[[int, int], _Chances]) -> tuple[_Tree, Tensor]:
         """Let all grow; what they have become, and by how many batches."""
@@ -187,7 +192,8 @@ class _Batches:
             branch, spans = self._grow(depth, chances)
             if spans:
                 self.tree = _joined(self.tree, branch, spans[0], chances.joint[self.tree.chain], self.mass)
-                self._part(self.tree.growing)
+                if depth + 1 < max_depth:
+                    self._part(self.tree.growing)
             else:  # no trajectory is left
                 self.tree = self.tree._replace(growing=branch.valid)
             if len(self.tree.growing) == 0:
@@ -204,6 +210,8 @@ class _Batches:
         spans: list[_Span] = []
         for leaf in range(2**depth):
             end = one_step(self.density.energy_and_gradient, branch.end, branch.step, self.mass)
+            if self.waits:
+                end = choose(branch.valid, end, branch.end)  # a trajectory that has ended doesn't run away
             chance = chances.leaf[leaf, self.tree.chain]
             branch, cost = _counted(branch, self.tree.cost, self.tree.start_energy, end, chance, self.mass)
             span, self.tree, self.count = (
@@ -224,10 +232,13 @@ class _Batches:
 
     def _part(self, going_on: Tensor, *others: Any) -> Any:
         """Take chains that have finished out of the batch; what is left of ``others``."""
-        if bool(going_on.all()):
+        if self.waits and self.count - self.looked < PATIENCE:
             return others
-        stay = going_on.nonzero().flatten()
-        self.finished.append(_select(self.tree, (~going_on).nonzero().flatten()))
+        left, everyone, self.looked = int(going_on.sum()), len(going_on), self.count
+        if left == everyone or (self.waits and 2 * left > everyone):
+            return others
+        stay, done = (~going_on).byte().argsort(stable=True).split([left, everyone - left])
+        self.finished.append(_select(self.tree, done))
         self.tree = _select(self.tree, stay)
         return tuple(_select(other, stay) for other in others)
 

@@ -76,12 +76,16 @@ class pSGLD(SGLD):
         step, moment = self.scheduled(tuning), tuning.second_moment
         learning = self.running or tuning.warming_up
         weight = (1 - self.smoothing) / max(walk.density.num_rows, 1) ** 2
-        preconditioner = self._of(moment)
-        for _ in range(self.num_steps):
-            walk.langevin(step, preconditioner=preconditioner)
-            if learning:  # from this step's gradient for the next one, which is thus independent of its noise
-                moment = (self.smoothing * moment).addcmul_(walk.last_gradient, walk.last_gradient, value=weight)
-                preconditioner = self._of(moment)
+        scaled = step * self._of(moment)
+        if not learning:
+            for noise in walk.noise(self.num_steps, scaled.sqrt()):
+                walk.langevin(scaled, noise)
+            return replace(tuning, step_size=step)
+        for noise in walk.noise(self.num_steps, torch.ones_like(step)):
+            walk.langevin(scaled, noise.mul_(scaled.sqrt()))
+            # From this step's gradient for the next one, which is thus independent of its noise.
+            moment = (self.smoothing * moment).addcmul_(walk.last_gradient, walk.last_gradient, value=weight)
+            scaled = step * self._of(moment)
         usable = torch.isfinite(moment).all(-1, keepdim=True)
         return replace(tuning, step_size=step, second_moment=torch.where(usable, moment, tuning.second_moment))
 

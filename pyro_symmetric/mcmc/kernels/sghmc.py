@@ -66,7 +66,7 @@ class SGHMC(SteadyKernel):
     :param noise_estimate: ``B̂``, one number or a tensor ``(D,)``, which the injected noise is reduced by; 0 keeps what
         the mini-batches add. ``"auto"`` takes it from the variance of the chains' gradients, measured in warm-up. That
         needs ``replacement=True``: the noise of batches without replacement cancels over a pass through the data, and
-        taking away all of it would leave too little. Where there is more to take away than friction makes up for,
+        taking away all of it would leave too little. If there is more to take away than friction makes up for,
         nothing is injected.
     :param resample_momentum: draw momenta anew at the start of each iteration.
     """
@@ -116,11 +116,12 @@ class SGHMC(SteadyKernel):
     def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         step = self.scheduled(tuning)
         keep, injected = self._momentum_shares(tuning, step)
-        spread, preconditioner = injected.clamp(min=0).sqrt(), self.preconditioner(tuning)
+        preconditioner = self.preconditioner(tuning)
+        scaled = step if preconditioner is None else step * preconditioner.sqrt()
         if self.resample_momentum:
             walk.r.normal_(generator=walk.generator)
-        for _ in range(self.num_steps):
-            walk.hamiltonian(step, keep, spread, preconditioner)
+        for noise in walk.noise(self.num_steps, injected.clamp(min=0).sqrt()):
+            walk.hamiltonian(scaled, keep, noise)
         return replace(tuning, step_size=step)
 
     def _momentum_shares(self, tuning: StochasticTuning, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +134,8 @@ class SGHMC(SteadyKernel):
             keep = ((4 * self.tolerance - kicks) / (4 * self.tolerance + kicks)).clamp(min=0.0, max=MOST_KEPT)
         if isinstance(self.noise_estimate, str):
             return keep, 1 - keep.square() - step.square() * noise * (0.5 * (1 + keep)).square()
-        estimate = torch.as_tensor(self.noise_estimate, dtype=step.dtype, device=step.device)
-        preconditioner = self.preconditioner(tuning)
+        estimate, preconditioner = self.noise_estimate, self.preconditioner(tuning)
+        if isinstance(estimate, Tensor):
+            estimate = estimate.to(step)
         estimate = estimate if preconditioner is None else preconditioner * estimate  # in the units of the step
         return keep, 1 - keep.square() - 2 * step * estimate

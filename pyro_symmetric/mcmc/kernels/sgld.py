@@ -43,6 +43,7 @@ class SGLD(SteadyKernel):
 
     def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         step, preconditioner = self.scheduled(tuning), self.preconditioner(tuning)
-        for _ in range(self.num_steps):
-            walk.langevin(step, preconditioner=preconditioner)
+        scaled = step if preconditioner is None else step * preconditioner
+        for noise in walk.noise(self.num_steps, scaled.sqrt()):
+            walk.langevin(scaled, noise)
         return replace(tuning, step_size=step)

@@ -5,7 +5,7 @@ parts). So the slope of a regression of gradients on positions,
 
 .. math:: \frac{\operatorname{Cov}(z_i, \partial_i U)}{\operatorname{Var}(z_i)} ,
 
-is the inverse of the variance if chains have settled. Where a chain has only begun to spread, its variance is too
+is the inverse of the variance if chains have settled. If a chain has only begun to spread, its variance is too
 small, but the slope is the curvature there, and for a Gaussian of independent coordinates still the inverse variance.
 """
 

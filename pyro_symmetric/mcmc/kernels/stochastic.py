@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from pyro_symmetric.mcmc.kernels.spread import Spread
 from pyro_symmetric.mcmc.kernels.warmup import window_ends
 
 WATCHED = 10  # steps: at every so many of a window the chains' spread is looked at
+DRAWN = 2**18  # normal numbers that are drawn at once, at most, if one step's are fewer
 FIRST_ROUNDS = 6  # measurements of the landscape before the first step in new units
 
 
@@ -90,44 +91,53 @@ class Walk:
         self.last_gradient = state.gradient
         self.spread: Spread | None = None  # to learn from this walk
         self.count = 0
-        self._virial = torch.zeros_like(state.energy)
+        self._virial = torch.zeros_like(self.z)  # of each coordinate, as one sum in the end costs less than many
+        self._away = torch.empty_like(self.z)
         self._counted = 0
-        self._normal = torch.empty_like(state.z)
 
     def gradient(self) -> Tensor:
         """The gradient ``(C, D)`` on each chain's next mini-batch."""
         rows, self.batches = self.batches.next(self.generator)
         self.energy, self.last_gradient = estimated(self.density, self.z, rows, self.anchor)
-        away = self.z if self.centre is None else self.z - self.centre
-        self._virial.add_(torch.linalg.vecdot(away, self.last_gradient))
+        away = self.z if self.centre is None else torch.sub(self.z, self.centre, out=self._away)
+        self._virial.addcmul_(away, self.last_gradient)
         if self.spread is not None and self._counted % WATCHED == 0:
             self.spread = self.spread.update(self.z, self.last_gradient)
         self.count += 1
         self._counted += 1
         return self.last_gradient
 
-    def langevin(self, step: Tensor, noisy: bool = True, preconditioner: Tensor | None = None) -> None:
-        r"""One step of size :math:`\varepsilon`: half of it times the gradient, and noise of variance ``ε``."""
-        gradient = self.gradient()
-        if preconditioner is not None:
-            gradient = gradient * preconditioner
-        self.z.addcmul_(gradient, step, value=-0.5)
-        if noisy:
-            spread = step.sqrt() if preconditioner is None else (step * preconditioner).sqrt_()
-            self.z.addcmul_(self._normal.normal_(generator=self.generator), spread)
+    def noise(self, steps: int, spread: Tensor) -> Iterator[Tensor]:
+        """Normal numbers ``(C, D)`` of this spread for each of so many steps, drawn many at a time if they are few.
 
-    def hamiltonian(
-        self, step: Tensor, keep: Tensor, spread: Tensor | None, preconditioner: Tensor | None = None
-    ) -> None:
-        """Kick, half a drift, friction that keeps a share of the momentum and noise, half a drift."""
-        step = step if preconditioner is None else step * preconditioner.sqrt()
-        half = 0.5 * step
+        Those of a step are overwritten once the next ones are drawn.
+        """
+        most = min(steps, max(1, DRAWN // max(1, self.z.numel())))
+        drawn = self.z.new_empty(most, *self.z.shape)
+        for begin in range(0, steps, most):
+            yield from drawn[: steps - begin].normal_(generator=self.generator).mul_(spread)
+
+    def langevin(self, step: Tensor, noise: Tensor | None) -> None:
+        r"""One step of size :math:`\varepsilon`: half of it times the gradient, and noise of variance ``ε``.
+
+        :param step: times the preconditioner, ``()``, ``(D,)`` or ``(C, D)``.
+        """
+        self.z.addcmul_(self.gradient(), step, value=-0.5)
+        if noise is not None:
+            self.z.add_(noise)
+
+    def hamiltonian(self, step: Tensor, keep: Tensor, noise: Tensor | None) -> None:
+        """Kick, half a drift, friction that keeps a share of the momentum and noise, half a drift.
+
+        :param step: times the root of the preconditioner, ``()``, ``(D,)`` or ``(C, D)``.
+        """
         self.r.addcmul_(self.gradient(), step, value=-1)
-        self.z.addcmul_(self.r, half)
-        self.r.mul_(keep)
-        if spread is not None:
-            self.r.addcmul_(self._normal.normal_(generator=self.generator), spread)
-        self.z.addcmul_(self.r, half)
+        self.z.addcmul_(self.r, step, value=0.5)
+        if noise is None:
+            self.r.mul_(keep)
+        else:
+            torch.addcmul(noise, self.r, keep, out=self.r)
+        self.z.addcmul_(self.r, step, value=0.5)
 
     def begin_sampling(self) -> None:
         """Start averages and momenta anew: what came before was no sampling."""
@@ -137,7 +147,7 @@ class Walk:
 
     def virial(self) -> Tensor:
         """``(C,)``, the average over the steps."""
-        return self._virial / (self._counted * self.z.shape[-1])
+        return self._virial.sum(-1) / (self._counted * self.z.shape[-1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -230,7 +240,8 @@ class StochasticGradientKernel(Kernel):
             walk.spread = state.tuning.spread
         tuning = self.walk(walk, state.tuning)
         # A chain that left all numbers behind goes back to where the iteration began, and is counted.
-        found = (torch.isfinite(walk.z) & torch.isfinite(walk.r)).all(-1) & torch.isfinite(walk.energy)
+        largest = [torch.linalg.vector_norm(value, torch.inf, dim=-1) for value in (walk.z, walk.r)]
+        found = torch.isfinite(torch.stack([*largest, walk.energy])).all(0)
         lost = ~found[:, None]
         energy = torch.where(found, walk.energy, state.energy)
         if walk.spread is not None and tuning.spread is not None:
@@ -245,9 +256,9 @@ class StochasticGradientKernel(Kernel):
         momentum = walk.r
         if self.has_momentum:
             statistics["kinetic_temperature"] = walk.r.square().mean(-1)
-            momentum = torch.where(lost, normal(walk.r, state.generator), walk.r)
+            momentum = torch.where(lost, normal(walk.r, state.generator), walk.r, out=walk.r)
         return State(
-            torch.where(lost, state.z, walk.z),
+            torch.where(lost, state.z, walk.z, out=walk.z),
             momentum,
             energy,
             torch.where(lost, state.gradient, walk.last_gradient),

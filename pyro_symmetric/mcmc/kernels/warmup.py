@@ -23,7 +23,9 @@ Before the first window a dense one is learnt from gradients (:mod:`~pyro_symmet
 iterations anew, with a step that each chain finds for itself. Meanwhile chains may fall from far out, where each has a
 scale of its own: on unscaled columns, starts between -2 and 2 have energies of 1e12. So the first trajectories are
 single steps, whose speed is forgotten at once; by longer ones chains were flung to where all is flat. Chains that are
-lost all the same go on from the places of others when the first window begins.
+lost all the same move to the places of others when the first window begins. So do chains that stand still throughout a
+window, when it ends, if each chain that moves has a lower energy (:func:`stranded`):
+they lie where no step that suits the others is ever accepted. ``metadata["relocated_chains"]`` lists both.
 
 **Chains that are stuck** at a step that suits the others go at a :class:`Pace` of their own until the mass matrix is
 first renewed. Warm-up needs no invariant law, and these chains have yet to arrive. Those that are stuck at the end of
@@ -47,8 +49,8 @@ from pyro_symmetric.chain_findings import ACCEPTANCE
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.programs import evaluated_once
 from pyro_symmetric.mcmc.kernels.curvature import Curvature
-from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, acceptance_of_one_step, find_step_size, find_step_sizes
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, acceptance_of_one_step, find_step_size
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, relocated, stranded
 from pyro_symmetric.mcmc.kernels.mass import MASSES, MAX_DENSE, Mass, MassEstimate
 
 STUCK = ACCEPTANCE[1]  # acceptance below which a chain hardly moves
@@ -136,16 +138,20 @@ class HamiltonianTuning:
     :param mass: the mass matrix, shared likewise.
     :param search: for the step size.
     :param estimate: running covariance of the current window.
+    :param began: where the chains were when the window began, ``(C, D)``.
     :param curvature: what a first mass matrix is learnt from, before the first window; otherwise ``None``.
     :param pace: of each chain, until the mass matrix is known; then ``None``, unless chains are stuck without.
+    :param relocated: whether each chain was lost and moved to the place of another, ``(C,)``; ``None`` if none was.
     """
 
     step_size: Tensor
     mass: Mass
     search: StepSearch
     estimate: MassEstimate
+    began: Tensor
     curvature: Curvature | None
     pace: Pace | None
+    relocated: Tensor | None
 
     @property
     def blind(self) -> bool:
@@ -154,7 +160,7 @@ class HamiltonianTuning:
 
     @property
     def most_steps(self) -> int | None:
-        """How many steps a trajectory may have now, beside the kernel's own limit; ``None`` if it knows the mass."""
+        """The most steps of a trajectory now, beside the kernel's own limit; ``None`` if it knows the mass."""
         if self.curvature is not None and self.curvature.renewals < FALLING:
             return 1
         return BLIND_STEPS if self.blind else None
@@ -202,7 +208,7 @@ class TunedKernel(Kernel):
     def _find_step(
         self, density: Density, at: PhasePoint, step_size: Tensor, mass: Mass, generator: torch.Generator
     ) -> Tensor:
-        """A first step size ``()`` for chains there, found from this one."""
+        """A first step size for chains there, found from this one and in its shape: ``()``, or ``(C, 1)`` of each."""
 
     @abstractmethod
     def _adapt_step_size(self, tuning: HamiltonianTuning, judged: Tensor) -> HamiltonianTuning:
@@ -223,7 +229,7 @@ class TunedKernel(Kernel):
         learns = self.adapt_mass and len(window_ends(num_warmup)[1]) > 0
         pace = Pace.start(start.energy) if learns else None
         curvature = Curvature() if learns and self.mass == "dense" else None
-        tuning = HamiltonianTuning(step, mass, StepSearch.start(step), estimate, curvature, pace)
+        tuning = HamiltonianTuning(step, mass, StepSearch.start(step), estimate, z, curvature, pace, None)
         if self.step_size is None:
             tuning = self._with_step(density, start, tuning, step, generator)
         return State(*start, tuning, generator)
@@ -238,10 +244,15 @@ class TunedKernel(Kernel):
         if tuning.curvature is not None:
             state, tuning = self._first_mass(density, state, tuning, iteration, begin)
         if self.adapt_mass and iteration + 1 in ends:
-            tuning = self._renew_mass(density, state, tuning)
+            state, tuning = relocated(state, tuning, *stranded(tuning.began, state.z, state.energy))
+            tuning = self._renew_mass(density, state, replace(tuning, began=state.z))
         if self.adapt_step_size and iteration + 1 == num_warmup:
             tuning = self._settled(density, state, tuning)
         return replace(state, tuning=tuning)
+
+    def remarks(self, state: State) -> dict[str, Any]:
+        relocated = state.tuning.relocated
+        return {} if relocated is None else {"relocated_chains": relocated.nonzero().flatten().tolist()}
 
     # small steps ----------------------------------------------------------------------------------------------------
 
@@ -258,14 +269,14 @@ class TunedKernel(Kernel):
         self, density: Density, state: State, tuning: HamiltonianTuning, iteration: int, begin: int
     ) -> tuple[State, HamiltonianTuning]:
         """Learn the mass matrix from gradients, every few iterations anew, until the first window begins; in the end,
-        chains that are lost go on from others."""
+        chains that are lost continue from the places of others."""
         assert tuning.curvature is not None
         curvature = tuning.curvature.update(state.z, state.gradient)
         if len(curvature.positions) == BETWEEN_FIRST:
             if (mass := curvature.mass(state.energy)) is not None:
                 tuning = self._with_mass(density, state, tuning, mass)
-            if iteration + 1 + BETWEEN_FIRST > begin and (sources := curvature.sources(state.energy)) is not None:
-                state = moved(state, sources)
+            if iteration + 1 + BETWEEN_FIRST > begin:
+                state, tuning = relocated(state, tuning, *curvature.lost(state.energy))
             curvature = Curvature(renewals=curvature.renewals + 1)
         return state, replace(tuning, curvature=curvature if iteration + 1 < begin else None)
 
@@ -312,10 +323,7 @@ class HamiltonianKernel(TunedKernel):
         if tuning.curvature is None:
             return super()._with_step(density, at, tuning, step, generator)
         # Each chain finds its own, by the median of which most move.
-        steps = step.expand(len(at.z), 1)
-        steps = find_step_sizes(
-            density, at, steps, tuning.mass, self.target_accept, generator, self._acceptance_of_one_step
-        )
+        steps = self._find_step(density, at, step.expand(len(at.z), 1), tuning.mass, generator)
         step = steps.median()
         pace = replace(Pace.start(at.energy), share=(steps / step).clamp(max=1.0).squeeze(1))
         return replace(tuning, step_size=step, search=StepSearch.start(step), pace=pace)
@@ -357,14 +365,6 @@ class HamiltonianKernel(TunedKernel):
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-def moved(state: State, sources: Tensor) -> State:
-    """Chains at the places of these, ``(C,)``."""
-    z, momentum, energy, gradient = (
-        value[sources] for value in (state.z, state.momentum, state.energy, state.gradient)
-    )
-    return replace(state, z=z, momentum=momentum, energy=energy, gradient=gradient)
 
 
 def newton_gain(target: float) -> float:

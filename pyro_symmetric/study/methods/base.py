@@ -18,8 +18,8 @@ An installed package adds its own by an entry point, which bears the method's na
     [project.entry-points."pyro_symmetric.methods"]
     prior = "my_package.methods:Prior"
 
-A method that approximates the posterior by several modes says how many by its field ``modes``; those that know it by
-``many`` can be asked for as ``single-<name>`` (one mode) and ``multi-<name>`` (``many`` of them) as well.
+A method of several independent runs says how many by the field that ``counted`` names: ``modes``, or ``chains``. Those
+that know it by ``many`` can be asked for as ``single-<name>`` (one run) and ``multi-<name>`` (``many`` runs), too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from typing import Any, ClassVar
 import torch
 
 from pyro_symmetric import arguments
+from pyro_symmetric.calls import did_you_mean
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.problem import Problem
 
@@ -83,11 +84,9 @@ class Method(ABC):
     its own, which no other thread has meanwhile. A method that takes all random numbers from ``problem.seed`` says
     ``draws_globally = False``.
 
-    :param modes: how many independent runs its draws come from, of methods with ``many``.
     :param prefix: ``"single-"`` or ``"multi-"`` where it was asked for in that form.
     """
 
-    modes: int = 1
     prefix: str = ""
 
     name: ClassVar[str]
@@ -95,6 +94,7 @@ class Method(ABC):
     summary: ClassVar[str]
     quick_budget: ClassVar[Mapping[str, Any]] = {}
     many: ClassVar[int | None] = None
+    counted: ClassVar[str] = "modes"
     draws_globally: ClassVar[bool] = True
     quick_many: ClassVar[int] = 2
 
@@ -123,8 +123,9 @@ class Method(ABC):
     @property
     def description(self) -> str:
         """The sentences that describe it in the report."""
-        ways = {"": "", "single-": " One mode only.", "multi-": f" {self.modes} independent runs, in equal shares."}
-        return self.summary + ways[self.prefix]
+        if self.prefix == "multi-":
+            return f"{self.summary} {getattr(self, self.counted)} independent runs, in equal shares."
+        return self.summary + (f" One {self.counted.removesuffix('s')} only." if self.prefix else "")
 
     @property
     def budget(self) -> dict[str, Any]:
@@ -194,7 +195,8 @@ def make_method(name: str, quick: bool = False, budget: Mapping[str, Any] | None
     known = {part: value for part, value in method.budget.items() if part != "prefix"}
     for part, value in (budget or {}).items():
         if part not in known:
-            raise ValueError(f"the budget of {name} has no {part!r}; it has {', '.join(known)}")
+            hint = did_you_mean(part, known)
+            raise ValueError(f"the budget of {name} has no {part!r}; it has {', '.join(known)}{hint}")
         kinds = (int, float) if isinstance(known[part], float) else int
         if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
             raise ValueError(f"{part} of {name} is {value!r}; it must be a positive number like {known[part]!r}")
@@ -209,12 +211,13 @@ def _make(name: str, quick: bool) -> Method:
         both = ", ".join(known for known in methods if methods[known].many is not None)
         raise ValueError(
             f"there is no method {name!r}; known are {', '.join(methods)}, and with single- or multi- before it: {both}"
+            f"{did_you_mean(name, [*methods, *(prefix + known for known in methods for prefix in PREFIXES)])}"
         )
     method = kind().quick() if quick else kind()
     if not prefix:
         return method
     many = kind.quick_many if quick or kind.many is None else kind.many
-    return replace(method, prefix=prefix, modes=1 if prefix == "single-" else many)
+    return replace(method, prefix=prefix, **{kind.counted: 1 if prefix == "single-" else many})
 
 
 def list_methods() -> str:
@@ -223,6 +226,17 @@ def list_methods() -> str:
     for name, kind in known_methods().items():
         forms = "" if kind.many is None else f" Also as single-{name} and multi-{name}."
         lines.append(textwrap.fill(kind.summary + forms, 110, initial_indent=f"{name:<20}", subsequent_indent=" " * 20))
+    return "\n".join(lines)
+
+
+def list_budgets(quick: bool = False) -> str:
+    """The budget of every method, for a person to read: each part with its default."""
+    lines = []
+    for name in known_methods():
+        parts = ", ".join(
+            f"{part}={value}" for part, value in make_method(name, quick).budget.items() if part != "prefix"
+        )
+        lines.append(textwrap.fill(parts or "none", 110, initial_indent=f"{name:<20}", subsequent_indent=" " * 20))
     return "\n".join(lines)
 
 

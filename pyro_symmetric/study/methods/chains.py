@@ -1,4 +1,4 @@
-"""Markov chains, many at once; ``modes`` is their number."""
+"""Markov chains, many at once; ``chains`` is their number."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from pyro_symmetric.study.problem import Problem
 class _Chains(Method):
     """Budget of a method that runs Markov chains from independent initial values of the network."""
 
-    modes: int = 16
+    chains: int = 16
     warmup: int = 300
     draws: int = 200
     thinning: int = 1
 
     many: ClassVar[int | None] = 16
+    counted: ClassVar[str] = "chains"
     quick_many: ClassVar[int] = 8
     draws_globally: ClassVar[bool] = False
 
@@ -38,7 +39,7 @@ class _Chains(Method):
             problem.y,
             num_samples=self.draws,
             num_warmup=self.warmup,
-            num_chains=self.modes,
+            num_chains=self.chains,
             thinning=self.thinning,
             initial=functools.partial(fresh_starts, problem.model),
             store=problem.scratch,
@@ -68,7 +69,7 @@ class StochasticGradientHMC(_Chains):
         "Stochastic-gradient Hamiltonian Monte Carlo: chains on mini-batches, without an accept step (Chen et al. "
         "2014)."
     )
-    quick_budget: ClassVar[Mapping[str, Any]] = {"modes": 8, "warmup": 60, "draws": 50, "num_steps": 10}
+    quick_budget: ClassVar[Mapping[str, Any]] = {"chains": 8, "warmup": 60, "draws": 50, "num_steps": 10}
 
     def kernel(self, problem: Problem) -> Kernel:
         return SGHMC(
@@ -88,7 +89,7 @@ class _Langevin(_Chains):
     num_steps: int = 20
     sampler: ClassVar[type[SGLD] | type[pSGLD]]
 
-    quick_budget: ClassVar[Mapping[str, Any]] = {"modes": 8, "warmup": 60, "draws": 50, "num_steps": 10}
+    quick_budget: ClassVar[Mapping[str, Any]] = {"chains": 8, "warmup": 60, "draws": 50, "num_steps": 10}
 
     def kernel(self, problem: Problem) -> Kernel:
         batch_size = min(self.batch_size, len(problem.x))
@@ -131,7 +132,7 @@ class HamiltonianMonteCarlo(_Chains):
     summary: ClassVar[str] = (
         "Hamiltonian Monte Carlo on all data, many chains at once, step size and mass matrix adapted: the reference."
     )
-    quick_budget: ClassVar[Mapping[str, Any]] = {"modes": 8, "warmup": 60, "draws": 50, "num_steps": 16}
+    quick_budget: ClassVar[Mapping[str, Any]] = {"chains": 8, "warmup": 60, "draws": 50, "num_steps": 16}
 
     def kernel(self, problem: Problem) -> Kernel:
         return HMC(problem.model, num_steps=self.num_steps)
@@ -151,7 +152,7 @@ class NoUTurn(_Chains):
         "The No-U-Turn Sampler (Hoffman & Gelman 2014) on all data: Hamiltonian trajectories that find their own "
         "length."
     )
-    quick_budget: ClassVar[Mapping[str, Any]] = {"modes": 8, "warmup": 40, "draws": 30, "max_treedepth": 5}
+    quick_budget: ClassVar[Mapping[str, Any]] = {"chains": 8, "warmup": 40, "draws": 30, "max_treedepth": 5}
 
     def kernel(self, problem: Problem) -> Kernel:
         return NUTS(problem.model, max_treedepth=self.max_treedepth)

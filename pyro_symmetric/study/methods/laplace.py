@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pyro_symmetric._torchvision import import_torchvision
+from pyro_symmetric._torchvision import prepare_torchvision
 from pyro_symmetric.models import BayesianModel, GaussianPrior
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, register
@@ -55,7 +55,7 @@ class _Laplace(_Networks):
 
     def _draw(self, problem: Problem, mode: Weights, draws: int) -> Weights:
         """Weights ``(draws, ...)`` around one trained network. A noise that is learnt stays at its trained value."""
-        import_torchvision()  # which laplace-torch imports on its way
+        prepare_torchvision()  # which laplace-torch imports on its way, if there is one
         from laplace import Laplace
 
         model = problem.model

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis
-from pyro_symmetric.guides import swag
+from pyro_symmetric.guides import SWAG
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, register
 from pyro_symmetric.study.problem import Problem
@@ -27,6 +27,7 @@ TOGETHER = 100  # networks of an ensemble that are trained and written at once
 class _Networks(Method):
     """Budget of a method that trains networks."""
 
+    modes: int = 1
     steps: int = 1500
     learning_rate: float = 0.01
     batch_size: int = 256
@@ -108,7 +109,7 @@ class Dropout(_Networks):
 
 @register
 @dataclass(frozen=True)
-class SWAG(_Networks):
+class SwagNetworks(_Networks):
     """A Gaussian from the path of stochastic gradient descent around a trained network."""
 
     iterates: int = 40
@@ -149,7 +150,7 @@ class SWAG(_Networks):
         draws = []
         for mode in range(self.modes):
             iterates = {site: torch.stack([weights[site][mode] for weights in path]) for site in path[0]}
-            draws.append(swag(problem.model, iterates, self.rank).sample_posterior((count,)))
+            draws.append(SWAG(problem.model, self.rank).collect(iterates).guide().sample_posterior((count,)))
         samples = {site: torch.stack([draw[site] for draw in draws]) for site in draws[0]}
         yield Fit(self.name, Posterior(_on_cpu(samples), rows="independent"), losses, LOSS)
 

@@ -34,6 +34,7 @@ from pyro_symmetric.study.training import fit_guide
 class _Variational(Method):
     """Budget of a method that fits guides by SVI."""
 
+    modes: int = 1
     steps: int = 3000
     learning_rate: float = 0.02
     batch_size: int = 512

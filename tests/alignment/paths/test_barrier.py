@@ -9,6 +9,7 @@ import torch
 from pyro.distributions import constraints
 from torch import Tensor, nn
 
+import pyro_symmetric as ps
 from pyro_symmetric.alignment import GaussianWeights, loss_barrier
 from pyro_symmetric.alignment.paths import barrier, marginalise
 from pyro_symmetric.guides import interpolate
@@ -265,3 +266,24 @@ def test_ends_without_running_statistics_are_warned_about():
     # Networks bring theirs; warnings are errors here.
     loss_barrier(net, copy.deepcopy(net), model, (x, y), num_points=3)
     loss_barrier(weights, weights, model, (x, y), num_points=3, repair=x)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_networks_on_the_path_have_the_losses_of_the_curve(normalised: bool) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 3), torch.randint(0, 2, (60,))
+    middle = [nn.BatchNorm1d(8)] if normalised else []
+    first, second = (nn.Sequential(nn.Linear(3, 8), *middle, nn.ReLU(), nn.Linear(8, 2)).eval() for _ in range(2))
+    with torch.no_grad():
+        for parameter in (*first.parameters(), *second.parameters()):
+            parameter.mul_(3)
+    model = ps.BayesianModel(first)
+    curve = ps.loss_barrier(first, second, model, (x, y), num_points=5, repair=x)
+    plain = ps.loss_barrier(first, second, model, (x, y), num_points=5)
+    for repaired, losses in ((curve, curve.losses["loss"]), (plain, plain.losses["loss"])):
+        for t, loss in zip(repaired.t.tolist(), losses.tolist(), strict=True):
+            found = torch.nn.functional.cross_entropy(repaired.network(t)(x), y).item()
+            assert found == pytest.approx(loss, abs=1e-5)
+    assert abs(curve.losses["loss"][2] - plain.losses["loss"][2]) > 1e-3  # the repair does something
+    with pytest.raises(ValueError, match="t names no network"):
+        ps.BarrierCurve(curve.t, curve.losses, {}).network(0.5)

@@ -1,0 +1,120 @@
+"""Misspelt names are answered by the nearest right one, public signatures are real, and objects say what they are."""
+
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoIAFNormal
+from torch import nn
+
+import pyro_symmetric as ps
+
+GROUP = ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)})
+
+
+def model() -> None:
+    pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+
+def set_up() -> AutoDiagonalNormal:
+    guide = AutoDiagonalNormal(model)
+    guide()
+    return guide
+
+
+NET = nn.Linear(2, 2)
+BAYESIAN = ps.BayesianModel(NET)
+DRAWS = ps.Posterior.from_samples({"w": torch.randn(8, 3)}, rows="independent")
+WEIGHTS = {name: torch.randn(4, *shape) for name, shape in BAYESIAN.site_shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda: ps.AutoSymmetrized(model, GROUP, estimater=ps.ExactOrbit()), "estimator"),
+        (lambda: ps.AutoSymmetrized(model, GROUP, base=AutoIAFNormal, estimater=ps.ExactOrbit()), "estimator"),
+        (lambda: ps.AutoSymmetrized(model, GROUP, base=set_up(), estimater=ps.ExactOrbit()), "estimator"),
+        (lambda: ps.AutoSymmetrized(model, GROUP, init_scal=0.1), "init_scale"),
+        (lambda: ps.AutoSymmetrized(model, GROUP, base=ps.AutoModes, num_mode=3), "num_modes"),
+        (lambda: ps.AutoModes(model, num_mode=3), "num_modes"),
+        (lambda: ps.AutoFlow(model, init_scal=0.1), "init_scale"),
+        (lambda: ps.predict(WEIGHTS, BAYESIAN, torch.zeros(3, 2), avrage=True), "average"),
+        (lambda: ps.predict(WEIGHTS, NET, torch.zeros(3, 2), avrage=True), "average"),
+        (lambda: ps.verify_model(GROUP, model, tolerence=1e-3), "tolerance"),
+        (lambda: ps.summary(DRAWS, GROUP, restart=3), "restarts"),
+        (lambda: ps.BayesianModel(NET, likelihood="gausian"), "gaussian"),
+        (lambda: ps.align({"w": torch.zeros(3)}, {"w": torch.zeros(3)}, GROUP, cost="wasserstien"), "wasserstein"),
+        (lambda: ps.datasets.load("digit"), "digits"),
+    ],
+)
+def test_a_misspelt_name_is_answered_by_the_nearest(call: Callable[[], Any], meant: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"did you mean '{meant}'"):
+        call()
+
+
+def test_what_a_base_takes_is_passed_on() -> None:
+    guide = ps.AutoSymmetrized(model, GROUP, base=AutoIAFNormal, hidden_dim=[4], log_scale_min_clip=-3.0)
+    assert guide()["w"].shape == (3,)
+
+
+def test_a_table_of_priors_takes_no_arguments() -> None:
+    with pytest.raises(TypeError, match="priors"):
+        ps.check_priors(GROUP, {"w": dist.Normal(torch.zeros(3), 1.0).to_event(1)}, torch.zeros(3))
+
+
+# Arguments that are another callable's: the model's, a net's, a guide's base, an alignment's.
+PASSED_ON = {
+    "args",
+    "kwargs",
+    "inputs",
+    "example_inputs",
+    "operators",
+    "base_arguments",
+    "flow_arguments",
+    "alignment",
+    "options",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ps.__all__ if callable(getattr(ps, name))])
+def test_the_signature_of_a_public_name_names_its_arguments(name: str) -> None:
+    value = getattr(ps, name)
+    if isinstance(value, type) and issubclass(value, Exception):
+        return
+    parameters = inspect.signature(value).parameters.values()
+    unnamed = {p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    assert unnamed <= PASSED_ON
+    if {"args", "kwargs"} & unnamed:  # a model's, which is among the arguments
+        assert any(word in p.name for p in parameters for word in ("model", "priors")), name
+
+
+@pytest.mark.parametrize("guide", [ps.AutoSymmetrized(model, GROUP), ps.AutoModes(model), ps.AutoFlow(model)])
+def test_torch_save_of_a_guide_points_to_save_guide_and_processes_are_not_bothered(guide: Any) -> None:
+    guide()
+    with pytest.warns(UserWarning, match="save_guide"):
+        torch.save(guide, io.BytesIO())
+    assert pickle.loads(pickle.dumps(guide)).sample_posterior((2,))["w"].shape == (2, 3)
+    torch.save(guide.state_dict(), io.BytesIO())
+
+
+def test_objects_say_what_they_are_in_words() -> None:
+    group = ps.Group.declare({"w": ("k", None)}, {"w": torch.zeros(3, 2)}, moves=("permute", "flip"))
+    units = group.units["k"]
+    state = ps.State(*(torch.zeros(shape) for shape in ((4, 3), (4, 3), (4,), (4, 3))), None, torch.Generator())
+    table = ps.TableCost(GROUP, {"k": torch.zeros(2, 3, 3)})
+    for value, words in (
+        (units, "Units('k', 3, permute, flip; w[0]^1)"),
+        (units.axes[0], "Axis(w[0]^1, 3 positions)"),
+        (ps.SymmetrizedMeanField_ELBO(3), "SymmetrizedMeanField_ELBO(3 draws a step)"),
+        (table, "TableCost(2 sources, units of k)"),
+        (ps.ActivationCost(NET, torch.zeros(2, 2)), "ActivationCost(Linear)"),
+        (ps.SortingTracker(GROUP), "SortingTracker(0 sets of weights, units of k)"),
+        (state, "State(4 chains of 3 numbers, torch.float32)"),
+    ):
+        assert repr(value) == words
