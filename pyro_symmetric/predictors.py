@@ -33,7 +33,7 @@ class Predictor(Protocol):
     """The number of rows of its inputs; ``None`` if rows can't be taken apart."""
 
     device: torch.device | None
-    """Where it wants the weights; ``None`` takes them as they are."""
+    """The device that it wants the weights on; ``None`` takes them as they are."""
 
     dtype: torch.dtype | None
     """In which precision, likewise."""

@@ -112,7 +112,7 @@ class _Assembly:
         self._add_blocks(mover, units[number(dim)], key, (leaf.site, run.dims[0], len(run.dims), leaf.buffer))
 
     def _columns(self, labels: Array, image: bool) -> _Columns:
-        """Who moves the columns of slices, ``labels``."""
+        """The movers of the columns of slices, ``labels``."""
         by_column, inside, whole = self._lying(labels.reshape(-1), image), {}, []
         for mover, units in by_column.items():
             units = units.reshape(labels.shape)
@@ -132,7 +132,7 @@ class _Assembly:
         return True
 
     def _lying(self, atoms: Array, image: bool) -> Lying:
-        """Who moves the positions along an axis."""
+        """The movers of the positions along an axis."""
         classes = self.structure.unit_class[atoms]
         cells = self.structure.cell[classes]
         found: Lying = {}

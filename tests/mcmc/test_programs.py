@@ -171,16 +171,21 @@ def test_auto_compiles_if_results_are_large_enough(monkeypatch):
     assert Density(hierarchical, args=(X, Y), evaluations=2000, chains=10_000).engine == "inductor"
 
 
-def test_a_density_of_the_same_operations_takes_an_earlier_ones_program(monkeypatch):
-    made = []
+@pytest.fixture
+def made(monkeypatch):
+    """The results of all programs that are made; none is compiled, and none is kept from before."""
+    results = []
 
     def compiled(function: Callable[..., Any], inputs: list[Tensor]) -> Callable[..., Any]:
-        made.append(function(*inputs))
+        results.append(function(*inputs))
         return function
 
     monkeypatch.setattr(programs, "compiled", compiled)
     monkeypatch.setattr(programs, "_KEPT", {})
+    return results
 
+
+def test_a_density_of_the_same_operations_takes_an_earlier_ones_program(made):
     def normal(y: Tensor, factor: float) -> None:
         mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
         with pyro.plate("data", len(y)):
@@ -196,16 +201,7 @@ def test_a_density_of_the_same_operations_takes_an_earlier_ones_program(monkeypa
         assert len(made) == count
 
 
-def test_data_that_lie_otherwise_have_a_program_of_their_own(monkeypatch):
-    made = []
-
-    def compiled(function: Callable[..., Any], inputs: list[Tensor]) -> Callable[..., Any]:
-        made.append(function(*inputs))
-        return function
-
-    monkeypatch.setattr(programs, "compiled", compiled)
-    monkeypatch.setattr(programs, "_KEPT", {})
-
+def test_data_that_lie_otherwise_have_a_program_of_their_own(made):
     def regression(x: Tensor) -> None:
         slope = pyro.sample("slope", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
         pyro.factor("f", -(x @ slope).square().sum())

@@ -121,7 +121,7 @@ def _without(
 
 
 def _depends(group: Group, name: str, number: int, riding: Sequence[str]) -> frozenset[str]:
-    """Who else has a part in one axis's entries; scales alone are soon put right and don't count."""
+    """All others that have a part in one axis's entries; scales alone are soon put right and don't count."""
     axis = group.axes(name)[number]
     found = set()
     for other, one in group.units.items():

@@ -148,7 +148,7 @@ class Programs:
                 key = (function, *static.items(), kinds, *shapes, evaluate.code, torch.get_num_threads())
                 made = _KEPT.get(key) or _compiled(function, evaluate, kinds, inputs, static)
                 with _KEEPING:  # other densities' threads, too
-                    while len(_KEPT) >= MOST_KEPT:
+                    while key not in _KEPT and len(_KEPT) >= MOST_KEPT:
                         _KEPT.pop(next(iter(_KEPT)))
                     _KEPT[key] = made
                 call, kinds_out = made
