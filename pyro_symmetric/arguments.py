@@ -198,8 +198,11 @@ def mapping(name: str, value: Any, what: str, *, none: str = "") -> Any:
     """A mapping with names as keys."""
     if value is None and none:
         return None
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+    if not isinstance(value, Mapping):
         raise TypeError(f"{name} is {shown(value)}; it must be a dictionary, {what}{_or_none(none)}")
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"{name} has the key {shown(key)}; its keys must be text: {what}")
     return value
 
 

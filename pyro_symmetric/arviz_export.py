@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import PYRO
+from pyro_symmetric.calls import did_you_mean
 from pyro_symmetric.draws import array
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, as_tensor, placed, promoted
@@ -90,6 +91,10 @@ def to_arviz(
             own = [f"{site}_dim_{k}" for k in range(held.ndim - 2)]
             names.setdefault(site, [row or own[0], *own[1:]] if own else [])
     attributes = {"/": {"metadata": json.dumps(posterior.metadata), "inference_library": "pyro_symmetric"}}
+    sites = {name for group in groups.values() for name in group}
+    for name in dims or {}:
+        if name not in sites:
+            raise ValueError(f"dims has the key {name!r}; the tree holds {sorted(sites)}{did_you_mean(name, sites)}")
     # Many short chains are what a vectorised sampler makes; ArviZ's check takes them for swapped axes.
     return arviz_base.from_dict(
         groups, dims={**names, **(dims or {})}, coords=coords, check_conventions=False, attrs=attributes

@@ -17,6 +17,7 @@ from pyro.distributions import Delta, ImproperUniform
 from pyro.distributions.torch_distribution import MaskedDistribution, TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 WRAP = "BayesianModel(net, prior=1.0, likelihood='categorical' or 'gaussian')"
 
@@ -196,6 +197,8 @@ def described(value: Any) -> str:
         return f"a tensor {tuple(value.shape)} of {value.dtype}{place}"
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
+    if isinstance(value, DataLoader):
+        return "a DataLoader (tensors of all its rows: x, y = map(torch.cat, zip(*loader)))"
     kind = type(value)
     return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from pyro import poutine
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import pyro_symmetric as ps
 from pyro_symmetric.calls import described, explaining, input_problem
 
 
@@ -107,3 +109,16 @@ def test_arguments_are_described_by_what_matters():
     assert described(torch.zeros(2, 3).numpy()) == "a numpy.ndarray"
     assert described({}) == "a dict"
     assert described(True) == "True"
+
+
+def test_a_loader_in_place_of_tensors_is_told_how_to_give_its_rows() -> None:
+    x, y = torch.randn(10, 2), torch.arange(10) % 2
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    net = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"torch\.cat"):
+        ps.ensemble(net, loader, num_members=1, epochs=1, progress=False)
+    with pytest.raises(ValueError, match=r"torch\.cat"):
+        ps.sample(ps.BayesianModel(net), loader, num_samples=1, num_warmup=0, progress=False)
+    inputs, targets = map(torch.cat, zip(*loader, strict=True))  # what the sentence says
+    assert torch.equal(inputs, x)
+    assert torch.equal(targets, y)

@@ -63,7 +63,7 @@ INSIDE = {
         ["export"],
         ["trace"],
         ["jacobian", "outputs"],
-        ["mixing", "tangents"],
+        ["factors", "mixing", "tangents"],
         ["completeness", "verify"],
         ["find", "model_check"],
         [WHOLE],

@@ -417,7 +417,7 @@ def test_chains_in_two_copies_of_a_mode_agree_in_canonical_form():
 
 
 def test_summary_and_diagnostics_say_what_those_of_pyros_mcmc_say(capsys):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.empty(0).device).manual_seed(0)
     draws = {"a": torch.randn(2, 50, generator=generator), "b": torch.randn(2, 50, 1, 2, generator=generator)}
     rates = torch.rand(2, 50, generator=generator)
     posterior = Posterior(

@@ -82,9 +82,16 @@ class Replications:
         return {} if self.batch is None else {ROWS: (NUM_ROWS, self.batch)}
 
     def energy_and_gradient(self, z: Tensor, rows: Any = None) -> tuple[Tensor, Tensor]:
+        return self.density.energy_and_gradient(z, self._own(z, rows))
+
+    def gradient(self, z: Tensor, rows: Any = None) -> Tensor:
+        return self.density.gradient(z, self._own(z, rows))
+
+    def _own(self, z: Tensor, rows: Any) -> dict[str, Tensor]:
+        """Rows of each replication's own data."""
         own = torch.arange(NUM_ROWS).expand(len(z), -1) if rows is None else rows[ROWS]
         replication = torch.arange(len(z)) % len(self.truth)
-        return self.density.energy_and_gradient(z, {ROWS: replication[:, None] * NUM_ROWS + own})
+        return {ROWS: replication[:, None] * NUM_ROWS + own}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.density, name)

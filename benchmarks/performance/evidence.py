@@ -1,4 +1,4 @@
-r"""The number of components or factors: the evidence by every method, beside annealed runs and published values.
+r"""Evidence by every method for mixtures, factors and hidden units, beside annealed runs and published values.
 
     python -m benchmarks.performance.evidence --seeds 4
 
@@ -12,6 +12,10 @@ draws of the prior, as a public replication of Chib's paper in Julia reports the
 *factors*: 60 rows of 6 columns made of two sparse factors; loadings Student(3), so that nothing but exchanges and
 signs of factors is free.
 
+*units*: networks of tanh units for 20 points of a sine wave, weights N(0, 1.5²), noise 0.3.
+
+The last table of each is that of ``compare_models``: all models alike but for the number.
+
 ``annealed`` is the mean over seeds of sequential Monte Carlo over powers of the likelihood, from 0 to 1:
 rises that keep 95 % of particles effective, systematic resampling, trajectories of HMC of five steps each, their
 step size adapted to accept 80 %; ± its standard error. The others: a Gaussian fitted to the first halves of 16 chains,
@@ -24,6 +28,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pyro
@@ -33,6 +38,8 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from benchmarks.harness import Results, Row, parse, parser, print_table
+from pyro_symmetric.guides.bounds import Evidence
+from pyro_symmetric.guides.log_ratios import Estimate
 from pyro_symmetric.mcmc.density.density import Density
 
 GALAXIES = torch.tensor([
@@ -44,7 +51,13 @@ GALAXIES = torch.tensor([
     34279,
 ]).float() / 1000  # fmt: skip
 PUBLISHED = {"galaxies 2 equal": -239.76, "galaxies 3 equal": -226.84, "galaxies 3": -226.80}
-PROBLEMS = ("galaxies 2 equal", "galaxies 3 equal", "galaxies 3", "galaxies 4", "factors 1", "factors 2", "factors 3")
+FAMILIES = {
+    "galaxies, equal variances": ("galaxies 2 equal", "galaxies 3 equal"),
+    "galaxies": ("galaxies 3", "galaxies 4"),
+    "factors": ("factors 1", "factors 2", "factors 3"),
+    "units": ("units 1", "units 2", "units 3", "units 4"),
+}
+PROBLEMS = [name for names in FAMILIES.values() for name in names]
 
 
 def mixture(count: int, equal: bool) -> tuple[Callable[..., None], ps.Group]:
@@ -80,10 +93,30 @@ def factor_data() -> Tensor:
     return hidden @ loadings.mT + 0.6 * noise
 
 
+def units(count: int) -> tuple[Callable[..., None], ps.Group]:
+    shapes = {"a": torch.Size([count]), "b": torch.Size([count]), "c": torch.Size([count]), "d": torch.Size([])}
+
+    def model(data: Tensor, observed: bool = True) -> None:
+        w = {s: pyro.sample(s, dist.Normal(torch.zeros(n), 1.5).to_event(len(n))) for s, n in shapes.items()}
+        if observed:
+            hidden = (w["a"].unsqueeze(-1) * data[:, 0] + w["b"].unsqueeze(-1)).tanh()
+            mean = (w["c"].unsqueeze(-1) * hidden).sum(-2) + w["d"].unsqueeze(-1)
+            pyro.sample("y", dist.Normal(mean, 0.3).to_event(1), obs=data[:, 1])
+
+    return model, ps.Group.declare({s: ("unit",) for s in "abc"}, shapes, ("permute", "flip"))
+
+
+def sine_wave() -> Tensor:
+    x = torch.linspace(-2, 2, 20)
+    y = torch.sin(1.5 * x) + 0.3 * torch.randn(20, generator=torch.Generator().manual_seed(2))
+    return torch.stack([x, y], 1)
+
+
 def problem(name: str) -> tuple[Callable[..., None], ps.Group, Tensor]:
     kind, count, *equal = name.split()
-    model, group = mixture(int(count), bool(equal)) if kind == "galaxies" else factors(int(count))
-    return model, group, GALAXIES if kind == "galaxies" else factor_data()
+    if kind == "galaxies":
+        return *mixture(int(count), bool(equal)), GALAXIES
+    return (*factors(int(count)), factor_data()) if kind == "factors" else (*units(int(count)), sine_wave())
 
 
 # the truth ----------------------------------------------------------------------------------------------------------
@@ -162,21 +195,22 @@ def estimate(name: str, options: Any) -> Row:
     )  # fmt: skip
     found = ps.evidence(posterior, ps.log_joint(model, data), group, ps.ExactOrbit(), num_samples=8 * draws, chunk=1000)
     print(f"{name}\n{found}", flush=True)
-    result = {
+    return {
         "truth": statistics.fmean(truths),
         "truth_error": statistics.stdev(truths) / math.sqrt(len(truths)) if len(truths) > 1 else math.nan,
         "truth_seconds": (middle - begin) / options.seeds,
         "seconds": time.process_time() - middle,
-        "elbo": found.elbo,
-        "symmetrized_elbo": found.symmetrized_elbo,
-        "importance": found.importance.log_evidence,
-        "importance_error": found.importance.error,
-        "pareto_k": found.pareto_k,
-        "doubts": list(found.doubts),
+        "evidence": asdict(found),
     }
-    if found.bridge:
-        result |= {"bridge": found.bridge.log_evidence, "bridge_error": found.bridge.error}
-    return result
+
+
+def remembered(row: Row) -> Evidence:
+    """The evidence of a row, which may come from a file."""
+    kept = dict(row["evidence"])
+    importance, bridge, doubts = (kept.pop(name) for name in ("importance", "bridge", "doubts"))
+    return Evidence(
+        **kept, importance=Estimate(**importance), bridge=Estimate(**bridge) if bridge else None, doubts=tuple(doubts)
+    )
 
 
 def main() -> None:
@@ -191,25 +225,31 @@ def main() -> None:
     results = Results.of(options, "seeds", "particles", "moves", "draws")
     names = [name for name in PROBLEMS if not options.only or options.only in name]
     results.fill(lambda problem: estimate(problem, options), problem=names)
+    found = {row["problem"]: row for row in results.rows if row["problem"] in names}
     print_table(
         "log-evidence, nats",
         ["problem", "published", "annealed", "ELBO", "symmetrised", "importance", "Pareto-k", "bridge", "doubts"],
-        [
-            [
-                row["problem"],
-                f"{PUBLISHED[row['problem']]:.2f}" if row["problem"] in PUBLISHED else "",
-                f"{row['truth']:.2f} ± {row['truth_error']:.2f}",
-                f"{row['elbo']:.2f}",
-                f"{row['symmetrized_elbo']:.2f}",
-                f"{row['importance']:.2f} ± {row['importance_error']:.2f}",
-                f"{row['pareto_k']:.2f}",
-                f"{row['bridge']:.2f} ± {row['bridge_error']:.2f}",
-                str(len(row["doubts"])),
-            ]
-            for row in results.rows
-            if row["problem"] in names
-        ],
+        [line(row) for row in found.values()],
     )
+    for family, members in FAMILIES.items():
+        evidences = {name: remembered(found[name]) for name in members if name in found}
+        if len(evidences) > 1:
+            print(f"\n{family}\n{ps.compare_models(evidences)}")
+
+
+def line(row: Row) -> list[str]:
+    found = remembered(row)
+    return [
+        row["problem"],
+        f"{PUBLISHED[row['problem']]:.2f}" if row["problem"] in PUBLISHED else "",
+        f"{row['truth']:.2f} ± {row['truth_error']:.2f}",
+        f"{found.elbo:.2f}",
+        f"{found.symmetrized_elbo:.2f}",
+        f"{found.importance.log_evidence:.2f} ± {found.importance.error:.2f}",
+        f"{found.pareto_k:.2f}",
+        f"{found.bridge.log_evidence:.2f} ± {found.bridge.error:.2f}" if found.bridge else "",
+        str(len(found.doubts)),
+    ]
 
 
 if __name__ == "__main__":

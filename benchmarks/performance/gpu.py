@@ -22,6 +22,7 @@ import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,7 @@ from benchmarks.performance.sampler_gradients import Problem, PyroNet, numpyro_m
 from pyro_symmetric.networks import optunet, resnet18, resnet20
 
 TOTAL, LEAST = 530.0, 10.0  # seconds of all parts, and without which none begins
+MARGIN = 5.0  # seconds of a part's time that are left to say that a command took too long
 STEPS = 8  # leapfrog steps of an iteration
 
 
@@ -115,13 +117,16 @@ class Bench:
         return small if self.quick else large
 
 
+def on_gpu(bench: Bench) -> bool:
+    return bench.device.type == "cuda"
+
+
 # parts --------------------------------------------------------------------------------------------------------------
 
 
 def device(bench: Bench) -> None:
     """The device's name and its peaks."""
-    on_gpu = bench.device.type == "cuda"
-    name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    name = torch.cuda.get_device_name() if on_gpu(bench) else "CPU"
     bench.add("device", device=name, torch=torch.__version__, pyro_symmetric=ps.__version__)
     side, numbers = bench.at(256, 8192), bench.at(2**20, 2**28)
     a, b = torch.randn(2, side, side, device=bench.device)
@@ -134,11 +139,13 @@ def device(bench: Bench) -> None:
 
 def tests(bench: Bench) -> None:
     """The tests that ask for a GPU."""
-    if bench.device.type != "cuda":
+    if not on_gpu(bench):
         bench.add("tests", skipped="the device is no GPU")
         return
-    options = ["-q", "-m", "cuda and not slow", "-p", "no:cacheprovider", "tests"]
-    bench.add("tests", **command("pytest", *options, until=bench.end))
+    asking = re.compile(r"mark\.cuda|def test_\w+\([^)]*\bdevice\b")
+    files = [str(file) for file in sorted(Path("tests").rglob("test_*.py")) if asking.search(file.read_text())]
+    options = ["-q", "-m", "cuda and not slow", "-p", "no:cacheprovider", *bench.at(files[:4], files)]
+    bench.add("tests", files=len(files), **command("pytest", *options, until=bench.end))
 
 
 def study(bench: Bench) -> None:
@@ -165,9 +172,10 @@ def targets(bench: Bench) -> Iterator[tuple[str, ps.BayesianModel, Tensor, Tenso
 
 
 def samplers(bench: Bench) -> None:
-    """An iteration of HMC, NUTS and AdaptiveHMC, of so many chains."""
+    """An iteration of HMC, NUTS and AdaptiveHMC, of so many chains, and of HMC with CUDA graphs."""
     for name, model, x, y, flops in targets(bench):
         density = ps.mcmc.Density(model, (x, y), device=bench.device)
+        graphs = ps.mcmc.Density(model, (x, y), device=bench.device, engine="graphs") if on_gpu(bench) else None
         settings: dict[str, Any] = {"step_size": 1e-3, "adapt_step_size": False, "adapt_mass": False}
         kernels = [
             ps.HMC(model, num_steps=STEPS, jitter=0.0, **settings),
@@ -179,6 +187,8 @@ def samplers(bench: Bench) -> None:
             z = 0.1 * density.draw_prior(chains, generator)
             for kernel in kernels:
                 iterate(bench, f"{type(kernel).__name__}, {name}, {chains} chains", kernel, density, z, flops)
+            if graphs is not None:
+                iterate(bench, f"HMC with graphs, {name}, {chains} chains", kernels[0], graphs, z, flops)
 
 
 def iterate(bench: Bench, name: str, kernel: ps.Kernel, density: Any, z: Tensor, flops: float) -> None:
@@ -343,7 +353,7 @@ def command(module: str, *options: str, until: float) -> dict[str, Any]:
         launcher = [sys.executable, "-c", code]
     try:
         found = subprocess.run(
-            [*launcher, *options], capture_output=True, text=True, timeout=max(1.0, until - begin), check=False
+            [*launcher, *options], capture_output=True, text=True, timeout=max(1.0, until - begin - MARGIN), check=False
         )
         said, ended = found.stdout + found.stderr, f"status {found.returncode}"
     except subprocess.TimeoutExpired as error:

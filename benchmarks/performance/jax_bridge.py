@@ -3,9 +3,11 @@
     python -m benchmarks.performance.jax_bridge [--models schools garch] [--contestants NUTS bridge] [--root FOLDER]
 
 Needs NumPyro, BlackJAX with optax, and torchax. The unconstrained log-density of a model, traced into one flat graph of
-PyTorch's operations as :class:`~pyro_symmetric.mcmc.density.flat.Flat` does it, is interpreted by those functions of
-JAX that torchax registers for them; JAX differentiates, maps over chains and compiles. Its energies and gradients at 64
-points are compared with ours first, up to 1e-10 of their size.
+PyTorch's operations, is interpreted by JAX's functions (:mod:`~pyro_symmetric.mcmc.density.xla`); JAX differentiates,
+maps over chains and compiles. Its energies and gradients at 64 points are compared with ours first, up to 1e-10 of
+their size.
+
+``NUTS`` and ``AdaptiveHMC`` are ours with ``engine="inductor"``, and ``... by XLA`` with ``engine="jax"``.
 
 ``bridge, NumPyro NUTS`` and ``bridge, BlackJAX ...`` are the kernels of these libraries on that function: NUTS after
 their window adaptation of each chain, and ChEES-HMC with its adaptation over all chains; ``NumPyro`` is its NUTS on its
@@ -35,7 +37,7 @@ from benchmarks.performance import ordinary_models
 from benchmarks.posteriordb.catalogue import ENTRIES
 from benchmarks.posteriordb.database import Database
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.flat import Flat
+from pyro_symmetric.mcmc.density.xla import FunctionalFlat, interpreted, require_jax
 
 FROM_POSTERIORDB = {"arK": "arK-arK", "garch": "garch-garch11"}
 MODELS = (*ordinary_models.MODELS, *FROM_POSTERIORDB)
@@ -56,47 +58,15 @@ def problem(model: str, root: Path | None) -> Problem:
 # the bridge -------------------------------------------------------------------------------------------------------
 
 
-def operators() -> dict[Any, Any]:
-    """JAX's function for each of PyTorch's operators, as torchax registers them."""
-    for packet, overload in ((torch.ops.aten.prod, "dim_Dimname"), (torch.ops.aten.index_copy, "dimname")):
-        if not hasattr(packet, overload):  # torchax 0.0.13 names overloads that PyTorch 2.13 has no more
-            setattr(packet, overload, overload)
-    import jax.numpy as jnp
-    import torchax.ops.jaten  # noqa: F401
-    from torchax.ops.ops_registry import all_aten_ops
-
-    copy = lambda to, value, _=False: jnp.broadcast_to(value, to.shape).astype(to.dtype)  # noqa: E731
-    return {operator: own.func for operator, own in all_aten_ops.items()} | {torch.ops.aten.copy.default: copy}
-
-
 def energy_in_jax(density: Density) -> Callable[[Any], Any]:
     """The energy ``()`` of a point ``(D,)``."""
     import jax
     import jax.numpy as jnp
-    from torch._decomp import core_aten_decompositions
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     jax.config.update("jax_enable_x64", True)
-    flat = Flat(lambda z: density.energy(z[None])[0], [torch.zeros(density.dim, dtype=density.dtype)])
-    inputs = [torch.zeros(density.dim, dtype=density.dtype), *flat.constants]
-    graph = make_fx(torch.func.functionalize(flat.graph), decomposition_table=core_aten_decompositions())(*inputs).graph
-    known, constants = operators(), [jnp.asarray(value.numpy()) for value in flat.constants]
-
-    def energy(z: Any) -> Any:
-        values, inputs = {}, iter([z, *constants])
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(inputs)
-                continue
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            if node.op == "output":
-                return args[0]
-            overload = getattr(node.target, "overloadpacket", node.target)
-            function = known.get(node.target) or known.get(overload, node.target)
-            values[node] = function(*args, **kwargs)
-        raise AssertionError("a graph ends with its output")
-
-    return energy
+    flat = FunctionalFlat(lambda z: density.energy(z[None])[0], [torch.zeros(density.dim, dtype=density.dtype)])
+    constants = [jnp.asarray(value.numpy()) for value in flat.constants]
+    return lambda z: interpreted(flat.graph, [z, *constants])
 
 
 def agree(density: Density, energy: Callable[[Any], Any]) -> float:
@@ -161,6 +131,7 @@ def by_blackjax(problem: Problem, warmup: int, draws: int, chains: int, chees: b
 
 
 def bridged(problem: Problem) -> tuple[Density, Callable[[Any], Any]]:
+    require_jax()
     density = Density(problem.in_pyro(), dtype=problem.dtype, engine="torch")
     energy = energy_in_jax(density)
     print(f"  energies and gradients differ by {agree(density, energy):.1e}")
@@ -182,7 +153,9 @@ def constrained(density: Density, z: Any) -> torch.Tensor:
 
 KINDS: dict[str, Callable[..., Run]] = {
     "NUTS": partial(ours, kind=ps.NUTS, engine="inductor"),
+    "NUTS by XLA": partial(ours, kind=ps.NUTS, engine="jax"),
     "AdaptiveHMC": partial(ours, kind=ps.AdaptiveHMC, engine="inductor"),
+    "AdaptiveHMC by XLA": partial(ours, kind=ps.AdaptiveHMC, engine="jax"),
     "NumPyro": partial(numpyro_run, dense=False),
     "bridge, NumPyro NUTS": by_numpyro,
     "bridge, BlackJAX NUTS": partial(by_blackjax, chees=False),

@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.costs.protocol import MatchCost
+from pyro_symmetric.alignment.costs.protocol import SETTLED, MatchCost
 from pyro_symmetric.alignment.decision import Decision
 from pyro_symmetric.alignment.elements import differing, joined, put, replaced, some
 from pyro_symmetric.alignment.exhaustive import Exhaustive
@@ -36,6 +36,8 @@ SHORTER_STEPS = 3
 # How much more than another a step has to gain that changes scales alone, to be taken or to have places looked at anew.
 # Between unrelated transformers a hundredth of it finds objectives lower by 2e-5 of themselves, in twice the time.
 SCALE_STEPS = 1e4
+# The part of the cost below which a step of all scales no longer counts while places may still change.
+ROUGH = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +247,7 @@ class Descent:
         waiting = waiting & self._rearranging
         costs = self.cost.costs(element, self.rows)
         history = [costs.sum(1)]
-        element, gained = self._rescaled(element, costs, history)
+        element, gained = self._rescaled(element, costs, history, ROUGH)
         waiting = waiting | (gained.unsqueeze(1) & self._rearranging)
         for _ in range(self._max_sweeps):
             order = (
@@ -273,14 +275,16 @@ class Descent:
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    def _rescaled(self, element: Element, costs: Tensor, history: list[Tensor]) -> tuple[Element, Tensor]:
+    def _rescaled(
+        self, element: Element, costs: Tensor, history: list[Tensor], settled: float = SETTLED
+    ) -> tuple[Element, Tensor]:
         """All scales at their best together, and the sources that gain so much by it that places may change.
 
         :param costs: the cost in parts; they and the history are brought up to date.
         """
         if not self.cost.rescales:
             return element, torch.zeros(len(self.rows), dtype=torch.bool, device="cpu")
-        proposal = self.cost.rescaled(element, self.rows)
+        proposal = self.cost.rescaled(element, self.rows, settled)
         found = costs.clone()
         found[:, self._scaled] = self.cost.costs(proposal, self.rows, self._scaled)
         gain = costs.sum(1) - found.sum(1)

@@ -14,6 +14,7 @@ _CACHE_ENTRIES = 2**19  # a chunk of all samples that stays in the cache, which 
 _LEAST_CHUNK = 64  # weights
 _BLOCK_ROWS = 256  # rows of distances taken at a time: small blocks leave most of the lower triangle out
 _BLOCK_ENTRIES = 2**22  # entries of such a block at most: 32 MiB in float64
+_KERNEL_ENTRIES = 2**16  # entries up to which several kernels are evaluated at once: they stay in the cache
 
 
 class Pairs:
@@ -25,18 +26,25 @@ class Pairs:
 
     def __init__(self, m: int, n: int):
         self.m, self.n, self.total = m, n, m + n
+        self._only: tuple[slice, slice, Tensor] | None = None  # block, if one holds all pairs
 
     def blocks(self, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Blocks of rows: the rows, the pairs that start there, and which entries of ``rows x columns`` are those pairs
-        (the columns begin at the block's first row)."""
+        """Blocks of rows: the rows, the pairs that start there, and the number of each of these pairs among the entries
+        of ``rows x columns`` (the columns begin at the block's first row)."""
+        if self._only is not None and self._only[2].device == device:
+            yield self._only
+            return
         step = max(1, min(_BLOCK_ROWS, _BLOCK_ENTRIES // self.total))
         first = 0
         for start in range(0, self.total, step):
             stop = min(start + step, self.total)
-            rows = torch.arange(start, stop, device=device)
-            upper = torch.arange(start, self.total, device=device) > rows[:, None]
-            last = first + sum(self.total - 1 - row for row in range(start, stop))
-            yield slice(start, stop), slice(first, last), upper
+            columns = self.total - start
+            row, column = torch.triu_indices(stop - start, columns, 1, device=device)
+            last = first + len(row)
+            block = slice(start, stop), slice(first, last), row.mul_(columns).add_(column)
+            if step >= self.total:
+                self._only = block
+            yield block
             first = last
 
     def distances(self, samples: PairedSamples, layer: str, norm: int) -> Tensor:
@@ -72,7 +80,10 @@ class Pairs:
             centred -= centred.mean(0)
             if norms is None:
                 norms = centred.new_zeros(self.total)
-                products = [(rows, norms.new_zeros(upper.shape)) for rows, _, upper in self.blocks(norms.device)]
+                products = [
+                    (rows, norms.new_zeros(rows.stop - rows.start, self.total - rows.start))
+                    for rows, _, _ in self.blocks(norms.device)
+                ]
             norms += centred.square().sum(1)
             for rows, product in products:
                 product.addmm_(centred[rows], centred[rows.start :].T)
@@ -80,35 +91,42 @@ class Pairs:
             return None
         result = norms.new_empty(self.total * (self.total - 1) // 2)
         products.reverse()
-        for rows, entries, upper in self.blocks(norms.device):
-            squared = norms[rows, None] + norms[rows.start :] - 2 * products.pop()[1]
-            result[entries] = squared.clamp_(min=0).sqrt_()[upper]
+        for rows, entries, pairs in self.blocks(norms.device):
+            squared = torch.sub(norms[rows, None] + norms[rows.start :], products.pop()[1], alpha=2)
+            torch.index_select(squared.clamp_(min=0).sqrt_().view(-1), 0, pairs, out=result[entries])
         return result
 
-    def coefficients(self, rows: slice, upper: Tensor, device: torch.device) -> Tensor:
+    def coefficients(self, rows: slice, pairs: Tensor) -> Tensor:
         """Coefficient of each pair in the unbiased estimate, for the pairs of one block."""
-        is_q = torch.arange(self.total, device=device) >= self.m
-        left, right = is_q[rows, None], is_q[None, rows.start :]
-        within = torch.where(left, 2 / (self.n * (self.n - 1)), 2 / (self.m * (self.m - 1)))
-        table = torch.where(left == right, within.double(), -2 / (self.m * self.n))
-        return table[upper]
+        table = pairs.new_full(
+            (rows.stop - rows.start, self.total - rows.start), -2 / (self.m * self.n), dtype=torch.double
+        )
+        in_p = max(0, self.m - rows.start)
+        table[:in_p, :in_p] = 2 / (self.m * (self.m - 1))
+        table[in_p:, in_p:] = 2 / (self.n * (self.n - 1))
+        return table.view(-1).index_select(0, pairs)
 
     def cross(self, distances: Tensor) -> Tensor:
         """The ``m n`` distances between a sample of p and one of q."""
-        parts = []
-        for rows, entries, upper in self.blocks(distances.device):
-            if rows.start < self.m:
-                parts.append(distances[entries][self.coefficients(rows, upper, distances.device) < 0])
-        return torch.cat(parts)
+        row = torch.arange(self.m, device=distances.device)
+        before = row * (2 * self.total - 1 - row) // 2  # pairs that start at an earlier row
+        columns = torch.arange(self.m, self.total, device=distances.device)
+        return distances[((before - row - 1)[:, None] + columns).view(-1)]
 
     def discrepancies(self, distances: Tensor, bandwidths: Tensor, norm: int) -> Tensor:
         """The unbiased estimate of the squared discrepancy for each bandwidth."""
         result = torch.zeros_like(bandwidths)
-        for rows, entries, upper in self.blocks(distances.device):
-            weight = self.coefficients(rows, upper, distances.device)
-            for k, bandwidth in enumerate(bandwidths):
-                result[k] += kernel_values(distances[entries], bandwidth, norm) @ weight
+        for rows, entries, pairs in self.blocks(distances.device):
+            weight = self.coefficients(rows, pairs)
+            for some in self._at_once(len(bandwidths), len(pairs)):
+                result[some] += kernel_values(distances[entries], bandwidths[some, None], norm) @ weight
         return result
+
+    @staticmethod
+    def _at_once(kernels: int, entries: int) -> Iterator[slice]:
+        """Kernels that are evaluated at once."""
+        step = max(1, _KERNEL_ENTRIES // max(1, entries))
+        return (slice(start, start + step) for start in range(0, kernels, step))
 
     def sums(self, distances: Tensor, bandwidths: Tensor, norm: int) -> Tensor:
         """Sums of the kernel over the pairs of each sample, those with a sample of p and those with one of q:
@@ -116,28 +134,31 @@ class Pairs:
         is_p = (torch.arange(self.total, device=distances.device) < self.m).double()
         sides = torch.stack([is_p, 1 - is_p], 1)
         result = distances.new_zeros(len(bandwidths), self.total, 2)
-        rates = [-((1 / float(bandwidth)) ** norm) for bandwidth in bandwidths]
-        for rows, entries, upper in self.blocks(distances.device):
+        rates = -bandwidths.reciprocal().pow_(norm)[:, None, None]
+        for rows, entries, pairs in self.blocks(distances.device):
             # Entries that are no pairs are infinitely far apart: no kernel sees them.
-            powers = distances.new_full(upper.shape, math.inf).masked_scatter_(upper, distances[entries]).pow_(norm)
-            values, columns = torch.empty_like(powers), slice(rows.start, None)
-            for k, rate in enumerate(rates):
-                torch.mul(powers, rate, out=values).exp_()
-                result[k, rows] += values @ sides[columns]
-                result[k, columns] += values.T @ sides[rows]
+            powers = distances.new_full((rows.stop - rows.start, self.total - rows.start), math.inf)
+            powers.view(-1)[pairs] = distances[entries]
+            powers.pow_(norm)
+            for some in self._at_once(len(bandwidths), powers.numel()):
+                values = torch.mul(powers, rates[some]).exp_()
+                result[some, rows] += values @ sides[rows.start :]
+                result[some, rows.start :] += values.mT @ sides[rows]
         return result
 
     def square(self, values: Tensor) -> Tensor:
         """Values of the pairs as a symmetric matrix ``(m + n, m + n)`` with a diagonal of zeros."""
         matrix = values.new_zeros(self.total, self.total)
-        for rows, entries, upper in self.blocks(values.device):
-            matrix[rows, rows.start :][upper] = values[entries]
+        for rows, entries, pairs in self.blocks(values.device):
+            # The columns begin at the block's first row, so that numbers within the block are as far apart as all rows.
+            columns = self.total - rows.start
+            matrix.view(-1)[rows.start * (self.total + 1) + pairs + pairs // columns * rows.start] = values[entries]
         return matrix + matrix.T
 
 
 def kernel_values(distances: Tensor, bandwidth: Tensor, norm: int) -> Tensor:
     """Laplace (``norm=1``) or Gaussian (``norm=2``) kernel at these distances."""
-    return (-((distances / bandwidth) ** norm)).exp_()
+    return (distances / bandwidth).pow_(norm).neg_().exp_()
 
 
 def unbiased(within_p: Tensor, within_q: Tensor, across: Tensor, m: int, n: int) -> Tensor:

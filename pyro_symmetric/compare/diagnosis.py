@@ -16,6 +16,7 @@ If model and data are known, the energy is looked at, too (see :mod:`pyro_symmet
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -30,6 +31,7 @@ from pyro_symmetric.chain_findings import (
     Finding,
     Status,
     finite,
+    graded,
     moving,
     resolved,
     sampler_findings,
@@ -48,6 +50,7 @@ from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import predict
 
 MOST_ROWS = 256
+RELOCATED = (0.25, 1.0)  # share of the chains that took over others' places
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +171,8 @@ def diagnose(
     * ``settled``: if chains disagree, whether each stays the same from its first half to its second.
     * ``effective draws``: the worst bulk or tail effective sample size of what decides. 400 are enough for means,
       deviations and this diagnosis to be trusted; below that it warns, below 50 it fails.
+    * ``relocated``: chains that warm-up took to be lost and moved to where others were. It warns if they are more than
+      a quarter.
     * ``acceptance``, ``divergences``, ``tree depth``, ``energy`` (the fraction E-BFMI), ``level`` (no chain's log
       density stays far below the others'): the sampler's own numbers.
     * ``kinetic temperature``: mean squared momentum, 1 if a stochastic-gradient sampler's steps are small enough.
@@ -227,10 +232,25 @@ def diagnose(
         *constant_entries(posterior.samples),
         *agreed,
         *warm_up(posterior.metadata, in_copies),
+        *_relocated(posterior),
         *sampler_findings(posterior.statistics, subsampled, arrived),
         *energy_findings(posterior, num_draws, subsampled, arrived),
     ]
     return _diagnosis(posterior, findings, statistics)
+
+
+def _relocated(posterior: Posterior) -> Iterator[Finding]:
+    """Tell of chains that warm-up took to be lost."""
+    chains = posterior.metadata.get("relocated_chains")
+    if not chains:
+        return
+    share = len(chains) / posterior.num_chains
+    words = (
+        f"in warm-up {len(chains)} of {posterior.num_chains} chains, far above the others in energy, stood still or "
+        "were still on their way, and continued from where others were: modes that only these had found may be lost, "
+        "and their R-hat is kinder than that of chains with starts of their own"
+    )
+    yield Finding("relocated", graded(share, RELOCATED), words, share)
 
 
 def _of_independent_draws(posterior: Posterior, found: Finding) -> Diagnosis:

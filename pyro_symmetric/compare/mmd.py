@@ -84,13 +84,14 @@ def mmd(
     samples = PairedSamples(weights_p, weights_q, layers, symmetry, frame, minimum=2)
     given = kernels_of(bandwidths, samples.layers)
     squared, chosen = {}, {}
+    pairs = Pairs(*samples.num_samples)
     for layer in samples.layers:
-        pairs, values, grids = Pairs(*samples.num_samples), [], []
+        values, grids = [], []
         for i, norm in enumerate((2, 1)):  # one after the other, so that only one set of distances is held
             distances = pairs.distances(samples, layer, norm)
             grid = given[layer][i].to(distances.device) if given else bandwidth_grid(pairs.cross(distances))
-            values.append(pairs.discrepancies(distances, grid, norm).cpu())
-            grids.append(grid.cpu())
+            values.append(pairs.discrepancies(distances, grid, norm))
+            grids.append(grid)
             del distances
         squared[layer], chosen[layer] = torch.cat(values), torch.cat(grids)
     return over_kernels("Squared MMD (over 20 kernels)", samples, squared, chosen)
@@ -126,13 +127,13 @@ def over_kernels(
     :param bandwidths: likewise.
     :param further: name -> other numbers of each layer and kernel, ``(layers, 20)``.
     """
-    values = torch.stack(list(squared.values()))
+    values = torch.stack(list(squared.values())).cpu()
     counts = torch.tensor([samples.num_weights(layer) for layer in squared], device="cpu")
     by_layer = {"median": values.quantile(0.5, dim=1), "mean": values.mean(1), "maximum": values.amax(1)}
     share = counts / counts.sum()
     arrays: dict[str, tuple[tuple[str, ...], Any]] = {"num_weights": (("layer",), counts.numpy())}
     arrays |= {name: (("layer",), value.numpy()) for name, value in by_layer.items()}
-    by_kernel = {"squared": values, "bandwidth": torch.stack(list(bandwidths.values())), **(further or {})}
+    by_kernel = {"squared": values, "bandwidth": torch.stack(list(bandwidths.values())).cpu(), **(further or {})}
     arrays |= {name: (("layer", "kernel"), value.numpy()) for name, value in by_kernel.items()}
     return DistanceResult(
         title=title,
@@ -159,15 +160,15 @@ def bandwidth_grid(cross_distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS
     :returns: ascending bandwidths ``(num_bandwidths,)`` in float64.
     """
     distances = cross_distances.reshape(-1).double()
-    smallest, largest = float(distances.min()), float(distances.max())
+    smallest, largest = torch.stack(distances.aminmax()).tolist()
     if smallest < FLOOR * largest and smallest < FLOOR * (median := _positive_median(distances)):
         rank = math.floor(0.05 * distances.numel())
         smallest = max(float(distances.kthvalue(rank + 1).values), FLOOR * median)
     if largest == 0:
         smallest, largest = FLOOR, 1.0
-    ends = torch.tensor([smallest / 2, largest * 2], dtype=torch.float64, device="cpu").log()
-    steps = torch.linspace(0, 1, num_bandwidths, dtype=torch.float64, device="cpu")
-    return (ends[0] + steps * (ends[1] - ends[0])).exp().to(distances.device)
+    first, last = math.log(smallest / 2), math.log(largest * 2)
+    steps = torch.linspace(0, 1, num_bandwidths, dtype=torch.float64, device=distances.device)
+    return (first + steps * (last - first)).exp()
 
 
 def _positive_median(distances: Tensor) -> float:

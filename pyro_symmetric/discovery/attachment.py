@@ -78,7 +78,7 @@ class _Attachment:
         for name in self.permuting:
             fits = self._fits(name, axes, left)
             doubtful = len(fits) > 1  # if something else exchanges the units inside, no unit owns their multipliers
-            together = self._recorded(move, name, [own for _, own in fits], doubtful)
+            together = doubtful and self._recorded(move, name, _side_by_side([own for _, own in fits]), doubtful)
             for chosen, own in fits:
                 if together or self._recorded(move, name, [own], doubtful):
                     left = left[~torch.isin(left, chosen)]
@@ -143,16 +143,17 @@ class _Attachment:
         self.units[units.name] = units
 
     def _record(self, move: Move, host: Units, own: Axes) -> None:
-        """Let units, or one unit inside each of them, be multiplied along these axes."""
-        riders = [one for one in self.units.values() if one.parent == host.name and one.size == 1]
+        """Let units, or units inside each of them, be multiplied along these axes."""
+        size = own[0].index.shape[1] // host.count
+        riders = [one for one in self.units.values() if one.parent == host.name and one.moves <= {"scale", "flip"}]
         for one in (host, *riders):  # the other move multiplies the same
             if one.moves & {"scale", "flip"} and move not in one.moves and _odd(one.axes) == _odd(own):
                 return self._put(replace(one, moves=one.moves | {move}))
-        if not host.moves & {"scale", "flip"}:
+        if size == 1 and not host.moves & {"scale", "flip"}:
             axes = self._with_exponents(host, own)
             if axes is not None:
                 return self._put(replace(host, axes=axes, moves=host.moves | {move}))
-        self._put(Units(self._name(own), 1, own, host.name, host.count, frozenset({move})))
+        self._put(Units(self._name(own), size, own, host.name, host.count, frozenset({move})))
 
     def _with_exponents(self, host: Units, multiplied: Axes) -> Axes | None:
         """The axes of units, cut into those that multipliers enter, and the rest; None if some enter elsewhere."""
@@ -223,6 +224,22 @@ class _Attachment:
         unit[blocks] = torch.arange(blocks.shape[1], device="cpu")
         block[blocks] = torch.arange(len(blocks), device="cpu")[:, None]
         return _Table(unit, block, blocks)
+
+
+def _side_by_side(every: Sequence[Axes]) -> list[Axes]:
+    """Multipliers of the same units, of which each has several: those that enter alike lie side by side in one set."""
+    alike: dict[object, list[Axes]] = {}
+    for own in every:
+        alike.setdefault(
+            tuple((_place(axis), axis.exponent, axis.epsilon, len(axis.index)) for axis in own), []
+        ).append(own)
+    return [
+        tuple(
+            replace(same[0], index=torch.stack([axis.index for axis in same], 2).flatten(1))
+            for same in zip(*sorted(together, key=lambda own: int(own[0].index.min())), strict=True)
+        )
+        for together in alike.values()
+    ]
 
 
 def _multiplied(one: Units) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import NamedTuple
 
 from pyro_symmetric.discovery.labels import Part, Passes, Value, positions, spread
@@ -50,6 +50,7 @@ def combine(
     ]
     if kind == "product":
         _note_stacks(recorder, terms, operands, out)
+        _note_crossed(recorder, terms)
     _tie(recorder, terms, sizes, {letter for letter, route in routes.items() if route in recorder.facts.moving})
     groups = _overlapping([part for operand in terms for part in operand.parts])
     left: list[Part] = []
@@ -124,6 +125,17 @@ def _note_stacks(recorder: Recorder, terms: Sequence[_Operand], operands: Sequen
     }
     for term in terms:
         recorder.facts.stacks += [part.atoms for part in term.parts if len(part.axes) == 1 and part.axes[0] in stacks]
+
+
+def _note_crossed(recorder: Recorder, terms: Sequence[_Operand]) -> None:
+    """A factor with labels along two axes, each for itself, meets units that lie along both together: of each head."""
+    for one, other in permutations(terms, 2):
+        alone = {part.axes[0]: part.atoms for part in other.parts if len(part.axes) == 1}
+        recorder.facts.crossed += [
+            (alone[part.axes[0]], alone[part.axes[1]])
+            for part in one.parts
+            if len(part.axes) == 2 and alone.keys() >= set(part.axes)
+        ]
 
 
 def _operand(recorder: Recorder, value: Value, letters: Sequence[int], sizes: Sizes, coefficient: float) -> _Operand:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.apart import apart
+from pyro_symmetric.discovery.factors import FACTORS, exchangeable_factors
 from pyro_symmetric.discovery.families import LOST, candidates
 from pyro_symmetric.discovery.jacobian import Jacobian
 from pyro_symmetric.discovery.remainder import CLEAR, orthonormal, remainder
@@ -33,7 +34,7 @@ EXTRA = 0.125  # rows beyond the number of weights, as a share of it
 
 @dataclass(frozen=True)
 class Family:
-    """A continuous symmetry of one layer.
+    """A continuous symmetry of one layer, or exchanges that the library doesn't act with, of dimension zero.
 
     :ivar name: what it is.
     :ivar layer: the module that holds all of its weights; empty for the whole network.
@@ -76,7 +77,8 @@ class Completeness:
     A symmetry is *complete* in this sense: at generic weights near the network's own, every direction in which weights
     can move without changing the outputs to first order, for any of the inputs that were tried, is tangent to a known
     family of symmetries, whether the library acts with it or not. This says nothing about permutations and signs, which
-    have no tangents; and a symmetry that holds up to an epsilon only (a scale before a normalisation) isn't one.
+    have no tangents (only exchanges of the two factors of a product are named, which the library doesn't act with); and
+    a symmetry that holds up to an epsilon only (a scale before a normalisation) isn't one.
 
     :ivar weights: the number of weights (with the running statistics that the symmetry moves).
     :ivar null: the dimension of the Jacobian's null space: ``found + known + unexplained``.
@@ -264,11 +266,7 @@ class _Search:
     def _layer(self, rows: Tensor) -> str:
         """The module that holds all weights that these tangents move."""
         moved = [site for site, piece in self._by_site(rows.abs().amax(0)) if bool((piece > 1e-9).any())]
-        paths = [site.split(".")[:-1] for site in moved]
-        together = 0
-        while paths and len({tuple(path[: together + 1]) for path in paths}) == 1 and together < len(paths[0]):
-            together += 1
-        return ".".join(paths[0][:together]) if paths else ""
+        return _common(moved)
 
     def _by_site(self, values: Tensor) -> Iterable[tuple[str, Tensor]]:
         return zip(
@@ -296,9 +294,15 @@ class _Search:
         }
         doubts = self._doubts(best, nulls)
         return Completeness(
-            self.jacobian.size, best.null, found, known, left, best.gap, best.families, tuple(told), doubts, directions,
-            best.point.weights,
+            self.jacobian.size, best.null, found, known, left, best.gap, (*best.families, *self._exchanges(best.point)),
+            tuple(told), doubts, directions, best.point.weights,
         )  # fmt: skip
+
+    def _exchanges(self, own: Point) -> list[Family]:
+        """Exchanges that are known, but that no group holds."""
+        every = exchangeable_factors(self.group, self.jacobian, own.weights, self.generator.initial_seed())
+        layers = [_common([axis.site for pair in pairs for axis in pair]) for pairs in every]
+        return [Family(FACTORS, layer, False, 0, 0) for layer in layers]
 
     def _doubts(self, best: _At, nulls: Sequence[int]) -> tuple[str, ...]:
         doubts = list(best.wrong)
@@ -316,6 +320,15 @@ class _Search:
         if best.unexplained.shape[1] and still:
             doubts.append(f"{still} weights have no effect for any input that was tried; wider inputs may reach them")
         return tuple(doubts)
+
+
+def _common(sites: Sequence[str]) -> str:
+    """The module that holds all of some sites; empty for the whole network."""
+    paths = [site.split(".")[:-1] for site in sites]
+    together = 0
+    while paths and len({tuple(path[: together + 1]) for path in paths}) == 1 and together < len(paths[0]):
+        together += 1
+    return ".".join(paths[0][:together]) if paths else ""
 
 
 def _aligned(rows: Sequence[Sequence[str]], words: int) -> list[str]:

@@ -68,7 +68,8 @@ class JointDensity:
     def change(self, element: Element) -> Change:
         """The effect of an element on the density: the largest change at one of the points."""
         changes = [self._change(point, element) for point in self.points]
-        sites = (site for change in changes if change.broken for site in change.sites)
+        # Discrete sites are summed out of the whole density, which bears no site's name.
+        sites = (site for change in changes if change.broken and not self.summed_out for site in change.sites)
         size = max(change.size for change in changes)
         return Change(any(change.broken for change in changes), size, tuple(dict.fromkeys(sites)))
 
@@ -189,7 +190,10 @@ def compared(before: dict[str, Tensor], after: dict[str, Tensor], tolerance: flo
     together, total = abs(sum(changes[name] for name in changed)), abs(sum(changes.values()))
     made_up_for = total <= MADE_UP_FOR * together < float("inf")
     holds = made_up_for or together <= sum(allowed[name] for name in changed)
-    return Change(not holds, total if total == total else float("inf"), changed)
+    named = tuple(
+        name for name in changed if name
+    )  # with discrete sites summed out, all sites have one nameless density
+    return Change(not holds, total if total == total else float("inf"), named)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

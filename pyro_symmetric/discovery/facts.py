@@ -82,6 +82,9 @@ class Facts:
         self.plan, self.statistics = dict(plan or {}), dict(statistics or {})
         self.kernels: set[str] = set()  # of convolutions
         self.stacks: list[Array] = []  # atoms along axes of which each entry has a life of its own
+        self.crossed: list[
+            tuple[Array, Array]
+        ] = []  # atoms along two axes of a factor; another's lie along both at once
         self.moving: set[int] = set()  # routers whose choices are made among units that move
         self.size = 0
         self.unions: list[tuple[Array, Array, int]] = []

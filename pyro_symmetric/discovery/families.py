@@ -260,7 +260,7 @@ def _stacked(group: Group, fields: Fields, whole: list[Place]) -> Iterator[list[
     """A stack of vectors ``(copies, size)``, whose entries weigh units that lie one behind the other elsewhere."""
     stacks = {
         site: torch.arange(shape.numel(), device="cpu").reshape([n for n in shape if n > 1])
-        for site, shape in group.view_shapes.items()
+        for site, shape in group.site_shapes.items()
         if sum(n > 1 for n in shape) == 2 and site not in group.buffers
     }
     for site, positions in stacks.items():

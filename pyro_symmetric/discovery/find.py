@@ -199,7 +199,7 @@ def _report_lost(facts: Facts, strict: bool) -> None:
         return
     text = (
         f"units are left out of the group at {', '.join(sorted(facts.lost))}. "
-        "pyro_symmetric.discovery.rules.registry says how to add a rule"
+        "help(pyro_symmetric.register_rule) says how to add a rule"
     )
     if strict:
         raise ValueError(text)

@@ -239,10 +239,11 @@ def _axis(along: _Along, index: Array, exponent: int, epsilon: float | None) -> 
     return narrowed(Axis(leaf.site, dim, positions, exponent, leaf.buffer, epsilon, span), leaf.shape)
 
 
-def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+def _merged(axes: Iterable[Axis], signs: bool) -> tuple[Axis, ...]:
     """The same axes, each block once; none if units share positions in another way, which no group has.
 
-    Rows and columns of a depthwise kernel ``(channels, 1, ...)`` are the same numbers: their exponents add up.
+    Rows and columns of a depthwise kernel ``(channels, 1, ...)`` are the same numbers: their exponents add up, and two
+    signs cancel.
     """
     places: dict[tuple[str, int, int], list[Axis]] = {}
     for axis in axes:
@@ -258,7 +259,9 @@ def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
             if torch.tensor(list(total), device="cpu").unique().numel() < len(total) * own[0].index.shape[1]:
                 return ()
             own = [
-                replace(own[0], index=torch.tensor(rows, device="cpu"), exponent=n) for n, rows in blocks.items() if n
+                replace(own[0], index=torch.tensor(rows, device="cpu"), exponent=n)
+                for n, rows in blocks.items()
+                if (n % 2 if signs else n)
             ]
         merged += own
     return tuple(merged)
@@ -292,10 +295,11 @@ def _placed(
         leading = min(rows, key=lambda key: (key[0], int(np.min(rows[key]))))
         sign = 1 if leading[1] > 0 else -1  # what enters the units has a positive exponent
         order = np.argsort(rows[leading][0], kind="stable")
-        placed = _merged(
+        own_axes = (
             _axis(axes[number], np.stack(own)[:, order], sign * exponent, epsilons.get(axes[number].leaf.site))
             for (number, exponent), own in sorted(rows.items())
         )
+        placed = _merged(own_axes, signs)
         if placed and not _is_idle(placed, shapes, signs):
             found.append((leading[0], int(placed[0].index.min()), placed))
     same: dict[tuple[Any, ...], list[tuple[Axis, ...]]] = {}

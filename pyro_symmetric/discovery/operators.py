@@ -46,7 +46,11 @@ def applied(
         results = [labeller.give_up(call.operands, shape, "there is no rule") for shape in shapes]
     else:
         result = rule(labeller, call)
-        results = [result] if isinstance(result, Value) else list(result)
+        results = [result] if isinstance(result, Value) else list(result or ())
+        if not results or not all(isinstance(value, Value) for value in results):
+            raise TypeError(
+                f"the rule of {labeller.where} returned {result!r}; it must return what labeller's methods do"
+            )
     if [tuple(r.shape) for r in results] != [tuple(s) for s in shapes]:
         raise RuntimeError(f"the rule of {labeller.where} gave shapes {[r.shape for r in results]}, not {list(shapes)}")
     if any(map(is_open, _sizes(node))) or any(is_open(n.meta.get("val")) for n in node.all_input_nodes):

@@ -1,8 +1,9 @@
 """Which parameters are cut into slices with rows and columns of their own, by what reads them.
 
 A parameter of which operators only read slices, all of which are read, is cut at the ends of these. A stack of matrices
-is known by an axis along which products go side by side, or of which the data choose entries; it shows when labels that
-don't depend on it have gone through the whole network once.
+is known by an axis along which products go side by side, or of which the data choose entries; a stack of vectors by two
+axes that meet units which lie along both together. Either shows when labels that don't depend on it have gone through
+the whole network once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from pyro_symmetric.discovery.facts import Facts, Leaf
+from pyro_symmetric.discovery.labels import Array
 from pyro_symmetric.discovery.slices import Slices
 
 # Units of slices are found entry by entry: parameters with more entries than this aren't cut.
@@ -38,7 +40,9 @@ def planned(facts: Facts, node: torch.fx.Node, site: str) -> Slices | None:
 
 
 def stacked(facts: Facts) -> dict[str, Slices | None]:
-    """Stacks of matrices, and what else (their biases) lies along the same axes, after a first walk."""
+    """Stacks of matrices, and what else (their biases) lies along the same axes, after a first walk; and vectors that
+    weigh units of several heads, each head by one of its own.
+    """
     leaves = [
         leaf
         for leaf in facts.leaves.values()
@@ -48,24 +52,38 @@ def stacked(facts: Facts) -> dict[str, Slices | None]:
         and leaf.site not in facts.plan
         and leaf.site not in facts.kernels
     ]
-    if not facts.stacks or not any(_may_be_a_stack(leaf) for leaf in leaves):
+    alike = bool(facts.stacks) and any(_may_be_a_stack(leaf) for leaf in leaves)
+    if not alike and not facts.crossed:
         return {}
     _, unit = facts.classes()
-    marked = np.unique(unit[np.concatenate([atoms.reshape(-1) for atoms in facts.stacks])])
+    marked = np.unique(unit[np.concatenate([atoms.reshape(-1) for atoms in facts.stacks])]) if alike else unit[:0]
+    crossed = [(unit[first], unit[second]) for first, second in facts.crossed]
     found: dict[str, Slices | None] = {}
+    weighed: dict[str, Slices | None] = {}
     for leaf in leaves:
         axes = [i for i, atoms in enumerate(leaf.labels) if len(atoms) > 1 and np.isin(unit[atoms], marked).all()]
         if not axes:
+            if (axis := _crossing(leaf, unit, crossed)) is not None:
+                weighed[leaf.site] = Slices.at(axis, range(leaf.shape[axis] + 1), leaf.shape)
             continue
         if int(np.prod(leaf.shape)) > SLICED_LIMIT:
             if _may_be_a_stack(leaf):
                 facts.lost[f"{leaf.site} (its slices have more than {SLICED_LIMIT} entries)"] = None
             continue
         found[leaf.site] = Slices.at(axes[0], range(leaf.shape[axes[0]] + 1), leaf.shape)
-    return found if any(_may_be_a_stack(facts.leaves[site]) for site in found) else {}
+    return weighed | (found if any(_may_be_a_stack(facts.leaves[site]) for site in found) else {})
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _crossing(leaf: Leaf, unit: Array, crossed: Sequence[tuple[Array, Array]]) -> int | None:
+    """The first of two axes of a leaf that meet units which lie along both together; None if no two do."""
+    along = [(i, unit[atoms]) for i, atoms in enumerate(leaf.labels) if len(atoms) > 1]
+    for (axis, mine), (_, theirs) in itertools.combinations(along, 2):
+        if any(np.isin(mine, first).all() and np.isin(theirs, second).all() for first, second in crossed):
+            return axis
+    return None
 
 
 def _may_be_a_stack(leaf: Leaf) -> bool:

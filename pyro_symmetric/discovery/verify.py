@@ -137,7 +137,7 @@ def _cause(found: Verification, host_draws: bool) -> str:
         return "The network draws random numbers from NumPy or Python, of which tracing sees a few draws only."
     if found.error < found.tolerance:
         return "They fail in train mode alone, which computes something else than eval mode."
-    return "This is a bug in a rule of pyro_symmetric; please report the network."
+    return "A rule is wrong: one that you registered, or one of pyro_symmetric; then please report the network."
 
 
 def _compared(

@@ -63,7 +63,7 @@ class ConditionalWalk:
     """
 
     def __init__(self, units: UnitDensities, count: int, order: Sequence[str]):
-        self._units, self._order = units, order
+        self.units, self._order = units, order
         self._shape = (count + 1, len(units.like))
         sizes = [value[0].numel() for value in units.draws.values()]
         self._entries = {
@@ -78,7 +78,7 @@ class ConditionalWalk:
 
         :param given: moves to score; drawn if ``None``.
         """
-        sets, values = self._units.sets, self._values
+        sets, values = self.units.sets, self._values
         known = torch.ones(values.shape[-1], dtype=torch.bool, device=values.device)
         for index, _ in (part for one in sets.values() for part in self._axes(one)):
             known = known.index_fill(0, index.reshape(-1), False)
@@ -87,7 +87,7 @@ class ConditionalWalk:
         for name in self._order:
             one = sets[name]
             told = [part for axis, part in zip(one.axes, self._axes(one), strict=True) if axis.neighbours <= set(drawn)]
-            places = _Places.of(self._units, one, told, known, values)
+            places = _Places.of(self.units, one, told, known, values)
             drawn[name], log_tau = places.fill(self._shape, None if given is None else given[name])
             total = total + log_tau
             for index, flips in self._axes(one):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def walk(
     """The moves of several walks, or of each the probabilities of given ones, side by side."""
     results = [one.walk(given) if isinstance(one, ConditionalWalk) else None for one in walkers]
     walking = {k: one.steps(given) for k, one in enumerate(walkers) if isinstance(one, Walker)}
-    found = side_by_side(walking, matched)
+    found = side_by_side(walking, partial(matched, precision=walkers[0].units.like.dtype))
     return [found[k] if own is None else own for k, own in enumerate(results)]
 
 
@@ -119,7 +120,8 @@ def walkers_of(units: UnitDensities, count: int) -> Sequence[Walker | Conditiona
     else:
         chosen = [(forward, 1), (backward, 1)]
     expected = side_by_side(
-        {k: _expectations(units, order, sweeps) for k, (order, sweeps) in enumerate(chosen)}, made_doubly_stochastic
+        {k: _expectations(units, order, sweeps) for k, (order, sweeps) in enumerate(chosen)},
+        partial(made_doubly_stochastic, precision=units.like.dtype),
     )
     return [*conditional, *(Walker(units, count, order, expected[k]) for k, (order, _) in enumerate(chosen))]
 
@@ -132,7 +134,7 @@ class Walker:
     """
 
     def __init__(self, units: UnitDensities, count: int, order: Sequence[str], expected: Mapping[str, Expected]):
-        self._units, self._order, self._expected = units, order, expected
+        self.units, self._order, self._expected = units, order, expected
         self._shape = (count + 1, len(units.like))
         self._first: Matrix | None = None  # of the first set, which knows of no draws
 
@@ -148,11 +150,11 @@ class Walker:
         drawn: dict[str, Drawn] = {}
         shared: dict[str, Drawn] = {}
         where: dict[str | None, Tensor] = {}
-        total = self._units.like.new_zeros(self._shape)
+        total = self.units.like.new_zeros(self._shape)
         for name in self._order:
-            densities = self._units.densities(name, Placements(shared, self._expected))
+            densities = self.units.densities(name, Placements(shared, self._expected))
             own = Drawn(None) if given is None else given[name]
-            outer = where.get(self._units.group[name].parent)
+            outer = where.get(self.units.group[name].parent)
             images, where[name], log_tau = yield from self._match(name, densities.total, outer, own.images)
             total, signs = total + log_tau, None
             if densities.odd is not None:
@@ -178,11 +180,11 @@ class Walker:
         :return: the moves within copies as they are before the outer ones, where each unit comes from with both, and
             log-probabilities.
         """
-        units = self._units.group[name]
+        units = self.units.group[name]
         copies, n = units.copies, units.size
         start = torch.arange(0, units.count, n, device=densities.device).unsqueeze(-1)
         source = start if outer is None else outer.unsqueeze(-1) * n  # the first unit of the copy that comes to a place
-        if not self._units.sets[name].is_permuted:
+        if not self.units.sets[name].is_permuted:
             inside = torch.arange(n, device=densities.device)
             return None, (source + inside).expand(*self._shape, copies, n).flatten(-2), 0.0
         places = None if outer is None else outer.unsqueeze(-1).expand(*self._shape, copies, n)

@@ -23,6 +23,8 @@ from pyro_symmetric.distributions.matchings import (
 
 # Numbers of a matrix up to which those of several walks are handled at once; beyond, copying them takes longer.
 TOGETHER = 2**18
+# Alternations of rows and columns for what is expected of sets to come: what is drawn from them is scaled anew.
+ROUGHLY = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +41,8 @@ class Matrix:
     rank: Tensor
 
     @classmethod
-    def of(cls, densities: Tensor) -> Matrix:
-        # Constants of a place don't matter, but would swallow what does when late rows are added up.
-        densities = densities - densities.amax(-1, keepdim=True)
+    def of(cls, densities: Tensor, precision: torch.dtype) -> Matrix:
+        densities = centred(densities, precision)
         rows = with_spread(doubly_stochastic(densities))
         return cls(densities, rows, certain_first(rows))
 
@@ -104,8 +105,22 @@ def side_by_side(
     return results
 
 
-def matched(asked: list[Question]) -> list[Answer]:
-    """The answers to several questions; to those of small matrices that are shaped alike at once."""
+def centred(densities: Tensor, precision: torch.dtype) -> Tensor:
+    """Without constants of a place, which don't matter, but would swallow what does when late rows are added up.
+
+    :param precision: of the draws. Differences of large densities may have needed more, but what is left of them
+        doesn't, if it is without constants of a unit, too.
+    """
+    if densities.dtype == precision:
+        return densities - densities.amax(-1, keepdim=True)
+    return densities.log_softmax(-1).log_softmax(-2).to(precision)
+
+
+def matched(asked: list[Question], precision: torch.dtype) -> list[Answer]:
+    """The answers to several questions; to those of small matrices that are shaped alike at once.
+
+    :param precision: of the draws.
+    """
     alike: dict[Any, list[int]] = {}
     for k, one in enumerate(asked):
         few = one.parts[0].numel() <= TOGETHER
@@ -119,7 +134,7 @@ def matched(asked: list[Question]) -> list[Answer]:
             if len(own) == 1
             else own[0].joined([torch.cat(part, 1) for part in zip(*(o.parts for o in own), strict=True)])
         )
-        matrix = Matrix.of(every.matrix) if isinstance(every.matrix, Tensor) else every.matrix
+        matrix = Matrix.of(every.matrix, precision) if isinstance(every.matrix, Tensor) else every.matrix
         images = matrix.drawn(every.count) if every.given is None else every.given
         parts = images, matrix.log_probability(images), matrix.densities, matrix.rows, matrix.rank
         split = zip(*(part.split([one.parts[0].shape[1] for one in own], 1) for part in parts), strict=True)
@@ -128,8 +143,8 @@ def matched(asked: list[Question]) -> list[Answer]:
     return [answers[k] for k in range(len(asked))]
 
 
-def made_doubly_stochastic(asked: list[Tensor]) -> list[Tensor]:
-    """Of several matrices; those that are small and shaped alike at once."""
+def made_doubly_stochastic(asked: list[Tensor], precision: torch.dtype) -> list[Tensor]:
+    """Of several matrices, roughly; those that are small and shaped alike at once."""
     if len({(one.shape, one.dtype) for one in asked}) == 1 and len(asked) > 1 and asked[0].numel() <= TOGETHER:
-        return list(doubly_stochastic(torch.stack(asked)).unbind())
-    return [doubly_stochastic(one) for one in asked]
+        return list(doubly_stochastic(centred(torch.stack(asked), precision), ROUGHLY).unbind())
+    return [doubly_stochastic(centred(one, precision), ROUGHLY) for one in asked]

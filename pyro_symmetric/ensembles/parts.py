@@ -69,9 +69,8 @@ class Parts:
 
     def put(self, weights: Weights, losses: Any, part: Part) -> None:
         """Keep a part that is finished, and make it safe."""
-        for member in range(part.members):
-            one = {site: value[None, member] for site, value in weights.items()}
-            self.recorder.append(self.count + member, one, {"loss": losses[None, member]})
+        members = {site: value[None] for site, value in weights.items()}  # draws of a single chain
+        self.recorder.append(self.count, members, {"loss": losses[None]})
         self.done = [*self.done, part]
         self.recorder.commit(self.count, self.metadata, self._state)
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
+from pyro_symmetric.calls import described
 from pyro_symmetric.ensembles.coordinates import Coordinates, standardising
 from pyro_symmetric.ensembles.data_checks import require_data
 from pyro_symmetric.ensembles.descent import batches_of, descend
@@ -301,7 +302,7 @@ class Trainer:
 
 def _checked_data(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
-        raise TypeError("data must be a pair of tensors, inputs and targets")
+        raise TypeError(f"data must be a pair of tensors with all rows, inputs and targets; found {described(data)}")
     x, y = data
     if len(x) != len(y) or not len(x):
         raise ValueError(f"data holds {len(x)} inputs and {len(y)} targets; they must be equally many, at least one")

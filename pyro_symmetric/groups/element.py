@@ -118,10 +118,12 @@ class Element:
         )
 
     def select(self, index: int | slice | Tensor | tuple[Any, ...]) -> Element:
-        """Index the batch: ``g.select(0)`` is the first element."""
+        """Index the batch: ``g.select(0)`` is the first element. An index on another device is moved."""
+        device, given = self.device or torch.device("cpu"), index if isinstance(index, tuple) else (index,)
+        here = tuple(part.to(device) if isinstance(part, Tensor) else part for part in given)
         if any(self.parts) and self.batch_shape:
-            return self._each(lambda value: value[index])
-        return self._each(lambda value: value, torch.empty(self.batch_shape, device="cpu")[index].shape)
+            return self._each(lambda value: value[here])
+        return self._each(lambda value: value, torch.empty(self.batch_shape, device=device)[here].shape)
 
     def expand(self, batch_shape: Sequence[int]) -> Element:
         """The same elements, repeated to a larger batch."""

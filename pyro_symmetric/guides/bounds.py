@@ -66,7 +66,8 @@ class Evidence:
         ELBO, ``"exact"`` if it is that ELBO.
     :param log_order: the most that symmetrisation can add, ``log |G|``.
     :param importance: the log-evidence by importance sampling from the symmetrised guide.
-    :param pareto_k: how heavy the tail of its weights is; above 0.7 its error can't be trusted.
+    :param pareto_k: how heavy the tail of its weights is; above 0.7, or less for fewer than 2,200 draws,
+        its error can't be trusted.
     :param bridge: the log-evidence by bridge sampling, if there was a posterior.
     :param doubts: what speaks against the estimates; empty if all checks passed.
     :param density_gap: between an upper and a lower bound of the mean symmetrised log-density: 0 if it is exact, NaN if
@@ -128,9 +129,10 @@ def evidence(
     the evidence, not of its log), with an exact density or with ``InfoNCE`` and ``SinkhornImportance``. With a
     ``posterior``, bridge sampling between it and the symmetrised guide is the second opinion: its draws may lie in any
     copies, as the symmetrised density is the same at all of them. What doesn't fit is told in ``doubts``: a Pareto-k
-    above 0.7, two methods that differ by more than three of their errors, chains that disagree (one chain: with its own
-    other half), fewer than 25 effective draws, errors above half a nat, an estimate of the density that leaves as much
-    open, rounding errors as large. A mode that guide and chains both miss can't be noticed.
+    above 0.7 (of S < 2,200 samples above 1 - 1 / log10 S), two methods that differ by more than three of their errors,
+    chains that disagree (one chain: with its own other half), fewer than 25 effective draws, errors above half a nat,
+    an estimate of the density that leaves as much open, rounding errors as large. A mode that guide and chains both
+    miss can't be noticed.
 
     The answer is worth something only if ``log_joint`` is invariant under the group: that is compared at draws of the
     guide, up to the function's own noise (rounding, subsampled data), at the price of about 20 more evaluations.
@@ -379,7 +381,7 @@ def _checked(log_target: Any, num_samples: int) -> Tensor:
     if not isinstance(log_target, Tensor) or shape != (num_samples,):
         raise ValueError(
             f"log_joint gave {type(log_target).__name__} of shape {shape} for {num_samples} sets of weights; it must "
-            f"give one number for each, shape ({num_samples},)"
+            f"give one number for each, shape ({num_samples},); of a Pyro model, give log_joint(model, *args)"
         )
     return log_target
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from pyro_symmetric.mcmc.kernels.kernel import State
 
 NAMES = ("energy", "acceptance_rate", "step_size")
 
@@ -55,16 +54,17 @@ class Curves(Thinned):
     def __init__(self) -> None:
         super().__init__(2000)
 
-    def record(self, iteration: int, state: State) -> None:
-        """Note the state after an iteration, counted from 0."""
+    def record(self, iteration: int, energy: Tensor, statistics: Mapping[str, Tensor]) -> None:
+        """Note some iterations, counted from 0, of which this is the first.
 
-        def means() -> Tensor:
-            energy = state.energy
-            values = [state.statistics.get(name) for name in NAMES[1:]]
-            found = [torch.full_like(energy, torch.nan) if value is None else value.to(energy) for value in values]
-            return torch.stack([energy, *found]).mean(1).float()
-
-        self.note(iteration, means)
+        :param energy: after each, ``(B, C)``; likewise each of the statistics.
+        """
+        if not any(number % self.stride == 0 for number in range(iteration, iteration + len(energy))):
+            return
+        values = [statistics.get(name) for name in NAMES[1:]]
+        found = [torch.full_like(energy, torch.nan) if value is None else value.to(energy) for value in values]
+        for number, means in enumerate(torch.stack([energy, *found], 1).mean(2).float().unbind(), iteration):
+            self.note(number, partial(torch.clone, means))
 
     def curves(self, iterations: int) -> dict[str, Any]:
         """As JSON, over the first iterations: ``iteration``, then those of ``NAMES``; not finite: ``None``."""

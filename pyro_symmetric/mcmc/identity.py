@@ -88,7 +88,10 @@ def identify(settings: Settings, density: Density | None, seed: int) -> dict[str
     device = None if density is None else density.device
     found = {} if density is None else {"chain_chunk": density.chain_chunk, "engine": density.engine}
     energies = [] if density is None else _energies_at_fixed_points(density, settings.num_chains)
-    return as_json(call=call, seed=seed, energies=energies, density=found, **surroundings(device))
+    around = surroundings(device)
+    if density is not None:
+        around["versions"] = density.versions
+    return as_json(call=call, seed=seed, energies=energies, density=found, **around)
 
 
 def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -22,17 +22,17 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK, drawn_seed
-from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
 from pyro_symmetric.mcmc.curves import Curves
 from pyro_symmetric.mcmc.identity import OTHER_MODEL, OtherRun, Passed, identify, require_same, tolerance_of
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, longest_stretch
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve, starting_points
 from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import Blocks, Checkpoint, Contents, FolderRecorder, MemoryRecorder
 from pyro_symmetric.weights import Weights
 
+STRETCH_SECONDS = 0.2  # at most about so long are chains left to themselves, between looks at the clock and at Ctrl-C
 KERNELS = Kernel.__module__.rpartition(".")[0]
 Hook = Callable[[int, Weights], Any]  # takes an iteration's number and the weights of all chains
 
@@ -52,7 +52,7 @@ def run(settings: Settings, progress: bool = False, stop: Stop | None = None, ho
     """Start, or resume, chains and move them. Ctrl-C while sampling returns what there is, marked as interrupted.
 
     :param stop: has the effect of Ctrl-C.
-    :param hook: is called after every iteration.
+    :param hook: is called after every iteration; with it, stretches are of one.
     :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
     with _recorder(settings) as recorder:  # its lock comes first: who is refused has touched no generator
@@ -92,6 +92,7 @@ class Run:
         self.settings, self.recorder = settings, recorder
         self._clock = time.perf_counter()
         self._seconds = {"warmup": 0.0, "sampling": 0.0}
+        self._length = 1  # of the next stretch
         self._blocks = Blocks(recorder)
         self._curves = Curves()
         self._passed: Passed | None = None
@@ -115,8 +116,10 @@ class Run:
         )
         try:
             while self.at.draws < settings.num_samples:
-                warming_up = self.at.iteration < self.at.num_warmup
-                bar.set_description("warm-up" if warming_up else "sampling", refresh=False)
+                before = self.at.iteration
+                bar.set_description("warm-up" if before < self.at.num_warmup else "sampling", refresh=False)
+                if hook is not None:
+                    self._length = 1
                 self._advance()
                 bar.total = self.at.num_warmup + sampling
                 if hook is not None:
@@ -125,7 +128,7 @@ class Run:
                     self._commit()
                 if stop is not None and stop.is_set():
                     raise KeyboardInterrupt
-                if bar.update(1):
+                if bar.update(self.at.iteration - before):
                     bar.set_postfix_str(self._postfix(), refresh=False)
         finally:
             bar.close()
@@ -146,7 +149,7 @@ class Run:
             "device": str(density.device),
             "dtype": str(density.dtype).removeprefix("torch."),
             "chain_chunk": density.chain_chunk,
-            "versions": VERSIONS,
+            "versions": density.versions,
             "deterministic": list(density.target.computed),
             "engine": density.engine,  # as it turned out: torch.compile may have failed on the way
             "engine_reason": density.engine_reason,
@@ -218,18 +221,53 @@ class Run:
         return same
 
     def _advance(self) -> None:
+        """By an iteration of warm-up, or a stretch of sampling."""
+        if self.at.iteration < self.at.num_warmup:
+            self._warm_up()
+        else:
+            self._draw()
+
+    def _draw(self) -> None:
+        """A stretch of about ``STRETCH_SECONDS``: its length depends on the clock, its draws don't."""
+        settings, at, began = self.settings, self.at, time.perf_counter()
+        thinning = settings.thinning
+        left = at.num_warmup + settings.num_samples * thinning - at.iteration
+        count = min(self._length, longest_stretch(at.state.z), left)
+        stretch = settings.kernel.steps(self.density, at.state, count)
+        _required(stretch.state, at.state.z, settings.kernel, "steps")
+        self._curves.record(at.iteration, stretch.energy, stretch.statistics)
+        kept = slice((at.num_warmup - at.iteration - 1) % thinning, None, thinning)
+        if len(z := stretch.z[kept]):
+            statistics = {name: value[kept].mT for name, value in stretch.statistics.items()}
+            self._blocks.append(at.draws, self._weights(z), statistics)
+        if self._passed is not None:
+            for number, one in enumerate(stretch.z[:-1], at.iteration + 1):
+                self._passed.note(number, one)
+        now = time.perf_counter()
+        self._seconds["sampling"] += now - self._clock
+        self._clock = now
+        self._length = max(1, min(2 * count, int(count * STRETCH_SECONDS / max(now - began, 1e-6))))
+        self._arrive(at.iteration + count, stretch.state, at.num_warmup, at.r_hat)
+
+    def _weights(self, z: Tensor) -> Weights:
+        """Weights ``(C, draws, *site_shape)`` at positions ``(draws, C, D)``, each draw rounded as by itself."""
+        if self.density.layout.same_in_batches and not self.density.target.computed:
+            every = self.density.layout.constrain(z)
+            return {site: value.transpose(0, 1) for site, value in every.items()}
+        each = [self.density.draws(one) for one in z]
+        return {site: torch.stack([draw[site] for draw in each], 1) for site in each[0]}
+
+    def _warm_up(self) -> None:
         settings, iteration = self.settings, self.at.iteration
         state = _required(settings.kernel.step(self.density, self.at.state), self.at.state.z, settings.kernel, "step")
-        self._curves.record(iteration, state)
+        statistics = {name: value[None] for name, value in state.statistics.items()}
+        self._curves.record(iteration, state.energy[None], statistics)
         num_warmup, r_hat = self.at.num_warmup, self.at.r_hat
         if self._agreement is not None:
             num_warmup, r_hat = self._warmup_after(self._agreement, iteration, state)
-        if warming_up := iteration < num_warmup:
-            state = settings.kernel.adapt(self.density, state, iteration, num_warmup)
-        elif (iteration + 1 - num_warmup) % settings.thinning == 0:
-            self._blocks.append(self.at.draws, self.density.draws(state.z), state.statistics)
+        state = settings.kernel.adapt(self.density, state, iteration, num_warmup)
         now = time.perf_counter()
-        self._seconds["warmup" if warming_up else "sampling"] += now - self._clock
+        self._seconds["warmup"] += now - self._clock
         self._clock = now
         self._arrive(iteration + 1, state, num_warmup, r_hat)
 

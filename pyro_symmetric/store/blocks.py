@@ -32,6 +32,7 @@ class Blocks:
         """The number of draws handed over so far whose statistic ``diverging`` is true."""
         self._recorder = recorder
         self._held: deque[tuple[int, Values, Values]] = deque()
+        self._bytes = 0  # that are held on a device, at most
 
     def append(self, number: int, samples: Values, statistics: Values) -> None:
         """As :meth:`~pyro_symmetric.store.recorders.Recorder.append`; the tensors must stay as they are."""
@@ -40,12 +41,13 @@ class Blocks:
         self._held.append((number, samples, statistics))
         values = (*samples.values(), *statistics.values())
         size = sum([value.numel() * value.element_size() for value in values if value.device.type != "cpu"])
-        if (len(self._held) + 1) * size > BLOCK or not size:
+        self._bytes += size
+        if self._bytes + size > BLOCK or not size:
             self.hand_over()
 
     def hand_over(self) -> None:
         """Give the recorder what is held. After an interruption the next call resumes at the draw that was broken."""
-        self._held = deque(on_cpu(self._held))
+        self._held, self._bytes = deque(on_cpu(self._held)), 0
         while self._held:
             number, samples, statistics = self._held[0]
             self._recorder.append(number, samples, statistics)

@@ -81,7 +81,7 @@ class DrawsFile:
 
     @classmethod
     def like(cls, number: int, room: int, draw: Mapping[str, Mapping[str, Tensor]]) -> DrawsFile:
-        """For draws like this one, kind -> name -> ``(chains, *shape)``.
+        """For draws like these, kind -> name -> ``(chains, draws, *shape)``.
 
         :raises TypeError: if one has a dtype that the file can't hold.
         """
@@ -89,7 +89,7 @@ class DrawsFile:
         for kind, name, value in named:
             if value.dtype not in CODES:
                 raise TypeError(f"{kind}[{name!r}] is of {value.dtype}, which a store can't keep")
-        entries = (Entry(kind, name, CODES[value.dtype], tuple(value.shape[1:])) for kind, name, value in named)
+        entries = (Entry(kind, name, CODES[value.dtype], tuple(value.shape[2:])) for kind, name, value in named)
         return cls(number, len(named[0][2]), room, tuple(entries))
 
     @property
@@ -259,7 +259,9 @@ def read_store(path: PathLike, *, verify: bool = True) -> Contents:
     while True:
         found = Checkpoint.read(folder)
         if found.file is None or found.draws == 0:
-            raise StoreError(f"the draw store {folder} holds no draws yet")
+            raise StoreError(
+                f"the draw store {folder} holds no draws yet: its warm-up isn't over; the call that began it resumes it"
+            )
         try:
             if verify:
                 found.verify(folder)

@@ -29,9 +29,10 @@ class Recorder(Protocol):
     """Takes draws in the order of their numbers, and gives them back."""
 
     def append(self, number: int, samples: Values, statistics: Values) -> None:
-        """Keep draw ``number`` of every chain: site -> ``(chains, *site_shape)``, name -> ``(chains,)``.
+        """Keep the draws of every chain from ``number`` on: site -> ``(chains, draws, *site_shape)``, name ->
+        ``(chains, draws)``.
 
-        It takes the place of all that came from this number on; what comes before it counts from now on.
+        They take the place of all that came from this number on; what comes before it counts from now on.
         """
 
     @property
@@ -67,10 +68,9 @@ class MemoryRecorder:
             kept = self._kept[kind]
             for name, value in values.items():
                 if name not in kept:
-                    kept[name] = torch.empty(
-                        len(value), self._num_samples, *value.shape[1:], dtype=value.dtype, device="cpu"
-                    )
-                kept[name][:, number] = value
+                    shape = len(value), self._num_samples, *value.shape[2:]
+                    kept[name] = torch.empty(shape, dtype=value.dtype, device="cpu")
+                kept[name][:, number : number + value.shape[1]] = value
 
     def commit(
         self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes | memoryview]
@@ -86,7 +86,7 @@ class FolderRecorder:
     """Draws in a folder; the one process that writes it.
 
     >>> with FolderRecorder(path, num_samples=100) as recorder:
-    ...     recorder.append(0, {"w": torch.randn(4, 3)}, {"lp": torch.randn(4)})
+    ...     recorder.append(0, {"w": torch.randn(4, 1, 3)}, {"lp": torch.randn(4, 1)})
     ...     recorder.commit(1, lambda: {"kernel": "HMC"}, lambda: b"")
 
     :param path: the folder; made if there is none.
@@ -234,13 +234,15 @@ class _Writer:
         return list(self._done[1])
 
     def append(self, number: int, value: Tensor) -> None:
-        chains = len(value)
-        if self._kept is None:
+        chains, count = value.shape[:2]
+        room = 0 if self._kept is None else self._kept.shape[1]
+        if number - self._done[0] + count > room:
+            self.write(number)  # and no further: what comes may yet be taken back
+        if self._kept is None or count > room:
             most = max(1, min(self._piece // max(1, chains * self._size), self._room))
-            self._kept = torch.empty(chains, most, *value.shape[1:], dtype=value.dtype, device="cpu")
-        if number - self._done[0] >= self._kept.shape[1]:
-            self.write(number)
-        self._kept[:, number - self._done[0]] = value
+            self._kept = torch.empty(chains, max(most, count), *value.shape[2:], dtype=value.dtype, device="cpu")
+        place = number - self._done[0]
+        self._kept[:, place : place + count] = value
 
     def write(self, until: int) -> None:
         """Write what is kept back, as far as the draws before ``until``."""

@@ -63,7 +63,9 @@ def stores_of_tasks(folder: Path) -> tuple[list[Path], bool]:
             raise StoreError(f"{store} is a copy of {other.name}. Restore it, or remove it: the run makes it anew")
     begun = [store for store, checkpoint in found.items() if checkpoint.draws]
     if not begun:
-        raise StoreError(f"the draw store {folder} holds no draws yet")
+        raise StoreError(
+            f"the draw store {folder} holds no draws yet: its warm-up isn't over; the call that began it resumes it"
+        )
     finished = [store for store in begun if not found[store].metadata.get("interrupted")]
     return finished or begun, len(finished) == len(stores)
 

@@ -270,3 +270,60 @@ def test_scales_of_several_layers_alone_end_where_no_scale_improves():
                 nudged = torch.zeros(n, dtype=torch.float64).index_fill(0, torch.tensor(k), step)
                 element = group.element(log_scales={name: nudged})
                 assert distance(element(moved), reference) > result.cost - 1e-9
+
+
+def rotary_heads(heads: int = 2, pairs: int = 2) -> Group:
+    """Heads whose queries and keys have signs and scales for each pair of rows, as rotary positions leave them."""
+    rows = 2 * pairs
+    whole = torch.arange(heads) * rows + torch.arange(rows)[:, None]
+    own = torch.arange(heads)[:, None] * rows + torch.arange(pairs)
+    turned = torch.stack([own.flatten(), own.flatten() + pairs])
+    values = torch.arange(heads * 3)[None]
+    return Group(
+        [
+            Units(
+                "heads",
+                heads,
+                (*(Axis(site, 0, whole) for site in "qk"), Axis("v", 0, values.reshape(heads, 3).T)),
+            ),
+            Units(
+                "pairs",
+                pairs,
+                (Axis("q", 0, turned, 1), Axis("k", 0, turned, -1)),
+                "heads",
+                heads,
+                frozenset({"flip", "scale"}),
+            ),
+        ],
+        {"q": torch.Size([heads * rows, 3]), "k": torch.Size([heads * rows, 3]), "v": torch.Size([heads * 3, 2])},
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_multipliers_of_several_units_in_each_head_are_fitted_at_once(seed):
+    """The least distance, against all orders and signs, with each scale by SciPy."""
+    torch.manual_seed(seed)
+    group = rotary_heads()
+    reference, source = ({s: torch.randn(v).double() for s, v in group.site_shapes.items()} for _ in range(2))
+    least = math.inf
+    for order in ([0, 1], [1, 0]):
+        whole = group.element({"heads": torch.tensor(order)})(source)
+        total = float((whole["v"] - reference["v"]).square().sum())
+        for rows in ([0, 2], [1, 3], [4, 6], [5, 7]):
+
+            def distance(t, sign, rows=rows, whole=whole):
+                q = reference["q"][rows] - sign * math.exp(t) * whole["q"][rows]
+                return float(
+                    (q.square() + (reference["k"][rows] - sign * math.exp(-t) * whole["k"][rows]).square()).sum()
+                )
+
+            total += min(
+                minimize(lambda t, sign=sign: distance(t[0], sign), [start], tol=1e-10).fun
+                for sign in (1, -1)
+                for start in (-1.5, 0.0, 1.5)
+            )
+        least = min(least, total)
+    result = align(source, reference, group, progress=False)
+    assert result.cost == pytest.approx(least, rel=1e-6)
+    element = group.sample(spread=0.5, dtype=torch.float64)
+    assert align(element.inverse()(source), source, group, progress=False).cost < 1e-20

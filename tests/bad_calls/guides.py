@@ -314,7 +314,15 @@ CALLS = (
         ps.compare_models,
         lambda: {"evidences": {"2": worth(-3.0), "3": worth(-4.0)}},
         {
-            "evidences": (*THINGS, ARRAY, {}, {"2": 1.0}, {"2": 1.0, "3": 2.0}, Made("NaN", lambda: {"2": worth(NAN)})),
+            "evidences": (
+                *THINGS,
+                ARRAY,
+                {},
+                {2: 1.0},
+                {"2": 1.0},
+                {"2": 1.0, "3": 2.0},
+                Made("NaN", lambda: {"2": worth(NAN)}),
+            ),
             "prior": (3, "2", {}, {"2": 1.0}, {"2": 1.0, "3": 0.0}, {"2": 1.0, "3": NAN}, {"2": 1.0, "3": "1"}),
         },
     ),

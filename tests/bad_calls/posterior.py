@@ -120,7 +120,7 @@ CALLS = (
         lambda: {"posterior": posterior().attach(model(), *data())},
         {
             "posterior": (*THINGS, ARRAY, {}),
-            "dims": (3, "banana", {"0.weight": 3}, {"0.weight": ["only one"]}),
+            "dims": (3, "banana", {"0.weight": 3}, {"0.weight": ["only one"]}, {"0.weights": ["out", "in"]}),
             "coords": (3, "banana"),
             "log_likelihood": (3, "banana", None, (3,), ()),
             "posterior_predictive": (3, "banana", None, (3,), ()),

@@ -93,7 +93,7 @@ NOT_CALLED_BY_USERS = {
 }
 # What the library calls itself, in its inner loops: the contracts of kernels, likelihoods, distributions and elements.
 CONTRACTS = {
-    *("step", "init", "adapt", "walk", "best_step", "first_moment", "preconditioner"),
+    *("step", "steps", "steps_of", "init", "adapt", "walk", "best_step", "first_moment", "preconditioner"),
     *("latents", "distribution", "targets", "mean", "call", "scale_of", "require_matches"),
     *("suggested", "bijection", "log_prob", "log_prob_elsewhere", "score_parts", "entropy", "stratified"),
     *(

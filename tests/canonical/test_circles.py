@@ -26,7 +26,7 @@ def flipped(values: Tensor, units: list[Tensor], signs: Tensor) -> Tensor:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_largest_weights_are_positive_as_far_as_any_signs_make_them(seed: int) -> None:
     """Of all combinations of signs, that whose entries, from the largest down, are positive first."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.empty(0).device).manual_seed(seed)
     count = 5
     units = [torch.tensor([[0, 1, 5]]), torch.tensor([[2, 3]]), torch.tensor([[4, 0, 5, 3]])]
     values = torch.randn(2, 3, 2, 4, generator=generator, dtype=torch.float64)

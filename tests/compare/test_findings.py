@@ -288,3 +288,17 @@ def test_a_few_draws_that_rounding_blurs_are_told_but_not_warned_of():
     (found,) = [own for own in diagnose(sound(**statistics)).findings if own.name == "rounding"]
     assert (found.status, found.value) == ("warn", 10 / (CHAINS * DRAWS))
     assert sampler_failures(statistics, False) == []
+
+
+@pytest.mark.parametrize(("chains", "status"), [([2], "pass"), ([0, 3, 5], "warn")])
+def test_chains_that_warm_up_moved_to_the_places_of_others_are_told(chains, status, generator):
+    draws = torch.randn(CHAINS, DRAWS, 2, generator=generator)
+    sound = Posterior({"w": draws}, rows="chains")
+    assert "relocated" not in diagnose(sound)
+    moved = Posterior({"w": draws}, rows="chains", metadata={"relocated_chains": chains})
+    found = diagnose(moved)
+    assert found["relocated"].status == status
+    assert found["relocated"].value == len(chains) / CHAINS
+    assert f"{len(chains)} of {CHAINS} chains" in repr(found)
+    assert found.ok == (status == "pass")
+    assert "relocated" not in diagnose(moved.select(chains=[1, 4, 6, 7]))

@@ -38,7 +38,9 @@ def values(result, name="squared", layer="w"):
 @pytest.mark.stochastic
 def test_estimate_agrees_with_enumeration_within_its_error():
     # 20 correlated kernels, normal by averaging 400 draws of elements: |z| < 5 has a false-alarm rate under 2e-5
-    data = torch.Generator().manual_seed(0)  # samples between which the average makes a difference, with any seed
+    data = torch.Generator(torch.empty(0).device).manual_seed(
+        0
+    )  # samples between which the average makes a difference, with any seed
     p, q = (torch.randn(count, 3, 2, generator=data, dtype=torch.float64) for count in (7, 6))
     q += torch.tensor([[1.5], [0.0], [-1.5]])
     kernels = mmd({"w": p}, {"w": q})

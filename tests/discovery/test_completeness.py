@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 
 import pyro_symmetric as ps
 from pyro_symmetric.discovery.completeness import Completeness
+from pyro_symmetric.discovery.factors import FACTORS
 from pyro_symmetric.discovery.families import LOST, MEAN, PAIRS, SPECTRAL
 from pyro_symmetric.discovery.remainder import remainder
 from pyro_symmetric.groups import Axis, Group, Units
@@ -353,6 +354,41 @@ def test_part_of_the_weights():
     assert result.null == 32 + 8  # GL(4) of queries and keys in two heads, and the biases of keys
     assert result.found == 8
     assert set(result.directions) == set(names)
+
+
+class Gated(nn.Module):
+    """A gate and what it multiplies, each behind a function of its own."""
+
+    def __init__(self, first, second, bias):
+        super().__init__()
+        self.first, self.second = first, second
+        self.gate, self.up, self.down = nn.Linear(4, 3, bias), nn.Linear(4, 3, bias), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.first(self.gate(x)) * self.second(self.up(x)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [(F.relu, F.relu, 6), (torch.tanh, torch.tanh, 0), (nn.Identity(), nn.Identity(), 6), (F.relu, nn.Identity(), 6),
+     (torch.tanh, nn.Identity(), 3), (F.silu, nn.Identity(), 3)],
+)  # fmt: skip
+def test_exchanges_of_two_factors_are_known_but_not_acted_on(first, second, found, bias):
+    torch.manual_seed(0)
+    net, x = Gated(first, second, bias).double(), 3 * torch.randn(100, 4, dtype=torch.float64)
+    symmetry = ps.find_symmetry(net, x)
+    result = ps.completeness(symmetry, net, x)
+    assert (result.found, result.known, result.unexplained) == (found, 0, 0)
+    # By brute force: the rows of one unit in both layers change places.
+    weights = dict(net.state_dict())
+    for kind in ("weight", "bias") if bias else ("weight",):
+        own, other = weights[f"gate.{kind}"].clone(), weights[f"up.{kind}"].clone()
+        own[1], other[1] = weights[f"up.{kind}"][1], weights[f"gate.{kind}"][1]
+        weights |= {f"gate.{kind}": own, f"up.{kind}": other}
+    exchanged = torch.allclose(functional_call(net, weights, (x,)), net(x))
+    assert exchanged == (first is second or type(first) is type(second) is nn.Identity)
+    assert [one.name for one in result.families if not one.acted_on] == [FACTORS] * exchanged
 
 
 def test_softmax_outputs_lose_the_mean_of_the_last_layer():

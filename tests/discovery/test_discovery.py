@@ -347,6 +347,29 @@ def test_rotary_positions_pin_queries_and_keys_but_not_heads() -> None:
     assert scales(symmetry) == 8 + 16  # pairs of rows of queries and keys; rows of values
 
 
+@pytest.mark.parametrize("shared", [1, 2])
+def test_pairs_of_rotary_rows_are_one_set_inside_the_heads(shared: bool) -> None:
+    symmetry = checked(attention_net(rotary=True, shared=shared), torch.randn(2, 5, 3))
+    (heads,) = (name for name in symmetry.group.roots if "permute" in symmetry.group[name].moves)
+    (pairs,) = (one for one in symmetry.group.units.values() if one.moves == {"flip", "scale"})
+    assert (pairs.size, pairs.copies, pairs.parent) == (2, 4 // shared, heads)
+    # Rows i and i + 2 of a head turn together: all of its queries by a factor, its keys by the inverse.
+    rows = torch.arange(4 // shared)[:, None] * 4 + torch.arange(2)
+    for axis in pairs.axes:
+        if axis.site == "k.weight":
+            own = axis.index.reshape(2, -1)
+            assert {tuple(sorted(column)) for column in own.T.tolist()} == {
+                (int(row), int(row) + 2) for row in rows.reshape(-1)
+            }
+    element = symmetry.group.element(log_scales={pairs.name: torch.full(pairs.shape, math.log(2.0))})
+    weights = symmetry.weights_of(attention_net(rotary=True, shared=shared))
+    ratios = {site: (value / weights[site]).detach() for site, value in element(weights).items()}
+    factor = ratios["k.weight"][0, 0]
+    assert float(factor) in (0.5, 2.0)
+    assert bool((ratios["k.weight"] == factor).all())
+    assert bool((ratios["q.weight"] == 1 / factor).all())
+
+
 def test_grouped_queries_inside_scaled_dot_product_attention() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (s.q, s.k, s.v))
@@ -550,6 +573,18 @@ def test_a_registered_rule_is_used() -> None:
         del RULES[operator]
 
 
+@pytest.mark.parametrize("returned", [None, (3, 6)])
+def test_a_rule_that_returns_no_labels_is_named(returned: Any) -> None:
+    operator = torch.ops.aten.special_bessel_y1
+    net = Net(lambda s, x: s.b(torch.special.bessel_y1(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    register_rule(operator)(lambda labeller, call: returned)
+    try:
+        with pytest.raises(TypeError, match="special_bessel_y1"):
+            find_symmetry(net, columns())
+    finally:
+        del RULES[operator]
+
+
 def test_what_cannot_be_traced_gets_an_error_that_shows_how_to_declare_the_group() -> None:
     net = Net(lambda s, x: s.a(x) if x.sum() > 0 else s.b(x), a=nn.Linear(3, 2), b=nn.Linear(3, 2))
     with pytest.raises(UntraceableError, match=r"Group\.declare"):
@@ -586,4 +621,4 @@ def test_signs_that_cancel_within_a_site_are_none() -> None:
 
     symmetry = find_symmetry(Weighed(), torch.randn(4, 3))
     assert not symmetry.group.names("flip")
-    assert symmetry.log_order() == pytest.approx(math.log(24) + math.log(2))
+    assert symmetry.log_order() == pytest.approx(2 * math.log(24) + math.log(2))  # each sum has its own terms

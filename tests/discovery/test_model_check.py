@@ -227,6 +227,8 @@ def test_discrete_assignments_are_summed_out() -> None:
     assert verify_model(Group.declare({"weights": ("k",), "locs": ("k",)}, shapes), assigned, DATA)
     (broken,) = verify_model(Group.declare({"locs": ("k",)}, shapes), assigned, DATA).broken
     assert broken.missing == (("weights", 0),)
+    assert broken.sites == ()  # the sum over assignments is no site's density
+    assert "''" not in str(broken)
 
 
 def test_rows_of_a_subsampled_plate_are_kept() -> None:

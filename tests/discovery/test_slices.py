@@ -502,3 +502,42 @@ def test_mixtures_that_can_look_up_their_experts_are_traced_so() -> None:
     net = Configured()
     checked(net, torch.randn(5, 2), order=fact(4) * fact(3) ** 3 * fact(3))
     assert net.config._experts_implementation == "grouped_mm"
+
+
+class GraphAttention(nn.Module):
+    """Attention over the edges of a graph, which vectors of each head weigh, as PyTorch Geometric's GATConv has it."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor], heads: int = 2, size: int = 3):
+        super().__init__()
+        self.activation, self.heads = activation, heads
+        self.lin = nn.Linear(4, heads * size, bias=False)
+        self.src, self.dst, self.bias = normal(1, heads, size), normal(1, heads, size), normal(heads * size)
+        self.out = nn.Linear(heads * size, 2)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        h = self.lin(x).unflatten(-1, (self.heads, -1))
+        scores = (h * self.src).sum(-1)[None] + (h * self.dst).sum(-1)[:, None]
+        scores = F.leaky_relu(scores, 0.2).masked_fill(~edges[:, :, None], -math.inf).softmax(1)
+        return self.out(self.activation(torch.einsum("ijh,jhc->ihc", scores, h).flatten(1) + self.bias))
+
+
+@pytest.mark.parametrize(("activation", "scales", "flips"), [(F.relu, 6, 0), (torch.tanh, 0, 6)])
+def test_units_of_each_head_of_graph_attention_are_exchanged(
+    activation: Callable[[Tensor], Tensor], scales: int, flips: int
+) -> None:
+    torch.manual_seed(0)
+    net, edges = GraphAttention(activation), (torch.rand(5, 5) < 0.5) | torch.eye(5, dtype=torch.bool)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    symmetry = checked(net, x, edges, order=2 * fact(3) ** 2)
+    assert sum(symmetry.group[name].count for name in symmetry.group.names("scale")) == scales
+    assert sum(symmetry.group[name].count for name in symmetry.group.names("flip")) == flips
+    # Of all orders of the six hidden units just as many leave the outputs alone.
+    weights, kept = tensors(net), 0
+    with torch.no_grad():
+        expected = functional_call(net, weights, (x, edges))
+        for order in itertools.permutations(range(6)):
+            moved = {site: value[list(order)] for site, value in weights.items() if site in ("lin.weight", "bias")}
+            moved |= {site: weights[site].flatten()[list(order)].reshape(1, 2, 3) for site in ("src", "dst")}
+            moved["out.weight"] = weights["out.weight"][:, list(order)]
+            kept += torch.allclose(functional_call(net, {**weights, **moved}, (x, edges)), expected)
+    assert kept == symmetry.permutations.order()

@@ -211,10 +211,11 @@ def base(dim: int, separation: float, *batch: int, generator: torch.Generator | 
 
 
 def by_enumeration(q: Any, action: Action, w: torch.Tensor) -> torch.Tensor:
-    """The symmetrised log-density as a loop over all permutations and signs."""
+    """The symmetrised log-density as a sum over all permutations and signs, which are listed."""
     elements = action.group.finite.enumerate()
     terms = []
-    for number in range(elements.batch_shape[0]):
-        element = elements.select(number)
+    for some in range(0, elements.batch_shape[0], 256):
+        element = elements.select((slice(some, some + 256), *[None] * (w.dim() - 1)))
         terms.append(q.log_prob(action(w, element)) + action.log_abs_det(w, element))
-    return torch.stack(terms).logsumexp(0) - math.log(len(terms))
+    every = torch.cat(terms)
+    return every.logsumexp(0) - math.log(len(every))

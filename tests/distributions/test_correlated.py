@@ -45,7 +45,7 @@ GROUPS = {
 
 
 def full_rank(dim: int, separation: float = 0.5) -> Any:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.empty(0).device).manual_seed(1)
     noise = torch.randn(dim, dim, dtype=torch.float64, generator=generator)
     scale = 0.3 + torch.rand(dim, dtype=torch.float64, generator=generator)
     loc = separation * torch.randn(dim, dtype=torch.float64, generator=generator)
@@ -54,7 +54,7 @@ def full_rank(dim: int, separation: float = 0.5) -> Any:
 
 
 def low_rank(dim: int, separation: float = 0.5) -> Any:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.empty(0).device).manual_seed(1)
     factor = 0.5 * torch.randn(dim, 2, dtype=torch.float64, generator=generator)
     scale = 0.3 + torch.rand(dim, dtype=torch.float64, generator=generator)
     loc = separation * torch.randn(dim, dtype=torch.float64, generator=generator)
@@ -66,7 +66,7 @@ def unit_blocks(group: Group, inputs: int, separation: float = 0.5) -> UnitBlock
     action, n = action_of(group), next(iter(group.units.values())).size
     pieces = action.layout.unflatten(torch.arange(action.dim))
     units = torch.cat([pieces["weight"], pieces["bias"][:, None], pieces["out"].mT], -1)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.empty(0).device).manual_seed(1)
     noise = torch.randn(n, inputs + 2, inputs + 2, dtype=torch.float64, generator=generator)
     tril = (torch.eye(inputs + 2, dtype=torch.float64) + 0.7 * noise.tril(-1)) * 0.6
     loc = separation * torch.randn(action.dim, dtype=torch.float64, generator=generator)

@@ -36,7 +36,7 @@ def mean_field(loc: Tensor, log_scale: Tensor) -> Any:
 
 def full_rank(loc: Tensor, log_scale: Tensor) -> Any:
     dim = loc.shape[-1]
-    noise = torch.randn(dim, dim, dtype=loc.dtype, generator=torch.Generator().manual_seed(1))
+    noise = torch.randn(dim, dim, dtype=loc.dtype, generator=torch.Generator(torch.empty(0).device).manual_seed(1))
     tril = torch.eye(dim, dtype=loc.dtype) + 0.3 * noise.tril(-1)
     return dist.MultivariateNormal(loc[0], scale_tril=tril * log_scale[0].exp().unsqueeze(-1))
 
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Any, Callable[..., Any], int]] = {
 
 def start(group: Any, count: int) -> Parameters:
     """Means of units that overlap, and log-deviations."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator(torch.empty(0).device).manual_seed(2)
     shape = (count, Action(group, list(group.site_shapes)).dim)
     loc = 0.7 * torch.randn(shape, dtype=torch.float64, generator=generator)
     return loc, (0.3 + torch.rand(shape, dtype=torch.float64, generator=generator)).log()

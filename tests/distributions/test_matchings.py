@@ -16,6 +16,7 @@ from pyro_symmetric.distributions.matchings import (
     log_probability,
     with_spread,
 )
+from pyro_symmetric.distributions.questions import centred
 
 
 def random_order(shape: tuple[int, ...], n: int) -> torch.Tensor:
@@ -131,3 +132,20 @@ def test_chunks_of_proposals_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_most_certain_rows_come_first() -> None:
     rows = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.2, 0.7, 0.1]])
     assert certain_first(rows).tolist() == [2, 0, 1]
+
+
+def test_what_is_left_of_large_densities_ranks_matchings_alike_in_float32():
+    """The densities are differences of numbers that float32 couldn't tell apart; those of matchings are a few nats."""
+    n, shape = 4, (2, 3)
+    small = torch.randn(*shape, n, n, dtype=torch.float64)
+    constants = 1e7 * torch.randn(*shape, n, 1, dtype=torch.float64) + 1e7 * torch.randn(*shape, 1, n).double()
+    every = torch.tensor(list(itertools.permutations(range(n))))
+
+    def chances(matrix: torch.Tensor) -> torch.Tensor:
+        return matrix.double()[..., torch.arange(n), every].sum(-1).softmax(-1)
+
+    left = centred(small + constants, torch.float32)
+    assert left.dtype == torch.float32
+    torch.testing.assert_close(chances(left), chances(small), atol=1e-5, rtol=1e-5)
+    assert (chances((small + constants).float()) - chances(small)).abs().max() > 0.1
+    torch.testing.assert_close(chances(centred(small, torch.float64)), chances(small))

@@ -12,7 +12,7 @@ POSITIONS = (torch.tensor([[7, 0], [3, 5]]), torch.tensor([[1, 2, 9]]))  # of te
 
 
 def parameters() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.empty(0).device).manual_seed(0)
     shapes = ((10,), (2, 2, 2), (1, 3, 3), (3,))
     loc, first, second, scale = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
     factors = [m.tril(-1) + torch.diag_embed(0.5 + m.diagonal(dim1=-2, dim2=-1).abs()) for m in (first, second)]

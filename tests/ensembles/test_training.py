@@ -362,9 +362,10 @@ def test_map_members_end_at_the_mode_of_a_linear_model():
     optimizer = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     found = ensemble(model, (x, y), 3, epochs=400, batch_size=None, optimizer=optimizer, progress=False)
     mode = torch.linalg.solve(x.T @ x + 0.25 * torch.eye(3).double(), x.T @ y)
-    for member in found.get_samples()["weight"]:
+    members = {"weight": found.get_samples()["weight"].to(x.device)}
+    for member in members["weight"]:
         torch.testing.assert_close(member[0], mode, atol=1e-5, rtol=0)
-    losses = -model.log_joint(found.get_samples(), x, y) / 40
+    losses = -model.log_joint(members, x, y) / 40
     torch.testing.assert_close(found.statistics["loss"][0].double(), losses, atol=1e-5, rtol=0)
     assert found.metadata["losses"][-1] < found.metadata["losses"][0]
 
@@ -429,7 +430,7 @@ def test_data_that_do_not_fit_are_refused():
         ensemble(nn.ReLU(), blobs(), 2, progress=False)
 
 
-X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+X = torch.randn(20, 2, generator=torch.Generator(torch.empty(0).device).manual_seed(0))
 LABELS = torch.arange(20) % 2
 
 
@@ -592,9 +593,8 @@ def test_an_optimiser_may_have_groups_and_a_loss_noise_and_both_are_taken_up(tmp
 
     options = {"loss": noisy, "epochs": 1, "store": tmp_path, "progress": False}
     torch.manual_seed(0)
-    before = torch.random.get_rng_state()
     first = ensemble(perceptron(), blobs(), 2, optimizer=groups(0.01), **options)
-    torch.random.set_rng_state(before)
+    torch.manual_seed(0)
     net, data = perceptron(), blobs()
     again = ensemble(net, data, 2, optimizer=groups(0.01), **options)
     assert torch.equal(first.samples["0.weight"], again.samples["0.weight"])

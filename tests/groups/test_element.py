@@ -269,6 +269,15 @@ def test_elements_index_and_expand_their_batch(name):
         assert not g.equal(g.inverse()) or group.log_order() < 1
 
 
+@pytest.mark.parametrize("name", ["layers", "trivial"])
+def test_an_index_may_lie_on_another_device(name, device):
+    g = GROUPS[name]().sample((2, 3))
+    first, second = torch.tensor([1, 0], device=device), torch.tensor([2, 2], device=device)
+    assert g.select(first).batch_shape == (2, 3)
+    assert g.select(first).select(0).equal(g.select(1))
+    assert g.select((first, second)).select(1).equal(g.select((0, 2)))
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_elements_change_their_precision_but_not_their_permutations(name):
     g = GROUPS[name]().sample((2,), dtype=torch.float32)

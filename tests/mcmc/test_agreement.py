@@ -35,7 +35,7 @@ def two_modes():
 
 def state_of(z: torch.Tensor) -> State:
     zero = torch.zeros_like(z)
-    return State(z, zero, z.square().sum(-1), zero, None, torch.Generator())
+    return State(z, zero, z.square().sum(-1), zero, None, torch.Generator(torch.empty(0).device))
 
 
 def recorded(draws: torch.Tensor) -> Agreement:
@@ -68,7 +68,7 @@ def assert_same(found: Posterior, expected: Posterior) -> None:
 
 @pytest.mark.parametrize("shift", [0.0, 1.0])
 def test_r_hat_is_the_largest_over_the_second_half(shift):
-    draws = torch.randn(4, 152, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws = torch.randn(4, 152, 3, generator=torch.Generator(torch.empty(0).device).manual_seed(0), dtype=torch.float64)
     draws[0, 76:, 1] += shift
     draws[:, :76] += 100 * torch.arange(4.0)[:, None, None]  # long forgotten
     half = torch.cat([draws, draws.square().sum(-1, keepdim=True)], -1)[:, 76:].numpy()
@@ -76,7 +76,7 @@ def test_r_hat_is_the_largest_over_the_second_half(shift):
 
 
 def test_halves_of_a_single_chain_stand_for_chains():
-    draws = torch.randn(1, 200, 1, generator=torch.Generator().manual_seed(0))
+    draws = torch.randn(1, 200, 1, generator=torch.Generator(torch.empty(0).device).manual_seed(0))
     assert recorded(draws).r_hat(200) < LIMIT
     draws[0, 150:] += 3.0
     assert recorded(draws).r_hat(200) > 1.5
@@ -90,7 +90,7 @@ def test_chains_that_stand_still_or_are_no_numbers_never_agree():
 
 
 def test_what_is_kept_stays_bounded_and_a_coordinate_that_differs_is_seen():
-    wide = torch.randn(200, 300, 20, generator=torch.Generator().manual_seed(0))
+    wide = torch.randn(200, 300, 20, generator=torch.Generator(torch.empty(0).device).manual_seed(0))
     kept = recorded(wide)
     assert torch.stack(kept.kept).numel() <= 2**22
     assert kept.r_hat(300) < LIMIT
@@ -190,6 +190,7 @@ def test_a_warm_up_that_is_broken_ends_where_the_unbroken_one_does(ends, tmp_pat
     monkeypatch.setattr(Agreement, "r_hat", lambda self, iterations: _answer(self, iterations, answers))
     whole = sample(Brief(normal, num_steps=2), seed=1, **RUN)
     assert whole.metadata["num_warmup"] == ends
+    monkeypatch.setattr("pyro_symmetric.mcmc.run.STRETCH_SECONDS", 0.0)  # one iteration at a time
     advance, left = Run._advance, [0]
 
     def breaking(self):

@@ -68,7 +68,7 @@ def test_every_call_chooses_alike():
 
 def test_a_model_alone_is_sampled_and_the_choice_is_said(capsys):
     """The mean's posterior is Normal(100 / 100.01 * y.mean(), 1 / 100.01 ** 0.5)."""
-    y = torch.randn(100, generator=torch.Generator().manual_seed(0)) + 2
+    y = torch.randn(100, generator=torch.Generator(torch.empty(0).device).manual_seed(0)) + 2
     posterior = sample(normal, y, num_samples=100, seed=0, engine="torch")
     said = posterior.metadata["chosen"]
     assert said.startswith("AdaptiveHMC with 64 chains")

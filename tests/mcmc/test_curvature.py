@@ -1,5 +1,7 @@
 """The first mass matrix, against the covariance of Gaussians, however little the chains have spread."""
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -8,7 +10,7 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from pyro_symmetric.chain_statistics import chain_statistics
-from pyro_symmetric.mcmc.kernels.curvature import Curvature
+from pyro_symmetric.mcmc.kernels.curvature import WIDER, Curvature
 
 DEVIATIONS = torch.tensor([1e4, 1e2, 1.0, 1e-3], dtype=torch.float64)
 D = len(DEVIATIONS)
@@ -69,7 +71,9 @@ def test_lost_is_who_has_a_steady_slope_and_a_higher_energy(generator):
     gradients[:, 2, 0] += 20
     assert not passed(gradients, gradients).lost(energy)[0].any()  # a slope alone, with the lowest energy
     gradients[:, 1, 3] -= 20
-    energy[1] = 100.0
+    energy[1] = 79.0 + D * math.log(WIDER)
+    assert not passed(gradients, gradients).lost(energy)[0].any()  # as of a mode that is wider
+    energy[1] = 81.0 + D * math.log(WIDER)
     lost, arrived = passed(gradients, gradients).lost(energy)
     assert lost.nonzero().flatten().tolist() == [1]
     assert arrived.nonzero().flatten().tolist() == [0, 3, 4]
@@ -127,3 +131,27 @@ def test_chains_that_went_on_from_others_are_listed(kernel, monkeypatch, tmp_pat
     monkeypatch.setattr(Curvature, "lost", lambda self, energy: (ends, ~ends))
     assert metadata()["relocated_chains"] == [0, 3]
     assert metadata(store=tmp_path / "run")["relocated_chains"] == [0, 3]
+
+
+@pytest.mark.parametrize(("scale", "far"), [(1.0, 30.0), (10.0, 200.0), (0.1, 30.0)])
+def test_no_mode_loses_its_chains(scale, far, generator):
+    """Two modes of the same weight, of which a chain in four found one. Their energies differ by ``D log(scale)``, and
+    chains cross the wide one slowly: by their slopes alone they were taken to be lost."""
+    size, chains = 10, 16
+    centre = far * torch.eye(size, dtype=torch.float64)[0]
+
+    def model():
+        w = pyro.sample("w", dist.Normal(torch.zeros(size), 100.0).to_event(1))
+        narrow, wide = (
+            dist.Normal(at, width).to_event(1).log_prob(w) for at, width in ((0 * centre, 1), (centre, scale))
+        )
+        pyro.factor("modes", torch.logaddexp(narrow, wide) - dist.Normal(0.0, 100.0).log_prob(w).sum())
+
+    found_it = torch.arange(chains) % 4 == 0
+    w = torch.randn(chains, size, dtype=torch.float64, generator=generator)
+    w[found_it] = centre + scale * w[found_it]
+    settings = {"num_samples": 5, "num_warmup": 90, "dtype": torch.float64, "seed": 0, "progress": False}
+    kernel = ps.HMC(model, num_steps=3, mass="dense")
+    posterior = ps.sample(kernel, initial={"w": w}, num_chains=chains, engine="torch", **settings)
+    assert torch.equal(posterior.samples["w"][:, -1, 0] > far / 2, found_it)
+    assert "relocated_chains" not in posterior.metadata

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pyro_symmetric.mcmc.curves import NAMES, Curves, Thinned
-from pyro_symmetric.mcmc.kernels.kernel import State
 
 
 def filled(most: int, iterations: int) -> Thinned:
@@ -75,17 +74,17 @@ def test_nothing_noted_is_nothing_kept():
     assert Curves().curves(0) == {"iteration": [], **{name: [] for name in NAMES}}
 
 
-def state(energy: list[float], **statistics: list[float]) -> State:
-    energy, empty = torch.tensor(energy, dtype=torch.float64), torch.zeros(len(energy), 1)
-    numbers = {name: torch.tensor(value) for name, value in statistics.items()}
-    return State(empty, empty, energy, empty, None, torch.Generator(), numbers)
+def numbers(energy: list[float], **statistics: list[float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of a single iteration."""
+    found = {name: torch.tensor([value]) for name, value in statistics.items()}
+    return torch.tensor([energy], dtype=torch.float64), found
 
 
 def test_curves_are_the_chains_means_and_numbers_that_json_lacks_are_none():
     curves = Curves()
-    curves.record(0, state([1.0, 3.0], acceptance_rate=[0.5, 1.0], step_size=[0.25, 0.25]))
-    curves.record(1, state([1.0, math.inf], acceptance_rate=[math.nan, 1.0], step_size=[0.5, 0.5]))
-    curves.record(2, state([2.0, 2.0]))  # a kernel that knows neither
+    curves.record(0, *numbers([1.0, 3.0], acceptance_rate=[0.5, 1.0], step_size=[0.25, 0.25]))
+    curves.record(1, *numbers([1.0, math.inf], acceptance_rate=[math.nan, 1.0], step_size=[0.5, 0.5]))
+    curves.record(2, *numbers([2.0, 2.0]))  # a kernel that knows neither
     found = curves.curves(3)
     assert found == {
         "iteration": [0, 1, 2],
@@ -100,7 +99,7 @@ def test_curves_are_the_chains_means_and_numbers_that_json_lacks_are_none():
 def test_a_long_run_keeps_two_thousand_points():
     curves = Curves()
     for iteration in range(5000):
-        curves.record(iteration, state([float(iteration)]))
+        curves.record(iteration, *numbers([float(iteration)]))
     found = curves.curves(5000)
     assert found["iteration"] == list(range(0, 5000, 4))
     assert found["energy"] == [float(i) for i in range(0, 5000, 4)]

@@ -317,7 +317,7 @@ def test_a_model_of_finer_numbers_is_evaluated_in_the_chains_precision():
         pyro.sample("b", dist.HalfNormal(torch.tensor(1.0, dtype=torch.float64)))
 
     density = Density(model, dtype=torch.float32, engine="torch")
-    energy, gradient = density.energy_and_gradient(density.draw_prior(3, torch.Generator()))
+    energy, gradient = density.energy_and_gradient(density.draw_prior(3, torch.Generator(torch.empty(0).device)))
     assert energy.dtype == gradient.dtype == torch.float32
 
 

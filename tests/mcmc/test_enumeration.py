@@ -125,7 +125,7 @@ def test_discrete_sites_are_summed_out_as_by_brute_force(name):
     model = {**MODELS, **ALONE}[name]
     density = Density(model, (Y,))
     assert not any(site.startswith(("z", "a", "k", "i", "j")) for site in density.layout.site_shapes)
-    z = torch.randn(3, density.dim, generator=torch.Generator().manual_seed(2))
+    z = torch.randn(3, density.dim, generator=torch.Generator(torch.empty(0).device).manual_seed(2))
     energy, gradient = density.energy_and_gradient(z)
     for chain in range(3):
         leaf = z[chain].clone().requires_grad_()
@@ -142,7 +142,7 @@ def test_discrete_sites_are_summed_out_as_pyro_does(name):
     model = mixture if "sequential" in name else model  # of which Pyro's potential draws one assignment
     density = Density({**MODELS, "series, masked": chains_in_a_plate}[name], (Y,))
     _, potential, _, _ = initialize_model(model, (Y,))
-    z = torch.randn(3, density.dim, generator=torch.Generator().manual_seed(3))
+    z = torch.randn(3, density.dim, generator=torch.Generator(torch.empty(0).device).manual_seed(3))
     energy, gradient = density.energy_and_gradient(z)
     for chain in range(3):
         leaf = z[chain].clone().requires_grad_()
@@ -156,7 +156,7 @@ def test_a_long_chain_costs_no_more_than_its_length():
     """Against the forward recursion, over 60 steps: 2 ** 60 assignments."""
     y = torch.sin(torch.arange(60.0))
     density = Density(hidden_markov, (y,))
-    z = torch.randn(2, density.dim, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    z = torch.randn(2, density.dim, generator=torch.Generator(torch.empty(0).device).manual_seed(4)).requires_grad_()
     weights, log_det = density.layout.constrain_with_log_det(z)
     moves, locs = weights["moves"], weights["locs"]
     log_prior = dist.Dirichlet(torch.ones(2, 2)).to_event(1).log_prob(moves)

@@ -92,14 +92,14 @@ def advance(kernel: Kernel, density: Density, state: State, begin: int, end: int
 
 def start(kernel: Kernel, density: Density, seed: int) -> State:
     z = 0.1 * torch.arange(3 * density.dim, dtype=torch.float64).reshape(3, -1).sin()
-    return kernel.init(density, z, WARMUP, torch.Generator().manual_seed(seed))
+    return kernel.init(density, z, WARMUP, torch.Generator(torch.empty(0).device).manual_seed(seed))
 
 
 def test_the_guard_sees_what_it_must():
     with OnlyNamedGenerators(), pytest.raises(AssertionError, match="without a generator"):
         torch.empty(3).normal_()
     with OnlyNamedGenerators():
-        torch.empty(3).normal_(generator=torch.Generator())
+        torch.empty(3).normal_(generator=torch.Generator(torch.empty(0).device))
 
 
 @pytest.mark.parametrize("kernel", EVERY_KERNEL, ids=repr)
@@ -185,7 +185,7 @@ def test_a_state_that_was_saved_goes_on_to_the_last_bit_as_if_it_had_not_been(ke
     file.seek(0)
     with torch.serialization.safe_globals(dataclasses_of(kernel)):
         saved, numbers = torch.load(file, weights_only=True)
-    generator = torch.Generator()
+    generator = torch.Generator(torch.empty(0).device)
     generator.set_state(numbers)
     again = advance(kernel, density, replace(saved, generator=generator), at, WARMUP + 4)
     assert_same_bits(again, on)

@@ -35,7 +35,7 @@ def test_the_adjusted_sampler_leaves_a_bent_law_invariant(banana, num_steps):
     """False alarms: one in 20,000. Without the contraction's D - 1 the p-value is under 1e-100."""
     torch.manual_seed(num_steps)
     kernel = AdjustedMCLMC(None, step_size=0.45, adapt_length=False)
-    generator = torch.Generator().manual_seed(num_steps)
+    generator = torch.Generator(torch.empty(0).device).manual_seed(num_steps)
     state = kernel.init(banana, banana_draws(20_000), 0, generator)
     state = replace(state, tuning=replace(state.tuning, step_size=torch.tensor(0.45).double()))
     for _ in range(15):
@@ -50,7 +50,7 @@ def test_the_unadjusted_sampler_leaves_it_invariant_in_the_limit_of_small_steps(
     for step in (0.02, 0.6):
         torch.manual_seed(0)
         kernel = MCLMC(None, step_size=step, length=1.0)
-        state = kernel.init(banana, banana_draws(20_000), 0, torch.Generator().manual_seed(1))
+        state = kernel.init(banana, banana_draws(20_000), 0, torch.Generator(torch.empty(0).device).manual_seed(1))
         state = replace(state, tuning=replace(state.tuning, step_size=torch.tensor(step).double()))
         for _ in range(8):
             state = kernel.step(banana, state)
@@ -111,7 +111,7 @@ def test_statistics_say_what_an_iteration_cost(gaussian):
     torch.manual_seed(0)
     density = gaussian(torch.ones(4, dtype=torch.float64))
     for kernel in (MCLMC(None, step_size=0.25, length=1.0), AdjustedMCLMC(None, step_size=0.25)):
-        state = kernel.init(density, density.sample(3), 0, torch.Generator().manual_seed(0))
+        state = kernel.init(density, density.sample(3), 0, torch.Generator(torch.empty(0).device).manual_seed(0))
         density.batches.clear()
         state = kernel.step(density, state)
         assert state.statistics["n_steps"].tolist() == [len(density.batches)] * 3
@@ -130,7 +130,7 @@ def test_what_leaves_the_support_is_taken_back_and_told():
     torch.manual_seed(0)
     z = -torch.rand(50, 2, dtype=torch.float64)
     for kernel in (MCLMC(None, step_size=0.3), AdjustedMCLMC(None, step_size=0.3)):
-        state = kernel.init(Walled(), z, 0, torch.Generator().manual_seed(0))
+        state = kernel.init(Walled(), z, 0, torch.Generator(torch.empty(0).device).manual_seed(0))
         lost = moved = torch.zeros(50, dtype=torch.bool)
         for _ in range(10):
             before = state.z

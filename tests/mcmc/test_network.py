@@ -430,3 +430,29 @@ def test_modules_of_other_threads_are_called_as_ever_while_a_network_is_read():
         assert len(read_layers(Slow())) == 1
     assert all(torch.equal(value, other(torch.ones(1, 2))) for value in found)
     assert len(found) == 20
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "classes"),
+    [
+        (GaussianLikelihood(scale=0.4), 2, 0),
+        (GaussianLikelihood(), 1, 0),  # whose noise is learnt
+        (CategoricalLikelihood(), 3, 3),
+        (HeteroscedasticLikelihood(), 2, 0),
+    ],
+    ids=["known noise", "learnt noise", "labels", "noise by the network"],
+)
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_gradient_without_its_energy_is_the_same(likelihood, outputs, classes, chunk, engine):
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+    x, y = data(20, outputs=1 if isinstance(likelihood, HeteroscedasticLikelihood) else outputs, classes=classes)
+    model = BayesianModel(net, prior=GaussianPrior(0.7), likelihood=likelihood, num_data=20)
+    options = {"engine": engine, "chain_chunk": chunk}
+    for batch_size in (None, 6):
+        density = Density(model, (x, y), batch_size=batch_size, subsampled=True, **options)
+        assert density.engine == engine
+        z = 0.3 * torch.randn(5, density.dim, dtype=torch.float64)
+        rows = None if batch_size is None else {"rows": torch.randint(20, (5, batch_size))}
+        torch.testing.assert_close(density.gradient(z, rows), density.energy_and_gradient(z, rows)[1])
+        torch.testing.assert_close(density.gradient(z, rows), density.without_compiling(z, rows)[1])

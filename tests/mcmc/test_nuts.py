@@ -54,22 +54,32 @@ def any_subtree_turns(mass: Mass, momenta: list[Tensor]) -> bool:
     return turns(mass, momenta) or any(any_subtree_turns(mass, part) for part in parts)
 
 
+def split_mix(seed: int, place: int) -> float:
+    """SplitMix64's number at a place, by Python's own whole numbers."""
+    most = 2**64 - 1
+    bits = seed + place * 0x9E3779B97F4A7C15 & most
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & most
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & most
+    return ((bits ^ bits >> 31) >> 11) / 2**53
+
+
 def reference(
     density, z: Tensor, mass: Mass, step: Tensor, max_depth: int, generator: torch.Generator
 ) -> dict[str, object]:
     """One transition of one chain, plainly: a list of states, whose subtrees are searched anew by recursion.
 
-    It asks for random numbers in the kernel's order: momentum, then for each doubling one for each leaf, the direction,
-    and whether to take the doubling's state.
+    It takes random numbers as the kernel does: momentum, then a seed, of which come for each doubling one for each
+    leaf, the direction, and whether to take the doubling's state.
     """
     first = PhasePoint(z[None], mass.draw(z[None], generator), *density.energy_and_gradient(z[None]))
+    seed = int(torch.empty(1, dtype=torch.long).random_(generator=generator))
     start = first.energy + mass.kinetic(first.momentum)
     states = [first]
     chosen, log_weight, depth, steps, accepted = (z, start.item()), 0.0, 0, 0, 0.0
     diverging = False
     while depth < max_depth:
-        chances = torch.rand(2**depth, dtype=z.dtype, generator=generator).tolist()
-        direction, joint = (torch.rand(1, dtype=z.dtype, generator=generator).item() for _ in range(2))
+        chances = [split_mix(seed, 2**depth + leaf) for leaf in range(2**depth)]
+        direction, joint = (split_mix(seed, -1 - 2 * depth - k) for k in range(2))
         forward = direction < 0.5
         new: list[PhasePoint] = []
         weights: list[float] = []
@@ -124,7 +134,7 @@ def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(gaussia
     kernel = NUTS(None, step_size=step, max_treedepth=7)
     depths = set()
     for seed in range(25):
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(torch.empty(0).device).manual_seed(seed)
         z = torch.randn(1, 2, dtype=torch.float64, generator=generator)
         state = kernel.init(density, z, 0, generator)
         state = kernel_state_with(state, mass)

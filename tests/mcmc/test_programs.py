@@ -12,8 +12,9 @@ import torch
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
-from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, AdaptiveHMC, AdjustedMCLMC, Density
+from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, AdaptiveHMC, AdjustedMCLMC, Density, sample
 from pyro_symmetric.mcmc.density import programs
+from pyro_symmetric.mcmc.density.flat import compiled
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel
 
@@ -108,6 +109,28 @@ def test_singular_matrices_cost_one_chain_only_when_compiled_as_well():
     assert torch.allclose(found[1], expected[1])
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*of the draws diverged")
+@pytest.mark.parametrize("chains", [1, 4])
+def test_loops_hold_matrices_that_may_be_singular(chains):
+    """Trajectories that cross over to where a matrix has no root, at |s| = 1, step for step as without a compiler."""
+
+    def model() -> None:
+        s = pyro.sample("s", dist.Normal(0.0, 0.1))  # from which the model is run
+        matrix = torch.eye(2) + s * torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+        pyro.factor("f", torch.linalg.cholesky(matrix).diagonal().log().sum() + 49.5 * s**2)  # normal but for the root
+
+    settings = {"num_samples": 20, "num_warmup": 0, "num_chains": chains, "dtype": torch.float64, "seed": 0}
+    settings["initial"] = {"s": torch.linspace(-1.0, 1.0, chains + 2, dtype=torch.float64)[1:-1]}
+    kernel = HMC(model, step_size=0.4, trajectory_length=3.0)
+    found, expected = (sample(kernel, engine=engine, progress=False, **settings) for engine in ("inductor", "torch"))
+    assert found.metadata["engine"] == "inductor"
+    assert expected.statistics["acceptance_rate"].eq(0).any()  # some trajectories ended outside
+    assert expected.statistics["acceptance_rate"].ne(0).any()
+    assert torch.allclose(found.samples["s"], expected.samples["s"])
+
+
 def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no compiler here")
@@ -115,7 +138,7 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(mon
     monkeypatch.setattr(programs.torch._inductor, "compile", broken)
     density = Density(PyroNet(), args=(X, Y), engine="inductor")
     z = torch.rand(5, density.dim) - 0.5
-    with pytest.warns(RuntimeWarning, match=r"torch.compile failed.*no compiler here"):
+    with pytest.warns(RuntimeWarning, match=r"failed.*no compiler here"):
         found = density.energy_and_gradient(z)
     assert density.engine == "torch"
     assert torch.equal(density.energy_and_gradient(z)[1], found[1])  # and no second warning
@@ -139,7 +162,7 @@ def test_a_compiled_step_does_what_it_does_without(kernel, mass):
     model, chains = kernel(hierarchical, mass=mass), 3
     arguments = {"args": (X.double(), Y.double()), "dtype": torch.float64}
     plain, compiled = (Density(hierarchical, **arguments, engine=engine) for engine in ("torch", "inductor"))
-    generator, other = torch.Generator().manual_seed(1), torch.Generator()
+    generator, other = torch.Generator(torch.empty(0).device).manual_seed(1), torch.Generator()
     z = 0.3 * torch.randn(chains, plain.dim, generator=generator, dtype=torch.float64)
     state = model.init(plain, z, 25, generator)
     for iteration in range(30):
@@ -220,6 +243,29 @@ def test_the_oldest_programs_are_forgotten(monkeypatch):
     for chains in (1, 2, 4, 8):
         density.energy_and_gradient(torch.zeros(chains, density.dim))
     assert len(kept) == 2
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_library_that_a_killed_compiler_left_in_the_cache_is_made_anew(inside, tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torn = tmp_path / ("cache" if inside else "") / "torn.main.so"
+    torn.touch()
+    make = torch._inductor.compile
+
+    def fails_if_torn(*args, **kwargs):
+        if torn.exists():
+            raise RuntimeError(f"InductorError: ImportError: {torn}: file too short")
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr("torch._inductor.compile", fails_if_torn)
+    x = torch.randn(3)
+    if inside:
+        torch.testing.assert_close(compiled(lambda x: [2 * x + 1], [x])(x)[0], 2 * x + 1)
+    else:  # no file of anybody else's is touched
+        with pytest.raises(RuntimeError, match="file too short"):
+            compiled(lambda x: [2 * x + 1], [x])
+    assert torn.exists() != inside
 
 
 def test_without_a_compiler_auto_says_what_serves(monkeypatch):

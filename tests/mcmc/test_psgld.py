@@ -29,7 +29,9 @@ def mean_square(smoothing: float, running: bool, iterations: int) -> float:
     )
     density = Density(conjugate, args=(y,), dtype=torch.float64, subsampled=True)
     z = torch.randn(CHAINS, 1, dtype=torch.float64) / CURVATURE**0.5
-    state = kernel.init(density, z, 0, torch.Generator().manual_seed(int(torch.randint(2**62, ()))))
+    state = kernel.init(
+        density, z, 0, torch.Generator(torch.empty(0).device).manual_seed(int(torch.randint(2**62, ())))
+    )
     for _ in range(iterations):
         state = kernel.step(density, state)
     return float(state.z.square().mean() * CURVATURE)

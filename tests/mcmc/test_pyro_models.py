@@ -201,7 +201,7 @@ def test_energies_and_gradients_are_those_of_pyros_potential(name):
     model = HANDLED[name]()
     density = Density(model, (Y,))
     assert density.target.one_by_one == ""
-    z = 0.5 * torch.randn(2, density.dim, generator=torch.Generator().manual_seed(1))
+    z = 0.5 * torch.randn(2, density.dim, generator=torch.Generator(torch.empty(0).device).manual_seed(1))
     energy, gradient = density.energy_and_gradient(z)
     _, potential, _, _ = initialize_model(model, (Y,))
     shapes = density.layout.unconstrained_shapes
@@ -219,7 +219,7 @@ def test_an_improper_prior_counts_for_nothing_and_starts_in_the_box():
     energy, gradient = density.energy_and_gradient(z.detach())
     torch.testing.assert_close(energy, expected)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), z)[0])
-    assert (density.draw_prior(50, torch.Generator().manual_seed(0)).abs() <= 2).all()
+    assert (density.draw_prior(50, torch.Generator(torch.empty(0).device).manual_seed(0)).abs() <= 2).all()
 
 
 def test_deterministic_sites_of_a_mini_batch_are_not_recorded():

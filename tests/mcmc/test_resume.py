@@ -25,7 +25,9 @@ from torch import nn
 
 import pyro_symmetric.mcmc as mcmc
 import pyro_symmetric.mcmc.identity as identity
+import pyro_symmetric.mcmc.run as runs
 import pyro_symmetric.store.recorders as recorders
+from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.mcmc import HMC, SGHMC, sample
 from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
@@ -104,7 +106,9 @@ class Killed(BaseException):
 
 @pytest.fixture
 def break_after(monkeypatch):
-    """Break the run in the middle of its ``n``-th step from now, when numbers were drawn but nothing was kept."""
+    """Break the run in the middle of its ``n``-th stretch from now, when numbers were drawn but nothing was kept.
+    Stretches are of one iteration here, but for tests that give the clock back."""
+    monkeypatch.setattr(runs, "STRETCH_SECONDS", 0.0)
     advance, left = Run._advance, [0]
 
     def breaking(self):
@@ -143,6 +147,39 @@ def test_a_run_broken_many_times_gives_the_unbroken_draws(name, seed, tmp_path, 
 
 
 @pytest.mark.parametrize("name", KERNELS)
+def test_stretches_of_any_length_give_the_draws_of_single_iterations(name, tmp_path, monkeypatch, break_after):
+    whole = run(name, seed=7)  # one iteration after another
+    monkeypatch.setattr(runs, "STRETCH_SECONDS", 1e9)  # of 1, 2, 4, 8 iterations; from each break on anew
+    broken = 0
+    for stretches in [24 + 3, 4, 2, 100]:  # in sampling, after 3, 10, and 11 of 16 iterations
+        break_after(stretches)
+        try:
+            posterior = run(name, seed=7, store=tmp_path / "s")
+        except Killed:
+            broken += 1
+    assert broken == 3
+    assert_same_draws(posterior, whole)
+
+
+def test_a_hook_sees_every_iteration_when_it_is_done(monkeypatch):
+    monkeypatch.setattr(runs, "STRETCH_SECONDS", 1e9)
+    seen = {}
+    posterior = run("HMC", seed=7, hook=lambda iteration, weights: seen.update({iteration: weights["a"]}))
+    assert list(seen) == list(range(TOTAL))
+    kept = torch.stack([seen[iteration] for iteration in range(25, TOTAL, 2)], 1)
+    assert torch.equal(posterior.samples["a"], kept)
+    ended = []
+
+    def ends(iteration, weights):
+        ended.append(iteration)
+        if iteration == 30:
+            raise KeyboardInterrupt
+
+    assert run("HMC", seed=7, hook=ends).num_samples == 3
+    assert ended[-1] == 30
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_draws_added_later_are_those_of_a_longer_run(name, tmp_path):
     whole = unbroken(name, 7)
     first = run(name, seed=7, num_samples=3, store=tmp_path / "s")
@@ -169,6 +206,7 @@ def test_a_kill_between_commits_goes_back_to_the_last_one(tmp_path, monkeypatch)
             self.recorder._next_commit = 0.0
 
     monkeypatch.setattr(Run, "_advance", dying)
+    monkeypatch.setattr(runs, "STRETCH_SECONDS", 0.0)
     for _ in range(2):
         with pytest.raises(Killed):
             run("HMC", seed=1, store=tmp_path / "s")
@@ -242,6 +280,7 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on_when_there_is_room(tmp_
 
 
 def test_a_store_can_be_read_while_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "STRETCH_SECONDS", 0.0)
     whole = unbroken("HMC", 1)
     seen, commit = [], Run._commit
     monkeypatch.setattr(recorders, "COMMIT_SECONDS", 0.0)
@@ -355,12 +394,10 @@ def test_only_what_decides_is_named(stored):
 
 
 def test_another_version_is_refused_unless_it_is_insisted_on(stored, tmp_path, monkeypatch, break_after):
-    surroundings = identity.surroundings
-    newer = {"versions": {**surroundings()["versions"], "torch": "99.0"}}
     break_after(30)
     with pytest.raises(Killed):
         run("HMC", seed=1, store=tmp_path / "s")
-    monkeypatch.setattr(identity, "surroundings", lambda device: {**surroundings(device), **newer})
+    monkeypatch.setitem(VERSIONS, "torch", "99.0")
     with pytest.raises(ValueError, match=r"torch: .* there, '99.0' here.*pass resume=True"):
         run("HMC", seed=1, store=tmp_path / "s")
     with pytest.warns(RuntimeWarning, match=r"may differ from an unbroken run's.*99\.0"):
@@ -518,7 +555,7 @@ def test_a_kernel_of_twenty_lines_runs_in_memory_on_disk_resumed_and_in_a_pool(t
 
 # how much of the library a run touches ------------------------------------------------------------------------------
 
-MOST_FILES, MOST_FUNCTIONS = 29, 187
+MOST_FILES, MOST_FUNCTIONS = 31, 202
 
 
 def test_a_run_in_memory_touches_few_files_and_functions():

@@ -53,7 +53,7 @@ CHAINS, TOLERANCE, EXACT = 2000, 0.143, 1 / (1 + N)
 
 def fresh_generator() -> torch.Generator:
     """Seeded from the global one, so that a test's seed decides."""
-    return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    return torch.Generator(torch.empty(0).device).manual_seed(int(torch.randint(2**62, ())))
 
 
 def gradient_noise(batch: int) -> float:

@@ -51,7 +51,10 @@ def test_networks_run_in_parallel_threads_and_switch_no_check_off(likelihood):
     y = Y if likelihood == "gaussian" else torch.arange(6) % 2
     densities = [Density(model, (X, y)) for _ in range(2)]  # of one and the same model
     assert all("doesn't follow" in density.engine_reason for density in densities)
-    points = [density.draw_prior(3, torch.Generator().manual_seed(k)) for k, density in enumerate(densities)]
+    points = [
+        density.draw_prior(3, torch.Generator(torch.empty(0).device).manual_seed(k))
+        for k, density in enumerate(densities)
+    ]
     alone = [density.energy_and_gradient(z) for density, z in zip(densities, points, strict=True)]
     own = {name: value.clone() for name, value in model.net.named_parameters()}
     MEETING.set()
@@ -134,10 +137,10 @@ def test_draws_from_the_prior_come_from_the_generator_that_is_given_and_from_no_
     net = BayesianModel(nn.Linear(1, 1), prior=2.0, likelihood="gaussian")
     density = Density(scales) if traced else Density(net, (X[:, :1], Y))
     before = torch.get_rng_state()
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(torch.empty(0).device).manual_seed(3)
     first, second = density.draw_prior(400, generator), density.draw_prior(400, generator)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(density.draw_prior(400, torch.Generator().manual_seed(3)), first)
+    assert torch.equal(density.draw_prior(400, torch.Generator(torch.empty(0).device).manual_seed(3)), first)
     assert not torch.equal(first, second)
     both = torch.cat([first, second])[:, :2]
     mean = torch.tensor([1.0, -1.0]) if traced else torch.zeros(2)

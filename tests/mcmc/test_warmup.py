@@ -12,7 +12,8 @@ from scipy.stats import norm
 
 from pyro_symmetric.mcmc import HMC, NUTS, sample
 from pyro_symmetric.mcmc.kernels.kernel import State, stranded
-from pyro_symmetric.mcmc.kernels.warmup import LARGEST_GAIN, Pace, StepSearch, newton_gain, window_ends
+from pyro_symmetric.mcmc.kernels.stays import Pace
+from pyro_symmetric.mcmc.kernels.warmup import LARGEST_GAIN, StepSearch, newton_gain, window_ends
 
 C, D = 40, 3
 
@@ -205,7 +206,7 @@ def test_a_chain_at_half_pace_takes_half_the_step(density, generator):
         ends = []
         for pace, step_size in ((slow, 0.2), (slow, 0.1), (None, 0.1)):
             tuning = replace(state.tuning, pace=pace, step_size=z.new_tensor(step_size))
-            seeded = torch.Generator().manual_seed(1)
+            seeded = torch.Generator(torch.empty(0).device).manual_seed(1)
             ends.append(kernel.step(density, replace(state, tuning=tuning, generator=seeded)))
         assert torch.allclose(ends[0].z[:4], ends[2].z[:4])  # half of 0.2 is 0.1
         assert torch.equal(ends[1].z[4:], ends[2].z[4:])

@@ -30,7 +30,7 @@ def fill(path: Path, shift: float = 0.0) -> Path:
     with FolderRecorder(path, 4) as recorder:
         recorder.fingerprint = {"seed": shift}
         for k in range(4):
-            recorder.append(k, {"w": torch.full((2, 3), k + shift)}, {"lp": torch.ones(2)})
+            recorder.append(k, {"w": torch.full((2, 1, 3), k + shift)}, {"lp": torch.ones(2, 1)})
             recorder.commit(k + 1, dict, bytes)
     return path
 
@@ -49,7 +49,7 @@ def secret(tmp_path, path):
 
 def add(path: Path) -> None:
     with FolderRecorder(path, 5) as recorder:
-        recorder.append(4, {"w": torch.zeros(2, 3)}, {"lp": torch.ones(2)})
+        recorder.append(4, {"w": torch.zeros(2, 1, 3)}, {"lp": torch.ones(2, 1)})
         recorder.commit(5, dict, bytes)
 
 

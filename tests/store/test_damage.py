@@ -53,7 +53,7 @@ run_tasks = functools.partial(run, chains_per_task=2)
 
 
 def save(path: Path, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.empty(0).device).manual_seed(seed)
     draws = {"w": torch.randn(2, 50, 3, generator=generator), "b": torch.randn(2, 50, generator=generator).double()}
     path.mkdir()
     Posterior(draws, {"lp": draws["b"]}, {"seed": seed}, rows="chains").save(path / "draws")
@@ -80,7 +80,7 @@ def parameters(path: Path) -> Values:
 
 
 def write_some_checkpoints(path: Path, seed: int) -> None:
-    draws = torch.randn(1, 3, 2, generator=torch.Generator().manual_seed(seed))
+    draws = torch.randn(1, 3, 2, generator=torch.Generator(torch.empty(0).device).manual_seed(seed))
     write_checkpoints(Posterior({"w": draws}, {"lp": draws[..., 0]}, {}, rows="chains"), path, progress=False)
 
 

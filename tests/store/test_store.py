@@ -26,10 +26,15 @@ ROOM = 7
 
 def draw(k: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The k-th draw of 3 chains, of a site in each dtype that chains come in."""
-    generator = torch.Generator().manual_seed(k)
+    generator = torch.Generator(torch.empty(0).device).manual_seed(k)
     w = torch.randn(3, 2, 4, generator=generator)
     samples = {"w": w, "a/b.c": w[:, 0, 0].double(), "half": w[:, :, 0].bfloat16(), "none": w[:, :0, 0]}
     return samples, {"diverging": w[:, 0, 0] > 0, "n_steps": torch.tensor([k, 2 * k, 3 * k]), "lp": w[:, 1, 1]}
+
+
+def one(kinds: tuple[dict[str, torch.Tensor], ...]) -> tuple[dict[str, torch.Tensor], ...]:
+    """As a recorder takes a single draw."""
+    return tuple({name: value[:, None] for name, value in values.items()} for values in kinds)
 
 
 def expected(draws: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -47,7 +52,7 @@ def check(found: Contents, draws: int) -> None:
 
 def fill(recorder, begin: int, end: int) -> None:
     for k in range(begin, end):
-        recorder.append(k, *draw(k))
+        recorder.append(k, *one(draw(k)))
 
 
 def fill_and_commit(recorder, begin: int, end: int) -> None:
@@ -93,8 +98,8 @@ def test_memory_gives_back_what_a_folder_does():
 
 def test_a_draw_takes_the_place_of_those_that_no_commit_counted(path):
     with FolderRecorder(path, ROOM) as recorder:
-        recorder.append(5, *draw(99))
-        recorder.append(5, *draw(5))
+        recorder.append(5, *one(draw(99)))
+        recorder.append(5, *one(draw(5)))
         fill(recorder, 6, 7)
         commit(recorder, 7)
     check(read_store(path), 7)
@@ -187,7 +192,7 @@ def test_opening_a_store_changes_nothing(path):
 
 def test_a_single_chains_expanded_statistic_is_stored(tmp_path):
     with FolderRecorder(tmp_path, 1) as recorder:
-        recorder.append(0, {"w": torch.ones(1, 1)}, {"step_size": torch.tensor(0.5).expand(1)})
+        recorder.append(0, {"w": torch.ones(1, 1, 1)}, {"step_size": torch.tensor(0.5).expand(1, 1)})
         commit(recorder, 1)
     assert read_store(tmp_path).statistics["step_size"].tolist() == [[0.5]]
 
@@ -197,7 +202,7 @@ def test_a_dtype_that_the_file_does_not_know_is_told(tmp_path):
         FolderRecorder(tmp_path, 1) as recorder,
         pytest.raises(TypeError, match=r"samples\['w'\] is of torch.complex64"),
     ):
-        recorder.append(0, {"w": torch.ones(1, 1, dtype=torch.complex64)}, {})
+        recorder.append(0, {"w": torch.ones(1, 1, 1, dtype=torch.complex64)}, {})
 
 
 # damage -------------------------------------------------------------------------------------------------------------
@@ -482,7 +487,7 @@ def test_a_store_without_draws_or_at_no_place_is_told(tmp_path):
 
 def test_other_sites_than_before_are_refused(path):
     with FolderRecorder(path, ROOM) as recorder, pytest.raises(ValueError, match="other sites or statistics"):
-        recorder.append(5, {"w": torch.zeros(3)}, {})
+        recorder.append(5, {"w": torch.zeros(3, 1)}, {})
     check(read_store(path, verify=True), 5)
 
 
@@ -510,7 +515,7 @@ def test_narrow_draws_of_many_chains_are_written_by_the_kilobyte(tmp_path, monke
     values = torch.arange(draws, dtype=torch.float32)[:, None] + torch.rand(draws, chains)
     with FolderRecorder(tmp_path, draws) as recorder:
         for number, value in enumerate(values):
-            recorder.append(number, {"w": value}, {"lp": value})
+            recorder.append(number, {"w": value[:, None]}, {"lp": value[:, None]})
         recorder.commit(draws, dict, lambda: b"")
     assert sorted(set(lengths)) == [4 * (draws - 256), 1024]
     assert torch.equal(read_store(tmp_path).samples["w"], values.mT)

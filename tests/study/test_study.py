@@ -377,6 +377,7 @@ def test_a_method_that_was_stopped_goes_on_where_it_was(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(patched, stopping)
+    monkeypatch.setattr("pyro_symmetric.mcmc.run.STRETCH_SECONDS", 0.0)  # one iteration at a time
     stopped = tmp_path / "stopped"
     began = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
@@ -495,7 +496,7 @@ def test_a_method_with_a_seed_of_its_own_leaves_the_generators_to_other_threads(
         draws_globally: ClassVar[bool] = False
 
         def fit(self, problem: Any, progress: bool) -> Any:
-            generator = torch.Generator().manual_seed(problem.seed)
+            generator = torch.Generator(torch.empty(0).device).manual_seed(problem.seed)
             shapes = problem.model.site_shapes.items()
             draws = {site: torch.randn(24, *shape, generator=generator) for site, shape in shapes}
             with ThreadPoolExecutor(1) as pool:

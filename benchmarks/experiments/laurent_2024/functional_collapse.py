@@ -1,5 +1,5 @@
 """Do independent networks collapse onto one function? Mutual information of all pairs of members, in and out of
-distribution (figures 3 and 15 of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
+distribution (figures 3, 15 and 16 of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
 
     python -m benchmarks.experiments.laurent_2024.functional_collapse --out figures
 
@@ -8,6 +8,9 @@ distribution. Of every pair of members the mutual information between prediction
 inputs: pairs that predict alike lie near 0, at most log 2 = 0.693 nats are possible. Printed are its mean, the share of
 pairs below a hundredth of a nat, how the two kinds go together over pairs, and the time for all pairs beside that of a
 Python loop over some of them.
+
+Then the same for fewer residual networks of so many channels: a convolution, two residual blocks of two convolutions
+each, and a linear layer.
 """
 
 from __future__ import annotations
@@ -27,6 +30,30 @@ from pyro_symmetric.ensembles import ensemble
 COLLAPSED = 0.01
 
 
+class Block(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.second(self.first(x).relu())).relu()
+
+
+def perceptron(width: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, outputs))
+
+
+def residual(channels: int, outputs: int) -> nn.Module:
+    first = nn.Conv2d(1, channels, 3, stride=2, padding=1)
+    return nn.Sequential(
+        first, nn.ReLU(), Block(channels), Block(channels), nn.Flatten(), nn.Linear(16 * channels, outputs)
+    )
+
+
+NETWORKS = {"perceptron": perceptron, "residual": residual}
+
+
 def loop_seconds(probabilities: Tensor, pairs: int) -> float:
     """Processor time of one pair in a Python loop."""
     began = time.process_time()
@@ -35,32 +62,33 @@ def loop_seconds(probabilities: Tensor, pairs: int) -> float:
     return (time.process_time() - began) / pairs
 
 
-def run(width: int, seed: int, data: Any, options: Any) -> dict[str, Any]:
+def run(network: str, width: int, seed: int, data: Any, options: Any) -> dict[str, Any]:
     torch.manual_seed(seed)
-    x, y = data.train_x.flatten(1), data.train_y
-    net = nn.Sequential(nn.Linear(x.shape[1], width), nn.ReLU(), nn.Linear(width, data.num_outputs))
+    few = network == "residual"
+    members, epochs = (options.residual_members, options.residual_epochs) if few else (options.members, options.epochs)
+    net = NETWORKS[network](width, data.num_outputs)
     posterior = ensemble(
         net,
-        (x, y),
-        options.members,
-        epochs=options.epochs,
+        (data.train_x, data.train_y),
+        members,
+        epochs=epochs,
         optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
         progress=options.progress,
     )
     within, outside = (
-        ps.predict(posterior, net, inputs[: options.inputs].flatten(1), progress=False).softmax(-1)
+        ps.predict(posterior, net, inputs[: options.inputs], progress=False).softmax(-1)
         for inputs in (data.test_x, data.ood_x)
     )
     began = time.process_time()
     result = functional_collapse(within, outside)
     seconds = time.process_time() - began
-    pairs = options.members * (options.members - 1) // 2
-    loop = sum(loop_seconds(p, min(200, options.members - 1)) for p in (within, outside)) * pairs
+    pairs = members * (members - 1) // 2
+    loop = sum(loop_seconds(p, min(200, members - 1)) for p in (within, outside)) * pairs
     scores = ps.scores.classification(within, data.test_y[: options.inputs], outside)
     if options.out is not None:
-        figure(result, width, seed, options)
+        figure(result, f"{network}_{width}_{seed}", options)
     return {
-        **{k: v for k, v in result.to_dict().items() if k != "members"},
+        **result.to_dict(),
         "below": list(result.below(COLLAPSED)),
         "accuracy": scores.accuracy,
         "auroc": scores.auroc,
@@ -70,31 +98,36 @@ def run(width: int, seed: int, data: Any, options: Any) -> dict[str, Any]:
     }
 
 
-def figure(result: Any, width: int, seed: int, options: Any) -> None:
+def figure(result: Any, name: str, options: Any) -> None:
     first, second = torch.triu_indices(len(result.within), len(result.within), 1)
     picture, axes = new_figure(1, 1, size=(4.2, 3.6))
     x, y = result.within[first, second].numpy(), result.outside[first, second].numpy()
     axes[0, 0].hexbin(x, y, gridsize=60, bins="log", cmap="Blues", linewidths=0)
     axes[0, 0].set(
-        title=f"{len(result.within):,} members of width {width}, correlation {result.correlation:.2f}",
+        title=f"{len(result.within):,} members, correlation {result.correlation:.2f}",
         xlabel="mutual information of a pair, test digits (nats)",
         ylabel="digits 8 and 9",
     )
-    save_figure(picture, options.out, f"functional_collapse_{width}_{seed}.png")
+    save_figure(picture, options.out, f"functional_collapse_{name}.png")
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parser(__doc__, seeds=1)
     arguments.add_argument("--members", type=int, default=1_000)
-    arguments.add_argument("--widths", type=int, nargs="+", default=[4, 16])
+    arguments.add_argument("--widths", type=int, nargs="*", default=[4, 16], help="of perceptrons")
     arguments.add_argument("--epochs", type=int, default=20)
+    arguments.add_argument("--channels", type=int, nargs="*", default=[8], help="of residual networks")
+    arguments.add_argument("--residual-members", type=int, default=200)
+    arguments.add_argument("--residual-epochs", type=int, default=10)
     arguments.add_argument("--inputs", type=int, default=200, help="inputs of each kind")
     options = parse(arguments, argv)
     if options.quick:
-        options.members, options.epochs = 50, 2
+        options.members, options.epochs, options.residual_members, options.residual_epochs = 50, 2, 10, 1
     data = ps.datasets.load("digits", dtype=torch.float32)
-    results = Results.of(options, "members", "epochs", "inputs")
-    results.fill(functools.partial(run, data=data, options=options), seed=range(options.seeds), width=options.widths)
+    results = Results.of(options, "members", "epochs", "residual_members", "residual_epochs", "inputs")
+    one = functools.partial(run, data=data, options=options)
+    for network, sizes in (("perceptron", options.widths), ("residual", options.channels)):
+        results.fill(one, seed=range(options.seeds), network=[network], width=sizes)
     rows = []
     for row in results.rows:
         means = (f"{row[kind]['mean']:.4f}" for kind in ("within", "outside"))
@@ -103,10 +136,18 @@ def main(argv: list[str] | None = None) -> None:
         correlation = f"{row['correlation']:.3f} ({row['rank_correlation']:.3f})"
         accuracy = f"{row['single_accuracy']:.3f} / {row['accuracy']:.3f}"
         rows.append(
-            (f"{row['width']}, seed {row['seed']}", accuracy, f"{row['auroc']:.3f}", *means, *below, correlation, cost)
+            (
+                f"{row['members']} {row['network']} {row['width']}, seed {row['seed']}",
+                accuracy,
+                f"{row['auroc']:.3f}",
+                *means,
+                *below,
+                correlation,
+                cost,
+            )
         )
     head = (
-        "width",
+        "networks, width",
         "accuracy one / all",
         "AUROC",
         "mean within",
@@ -116,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
         "correlation (of ranks)",
         "seconds, loop",
     )
-    print_table(f"mutual information of pairs of {options.members:,} members, nats", head, rows)
+    print_table("mutual information of pairs of members, nats", head, rows)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyro_symmetric.alignment.costs.terms import Term
 from pyro_symmetric.placement import as_tensor
+from pyro_symmetric.weights import all_true
 
 BOUNDS = math.exp(-30.0), math.exp(30.0)  # of scales
 # Every so many steps it is looked whether one still moves a log-scale by more than this.
@@ -112,7 +113,7 @@ class Sums:
             signs, which = _products(tuple(flips), tuple(dict.fromkeys(key[0] for key in own)))
             linear: dict[int, Tensor] = {}
             for kind, (odd, even) in {key: values[:2] for key, values in own.items()}.items():
-                sign = signs[kind[0]].to(odd.device).reshape(-1, *[1] * odd.dim())
+                sign = signs[kind[0]].to(odd).reshape(-1, *[1] * odd.dim())
                 linear[kind[2]] = linear.get(kind[2], 0.0) + (sign * odd + even)
             dims = next(iter(linear.values())).dim() - 1
             norms = [_by_exponent(own, number, dims) for number in (2, 3)] if scale else []
@@ -242,13 +243,22 @@ def balanced(reference: Mapping[int, Tensor], source: Mapping[int, Tensor]) -> T
 
     :param reference: exponent -> squared norms of the reference's units; ``source``: of the source's, which broadcast.
     """
+    sides = {e: (norm > 0, source[e] > 0) for e, norm in reference.items()}
+    logs = {e: (_log(reference[e]) / (2 * e), _log(source[e]) / (2 * e)) for e in sides}
+    if all_true(alive.all() for both in sides.values() for alive in both):  # numbers of pairs are dear
+        mine, theirs = (sum(own[1:], own[0]) / len(own) for own in zip(*logs.values(), strict=True))
+        return mine - theirs
     total: Tensor | float = 0.0
     count: Tensor | float = 0.0
-    for e, norm in reference.items():
-        alive = (norm > 0) & (source[e] > 0)
-        ratio = torch.where(norm > 0, norm, 1.0).log() - torch.where(source[e] > 0, source[e], 1.0).log()
-        total, count = total + alive * ratio / (2 * e), count + alive
+    for e, (mine, theirs) in logs.items():
+        alive = sides[e][0] & sides[e][1]
+        total, count = total + alive * (mine - theirs), count + alive
     return total / as_tensor(count).clamp_min(1)
+
+
+def _log(norms: Tensor) -> Tensor:
+    """Logarithms; zero of zero."""
+    return torch.where(norms > 0, norms, 1.0).log()
 
 
 def best_scale(

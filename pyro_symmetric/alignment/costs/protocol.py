@@ -22,6 +22,9 @@ from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.weights import Weights
 
+# The part of the cost below which a step of all scales no longer counts.
+SETTLED = 1e-10
+
 
 @dataclass(frozen=True, eq=False)
 class Matched:
@@ -88,10 +91,12 @@ class MatchCost(ABC):
         :param element: None for the identity.
         """
 
-    def rescaled(self, element: Element, rows: Tensor) -> Element:
+    def rescaled(self, element: Element, rows: Tensor, settled: float = SETTLED) -> Element:
         """The element with the scales of all units at their best together; places and signs stay.
 
         It is asked of costs with :attr:`rescales`; of others, scales are those that :meth:`matched` chooses.
+
+        :param settled: a step that lowers the cost by less than this part of it is the last.
         """
         raise NotImplementedError
 

@@ -24,8 +24,6 @@ from pyro_symmetric.groups.places import owners
 
 STEPS, CG_STEPS, SHORTER = 30, 50, 8
 LIMIT = 30.0  # of log-scales
-# The part of the distance below which a step no longer counts.
-SETTLED = 1e-10
 # Newton steps shorter than this are right even if the distance seems to rise by a part that rounding explains.
 SHORT, HIDDEN = 1e-4, 1e-13
 
@@ -55,8 +53,11 @@ class Distance:
         squares, products = self._both.value(torch.cat([u, 0.5 * u])).chunk(2)
         return squares - 2 * products
 
-    def least(self, u: Tensor) -> Tensor:
-        """The log-scales where the distance is least, from given ones; no source ends farther than it was."""
+    def least(self, u: Tensor, settled: float) -> Tensor:
+        """The log-scales where the distance is least, from given ones; no source ends farther than it was.
+
+        :param settled: the part of the distance below which a step no longer counts.
+        """
         reached = self.at(u)
         for _ in range(STEPS):
             step = self._newton_step(u)
@@ -73,7 +74,7 @@ class Distance:
                 if not bool(waiting.any()):
                     break
                 part *= 0.25
-            if bool((before - reached <= SETTLED * before.abs()).all()):
+            if bool((before - reached <= settled * before.abs()).all()):
                 break
         return u
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.alignment.costs.multipliers import Sums
-from pyro_symmetric.alignment.costs.protocol import MatchCost, Matched
+from pyro_symmetric.alignment.costs.protocol import SETTLED, MatchCost, Matched
 from pyro_symmetric.alignment.costs.rescaling import Distance
 from pyro_symmetric.alignment.costs.terms import Term, plan_of
 from pyro_symmetric.alignment.elements import replaced, some
@@ -117,8 +117,9 @@ class WeightCost(MatchCost):
 
         def products(term: Term) -> list[Tensor]:
             values = self._kept_products(term, element, rows, units)
-            if term.scale:
-                values.insert(-1, _norms(self._reference_rows(term, rows)).reshape(-1, *shape[-2:], 1))
+            if term.scale:  # in the precision of the products, which take the time
+                norms = _norms(self._reference_rows(term, rows)).reshape(-1, *shape[-2:], 1)
+                values[-1:] = [norms.to(values[0]), values[-1].to(values[0])]
             return values
 
         total = torch.zeros(*shape, units.size, dtype=torch.float64, device=self.device)
@@ -167,7 +168,7 @@ class WeightCost(MatchCost):
         ]
         return torch.stack(columns, 1) if columns else torch.zeros(len(rows), 0, dtype=torch.float64, device="cpu")
 
-    def rescaled(self, element: Element, rows: Tensor) -> Element:
+    def rescaled(self, element: Element, rows: Tensor, settled: float = SETTLED) -> Element:
         group = self.group.scalings
         sites = self._plan.scaled
         pairs = (
@@ -176,7 +177,7 @@ class WeightCost(MatchCost):
         )
         at = {name: element.unit_index(name) for name in self.group.names("scale")}
         now = [element.log_scales[name].flatten(1).gather(-1, index) for name, index in at.items()]
-        best = Distance(group, pairs).least(torch.cat(now, -1).double())
+        best = Distance(group, pairs).least(torch.cat(now, -1).double(), settled)
         found = {}
         for (name, index), own in zip(at.items(), best.split([i.shape[-1] for i in at.values()], -1), strict=True):
             by_source = torch.empty_like(own).scatter_(-1, index, own)

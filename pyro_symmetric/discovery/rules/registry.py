@@ -18,19 +18,11 @@ exchanged, but not rescaled:
 Operators without a rule are taken apart by PyTorch's own decompositions. What can't be taken apart pins all that
 reaches it, with a warning.
 
-A glossary. A rule is written in the methods of its ``labeller``:
+Beside the methods that :func:`register_rule` lists, a ``labeller`` has these:
 
-* ``elementwise``: operands meet entry by entry, as a sum (one multiplier for all) or a product (multipliers multiply).
-* ``combine``: the same for axes that carry letters, with a sum over the letters that the result lacks.
-* ``reduce``: a symmetric function (sum, mean, largest entry) of all entries along some axes.
 * ``settled``: labels that don't depend on what the data have chosen (an expert for each token).
-* ``normalise``: a function of an entry and of symmetric statistics along some axes.
-* ``restrict``: units may be exchanged along these axes only; along all others they are told apart by their place.
-* ``relaid``, ``squeeze``, ``unsqueeze``, ``expand``, ``reshape``, ``take``: labels move like the entries.
 * ``unscaled``: the same units without the operand's multipliers, or some kinds of them.
 * ``still``: multipliers don't pass, apart from those that are named.
-* ``pin``: nothing may move in this operand.
-* ``give_up``: pin all operands, with a warning that says why.
 
 The labeller in turn states facts about atoms, entry by entry, in ``labeller.facts``:
 
@@ -136,6 +128,41 @@ def register_rule(*operators: Any, sliced: bool = False) -> Callable[[R], R]:
     ...         return self[1](centred(self[0](x)))
     >>> ps.find_symmetry(Net(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)).permutations.factors
     {'0': 4}
+
+    The rule gets the ``call``, whose tensors it reads by the names of the operator's arguments (``call["x"]``), and a
+    ``labeller``, and returns what one of the labeller's methods gives (a list for several results):
+
+    * ``elementwise([x, ...], "sum", passes)``: a function of one entry of each operand, such as an activation.
+      ``passes`` says which multipliers go through: ``LINEAR`` (all), ``HOMOGENEOUS`` (positive scales, as for ReLU),
+      ``ODD`` (signs, as for tanh) or ``NOTHING``. All four are in ``pyro_symmetric.discovery.labels``.
+    * ``elementwise([x, ...], "product")``: the operands are multiplied, and so are their multipliers.
+    * ``normalise(x, axes)``: a function of an entry and of symmetric statistics along some axes.
+    * ``reduce(x, axes, keepdim)``: a symmetric function (sum, mean, largest entry) of all entries along some axes.
+    * ``combine([(x, letters), ...], out)``: a product of operands whose axes carry letters (numbers), as in
+      ``torch.einsum``, with a sum over the letters that ``out`` lacks.
+    * ``restrict(x, keep)``: units may be exchanged along the axes ``keep`` only; elsewhere their place counts.
+    * ``relaid``, ``squeeze``, ``unsqueeze``, ``expand``, ``reshape``, ``take``: labels move as the entries do.
+    * ``pin(x)``: nothing may move in this operand.
+    * ``give_up(operands, shape, why)``: pin all operands, with a warning that says why.
+
+    An activation that is odd, ``x * |x|``:
+
+    >>> from pyro_symmetric.discovery.labels import ODD
+    >>> @torch.library.custom_op("mylib::signed_square", mutates_args=())
+    ... def signed_square(x: torch.Tensor) -> torch.Tensor:
+    ...     return x * x.abs()
+    >>> fake = signed_square.register_fake(torch.empty_like)
+    >>> @ps.register_rule("mylib::signed_square")
+    ... def activation(labeller, call):
+    ...     return labeller.elementwise([call["x"]], passes=ODD)
+    >>> class Net(nn.Sequential):
+    ...     def forward(self, x):
+    ...         return self[1](signed_square(self[0](x)))
+    >>> ps.find_symmetry(Net(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)).finite.order()  # 4! 2^4
+    384
+
+    What a rule allows too much is found when :func:`find_symmetry` verifies the group, and left out with a warning
+    (:class:`BrokenSymmetry`).
 
     :param sliced: whether the rule understands values that overlap or have routes, see
         :class:`~pyro_symmetric.discovery.labels.Value`.

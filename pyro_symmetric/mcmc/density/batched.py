@@ -36,8 +36,21 @@ class BatchedLoss:
         self._new = Tensor.new_empty if sum(sizes) == problem.dim else Tensor.new_zeros  # every number is written
         self._rooms: dict[int, _Room] = {}
 
-    @torch.no_grad()
     def loss_and_gradient(self, w: Tensor, scale: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+        loss, gradient = self._evaluated(w, scale, index)
+        assert loss is not None
+        return loss, gradient
+
+    def gradient(self, w: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
+        return self._evaluated(w, scale, index, valued=False)[1]
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _evaluated(
+        self, w: Tensor, scale: Tensor, index: Tensor | None, valued: bool = True
+    ) -> tuple[Tensor | None, Tensor]:
+        """The loss, unless only the gradient is wanted, and ``scale`` times the gradient."""
         layers = self.problem.layers
         room = self._rooms.setdefault(threading.get_ident(), _Room(w))
         x, y = (None, self.problem.y) if index is None else self._batch(index)
@@ -48,7 +61,7 @@ class BatchedLoss:
             product = self._first(layer, w, room) if h is None else self._product(layer, w, h, room)
             before.append(product)
             after.append(_activate(layer, product, partial(room, ("after", number))))
-        loss, delta = _LOSSES[self.problem.loss](after[-1], y, room)
+        loss, delta = _LOSSES[self.problem.loss](after[-1], y, room, valued)
         gradient = self._new(w, (len(w), self.problem.dim))
         for number in reversed(range(len(layers))):
             layer = layers[number]
@@ -65,8 +78,6 @@ class BatchedLoss:
             below = room(("delta", number), len(w), layer.inputs, delta.shape[-1])
             delta = torch.bmm(self._part(w, layer.weight, layer.outputs, layer.inputs).mT, delta, out=below)
         return loss, gradient.mul_(scale[:, None])
-
-    # small steps ----------------------------------------------------------------------------------------------------
 
     def _batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Mini-batches: inputs ``(C, inputs, B)``, and targets."""
@@ -128,27 +139,29 @@ class _Room:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _cross_entropy(outputs: Tensor, labels: Tensor, room: _Room) -> tuple[Tensor, Tensor]:
-    """Loss ``(C,)`` and its gradient in the logits ``(C, classes, rows)``."""
+def _cross_entropy(outputs: Tensor, labels: Tensor, room: _Room, valued: bool) -> tuple[Tensor | None, Tensor]:
+    """Loss ``(C,)``, if it is wanted, and its gradient in the logits ``(C, classes, rows)``."""
     log_probabilities = aten._log_softmax.out(outputs, 1, False, out=room("loss", *outputs.shape))
     index = labels.expand(len(outputs), outputs.shape[-1])[:, None]
-    loss = -log_probabilities.gather(1, index).sum((1, 2))
+    loss = -log_probabilities.gather(1, index).sum((1, 2)) if valued else None
     delta = log_probabilities.exp_()
     return loss, delta.scatter_add_(1, index, delta.new_full((), -1.0).expand(index.shape))
 
 
-def _squares(outputs: Tensor, targets: Tensor, room: _Room) -> tuple[Tensor, Tensor]:
+def _squares(outputs: Tensor, targets: Tensor, room: _Room, valued: bool) -> tuple[Tensor | None, Tensor]:
     delta = torch.sub(outputs, targets.mT, out=room("loss", *outputs.shape))
+    if not valued:
+        return None, delta
     flat = delta.flatten(1)
     nothing = flat.new_empty(len(flat), 1, 1)
     return torch.baddbmm(nothing, flat[:, None], flat[:, :, None], beta=0, alpha=0.5).view(-1), delta
 
 
-def _noise(outputs: Tensor, targets: Tensor, room: _Room) -> tuple[Tensor, Tensor]:
+def _noise(outputs: Tensor, targets: Tensor, room: _Room, valued: bool) -> tuple[Tensor | None, Tensor]:
     mean, raw = outputs.chunk(2, 1)
     scale = noise_of(raw)
     residual = (mean - targets.mT) / scale
-    loss = (0.5 * residual.square() + scale.log()).sum((1, 2))
+    loss = (0.5 * residual.square() + scale.log()).sum((1, 2)) if valued else None
     slope = (1 - residual.square()) / scale * raw.sigmoid()
     return loss, torch.cat([residual / scale, slope], 1, out=room("loss", *outputs.shape))
 

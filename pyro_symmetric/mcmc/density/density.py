@@ -29,24 +29,32 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.calls import described, described_call, model_arguments, refuse_training_batch_norm
+from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.layout import Layout
+from pyro_symmetric.mcmc.density.chunks import in_chunks, sparing
 from pyro_symmetric.mcmc.density.engine import Engine, Evaluation, NoCompiler, Unavailable, same_evaluation
+from pyro_symmetric.mcmc.density.graphs import Graphs
 from pyro_symmetric.mcmc.density.native.compiler import compiler_name
-from pyro_symmetric.mcmc.density.network import network_engine
+from pyro_symmetric.mcmc.density.network import NetworkEngine, network_engine
 from pyro_symmetric.mcmc.density.programs import Programs, pays
 from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows, Target
 from pyro_symmetric.mcmc.density.traced import TracedTarget
+from pyro_symmetric.mcmc.density.xla import XLAPrograms, require_jax
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.operations import Operations
 from pyro_symmetric.placement import placed, promoted
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
-ENGINES = ("auto", "native", "torch", "inductor")
+ENGINES = ("auto", "native", "torch", "inductor", "jax", "graphs")
 """The engines that compute energies and gradients. ``"native"``: code for feed-forward networks that the machine's C++
 compiler builds once, in a few seconds, and that is kept. ``"inductor"``: PyTorch's compiler, for any model and kernel;
 programs take some seconds, more for long models, and are kept, too. ``"torch"``: PyTorch's operations as they are;
-nothing is compiled."""
+nothing is compiled. ``"jax"``: XLA, for any model, on the CPU; programs of many iterations, which take some seconds to
+compile in every process. It needs JAX and torchax, and is never chosen by ``"auto"``. ``"graphs"``: PyTorch's
+operations, captured as CUDA graphs and compared with themselves at the first call, so that a GPU's host starts one
+program an evaluation instead of all operations; only where it is asked for."""
+COMPILERS: dict[str, type[Programs]] = {"inductor": Programs, "jax": XLAPrograms}
 CACHE_BYTES = 2**22  # that the largest intermediate result of a chunk of chains should fit into, on a CPU
 
 
@@ -97,8 +105,8 @@ class Density:
         result in the cache, on other devices all. Engine ``"native"`` goes chain by chain and doesn't need it.
     :param engine: what computes energies; see :data:`ENGINES`. ``"auto"``: ``"native"`` for a ``BayesianModel`` of a
         feed-forward network; of other models ``"inductor"`` if it pays for so many evaluations, else ``"torch"``. An
-        engine that can't serve gives way to ``"torch"``, with a warning if
-        it was asked for by name, or if a compiler is missing.
+        engine that can't serve gives way to ``"torch"``, with a warning if it was asked for by name, or if a compiler
+        is missing.
     :param batch_size: rows of each mini-batch, for stochastic-gradient samplers; see :meth:`energy_and_gradient`. Every
         tensor argument as long as the first one is data. ``None``: all data, or what the model's plates with
         ``subsample_size`` draw.
@@ -129,6 +137,8 @@ class Density:
         arguments.dtype("dtype", dtype, CHAIN_DTYPES)
         arguments.device("device", device)
         arguments.one_of("engine", engine, ENGINES)
+        if engine == "jax":
+            require_jax()
         refuse_training_batch_norm(model)
         model, args, kwargs = placed(model, args, kwargs, device, dtype)
         with forked(0, device):  # a model is run from the prior, to see its sites and to try engines out
@@ -153,6 +163,8 @@ class Density:
             self.dtype = dtype or promoted(floats) or torch.get_default_dtype()
             if self.dtype not in CHAIN_DTYPES:
                 raise ValueError(f"the model's sites are of {self.dtype}, too coarse; pass dtype=torch.float32")
+            if engine == "jax" and self.device.type != "cpu":
+                raise ValueError(f"device is {str(self.device)!r}, but engine='jax' computes on the CPU; use 'cpu'")
             z = self.layout.unconstrain(self._cast(self.target.prior_weights(2)))
         self.engine_reason = ""
         """Why no faster engine serves, in words."""
@@ -181,10 +193,15 @@ class Density:
         """The compiler of a kernel's arithmetic, see :func:`~pyro_symmetric.mcmc.density.programs.run`; or ``None``."""
         return self._fast if isinstance(self._fast, Programs) else None
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of all that computes energies."""
+        return {**VERSIONS, **({} if self.programs is None else self.programs.versions)}
+
     def give_up_compiling(self, reason: Unavailable) -> None:
         """Go on with PyTorch's operations as they are, and warn."""
-        self._fast, self.engine_reason = None, str(reason)
-        warnings.warn(f"engine 'torch' serves, not 'inductor': {reason}", RuntimeWarning, stacklevel=4)
+        compiler, self._fast, self.engine_reason = self.engine, None, str(reason)
+        warnings.warn(f"engine 'torch' serves, not {compiler!r}: {reason}", RuntimeWarning, stacklevel=4)
 
     # energy ---------------------------------------------------------------------------------------------------------
 
@@ -194,7 +211,7 @@ class Density:
         def evaluate(z: Tensor, rows: Rows | None) -> tuple[Tensor, ...]:
             return (self._energy(z, rows),)
 
-        return self._in_chunks(partial(_sparing, evaluate), z, rows)[0]
+        return in_chunks(partial(sparing, evaluate), z, rows, self.chain_chunk)[0]
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
         """Energy ``(C,)`` and gradient ``(C, D)``.
@@ -205,12 +222,21 @@ class Density:
         """
         if self._fast is not None and self._fast.by_chain and self._fast.serves(z, rows):
             return self._fast.energy_and_gradient(z, rows)
-        energy, gradient = self._in_chunks(self._by_engine, z, rows)
+        energy, gradient = in_chunks(self._by_engine, z, rows, self.chain_chunk)
         return energy, gradient
+
+    def gradient(self, z: Tensor, rows: Rows | None = None) -> Tensor:
+        """:meth:`energy_and_gradient` without the energy, which a network's engine then leaves out."""
+        fast = self._fast
+        if not isinstance(fast, NetworkEngine) or not fast.serves(z, rows):
+            return self.energy_and_gradient(z, rows)[1]
+        if fast.by_chain:
+            return fast.gradient(z, rows)
+        return in_chunks(lambda z, rows: (fast.gradient(z, rows),), z, rows, self.chain_chunk)[0]
 
     def without_compiling(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
         """:meth:`energy_and_gradient` by PyTorch's operations as they are."""
-        energy, gradient = self._in_chunks(partial(_sparing, self._by_autograd), z, rows)
+        energy, gradient = in_chunks(partial(sparing, self._by_autograd), z, rows, self.chain_chunk)
         return energy, gradient
 
     def _by_engine(self, z: Tensor, rows: Rows | None) -> Evaluation:
@@ -221,7 +247,7 @@ class Density:
                 pass  # below, chain by chain
             except Unavailable as error:
                 self.give_up_compiling(error)
-        energy, gradient = _sparing(self._by_autograd, z, rows)
+        energy, gradient = sparing(self._by_autograd, z, rows)
         return energy, gradient
 
     def _by_autograd(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
@@ -234,14 +260,6 @@ class Density:
         weights, log_det = self.layout.constrain_with_log_det(z)
         return -(self.target.log_joint(weights, rows) + log_det).to(z.dtype)  # a model may hold finer numbers
 
-    def _in_chunks(
-        self, evaluate: Callable[[Tensor, Rows | None], tuple[Tensor, ...]], z: Tensor, rows: Rows | None
-    ) -> tuple[Tensor, ...]:
-        if self.chain_chunk is None or len(z) <= self.chain_chunk:
-            return evaluate(z, rows)
-        cuts = [slice(start, start + self.chain_chunk) for start in range(0, len(z), self.chain_chunk)]
-        return _joined([evaluate(z[cut], _cut(rows, cut)) for cut in cuts])
-
     # engines --------------------------------------------------------------------------------------------------------
 
     def _settle_engine(self, asked: str, z: Tensor, evaluations: int, chains: int) -> None:
@@ -249,20 +267,26 @@ class Density:
         counts = self.row_counts.items()
         rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
         expected, met = self._probed(z, rows)
-        if self.chain_chunk is None and (self.device.type == "cpu" or asked == "inductor"):
+        if self.chain_chunk is None and (self.device.type == "cpu" or asked in COMPILERS):
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES * len(z) // max(1, met.bytes))))
         asked, why = self._wanted(asked, pays(met.count, met.written * chains / len(z), evaluations))
         if self.target.one_by_one:
             why = Unavailable(self.target.one_by_one)
-        elif asked == "inductor":
-            self._fast = Programs(self._by_autograd, self.chain_chunk or sys.maxsize)
+        elif asked in COMPILERS:
+            self._fast = COMPILERS[asked](self._by_autograd, self.chain_chunk or sys.maxsize)
+        elif asked == "graphs" and self.device.type != "cuda":
+            why = Unavailable("CUDA graphs need a GPU")
         elif isinstance(self.target, NetworkTarget):
-            self._fast, why = network_engine(self.target, self.layout, asked != "torch", (z, rows), expected)
+            native = asked not in ("torch", "graphs")
+            self._fast, why = network_engine(self.target, self.layout, native, (z, rows), expected)
         elif asked == "native":
             why = Unavailable("compiled code serves a BayesianModel only")
+        if asked == "graphs" and self.device.type == "cuda" and not self.target.one_by_one:
+            inner = self._fast if isinstance(self._fast, NetworkEngine) else None
+            self._fast, why = Graphs(inner, self._by_autograd), None
         self.engine_reason = str(why or "")
-        if self.engine != "native" and (asked == "native" or isinstance(why, NoCompiler)):
-            better = "native" if isinstance(self.target, NetworkTarget) else "inductor"
+        if (asked in ("native", "graphs") and self.engine != asked) or isinstance(why, NoCompiler):
+            better = asked if asked == "graphs" else "native" if isinstance(self.target, NetworkTarget) else "inductor"
             warnings.warn(
                 f"engine 'torch' serves, not {better!r}: {why}. They round differently: where {better!r} serves, the "
                 "same seed gives other draws",
@@ -323,7 +347,7 @@ class Density:
 
     def _watched(self, z: Tensor, rows: Rows | None) -> tuple[Evaluation, Operations]:
         with Operations() as met:
-            energy, gradient = _sparing(self._by_autograd, z, rows)
+            energy, gradient = sparing(self._by_autograd, z, rows)
         return (energy, gradient), met
 
     # draws ----------------------------------------------------------------------------------------------------------
@@ -352,25 +376,6 @@ class Density:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _sparing(evaluate: Callable[..., tuple[Tensor, ...]], z: Tensor, rows: Rows | None) -> tuple[Tensor, ...]:
-    """Evaluate, and halve if a matrix is singular, until its chain is alone: that one is outside of the support."""
-    try:
-        return evaluate(z, rows)
-    except torch.linalg.LinAlgError:
-        if len(z) == 1:
-            return torch.full_like(z[:, 0], torch.inf), torch.zeros_like(z)
-        halves = slice(0, len(z) // 2), slice(len(z) // 2, None)
-        return _joined([_sparing(evaluate, z[half], _cut(rows, half)) for half in halves])
-
-
-def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return tuple(torch.cat(values) for values in zip(*parts, strict=False))  # energies alone, if no more were asked for
-
-
-def _cut(rows: Rows | None, chains: slice) -> Rows | None:
-    return None if rows is None else {name: index[chains] for name, index in rows.items()}
-
-
 def _target(
     model: Callable[..., Any],
     args: tuple[Any, ...],
@@ -383,8 +388,8 @@ def _target(
         data = {**dict(zip(("x", "y"), args, strict=False)), **kwargs}
         if set(data) != {"x", "y"} or data["y"] is None or len(args) > 2:
             raise ValueError(
-                "a BayesianModel is sampled given x and y, as in sample(kernel, x, y); found "
-                f"{described_call(args, kwargs)}"
+                "a BayesianModel is sampled given x and y, tensors with all rows, as in sample(kernel, x, y); found "
+                f"{described_call(args, kwargs)}; mini-batches are drawn by kernels that have a batch_size"
             )
         return NetworkTarget(model, data["x"], data["y"], batch_size)
     return TracedTarget(model, args, kwargs, batch_size, device, dtype)

@@ -83,6 +83,9 @@ class Loss(Protocol):
         :param index: rows of each chain's mini-batch ``(C, B)``; ``None`` for all.
         """
 
+    def gradient(self, w: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
+        """``scale`` times the gradient alone, which may take less."""
+
 
 def read_layers(net: nn.Module) -> list[Layer]:
     """The layers of a network in eval mode.

@@ -7,8 +7,11 @@ PyTorch's cache.
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +45,8 @@ class Flat:
         from torch.fx.experimental.proxy_tensor import make_fx  # which takes long to load
 
         graph = make_fx(evaluate)(*inputs)
+        if _singular_apart(graph):
+            graph = make_fx(graph)(*inputs)  # PyTorch's own operations again
         self.graph, self.constants = graph, _lifted(graph)
         """The tensors that the model holds, in the order in which the graph takes them after the inputs."""
         self.code = "\n".join(part.code for part in graph.modules() if isinstance(part, fx.GraphModule))
@@ -120,6 +125,38 @@ def repeat(evaluate: Evaluate, count: int | Tensor, body: Callable[..., Any], va
     return loop(evaluate, left, step, (torch.zeros_like(count), values), count, *others)[1]
 
 
+def scan(
+    evaluate: Evaluate, count: Tensor, body: Callable[..., Any], values: Any, rows: Any, like: Any, *others: Any
+) -> tuple[Any, Any]:
+    """``for b in range(count): values, found[b] = body(evaluate, values, rows[b], *others)``; a loop of a program.
+
+    :param count: ``()``, of at most as many as there are rows.
+    :param rows: tensors ``(B, ...)``, and tuples of them.
+    :param like: tensors of the shapes and dtypes of what ``body`` finds, likewise nested.
+    :return: the values, and what was found, ``(B, ...)``: zeros beyond the count.
+    """
+    given, shapes = list[Tensor](), list[Tensor]()
+    kinds, kinds_found = flatten(rows, given), flatten(like, shapes)
+    size = len(given[0])
+    empty = tuple([one.new_zeros(size, *one.shape) for one in shapes])
+
+    def left(carried: Any, count: Tensor, *others: Any) -> Tensor:
+        return carried[0] < count
+
+    def step(evaluate: Evaluate, carried: Any, count: Tensor, given: tuple[Tensor, ...], *others: Any) -> Any:
+        number, values, kept = carried
+        place, found = number.reshape(1), list[Tensor]()
+        row = [value.index_select(0, place).squeeze(0) for value in given]
+        values, new = body(evaluate, values, unflatten(kinds, iter(row)), *others)
+        flatten(new, found)
+        kept = tuple([old.index_copy(0, place, one[None]) for old, one in zip(kept, found, strict=True)])
+        return number + 1, values, kept
+
+    carried = (torch.zeros_like(count), values, empty)
+    _, values, kept = loop(evaluate, left, step, carried, count, tuple(given), *others)
+    return values, unflatten(kinds_found, iter(kept))
+
+
 def compiled(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """The program of a function of tensors."""
     from torch._guards import TracingContext, tracing
@@ -134,11 +171,31 @@ def compiled(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) ->
     # Its wrapper stays in Python: inductor's wrapper in C++ is a third faster in loops, but of nested ones it computes
     # something else (PyTorch 2.13: the same graph, trajectories of NUTS that end too early).
     # Without an environment of shapes, inductor doesn't use its cache on disk.
-    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))):
-        return torch._inductor.compile(graph, [*inputs], options=OPTIONS)
+    try:
+        with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))):
+            return torch._inductor.compile(graph, [*inputs], options=OPTIONS)
+    except Exception as error:  # of whatever kind the compiler wraps it in
+        if not _torn_file_removed(str(error)):
+            raise
+    return compiled(function, inputs)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _torn_file_removed(words: str) -> bool:
+    """True if the compiler met a library that a process had no time to finish; it is gone from PyTorch's cache now.
+
+    A process that is killed while it compiles leaves such a file, which would spoil every later run of the model.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    torn = re.search(r"(/[^\n:]*\.so): (?:file too short|invalid ELF header)", words)
+    path = Path(torn[1]).resolve() if torn else Path("/")
+    if not (path.is_file() and path.is_relative_to(Path(cache_dir()).resolve())):
+        return False
+    path.unlink()
+    return True
 
 
 def flatten(value: Any, flat: list[Tensor]) -> Any:
@@ -157,6 +214,53 @@ def unflatten(kinds: Any, flat: Any) -> Any:
     kind, parts = kinds
     values = [unflatten(part, flat) for part in parts]
     return tuple(values) if kind is tuple else kind(*values)
+
+
+def _singular_apart(graph: fx.GraphModule) -> bool:
+    """Let a singular matrix count for its own chain alone, whose energy is infinite, with gradient 0; true if there are
+    matrices that may be.
+
+    Where PyTorch checks a factor and would raise an error, the factor becomes NaN. The check must go: it is what
+    PyTorch orders by tokens, and inductor loses those that come out of a loop (PyTorch 2.13).
+    """
+    nodes, found = graph.graph, False
+    for check in [node for node in nodes.nodes if node.target is torch.ops.aten._linalg_check_errors.default]:
+        info = check.args[0]
+        if not isinstance(info, fx.Node) or info.target is not operator.getitem:
+            continue
+        factors, place = info.args
+        assert isinstance(factors, fx.Node)
+        values = [user for user in factors.users if user.target is operator.getitem and user.args[1] != place]
+        with nodes.inserting_after(factors):
+            failed = nodes.call_function(operator.getitem, (factors, place))
+        for value in values:
+            with nodes.inserting_after(value):
+                apart = nodes.call_function(_nan_if, (value, failed))
+            value.replace_all_uses_with(apart)
+            apart.args = (value, failed)  # it alone uses the value itself
+        nodes.erase_node(check)
+        found = True
+    if found:
+        (last,) = [node for node in nodes.nodes if node.op == "output"]
+        with nodes.inserting_before(last):
+            last.args = (nodes.call_function(_outside_if_nan, tuple(last.args[0])),)
+        nodes.lint()
+        graph.recompile()
+    return found
+
+
+def _nan_if(value: Tensor, failed: Tensor) -> Tensor:
+    """NaN in place of the matrices whose number in ``failed`` isn't 0; whole numbers (pivots) stay."""
+    if not value.is_floating_point():
+        return value
+    failed = failed.reshape(failed.shape + (1,) * (value.ndim - failed.ndim))
+    return torch.where(failed == 0, value, torch.nan)
+
+
+def _outside_if_nan(energy: Tensor, gradient: Tensor) -> Evaluation:
+    """Infinite energies and gradients of 0, as of chains outside of the support, in place of energies that are NaN."""
+    outside = energy.isnan()
+    return torch.where(outside, torch.inf, energy), torch.where(outside[:, None], 0.0, gradient)
 
 
 def _lifted(graph: fx.GraphModule) -> tuple[Tensor, ...]:

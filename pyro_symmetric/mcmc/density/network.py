@@ -10,6 +10,7 @@ parameters are added in closed form, and whatever else is latent or not Gaussian
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,6 +51,12 @@ class NetworkEngine:
         others = {name: fn for name, fn in target.sites.items() if self._prior is None or name not in self._names}
         self._other_layout = Layout.of(others)
 
+    def fresh(self) -> NetworkEngine:
+        """The same engine, with working memory of its own."""
+        own = copy.copy(self)
+        own._loss, own._scales = copy.copy(self._loss), self._like
+        return own
+
     def serves(self, z: Tensor, rows: Rows | None) -> bool:
         return (
             (z.dtype, z.device) == (self._like.dtype, self._like.device)
@@ -61,10 +68,7 @@ class NetworkEngine:
         index = None if rows is None else rows[ROWS]
         z = z.detach()
         if self._begin == z.shape[1] and self._log_noise is not None:
-            scale = math.exp(-2 * self._log_noise) * self._share
-            scales = self._scales
-            if len(scales) != len(z):
-                scales = self._scales = z.new_full((len(z),), scale)
+            scale, scales = self._constant_scale(z)
             loss, gradient = self._loss.loss_and_gradient(z, scales, index)
             assert self._prior is not None  # autograd would begin at the first coordinate
             return self._prior.add(z, loss, gradient, scale, self._count * (self._log_noise + HALF_LOG_2PI))
@@ -72,6 +76,22 @@ class NetworkEngine:
         if self._prior is not None:
             energy, gradient = self._prior.add(z[:, : self._dim], energy, gradient)
         return energy, gradient if slope is None else torch.cat([gradient, slope], 1)
+
+    def gradient(self, z: Tensor, rows: Rows | None) -> Tensor:
+        """The gradient alone, for less where the energy can be left out."""
+        if self._begin != z.shape[1] or self._log_noise is None:
+            return self.energy_and_gradient(z, rows)[1]
+        z = z.detach()
+        gradient = self._loss.gradient(z, self._constant_scale(z)[1], None if rows is None else rows[ROWS])
+        assert self._prior is not None  # as above
+        return self._prior.add_gradient(z, gradient)
+
+    def _constant_scale(self, z: Tensor) -> tuple[float, Tensor]:
+        """The factor of the loss if the noise is known, and one for each chain."""
+        scale = math.exp(-2 * (self._log_noise or 0.0)) * self._share
+        if len(self._scales) != len(z):
+            self._scales = z.new_full((len(z),), scale)
+        return scale, self._scales
 
     def _with_autograd(self, z: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The energy less that of Gaussian priors, its gradient in the weights, and in what lies beyond them."""
@@ -123,6 +143,9 @@ class _GaussianPriors:
         centred = w if self.loc is None else w - self.loc
         energy.addmv_(centred.square(), self.precision, beta=scale, alpha=0.5).add_(self.constant + constant)
         return energy, gradient.addcmul_(centred, self.precision)
+
+    def add_gradient(self, w: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.addcmul_(w if self.loc is None else w - self.loc, self.precision)
 
 
 def network_engine(

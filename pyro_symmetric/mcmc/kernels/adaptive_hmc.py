@@ -49,8 +49,9 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.hmc import transition, whole_steps
-from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.density.programs import in_stretches
+from pyro_symmetric.mcmc.kernels.hmc import numbers, transition, transitions, whole_steps
+from pyro_symmetric.mcmc.kernels.kernel import State, Stretch
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 START = math.pi  # for which uniform times leave draws of a standard Gaussian uncorrelated
@@ -193,6 +194,19 @@ class AdaptiveHMC(HamiltonianKernel):
         first, last = (tuning.mass.whiten(z - tuning.length.centre) for z in (state.z, end.z))
         square = expected_square(first, last, after.statistics["acceptance_rate"])
         return replace(after, tuning=replace(tuning, length=tuning.length.seen(num_steps * step_size, square)))
+
+    def steps(self, density: Density, state: State, count: int) -> Stretch:
+        """As :meth:`step`, but for the curve of squares, which is of use in warm-up alone."""
+        if not in_stretches(density):
+            return super().steps(density, state, count)
+        tuning: AdaptiveTuning = state.tuning
+        length, step_size = float(tuning.length.log_length.exp()), float(tuning.step_size)
+        first = tuning.length.iteration + 1
+        shares = [radical_inverse(number) for number in range(first, first + count)]
+        lengths = [whole_steps(share * length / step_size, self.max_steps, tuning.most_steps) for share in shares]
+        found = transitions(density, state, *numbers(state, count), lengths)
+        moved = replace(tuning, length=replace(tuning.length, iteration=tuning.length.iteration + count))
+        return replace(found, state=replace(found.state, tuning=moved))
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         tuning: AdaptiveTuning = state.tuning

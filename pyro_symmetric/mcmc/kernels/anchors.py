@@ -66,7 +66,19 @@ def estimated(density: Density, z: Tensor, rows: Rows | None, anchor: Anchor | N
     """Energy ``(C,)`` and gradient ``(C, D)`` by these mini-batches, with the anchor's help if there is one."""
     if anchor is None or rows is None:
         return density.energy_and_gradient(z, rows)
-    both = {name: index.repeat(2, 1) for name, index in rows.items()}
-    energy, gradient = density.energy_and_gradient(torch.cat([z, anchor.z]), both)
+    energy, gradient = density.energy_and_gradient(*_beside(z, rows, anchor))
     (energy, known), (gradient, slope) = energy.chunk(2), gradient.chunk(2)
     return energy - known + anchor.energy, gradient - slope + anchor.gradient
+
+
+def estimated_gradient(density: Density, z: Tensor, rows: Rows | None, anchor: Anchor | None) -> Tensor:
+    """The gradient of :func:`estimated` alone."""
+    if anchor is None or rows is None:
+        return density.gradient(z, rows)
+    gradient, slope = density.gradient(*_beside(z, rows, anchor)).chunk(2)
+    return gradient - slope + anchor.gradient
+
+
+def _beside(z: Tensor, rows: Rows, anchor: Anchor) -> tuple[Tensor, Rows]:
+    """Chains and their anchors, on the same mini-batches."""
+    return torch.cat([z, anchor.z]), {name: index.repeat(2, 1) for name, index in rows.items()}

@@ -17,6 +17,7 @@ more.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from pyro_symmetric.mcmc.kernels.mass import LEAST, MANY_DRAWS, DenseMass, dense_mass
 
 LOST = 3.0  # deviations from 0 of a mean gradient
+WIDER = 1e4  # than another mode of the same weight: no step that suits both would cross it
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +51,17 @@ class Curvature:
 
         The mean gradient is 0 for a chain that has arrived, in whichever mode (integrate by parts). Lost is a chain
         whose gradients, in some coordinate, lie further from 0 than ``LOST`` of their deviations, while its energy is
-        higher than that of all chains of which this isn't so. These must be half of all at least.
+        higher than that of all chains of which this isn't so, by ``D log WIDER`` at least. These must be half of all.
+
+        A few draws of a chain that crosses a wide mode slowly have such gradients, too, and energies that are higher
+        by ``D log s`` than in a mode of the same weight that is ``s`` times narrower. So chains leave a mode of that
+        weight only if it is ``WIDER`` times wider in every coordinate.
 
         :param energy: of the chains now, ``(C,)``.
         """
         gradients = torch.stack(self.gradients).double()
         settled = (gradients.mean(0).abs() <= LOST * gradients.std(0)).all(-1)
-        highest = torch.where(settled, energy, -torch.inf).max()
+        highest = torch.where(settled, energy, -torch.inf).max() + gradients.shape[-1] * math.log(WIDER)
         return ~settled & (energy > highest) & (2 * settled.sum() >= len(energy)), settled
 
     def mass(self, energy: Tensor) -> DenseMass | None:

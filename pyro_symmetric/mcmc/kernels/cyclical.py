@@ -119,18 +119,28 @@ class CyclicalSG(StochasticGradientKernel):
             tuning = self._taught(density, state, tuning, tuning.spread)
         return replace(state, tuning=tuning)
 
+    def steps_of(self, tuning: StochasticTuning) -> int:
+        return (self.exploration_length if self._explores(tuning) else 0) + len(self._sampled(tuning))
+
     def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
-        draw = (tuning.iteration - tuning.num_warmup) % self.samples_per_cycle
-        if draw == 0 or tuning.iteration == 0:
+        if self._explores(tuning):
             walk.anchor, watched, walk.spread = None, walk.spread, None
             self._follow(walk, tuning, range(self.exploration_length), noisy=False)
             walk.spread = watched
             tuning = self._arrived(walk, tuning)
-        length = self.cycle_length - self.exploration_length
-        begin, end = (self.exploration_length + length * part // self.samples_per_cycle for part in (draw, draw + 1))
-        return self._follow(walk, tuning, range(begin, end), noisy=True)
+        return self._follow(walk, tuning, self._sampled(tuning), noisy=True)
 
     # small steps ----------------------------------------------------------------------------------------------------
+
+    def _explores(self, tuning: StochasticTuning) -> bool:
+        """True if the iteration to come begins a cycle, or is the first of all."""
+        return tuning.iteration == 0 or (tuning.iteration - tuning.num_warmup) % self.samples_per_cycle == 0
+
+    def _sampled(self, tuning: StochasticTuning) -> range:
+        """The steps of the cycle, of its sampling stage, that the iteration to come makes."""
+        draw = (tuning.iteration - tuning.num_warmup) % self.samples_per_cycle
+        length = self.cycle_length - self.exploration_length
+        return range(*(self.exploration_length + length * part // self.samples_per_cycle for part in (draw, draw + 1)))
 
     def _arrived(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         """The sampling stage begins for chains whose exploration has ended."""

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.programs import run
+from pyro_symmetric.mcmc.density.flat import Evaluate, scan
+from pyro_symmetric.mcmc.density.programs import in_stretches, run
 from pyro_symmetric.mcmc.kernels.integrator import Outcome, PhasePoint, trajectory
-from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.kernel import State, Stretch, longest_stretch
+from pyro_symmetric.mcmc.kernels.mass import Mass
 from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
@@ -59,15 +63,25 @@ class HMC(HamiltonianKernel):
         arguments.number("jitter", self.jitter, least=0, most=1)
 
     def step(self, density: Density, state: State) -> State:
-        return transition(density, state, self._draw_num_steps(state))[0]
-
-    def _draw_num_steps(self, state: State) -> int:
         tuning: HamiltonianTuning = state.tuning
         # The one place where an iteration waits for the device: a loop needs its length.
         fraction, step_size = torch.stack([uniform(tuning.step_size, state.generator), tuning.step_size]).tolist()
+        return transition(density, state, self._num_steps(fraction, step_size, tuning.most_steps))[0]
+
+    def steps(self, density: Density, state: State, count: int) -> Stretch:
+        if not in_stretches(density):
+            return super().steps(density, state, count)
+        step_size: Tensor = state.tuning.step_size
+        fractions = step_size.new_empty(count)
+        noise, chance = numbers(state, count, fractions)
+        size, most = float(step_size), state.tuning.most_steps
+        lengths = [self._num_steps(fraction, size, most) for fraction in fractions.tolist()]
+        return transitions(density, state, noise, chance, lengths)
+
+    def _num_steps(self, fraction: float, step_size: float, most_now: int | None) -> int:
         share = 1 + self.jitter * (2 * fraction - 1)
         mean = self.trajectory_length / step_size if self.num_steps is None else self.num_steps
-        return whole_steps(share * mean, self.max_steps, tuning.most_steps)
+        return whole_steps(share * mean, self.max_steps, most_now)
 
 
 def whole_steps(steps: float, max_steps: int, most_now: int | None) -> int:
@@ -102,3 +116,81 @@ def transition(density: Density, state: State, num_steps: int) -> tuple[State, P
         "n_steps": torch.full_like(found.energy, num_steps, dtype=torch.long),
     }
     return State(*found.after, tuning, state.generator, statistics), found.end
+
+
+# many iterations as one program --------------------------------------------------------------------------------------
+
+
+class _Visited(NamedTuple):
+    """The record of an iteration: positions ``(C, D)`` and their energies, and as in :class:`Outcome`; ``(C,)``."""
+
+    z: Tensor
+    potential: Tensor
+    acceptance: Tensor
+    energy: Tensor
+    diverging: Tensor
+
+
+def numbers(state: State, count: int, fractions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Standard normal numbers ``(B, C, D)`` and uniform ones ``(B, C)`` of so many iterations, in the order in which
+    single iterations draw them, and room for more: one program serves stretches of all lengths.
+
+    :param fractions: ``(count,)``, to be filled with uniform numbers, one at the beginning of each iteration.
+    """
+    size, generator = max(count, longest_stretch(state.z)), state.generator
+    noise, chance = state.z.new_empty(size, *state.z.shape), state.energy.new_empty(size, len(state.z))
+    for number in range(count):
+        if fractions is not None:
+            fractions[number].uniform_(generator=generator)
+        noise[number].normal_(generator=generator)
+        chance[number].uniform_(generator=generator)
+    return noise, chance
+
+
+def transitions(density: Density, state: State, noise: Tensor, chance: Tensor, num_steps: list[int]) -> Stretch:
+    """Iterations of HMC with these numbers of leapfrog steps."""
+    tuning: HamiltonianTuning = state.tuning
+    count = len(num_steps)
+    lengths = torch.ones(len(noise), dtype=torch.long, device="cpu")
+    lengths[:count] = torch.tensor(num_steps, device="cpu")
+    steps = tuning.steps.expand(len(state.z), 1).contiguous()
+    after: PhasePoint
+    found: _Visited
+    after, found = run(
+        density,
+        _stretched,
+        state.z,
+        PhasePoint(state.z, state.momentum, state.energy, state.gradient),
+        (noise, chance, lengths),
+        torch.tensor(count, device="cpu"),
+        steps,
+        tuning.mass,
+    )
+    found = _Visited(*[value[:count] for value in found])
+    statistics = {
+        "lp": -found.potential,
+        "acceptance_rate": found.acceptance,
+        "energy": found.energy,
+        "diverging": found.diverging,
+        "step_size": steps[:, 0].expand_as(found.energy),
+        "n_steps": lengths[:count, None].expand(count, len(state.z)),
+    }
+    last = State(*after, tuning, state.generator, {name: value[-1] for name, value in statistics.items()})
+    return Stretch(last, found.z, found.potential, statistics)
+
+
+def _stretched(
+    evaluate: Evaluate, z: Tensor, start: PhasePoint, rows: Any, count: Tensor, step_size: Tensor, mass: Mass
+) -> tuple[PhasePoint, _Visited]:
+    like = _Visited(z, start.energy, start.energy, start.energy, start.energy > 0)
+    found = scan(evaluate, count, _visited, start, rows, like, step_size, mass)
+    return found[0], found[1]
+
+
+def _visited(
+    evaluate: Evaluate, at: PhasePoint, row: tuple[Tensor, Tensor, Tensor], step_size: Tensor, mass: Mass
+) -> tuple[PhasePoint, _Visited]:
+    noise, chance, num_steps = row
+    found = trajectory(evaluate, at.z, at.energy, at.gradient, noise, chance, step_size, mass, num_steps)
+    after = found.after
+    return after, _Visited(after.z, after.energy, found.acceptance, found.energy, found.diverging)

@@ -23,6 +23,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density, require_model
 
 Tuning = TypeVar("Tuning", bound=Any)
+STRETCH, STRETCH_NUMBERS = 512, 2**20  # iterations of a stretch at most, and numbers of its positions
 _WITH_TOLIST = (Tensor, np.ndarray, np.generic)  # which JSON can't hold
 
 
@@ -59,6 +60,26 @@ class State:
 
     def __repr__(self) -> str:
         return f"State({', '.join(map(str, self.z.shape[:-1]))} chains of {self.z.shape[-1]} numbers, {self.z.dtype})"
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Several iterations of all chains, one after another: B iterations, C chains, D coordinates.
+
+    :param state: after the last of them.
+    :param z: positions after each, ``(B, C, D)``; likewise ``energy`` ``(B, C)``.
+    :param statistics: name -> ``(B, C)``.
+    """
+
+    state: State
+    z: Tensor
+    energy: Tensor
+    statistics: Mapping[str, Tensor]
+
+
+def longest_stretch(z: Tensor) -> int:
+    """The most iterations that a stretch of chains ``(C, D)`` has."""
+    return max(1, min(STRETCH, STRETCH_NUMBERS // max(1, z.numel())))
 
 
 class Kernel(ABC):
@@ -129,6 +150,21 @@ class Kernel(ABC):
     def step(self, density: Density, state: State) -> State:
         """One iteration of all chains."""
 
+    def steps(self, density: Density, state: State, count: int) -> Stretch:
+        """So many iterations after warm-up, which draw and compute exactly what as many calls of :meth:`step` would,
+        in whatever stretches they are asked for. A kernel may have one program do them all; by default it is a loop.
+
+        :param count: at most :func:`longest_stretch`.
+        """
+        states = [state := self.step(density, state) for _ in range(count)]
+        names = states[0].statistics
+        return Stretch(
+            state,
+            _stacked([one.z for one in states]),
+            _stacked([one.energy for one in states]),
+            {name: _stacked([one.statistics[name] for one in states]) for name in names},
+        )
+
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         """Learn from warm-up's iteration ``iteration`` (counted from 0) of ``num_warmup``; by default nothing."""
         return state
@@ -148,6 +184,11 @@ class Kernel(ABC):
         parts = [getattr(self.model, "__name__", type(self.model).__name__)]
         parts += [f"{name}={value!r}" for name, value in self.settings().items() if value != defaults[name]]
         return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def _stacked(values: list[Tensor]) -> Tensor:
+    """One below the other; of a single one no copy."""
+    return values[0][None] if len(values) == 1 else torch.stack(values)
 
 
 def _parted(doc: str) -> tuple[str, dict[str, str]]:

@@ -39,7 +39,7 @@ from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.hmc import whole_steps
 from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, decided, find_step_size
 from pyro_symmetric.mcmc.kernels.isokinetic import GRADIENTS, directed, isokinetic, refreshed, steps_of_isokinetic
-from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.mass import Mass
 from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianTuning, StepSearch, TunedKernel
@@ -201,6 +201,8 @@ class AdjustedMCLMC(AdaptiveHMC):
     """
 
     target_accept: float = 0.9
+
+    steps = Kernel.steps  # its iteration is several programs
 
     def _acceptance_of_one_step(
         self, density: Density, at: PhasePoint, step_size: Tensor, mass: Mass, generator: torch.Generator

@@ -30,15 +30,19 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.flat import Evaluate, loop
-from pyro_symmetric.mcmc.density.programs import compiles, run
+from pyro_symmetric.mcmc.density.flat import Evaluate, loop, scan
+from pyro_symmetric.mcmc.density.programs import compiles, in_stretches, run
 from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, one_step
-from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.kernel import State, Stretch, longest_stretch
 from pyro_symmetric.mcmc.kernels.mass import Mass
-from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
+from pyro_symmetric.mcmc.kernels.randomness import hashed, normal
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 AT_HAND = ("cpu",)  # kinds of devices that the host needn't wait for
+DIRECTION, JOINT = (
+    -1,
+    -2,
+)  # places of a doubling's uniform numbers, and two less for each doubling before; leaves': 1, ...
 PATIENCE = 7  # batches, at least, between two looks at a device: three doublings before the first
 
 
@@ -63,30 +67,61 @@ class NUTS(HamiltonianKernel):
 
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
-        max_depth = self.max_treedepth
-        if tuning.most_steps is not None:
-            max_depth = min(max_depth, tuning.most_steps.bit_length())
         steps = tuning.steps.expand(len(state.z), 1).contiguous()
         tree, batches = self._grown(
             density,
             PhasePoint(state.z, state.momentum, state.energy, state.gradient),
             steps,
             tuning.mass,
-            max_depth,
+            self._most_doublings(tuning),
             state.generator,
         )
-        statistics = {
-            "lp": -tree.draw.energy,
-            "acceptance_rate": tree.cost.acceptance / tree.cost.steps,
-            "energy": tree.draw.total_energy(tuning.mass),
-            "diverging": tree.cost.diverging,
-            "step_size": steps[:, 0],
-            "n_steps": tree.cost.steps,
-            "tree_depth": tree.depth,
-            "reached_max_treedepth": tree.depth >= self.max_treedepth,
-            "occupancy": (tree.cost.steps.to(tree.start_energy).mean() / batches).expand(len(state.z)),
+        grown = _Grown(
+            tree.draw.z, tree.draw.energy, tree.draw.total_energy(tuning.mass), tree.cost, tree.depth, batches
+        )
+        return State(*tree.draw, tuning, state.generator, self._statistics(grown, steps))
+
+    def steps(self, density: Density, state: State, count: int) -> Stretch:
+        if not in_stretches(density):
+            return super().steps(density, state, count)
+        tuning: HamiltonianTuning = state.tuning
+        size, generator = max(count, longest_stretch(state.z)), state.generator
+        noise = state.z.new_empty(size, *state.z.shape)
+        seeds = state.z.new_zeros(size, len(state.z), dtype=torch.long)
+        for number in range(count):
+            noise[number].normal_(generator=generator)
+            seeds[number].random_(generator=generator)
+        at = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
+        steps = tuning.steps.expand(len(state.z), 1).contiguous()
+        limits = torch.tensor(count, device="cpu"), torch.tensor(self._most_doublings(tuning), device="cpu")
+        after: PhasePoint
+        found: _Grown
+        after, found = run(
+            density, _stretched, state.z, at, (noise, seeds), *limits, steps, tuning.mass, levels=self.max_treedepth
+        )
+        found = _map(lambda value: value[:count], found)
+        statistics = self._statistics(found, steps)
+        last = State(*after, tuning, generator, {name: value[-1] for name, value in statistics.items()})
+        return Stretch(last, found.z, found.potential, statistics)
+
+    def _most_doublings(self, tuning: HamiltonianTuning) -> int:
+        most = tuning.most_steps
+        return self.max_treedepth if most is None else min(self.max_treedepth, most.bit_length())
+
+    def _statistics(self, grown: _Grown, steps: Tensor) -> dict[str, Tensor]:
+        cost, energy = grown.cost, grown.energy
+        share = cost.steps.to(energy).mean(-1) / grown.batches  # of one iteration a number, which may lie on the CPU
+        return {
+            "lp": -grown.potential,
+            "acceptance_rate": cost.acceptance / cost.steps,
+            "energy": energy,
+            "diverging": cost.diverging,
+            "step_size": steps[:, 0].expand_as(energy),
+            "n_steps": cost.steps,
+            "tree_depth": grown.depth,
+            "reached_max_treedepth": grown.depth >= self.max_treedepth,
+            "occupancy": share[..., None].expand_as(energy),
         }
-        return State(*tree.draw, tuning, state.generator, statistics)
 
     def _acceptance_of_one_step(
         self, density: Density, at: PhasePoint, step_size: Tensor, mass: Mass, generator: torch.Generator
@@ -99,13 +134,13 @@ class NUTS(HamiltonianKernel):
     ) -> tuple[_Tree, Tensor]:
         """Trajectories from here, with fresh momenta, and of how many batches they are, ``()``."""
         tree = _planted(at, normal(at.z, generator), steps, mass)
-        draw = partial(_Chances.draw, at.energy, generator)
+        seeds = torch.empty_like(tree.chain).random_(generator=generator)
         if not compiles(density):
-            return _Batches(density, tree, mass).grown(max_depth, draw)
+            return _Batches(density, tree, mass, seeds).grown(max_depth)
         batches = torch.zeros((), dtype=torch.long, device=steps.device)
         for depth in range(max_depth):
-            place, chances = torch.tensor(depth, device=steps.device), draw(depth, self.max_treedepth)
-            tree, more = run(density, _doubled, tree.left.z, tree, place, chances, mass, levels=self.max_treedepth)
+            place = torch.tensor(depth, device=steps.device)
+            tree, more = run(density, _doubled, tree.left.z, tree, place, seeds, mass, levels=self.max_treedepth)
             batches = batches + more
             if not bool(tree.growing.any()):
                 break
@@ -157,41 +192,33 @@ class _Branch(NamedTuple):
     draw: PhasePoint
 
 
-class _Chances(NamedTuple):
-    """Uniform numbers of a doubling, for C chains. They are drawn before it: a program asks for none on its way.
+class _Grown(NamedTuple):
+    """A trajectory when it is done."""
 
-    :param direction: forwards or backwards, ``(C,)``.
-    :param joint: whether to take its state, ``(C,)``.
-    :param leaf: whether to take each leaf's, ``(2 ** depth, C)``, and room for those of the greatest depth.
-    """
-
-    direction: Tensor
-    joint: Tensor
-    leaf: Tensor
-
-    @classmethod
-    def draw(cls, like: Tensor, generator: torch.Generator, depth: int, greatest: int) -> _Chances:
-        leaf = like.new_empty(2**greatest, len(like))
-        leaf[: 2**depth].uniform_(generator=generator)
-        return cls(uniform(like, generator), uniform(like, generator), leaf)
+    z: Tensor  # (A, D), what was drawn from it
+    potential: Tensor  # (A,), there; likewise
+    energy: Tensor  # the total one
+    cost: _Cost
+    depth: Tensor
+    batches: Tensor  # ()
 
 
 class _Batches:
     """Trajectories that grow in batches of those that haven't finished."""
 
-    def __init__(self, density: Density, tree: _Tree, mass: Mass):
-        self.density, self.tree, self.mass = density, tree, mass
+    def __init__(self, density: Density, tree: _Tree, mass: Mass, seeds: Tensor):
+        self.density, self.tree, self.mass, self.seeds = density, tree, mass, seeds
         self.finished: list[_Tree] = []
         self.count = self.looked = 0
         self.waits = tree.chain.device.type not in AT_HAND
 
-    def grown(self, max_depth: int, draw: Callable[[int, int], _Chances]) -> tuple[_Tree, Tensor]:
+    def grown(self, max_depth: int) -> tuple[_Tree, Tensor]:
         """Let all grow; what they have become, and by how many batches."""
         for depth in range(max_depth):
-            chances = draw(depth, depth)
-            branch, spans = self._grow(depth, chances)
+            branch, spans = self._grow(depth)
             if spans:
-                self.tree = _joined(self.tree, branch, spans[0], chances.joint[self.tree.chain], self.mass)
+                joint = hashed(self.seeds[self.tree.chain], JOINT - 2 * depth, self.tree.start_energy)
+                self.tree = _joined(self.tree, branch, spans[0], joint, self.mass)
                 if depth + 1 < max_depth:
                     self._part(self.tree.growing)
             else:  # no trajectory is left
@@ -201,18 +228,20 @@ class _Batches:
         trees = _map(lambda *parts: torch.cat(parts), *self.finished, self.tree)
         return _select(trees, trees.chain.argsort()) if self.finished else trees, torch.tensor(self.count, device="cpu")
 
-    def _grow(self, depth: int, chances: _Chances) -> tuple[_Branch, list[_Span]]:
+    def _grow(self, depth: int) -> tuple[_Branch, list[_Span]]:
         """Add ``2 ** depth`` states; chains whose branch turns or diverges on the way finish without it.
 
         :return: the branch, and its one span; none if no chain is left.
         """
-        branch = _branched(self.tree, chances.direction[self.tree.chain])
+        like, leaves = self.tree.start_energy, torch.arange(2**depth, 2 ** (depth + 1), device=self.seeds.device)
+        branch = _branched(self.tree, hashed(self.seeds[self.tree.chain], DIRECTION - 2 * depth, like))
+        chances = hashed(self.seeds, leaves[:, None], like)
         spans: list[_Span] = []
         for leaf in range(2**depth):
             end = one_step(self.density.energy_and_gradient, branch.end, branch.step, self.mass)
             if self.waits:
                 end = choose(branch.valid, end, branch.end)  # a trajectory that has ended doesn't run away
-            chance = chances.leaf[leaf, self.tree.chain]
+            chance = chances[leaf, self.tree.chain]
             branch, cost = _counted(branch, self.tree.cost, self.tree.start_energy, end, chance, self.mass)
             span, self.tree, self.count = (
                 _Span(end.momentum, end.momentum, end.momentum),
@@ -254,20 +283,21 @@ class _Leaves(NamedTuple):
 
 
 def _doubled(
-    evaluate: Evaluate, z: Tensor, tree: _Tree, depth: Tensor, chances: _Chances, mass: Mass, levels: int
+    evaluate: Evaluate, z: Tensor, tree: _Tree, depth: Tensor, seeds: Tensor, mass: Mass, levels: int
 ) -> tuple[_Tree, Tensor]:
     """The trees after their doubling of this depth, ``()``, and by how many batches.
 
     :param z: any points, in the shape in which energies are asked for.
     :param levels: more than any depth.
     """
-    branch = _branched(tree, chances.direction)
+    branch = _branched(tree, hashed(seeds, DIRECTION - 2 * depth, tree.start_energy))
     none = tree.momenta.new_zeros(levels, *tree.momenta.shape)
     leaves = _Leaves(torch.zeros_like(depth), branch, tree.cost, _Span(none, none, none))
     others = (torch.ones_like(depth) << depth, torch.arange(levels, device=z.device))
-    leaves = loop(evaluate, _leaves_are_left, _with_a_leaf, leaves, *others, tree.start_energy, chances.leaf, mass)
+    leaves = loop(evaluate, _leaves_are_left, _with_a_leaf, leaves, *others, tree.start_energy, seeds, mass)
     span = _Span(*[_row(part, depth) for part in leaves.pending])
-    return _joined(tree._replace(cost=leaves.cost), leaves.branch, span, chances.joint, mass), leaves.leaf
+    joint = hashed(seeds, JOINT - 2 * depth, tree.start_energy)
+    return _joined(tree._replace(cost=leaves.cost), leaves.branch, span, joint, mass), leaves.leaf
 
 
 def _leaves_are_left(leaves: _Leaves, size: Tensor, *others: Any) -> Tensor:
@@ -280,14 +310,14 @@ def _with_a_leaf(
     size: Tensor,
     levels: Tensor,
     start_energy: Tensor,
-    chances: Tensor,
+    seeds: Tensor,
     mass: Mass,
 ) -> _Leaves:
     """One more leaf, and the subtrees that it completes."""
     leaf, branch = leaves.leaf, leaves.branch
     end = one_step(evaluate, branch.end, branch.step, mass)
     end = choose(branch.valid, end, branch.end)  # a trajectory that has ended doesn't run away
-    branch, cost = _counted(branch, leaves.cost, start_energy, end, _row(chances, leaf), mass)
+    branch, cost = _counted(branch, leaves.cost, start_energy, end, hashed(seeds, size + leaf, start_energy), mass)
 
     def completed(values: Any, leaf: Tensor, *others: Any) -> Tensor:
         return (leaf >> values[0]) & 1 == 1
@@ -302,6 +332,48 @@ def _with_a_leaf(
     here = (levels == level)[:, None, None]
     pending = _Span(*[torch.where(here, new, old) for new, old in zip(span, leaves.pending, strict=True)])
     return _Leaves(leaf + 1, branch._replace(valid=valid), cost, pending)
+
+
+def _stretched(
+    evaluate: Evaluate,
+    z: Tensor,
+    start: PhasePoint,
+    rows: tuple[Tensor, Tensor],
+    count: Tensor,
+    max_depth: Tensor,
+    step: Tensor,
+    mass: Mass,
+    levels: int,
+) -> Any:
+    """So many iterations: the last points, and what each has grown."""
+    numbers = torch.zeros_like(rows[1][0])
+    cost = _Cost(numbers, start.energy, start.energy > 0)
+    like = _Grown(z, start.energy, start.energy, cost, numbers, torch.zeros_like(count))
+    return scan(evaluate, count, partial(_iterated, levels=levels), start, rows, like, max_depth, step, mass)
+
+
+def _iterated(
+    evaluate: Evaluate,
+    at: PhasePoint,
+    row: tuple[Tensor, Tensor],
+    max_depth: Tensor,
+    step: Tensor,
+    mass: Mass,
+    levels: int,
+) -> tuple[PhasePoint, _Grown]:
+    def left(values: Any, max_depth: Tensor, *others: Any) -> Tensor:
+        return (values[0] < max_depth) & values[2].growing.any()
+
+    def double(evaluate: Evaluate, values: Any, max_depth: Tensor, seeds: Tensor, mass: Mass) -> Any:
+        depth, batches, tree = values
+        tree, more = _doubled(evaluate, tree.left.z, tree, depth, seeds, mass, levels)
+        return depth + 1, batches + more, tree
+
+    zero = torch.zeros_like(max_depth)
+    values = (zero, zero, _planted(at, row[0], step, mass))
+    _, batches, tree = loop(evaluate, left, double, values, max_depth, row[1], mass)
+    draw = tree.draw
+    return draw, _Grown(draw.z, draw.energy, draw.total_energy(mass), tree.cost, tree.depth, batches)
 
 
 def _row(values: Tensor, index: Tensor) -> Tensor:

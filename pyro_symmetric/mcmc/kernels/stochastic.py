@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.anchors import Anchor, batches_of_a_pass, estimated
+from pyro_symmetric.mcmc.kernels.anchors import Anchor, batches_of_a_pass, estimated, estimated_gradient
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
 from pyro_symmetric.mcmc.kernels.randomness import Batches, normal
@@ -79,9 +79,13 @@ class StochasticTuning:
 
 
 class Walk:
-    """Chains on their way through one iteration. They move in place, on copies that nothing else holds."""
+    """Chains on their way through one iteration. They move in place, on copies that nothing else holds.
 
-    def __init__(self, density: Density, state: State):
+    :param steps: of the iteration. The energy is evaluated at the last one only.
+    """
+
+    def __init__(self, density: Density, state: State, steps: int):
+        self.steps = steps
         self.density, self.generator = density, state.generator
         self.z, self.r = state.z.clone(), state.momentum.clone()
         self.batches: Batches = state.tuning.batches
@@ -98,7 +102,10 @@ class Walk:
     def gradient(self) -> Tensor:
         """The gradient ``(C, D)`` on each chain's next mini-batch."""
         rows, self.batches = self.batches.next(self.generator)
-        self.energy, self.last_gradient = estimated(self.density, self.z, rows, self.anchor)
+        if self.count + 1 < self.steps:
+            self.last_gradient = estimated_gradient(self.density, self.z, rows, self.anchor)
+        else:
+            self.energy, self.last_gradient = estimated(self.density, self.z, rows, self.anchor)
         away = self.z if self.centre is None else torch.sub(self.z, self.centre, out=self._away)
         self._virial.addcmul_(away, self.last_gradient)
         if self.spread is not None and self._counted % WATCHED == 0:
@@ -186,6 +193,10 @@ class StochasticGradientKernel(Kernel):
         """Move the chains through one iteration; returns the tuning with its new ``step_size``."""
 
     @abstractmethod
+    def steps_of(self, tuning: StochasticTuning) -> int:
+        """The number of gradient steps of the iteration to come."""
+
+    @abstractmethod
     def best_step(self, landscape: Landscape) -> Tensor:
         """The step size ``()`` that keeps the tolerance."""
 
@@ -235,7 +246,7 @@ class StochasticGradientKernel(Kernel):
         return replace(state, tuning=self._measured(density, state, tuning, FIRST_ROUNDS))
 
     def step(self, density: Density, state: State) -> State:
-        walk = Walk(density, state)
+        walk = Walk(density, state, self.steps_of(state.tuning))
         if state.tuning.spread is not None and self._watches(state.tuning):
             walk.spread = state.tuning.spread
         tuning = self.walk(walk, state.tuning)
@@ -343,6 +354,9 @@ class SteadyKernel(StochasticGradientKernel):
         arguments.positive("warmup_factor", self.warmup_factor)
         arguments.positive("decay_offset", self.decay_offset)
         arguments.number("decay", self.decay, least=0, most=1)
+
+    def steps_of(self, tuning: StochasticTuning) -> int:
+        return self.num_steps
 
     def scheduled(self, tuning: StochasticTuning) -> Tensor:
         """The step size of the iteration to come, ``()``."""

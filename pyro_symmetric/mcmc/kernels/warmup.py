@@ -45,17 +45,17 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.chain_findings import ACCEPTANCE
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.programs import evaluated_once
 from pyro_symmetric.mcmc.kernels.curvature import Curvature
 from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, acceptance_of_one_step, find_step_size
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, relocated, stranded
 from pyro_symmetric.mcmc.kernels.mass import MASSES, MAX_DENSE, Mass, MassEstimate
+from pyro_symmetric.mcmc.kernels.stays import STUCK, Pace, Stays
 
-STUCK = ACCEPTANCE[1]  # acceptance below which a chain hardly moves
 DECAY = 0.6  # of the search's gain; averaging asks for more than 1/2 and less than 1
 LARGEST_GAIN = 8.0  # near a target of 1 the curve is flat and Newton's step knows no bounds
+FURTHEST = 1.0  # that one iteration moves a log step size: near such a target a bad one would take it to nothing
 PROBES, MOST_HALVINGS = 3, 12  # of steps for chains that are stuck when warm-up ends
 BLIND_STEPS = 32  # while the mass matrix is unknown, longer trajectories cost more than they teach
 FALLING = 3  # renewals until which trajectories are single steps, lest chains that fall are flung far by their speed
@@ -90,44 +90,9 @@ class StepSearch:
         """
         count = min(self.count + 1, FOLLOWING) if follow else self.count + 1
         gain = newton_gain(target) if gain is None else gain
-        log_step = self.log_step + gain * count**-DECAY * (acceptance.double() - target)
+        change = gain * count**-DECAY * (acceptance.double() - target)
+        log_step = self.log_step + change.clamp(-FURTHEST, FURTHEST)
         return StepSearch(log_step, torch.lerp(self.log_average, log_step, 2 / (count + 1)), count)
-
-
-@dataclass(frozen=True, eq=False)
-class Pace:
-    """Each chain's share of the step size, while chains are on their way.
-
-    A chain that hardly moves at a step with which most get along falls back to a share of it, which it adapts to its
-    own acceptance until it has caught up. So a step that suits most isn't drawn down by a few, however many chains
-    there are, and none is left behind.
-
-    :param share: of the step size, in (0, 1], ``(C,)``.
-    :param recent: acceptance, averaged over about the last five iterations, ``(C,)``.
-    :param arriving: whether the chains have yet to arrive; what is left after warm-up stays.
-    """
-
-    share: Tensor
-    recent: Tensor
-    arriving: bool = True
-
-    @classmethod
-    def start(cls, like: Tensor) -> Pace:
-        """All at full pace, for chains ``(C,)``."""
-        return cls(torch.ones_like(like), torch.ones_like(like))
-
-    def update(self, acceptance: Tensor, target: float) -> Pace:
-        """Learn from the acceptance ``(C,)`` of one iteration; shares rise with one over half the target."""
-        recent = torch.lerp(self.recent, acceptance, 0.2)
-        most_move = recent.quantile(0.5, interpolation="higher") >= STUCK
-        behind = (self.share < 1.0) | ((recent < STUCK) & most_move)
-        caught_up = (self.share * (acceptance - 0.5 * target).exp()).clamp(max=1.0)
-        return Pace(torch.where(behind, caught_up, self.share), recent)
-
-    def pooled(self, acceptance: Tensor) -> Tensor:
-        """The mean acceptance ``()`` of the chains at full pace, which speaks of the step size; of all if none is."""
-        full = (self.share == 1.0).to(acceptance)
-        return torch.where(full.any(), (acceptance * full).sum() / full.sum().clamp(min=1), acceptance.mean())
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +107,8 @@ class HamiltonianTuning:
     :param curvature: what a first mass matrix is learnt from, before the first window; otherwise ``None``.
     :param pace: of each chain, until the mass matrix is known; then ``None``, unless chains are stuck without.
     :param relocated: whether each chain was lost and moved to the place of another, ``(C,)``; ``None`` if none was.
+    :param stays: how often chains are long refused, and the acceptance that is aimed at for that reason; ``None`` if
+        every move is accepted.
     """
 
     step_size: Tensor
@@ -152,6 +119,7 @@ class HamiltonianTuning:
     curvature: Curvature | None
     pace: Pace | None
     relocated: Tensor | None
+    stays: Stays | None
 
     @property
     def blind(self) -> bool:
@@ -229,7 +197,7 @@ class TunedKernel(Kernel):
         learns = self.adapt_mass and len(window_ends(num_warmup)[1]) > 0
         pace = Pace.start(start.energy) if learns else None
         curvature = Curvature() if learns and self.mass == "dense" else None
-        tuning = HamiltonianTuning(step, mass, StepSearch.start(step), estimate, z, curvature, pace, None)
+        tuning = HamiltonianTuning(step, mass, StepSearch.start(step), estimate, z, curvature, pace, None, None)
         if self.step_size is None:
             tuning = self._with_step(density, start, tuning, step, generator)
         return State(*start, tuning, generator)
@@ -245,14 +213,17 @@ class TunedKernel(Kernel):
             state, tuning = self._first_mass(density, state, tuning, iteration, begin)
         if self.adapt_mass and iteration + 1 in ends:
             state, tuning = relocated(state, tuning, *stranded(tuning.began, state.z, state.energy))
+            if tuning.stays is not None:
+                tuning = replace(tuning, stays=tuning.stays.renewed(judge=iteration + 1 > ends[0]))
             tuning = self._renew_mass(density, state, replace(tuning, began=state.z))
         if self.adapt_step_size and iteration + 1 == num_warmup:
             tuning = self._settled(density, state, tuning)
         return replace(state, tuning=tuning)
 
     def remarks(self, state: State) -> dict[str, Any]:
-        relocated = state.tuning.relocated
-        return {} if relocated is None else {"relocated_chains": relocated.nonzero().flatten().tolist()}
+        relocated, stays = state.tuning.relocated, state.tuning.stays
+        found = {} if relocated is None else {"relocated_chains": relocated.nonzero().flatten().tolist()}
+        return found if stays is None else {**found, "target_accept": stays.target}
 
     # small steps ----------------------------------------------------------------------------------------------------
 
@@ -301,7 +272,8 @@ class TunedKernel(Kernel):
 class HamiltonianKernel(TunedKernel):
     """Base of the kernels that accept or reject where trajectories end.
 
-    :param target_accept: mean acceptance that the step size is adapted to. More pays where curvature varies, and costs
+    :param target_accept: mean acceptance that the step size is adapted to. Warm-up raises it to 0.95 if chains stay
+        long at the same places (:mod:`~pyro_symmetric.mcmc.kernels.stays`). More pays where curvature varies, and costs
         elsewhere: with 0.86, effective draws for a gradient were 1.3 times as many on a small network (HMC), 1.9 times
         on eight schools as centred effects, and 0.9 times on Gaussians and regressions.
     """
@@ -311,6 +283,10 @@ class HamiltonianKernel(TunedKernel):
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.fraction("target_accept", self.target_accept)
+
+    def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
+        state = super().init(density, z, num_warmup, generator)
+        return replace(state, tuning=replace(state.tuning, stays=Stays.start(self.target_accept, state.energy)))
 
     def _find_step(
         self, density: Density, at: PhasePoint, step_size: Tensor, mass: Mass, generator: torch.Generator
@@ -329,11 +305,13 @@ class HamiltonianKernel(TunedKernel):
         return replace(tuning, step_size=step, search=StepSearch.start(step), pace=pace)
 
     def _adapt_step_size(self, tuning: HamiltonianTuning, acceptance: Tensor) -> HamiltonianTuning:
-        pace, pooled = tuning.pace, acceptance.mean()
+        assert tuning.stays is not None
+        pace, pooled, stays = tuning.pace, acceptance.mean(), tuning.stays.update(acceptance)
         if pace is not None:
-            pooled, pace = pace.pooled(acceptance), pace.update(acceptance, self.target_accept)
-        search = tuning.search.update(pooled, self.target_accept, follow=tuning.blind)
-        return replace(tuning, search=search, step_size=search.log_step.exp().to(acceptance.dtype), pace=pace)
+            pooled, pace = pace.pooled(acceptance), pace.update(acceptance, stays.target)
+        search = tuning.search.update(pooled, stays.target, follow=tuning.blind)
+        step_size = search.log_step.exp().to(acceptance.dtype)
+        return replace(tuning, search=search, step_size=step_size, pace=pace, stays=stays)
 
     def _settled(self, density: Density, state: State, tuning: HamiltonianTuning) -> HamiltonianTuning:
         tuning = super()._settled(density, state, tuning)

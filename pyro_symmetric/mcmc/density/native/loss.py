@@ -80,6 +80,9 @@ class NativeLoss:
         )
         return loss, gradient
 
+    def gradient(self, w: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
+        return self.loss_and_gradient(w, scale, index)[1]
+
     def __reduce__(self) -> tuple[Any, ...]:
         return NativeLoss, (self._problem,)  # laid out anew, for the processor that it arrives at
 
