@@ -585,6 +585,24 @@ def test_a_rule_that_returns_no_labels_is_named(returned: Any) -> None:
         del RULES[operator]
 
 
+def test_a_rule_that_asks_for_another_argument_is_told_which_there_are() -> None:
+    operator = torch.ops.aten.special_bessel_y1
+    net = Net(lambda s, x: s.b(torch.special.bessel_y1(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    register_rule(operator)(lambda labeller, call: call["input"])
+    try:
+        with pytest.raises(ValueError, match=r"'input'.*'self'"):
+            find_symmetry(net, columns())
+    finally:
+        del RULES[operator]
+
+
+def test_a_network_that_holds_what_cannot_be_copied_is_told_so() -> None:
+    net = Net(lambda s, x: s.a(x), a=nn.Linear(3, 6))
+    net.operator = (number for number in ())  # generators can't be copied, as operators of torch.library can't
+    with pytest.raises(TypeError, match=r"Net can't be copied.*call it in forward"):
+        find_symmetry(net, columns())
+
+
 def test_what_cannot_be_traced_gets_an_error_that_shows_how_to_declare_the_group() -> None:
     net = Net(lambda s, x: s.a(x) if x.sum() > 0 else s.b(x), a=nn.Linear(3, 2), b=nn.Linear(3, 2))
     with pytest.raises(UntraceableError, match=r"Group\.declare"):

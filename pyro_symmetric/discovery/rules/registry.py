@@ -66,6 +66,9 @@ class Call:
     read: tuple[bool, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
+        """:raises ValueError: if the operator has no such argument."""
+        if name not in self.arguments:
+            raise ValueError(f"a rule asks for {name!r} of {self.name}, whose arguments are {list(self.arguments)}")
         return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:
