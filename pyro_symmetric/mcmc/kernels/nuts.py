@@ -39,10 +39,8 @@ from pyro_symmetric.mcmc.kernels.randomness import hashed, normal
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 AT_HAND = ("cpu",)  # kinds of devices that the host needn't wait for
-DIRECTION, JOINT = (
-    -1,
-    -2,
-)  # places of a doubling's uniform numbers, and two less for each doubling before; leaves': 1, ...
+# Places of a trajectory's uniform numbers: of its first doubling, two less with each later one; leaves' are 1, 2, ...
+DIRECTION, JOINT = -1, -2
 PATIENCE = 7  # batches, at least, between two looks at a device: three doublings before the first
 
 
