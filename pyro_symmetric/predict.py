@@ -27,7 +27,7 @@ from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predictors import Predictor, predictor_of
 from pyro_symmetric.weights import Shapes, Weights, batch_shape, require_sites
 
-Kind = Literal["outputs", "mean", "samples"]
+Kind = Literal["outputs", "mean", "samples", "discrete"]
 
 
 @runtime_checkable
@@ -80,11 +80,12 @@ def predict(
     :param model: a :class:`BayesianModel`; a network, whose parameters' names are the sites (evaluated in eval mode);
         or any Pyro model.
     :param args: what it is called with: inputs, first axis rows. A Pyro model that takes targets is called without
-        them, or with ``None``; observed sites are drawn anew even if it was given data.
+        them, or with ``None``; observed sites are drawn anew even if it was given data. For ``"discrete"``: with them.
     :param kind: ``"outputs"`` of the network (logits, means), or what the Pyro model returns; ``"mean"``, the expected
         target given the draw (class probabilities, the regression function); ``"samples"``, a target for each draw.
-        A discrete site that a sampler summed out is drawn from the model given the draw, not given data; for its
-        posterior there is :func:`pyro.infer.infer_discrete`, a draw at a time.
+        A discrete site that a sampler summed out is then drawn given the draw, not given data. ``"discrete"`` draws
+        these sites, such as the component of each row of a mixture, from their joint posterior given the draw and the
+        data that the model is called with, as :func:`pyro.infer.infer_discrete` does for one draw.
     :param num_samples: how many draws: evenly spaced ones of a posterior or of weights with one batch axis, by default
         all; of a guide, 100 by default.
     :param average: average over draws as they are made, so that memory holds one prediction: the posterior
@@ -93,7 +94,7 @@ def predict(
     :param row_chunk: rows of the inputs evaluated at once, likewise; a Pyro model always gets all its data.
     :param progress: show a progress bar, if it takes longer than a second.
     :return: ``batch_shape + (N, ...)``, or if averaged ``(N, ...)`` in float64, where the draws are. Of a Pyro model,
-        for ``"mean"`` and ``"samples"``: site -> such a tensor, for each site that ``posterior`` doesn't give, and for
+        for all but ``"outputs"``: site -> such a tensor, for each site that ``posterior`` doesn't give, and for
         each deterministic site, computed anew; for ``"outputs"``: as the model returns them.
     """
     arguments.one_of("kind", kind, get_args(Kind))

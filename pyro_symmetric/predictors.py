@@ -17,7 +17,8 @@ from torch.distributions import Categorical, Independent
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import PYRO, running_pyro
-from pyro_symmetric.calls import described, described_call, explaining, input_problem, is_deterministic
+from pyro_symmetric.calls import described, described_call, explaining, input_problem, is_deterministic, is_enumerated
+from pyro_symmetric.enumeration import Enumeration
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, placed, promoted
 from pyro_symmetric.weights import Shapes, Weights
@@ -56,6 +57,8 @@ class NetworkPredictor:
                 f"{described_call(args, kwargs)}"
             )
         wanted = 2 if kind == "log_likelihood" else 1
+        if kind == "discrete":
+            raise ValueError("kind is 'discrete', but a network has no discrete latent sites")
         if isinstance(model, BayesianModel) and len(args) + len(kwargs) != wanted:
             wants = "the inputs and the targets" if wanted == 2 else "the inputs only, no targets"
             raise TypeError(f"a BayesianModel takes {wants} here; found {described_call(args, kwargs)}")
@@ -154,7 +157,25 @@ class TracedPredictor:
         if not self.site_shapes:
             raise ValueError(f"the model has none of the sites {names} that are given; {_has(model, sites)}")
         _require_all_rows(trace, drawn, kind)
+        self._enumeration = self._enumerated(given) if kind == "discrete" else None
         self._one_by_one = False
+
+    def _enumerated(self, given: Mapping[str, Tensor]) -> Enumeration:
+        """:raises ValueError: if the model has no discrete sites, or others that the posterior doesn't give."""
+        one = {name: value.reshape(-1, *self.site_shapes[name])[0] for name, value in given.items()}
+        with running_pyro(self.dtype):
+            trace = poutine.trace(poutine.condition(self.model, data=one)).get_trace(*self.args, **self.kwargs)
+            latent: dict[str, Any] = {name: trace.nodes[name] for name in trace.stochastic_nodes}
+            latent = {name: site for name, site in latent.items() if not site_is_subsample(site)}
+            if missing := [name for name, site in latent.items() if not is_enumerated(site)]:
+                raise ValueError(
+                    f"kind is 'discrete', which draws discrete sites given all others; the posterior lacks {missing}"
+                )
+            if not latent:
+                raise ValueError("kind is 'discrete', but the model has no discrete latent site")
+            enumeration = Enumeration(trace)
+            enumeration.require_enumerable(self.model, one, self.args, self.kwargs)
+        return enumeration
 
     def __call__(self, weights: Weights, rows: slice) -> Any:
         values = self._evaluated(weights)
@@ -185,6 +206,13 @@ class TracedPredictor:
 
     def _one(self, weights: Weights) -> Any:
         conditioned = poutine.condition(self.model, data=weights)
+        if self._enumeration is not None:
+            enumerated = self._enumeration.trace(self.model, weights, self.args, self.kwargs)
+            drawn = self._enumeration.draw(enumerated)
+            given = poutine.condition(self.model, data={**weights, **drawn})
+            trace = poutine.trace(given).get_trace(*self.args, **self.kwargs)
+            computed = {name: site["value"] for name, site in trace.nodes.items() if is_deterministic(site)}
+            return {**drawn, **computed}
         if self.kind == "log_likelihood":
             trace = poutine.trace(conditioned).get_trace(*self.args, **self.kwargs)
             observed: dict[str, Any] = {n: trace.nodes[n] for n in trace.observation_nodes if n not in weights}

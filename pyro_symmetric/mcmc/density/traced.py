@@ -1,6 +1,6 @@
 """The log-density of any Pyro model, for many chains at once: traced, with its sites conditioned, under vmap.
 
-Discrete latent sites are summed out (:mod:`~pyro_symmetric.mcmc.density.enumeration`). A model that can't be mapped
+Discrete latent sites are summed out (:mod:`~pyro_symmetric.enumeration`). A model that can't be mapped
 over chains, such as one that branches on a sampled value, is evaluated one chain after another.
 """
 
@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import PYRO, running_pyro, without_warnings
 from pyro_symmetric.calls import WRAP, explaining, is_deterministic, is_enumerated, name_of
+from pyro_symmetric.enumeration import Enumeration
 from pyro_symmetric.layout import Layout, transform_of
 from pyro_symmetric.mcmc.density.batch_scale import warn_of_batch_scale, warn_of_plate_scale
-from pyro_symmetric.mcmc.density.enumeration import Enumeration
 from pyro_symmetric.mcmc.density.mappable import mappable
 from pyro_symmetric.mcmc.density.targets import ROWS, Rows, require_batch_size, unchecked
 from pyro_symmetric.placement import Placement, as_tensor, promoted

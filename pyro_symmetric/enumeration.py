@@ -14,7 +14,6 @@ sum, as in Pyro's ``TraceEnum_ELBO``, and isn't a power within it.
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,6 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.distributions.util import scale_and_mask
 from pyro.ops.contract import contract_to_tensor
 from pyro.ops.packed import pack
-from pyro.ops.rings import LogRing
 from pyro.poutine.enum_messenger import EnumMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -33,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric.calls import is_enumerated
+from pyro_symmetric.elimination import Elimination
 from pyro_symmetric.placement import as_tensor
 
 MOST_ENTRIES = 2**27  # of one chain's largest table
@@ -60,6 +59,7 @@ class Enumeration:
                     f"dimensions {open_dims} lie in no pyro.plate; put it into plates, so that its values are summed "
                     "out one by one"
                 )
+        self._batch_shapes = {site["name"]: site["fn"].batch_shape for site in sites if site["name"] in self.sites}
         depths = [len(site["fn"].batch_shape) for site in sites]
         depths += [-frame.dim for site in sites for frame in site["cond_indep_stack"] if frame.dim is not None]
         self._first_dim = -1 - max(depths, default=0)
@@ -76,7 +76,14 @@ class Enumeration:
 
         :raises ValueError: if sites that share a discrete site are scaled differently.
         """
-        return sum(self._sums(trace), start=torch.zeros((), device="cpu"))
+        return sum((own for own, _ in self._sums(trace)), start=torch.zeros((), device="cpu"))
+
+    def draw(self, trace: poutine.Trace) -> dict[str, Tensor]:
+        """The discrete sites, drawn from their joint distribution given all else that is in the trace."""
+        drawn: dict[str, Tensor] = {}
+        for _, eliminated in self._sums(trace):
+            drawn.update(eliminated.draw())
+        return {name: self._unpacked(trace, name, drawn) for name in self.sites}
 
     def require_enumerable(
         self, model: Model, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -155,18 +162,20 @@ class Enumeration:
         for _ in range(DRAWS):
             yield poutine.trace(poutine.condition(model, data={**weights, **rows})).get_trace(*args, **kwargs)
 
-    def _sums(self, trace: poutine.Trace) -> list[Tensor]:
+    def _sums(self, trace: poutine.Trace) -> list[tuple[Tensor, Elimination]]:
+        """The terms whose sum is the log-density, and how each was found."""
         trace.symbolize_dims()
         plates: Mapping[str, str] = trace.plate_to_symbol
         discrete = set(trace.symbol_to_dim) - set(plates.values())
-        sums, factors = [], []
+        sums: list[tuple[Tensor, Elimination]] = []
+        factors = []
         for _, site in _sampled(trace):
             log_prob = _log_prob(site)
             ordinal = frozenset(plates[frame.name] for frame in site["cond_indep_stack"] if frame.vectorized)
             symbols = site["infer"]["_dim_to_symbol"]
             term = pack(self._closed(log_prob, symbols), symbols)
             if discrete.isdisjoint(term._pyro_dims):
-                sums.append((log_prob * site["scale"]).sum())
+                sums.append(((log_prob * site["scale"]).sum(), Elimination()))
             else:
                 factors.append((site, ordinal, term))
         for component in _components(factors, discrete):
@@ -174,8 +183,24 @@ class Enumeration:
             for _, ordinal, term in component:
                 tree.setdefault(ordinal, []).append(term)
             own = {dim for _, _, term in component for dim in term._pyro_dims} & discrete
-            sums.append(contract_to_tensor(tree, own, ring=_Sums()) * _common_scale([site for site, _, _ in component]))
+            eliminated = Elimination()
+            total = contract_to_tensor(tree, own, ring=eliminated)
+            sums.append((total * _common_scale([site for site, _, _ in component]), eliminated))
         return sums
+
+    def _unpacked(self, trace: poutine.Trace, name: str, drawn: Mapping[str, Any]) -> Tensor:
+        """A discrete site's value, ``batch_shape + event_shape``, at the index that was drawn."""
+        site: Any = trace.nodes[name]
+        batch = self._batch_shapes[name]
+        listed = site["value"].reshape(-1, *site["fn"].event_shape)
+        index = drawn.get(site["infer"]["_enumerate_symbol"])
+        if index is None:  # one value only
+            return listed[0].expand(batch + listed.shape[1:])
+        dims = {trace.plate_to_symbol[frame.name]: frame.dim for frame in site["cond_indep_stack"] if frame.vectorized}
+        ordered = index.permute(sorted(range(index.dim()), key=lambda place: dims[index._pyro_dims[place]]))
+        found = {dims[symbol] for symbol in index._pyro_dims}
+        own = ordered.reshape([batch[dim] if dim in found else 1 for dim in range(-len(batch), 0)])
+        return listed[own].expand(batch + listed.shape[1:])
 
     def _closed(self, log_prob: Tensor, symbols: Mapping[int, str]) -> Tensor:
         """Without dimensions that are neither plates nor values: entries of one site, which are added up."""
@@ -184,7 +209,7 @@ class Enumeration:
         return log_prob.sum(extra, keepdim=True) if extra else log_prob
 
 
-# Pyro's handler and ring, under vmap ----------------------------------------------------------------------------------
+# Pyro's handler, under vmap -------------------------------------------------------------------------------------------
 
 
 class _Enumerate(EnumMessenger):
@@ -204,68 +229,6 @@ class _Enumerate(EnumMessenger):
         ids.update(self._param_dims.get(msg["name"], {}))
         kept = {dim: number for dim, number in ids.items() if len(shape) >= -dim and shape[dim] > 1}
         self._value_dims[msg["name"]] = kept
-
-
-class _Sums(LogRing):
-    """Sums of products of tables, in log-space."""
-
-    def sumproduct(self, terms: Sequence[Any], dims: Any) -> Any:
-        terms = list(terms)
-        sizes: dict[str, int] = {}
-        for term in terms:
-            sizes.update(zip(term._pyro_dims, term.shape, strict=True))
-        order = _order(tuple(term._pyro_dims for term in terms), frozenset(dims), tuple(sorted(sizes.items())))
-        for dim in order:
-            met = [term for term in terms if dim in term._pyro_dims]
-            table = _added(met)
-            place = table._pyro_dims.index(dim)
-            summed: Any = table.logsumexp(place)
-            summed._pyro_dims = table._pyro_dims.replace(dim, "")
-            terms = [term for term in terms if dim not in term._pyro_dims] + [summed]
-        return _added(terms)
-
-
-@functools.lru_cache(maxsize=256)
-def _order(terms: tuple[str, ...], dims: frozenset[str], sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """In which order to sum dimensions out: at each step the one that leaves the smallest table."""
-    size, tables, order = dict(sizes), [frozenset(term) for term in terms], []
-    left = sorted(dims & set(size))
-
-    def table(dim: str) -> frozenset[str]:
-        return frozenset().union(*(table for table in tables if dim in table))
-
-    def entries(dim: str) -> int:
-        count = 1
-        for other in table(dim):
-            count *= size[other]
-        return count
-
-    while left:
-        best = min(left, key=entries)
-        joined = table(best)
-        tables = [table for table in tables if best not in table] + [joined - {best}]
-        left.remove(best)
-        order.append(best)
-    return tuple(order)
-
-
-def _added(terms: Sequence[Any]) -> Any:
-    """The sum of packed tables, over the union of their dimensions."""
-    dims = "".join(sorted(set("".join(term._pyro_dims for term in terms))))
-    total: Any = sum(_aligned(term, dims) for term in terms)
-    if total is terms[0]:
-        total = total.clone()
-    total._pyro_dims = dims
-    return total
-
-
-def _aligned(term: Any, dims: str) -> Tensor:
-    """A packed table as one over more dimensions."""
-    own: str = term._pyro_dims
-    kept = [dim for dim in dims if dim in own]
-    ordered = term.permute([own.index(dim) for dim in kept])
-    sizes = dict(zip(kept, ordered.shape, strict=True))
-    return ordered.reshape([sizes.get(dim, 1) for dim in dims])
 
 
 # small steps --------------------------------------------------------------------------------------------------------
