@@ -66,7 +66,7 @@ def checked(case: Case, role: str, engine: str = "torch") -> Row:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             density = Density(model, (case, role, value), dtype=torch.float64, engine=engine)
-        z = torch.randn(CHAINS, density.dim, generator=torch.Generator().manual_seed(1))
+        z = torch.randn(CHAINS, density.dim, generator=torch.Generator().manual_seed(1)).to(density.device)
         energy, gradient = density.energy_and_gradient(z)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         return Row("refused", " ".join((str(error) or repr(error)).split()))

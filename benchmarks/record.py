@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{options.module}.json"
-    found = {"command": " ".join(command), "seconds": round(seconds, 1), **surroundings(), "output": lines}
+    found = {"command": shlex.join(command), "seconds": round(seconds, 1), **surroundings(), "output": lines}
     path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     print(f"wrote {path}")
     return 0

@@ -4,8 +4,9 @@ r"""Which guide pays: bases and objectives on problems whose evidence is known, 
     python -m benchmarks.performance.guides_that_pay --problems yacht-8 yacht-64 --root data --json runs/uci.json
     python -m benchmarks.performance.guides_that_pay --problems yacht-8 --annealed --particles 200 --root data
 
-Every base starts from the moments of one mean-field fit and is trained by the plain ELBO, by the symmetrised ELBO as
-``SinkhornImportance(4)`` has it, and by the exact one if the group can be enumerated. All are then judged alike:
+Every base starts from the moments of one mean-field fit, but for modes, which start anew, and is trained by the plain
+ELBO, by the symmetrised ELBO as ``SinkhornImportance(4)`` has it, and by the exact one if the group can be enumerated.
+All are then judged alike:
 
 * ``symmetrised``: the ELBO of the guide averaged over the group, exact if possible, else by ``SinkhornImportance(64)``;
 * ``gap``: the evidence less that, in nats. The evidence is that of sequential Monte Carlo runs from a wide normal, with

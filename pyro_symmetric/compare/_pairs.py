@@ -27,6 +27,7 @@ class Pairs:
     def __init__(self, m: int, n: int):
         self.m, self.n, self.total = m, n, m + n
         self._only: tuple[slice, slice, Tensor] | None = None  # block, if one holds all pairs
+        self._told: Tensor | None = None  # whose each sample is
 
     def blocks(self, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
         """Blocks of rows: the rows, the pairs that start there, and the number of each of these pairs among the entries
@@ -131,8 +132,7 @@ class Pairs:
     def sums(self, distances: Tensor, bandwidths: Tensor, norm: int) -> Tensor:
         """Sums of the kernel over the pairs of each sample, those with a sample of p and those with one of q:
         ``(kernels, m + n, 2)``."""
-        is_p = (torch.arange(self.total, device=distances.device) < self.m).double()
-        sides = torch.stack([is_p, 1 - is_p], 1)
+        sides = self._sides(distances.device)
         result = distances.new_zeros(len(bandwidths), self.total, 2)
         rates = -bandwidths.reciprocal().pow_(norm)[:, None, None]
         for rows, entries, pairs in self.blocks(distances.device):
@@ -142,9 +142,16 @@ class Pairs:
             powers.pow_(norm)
             for some in self._at_once(len(bandwidths), powers.numel()):
                 values = torch.mul(powers, rates[some]).exp_()
-                result[some, rows] += values @ sides[rows.start :]
-                result[some, rows.start :] += values.mT @ sides[rows]
+                result[some, rows].add_(values @ sides[rows.start :])
+                result[some, rows.start :].add_(values.mT @ sides[rows])
         return result
+
+    def _sides(self, device: torch.device) -> Tensor:
+        """Whether a sample is one of p, or of q: ``(m + n, 2)``."""
+        if self._told is None or self._told.device != device:
+            is_p = (torch.arange(self.total, device=device) < self.m).double()
+            self._told = torch.stack([is_p, 1 - is_p], 1)
+        return self._told
 
     def square(self, values: Tensor) -> Tensor:
         """Values of the pairs as a symmetric matrix ``(m + n, m + n)`` with a diagonal of zeros."""

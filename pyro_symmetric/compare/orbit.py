@@ -100,7 +100,8 @@ def orbit_mmd(
             bandwidth_grid(pairs.cross(distances)) for distances in _moved_distances(samples, pairs, layer, group)
         ]
         # sums over pairs within p, within q and across, of every sample, for every draw of elements and kernel
-        sums = torch.stack([_sums(samples, pairs, layer, group, grids) for _ in range(num_elements)]).cpu()
+        draws = torch.stack([_sums(samples, pairs, layer, group, grids) for _ in range(num_elements)]).cpu()
+        sums = torch.cat([draws[..., :m, :], draws[..., m:, :].flip(-1)], -2).mT  # with its own side, with the other
         estimates = unbiased(*_totals(sums, m), m, n)
         values[layer], chosen[layer] = estimates.mean(0), torch.cat([grid.cpu() for grid in grids])
         element_errors.append(estimates.std(0) / math.sqrt(num_elements))
@@ -116,30 +117,28 @@ def orbit_mmd(
 def _moved_distances(samples: PairedSamples, pairs: Pairs, layer: str, group: Group) -> Iterator[Tensor]:
     """Euclid's, then city-block distances of all pairs, each sample moved by a random element of its own."""
 
-    def moved(weights: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-        element = group.sample((rows,), device=weights[samples.layers[layer][0]].device)
-        return element.on_sites(
-            {site: weights[site].detach().reshape(rows, *samples.shapes[site]) for site in samples.layers[layer]}
+    (p, q), (m, n) = samples.weights, samples.num_samples
+    elements = group.sample((m + n,), device=p[samples.layers[layer][0]].device)
+
+    def moved(weights: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+        return elements.select(rows).on_sites(
+            {site: weights[site].detach().reshape(-1, *samples.shapes[site]) for site in samples.layers[layer]}
         )
 
-    (p, q), (m, n) = samples.weights, samples.num_samples
-    both = PairedSamples(moved(p, m), moved(q, n), {layer: samples.layers[layer]})
+    both = PairedSamples(moved(p, slice(m)), moved(q, slice(m, None)), {layer: samples.layers[layer]})
     for norm in (2, 1):
         yield pairs.distances(both, layer, norm)
 
 
 def _sums(samples: PairedSamples, pairs: Pairs, layer: str, group: Group, grids: Sequence[Tensor]) -> Tensor:
-    """For one draw of elements and every kernel, sums over the pairs of each sample: with its own side, with the other
-    side; ``(kernels, 2, m + n)``."""
-    m, n = samples.num_samples
+    """For one draw of elements and every kernel, sums over the pairs of each sample: with a sample of p, with one of q;
+    ``(kernels, m + n, 2)``."""
     distances = _moved_distances(samples, pairs, layer, group)
     parts = [
         pairs.sums(values, grid.to(values.device), norm)
         for values, grid, norm in zip(distances, grids, (2, 1), strict=True)
     ]
-    with_p, with_q = torch.cat(parts).unbind(-1)
-    is_p = torch.arange(m + n, device=with_p.device) < m
-    return torch.stack([torch.where(is_p, with_p, with_q), torch.where(is_p, with_q, with_p)], 1)
+    return torch.cat(parts)
 
 
 def _totals(sums: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -65,7 +65,7 @@ def sampled(
         return spread * torch.randn(full, dtype=dtype, device=device, generator=generator)
 
     def signs(full: tuple[int, ...]) -> Tensor:
-        return torch.randint(0, 2, full, device=device, generator=generator).mul_(2).sub_(1).to(dtype)
+        return torch.randint(0, 2, full, dtype=dtype, device=device, generator=generator).mul_(2).sub_(1)
 
     # Sorting uniform keys gives uniform permutations up to ties; float64 keys make ties too rare to matter.
     permutations = each("permute", lambda full: uniform(full).argsort(-1))

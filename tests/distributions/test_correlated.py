@@ -107,7 +107,7 @@ def conditional_walks(units: UnitDensities, count: int = 0) -> list[ConditionalW
 
 def log_tau(walk: ConditionalWalk, units: UnitDensities, element: Any) -> Tensor:
     """``log τ_w(g)`` of given elements, one for each draw."""
-    given = {}
+    given, element = {}, element.to(units.like.device)
     for name, own in units.sets.items():
         images = element[name][None] if own.is_permuted else None
         given[name] = Drawn(images, element.signs[name].double()[None] if own.is_flipped else None)

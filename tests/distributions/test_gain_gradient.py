@@ -59,11 +59,13 @@ CASES: dict[str, tuple[Any, Callable[..., Any], int]] = {
 
 
 def start(group: Any, count: int) -> Parameters:
-    """Means of units that overlap, and log-deviations."""
-    generator = torch.Generator(torch.empty(0).device).manual_seed(2)
+    """Means of units that overlap, and log-deviations: the same on each device, as bounds depend on them."""
+    generator = torch.Generator("cpu").manual_seed(2)
     shape = (count, Action(group, list(group.site_shapes)).dim)
     loc = 0.7 * torch.randn(shape, dtype=torch.float64, generator=generator)
-    return loc, (0.3 + torch.rand(shape, dtype=torch.float64, generator=generator)).log()
+    scale = 0.3 + torch.rand(shape, dtype=torch.float64, generator=generator)
+    own = torch.empty(0).device
+    return loc.to(own), scale.log().to(own)
 
 
 def leaves(parameters: Parameters) -> Parameters:

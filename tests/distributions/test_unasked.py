@@ -38,7 +38,7 @@ def test_the_gain_of_all_that_may_move_is_that_of_moved_weights(
     group = GROUPS[name]()
     action = action_of(group)
     leaves = [torch.randn(n, action.dim, dtype=torch.float64).requires_grad_() for n in (batch, 1, 1)]
-    elements = group.finite.sample((5, batch), dtype=torch.float64)
+    elements = group.finite.sample((5, batch), device=leaves[0].device, dtype=torch.float64)
 
     def gradients(of: Callable[[Tensor, dist.TorchDistribution], Tensor]) -> tuple[Tensor, ...]:
         value, loc, log_scale = leaves
