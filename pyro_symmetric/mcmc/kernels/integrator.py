@@ -1,5 +1,5 @@
-r"""Chains in phase space, the leapfrog method that moves them, a first guess of its step size, and iterations, of which a program
-may do many."""
+r"""Chains in phase space, the leapfrog method that moves them, a first guess of its step size, and iterations, of which
+a program may do many."""
 
 from __future__ import annotations
 
