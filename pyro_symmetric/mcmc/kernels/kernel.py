@@ -2,8 +2,9 @@
 
 A :class:`Kernel` holds settings and the model, nothing that changes. What changes is the :class:`State`: where the
 chains are and what warm-up has learnt so far. :func:`~pyro_symmetric.mcmc.run.sample` drives it: :meth:`Kernel.init`
-once, then for every iteration :meth:`Kernel.step`, and in warm-up :meth:`Kernel.adapt` after it. The state, its random
-generator included, determines all that follows.
+once, then :meth:`Kernel.steps` for stretches of iterations, and in warm-up :meth:`Kernel.adapt` after those that
+:meth:`Kernel.next_adaptation` names. What a kernel learns with every iteration belongs to its step. The state, its
+random generator included, determines all that follows.
 """
 
 from __future__ import annotations
