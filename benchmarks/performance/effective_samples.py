@@ -40,7 +40,7 @@ from benchmarks.harness import print_table
 from benchmarks.performance.sampler_gradients import Problem, PyroNet, numpyro_model, problem
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC, Density, State
-from pyro_symmetric.mcmc.kernels.warmup import StepSearch
+from pyro_symmetric.mcmc.kernels.learning import StepSearch
 from pyro_symmetric.mcmc.starts import starting_points
 
 HELD_OUT = 10  # every tenth row
@@ -80,8 +80,8 @@ class Setting:
 def ours(setting: Setting, kernel: HMC | NUTS | AdaptiveHMC) -> Step:
     fresh = kernel.init(setting.density, setting.warm.z, 0, setting.warm.generator).tuning
     step_size = setting.warm.tuning.step_size
-    search = StepSearch.start(step_size)
-    tuning = replace(fresh, step_size=step_size, search=search, mass=setting.warm.tuning.mass)
+    search = StepSearch.start(step_size, kernel.target_accept)
+    tuning = replace(fresh, step_size=step_size, search=search, mass=setting.warm.tuning.mass, learns=True)
     if isinstance(kernel, AdaptiveHMC):
         tuning = replace(tuning, length=setting.warm.tuning.length)
     held = [replace(setting.warm, tuning=tuning)]

@@ -66,7 +66,7 @@ def energy_in_jax(density: Density) -> Callable[[Any], Any]:
     jax.config.update("jax_enable_x64", True)
     flat = FunctionalFlat(lambda z: density.energy(z[None])[0], [torch.zeros(density.dim, dtype=density.dtype)])
     constants = [jnp.asarray(value.numpy()) for value in flat.constants]
-    return lambda z: interpreted(flat.graph, [z, *constants])
+    return lambda z: interpreted(flat.pure, [z, *constants])
 
 
 def agree(density: Density, energy: Callable[[Any], Any]) -> float:

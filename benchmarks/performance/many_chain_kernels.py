@@ -165,7 +165,7 @@ def measure(target: Target, state: State, budget: int, lengths: list[float]) -> 
     contestants = {f"HMC, mean time {t:g}": HMC(None, trajectory_length=t, max_steps=4000) for t in lengths}
     for name, kernel in {**contestants, "AdaptiveHMC as it starts": AdaptiveHMC(None), "NUTS": NUTS(None)}.items():
         tuned = kernel.init(target.density, state.z, 0, state.generator).tuning
-        tuning = replace(tuned, step_size=state.tuning.step_size, mass=state.tuning.mass, pace=None)
+        tuning = replace(tuned, step_size=state.tuning.step_size, mass=state.tuning.mass)
         held = [replace(state, tuning=tuning)]
 
         def step(kernel: HMC | NUTS | AdaptiveHMC = kernel, held: list[State] = held) -> Tensor:

@@ -27,9 +27,12 @@ from benchmarks.performance.many_chain_kernels import schools
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC, Kernel, State
 from pyro_symmetric.mcmc.kernels.adaptive_hmc import radical_inverse
-from pyro_symmetric.mcmc.kernels.hmc import transition, whole_steps
-from pyro_symmetric.mcmc.kernels.integrator import PhasePoint
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
+from pyro_symmetric.mcmc.kernels.hmc import Visited, limit, whole_steps
+from pyro_symmetric.mcmc.kernels.integrator import Outcome, PhasePoint, mapped, stretch_of, trajectory
+from pyro_symmetric.mcmc.kernels.kernel import Stretch
+from pyro_symmetric.mcmc.kernels.learning import Learnt
+from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
+from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning, tuned
 from pyro_symmetric.mcmc.starts import starting_points
 
 RATE, FORGETTING, LARGEST = 0.025, 0.95, 0.35  # Adam's
@@ -54,37 +57,55 @@ class ChEES(HamiltonianKernel):
     target_accept: float = 0.651
     max_steps: int = 512
 
-    def init(self, density: Any, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
-        state = super().init(density, z, num_warmup, generator)
-        length = state.tuning.step_size.double().log()
-        return replace(
-            state,
-            tuning=Climb(
-                **vars(state.tuning), log_length=length, log_average=length, slope=0 * length, squares=0 * length
-            ),
-        )
-
-    def step(self, density: Any, state: State) -> State:
-        tuning: Climb = state.tuning
-        step_size = float(tuning.step_size)
-        share = radical_inverse(tuning.trajectories + 1)
-        steps = whole_steps(share * float(tuning.log_length.exp()) / step_size, self.max_steps, tuning.most_steps)
-        after, end = transition(density, state, steps)
-        found = slope(tuning, state.z, end, after.statistics["acceptance_rate"].double(), steps * step_size)
-        return replace(after, tuning=replace(tuning, slope=found, trajectories=tuning.trajectories + 1))
-
     def adapt(self, density: Any, state: State, iteration: int, num_warmup: int) -> State:
+        before: Climb = state.tuning
+        if iteration + 1 == num_warmup:
+            state = tuned(state, log_length=before.log_average)
+        after = super().adapt(density, state, iteration, num_warmup)
+        now: Climb = after.tuning
+        if now.mass is before.mass:
+            return after
+        start = now.step_size.double().log() if before.blind else now.log_length
+        return tuned(after, log_length=start, squares=0 * start, updates=0)
+
+    def _tuning(self, tuning: HamiltonianTuning, z: Tensor) -> Climb:
+        length = tuning.step_size.double().log()
+        return Climb(**vars(tuning), log_length=length, log_average=length, slope=0 * length, squares=0 * length)
+
+    def _moved(self, density: Any, state: State, count: int, most: int | None) -> Stretch:
         tuning: Climb = state.tuning
+        share, noise, chance = (
+            radical_inverse(tuning.trajectories + 1),
+            normal(state.z, state.generator),
+            uniform(state.energy, state.generator),
+        )
+        allowed, sizes = limit(self.max_steps, most), tuning.steps
+        num_steps = whole_steps(share * tuning.log_length.exp() / tuning.step_size.double(), allowed)
+        found = trajectory(
+            density.energy_and_gradient,
+            state.z,
+            state.energy,
+            state.gradient,
+            noise,
+            chance,
+            sizes,
+            tuning.mass,
+            num_steps,
+        )
+        if tuning.learns:
+            tuning = self._after(tuning, state.z, found, float(num_steps * tuning.step_size), allowed)
+        one = mapped(lambda value: value[None], Visited.of(found, sizes, num_steps))
+        tuning = replace(tuning, trajectories=tuning.trajectories + 1)
+        return stretch_of(state, found.after, tuning, one, one.statistics())
+
+    def _after(self, tuning: Climb, before: Tensor, found: Outcome, time: float, most: int) -> Climb:
+        acceptance = found.acceptance
+        tuning = replace(tuning, slope=slope(tuning, before, found.end, acceptance.double(), time))
+        plan = self._plan(tuning, most)
         if not tuning.blind:
             tuning = self._climbed(tuning)
-        if iteration + 1 == num_warmup:
-            tuning = replace(tuning, log_length=tuning.log_average)
-        after = super().adapt(density, replace(state, tuning=tuning), iteration, num_warmup)
-        now: Climb = after.tuning
-        if now.mass is tuning.mass:
-            return after
-        start = now.step_size.double().log() if tuning.blind else now.log_length
-        return replace(after, tuning=replace(now, log_length=start, squares=0 * start, updates=0))
+            acceptance = (len(acceptance) / (1 / acceptance.clamp(min=1e-3)).sum()).expand_as(acceptance)
+        return replace(tuning, **vars(Learnt.of(tuning).update(acceptance, plan)))
 
     def _climbed(self, tuning: Climb) -> Climb:
         updates = tuning.updates + 1
@@ -95,11 +116,6 @@ class ChEES(HamiltonianKernel):
         length = length.clamp(min=step, max=step + math.log(self.max_steps))
         average = tuning.log_average.lerp(length, updates**-0.5)
         return replace(tuning, log_length=length, log_average=average, squares=squares, updates=updates)
-
-    def _adapt_step_size(self, tuning: HamiltonianTuning, acceptance: Tensor) -> HamiltonianTuning:
-        if not tuning.blind:
-            acceptance = (len(acceptance) / (1 / acceptance.clamp(min=1e-3)).sum()).expand_as(acceptance)
-        return super()._adapt_step_size(tuning, acceptance)
 
 
 def slope(tuning: Climb, before: Tensor, end: PhasePoint, acceptance: Tensor, time: float) -> Tensor:

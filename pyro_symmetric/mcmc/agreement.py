@@ -13,6 +13,7 @@ that still grows (it is the larger one of values and folded values) have a large
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from pyro_symmetric.chain_findings import R_HAT
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.mcmc.curves import Thinned
-from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.kernel import Stretch
 
 LIMIT = R_HAT[1]
 LARGEST = 999.0  # what is said of chains that don't move at all
@@ -50,14 +51,15 @@ class Agreement(Thinned):
         if any(value.shape != self._shape for value in self.kept):
             raise ValueError(f"what chains have passed isn't of shape {tuple(self._shape)}")
 
-    def record(self, iteration: int, state: State) -> None:
-        """Note the state after an iteration, counted from 0."""
+    def record(self, iteration: int, stretch: Stretch) -> None:
+        """Note some iterations, counted from 0, of which this is the first."""
+        chains = slice(self._chains)
 
-        def places() -> Tensor:
-            chains = slice(self._chains)
-            return torch.cat([state.z[chains, :: self._every], state.energy[chains, None]], 1)
+        def places(z: Tensor, energy: Tensor) -> Tensor:
+            return torch.cat([z[chains, :: self._every], energy[chains, None]], 1)
 
-        self.note(iteration, places)
+        for number, pair in enumerate(zip(stretch.z, stretch.energy, strict=True), iteration):
+            self.note(number, partial(places, *pair))
 
     def r_hat(self, iterations: int) -> float:
         """The largest one over the second half of the first iterations, at most :data:`LARGEST`."""

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK, drawn_seed
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
 from pyro_symmetric.mcmc.curves import Curves
 from pyro_symmetric.mcmc.identity import OTHER_MODEL, OtherRun, Passed, identify, require_same, tolerance_of
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, longest_stretch
+from pyro_symmetric.mcmc.kernels.kernel import STRETCH, Kernel, State, Stretch, longest_stretch, required
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve, starting_points
 from pyro_symmetric.storage import StoreError
@@ -195,7 +194,7 @@ class Run:
         lengths = settings.warmups(self.density)
         self._agreement = Agreement(z) if len(lengths) > 1 else None
         state = settings.kernel.init(self.density, z, lengths[-1], generator)
-        self._arrive(0, _required(state, z, settings.kernel, "init"), lengths[-1])
+        self._arrive(0, required(state, z, settings.kernel, "init"), lengths[-1])
 
     def _resume(self, last: Checkpoint, tolerance: float) -> bool:
         """Take up a checkpoint; whether the model is the run's, by its density where the chains have been."""
@@ -221,33 +220,41 @@ class Run:
         return same
 
     def _advance(self) -> None:
-        """By an iteration of warm-up, or a stretch of sampling."""
+        """By a stretch of warm-up, or of sampling."""
         if self.at.iteration < self.at.num_warmup:
             self._warm_up()
         else:
             self._draw()
 
-    def _draw(self) -> None:
-        """A stretch of about ``STRETCH_SECONDS``: its length depends on the clock, its draws don't."""
-        settings, at, began = self.settings, self.at, time.perf_counter()
-        thinning = settings.thinning
-        left = at.num_warmup + settings.num_samples * thinning - at.iteration
-        count = min(self._length, longest_stretch(at.state.z), left)
-        stretch = settings.kernel.steps(self.density, at.state, count)
-        _required(stretch.state, at.state.z, settings.kernel, "steps")
+    def _moved(self, most: int) -> Stretch:
+        """A stretch of about ``STRETCH_SECONDS``: its length depends on the clock, what it holds doesn't."""
+        at, began = self.at, time.perf_counter()
+        count = min(self._length, longest_stretch(at.state.z), most)
+        stretch = self.settings.kernel.steps(self.density, at.state, count)
+        required(stretch.state, at.state.z, self.settings.kernel, "steps")
         self._curves.record(at.iteration, stretch.energy, stretch.statistics)
+        if self._passed is not None:
+            for number, one in enumerate(stretch.z[:-1], at.iteration + 1):
+                self._passed.note(number, one)
+        fitting = int(count * STRETCH_SECONDS / max(time.perf_counter() - began, 1e-6))
+        self._length = max(1, min(2 * self._length, fitting, STRETCH))
+        return stretch
+
+    def _draw(self) -> None:
+        settings, at = self.settings, self.at
+        thinning = settings.thinning
+        stretch = self._moved(at.num_warmup + settings.num_samples * thinning - at.iteration)
         kept = slice((at.num_warmup - at.iteration - 1) % thinning, None, thinning)
         if len(z := stretch.z[kept]):
             statistics = {name: value[kept].mT for name, value in stretch.statistics.items()}
             self._blocks.append(at.draws, self._weights(z), statistics)
-        if self._passed is not None:
-            for number, one in enumerate(stretch.z[:-1], at.iteration + 1):
-                self._passed.note(number, one)
+        self._count_seconds("sampling")
+        self._arrive(at.iteration + len(stretch.z), stretch.state, at.num_warmup, at.r_hat)
+
+    def _count_seconds(self, phase: str) -> None:
         now = time.perf_counter()
-        self._seconds["sampling"] += now - self._clock
+        self._seconds[phase] += now - self._clock
         self._clock = now
-        self._length = max(1, min(2 * count, int(count * STRETCH_SECONDS / max(now - began, 1e-6))))
-        self._arrive(at.iteration + count, stretch.state, at.num_warmup, at.r_hat)
 
     def _weights(self, z: Tensor) -> Weights:
         """Weights ``(C, draws, *site_shape)`` at positions ``(draws, C, D)``, each draw rounded as by itself."""
@@ -258,26 +265,21 @@ class Run:
         return {site: torch.stack([draw[site] for draw in each], 1) for site in each[0]}
 
     def _warm_up(self) -> None:
-        settings, iteration = self.settings, self.at.iteration
-        state = _required(settings.kernel.step(self.density, self.at.state), self.at.state.z, settings.kernel, "step")
-        statistics = {name: value[None] for name, value in state.statistics.items()}
-        self._curves.record(iteration, state.energy[None], statistics)
-        num_warmup, r_hat = self.at.num_warmup, self.at.r_hat
+        """A stretch that ends at the latest where there is something to adapt, or where chains may have agreed."""
+        kernel, at = self.settings.kernel, self.at
+        lengths = self.settings.warmups(self.density)
+        end = kernel.next_adaptation(at.iteration, at.num_warmup) + 1
+        end = min(end, *(length for length in (*lengths, at.num_warmup) if length > at.iteration))
+        stretch = self._moved(end - at.iteration)
+        num_warmup, r_hat, last = at.num_warmup, at.r_hat, at.iteration + len(stretch.z) - 1
         if self._agreement is not None:
-            num_warmup, r_hat = self._warmup_after(self._agreement, iteration, state)
-        state = settings.kernel.adapt(self.density, state, iteration, num_warmup)
-        now = time.perf_counter()
-        self._seconds["warmup"] += now - self._clock
-        self._clock = now
-        self._arrive(iteration + 1, state, num_warmup, r_hat)
-
-    def _warmup_after(self, agreement: Agreement, iteration: int, state: State) -> tuple[int, float | None]:
-        """The length of warm-up once this iteration of it is done, and the chains' R-hat when they were last asked."""
-        agreement.record(iteration, state)
-        if iteration + 1 not in self.settings.warmups(self.density):
-            return self.at.num_warmup, self.at.r_hat
-        r_hat = agreement.r_hat(iteration + 1)
-        return (iteration + 1 if r_hat < LIMIT else self.at.num_warmup), r_hat
+            self._agreement.record(at.iteration, stretch)
+            if last + 1 in lengths:
+                r_hat = self._agreement.r_hat(last + 1)
+                num_warmup = last + 1 if r_hat < LIMIT else num_warmup
+        state = kernel.adapt(self.density, stretch.state, last, num_warmup)
+        self._count_seconds("warmup")
+        self._arrive(last + 1, state, num_warmup, r_hat)
 
     def _arrive(self, iteration: int, state: State, num_warmup: int, r_hat: float | None = None) -> None:
         generator = None
@@ -350,15 +352,6 @@ def _recorder(settings: Settings) -> AbstractContextManager[MemoryRecorder | Fol
     if not settings.store.exists():
         settings.require_resumable(False)  # before a folder is made
     return FolderRecorder(settings.store, settings.num_samples)
-
-
-def _required(state: Any, z: Tensor, kernel: Kernel, method: str) -> State:
-    """The state that a kernel returned, checked: chains at as many places as ``z``."""
-    name = f"what {type(kernel).__name__}.{method} returned"
-    arguments.instance(name, state, State, "a pyro_symmetric.State")
-    if state.z.shape != z.shape:
-        raise ValueError(f"{name} has z of shape {tuple(state.z.shape)}; it must be {tuple(z.shape)}")
-    return state
 
 
 def _parts_of_states(kernel: Kernel) -> list[Any]:

@@ -14,7 +14,7 @@ from pyro_symmetric.compare import diagnose
 from pyro_symmetric.groups import Group
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, AdaptiveHMC, Kernel, sample
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
-from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.kernel import State, Stretch
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, window_ends
 from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
@@ -41,8 +41,9 @@ def state_of(z: torch.Tensor) -> State:
 def recorded(draws: torch.Tensor) -> Agreement:
     """The record that is kept of draws ``(C, S, D)``."""
     found = Agreement(draws[:, 0])
-    for iteration in range(draws.shape[1]):
-        found.record(iteration, state_of(draws[:, iteration]))
+    z = draws.transpose(0, 1)
+    for first in range(0, len(z), 7):
+        found.record(first, Stretch(state_of(z[-1]), z[first : first + 7], z[first : first + 7].square().sum(-1), {}))
     return found
 
 

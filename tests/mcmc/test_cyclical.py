@@ -1,6 +1,7 @@
 """Cyclical stochastic-gradient MCMC: its schedule, which draws it keeps, and the modes that it finds."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pyro
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Density, sample
+from pyro_symmetric.mcmc.kernels import stochastic
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 
 CENTRES = 2.0 * torch.cartesian_prod(torch.arange(-2, 3), torch.arange(-2, 3)).float()  # a grid of 25
@@ -63,6 +65,27 @@ def test_the_step_follows_the_cosine_and_draws_come_from_the_sampling_stage_alon
 
 
 @pytest.mark.stochastic
+def test_energies_are_evaluated_once_an_iteration_beside_the_anchors_pass(monkeypatch):
+    calls = {"energies": 0, "gradients": 0}
+
+    def counted(whole, found, *args):
+        calls[found] += 1
+        return whole(*args)
+
+    for name, found in (("estimated", "energies"), ("estimated_gradient", "gradients")):
+        monkeypatch.setattr(stochastic, name, partial(counted, getattr(stochastic, name), found))
+
+    def model(y: torch.Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 10.0))
+        with pyro.plate("rows", 40, subsample=y):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    kernel = CyclicalSG(model, batch_size=5, cycle_length=20, samples_per_cycle=2, exploration=0.5)
+    posterior = sample(kernel, torch.randn(40), num_chains=3, num_samples=4, num_warmup=4, seed=0, progress=False)
+    assert calls == {"energies": 8, "gradients": 4 * 20 - 8}
+    assert posterior.statistics["n_steps"][0].tolist() == 2 * [15 + 8, 5]  # a pass has 8 batches
+
+
 def test_exploration_is_noiseless_descent(generator):
     kernel = CyclicalSG(normal, step_size=1e-3, cycle_length=40, exploration=0.75, samples_per_cycle=1)
     density = Density(normal, subsampled=True)

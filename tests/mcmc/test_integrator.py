@@ -1,9 +1,13 @@
 """The leapfrog method, and the first guess of a step size."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from pyro_symmetric.mcmc import HMC
 from pyro_symmetric.mcmc.kernels.integrator import (
     PhasePoint,
     choose,
@@ -96,14 +100,17 @@ def test_of_two_points_each_chain_gets_one(banana):
         assert torch.equal(found, torch.stack([a[0], b[1], a[2]]))
 
 
+def found_step(density: Any, z: Tensor, first: Tensor, generator: torch.Generator) -> Tensor:
+    """By the acceptance of HMC's own single steps."""
+    kernel = HMC(None, step_size=1.0)
+    state = kernel.init(density, z, 0, generator)
+    return find_step_size(partial(kernel._accepts, density, state), first, 0.8)
+
+
 def test_step_size_is_found_on_either_side(gaussian, generator):
     density = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
     z = density.sample(2000)
-    at = PhasePoint(z, z, *density.energy_and_gradient(z))
-    mass = Mass(torch.ones(3, dtype=torch.float64))
-    found = [
-        find_step_size(density, at, torch.tensor(first).double(), mass, 0.8, generator).item() for first in (1e-4, 50.0)
-    ]
+    found = [found_step(density, z, torch.tensor(first).double(), generator).item() for first in (1e-4, 50.0)]
     assert all(0.1 < step < 2 for step in found)  # the smallest deviation is 0.5: steps are stable below 1
 
 
@@ -127,7 +134,6 @@ def test_each_chain_finds_the_step_that_it_would_find_alone(generator):
 
     density = Units()
     z = density.units * torch.ones(3, 2, dtype=torch.float64)
-    at = PhasePoint(z, torch.zeros_like(z), *density.energy_and_gradient(z))
-    found = find_step_size(density, at, torch.full((3, 1), 0.1).double(), UNIT, 0.8, generator)
+    found = found_step(density, z, torch.full((3, 1), 0.1).double(), generator)
     ratio = (found / density.units).squeeze(1)
     assert ((ratio > 0.1) & (ratio < 16)).all()  # steps of at least 2 are unstable

@@ -25,8 +25,9 @@ MASSES = {
 each_mass = pytest.mark.parametrize("mass", MASSES.values(), ids=list(MASSES))
 
 
-def start(density, chains: int, mass: Mass) -> PhasePoint:
+def start(density, chains: int, mass: Mass, spread: float = 1.0) -> PhasePoint:
     z, noise = torch.randn(2, chains, 2, dtype=torch.float64)
+    z = spread * z
     return PhasePoint(z, directed(mass.momentum(noise), mass), *density.energy_and_gradient(z))
 
 
@@ -91,10 +92,36 @@ def test_kicks_of_all_sizes_keep_the_length_and_stay_finite(dtype):
     assert nothing.abs().max() == 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "sign", "most"),
+    [(torch.float32, 1, 30), (torch.float64, 1, 300), (torch.float32, -1, 4), (torch.float64, -1, 12)],
+)
+def test_a_kick_by_a_strong_force_changes_the_energy_as_it_should(dtype, sign, most):
+    """Directions along the force stay, and the change is ``(D - 1) log(cosh δ ± sinh δ) = ±(D - 1) δ``; those against
+    a stronger force are lost in rounding."""
+    dim, delta = 4, torch.linspace(0.1, most, 50, dtype=dtype)
+    gradient = torch.zeros(50, dim, dtype=dtype)
+    gradient[:, 0] = -delta * (dim - 1) / math.sqrt(dim)
+    momentum = torch.zeros_like(gradient)
+    momentum[:, 0] = sign * math.sqrt(dim)
+    found, change = kicked(momentum, gradient, torch.ones(50, 1, dtype=dtype), Mass(torch.ones(dim, dtype=dtype)))
+    torch.testing.assert_close(found, momentum, rtol=2e-3, atol=0)
+    torch.testing.assert_close(change, sign * (dim - 1) * delta, rtol=2e-3, atol=0)
+
+
+def test_no_trajectory_against_a_strong_force_is_lost(banana):
+    torch.manual_seed(0)
+    first = start(banana, 5000, MASSES["diagonal"])
+    end, _ = isokinetic(banana, first, seconds(0.05), MASSES["diagonal"], 20)
+    back, change = isokinetic(banana, end._replace(momentum=-end.momentum), seconds(0.05), MASSES["diagonal"], 20)
+    assert torch.isfinite(back.z).all()
+    assert torch.isfinite(change).all()
+
+
 @each_mass
 def test_trajectories_are_reversible(banana, mass):
     torch.manual_seed(1)
-    first = start(banana, 6, mass)
+    first = start(banana, 6, mass, spread=0.3)  # forces under which a way back isn't lost in rounding
     end, change = isokinetic(banana, first, seconds(0.05), mass, 20)
     assert not torch.allclose(end.z, first.z, atol=0.1)
     back, other = isokinetic(banana, end._replace(momentum=-end.momentum), seconds(0.05), mass, 20)
@@ -106,7 +133,7 @@ def test_trajectories_are_reversible(banana, mass):
 @each_mass
 def test_the_energy_error_of_a_trajectory_is_of_second_order(banana, mass):
     torch.manual_seed(2)
-    first = start(banana, 40, mass)
+    first = start(banana, 40, mass, spread=0.3)
 
     def error(step: float, steps: int) -> float:
         return isokinetic(banana, first, seconds(step), mass, steps)[1].abs().mean().item()

@@ -33,8 +33,7 @@ from pyro_symmetric.mcmc import (
     pSGLD,
     sample,
 )
-from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, energy_error, find_step_size
-from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.mcmc.kernels.integrator import energy_error
 from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.models import BayesianModel
 
@@ -323,7 +322,5 @@ def test_energies_that_are_no_numbers_are_never_moved_to(toy, kernel, lost, gene
 def test_the_first_step_size_stays_clear_of_where_there_are_no_numbers(toy, generator):
     density = toy(lambda z: torch.where(z.abs() < 1, 0.5 * z.square(), -torch.inf).sum(-1))
     z = torch.zeros(200, 1, dtype=torch.float64)
-    at = PhasePoint(z, z, *density.energy_and_gradient(z))
-    mass = Mass(torch.ones(1, dtype=torch.float64))
-    step = find_step_size(density, at, torch.tensor(0.1).double(), mass, 0.8, generator)
+    step = HMC(None).init(density, z, 0, generator).tuning.step_size
     assert step < 2  # a standard normal momentum stays within with a chance of 0.8 for a step of 0.78

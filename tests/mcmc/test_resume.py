@@ -147,17 +147,27 @@ def test_a_run_broken_many_times_gives_the_unbroken_draws(name, seed, tmp_path, 
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_stretches_of_any_length_give_the_draws_of_single_iterations(name, tmp_path, monkeypatch, break_after):
+def test_stretches_of_any_length_give_the_draws_of_single_iterations(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "STRETCH_SECONDS", 0.0)
     whole = run(name, seed=7)  # one iteration after another
-    monkeypatch.setattr(runs, "STRETCH_SECONDS", 1e9)  # of 1, 2, 4, 8 iterations; from each break on anew
+    monkeypatch.setattr(runs, "STRETCH_SECONDS", 1e9)  # of 1, 2, 4, 5, 5 iterations; from each break on anew
+    monkeypatch.setattr(runs, "STRETCH", 5)
+    advance, place = Run._advance, [0]
+
+    def breaking(self):
+        if self.at.iteration >= place[0]:
+            self.settings.kernel.step(self.density, self.at.state)
+            raise Killed
+        advance(self)
+
+    monkeypatch.setattr(Run, "_advance", breaking)
     broken = 0
-    for stretches in [24 + 3, 4, 2, 100]:  # in sampling, after 3, 10, and 11 of 16 iterations
-        break_after(stretches)
+    for place[0] in [3, 9, 24 + 1, 24 + 9, TOTAL]:  # two in warm-up
         try:
             posterior = run(name, seed=7, store=tmp_path / "s")
         except Killed:
             broken += 1
-    assert broken == 3
+    assert broken == 4
     assert_same_draws(posterior, whole)
 
 
@@ -220,6 +230,7 @@ def test_a_kill_between_commits_goes_back_to_the_last_one(tmp_path, monkeypatch)
 def test_a_process_that_is_killed_leaves_a_run_that_resumes(name, tmp_path, monkeypatch):
     """``kill -9`` in warm-up, at its end and in sampling; ``kill_and_resume`` of the benchmarks does it at any time."""
     whole, commit = unbroken(name, 7), Run._commit
+    monkeypatch.setattr(runs, "STRETCH_SECONDS", 0.0)  # one iteration at a time
     monkeypatch.setattr(recorders, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(recorders, "COMMIT_SHARE", 1e9)
     for commits in (3, 18, 12):
@@ -555,7 +566,7 @@ def test_a_kernel_of_twenty_lines_runs_in_memory_on_disk_resumed_and_in_a_pool(t
 
 # how much of the library a run touches ------------------------------------------------------------------------------
 
-MOST_FILES, MOST_FUNCTIONS = 31, 202
+MOST_FILES, MOST_FUNCTIONS = 31, 214
 
 
 def test_a_run_in_memory_touches_few_files_and_functions():

@@ -12,8 +12,8 @@ from scipy.stats import norm
 
 from pyro_symmetric.mcmc import HMC, NUTS, sample
 from pyro_symmetric.mcmc.kernels.kernel import State, stranded
-from pyro_symmetric.mcmc.kernels.stays import Pace
-from pyro_symmetric.mcmc.kernels.warmup import LARGEST_GAIN, StepSearch, newton_gain, window_ends
+from pyro_symmetric.mcmc.kernels.learning import LARGEST_GAIN, Learnt, Pace, StepSearch, newton_gain
+from pyro_symmetric.mcmc.kernels.warmup import window_ends
 
 C, D = 40, 3
 
@@ -24,12 +24,15 @@ def density(gaussian):
 
 
 def fed(kernel, density, state: State, draws: np.ndarray, acceptances: np.ndarray, num_warmup: int) -> list[State]:
-    """The states that ``adapt`` makes of draws ``(S, C, D)`` and acceptances ``(S, C)`` that no step has made."""
+    """The states that warm-up makes of draws ``(S, C, D)`` and acceptances ``(S, C)`` that no step has made."""
     states = []
     for iteration, (z, acceptance) in enumerate(zip(draws, acceptances, strict=True)):
         z, acceptance = torch.tensor(z), torch.tensor(acceptance)
         energy, gradient = density.energy_and_gradient(z)
-        state = replace(state, z=z, energy=energy, gradient=gradient, statistics={"acceptance_rate": acceptance})
+        tuning = state.tuning
+        known = Learnt.of(tuning).update(acceptance, kernel._plan(tuning, 1))
+        tuning = replace(tuning, **vars(known)).noted(z, gradient)
+        state = replace(state, z=z, energy=energy, gradient=gradient, tuning=tuning)
         state = kernel.adapt(density, state, iteration, num_warmup)
         states.append(state)
     return states
@@ -107,8 +110,8 @@ def test_the_gain_is_bounded_near_one():
 
 
 def test_the_search_moves_against_the_error():
-    search = StepSearch.start(torch.tensor(0.1))
-    low, high = search.update(torch.tensor(0.0), 0.8), search.update(torch.tensor(1.0), 0.8)
+    search = StepSearch.start(torch.tensor(0.1), 0.8)
+    low, high = search.update(torch.tensor(0.0)), search.update(torch.tensor(1.0))
     assert low.log_step < search.log_step < high.log_step
 
 
@@ -120,21 +123,21 @@ def test_fifty_iterations_reach_the_target_without_bias(target, chains, most):
     # 1 - 3e-7 at least. (Stan's dual averaging is off by 0.10, 0.06 and 0.01 for the target 0.65.)
     draw, runs = np.random.default_rng(0), 2000
     start = 0.5 * math.log(-2 * norm.ppf(target / 2)) + draw.uniform(-1.2, 0.7, runs)
-    search = StepSearch.start(torch.tensor(start).exp())
+    search = StepSearch.start(torch.tensor(start).exp(), target)
     for _ in range(50):
         size = search.log_step.mul(2).clamp(max=8).exp().numpy()[:, None]
         error = size**2 / 2 + size * draw.standard_normal((runs, chains))
-        search = search.update(torch.tensor(np.exp(-error.clip(0)).mean(1)), target)
+        search = search.update(torch.tensor(np.exp(-error.clip(0)).mean(1)))
     assert acceptance_curve(search.log_average.numpy()).mean() == pytest.approx(target, abs=most)
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_a_search_that_follows_finds_a_far_root_and_keeps_up_with_it(factor):
-    search, root = StepSearch.start(torch.tensor(1.0)), math.log(factor)
+    search, root = StepSearch.start(torch.tensor(1.0), 0.8, follow=True), math.log(factor)
     for iteration in range(100):
         if iteration == 50:
             root += 2.0  # chains arrive where steps may be longer
-        search = search.update(torch.tensor(acceptance_curve(search.log_step.item() - root)), 0.8, follow=True)
+        search = search.update(torch.tensor(acceptance_curve(search.log_step.item() - root)))
         if iteration in (49, 99):
             assert acceptance_curve(search.log_average.item() - root) == pytest.approx(0.8, abs=0.02)
 
@@ -150,13 +153,13 @@ def test_chains_that_are_stuck_take_smaller_steps_until_they_have_caught_up():
         acceptance = torch.where(pace.share <= limits, 0.8, 0.0)
         if iteration > 12:  # from when they are known to be stuck, they don't draw the step down
             assert pace.pooled(acceptance) == pytest.approx(0.8)
-        pace = pace.update(acceptance, 0.8)
+        pace = pace.update(acceptance, torch.tensor(0.8))
         shares.append(pace.share)
     shares = torch.stack(shares)
     assert torch.equal(shares[:, 3:], torch.ones(60, C - 3))
     assert (shares[25:, :3] <= 0.01).double().mean(0).min() > 0.4  # when they move as they should, about half the time
     for _ in range(30):
-        pace = pace.update(torch.full((C,), 0.8), 0.8)  # they have arrived
+        pace = pace.update(torch.full((C,), 0.8), torch.tensor(0.8))  # they have arrived
     assert torch.equal(pace.share, torch.ones(C))
 
 
@@ -165,7 +168,7 @@ def test_if_most_chains_are_stuck_the_step_is_too_long_for_all(chains):
     pace, acceptance = Pace.start(torch.zeros(chains)), torch.zeros(chains)
     acceptance[: (chains - 1) // 2] = 0.9
     for _ in range(40):
-        pace = pace.update(acceptance, 0.8)
+        pace = pace.update(acceptance, torch.tensor(0.8))
     assert torch.equal(pace.share, torch.ones(chains))
     assert torch.allclose(pace.pooled(acceptance), acceptance.mean())
 
@@ -204,7 +207,7 @@ def test_a_chain_at_half_pace_takes_half_the_step(density, generator):
         state = kernel.init(density, z, 1000, generator)
         slow = Pace(torch.where(torch.arange(C) < 4, 0.5, 1.0).double(), torch.ones(C).double())
         ends = []
-        for pace, step_size in ((slow, 0.2), (slow, 0.1), (None, 0.1)):
+        for pace, step_size in ((slow, 0.2), (slow, 0.1), (Pace.start(z[:, 0]), 0.1)):
             tuning = replace(state.tuning, pace=pace, step_size=z.new_tensor(step_size))
             seeded = torch.Generator(torch.empty(0).device).manual_seed(1)
             ends.append(kernel.step(density, replace(state, tuning=tuning, generator=seeded)))

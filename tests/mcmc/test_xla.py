@@ -95,6 +95,29 @@ def test_stretches_and_breaks_change_no_draw(jax, kernel, tmp_path, monkeypatch)
     assert torch.equal(thinned.samples["z"], whole.samples["z"][:, 2::3])
 
 
+@pytest.mark.parametrize("kernel", [HMC, AdaptiveHMC, NUTS])
+@pytest.mark.parametrize("mass", ["diagonal", "dense"])
+def test_a_warm_up_broken_within_its_stretches_gives_the_unbroken_draws(jax, kernel, mass, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "STRETCH_SECONDS", 1e9)
+    options = {**OPTIONS, "num_warmup": 60}
+    whole = sample(kernel(schools, mass=mass), Y, engine="jax", **options)
+    advance, place = runs.Run._advance, [0]
+
+    def breaking(self):
+        if self.at.iteration >= place[0]:
+            raise KeyboardInterrupt
+        advance(self)
+
+    monkeypatch.setattr(runs.Run, "_advance", breaking)
+    for place[0] in (4, 30, 55):
+        with pytest.raises(KeyboardInterrupt):
+            sample(kernel(schools, mass=mass), Y, engine="jax", store=tmp_path / "s", **options)
+    place[0] = 1000
+    broken = sample(kernel(schools, mass=mass), Y, engine="jax", store=tmp_path / "s", **options)
+    assert largest_difference(broken, whole) == 0
+    assert broken.metadata["trace"] == whole.metadata["trace"]
+
+
 def test_an_operation_that_is_missing_is_named_and_the_run_goes_on_without(jax, monkeypatch):
     known = {target: own for target, own in xla.operators().items() if "sum" not in str(target)}
     monkeypatch.setattr(xla, "operators", lambda: known)

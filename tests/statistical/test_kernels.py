@@ -80,7 +80,7 @@ def holding(density: Density, state: State) -> State:
     ones = {site: torch.ones(shape) for site, shape in density.layout.unconstrained_shapes.items()}
     moving = torch.cat([(site in PARAMETERS) * value.flatten() for site, value in ones.items()]).double()
     mass = Holding(moving)
-    return replace(state, tuning=replace(state.tuning, mass=mass, pace=None))
+    return replace(state, tuning=replace(state.tuning, mass=mass))
 
 
 def kernels(step_size: float | None) -> dict[str, Kernel]:
@@ -148,7 +148,7 @@ def calibration_p_values(kernel: Kernel, replications: int, num_warmup: int, dra
     density = Density(hierarchy, dtype=torch.float64)
     truth = draw_prior(replications)
     start = {**draw_prior(replications), "scores": truth["scores"]}  # far from the truth: warm-up must find it
-    state = holding(density, kernel.init(density, density.unconstrain(start), 0, fresh_generator()))
+    state = holding(density, kernel.init(density, density.unconstrain(start), num_warmup, fresh_generator()))
     below = torch.zeros_like(quantities(truth))
     for iteration in range(num_warmup + draws * thinning):
         state = kernel.step(density, state)

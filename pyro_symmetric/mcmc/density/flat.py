@@ -42,11 +42,15 @@ class Flat:
     """
 
     def __init__(self, evaluate: Evaluate, inputs: Sequence[Tensor]):
+        from torch._guards import TracingContext, tracing
+        from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx  # which takes long to load
 
-        graph = make_fx(evaluate)(*inputs)
-        if _singular_apart(graph):
-            graph = make_fx(graph)(*inputs)  # PyTorch's own operations again
+        # Of one mode of fake tensors, or each operation would make its own, which is most of the tracing's time.
+        with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+            graph = make_fx(evaluate)(*inputs)
+            if _singular_apart(graph):
+                graph = make_fx(graph)(*inputs)  # PyTorch's own operations again
         self.graph, self.constants = graph, _lifted(graph)
         """The tensors that the model holds, in the order in which the graph takes them after the inputs."""
         self.code = "\n".join(part.code for part in graph.modules() if isinstance(part, fx.GraphModule))

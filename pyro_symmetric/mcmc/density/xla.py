@@ -10,16 +10,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from pyro_symmetric.mcmc.density.engine import Unavailable
+from pyro_symmetric.mcmc.density.engine import Evaluation, Unavailable
 from pyro_symmetric.mcmc.density.flat import Evaluate, Flat
-from pyro_symmetric.mcmc.density.programs import Programs
+from pyro_symmetric.mcmc.density.programs import Compute, Programs
 
 # Overloads that torchax 0.0.13 names and PyTorch 2.13 has no more.
 GONE = ((torch.ops.aten.prod, "dim_Dimname"), (torch.ops.aten.index_copy, "dimname"))
@@ -43,6 +43,11 @@ class XLAPrograms(Programs):
     def _flat_of(self, evaluate: Evaluate, inputs: Sequence[Tensor]) -> Flat:
         return FunctionalFlat(evaluate, inputs)
 
+    def _program(self, function: Compute, evaluate: Flat, *others: Any) -> tuple[Callable[..., Any], Any]:
+        assert isinstance(evaluate, FunctionalFlat)
+        _ = evaluate.pure  # before anything is traced around it
+        return super()._program(function, evaluate, *others)
+
     def _compiled(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Callable[..., Any]:
         return compiled(function, inputs)
 
@@ -55,12 +60,21 @@ class FunctionalFlat(Flat):
     """A density's evaluation as a graph that changes nothing in place, of PyTorch's core operations."""
 
     def __init__(self, evaluate: Evaluate, inputs: Sequence[Tensor]):
+        super().__init__(evaluate, inputs)
+        self._given = *inputs, *self.constants
+
+    def __call__(self, *inputs: Tensor) -> Evaluation:
+        energy, gradient = self.pure(*inputs, *self.constants)
+        return energy, gradient
+
+    @cached_property
+    def pure(self) -> fx.GraphModule:
+        """That graph, which takes the constants after the inputs; of no use where a program is kept already."""
         from torch._decomp import core_aten_decompositions
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        super().__init__(evaluate, inputs)
-        pure = make_fx(torch.func.functionalize(self.graph), decomposition_table=dict(core_aten_decompositions()))
-        self.graph = pure(*inputs, *self.constants)
+        changing = make_fx(torch.func.functionalize(self.graph), decomposition_table=dict(core_aten_decompositions()))
+        return changing(*self._given)
 
 
 def require_jax() -> None:

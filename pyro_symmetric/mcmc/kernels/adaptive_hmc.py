@@ -43,16 +43,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.programs import in_stretches
-from pyro_symmetric.mcmc.kernels.hmc import numbers, transition, transitions, whole_steps
+from pyro_symmetric.mcmc.density.flat import Evaluate
+from pyro_symmetric.mcmc.kernels.hmc import Row, Visited, limit, moved, whole_steps
+from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, drawn, iterations, stretch_of
 from pyro_symmetric.mcmc.kernels.kernel import State, Stretch
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
+from pyro_symmetric.mcmc.kernels.learning import Learnt, Plan, chosen
+from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning, tuned
 
 START = math.pi  # for which uniform times leave draws of a standard Gaussian uncorrelated
 BINS, BINS_OF_TWO, SHORTEST = 64, 2, 2.0**-20  # of the curve: two for each doubling of the time, from 1e-6 to 4096
@@ -72,8 +76,8 @@ class LengthTuning:
     :param times: sums of these trajectories' times, fading likewise, ``(BINS,)``.
     :param counts: of these trajectories, fading likewise, ``(BINS,)``.
     :param centre: each chain's average, weighted to the last iterations, ``(C, D)``.
-    :param updates: how often the length was adapted since the curve was begun.
-    :param iteration: how many trajectories there have been: the place in the Halton sequence.
+    :param updates: how often the length was adapted since the curve was begun, ``()``; likewise
+    :param draws: how many there have been of each chain.
     """
 
     log_length: Tensor
@@ -82,34 +86,33 @@ class LengthTuning:
     times: Tensor
     counts: Tensor
     centre: Tensor
-    updates: int = 0
-    iteration: int = 0
+    updates: Tensor
+    draws: Tensor
 
     @classmethod
     def start(cls, length: Tensor, z: Tensor) -> LengthTuning:
         """Start from this length, ``()``, with chains at ``z``."""
         log_length = length.double().log()
-        empty = log_length.new_zeros(BINS)
-        return cls(log_length, log_length, empty, empty, empty, z)
+        empty, none = log_length.new_zeros(BINS), torch.zeros_like(log_length)
+        return cls(log_length, log_length, empty, empty, empty, z, none, none)
 
     def recentred(self, z: Tensor) -> LengthTuning:
         """Take this draw of all chains into their averages, with weight in proportion to its number."""
-        return replace(self, centre=torch.lerp(self.centre, z, 2 / (self.iteration + 1)))
+        weight = (2 / (self.draws + 2)).to(z.dtype)
+        return replace(self, centre=torch.lerp(self.centre, z, weight), draws=self.draws + 1)
 
-    def seen(self, time: float, square: Tensor) -> LengthTuning:
+    def seen(self, time: Tensor, square: Tensor) -> LengthTuning:
         """Count an iteration: how long its trajectories lasted, and their estimate of the expected square, ``()``."""
-        place = int(min(max(BINS_OF_TWO * math.log2(time / SHORTEST), 0), BINS - 1))
-        here = torch.zeros_like(self.counts)
-        here[place].fill_(1.0)  # a value that is assigned would be copied to the device
+        place = (BINS_OF_TWO * (time / SHORTEST).log2()).clamp(0, BINS - 1).long()
+        here = (torch.arange(BINS, device=place.device) == place).to(self.counts)
         sums, times = FADING * self.sums + here * square, FADING * self.times + here * time
-        counts = FADING * self.counts + here
-        return replace(self, sums=sums, times=times, counts=counts, iteration=self.iteration + 1)
+        return replace(self, sums=sums, times=times, counts=FADING * self.counts + here)
 
     def restarted(self, length: float) -> LengthTuning:
         """Start the curve anew in other units of time, from this length or the present one, whichever is shorter."""
-        log_length = self.log_length.clamp(max=math.log(length))
+        log_length, none = self.log_length.clamp(max=math.log(length)), torch.zeros_like(self.updates)
         empty = torch.zeros_like(self.counts)
-        return replace(self, log_length=log_length, sums=empty, times=empty, counts=empty, updates=0)
+        return replace(self, log_length=log_length, sums=empty, times=empty, counts=empty, updates=none)
 
     def advised(self) -> Tensor:
         """The log of the best length among those that were tried twice, ``()``; the present one before any was.
@@ -120,12 +123,15 @@ class LengthTuning:
         tried = self.counts > 1
         places = torch.arange(BINS, device=tried.device)
         edges = SHORTEST * 2 ** (torch.arange(BINS + 1, device=tried.device) / BINS_OF_TWO).double()
-        following = torch.where(tried, places, BINS - 1).flip(0).cummin(0).values.flip(0)
+        later = tried & (places >= places[:, None])
+        following = torch.where(later, places, BINS - 1).amin(1)
         square, time = ((sums / self.counts)[following] for sums in (self.sums, self.times))
         most = torch.where(tried, square, 0.0).max()
         square, time = ((value * edges.diff()).cumsum(0) / edges[1:] for value in (square, time))
         worth = torch.where(tried & (most > 0), square / ((2 * most - square) * time), -torch.inf)
-        return torch.where(tried.any(), edges[1:].take(worth.argmax()).log(), self.log_length)
+        return torch.where(
+            tried.any(), edges[1:].index_select(0, worth.argmax().reshape(1)).squeeze(0).log(), self.log_length
+        )
 
     def update(self, highest: Tensor) -> LengthTuning:
         """Go towards what is advised, and a bin beyond it, below a limit of the log length.
@@ -134,17 +140,18 @@ class LengthTuning:
         """
         updates, advice = self.updates + 1, self.advised()
         ahead = (advice + math.log(2) / BINS_OF_TWO - self.log_length).clamp(-RATE, RATE)
-        average = self.log_average.lerp(advice.clamp(max=highest), updates**-0.5)
-        return replace(
-            self, log_length=(self.log_length + ahead).clamp(max=highest), log_average=average, updates=updates
-        )
+        average = torch.lerp(self.log_average, torch.minimum(advice, highest), updates.rsqrt())
+        log_length = torch.minimum(self.log_length + ahead, highest)
+        return replace(self, log_length=log_length, log_average=average, updates=updates)
 
 
 @dataclass(frozen=True, eq=False)
 class AdaptiveTuning(HamiltonianTuning):
-    """The tuning of every Hamiltonian kernel, and the trajectories' length."""
+    """The tuning of every Hamiltonian kernel, the trajectories' length, and how many there have been: the place in the
+    Halton sequence."""
 
     length: LengthTuning
+    iteration: int = 0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -172,60 +179,75 @@ class AdaptiveHMC(HamiltonianKernel):
     adapt_length: bool = True
     max_steps: int = 512
 
-    _transition = staticmethod(transition)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.positive("trajectory_length", self.trajectory_length)
         arguments.whole("max_steps", self.max_steps, 1)
 
-    def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
-        state = super().init(density, z, num_warmup, generator)
-        length = LengthTuning.start(z.new_tensor(self.trajectory_length), z)
-        return replace(state, tuning=AdaptiveTuning(**vars(state.tuning), length=length))
-
-    def step(self, density: Density, state: State) -> State:
-        tuning: AdaptiveTuning = state.tuning
-        share = radical_inverse(tuning.length.iteration + 1)
-        # The one place where an iteration waits for the device: a loop needs its length.
-        length, step_size = torch.stack([tuning.length.log_length.exp(), tuning.step_size.double()]).tolist()
-        num_steps = whole_steps(share * length / step_size, self.max_steps, tuning.most_steps)
-        after, end = self._transition(density, state, num_steps)
-        first, last = (tuning.mass.whiten(z - tuning.length.centre) for z in (state.z, end.z))
-        square = expected_square(first, last, after.statistics["acceptance_rate"])
-        return replace(after, tuning=replace(tuning, length=tuning.length.seen(num_steps * step_size, square)))
-
-    def steps(self, density: Density, state: State, count: int) -> Stretch:
-        """As :meth:`step`, but for the curve of squares, which is of use in warm-up alone."""
-        if not in_stretches(density):
-            return super().steps(density, state, count)
-        tuning: AdaptiveTuning = state.tuning
-        length, step_size = float(tuning.length.log_length.exp()), float(tuning.step_size)
-        first = tuning.length.iteration + 1
-        shares = [radical_inverse(number) for number in range(first, first + count)]
-        lengths = [whole_steps(share * length / step_size, self.max_steps, tuning.most_steps) for share in shares]
-        found = transitions(density, state, *numbers(state, count), lengths)
-        moved = replace(tuning, length=replace(tuning.length, iteration=tuning.length.iteration + count))
-        return replace(found, state=replace(found.state, tuning=moved))
-
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
-        tuning: AdaptiveTuning = state.tuning
-        if self.adapt_length and len(state.z) >= MIN_CHAINS:
-            length = tuning.length
-            if not tuning.blind:
-                # By the average: a single small step would cut off what took long to learn.
-                length = length.update(tuning.search.log_average + math.log(self.max_steps))
-            if iteration + 1 == num_warmup:
-                length = replace(length, log_length=length.log_average)
-            state = replace(state, tuning=replace(tuning, length=length.recentred(state.z)))
+        before: AdaptiveTuning = state.tuning
+        if iteration + 1 == num_warmup and self._learns_length(state.z):
+            state = tuned(state, length=replace(before.length, log_length=before.length.log_average))
         after = super().adapt(density, state, iteration, num_warmup)
-        if after.tuning.mass is tuning.mass:
+        if after.tuning.mass is before.mass:
             return after
         # Squares and times in other units say nothing of those to come.
         restarted = after.tuning.length.restarted(self.trajectory_length)
-        if tuning.blind:  # so do the places that chains come from
+        if before.blind:  # so do the places that chains come from
             restarted = replace(restarted, centre=after.z)
-        return replace(after, tuning=replace(after.tuning, length=restarted))
+        return tuned(after, length=restarted)
+
+    def _tuning(self, tuning: HamiltonianTuning, z: Tensor) -> AdaptiveTuning:
+        return AdaptiveTuning(**vars(tuning), length=LengthTuning.start(z.new_tensor(self.trajectory_length), z))
+
+    def _learns_length(self, z: Tensor) -> bool:
+        return self.adapt_length and len(z) >= MIN_CHAINS
+
+    def _plan(self, tuning: HamiltonianTuning, most: int) -> Plan:
+        return super()._plan(tuning, most)._replace(length=self._learns_length(tuning.began) and not tuning.blind)
+
+    def _moved(self, density: Density, state: State, count: int, most: int | None) -> Stretch:
+        tuning: AdaptiveTuning = state.tuning
+        noise, chance = drawn(density, state, count, (state.z, "normal_"), (state.energy, "uniform_"))
+        places = range(tuning.iteration + 1, tuning.iteration + 1 + len(noise))
+        shares = torch.tensor([radical_inverse(place) for place in places], dtype=torch.double, device="cpu")
+        rows, plan = Row(noise, chance, shares.to(noise.device)), self._plan(tuning, limit(self.max_steps, most))
+        known = Learnt.of(tuning), tuning.length
+        at, (known, length), found = iterations(
+            density, state, _move, learnt_with_length, Visited.like, known, rows, count, plan
+        )
+        tuning = replace(tuning, **vars(known), length=length, iteration=tuning.iteration + count)
+        return stretch_of(state, at, tuning, found, found.statistics())
+
+
+def _move(
+    evaluate: Evaluate, at: PhasePoint, known: tuple[Learnt, LengthTuning], row: Row, mass: Mass, plan: Plan
+) -> tuple[PhasePoint, Any, Visited]:
+    num_steps = steps_of(known, row.share, plan.most)
+    found, record = moved(evaluate, at, known[0].steps, row, mass, num_steps)
+    return found.after, (at.z, found.end.z, found.after.z, found.acceptance, num_steps), record
+
+
+def steps_of(known: tuple[Learnt, LengthTuning], share: float | Tensor, most: int | Tensor) -> Tensor:
+    """The steps ``()`` of a trajectory that has this share of the longest."""
+    return whole_steps(share * known[1].log_length.exp() / known[0].step_size.double(), most)
+
+
+def learnt_with_length(
+    before: tuple[Learnt, LengthTuning], seen: tuple[Tensor, ...], mass: Mass, plan: Plan
+) -> tuple[Learnt, LengthTuning]:
+    """The knowledge after an iteration.
+
+    :param seen: where trajectories began and ended and what was chosen, ``(C, D)``, the acceptance ``(C,)`` and their
+        number of steps ``()``.
+    """
+    (known, length), (start, end, after, acceptance, num_steps) = before, seen
+    first, last = (mass.whiten(z - length.centre) for z in (start, end))
+    length = length.seen(num_steps * known.step_size.double(), expected_square(first, last, acceptance))
+    # By the average: a single small step would cut off what took long to learn.
+    longest = math.log(plan.most) if isinstance(plan.most, int) else plan.most.double().log()
+    updated = length.update(known.search.log_average + longest)
+    return known.update(acceptance, plan), chosen(plan.length, updated, length).recentred(after)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

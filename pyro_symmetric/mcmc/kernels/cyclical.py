@@ -152,7 +152,7 @@ class CyclicalSG(StochasticGradientKernel):
         anchor, cost = None, batches_of_a_pass(walk.density)
         if cost is not None and cost <= self.cycle_length and (tuning.warming_up or tuning.anchor is not None):
             anchor = Anchor.at(walk.density, walk.z.clone())
-            walk.count += cost
+            walk.spent += cost
         walk.anchor, walk.centre = anchor, walk.z.clone()
         return replace(tuning, anchor=anchor, centre=walk.centre)
 

@@ -12,20 +12,19 @@ transition exact and all chains in step, so that one batched gradient serves the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.flat import Evaluate, scan
-from pyro_symmetric.mcmc.density.programs import in_stretches, run
-from pyro_symmetric.mcmc.kernels.integrator import Outcome, PhasePoint, trajectory
-from pyro_symmetric.mcmc.kernels.kernel import State, Stretch, longest_stretch
+from pyro_symmetric.mcmc.density.flat import Evaluate
+from pyro_symmetric.mcmc.kernels.integrator import Outcome, PhasePoint, drawn, iterations, stretch_of, trajectory
+from pyro_symmetric.mcmc.kernels.kernel import State, Stretch
+from pyro_symmetric.mcmc.kernels.learning import Learnt, Plan, learnt
 from pyro_symmetric.mcmc.kernels.mass import Mass
-from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 
@@ -62,135 +61,105 @@ class HMC(HamiltonianKernel):
         arguments.whole("max_steps", self.max_steps, 1)
         arguments.number("jitter", self.jitter, least=0, most=1)
 
-    def step(self, density: Density, state: State) -> State:
+    def _moved(self, density: Density, state: State, count: int, most: int | None) -> Stretch:
         tuning: HamiltonianTuning = state.tuning
-        # The one place where an iteration waits for the device: a loop needs its length.
-        fraction, step_size = torch.stack([uniform(tuning.step_size, state.generator), tuning.step_size]).tolist()
-        return transition(density, state, self._num_steps(fraction, step_size, tuning.most_steps))[0]
-
-    def steps(self, density: Density, state: State, count: int) -> Stretch:
-        if not in_stretches(density):
-            return super().steps(density, state, count)
-        step_size: Tensor = state.tuning.step_size
-        fractions = step_size.new_empty(count)
-        noise, chance = numbers(state, count, fractions)
-        size, most = float(step_size), state.tuning.most_steps
-        lengths = [self._num_steps(fraction, size, most) for fraction in fractions.tolist()]
-        return transitions(density, state, noise, chance, lengths)
-
-    def _num_steps(self, fraction: float, step_size: float, most_now: int | None) -> int:
-        share = 1 + self.jitter * (2 * fraction - 1)
-        mean = self.trajectory_length / step_size if self.num_steps is None else self.num_steps
-        return whole_steps(share * mean, self.max_steps, most_now)
+        fraction, noise, chance = drawn(
+            density, state, count, (tuning.step_size, "uniform_"), (state.z, "normal_"), (state.energy, "uniform_")
+        )
+        rows = Row(noise, chance, 1 + self.jitter * (2 * fraction.double() - 1))
+        length = self.trajectory_length if self.num_steps is None else float(self.num_steps)
+        mean = torch.full_like(tuning.step_size, length, dtype=torch.double)
+        plan = self._plan(tuning, limit(self.max_steps, most))
+        in_steps = self.num_steps is not None
+        at, known, found = iterations(
+            density, state, _move, learnt, Visited.like, Learnt.of(tuning), rows, count, plan, mean, in_steps=in_steps
+        )
+        return stretch_of(state, at, replace(tuning, **vars(known)), found, found.statistics())
 
 
-def whole_steps(steps: float, max_steps: int, most_now: int | None) -> int:
-    """A number of leapfrog steps, rounded up, of at least 1 and at most what is allowed now."""
-    limit = max_steps if most_now is None else min(max_steps, most_now)
-    return max(1, min(math.ceil(steps - 1e-9), limit))
+def limit(max_steps: int, most_now: int | None) -> int:
+    """The most steps of a trajectory."""
+    return max_steps if most_now is None else min(max_steps, most_now)
 
 
-def transition(density: Density, state: State, num_steps: int) -> tuple[State, PhasePoint]:
-    """One iteration of HMC with so many leapfrog steps: the next state, and where the trajectories ended."""
-    tuning: HamiltonianTuning = state.tuning
-    noise, chance = normal(state.z, state.generator), uniform(state.energy, state.generator)
-    steps = tuning.steps.expand(len(state.z), 1).contiguous()
-    found: Outcome = run(
-        density,
-        trajectory,
-        state.z,
-        state.energy,
-        state.gradient,
-        noise,
-        chance,
-        steps,
-        tuning.mass,
-        torch.tensor(num_steps, device="cpu"),
-    )
-    statistics = {
-        "lp": -found.after.energy,
-        "acceptance_rate": found.acceptance,
-        "energy": found.energy,
-        "diverging": found.diverging,
-        "step_size": steps[:, 0],
-        "n_steps": torch.full_like(found.energy, num_steps, dtype=torch.long),
-    }
-    return State(*found.after, tuning, state.generator, statistics), found.end
+def whole_steps(steps: Tensor, most: int | Tensor) -> Tensor:
+    """A number of leapfrog steps ``()``, rounded up, of at least 1 and at most what is allowed."""
+    return (steps - 1e-9).ceil().clamp(max=most).clamp(min=1).long()
 
 
-# many iterations as one program --------------------------------------------------------------------------------------
+class Row(NamedTuple):
+    """The numbers of an iteration: standard normal ones ``(C, D)``, uniform ones ``(C,)``, and the share ``()`` of the
+    length that its trajectories have, in double precision."""
+
+    noise: Tensor
+    chance: Tensor
+    share: Tensor
 
 
-class _Visited(NamedTuple):
-    """The record of an iteration: positions ``(C, D)`` and their energies, and as in :class:`Outcome`; ``(C,)``."""
+class Visited(NamedTuple):
+    """The record of an iteration: positions ``(C, D)``, the energies' gradients there, and as in :class:`Outcome`; step
+    sizes ``(C,)`` and their number ``()``."""
 
     z: Tensor
+    slope: Tensor
     potential: Tensor
     acceptance: Tensor
     energy: Tensor
     diverging: Tensor
+    step_size: Tensor
+    n_steps: Tensor
+
+    @classmethod
+    def of(cls, found: Outcome, steps: Tensor, num_steps: Tensor) -> Visited:
+        after = found.after
+        return cls(
+            after.z,
+            after.gradient,
+            after.energy,
+            found.acceptance,
+            found.energy,
+            found.diverging,
+            steps[:, 0],
+            num_steps,
+        )
+
+    @classmethod
+    def like(cls, at: PhasePoint) -> Visited:
+        numbers = (at.energy,) * 3
+        count = torch.zeros((), dtype=torch.long, device=at.z.device)
+        return cls(at.z, at.z, *numbers, at.energy > 0, at.energy, count)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Of iterations, ``(B, C)`` each."""
+        return {
+            "lp": -self.potential,
+            "acceptance_rate": self.acceptance,
+            "energy": self.energy,
+            "diverging": self.diverging,
+            "step_size": self.step_size,
+            "n_steps": self.n_steps[:, None].expand_as(self.energy),
+        }
 
 
-def numbers(state: State, count: int, fractions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Standard normal numbers ``(B, C, D)`` and uniform ones ``(B, C)`` of so many iterations, in the order in which
-    single iterations draw them, and room for more: one program serves stretches of all lengths.
-
-    :param fractions: ``(count,)``, to be filled with uniform numbers, one at the beginning of each iteration.
-    """
-    size, generator = max(count, longest_stretch(state.z)), state.generator
-    noise, chance = state.z.new_empty(size, *state.z.shape), state.energy.new_empty(size, len(state.z))
-    for number in range(count):
-        if fractions is not None:
-            fractions[number].uniform_(generator=generator)
-        noise[number].normal_(generator=generator)
-        chance[number].uniform_(generator=generator)
-    return noise, chance
-
-
-def transitions(density: Density, state: State, noise: Tensor, chance: Tensor, num_steps: list[int]) -> Stretch:
-    """Iterations of HMC with these numbers of leapfrog steps."""
-    tuning: HamiltonianTuning = state.tuning
-    count = len(num_steps)
-    lengths = torch.ones(len(noise), dtype=torch.long, device="cpu")
-    lengths[:count] = torch.tensor(num_steps, device="cpu")
-    steps = tuning.steps.expand(len(state.z), 1).contiguous()
-    after: PhasePoint
-    found: _Visited
-    after, found = run(
-        density,
-        _stretched,
-        state.z,
-        PhasePoint(state.z, state.momentum, state.energy, state.gradient),
-        (noise, chance, lengths),
-        torch.tensor(count, device="cpu"),
-        steps,
-        tuning.mass,
-    )
-    found = _Visited(*[value[:count] for value in found])
-    statistics = {
-        "lp": -found.potential,
-        "acceptance_rate": found.acceptance,
-        "energy": found.energy,
-        "diverging": found.diverging,
-        "step_size": steps[:, 0].expand_as(found.energy),
-        "n_steps": lengths[:count, None].expand(count, len(state.z)),
-    }
-    last = State(*after, tuning, state.generator, {name: value[-1] for name, value in statistics.items()})
-    return Stretch(last, found.z, found.potential, statistics)
+def _move(
+    evaluate: Evaluate,
+    at: PhasePoint,
+    known: Learnt,
+    row: Row,
+    mass: Mass,
+    plan: Plan,
+    length: Tensor,
+    in_steps: bool,
+) -> tuple[PhasePoint, Tensor, Visited]:
+    unit = torch.ones_like(length) if in_steps else known.step_size.double()
+    found, record = moved(evaluate, at, known.steps, row, mass, whole_steps(row.share * length / unit, plan.most))
+    return found.after, found.acceptance, record
 
 
-def _stretched(
-    evaluate: Evaluate, z: Tensor, start: PhasePoint, rows: Any, count: Tensor, step_size: Tensor, mass: Mass
-) -> tuple[PhasePoint, _Visited]:
-    like = _Visited(z, start.energy, start.energy, start.energy, start.energy > 0)
-    found = scan(evaluate, count, _visited, start, rows, like, step_size, mass)
-    return found[0], found[1]
-
-
-def _visited(
-    evaluate: Evaluate, at: PhasePoint, row: tuple[Tensor, Tensor, Tensor], step_size: Tensor, mass: Mass
-) -> tuple[PhasePoint, _Visited]:
-    noise, chance, num_steps = row
-    found = trajectory(evaluate, at.z, at.energy, at.gradient, noise, chance, step_size, mass, num_steps)
-    after = found.after
-    return after, _Visited(after.z, after.energy, found.acceptance, found.energy, found.diverging)
+def moved(
+    evaluate: Evaluate, at: PhasePoint, sizes: Tensor, row: Row, mass: Mass, num_steps: Tensor
+) -> tuple[Outcome, Visited]:
+    """An iteration of so many steps ``()`` of these sizes ``(C, 1)``, and its record."""
+    # The one place where an iteration waits for the device: a loop needs its length.
+    found = trajectory(evaluate, at.z, at.energy, at.gradient, row.noise, row.chance, sizes, mass, num_steps.cpu())
+    return found, Visited.of(found, sizes, num_steps)

@@ -97,16 +97,18 @@ def steps_of_isokinetic(
 def kicked(momentum: Tensor, gradient: Tensor, time: Tensor, mass: Mass) -> tuple[Tensor, Tensor]:
     """Momenta ``(C, D)`` after a kick that lasts for ``time`` ``(C, 1)``, and what it adds to the energy's change,
     ``(C,)``."""
-    dim, tiny = momentum.shape[-1], torch.finfo(momentum.dtype).tiny
+    dim, limits = momentum.shape[-1], torch.finfo(momentum.dtype)
     along = mass.velocity(gradient)
-    norm = torch.linalg.vecdot(gradient, along).sqrt().clamp(min=tiny)
-    t = torch.tanh(norm * time[:, 0] * (0.5 * math.sqrt(dim) / (dim - 1)))
+    norm = torch.linalg.vecdot(gradient, along).sqrt().clamp(min=limits.tiny)
+    half = norm * time[:, 0] * (0.5 * math.sqrt(dim) / (dim - 1))
+    t, gap = torch.tanh(half), 2 * torch.sigmoid(-2 * half)  # gap = 1 - t, which would round to nothing
     share = t / norm
-    ct = torch.linalg.vecdot(momentum, along) * share * -(dim**-0.5)
-    square = t * t
-    scale = 1 / (1 + square + 2 * ct).clamp(min=tiny)
-    keep = ((1 - square) * scale).clamp(min=tiny)  # 1 / (cosh + c sinh)
-    push = share * (1 + ct) * scale
+    # t (1 + c), as far as directions tell: nothing cancels in what is made of it
+    turn = t - (torch.linalg.vecdot(momentum, along) * share * dim**-0.5)
+    turn = torch.maximum(turn, limits.eps * t)
+    scale = 1 / (gap * gap + 2 * turn).clamp(min=limits.tiny)
+    keep = (gap * (1 + t) * scale).clamp(min=limits.tiny)  # 1 / (cosh + c sinh)
+    push = share * (gap + turn) * scale
     turned = torch.addcmul(keep[:, None] * momentum, push[:, None], gradient, value=-2 * math.sqrt(dim))
     return turned, (1 - dim) * keep.log()
 

@@ -2,8 +2,9 @@
 
 A :class:`Kernel` holds settings and the model, nothing that changes. What changes is the :class:`State`: where the
 chains are and what warm-up has learnt so far. :func:`~pyro_symmetric.mcmc.run.sample` drives it: :meth:`Kernel.init`
-once, then for every iteration :meth:`Kernel.step`, and in warm-up :meth:`Kernel.adapt` after it. The state, its random
-generator included, determines all that follows.
+once, then :meth:`Kernel.steps` for stretches of iterations, and in warm-up :meth:`Kernel.adapt` after those that
+:meth:`Kernel.next_adaptation` names. What a kernel learns with every iteration belongs to its step. The state, its
+random generator included, determines all that follows.
 """
 
 from __future__ import annotations
@@ -151,12 +152,13 @@ class Kernel(ABC):
         """One iteration of all chains."""
 
     def steps(self, density: Density, state: State, count: int) -> Stretch:
-        """So many iterations after warm-up, which draw and compute exactly what as many calls of :meth:`step` would,
-        in whatever stretches they are asked for. A kernel may have one program do them all; by default it is a loop.
+        """So many iterations, between which there is nothing to adapt. They draw and compute exactly what as many calls
+        of :meth:`step` would, in whatever stretches they are asked for. A kernel may have one program do them all; by
+        default it is a loop.
 
         :param count: at most :func:`longest_stretch`.
         """
-        states = [state := self.step(density, state) for _ in range(count)]
+        states = [state := required(self.step(density, state), state.z, self, "step") for _ in range(count)]
         names = states[0].statistics
         return Stretch(
             state,
@@ -168,6 +170,11 @@ class Kernel(ABC):
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         """Learn from warm-up's iteration ``iteration`` (counted from 0) of ``num_warmup``; by default nothing."""
         return state
+
+    def next_adaptation(self, iteration: int, num_warmup: int) -> int:
+        """The first iteration of warm-up, from this one on, after which :meth:`adapt` has something to do; by default
+        this one. It may be called after others, too. Those before it are done in stretches."""
+        return iteration
 
     def remarks(self, state: State) -> dict[str, Any]:
         """Entries of a posterior's metadata, as JSON, that only the state tells; by default none."""
@@ -184,6 +191,15 @@ class Kernel(ABC):
         parts = [getattr(self.model, "__name__", type(self.model).__name__)]
         parts += [f"{name}={value!r}" for name, value in self.settings().items() if value != defaults[name]]
         return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def required(state: Any, z: Tensor, kernel: Kernel, method: str) -> State:
+    """The state that a kernel returned, checked: chains at as many places as ``z``."""
+    name = f"what {type(kernel).__name__}.{method} returned"
+    arguments.instance(name, state, State, "a pyro_symmetric.State")
+    if state.z.shape != z.shape:
+        raise ValueError(f"{name} has z of shape {tuple(state.z.shape)}; it must be {tuple(z.shape)}")
+    return state
 
 
 def _stacked(values: list[Tensor]) -> Tensor:
@@ -216,18 +232,18 @@ def stranded(began: Tensor, z: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
     return still & (energy > highest) & (2 * still.sum() < len(still)), ~still
 
 
-def relocated(state: State, tuning: Tuning, lost: Tensor, arrived: Tensor) -> tuple[State, Tuning]:
+def relocated(state: State, lost: Tensor, arrived: Tensor) -> State:
     """Lost chains at the places of those that have arrived, which take turns; ``(C,)`` each.
 
-    :param tuning: notes in its field ``relocated`` which chains were lost.
+    The tuning's field ``relocated`` notes which chains were lost.
     """
     if not bool(lost.any()):
-        return state, tuning
+        return state
     every, others = torch.arange(len(lost), device=lost.device), arrived.nonzero().flatten()
     sources = torch.where(lost, others[every % len(others)], every)
     z, momentum, energy, gradient = (
         value[sources] for value in (state.z, state.momentum, state.energy, state.gradient)
     )
-    every_time = lost if tuning.relocated is None else tuning.relocated | lost
-    state = replace(state, z=z, momentum=momentum, energy=energy, gradient=gradient)
-    return state, replace(tuning, relocated=every_time)
+    before = state.tuning.relocated
+    tuning = replace(state.tuning, relocated=lost if before is None else before | lost)
+    return replace(state, z=z, momentum=momentum, energy=energy, gradient=gradient, tuning=tuning)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,14 +35,21 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.flat import Evaluate
 from pyro_symmetric.mcmc.density.programs import run
-from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
-from pyro_symmetric.mcmc.kernels.hmc import whole_steps
-from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, decided, find_step_size
+from pyro_symmetric.mcmc.kernels.adaptive_hmc import (
+    AdaptiveHMC,
+    AdaptiveTuning,
+    learnt_with_length,
+    radical_inverse,
+    steps_of,
+)
+from pyro_symmetric.mcmc.kernels.hmc import limit, whole_steps
+from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, decided
 from pyro_symmetric.mcmc.kernels.isokinetic import GRADIENTS, directed, isokinetic, refreshed, steps_of_isokinetic
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.kernels.learning import Learnt, StepSearch
 from pyro_symmetric.mcmc.kernels.mass import Mass
 from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianTuning, StepSearch, TunedKernel
+from pyro_symmetric.mcmc.kernels.warmup import HamiltonianTuning, TunedKernel, tuned
 
 CORRELATION = 3 / 7  # of successive draws, which makes L 0.4 autocorrelation lengths
 STEP_GAIN = 1 / 6  # of the search for log eps: Newton's, for an error that goes with the sixth power
@@ -52,11 +59,11 @@ LARGEST_EXCESS = 4.0  # of the mean ratio over 1, so that no iteration halves th
 DIVERGED = 1e4  # of the same ratio, beyond which an iteration is taken back
 
 
-def one_step_errors(
-    density: Density, at: PhasePoint, step_size: Tensor, mass: Mass, generator: torch.Generator
-) -> Tensor:
+def one_step_errors(density: Density, state: State, step_size: Tensor) -> Tensor:
     """Energy errors ``(C,)`` of one step in random directions, infinite where it left all numbers behind."""
-    start = at._replace(momentum=directed(mass.draw(at.z, generator), mass))
+    mass = state.tuning.mass
+    momentum = directed(mass.draw(state.z, state.generator), mass)
+    start = PhasePoint(state.z, momentum, state.energy, state.gradient)
     change = isokinetic(density, start, step_size, mass)[1]
     return torch.where(torch.isfinite(change), change, torch.inf)
 
@@ -67,13 +74,11 @@ class MicrocanonicalTuning(HamiltonianTuning):
 
     :param length: search for it, in log.
     :param centre: each chain's average, weighted to the last iterations, ``(C, D)``.
-    :param correlation: of the two latest draws, over all chains and whitened coordinates, about the centres, ``()``.
     :param count: iterations that the centre is of.
     """
 
     length: StepSearch
     centre: Tensor
-    correlation: Tensor
     count: int = 0
 
 
@@ -110,8 +115,6 @@ class MCLMC(TunedKernel):
     adapt_length: bool = True
     max_steps: int = 256
 
-    judged_by = "energy_error"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.positive("energy_error", self.energy_error)
@@ -122,19 +125,14 @@ class MCLMC(TunedKernel):
 
     def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
         require_directions(self, z)
-        state = super().init(density, z, num_warmup, generator)
-        length = StepSearch.start(z.new_tensor(self.length))
-        shared = vars(state.tuning)
-        return replace(
-            state, tuning=MicrocanonicalTuning(**shared, length=length, centre=z, correlation=z.new_zeros(()))
-        )
+        return super().init(density, z, num_warmup, generator)
 
     def step(self, density: Density, state: State) -> State:
         tuning: MicrocanonicalTuning = state.tuning
         length = tuning.length.log_step.exp()
         # The one place where an iteration waits for the device: a loop needs its length.
-        num_steps = whole_steps(float(length / tuning.step_size.double()) - 0.5, self.max_steps, tuning.most_steps)
-        steps = tuning.steps.expand(len(state.z), 1).contiguous()
+        most, steps = limit(self.max_steps, tuning.most_steps), tuning.steps
+        num_steps = int(whole_steps(length / tuning.step_size.double() - 0.5, most))
         spread = torch.expm1(2 * steps / length.to(steps.dtype)).sqrt()
         start = at = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
         squares = torch.zeros_like(state.energy)
@@ -151,38 +149,55 @@ class MCLMC(TunedKernel):
             "diverging": ~kept,
             **_cost(tuning, ratio, num_steps),
         }
-        tuning = replace(tuning, correlation=correlation(state.z, at.z, tuning))
+        if tuning.learns:
+            tuning = self._learnt(tuning, correlation(state.z, at.z, tuning), at, ratio, kept)
         return State(*at, tuning, state.generator, statistics)
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
-        tuning: MicrocanonicalTuning = state.tuning
+        length: StepSearch = state.tuning.length
+        if self.adapt_length and iteration + 1 == num_warmup:
+            state = tuned(state, length=replace(length, log_step=length.log_average))
+        return super().adapt(density, state, iteration, num_warmup)
+
+    @property
+    def _least_acceptance(self) -> float:
+        return math.exp(-1)
+
+    def _accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
+        return (-one_step_errors(density, state, step_size).square() / (state.z.shape[-1] * self.energy_error)).exp()
+
+    def _search(self, step_size: Tensor, target: float | None, follow: bool) -> StepSearch:
+        return StepSearch.start(step_size, 0.0, follow, STEP_GAIN)
+
+    def _tuning(self, tuning: HamiltonianTuning, z: Tensor) -> MicrocanonicalTuning:
+        length = StepSearch.start(z.new_tensor(self.length), CORRELATION, gain=LENGTH_GAIN)
+        return MicrocanonicalTuning(**vars(tuning), length=length, centre=z)
+
+    def _learnt(
+        self, tuning: MicrocanonicalTuning, correlation: Tensor, at: PhasePoint, ratio: Tensor, kept: Tensor
+    ) -> MicrocanonicalTuning:
+        """The tuning after an iteration that ended there, with draws of this correlation ``()`` and these energy
+        errors in units of what is asked ``(C,)``."""
         if self.adapt_length:
             length, log_step = tuning.length, tuning.search.log_step
             if not tuning.blind:
-                length = length.update(tuning.correlation, CORRELATION, gain=LENGTH_GAIN)
+                length = length.update(correlation)
                 longest = log_step + math.log(self.max_steps)
                 length = replace(length, log_step=length.log_step.clamp(min=log_step, max=longest))
-            if iteration + 1 == num_warmup:
-                length = replace(length, log_step=length.log_average)
-            centre = torch.lerp(tuning.centre, state.z, 2 / (tuning.count + 2))
+            centre = torch.lerp(tuning.centre, at.z, 2 / (tuning.count + 2))
             tuning = replace(tuning, length=length, centre=centre, count=tuning.count + 1)
-        return super().adapt(density, replace(state, tuning=tuning), iteration, num_warmup)
+        tuning = tuning.noted(at.z, at.gradient)
+        return (
+            self._with_learnt_step(tuning, torch.where(kept, ratio, LARGEST_RATIO)) if self.adapt_step_size else tuning
+        )
 
-    def _find_step(
-        self, density: Density, at: PhasePoint, step_size: Tensor, mass: Mass, generator: torch.Generator
-    ) -> Tensor:
-        def closeness(density: Density, at: PhasePoint, *step: Any) -> Tensor:
-            return (-one_step_errors(density, at, *step).square() / (at.z.shape[-1] * self.energy_error)).exp()
-
-        return find_step_size(density, at, step_size, mass, math.exp(-1), generator, closeness)
-
-    def _adapt_step_size(self, tuning: HamiltonianTuning, judged: Tensor) -> HamiltonianTuning:
-        ratio = judged.nan_to_num(LARGEST_RATIO).clamp(max=LARGEST_RATIO)
-        pace, pooled = tuning.pace, ratio.mean()
-        if pace is not None:
-            pooled, pace = pace.pooled(ratio), pace.update(1 / (1 + ratio), 0.5)
-        search = tuning.search.update((1 - pooled).clamp(min=-LARGEST_EXCESS), 0.0, follow=tuning.blind, gain=STEP_GAIN)
-        return replace(tuning, search=search, step_size=search.log_step.exp().to(judged.dtype), pace=pace)
+    def _with_learnt_step(self, tuning: MicrocanonicalTuning, ratio: Tensor) -> MicrocanonicalTuning:
+        ratio = ratio.clamp(max=LARGEST_RATIO)
+        pooled, pace = tuning.pace.pooled(ratio), tuning.pace
+        if tuning.blind:
+            pace = pace.update(1 / (1 + ratio), pooled.new_tensor(0.5))
+        search = tuning.search.update((1 - pooled).clamp(min=-LARGEST_EXCESS))
+        return replace(tuning, search=search, step_size=search.log_step.exp().to(ratio.dtype), pace=pace)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -204,14 +219,24 @@ class AdjustedMCLMC(AdaptiveHMC):
 
     steps = Kernel.steps  # its iteration is several programs
 
-    def _acceptance_of_one_step(
-        self, density: Density, at: PhasePoint, step_size: Tensor, mass: Mass, generator: torch.Generator
-    ) -> Tensor:
-        return (-one_step_errors(density, at, step_size, mass, generator)).clamp(max=0).exp()
+    def _accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
+        return (-one_step_errors(density, state, step_size)).clamp(max=0).exp()
 
     def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
         require_directions(self, z)
         return super().init(density, z, num_warmup, generator)
+
+    def step(self, density: Density, state: State) -> State:
+        tuning: AdaptiveTuning = state.tuning
+        known, most = (Learnt.of(tuning), tuning.length), limit(self.max_steps, tuning.most_steps)
+        steps = steps_of(known, radical_inverse(tuning.iteration + 1), most)
+        # The one place where an iteration waits for the device: a loop needs its length.
+        after, end = self._transition(density, state, int(steps))
+        if tuning.learns:
+            seen = state.z, end.z, after.z, after.statistics["acceptance_rate"], steps
+            learnt, length = learnt_with_length(known, seen, tuning.mass, self._plan(tuning, most))
+            tuning = replace(tuning, **vars(learnt), length=length).noted(after.z, after.gradient)
+        return replace(after, tuning=replace(tuning, iteration=tuning.iteration + 1))
 
     @staticmethod
     def _transition(density: Density, state: State, num_steps: int) -> tuple[State, PhasePoint]:

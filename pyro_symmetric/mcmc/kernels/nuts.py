@@ -20,9 +20,7 @@ CPU it looks once in ``PATIENCE`` batches, and chains that have finished stay, m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +28,23 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.flat import Evaluate, loop, scan
+from pyro_symmetric.mcmc.density.flat import Evaluate, loop
 from pyro_symmetric.mcmc.density.programs import compiles, in_stretches, run
-from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, one_step
-from pyro_symmetric.mcmc.kernels.kernel import State, Stretch, longest_stretch
+from pyro_symmetric.mcmc.kernels.integrator import (
+    MAX_ENERGY_ERROR,
+    PhasePoint,
+    choose,
+    drawn,
+    energy_error,
+    iterations,
+    mapped,
+    one_step,
+    stretch_of,
+)
+from pyro_symmetric.mcmc.kernels.kernel import State, Stretch
+from pyro_symmetric.mcmc.kernels.learning import Learnt, Plan, learnt
 from pyro_symmetric.mcmc.kernels.mass import Mass
-from pyro_symmetric.mcmc.kernels.randomness import hashed, normal
+from pyro_symmetric.mcmc.kernels.randomness import hashed
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 AT_HAND = ("cpu",)  # kinds of devices that the host needn't wait for
@@ -63,76 +72,47 @@ class NUTS(HamiltonianKernel):
         super().__post_init__()
         arguments.whole("max_treedepth", self.max_treedepth, 1)
 
-    def step(self, density: Density, state: State) -> State:
+    def _moved(self, density: Density, state: State, count: int, most: int | None) -> Stretch:
         tuning: HamiltonianTuning = state.tuning
-        steps = tuning.steps.expand(len(state.z), 1).contiguous()
-        tree, batches = self._grown(
-            density,
-            PhasePoint(state.z, state.momentum, state.energy, state.gradient),
-            steps,
-            tuning.mass,
-            self._most_doublings(tuning),
-            state.generator,
-        )
-        grown = _Grown(
-            tree.draw.z, tree.draw.energy, tree.draw.total_energy(tuning.mass), tree.cost, tree.depth, batches
-        )
-        return State(*tree.draw, tuning, state.generator, self._statistics(grown, steps))
-
-    def steps(self, density: Density, state: State, count: int) -> Stretch:
-        if not in_stretches(density):
-            return super().steps(density, state, count)
-        tuning: HamiltonianTuning = state.tuning
-        size, generator = max(count, longest_stretch(state.z)), state.generator
-        noise = state.z.new_empty(size, *state.z.shape)
-        seeds = state.z.new_zeros(size, len(state.z), dtype=torch.long)
-        for number in range(count):
-            noise[number].normal_(generator=generator)
-            seeds[number].random_(generator=generator)
-        at = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
-        steps = tuning.steps.expand(len(state.z), 1).contiguous()
-        limits = torch.tensor(count, device="cpu"), torch.tensor(self._most_doublings(tuning), device="cpu")
-        after: PhasePoint
-        found: _Grown
-        after, found = run(
-            density, _stretched, state.z, at, (noise, seeds), *limits, steps, tuning.mass, levels=self.max_treedepth
-        )
-        found = _map(lambda value: value[:count], found)
-        statistics = self._statistics(found, steps)
-        last = State(*after, tuning, generator, {name: value[-1] for name, value in statistics.items()})
-        return Stretch(last, found.z, found.potential, statistics)
-
-    def _most_doublings(self, tuning: HamiltonianTuning) -> int:
-        most = tuning.most_steps
-        return self.max_treedepth if most is None else min(self.max_treedepth, most.bit_length())
-
-    def _statistics(self, grown: _Grown, steps: Tensor) -> dict[str, Tensor]:
-        cost, energy = grown.cost, grown.energy
-        share = cost.steps.to(energy).mean(-1) / grown.batches  # of one iteration a number, which may lie on the CPU
-        return {
-            "lp": -grown.potential,
-            "acceptance_rate": cost.acceptance / cost.steps,
-            "energy": energy,
-            "diverging": cost.diverging,
-            "step_size": steps[:, 0].expand_as(energy),
-            "n_steps": cost.steps,
-            "tree_depth": grown.depth,
-            "reached_max_treedepth": grown.depth >= self.max_treedepth,
-            "occupancy": share[..., None].expand_as(energy),
-        }
-
-    def _acceptance_of_one_step(
-        self, density: Density, at: PhasePoint, step_size: Tensor, mass: Mass, generator: torch.Generator
-    ) -> Tensor:
-        tree, _ = self._grown(density, at, step_size.expand(len(at.z), 1).contiguous(), mass, 1, generator)
-        return tree.cost.acceptance
+        doublings = self.max_treedepth if most is None else min(self.max_treedepth, most.bit_length())
+        plan, known = self._plan(tuning, doublings), Learnt.of(tuning)
+        chain = torch.arange(len(state.z), device=state.z.device)
+        noise, seeds = drawn(density, state, count, (state.z, "normal_"), (chain, "random_"))
+        if in_stretches(density):
+            at, known, found = iterations(
+                density,
+                state,
+                _move,
+                learnt,
+                _Grown.like,
+                known,
+                (noise, seeds),
+                count,
+                plan,
+                levels=self.max_treedepth,
+            )
+        else:  # in batches, or a program for each doubling
+            before = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
+            steps = known.steps
+            tree, batches = self._grown(density, before, noise[0], seeds[0], steps, tuning.mass, doublings)
+            one = _Grown.of(tree, batches, tuning.mass, steps)
+            at, known = tree.draw, known.update(one.acceptance, plan) if plan.learning else known
+            found = mapped(lambda value: value[None], one)
+        tuning = replace(tuning, **vars(known))
+        return stretch_of(state, at, tuning, found, found.statistics(self.max_treedepth))
 
     def _grown(
-        self, density: Density, at: PhasePoint, steps: Tensor, mass: Mass, max_depth: int, generator: torch.Generator
+        self,
+        density: Density,
+        at: PhasePoint,
+        noise: Tensor,
+        seeds: Tensor,
+        steps: Tensor,
+        mass: Mass,
+        max_depth: int,
     ) -> tuple[_Tree, Tensor]:
-        """Trajectories from here, with fresh momenta, and of how many batches they are, ``()``."""
-        tree = _planted(at, normal(at.z, generator), steps, mass)
-        seeds = torch.empty_like(tree.chain).random_(generator=generator)
+        """Trajectories from here, and of how many batches they are, ``()``."""
+        tree = _planted(at, noise, steps, mass)
         if not compiles(density):
             return _Batches(density, tree, mass, seeds).grown(max_depth)
         batches = torch.zeros((), dtype=torch.long, device=steps.device)
@@ -193,12 +173,44 @@ class _Branch(NamedTuple):
 class _Grown(NamedTuple):
     """A trajectory when it is done."""
 
-    z: Tensor  # (A, D), what was drawn from it
+    z: Tensor  # (A, D), what was drawn from it; likewise
+    slope: Tensor  # the energy's gradient there
     potential: Tensor  # (A,), there; likewise
     energy: Tensor  # the total one
     cost: _Cost
     depth: Tensor
+    step_size: Tensor
     batches: Tensor  # ()
+
+    @classmethod
+    def of(cls, tree: _Tree, batches: Tensor, mass: Mass, steps: Tensor) -> _Grown:
+        at = tree.draw
+        return cls(at.z, at.gradient, at.energy, at.total_energy(mass), tree.cost, tree.depth, steps[:, 0], batches)
+
+    @classmethod
+    def like(cls, at: PhasePoint) -> _Grown:
+        number, count = at.energy, torch.zeros_like(at.energy, dtype=torch.long)
+        cost = _Cost(count, number, number > 0)
+        return cls(at.z, at.z, number, number, cost, count, number, count.new_zeros(()))
+
+    @property
+    def acceptance(self) -> Tensor:
+        return self.cost.acceptance / self.cost.steps
+
+    def statistics(self, max_treedepth: int) -> dict[str, Tensor]:
+        """Of iterations, ``(B, C)`` each."""
+        share = self.cost.steps.to(self.energy).mean(-1) / self.batches  # which may lie on the CPU
+        return {
+            "lp": -self.potential,
+            "acceptance_rate": self.acceptance,
+            "energy": self.energy,
+            "diverging": self.cost.diverging,
+            "step_size": self.step_size,
+            "n_steps": self.cost.steps,
+            "tree_depth": self.depth,
+            "reached_max_treedepth": self.depth >= max_treedepth,
+            "occupancy": share[:, None].expand_as(self.energy),
+        }
 
 
 class _Batches:
@@ -223,7 +235,7 @@ class _Batches:
                 self.tree = self.tree._replace(growing=branch.valid)
             if len(self.tree.growing) == 0:
                 break
-        trees = _map(lambda *parts: torch.cat(parts), *self.finished, self.tree)
+        trees = mapped(lambda *parts: torch.cat(parts), *self.finished, self.tree)
         return _select(trees, trees.chain.argsort()) if self.finished else trees, torch.tensor(self.count, device="cpu")
 
     def _grow(self, depth: int) -> tuple[_Branch, list[_Span]]:
@@ -332,46 +344,30 @@ def _with_a_leaf(
     return _Leaves(leaf + 1, branch._replace(valid=valid), cost, pending)
 
 
-def _stretched(
-    evaluate: Evaluate,
-    z: Tensor,
-    start: PhasePoint,
-    rows: tuple[Tensor, Tensor],
-    count: Tensor,
-    max_depth: Tensor,
-    step: Tensor,
-    mass: Mass,
-    levels: int,
-) -> Any:
-    """So many iterations: the last points, and what each has grown."""
-    numbers = torch.zeros_like(rows[1][0])
-    cost = _Cost(numbers, start.energy, start.energy > 0)
-    like = _Grown(z, start.energy, start.energy, cost, numbers, torch.zeros_like(count))
-    return scan(evaluate, count, partial(_iterated, levels=levels), start, rows, like, max_depth, step, mass)
-
-
-def _iterated(
+def _move(
     evaluate: Evaluate,
     at: PhasePoint,
+    known: Learnt,
     row: tuple[Tensor, Tensor],
-    max_depth: Tensor,
-    step: Tensor,
     mass: Mass,
+    plan: Plan,
     levels: int,
-) -> tuple[PhasePoint, _Grown]:
-    def left(values: Any, max_depth: Tensor, *others: Any) -> Tensor:
-        return (values[0] < max_depth) & values[2].growing.any()
+) -> tuple[PhasePoint, Tensor, _Grown]:
+    def left(values: Any, most: Tensor, *others: Any) -> Tensor:
+        return (values[0] < most) & values[2].growing.any()
 
-    def double(evaluate: Evaluate, values: Any, max_depth: Tensor, seeds: Tensor, mass: Mass) -> Any:
+    def double(evaluate: Evaluate, values: Any, most: Tensor, seeds: Tensor, mass: Mass) -> Any:
         depth, batches, tree = values
         tree, more = _doubled(evaluate, tree.left.z, tree, depth, seeds, mass, levels)
         return depth + 1, batches + more, tree
 
-    zero = torch.zeros_like(max_depth)
-    values = (zero, zero, _planted(at, row[0], step, mass))
-    _, batches, tree = loop(evaluate, left, double, values, max_depth, row[1], mass)
-    draw = tree.draw
-    return draw, _Grown(draw.z, draw.energy, draw.total_energy(mass), tree.cost, tree.depth, batches)
+    assert isinstance(plan.most, Tensor)
+    noise, seeds = row
+    steps, zero = known.steps, torch.zeros_like(plan.most)
+    values = (zero, zero, _planted(at, noise, steps, mass))
+    _, batches, tree = loop(evaluate, left, double, values, plan.most, seeds, mass)
+    found = _Grown.of(tree, batches, mass, steps)
+    return tree.draw, found.acceptance, found
 
 
 def _row(values: Tensor, index: Tensor) -> Tensor:
@@ -456,14 +452,5 @@ def _turns(one: _Span, two: _Span, mass: Mass, is_pair: bool) -> Tensor:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _map(function: Callable[..., Tensor], *values: Any) -> Any:
-    """Apply a function to every tensor of (nested) tuples and lists of one structure."""
-    first = values[0]
-    if isinstance(first, Tensor):
-        return function(*values)
-    parts = [_map(function, *parts) for parts in zip(*values, strict=True)]
-    return parts if isinstance(first, list) else type(first)(*parts)
-
-
 def _select(value: Any, index: Tensor) -> Any:
-    return _map(lambda tensor: tensor.index_select(0, index), value)
+    return mapped(lambda tensor: tensor.index_select(0, index), value)

@@ -94,7 +94,8 @@ class Walk:
         self.energy = state.energy
         self.last_gradient = state.gradient
         self.spread: Spread | None = None  # to learn from this walk
-        self.count = 0
+        self.count = 0  # of the steps so far
+        self.spent = 0  # gradients, besides
         self._virial = torch.zeros_like(self.z)  # of each coordinate, as one sum in the end costs less than many
         self._away = torch.empty_like(self.z)
         self._counted = 0
@@ -262,7 +263,7 @@ class StochasticGradientKernel(Kernel):
             "virial": torch.where(found, walk.virial(), torch.nan),
             "diverging": ~found,
             "step_size": tuning.step_size.expand(len(energy)),
-            "n_steps": torch.full_like(energy, walk.count, dtype=torch.long),
+            "n_steps": torch.full_like(energy, walk.count + walk.spent, dtype=torch.long),
         }
         momentum = walk.r
         if self.has_momentum:
