@@ -78,7 +78,8 @@ class _Attachment:
         for name in self.permuting:
             fits = self._fits(name, axes, left)
             doubtful = len(fits) > 1  # if something else exchanges the units inside, no unit owns their multipliers
-            together = doubtful and self._recorded(move, name, _side_by_side([own for _, own in fits]), doubtful)
+            fits = self._unmixed(name, fits) if doubtful else fits
+            together = bool(doubtful and fits) and self._recorded(move, name, _side_by_side([f[1] for f in fits]), True)
             for chosen, own in fits:
                 if together or self._recorded(move, name, [own], doubtful):
                     left = left[~torch.isin(left, chosen)]
@@ -116,6 +117,30 @@ class _Attachment:
 
     def _name(self, axes: Sequence[Axis]) -> str:
         return unused(module_name(axes[0].site), self.units)
+
+    def _unmixed(self, name: str, fits: Sequence[tuple[Tensor, Axes]]) -> list[tuple[Tensor, Axes]]:
+        """The multipliers of units that nothing else which permutes carries onto others inside them.
+
+        Looked at before a group is made of them: of 512 channels in two groups each, that takes minutes.
+        """
+        found = []
+        others = [self.units[other] for other in self.permuting if other != name]
+        alike: dict[object, list[tuple[Tensor, Axes]]] = {}
+        for fit in fits:
+            alike.setdefault(tuple((_place(axis), len(axis.index)) for axis in fit[1]), []).append(fit)
+        for own in alike.values():
+            kept = torch.ones(len(own), dtype=torch.bool, device="cpu")
+            for axes in zip(*(axes for _, axes in own), strict=True):
+                index = torch.stack([axis.index for axis in axes])  # (multipliers, blocks, units)
+                number = torch.full((axes[0].length(self.shapes),), -1, device="cpu")
+                number[index] = torch.arange(len(own), device="cpu")[:, None, None]
+                here = self.tables.get(_place(axes[0]), {})
+                for table, images in ((here[o.name], i) for o in others if o.name in here for i in _generators(o)):
+                    place = torch.arange(len(number), device="cpu")
+                    place[table.blocks] = table.blocks[:, images]
+                    kept &= (number[place[index]] == number[index]).all(2).all(1)
+            found += [fit for fit, keeps in zip(own, kept.tolist(), strict=True) if keeps]
+        return found
 
     def _are_carried(self, chosen: Sequence[Units], names: Iterable[str] | None = None) -> bool:
         """True if all that permutes on the sites of some units carries their multipliers along.
@@ -224,6 +249,15 @@ class _Attachment:
         unit[blocks] = torch.arange(blocks.shape[1], device="cpu")
         block[blocks] = torch.arange(len(blocks), device="cpu")[:, None]
         return _Table(unit, block, blocks)
+
+
+def _generators(units: Units) -> list[Tensor]:
+    """A cycle in every copy of some units, and an exchange: images of all units."""
+    within = torch.arange(units.size, device="cpu")
+    exchange = within.clone()
+    exchange[:2] = within[:2].flip(0)
+    starts = units.size * torch.arange(units.copies, device="cpu")[:, None]
+    return [(starts + images).flatten() for images in (within.roll(1), exchange)] if units.size > 1 else []
 
 
 def _side_by_side(every: Sequence[Axes]) -> list[Axes]:

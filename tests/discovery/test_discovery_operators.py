@@ -24,6 +24,12 @@ from pyro_symmetric.discovery.verify import verify
 ALL = factorial(6)
 
 
+def _written_behind(h: Tensor) -> Tensor:
+    result = torch.zeros(4, 6, 3)
+    result[:, :, torch.tensor([2, 0])] = torch.stack([h, 2 * h], -1)
+    return result
+
+
 class Case(NamedTuple):
     """A network with an operator between two layers, and the units that it lets through.
 
@@ -196,6 +202,10 @@ CASES = {
     "index_reduce": Case(lambda s, h: torch.zeros(4, 6).index_reduce(0, s.places, F.tanh(h), "amax"), ALL, 0, 0),
     "index_copy": Case(lambda s, h: torch.zeros(4, 6).index_copy(0, torch.arange(4), F.relu(h)), ALL, 6, 0),
     "index_put": Case(lambda s, h: torch.zeros(4, 6).index_put((s.places,), F.relu(h), True), ALL, 6, 0),
+    "index_put behind the units": Case(lambda s, h: _written_behind(F.relu(h)).sum(-1), ALL, 6, 0),
+    "fold": Case(
+        lambda s, h: F.fold(F.relu(h)[:, :, None].expand(4, 6, 4).reshape(4, 24, 1), (2, 2), 2).sum((2, 3)), ALL, 6, 0
+    ),
     "index_put of one number": Case(lambda s, h: h.index_put((s.places,), torch.ones(())), ALL, 0, 0),
     "EmbeddingBag": Case(
         lambda s, h: F.relu(h) * s.e(torch.tensor([[1, 2], [3, 4], [1, 1], [0, 2]])), ALL, 12, 6,

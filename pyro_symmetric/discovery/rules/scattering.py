@@ -58,19 +58,18 @@ def index_put(labeller: Labeller, call: Call) -> Value:
         width = indexed_axes(entry)
         axes += range(length, length + width) if entry is not None else ()
         length += width
-    first = axes[0]
+    first, behind = axes[0], value.dim - axes[-1] - 1
     if axes != list(range(first, first + len(axes))):
         return labeller.give_up([value, written], call.shape, "indices have gaps between them")
-    rest = [a for a in range(value.dim) if a not in axes]
-    behind, hidden = value.dim - first - len(axes), written.dim
-    written = labeller.restrict(written, [a for a in range(hidden) if a >= hidden - behind])
-    if first and written.dim > behind:  # what is in front of the indices isn't matched with units
-        value = labeller.restrict(value, [a for a in rest if a > first])
-    last = [a for a in range(hidden) if a >= hidden - behind]
-    thin = labeller.relaid(written, last)
-    old = labeller.restrict(value, rest)
+    places = max(1 if entry.mask else entry.dim for entry in call["indices"] if entry is not None)
+    # The axis of what is written that lies along each of the value's axes, if it has one there.
+    ahead = written.dim - behind - places - first
+    along = [*range(ahead, ahead + first), *[-1] * len(axes), *range(written.dim - behind, written.dim)]
+    matched: list[int | None] = [a if a >= 0 and written.shape[a] > 1 else None for a in along]
+    written = labeller.relaid(labeller.restrict(written, [a for a in matched if a is not None]), matched)
+    old = labeller.restrict(value, [a for a in range(value.dim) if a not in axes])
     old = labeller.relaid(old, [None if a in axes else a for a in range(old.dim)])
-    return _written(labeller, call, [old, thin], axes, LINEAR)
+    return _written(labeller, call, [old, written], axes, LINEAR)
 
 
 def _thin(labeller: Labeller, value: Value, axis: int) -> Value:
