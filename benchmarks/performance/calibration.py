@@ -103,7 +103,7 @@ class Replications:
 
 def ranks(kernel: ps.Kernel, replications: Replications, draws: int, thinning: int, num_warmup: int) -> tuple[Any, ...]:
     """Ranks ``(R, D + 1)`` of the truth in ``0 ... draws``, and the correlation of successive draws."""
-    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    generator = torch.Generator(replications.truth.device).manual_seed(int(torch.randint(2**62, ())))
     start = Replications.draw(len(replications.truth)).truth
     state = kernel.init(replications, start, num_warmup, generator)  # type: ignore[arg-type]
     for iteration in range(num_warmup):

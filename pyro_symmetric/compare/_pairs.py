@@ -147,7 +147,7 @@ class Pairs:
         return result
 
     def _sides(self, device: torch.device) -> Tensor:
-        """Whether a sample is one of p, or of q: ``(m + n, 2)``."""
+        """Membership of each sample in p and in q: ``(m + n, 2)``."""
         if self._told is None or self._told.device != device:
             is_p = (torch.arange(self.total, device=device) < self.m).double()
             self._told = torch.stack([is_p, 1 - is_p], 1)

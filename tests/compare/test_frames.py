@@ -132,7 +132,7 @@ def test_a_third_partys_distance_is_given_draws_in_one_frame():
         return ps.DistanceResult(title="Gap", num_samples=(len(p["w"]), len(q["w"])), totals={"gap": apart})
 
     distance = ps.Distance("gap", gap)
-    p, q = draws(TIED, 100), draws(TIED, 50)
+    p, q = draws(TIED, 100), {"w": TIED + torch.randn(50, 4, 2)}  # in many copies, and in one
     assert distance(p, q).value > 2
     assert distance(Posterior.from_samples(p, rows="chains", num_chains=4), q, symmetry=GROUP).value < 1.5
     frame = pooled_frame([canonical_frame(side, GROUP) for side in (p, q)], GROUP)

@@ -233,7 +233,7 @@ def test_a_symmetry_is_removed_from_both_sides():
 
 
 def test_samples_may_lie_in_a_file(tmp_path):
-    p, q = torch.randn(30, 500), torch.randn(20, 500)
+    p, q = torch.randn(30, 500, device="cpu"), torch.randn(20, 500, device="cpu")
     (tmp_path / "p.bin").write_bytes(p.numpy().tobytes())
     mapped = torch.from_file(str(tmp_path / "p.bin"), size=p.numel(), dtype=torch.float32).reshape(30, 500)
     assert mmd({"w": mapped}, {"w": q}).to_dict() == mmd({"w": p}, {"w": q}).to_dict()

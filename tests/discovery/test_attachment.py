@@ -48,7 +48,7 @@ def test_rows_and_columns_of_a_depthwise_kernel_are_the_same_numbers(attends: bo
 
 
 def _axis(site: str, *blocks: list[int], exponent: int = 0, dim: int = 0) -> Axis:
-    return Axis(site, dim, torch.tensor(blocks), exponent)
+    return Axis(site, dim, torch.tensor(blocks, device="cpu"), exponent)
 
 
 SHAPES = {"a": torch.Size([4]), "b": torch.Size([4]), "c": torch.Size([4])}

@@ -1,5 +1,7 @@
 """Evidence of any Gaussian guide, and what it says of arguments that don't fit."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -231,3 +233,22 @@ def test_a_network_in_place_of_its_joint_density_is_refused() -> None:
     network = ps.BayesianModel(torch.nn.Linear(2, 1), likelihood="gaussian")
     with pytest.raises(TypeError, match="log_joint"):
         ps.evidence(guide.setup(DATA), network, GROUP)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("default", ["cpu", "cuda"])
+def test_a_guide_loaded_on_either_device_has_the_evidence_of_the_model_on_the_gpu(default: str, tmp_path: Path) -> None:
+    with torch.device(default):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).cuda()
+        x, y = torch.randn(20, 3, device="cuda"), torch.randint(2, (20,), device="cuda")
+        problem = ps.BayesianModel(net, likelihood=ps.CategoricalLikelihood(), num_data=20)
+        group = ps.find_symmetry(net, x[:4]).permutations
+        ps.save_guide(ps.AutoSymmetrized(problem, group).setup(x, y), tmp_path / "guide.safetensors")
+        joint = ps.log_joint(problem, x, y)
+        for device in ("cpu", "cuda"):
+            guide = ps.load_guide(tmp_path / "guide.safetensors", device=device)
+            draws = guide.sample_posterior((5,))
+            assert {value.device.type for value in draws.values()} == {device}
+            assert joint(draws).device.type == device
+            assert ps.predict(draws, problem, x).isfinite().all()
+            assert math.isfinite(ps.evidence(guide, joint, group, num_samples=50).elbo)

@@ -368,7 +368,7 @@ def test_a_symmetrised_guide_survives_the_disk(base: type, tmp_path: Path) -> No
     steps(model, guide, x, y, number=10)
     save_guide(guide, tmp_path / "guide.safetensors")
     pyro.clear_param_store()
-    loaded = load_guide(tmp_path / "guide.safetensors")
+    loaded = load_guide(tmp_path / "guide.safetensors", device=x.device)
     assert isinstance(loaded, AutoSymmetrized)
     assert loaded.estimator == InfoNCE(4)
     assert loaded.group == group

@@ -238,7 +238,7 @@ def test_files_bring_back_the_same_mixture(family: Any, tmp_path: Path) -> None:
     symmetrized = AutoSymmetrized(model, group, base=guide, estimator=ExactOrbit()).setup(x, y)
     for original in (guide, symmetrized):
         save_guide(original, tmp_path / "guide.safetensors")
-        loaded = load_guide(tmp_path / "guide.safetensors")
+        loaded = load_guide(tmp_path / "guide.safetensors", device=x.device)
         assert type(loaded) is type(original)
         torch.testing.assert_close(loaded.get_posterior().log_prob(points), original.get_posterior().log_prob(points))
         SVI(model, loaded, pyro.optim.Adam({"lr": 0.01}), Modes_ELBO()).step(x, y)

@@ -112,7 +112,7 @@ def test_a_networks_graph_has_working_memory_of_its_own(captures):
     inner = density._fast
     engine = Graphs(inner, density.without_compiling)
     for chains in (2, 7, 2):  # the larger one takes memory that the smaller one's engine had, if they share it
-        z = torch.randn(chains, density.dim)
+        z = torch.randn(chains, density.dim, device=density.device)
         engine.energy_and_gradient(z, None)
         for mine, right in zip(engine.energy_and_gradient(z, None), density.without_compiling(z), strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)

@@ -252,11 +252,13 @@ def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kind", [HMC, AdaptiveHMC, SGHMC])
-def test_chains_run_on_a_cuda_device_and_draws_come_back(kind):
+@pytest.mark.parametrize(
+    ("kind", "engine"), [(HMC, "auto"), (AdaptiveHMC, "auto"), (SGHMC, "auto"), (NUTS, "auto"), (NUTS, "torch")]
+)
+def test_chains_run_on_a_cuda_device_and_draws_come_back(kind, engine):
     torch.manual_seed(0)
     net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), likelihood="gaussian")
-    posterior = sample(kind(net), torch.randn(12, 2), torch.randn(12), device="cuda", seed=2, **QUICK)
+    posterior = sample(kind(net), torch.randn(12, 2), torch.randn(12), device="cuda", engine=engine, seed=2, **QUICK)
     assert posterior.metadata["device"].startswith("cuda")
     assert posterior.samples["0.weight"].device.type == "cpu"
     assert torch.isfinite(posterior.samples["0.weight"]).all()

@@ -70,7 +70,8 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
 
     :param model: a Pyro model, whose discrete sites are summed out, or a ``BayesianModel``; ``args`` and ``kwargs`` are
         what it is called with.
-    :return: constrained weights ``batch_shape + site_shape`` -> ``batch_shape``, where the model and its data are.
+    :return: constrained weights ``batch_shape + site_shape`` -> ``batch_shape``, on the weights' device, computed on
+        the model's.
     """
     density = Density(model, args, kwargs, engine="torch")
     shapes = density.layout.site_shapes
@@ -79,8 +80,8 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
         arguments.weights("weights", weights)
         require_sites(weights, shapes)
         batch = batch_shape(weights, shapes)  # names the site whose shape doesn't fit
-        flat = {site: weights[site].reshape(-1, *shape) for site, shape in shapes.items()}
-        return density.target.log_joint(flat, None).reshape(batch)
+        flat = {site: weights[site].to(density.device).reshape(-1, *shape) for site, shape in shapes.items()}
+        return density.target.log_joint(flat, None).reshape(batch).to(weights[next(iter(shapes))].device)
 
     return log_density
 
