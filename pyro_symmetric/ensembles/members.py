@@ -7,6 +7,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -145,21 +146,19 @@ def _log_prior(priors: Mapping[str, Distribution]) -> Callable[[Weights], Tensor
     """The log-density of one network's weights. Normal sites are one normal vector: of a small network, calls of
     operators rather than their work are what takes time."""
     bases = {site: prior.base_dist if isinstance(prior, Independent) else prior for site, prior in priors.items()}
-    normal = {site: base for site, base in bases.items() if type(base).log_prob is Normal.log_prob}
+    normal: dict[str, Any] = {site: base for site, base in bases.items() if type(base).log_prob is Normal.log_prob}
     others = {site: _unvalidated(prior) for site, prior in priors.items() if site not in normal}
-    constant, loc, inverse_scale = 0.0, None, None
-    if normal:
-        loc = torch.cat([base.loc.flatten() for base in normal.values()])
-        scale = torch.cat([base.scale.flatten() for base in normal.values()])
-        inverse_scale = scale.reciprocal()
-        constant = -float(scale.double().log().sum()) - 0.5 * len(scale) * math.log(2 * math.pi)
+    if not normal:
+        return lambda weights: torch.stack([prior.log_prob(weights[site]) for site, prior in others.items()]).sum()
+    loc = torch.cat([base.loc.flatten() for base in normal.values()])
+    scale = torch.cat([base.scale.flatten() for base in normal.values()])
+    inverse_scale = scale.reciprocal()
+    constant = -float(scale.double().log().sum()) - 0.5 * len(scale) * math.log(2 * math.pi)
 
     def log_prior(weights: Weights) -> Tensor:
-        parts = [prior.log_prob(weights[site]) for site, prior in others.items()]
-        if loc is not None:
-            flat = torch.cat([weights[site].flatten() for site in normal])
-            parts.append(((flat - loc) * inverse_scale).square().sum() * -0.5 + constant)
-        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+        flat = torch.cat([weights[site].flatten() for site in normal])
+        total = ((flat - loc) * inverse_scale).square().sum() * -0.5 + constant
+        return sum((prior.log_prob(weights[site]) for site, prior in others.items()), start=total)
 
     return log_prior
 

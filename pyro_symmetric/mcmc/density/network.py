@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,8 +130,8 @@ class _GaussianPriors:
         """``None`` if one isn't normal, or is mapped to unconstrained values."""
         bases = []
         for name, prior in priors.items():
-            base = prior.base_dist if isinstance(prior, Independent) else prior
-            if not isinstance(base, Normal) or not is_identity(layout.transforms[name]):
+            base: Any = prior.base_dist if isinstance(prior, Independent) else prior
+            if type(base).log_prob is not Normal.log_prob or not is_identity(layout.transforms[name]):
                 return None
             bases.append(base)
         loc = torch.cat([base.loc.reshape(-1) for base in bases])
