@@ -98,9 +98,12 @@ def row(options: argparse.Namespace, posterior: str, kernel: str, dtype: str) ->
     begun = time.process_time()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        drawn = KERNELS[kernel](
-            model, dtype=precision, seed=options.seed, progress=False, engine=options.engine, **settings
-        )
+        try:
+            drawn = KERNELS[kernel](
+                model, dtype=precision, seed=options.seed, progress=False, engine=options.engine, **settings
+            )
+        except RuntimeError as error:  # of the model itself, as a covariance that isn't positive definite in float32
+            return {"error": str(error).splitlines()[0]}
     seconds = time.process_time() - begun
     ours = numbers(entry, entry.to_stan({name: v.double().numpy() for name, v in drawn.samples.items()}))
     theirs = numbers(entry, gathered(database.draws(posterior)))
@@ -148,6 +151,7 @@ def main() -> None:
     results.fill(partial(row, options), posterior=options.posteriors, kernel=options.kernels, dtype=options.dtypes)
     rows = [own for own in results.rows if own["posterior"] in options.posteriors and own["kernel"] in options.kernels]
     rows = [own for own in rows if own["dtype"] in options.dtypes]
+    failed, rows = [own for own in rows if "error" in own], [own for own in rows if "error" not in own]
     largest = limit(sum(len(own["means"]) + len(own["deviations"]) for own in rows))
     header = ["posterior", "kernel", "dtype", "mean", "", "deviation", "", "R-hat", "effective", "diverging", "s", ""]
     lines = []
@@ -158,8 +162,10 @@ def main() -> None:
         key = [own["posterior"], own["kernel"], own["dtype"]]
         lines.append([*key, f"{z:.1f}", mean, f"{w:.1f}", deviation, *numbers, verdict])
     print_table("Largest distances from the reference, in standard errors", header, lines)
+    for own in failed:
+        print(f"  {own['posterior']}, {own['kernel']}, {own['dtype']}: {own['error']}")
     good = sum(passes(own, largest) for own in rows)
-    print(f"\n{good} of {len(rows)} within {largest:.2f} standard errors and with an R-hat under {R_HAT}")
+    print(f"\n{good} of {len(rows) + len(failed)} within {largest:.2f} standard errors and with an R-hat under {R_HAT}")
 
 
 if __name__ == "__main__":
