@@ -50,7 +50,8 @@ class Elimination(LogRing):
             for other in (own for own in table._pyro_dims if own in drawn):
                 table = _at(table, other, drawn[other])
             place = table._pyro_dims.index(dim)
-            gumbel = -torch.log(-torch.log(torch.rand_like(table)))
+            uniform = torch.rand_like(table).clamp(min=torch.finfo(table.dtype).tiny)  # 0 would rule a value out
+            gumbel = -torch.log(-torch.log(uniform))
             index: Any = (table + gumbel).argmax(place)  # is k with the probability of k
             index._pyro_dims = table._pyro_dims.replace(dim, "")
             drawn[dim] = index

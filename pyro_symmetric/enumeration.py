@@ -78,12 +78,15 @@ class Enumeration:
         """
         return sum((own for own, _ in self._sums(trace)), start=torch.zeros((), device="cpu"))
 
-    def draw(self, trace: poutine.Trace) -> dict[str, Tensor]:
-        """The discrete sites, drawn from their joint distribution given all else that is in the trace."""
+    def draw(self, trace: poutine.Trace) -> tuple[dict[str, Tensor], Tensor]:
+        """The discrete sites, drawn from their joint distribution given all else that is in the trace, and whether that
+        is one, bool ``()``: it isn't if all values have the density 0, or NaN. No scale counts."""
         drawn: dict[str, Tensor] = {}
-        for _, eliminated in self._sums(trace):
+        sums = self._sums(trace)
+        for _, eliminated in sums:
             drawn.update(eliminated.draw())
-        return {name: self._unpacked(trace, name, drawn) for name in self.sites}
+        possible = torch.stack([as_tensor(own).isfinite() for own, _ in sums]).all()
+        return {name: self._unpacked(trace, name, drawn) for name in self.sites}, possible
 
     def require_enumerable(
         self, model: Model, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -85,7 +85,7 @@ def predict(
         target given the draw (class probabilities, the regression function); ``"samples"``, a target for each draw.
         A discrete site that a sampler summed out is then drawn given the draw, not given data. ``"discrete"`` draws
         these sites, such as the component of each row of a mixture, from their joint posterior given the draw and the
-        data that the model is called with, as :func:`pyro.infer.infer_discrete` does for one draw.
+        data that the model is called with, as :func:`pyro.infer.infer_discrete` does for one draw; scales don't count.
     :param num_samples: how many draws: evenly spaced ones of a posterior or of weights with one batch axis, by default
         all; of a guide, 100 by default.
     :param average: average over draws as they are made, so that memory holds one prediction: the posterior

@@ -162,23 +162,40 @@ class TracedPredictor:
 
     def _enumerated(self, given: Mapping[str, Tensor]) -> Enumeration:
         """:raises ValueError: if the model has no discrete sites, or others that the posterior doesn't give."""
+        if not all(value.numel() for value in given.values()):
+            raise ValueError("the posterior holds no draws; there is nothing to predict")
         one = {name: value.reshape(-1, *self.site_shapes[name])[0] for name, value in given.items()}
         with running_pyro(self.dtype):
             trace = poutine.trace(poutine.condition(self.model, data=one)).get_trace(*self.args, **self.kwargs)
-            latent: dict[str, Any] = {name: trace.nodes[name] for name in trace.stochastic_nodes}
-            latent = {name: site for name, site in latent.items() if not site_is_subsample(site)}
+            sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+            others = {name: site for name, site in sites.items() if name not in given and _is_random(site)}
+            latent = {name: site for name, site in others.items() if not site["is_observed"]}
             if missing := [name for name, site in latent.items() if not is_enumerated(site)]:
                 raise ValueError(
-                    f"kind is 'discrete', which draws discrete sites given all others; the posterior lacks {missing}"
+                    "kind is 'discrete', which draws discrete sites given all others and the data; neither the "
+                    f"posterior nor the model's arguments give {missing}"
                 )
             if not latent:
-                raise ValueError("kind is 'discrete', but the model has no discrete latent site")
+                raise ValueError("kind is 'discrete', but the posterior leaves no discrete latent site of the model")
+            if len(latent) == len(others):
+                raise ValueError(
+                    "kind is 'discrete', which draws discrete sites given the data, but the model observes none; pass "
+                    "the data as the sampler had them, or ask for kind='samples'"
+                )
             enumeration = Enumeration(trace)
             enumeration.require_enumerable(self.model, one, self.args, self.kwargs)
         return enumeration
 
     def __call__(self, weights: Weights, rows: slice) -> Any:
         values = self._evaluated(weights)
+        if self._enumeration is not None:
+            values, possible = values
+            if not bool(possible.all()):
+                raise ValueError(
+                    f"of {len(possible)} draws, {int((~possible).sum())} leave the data no possible values of the "
+                    "discrete sites: the density of all of them is 0 or not a number. Look for NaN in the data, values "
+                    "outside of a distribution's support, and draws of another model"
+                )
         if self.kind == "mean":
             for site, value in values.items():
                 if value.numel() and bool(value.isnan().all()):
@@ -208,11 +225,11 @@ class TracedPredictor:
         conditioned = poutine.condition(self.model, data=weights)
         if self._enumeration is not None:
             enumerated = self._enumeration.trace(self.model, weights, self.args, self.kwargs)
-            drawn = self._enumeration.draw(enumerated)
+            drawn, possible = self._enumeration.draw(enumerated)
             given = poutine.condition(self.model, data={**weights, **drawn})
             trace = poutine.trace(given).get_trace(*self.args, **self.kwargs)
             computed = {name: site["value"] for name, site in trace.nodes.items() if is_deterministic(site)}
-            return {**drawn, **computed}
+            return {**drawn, **computed}, possible
         if self.kind == "log_likelihood":
             trace = poutine.trace(conditioned).get_trace(*self.args, **self.kwargs)
             observed: dict[str, Any] = {n: trace.nodes[n] for n in trace.observation_nodes if n not in weights}

@@ -203,11 +203,33 @@ def test_what_depends_on_drawn_discrete_sites_is_computed_with_them():
     assert torch.equal(drawn["loc"], locs.gather(1, drawn["z"].long()))
 
 
+def coins(y: Tensor | None = None) -> None:
+    shares = pyro.sample("shares", dist.Beta(torch.ones(2), 1.0).to_event(1))
+    with pyro.plate("data", 3):
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        pyro.sample("y", dist.Bernoulli(shares[z.long()]), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("draws", "y", "message"),
+    [
+        ([[0.2, 0.8]], None, "the model observes none"),
+        ([[0.2, 0.8], [torch.nan, 0.8]], [0.0, 1.0, 0.0], "of 2 draws, 1 leave the data no possible values"),
+        ([[0.2, 0.8]], [0.0, torch.inf, 0.0], "of 1 draws, 1 leave"),
+        ([], [0.0, 1.0, 0.0], "no draws"),
+    ],
+)
+def test_discrete_sites_without_data_or_with_impossible_ones_are_refused(draws, y, message):
+    data = () if y is None else (torch.tensor(y),)
+    with pytest.raises(ValueError, match=message):
+        predict({"shares": torch.tensor(draws).reshape(-1, 2)}, coins, *data, kind="discrete")
+
+
 @pytest.mark.parametrize(
     ("model", "given", "message"),
     [
-        (mixture, {"shares": torch.ones(2, 3) / 3}, r"the posterior lacks \['locs'\]"),
-        (lambda y: pyro.sample("a", dist.Normal(0.0, 1.0)), {"a": torch.zeros(2)}, "has no discrete latent site"),
+        (mixture, {"shares": torch.ones(2, 3) / 3}, r"give \['locs'\]"),
+        (lambda y: pyro.sample("a", dist.Normal(0.0, 1.0)), {"a": torch.zeros(2)}, "leaves no discrete latent site"),
         (nn.Linear(2, 1), {"weight": torch.zeros(2, 1, 2), "bias": torch.zeros(2, 1)}, "a network has no discrete"),
     ],
 )
