@@ -7,13 +7,12 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, Independent, Normal
+from torch.distributions import Distribution
 
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.models import BayesianModel, normal_base
 from pyro_symmetric.weights import Weights
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -145,8 +144,7 @@ def map_loss(model: BayesianModel, num_data: int, perturb: Perturb | None) -> Me
 def _log_prior(priors: Mapping[str, Distribution]) -> Callable[[Weights], Tensor]:
     """The log-density of one network's weights. Normal sites are one normal vector: of a small network, calls of
     operators rather than their work are what takes time."""
-    bases = {site: prior.base_dist if isinstance(prior, Independent) else prior for site, prior in priors.items()}
-    normal: dict[str, Any] = {site: base for site, base in bases.items() if type(base).log_prob is Normal.log_prob}
+    normal = {site: base for site, prior in priors.items() if (base := normal_base(prior)) is not None}
     others = {site: _unvalidated(prior) for site, prior in priors.items() if site not in normal}
     if not normal:
         return lambda weights: torch.stack([prior.log_prob(weights[site]) for site, prior in others.items()]).sum()

@@ -14,11 +14,10 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, Normal
+from torch.distributions import Distribution
 
 from pyro_symmetric.layout import Layout, is_identity
 from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, HeteroscedasticLikelihood
@@ -27,6 +26,7 @@ from pyro_symmetric.mcmc.density.engine import Evaluation, Unavailable, same_eva
 from pyro_symmetric.mcmc.density.feedforward import Loss, NetworkProblem, read_layers
 from pyro_symmetric.mcmc.density.native import NativeLoss
 from pyro_symmetric.mcmc.density.targets import ROWS, NetworkTarget, Rows
+from pyro_symmetric.models import normal_base
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -130,8 +130,8 @@ class _GaussianPriors:
         """``None`` if one isn't normal, or is mapped to unconstrained values."""
         bases = []
         for name, prior in priors.items():
-            base: Any = prior.base_dist if isinstance(prior, Independent) else prior
-            if type(base).log_prob is not Normal.log_prob or not is_identity(layout.transforms[name]):
+            base = normal_base(prior)
+            if base is None or not is_identity(layout.transforms[name]):
                 return None
             bases.append(base)
         loc = torch.cat([base.loc.reshape(-1) for base in bases])
