@@ -38,9 +38,12 @@ TEMPERATURE = (0.1, 0.3)  # distance from 1
 BLURRED = (0.0, 0.05)  # share of the draws at energies that rounding changes by a unit or more
 SPACING = (0.1, 0.5)  # distance of neighbouring numbers of the dtype, in deviations of a chain
 MOVING = (0.1, 0.01)  # share of the draws at which a chain moves, and its spread in units of the median chain's
+LATE = (0.03, 0.1)  # nats a draw that the first draws of a chain lack: half of what they add to a scaled variance
+FARTHER = 4.0  # times as far below the median as any draw of the second half
 LEFT_BEHIND = 5.0  # deviations of the log density that a chain lies below the others: a warning only
 
 LEAST_DRAWS = 20  # of a chain, so that a low acceptance says something
+LEAST_LATER = 50  # draws of the second half, so that a converged chain is warned of once in 20,000 times
 SURE = 3.0  # standard errors that a temperature must be off
 SURE_OF_ONE = 4.5  # of several sites: false alarms 7e-6 each
 WATCHED_ENTRIES = 16  # of each site, which are enough to see whether chains move
@@ -227,6 +230,32 @@ def blurred(lp: Tensor) -> Finding:
     return Finding("rounding", status, words, share)
 
 
+def arrival(lp: Tensor) -> Finding:
+    """Judge whether chains had arrived when their draws began: first draws far below all later ones falsify moments.
+
+    Below the log density's median by ``s`` nats, as after a warm-up that was too short, they lie some
+    :math:`\\sqrt{2 s}` deviations out, and add :math:`2 s / n` to the scaled variance of ``n`` draws.
+
+    :param lp: log densities ``(chains, draws)``.
+    """
+    later = lp[:, lp.shape[1] // 2 :].double()
+    if later.shape[1] < LEAST_LATER:
+        return Finding("arrival", "unknown", f"{lp.shape[1]} draws of each chain are too few to tell")
+    median, least = later.median(1, keepdim=True).values, later.amin(1, keepdim=True)
+    below = (median - lp.double()).nan_to_num(0.0, posinf=0.0)
+    outside = (below > FARTHER * (median - least)).cummin(1).values  # from the first draw on
+    lacking = (below * outside).sum(1) / lp.shape[1]
+    worst, status = float(lacking.max()), graded(float(lacking.max()), LATE)
+    if status == "pass":
+        return Finding("arrival", status, "no chain's first draws lie far below its later ones", worst)
+    late = (lacking > LATE[0]).nonzero().flatten().tolist()
+    count = int(outside[late].sum(1).max())
+    words = f"warm-up ended before {_named(late)} had arrived: first draws lie up to {float(below[late, 0].max()):.3g} "
+    words += "nats below all of the second half, which falsifies means and deviations. Use a longer warm-up, or leave "
+    words += f"out the first {count:,} draws: posterior.select(draws=slice({count}, None))"
+    return Finding("arrival", status, words, worst)
+
+
 def _blurred(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
     if "acceptance_rate" in statistics and "lp" in statistics:
         yield blurred(statistics["lp"])
@@ -250,6 +279,7 @@ def sampler_failures(
     )
     found += [energy_error(statistics["energy_error"])] if "energy_error" in statistics else []
     found += _blurred(statistics)
+    found += [arrival(statistics["lp"])] if "lp" in statistics else []
     if subsampled and found and next(iter(statistics.values())).shape[1] >= LEAST_DRAWS:
         apart = [] if samples is None else [disagreement(samples)]
         arrived = all(finding.status != "fail" for finding in apart)
@@ -324,6 +354,8 @@ def sampler_findings(statistics: Mapping[str, Tensor], subsampled: bool, arrived
         status = graded(least, ENERGY_FRACTION)
         advice = "" if status == "pass" else ": momenta hardly change the energy, tails are missed; reparametrise"
         yield Finding("energy", status, f"E-BFMI of the worst chain {least:.2f}{advice}", least)
+    if "lp" in statistics:
+        yield arrival(statistics["lp"])
     if "lp" in statistics and min(statistics["lp"].shape) > 1 and statistics["lp"].shape[1] > 2:
         yield _level(statistics["lp"].double())
     yield from _temperatures(statistics, subsampled, arrived)
