@@ -5,21 +5,24 @@
     python -m benchmarks.performance.symmetry_zoo --only resnet18 gpt2 --json zoo.json --markdown networks.md
 
 Networks have random weights; those of transformers and diffusers are of reduced width and depth. Each runs in a process
-of its own with a time limit, on one thread. Columns: parameters in millions; sets of units that permute, the log of
-the order of the group of permutations, free scales and signs; processor seconds to find and to verify, and how many
-forward passes of a batch that is; the largest relative change of an output under random elements of the whole group in
-float64 (eval and train mode); of networks with few weights, the directions that the Jacobian's null space holds: found,
-known but not acted on, unexplained. Networks that can't be traced, fail, or take too long are listed with the reason.
+of its own with a limit of processor time, on one thread. Columns: parameters in millions; sets of units that permute,
+the log of the order of the group of permutations, free scales and signs; processor seconds to find and to verify, and
+how many forward passes of a batch that is; the largest relative change of an output under random elements of the whole
+group in float64 (eval and train mode); of networks with few weights, the directions that the Jacobian's null space
+holds: found, known but not acted on, unexplained. Networks that can't be traced, fail, or take too long are listed with
+the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import warnings
@@ -52,7 +55,7 @@ HEADER = (
     "architecture", "M", "factors", "log-order", "scales", "signs", "find s", "verify s", "passes", "null directions",
     "verified",
 )  # fmt: skip
-FEW, PATIENCE = 2_000, 20.0  # weights whose Jacobian is looked at, if that takes no more seconds
+FEW, PATIENCE = 2_000, 20.0  # weights whose Jacobian is looked at, if that takes no more processor seconds
 
 
 def measure(case: Case) -> Iterator[Any]:
@@ -96,8 +99,9 @@ def completeness(symmetry: Symmetry, net: nn.Module, inputs: tuple[Any, ...]) ->
     return f"{report.found} + {report.known} + {report.unexplained}{'?' if report.doubts else ''}"
 
 
-def work(case: Case, pipe: Connection, silent: bool) -> None:
-    """One network in a process of its own."""
+def work(case: Case, pipe: Connection, limit: float, silent: bool) -> None:
+    """One network in a process of its own, which ends when its processor time is spent."""
+    signal.setitimer(signal.ITIMER_PROF, limit)
     if silent:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
@@ -114,25 +118,26 @@ def work(case: Case, pipe: Connection, silent: bool) -> None:
         result = {"sound": False, "failed": f"{type(error).__name__}: {text}"[:300]}
     pipe.send(result)
     if "failed" not in result:
+        signal.setitimer(signal.ITIMER_PROF, PATIENCE)
         pipe.send(next(numbers))
 
 
 def run(library: str, case: Case, limit: float, silent: bool) -> dict[str, Any]:
-    """The result of one network, within a time limit in seconds."""
+    """The result of one network, within a limit of processor seconds."""
     context = multiprocessing.get_context("fork")  # libraries are imported once
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(case, writer, silent))
+    process = context.Process(target=work, args=(case, writer, limit, silent))
     process.start()
     writer.close()
-    try:
-        result = reader.recv() if reader.poll(limit) else {"sound": False, "failed": f"longer than {limit:g} seconds"}
+    result = None
+    with contextlib.suppress(EOFError):
+        result = reader.recv()
         if "failed" not in result:
-            result["completeness"] = reader.recv() if reader.poll(PATIENCE) else None
-    except EOFError:
-        result = {"sound": False, "failed": "the process died"}
-    if process.is_alive() and not result.get("completeness"):
-        process.kill()
+            result["completeness"] = reader.recv()
     process.join()
+    if result is None:
+        late = process.exitcode == -signal.SIGPROF
+        result = {"sound": False, "failed": f"longer than {limit:g} seconds" if late else "the process died"}
     return {"library": library, "name": case.name, **result}
 
 
@@ -193,7 +198,7 @@ def main() -> int:
         "--json", help="write all numbers to this file; networks that it holds already aren't run again"
     )
     parser.add_argument("--markdown", help="write the table to this file")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds for each network")
+    parser.add_argument("--limit", type=float, default=240.0, help="processor seconds for each network")
     parser.add_argument("--loud", action="store_true", help="show what libraries print")
     options = parser.parse_args()
     results: list[dict[str, Any]] = []

@@ -127,7 +127,11 @@ class Balance:
 
     def value(self, u: Tensor) -> Tensor:
         """:math:`f(u)` of each sample."""
-        return self.marginals((2 * self.lay_out(u)).exp())[:, self._once].sum(-1)
+        return self.total(self.marginals((2 * self.lay_out(u)).exp()))
+
+    def total(self, marginals: Tensor) -> Tensor:
+        """The sum of all entries of each sample, from sums at each position."""
+        return marginals[:, self._once].sum(-1)
 
     def steepest(self, change: Tensor) -> Tensor:
         """A bound of :math:`|2 a_t \\cdot p|` over all entries, ``(samples, 1)``; exact if no entry is zero.

@@ -9,7 +9,7 @@ units of its own. Anything else would be no group together with the permutations
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -102,10 +102,14 @@ class _Attachment:
         with contextlib.suppress(ValueError):
             return Group([*self.units.values(), *others], self.shapes)
         proposed, self.units = self.units, {name: self.given[name] for name in self.permuting}
+        multiplied = dict.fromkeys(axis.site for one in proposed.values() for axis in one.axes if axis.exponent)
+        # Where all of them together are carried, each is.
+        doubtful = {site for site in multiplied if not self._are_carried(proposed.values(), (site,), proposed)}
         for name, one in proposed.items():
             before = dict(self.units)
             self._put(one)
-            if before.get(name) is not one and not self._are_carried([one], proposed):
+            sites = doubtful & {axis.site for axis in one.axes}
+            if before.get(name) is not one and sites and not self._are_carried([one], sites, proposed):
                 self.units = before
                 self.left_out |= _multiplied(one)
         with contextlib.suppress(ValueError):
@@ -142,22 +146,25 @@ class _Attachment:
             found += [fit for fit, keeps in zip(own, kept.tolist(), strict=True) if keeps]
         return found
 
-    def _are_carried(self, chosen: Sequence[Units], names: Iterable[str] | None = None) -> bool:
+    def _are_carried(
+        self, chosen: Collection[Units], sites: Collection[str] = (), names: Iterable[str] | None = None
+    ) -> bool:
         """True if all that permutes on the sites of some units carries their multipliers along.
 
+        :param sites: the sites that are looked at; all of these units by default.
         :param names: the units that are looked at; those that permute by default.
         """
-        among = [name for name in (self.permuting if names is None else names) if name in self.units]
-        sites = {axis.site for one in chosen for axis in one.axes}
-        near = {one.name: one for one in chosen}
-        parents = [one.parent for one in chosen]
-        waiting = [*parents, *(n for n in among if sites & {axis.site for axis in self.units[n].axes})]
+        sites = sites or {axis.site for one in chosen for axis in one.axes}
+        every = {**self.units, **{one.name: one for one in chosen}}
+        among = dict.fromkeys([*(one.name for one in chosen), *(self.permuting if names is None else names)])
+        waiting = [n for n in among if n in every and any(axis.site in sites for axis in every[n].axes)]
+        near: dict[str, Units] = {}
         while waiting:
             name = waiting.pop()
-            if name is not None and name not in near:
-                here = tuple(axis for axis in self.units[name].axes if axis.site in sites)  # what is elsewhere is far
-                near[name] = replace(self.units[name], axes=here or self.units[name].axes)
-                waiting.append(near[name].parent)
+            if name not in near:
+                here = tuple(axis for axis in every[name].axes if axis.site in sites)  # what is elsewhere is far
+                near[name] = replace(every[name], axes=here or every[name].axes)
+                waiting += [parent for parent in [near[name].parent] if parent is not None]
         try:
             Group(near.values(), {a.site: self.shapes[a.site] for units in near.values() for a in units.axes})
         except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 
@@ -15,6 +16,7 @@ from pyro_symmetric.groups.tensors import gather_last
 from pyro_symmetric.groups.units import Axis, Units
 
 DRAWS = 32  # two exchanges that don't commute are missed with probability (3/4)^32 < 2e-4; all else is far more visible
+AT_ONCE = 2**20  # positions of an axis, times elements, that are moved together: memory that is at hand again and again
 
 
 def check_axis(name: str, axis: Axis, site_shapes: Mapping[str, torch.Size]) -> None:
@@ -92,11 +94,16 @@ def check_products(group: Arrangement) -> None:
     generator = torch.Generator("cpu").manual_seed(0)
     g, h = (sampled(group, (DRAWS,), dtype=torch.float64, generator=generator) for _ in range(2))
     product = g @ h
+
+    @functools.cache
+    def triples(size: int) -> list[tuple[Element, Element, Element]]:
+        parts = [slice(at, at + size) for at in range(0, DRAWS, size)]
+        return [(g.select(p), h.select(p), product.select(p)) for p in parts] if size < DRAWS else [(g, h, product)]
+
     for site in group.sites:
         for dim, members in group.members(site).items():
             value = torch.randn(group.view_shapes[site][dim], dtype=torch.float64, generator=generator, device="cpu")
-            twice = _along(g, site, dim, _along(h, site, dim, value))
-            if not torch.allclose(_along(product, site, dim, value), twice, rtol=1e-9, atol=1e-12):
+            if not all(_agree(*three, site, dim, value) for three in triples(max(1, AT_ONCE // len(value)))):
                 raise ValueError(
                     f"the moves of the units {[name for name, _ in members]} along axis {dim} of {site!r} make up no "
                     "group: units that permute the same positions must lie inside one another, in the same places of "
@@ -104,6 +111,12 @@ def check_products(group: Arrangement) -> None:
                     "permuted, lie inside them, or be left alone by every permutation; a shift needs units of its own, "
                     "which nothing else multiplies"
                 )
+
+
+def _agree(g: Element, h: Element, product: Element, site: str, dim: int, value: Tensor) -> bool:
+    """True if the product does what its two factors do, one after the other."""
+    twice = _along(g, site, dim, _along(h, site, dim, value))
+    return torch.allclose(_along(product, site, dim, value), twice, rtol=1e-9, atol=1e-12)
 
 
 def _along(element: Element, site: str, dim: int, value: Tensor) -> Tensor:

@@ -68,8 +68,9 @@ def lift(parts: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:
     full = torch.arange(length, device=parts[0][0].device).expand(*batch, length).clone()
     for images, index in parts:
         index = index.to(images.device)
-        # Where the new occupant of each position comes from, (blocks, batch, count) -> batch + (blocks * count,).
-        full[..., index.reshape(-1)] = index[:, images].movedim(0, -2).flatten(-2)
+        images = images.unsqueeze(-2).expand(*batch, *index.shape)
+        came = index.expand(images.shape).gather(-1, images)  # where the new occupant of each position comes from
+        full.scatter_(-1, index.reshape(-1).expand(*batch, -1), came.flatten(-2))
     return full
 
 

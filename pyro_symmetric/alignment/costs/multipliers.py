@@ -244,21 +244,16 @@ def balanced(reference: Mapping[int, Tensor], source: Mapping[int, Tensor]) -> T
     :param reference: exponent -> squared norms of the reference's units; ``source``: of the source's, which broadcast.
     """
     sides = {e: (norm > 0, source[e] > 0) for e, norm in reference.items()}
-    logs = {e: (_log(reference[e]) / (2 * e), _log(source[e]) / (2 * e)) for e in sides}
     if all_true(alive.all() for both in sides.values() for alive in both):  # numbers of pairs are dear
-        mine, theirs = (sum(own[1:], own[0]) / len(own) for own in zip(*logs.values(), strict=True))
+        logs = [(reference[e].log() / (2 * e), source[e].log() / (2 * e)) for e in sides]
+        mine, theirs = (sum(own[1:], own[0]) / len(own) for own in zip(*logs, strict=True))
         return mine - theirs
     total: Tensor | float = 0.0
     count: Tensor | float = 0.0
-    for e, (mine, theirs) in logs.items():
-        alive = sides[e][0] & sides[e][1]
-        total, count = total + alive * (mine - theirs), count + alive
+    for e, (mine, theirs) in sides.items():
+        alive, ratio = mine & theirs, reference[e] / source[e]
+        total, count = total + torch.where(alive, ratio, 1.0).log() / (2 * e), count + alive
     return total / as_tensor(count).clamp_min(1)
-
-
-def _log(norms: Tensor) -> Tensor:
-    """Logarithms; zero of zero."""
-    return torch.where(norms > 0, norms, 1.0).log()
 
 
 def best_scale(
@@ -269,33 +264,39 @@ def best_scale(
     :param starts: log-scales to start from; the first one stays if no finite scale is best.
     :param steps: how many steps at most.
     """
-    score = torch.full_like(next(iter(linear.values())), -torch.inf)
-    factor = torch.ones_like(score)  # e^t: nothing here needs logarithms
-    for start in starts:
-        factor, score = _better(linear, norms, start.exp(), factor, score)
+    positive = {e: norm > 0 for e, norm in norms.items()}
+    halves = {e: 0.5 * norm for e, norm in norms.items()}
+    shape = next(iter(linear.values())).shape
+    factor, *others = (start.exp().expand(shape) for start in starts)  # e^t: nothing here needs logarithms
+    score = _score(linear, halves, factor)
+    for candidate in others:
+        factor, score = _better(linear, halves, candidate, factor, score)
     # Where one side alone is best; the other sides then decide whether that is better.
     for e, a in linear.items():
-        usable = (a > 0) & (norms[e] > 0)
-        alone = torch.where(usable, a, 1.0) / torch.where(norms[e] > 0, norms[e], 1.0)
-        alone = torch.where(usable, alone if e == 1 else alone.pow(1 / e), factor).clamp(*BOUNDS)
-        factor, score = _better(linear, norms, alone, factor, score)
+        alone = a / norms[e]
+        alone = alone if e == 1 else alone.reciprocal() if e == -1 else alone.pow(1 / e)
+        alone = torch.where((a > 0) & positive[e], alone, factor).clamp_(*BOUNDS)
+        factor, score = _better(linear, halves, alone, factor, score)
     # Steps are safe only if the score falls off at both ends of the axis.
-    walls = [[n > 0 for e, n in norms.items() if e * side > 0] for side in (1, -1)]
+    walls = [[wall for e, wall in positive.items() if e * side > 0] for side in (1, -1)]
     if not (steps and all(walls)):
         return score, _logs(factor, starts[0])
-    safe = torch.stack(walls[0]).any(0) & torch.stack(walls[1]).any(0)
+    safe = _any(walls[0]) & _any(walls[1])
     t = factor
     for number in range(steps):
-        slope, curve = torch.zeros_like(score), torch.zeros_like(score)
+        slope, curve = [], []
         for e, a in linear.items():
             power = _power(t, e)
             pull, weight = power * a, power.square() * norms[e]
-            slope, curve = slope + e * (pull - weight), curve + e * e * (pull - 2 * weight)
-        step = torch.where(curve < 0, -slope / curve.clamp_max(-1e-30), slope.sign()).clamp_(-1.0, 1.0)
+            gain = pull - weight
+            slope.append(gain if e == 1 else e * gain)
+            curve.append(gain - weight if e * e == 1 else e * e * (gain - weight))
+        down, bend = sum(slope[1:], slope[0]), sum(curve[1:], curve[0])
+        step = torch.where(bend < 0, -down / bend.clamp_max(-1e-30), down.sign()).clamp_(-1.0, 1.0)
         t = torch.where(safe, (t * step.exp()).clamp(*BOUNDS), t)
         if number % CHECKED == 0 and steps > CHECKED and bool((step.abs() <= SETTLED).logical_or(~safe).all()):
             break
-    factor, score = _better(linear, norms, t, factor, score)
+    factor, score = _better(linear, halves, t, factor, score)
     return score, _logs(factor, starts[0])
 
 
@@ -305,15 +306,23 @@ def _logs(factor: Tensor, first: Tensor) -> Tensor:
 
 
 def _better(
-    linear: Mapping[int, Tensor], norms: Mapping[int, Tensor], candidate: Tensor, factor: Tensor, score: Tensor
+    linear: Mapping[int, Tensor], halves: Mapping[int, Tensor], candidate: Tensor, factor: Tensor, score: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The better of a candidate and what there is."""
-    found: Tensor | float = 0.0
-    for e, a in linear.items():
-        power = _power(candidate, e)
-        found = found + power * (a - 0.5 * power * norms[e])
-    better = as_tensor(found) > score
+    found = _score(linear, halves, candidate)
+    better = found > score
     return torch.where(better, candidate, factor), torch.where(better, found, score)
+
+
+def _score(linear: Mapping[int, Tensor], halves: Mapping[int, Tensor], factor: Tensor) -> Tensor:
+    """``f`` at a factor; ``halves`` are the squared norms' halves."""
+    powers = {e: _power(factor, e) for e in linear}
+    terms = [powers[e] * (a - powers[e] * halves[e]) for e, a in linear.items()]
+    return sum(terms[1:], terms[0])
+
+
+def _any(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).any(0) if parts[1:] else parts[0]
 
 
 def _power(factor: Tensor, exponent: int) -> Tensor:

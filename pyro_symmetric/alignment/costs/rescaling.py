@@ -13,15 +13,15 @@ conjugate gradients goes there in a few steps; each is shortened until it lowers
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.canonical.balancing import Array, Balance
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.places import owners
 
+Multiplied = Mapping[str, Mapping[int, tuple[Tensor, Tensor]]]
 STEPS, CG_STEPS, SHORTER = 30, 50, 8
 LIMIT = 30.0  # of log-scales
 # Newton steps shorter than this are right even if the distance seems to rise by a part that rounding explains.
@@ -32,44 +32,52 @@ class Distance:
     """The squared distance of a batch of sources as a function of the log-scales of all units.
 
     :param group: the scalings.
+    :param multiplied: site -> axis -> the units that multiply each position, and their exponents.
     :param sites: site, moments of the reference and of the sources, ``(channels, B, *site_shape)`` each; sources are in
         place, not yet scaled.
     """
 
-    def __init__(self, group: Group, sites: Iterable[tuple[str, Tensor, Tensor]]):
+    def __init__(self, group: Group, multiplied: Multiplied, sites: Iterable[tuple[str, Tensor, Tensor]]):
         count = sum(group[name].count for name in group.names("scale"))
         arrays: list[Array] = []
         for site, reference, source in sites:
-            dims = sorted(group.members(site))
+            dims = multiplied[site]
             reference, source = (group.view(site, value) for value in (reference, source))
             rest = [0, *(2 + dim for dim in range(source.dim() - 2) if dim not in dims)]
-            units, exponents = zip(*(owners(group, site, dim, "scale", source.device) for dim in dims), strict=True)
+            here = ([part.to(source.device) for part in own] for own in dims.values())
+            units, exponents = zip(*here, strict=True)
             masses = [(factor * source).sum(rest, dtype=torch.float64) for factor in (source, reference)]
             arrays.append(Array(torch.cat(masses), units, exponents))
         self._both = Balance(arrays, count)
 
-    def at(self, u: Tensor) -> Tensor:
-        """The distance, but for the reference's own norm: ``(B, units)`` -> ``(B,)``."""
-        squares, products = self._both.value(torch.cat([u, 0.5 * u])).chunk(2)
-        return squares - 2 * products
+    def _at(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The distance, but for the reference's own norm, ``(B, units)`` -> ``(B,)``; what multiplies the squares and
+        products at each position, and their sums there, ``(2 B, positions)``."""
+        laid = self._both.lay_out(u)
+        factors = torch.cat([2 * laid, laid]).exp()
+        sums = self._both.marginals(factors)
+        squares, products = self._both.total(sums).chunk(2)
+        return squares - 2 * products, factors, sums
 
     def least(self, u: Tensor, settled: float) -> Tensor:
         """The log-scales where the distance is least, from given ones; no source ends farther than it was.
 
         :param settled: the part of the distance below which a step no longer counts.
         """
-        reached = self.at(u)
+        reached, factors, sums = self._at(u)
         for _ in range(STEPS):
-            step = self._newton_step(u)
+            step = self._newton_step(factors, sums)
             before, part = reached, 1.0
             waiting = torch.ones_like(reached, dtype=torch.bool)
             # Near the optimum rounding hides the gain of a step, but not the step.
             enough = torch.where(step.abs().amax(-1) < SHORT, reached + HIDDEN * reached.abs(), reached)
             for _ in range(SHORTER):
                 trial = (u + part * step).clamp(-LIMIT, LIMIT)
-                found = self.at(trial)
+                found, *there = self._at(trial)
                 better = waiting & (found < enough)
                 u, reached = torch.where(better.unsqueeze(-1), trial, u), torch.where(better, found, reached)
+                both = better.repeat(2).unsqueeze(-1)
+                factors, sums = torch.where(both, there[0], factors), torch.where(both, there[1], sums)
                 waiting = waiting & ~better
                 if not bool(waiting.any()):
                     break
@@ -80,12 +88,9 @@ class Distance:
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    def _newton_step(self, u: Tensor) -> Tensor:
+    def _newton_step(self, factors: Tensor, sums: Tensor) -> Tensor:
         """Newton's step by conjugate gradients, cut off where the distance curves downwards."""
         both = self._both
-        laid = both.lay_out(u)
-        factors = torch.cat([2 * laid, laid]).exp()
-        sums = both.marginals(factors)
         b, c = sums.chunk(2)
         # What pulls nowhere stays; so does what would shrink for ever.
         (up, pulled_up), (down, pulled_down) = (both.collect(sums, side).chunk(2) for side in (1, -1))

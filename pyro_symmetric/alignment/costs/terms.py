@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.places import owners
 from pyro_symmetric.groups.units import Axis
 
 
@@ -39,7 +40,7 @@ class Plan:
     :ivar riders: name of the units -> see :meth:`~pyro_symmetric.alignment.costs.protocol.MatchCost.riders`.
     :ivar terms: name of the units -> their terms, in parts that share no multiplier.
     :ivar parts: name of the units -> numbers of the sites on which they, or what lies inside them, act.
-    :ivar scaled: the sites that scales act on.
+    :ivar multiplied: of the sites that scales act on, axis -> the units that multiply each position, and exponents.
     :ivar whole: site -> the group there; of many units few act on one site.
     :ivar finite: site -> its permutations and signs.
     """
@@ -50,7 +51,12 @@ class Plan:
         numbers = {site: number for number, site in enumerate(sites)}
         places = {name: {a.site for n in group.family(name) for a in group.axes(n)} for name in group.units}
         self.parts = {name: sorted(numbers[site] for site in own & set(sites)) for name, own in places.items()}
-        self.scaled = [site for site in sites if group.scalings.members(site)]
+        scaled = {site: sorted(group.scalings.members(site)) for site in sites}
+        self.multiplied = {
+            site: {dim: owners(group.scalings, site, dim, "scale") for dim in dims}
+            for site, dims in scaled.items()
+            if dims
+        }
         self.whole = {site: _without(group, site, {}, (), 0) for site in sites}
         self.finite = {site: own.finite for site, own in self.whole.items()}
         self.coupled = cache(partial(_coupled, group, frozenset(sites)))

@@ -23,6 +23,7 @@ sign flips the first channel only.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,8 +39,8 @@ from pyro_symmetric.groups.places import rows as rows_of
 from pyro_symmetric.groups.units import Units
 
 Moments = dict[str, Tensor]
-# Newton steps for the scales of all pairs, and of the pairs in place.
-PAIR_STEPS, STEPS = 1, 3
+# Newton steps for the scales of pairs: all scales are fitted together later.
+STEPS = 1
 
 
 class WeightCost(MatchCost):
@@ -61,10 +62,10 @@ class WeightCost(MatchCost):
         self.batch, self.device = example.shape[1], example.device
         self._plan = plan_of(group, tuple(source))
         self.parts = self._plan.parts
-        self.rescales = self.squared and bool(self._plan.scaled)
+        self.rescales = self.squared and bool(self._plan.multiplied)
         self._rows: dict[Term, Tensor] = {}
-        self._kept: dict[Term, tuple[Tensor, list[Tensor]]] = {}
-        self._here: tuple[Element | None, dict[int, Tensor], dict[int, Tensor]] = None, {}, {}
+        self._kept: dict[Term, tuple[list[Tensor], list[Tensor]]] = {}
+        self._here: _Here | None = None
 
     # what a cost is made of -----------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class WeightCost(MatchCost):
 
         total = torch.zeros(*shape, units.size, dtype=torch.float64, device=self.device)
         for sums, whole in self._sums(name, known, products):
-            total += sums.highest(PAIR_STEPS, whole)
+            total += sums.highest(STEPS, whole)
         return total
 
     def matched(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Matched:
@@ -170,14 +171,14 @@ class WeightCost(MatchCost):
 
     def rescaled(self, element: Element, rows: Tensor, settled: float = SETTLED) -> Element:
         group = self.group.scalings
-        sites = self._plan.scaled
+        sites = self._plan.multiplied
         pairs = (
             (site, _some(self.reference[site], rows), self._site_after(site, self._plan.finite[site], element, rows))
             for site in sites
         )
         at = {name: element.unit_index(name) for name in self.group.names("scale")}
         now = [element.log_scales[name].flatten(1).gather(-1, index) for name, index in at.items()]
-        best = Distance(group, pairs).least(torch.cat(now, -1).double(), settled)
+        best = Distance(group, self._plan.multiplied, pairs).least(torch.cat(now, -1).double(), settled)
         found = {}
         for (name, index), own in zip(at.items(), best.split([i.shape[-1] for i in at.values()], -1), strict=True):
             by_source = torch.empty_like(own).scatter_(-1, index, own)
@@ -220,12 +221,10 @@ class WeightCost(MatchCost):
         several = value.reshape(len(value), *[1] * (len(shape) - 1), *value.shape[1:])
         if element is None or not group.members(site):
             return several.expand(len(value), *shape, *value.shape[2:])
-        own = element.within(group)
-        if own.batch_shape.numel() == 1:  # one element for all that there is takes half the time
-            own = own.select((0,) * len(own.batch_shape))
-            if len(value) == 1 or not own.signs:
-                return own.on_site(site, value)
-        elif len(own.batch_shape) > 1:
+        own = self._at(element).moving.within(group)
+        if not own.batch_shape and (len(value) == 1 or not own.signs):
+            return own.on_site(site, value)
+        if len(own.batch_shape) > 1:
             value = several.expand(len(value), *shape, *value.shape[2:])
         first = own.on_site(site, value[0])
         own.signs = {}  # of the first channel only
@@ -235,32 +234,35 @@ class WeightCost(MatchCost):
         """The products, kept with the numbers that they come from, until these are others."""
         if element.batch_shape != rows.shape:
             return self._products(term, element, rows, units)
-        at = rows.to(self.device)
         stale, now = self._stale(term, element, rows)
+        if len(rows) == self.batch and len(stale) in (0, self.batch):
+            kept = self._kept[term][1] if not len(stale) else self._products(term, element, rows, units)
+            self._kept[term] = now, kept
+            return list(kept)
         if term not in self._kept:
-            if len(rows) < self.batch:
-                return self._products(term, element, rows, units)
-            self._kept[term] = now.clone(), self._products(term, element, rows, units)
-            stale = rows[:0]
+            return self._products(term, element, rows, units)
         known, kept = self._kept[term]
+        at = rows.to(self.device)
         if len(stale):
-            known[at[stale]] = now[stale]
+            changed = at[stale]
+            known = [old.index_copy(0, changed, new[stale]) for old, new in zip(known, now, strict=True)]
+            self._kept[term] = known, kept
             fresh = self._products(term, some(element, stale), rows[stale], units)
             for value, other in zip(kept, fresh, strict=True):
-                value[at[stale]] = other
+                value[changed] = other
         return [value if len(rows) == self.batch else value[at] for value in kept]
 
-    def _stale(self, term: Term, element: Element, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _stale(self, term: Term, element: Element, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The sources (places in ``rows``) whose kept products come from other numbers, and these numbers now."""
-        _, _, known = self._at(element)
-        if id(term.released) not in known:
-            own = element.within(term.released)
-            numbers = [v.flatten(1).double() for part in own.parts[:3] for v in part.values()]
-            known[id(term.released)] = torch.cat([torch.zeros(len(rows), 0, device=self.device), *numbers], 1)
-        now = known[id(term.released)]
+        now = [value for part in element.within(term.released).parts[:3] for value in part.values()]
         if term not in self._kept:
             return torch.arange(len(rows), device="cpu"), now
-        return (self._kept[term][0][rows.to(self.device)] != now).any(1).nonzero().flatten().cpu(), now
+        differs = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
+        for old, new in zip(self._kept[term][0], now, strict=True):
+            if old is not new:  # most are the same tensors
+                old = old if len(rows) == self.batch else old[rows.to(self.device)]
+                differs |= (old != new).flatten(1).any(1)
+        return differs.nonzero().flatten().cpu(), now
 
     def _products(self, term: Term, element: Element, rows: Tensor, units: Units) -> list[Tensor]:
         """The inner products of each channel, ``batch_shape + (copies, size, size)``; the source's norms, if there is a
@@ -272,18 +274,14 @@ class WeightCost(MatchCost):
 
     def _source_rows(self, term: Term, element: Element, rows: Tensor, group: Group) -> Tensor:
         site = term.axis.site
-        _, moved, _ = self._at(element)
+        moved = self._at(element).moved
         if id(group) not in moved:
             moved[id(group)] = self.group.view(site, self._site_after(site, group, element, rows))
         return rows_of(moved[id(group)], term.axis, len(self.group.view_shapes[site]))
 
-    def _at(self, element: Element) -> tuple[Element | None, dict[int, Tensor], dict[int, Tensor]]:
-        """The sites as one element moves them, and its numbers, by the group (its identity).
-
-        Terms of one axis share them. They are forgotten when another element comes.
-        """
-        if self._here[0] is not element:
-            self._here = element, {}, {}
+    def _at(self, element: Element) -> _Here:
+        if self._here is None or self._here.element is not element:
+            self._here = _Here(element)
         return self._here
 
     def _reference_rows(self, term: Term, rows: Tensor | None = None) -> Tensor:
@@ -292,6 +290,22 @@ class WeightCost(MatchCost):
             value = self.group.view(site, self.reference_features(self.reference[site]))
             self._rows[term] = rows_of(value, term.axis, len(self.group.view_shapes[site]))
         return self._rows[term] if rows is None else _some(self._rows[term], rows)
+
+
+class _Here:
+    """The doings of one element, until another one comes.
+
+    :ivar moved: sites as groups move them, by the group (its identity): terms of one axis share them.
+    """
+
+    def __init__(self, element: Element):
+        self.element, self.moved = element, dict[int, Tensor]()
+
+    @cached_property
+    def moving(self) -> Element:
+        """The element that moves sites: one alone without its batch, which takes half the time."""
+        shape = self.element.batch_shape
+        return self.element.select((0,) * len(shape)) if shape.numel() == 1 else self.element
 
 
 class PlainCost(WeightCost):
