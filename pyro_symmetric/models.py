@@ -229,7 +229,7 @@ class BayesianModel(nn.Module):
         require_sites(weights, shapes)
         shapes |= {name: buffer.shape for name, buffer in self.net.named_buffers() if name in weights}
         shape = batch_shape(weights, shapes)
-        own = {name: weights[name] for name in shapes}
+        own = {name: weights[name].to(x.device) for name in shapes}
         with self._lock, self._explaining_inputs(x):  # the network holds the weights meanwhile: one thread at a time
             if not shape:
                 return self.call(own, x)
@@ -265,8 +265,9 @@ class BayesianModel(nn.Module):
         require_sites(weights, priors)
         batch_shape(weights, self.site_shapes)
         total: Any = 0
+        place = next(self.net.parameters()).device  # draws of a run on a GPU lie on the CPU
         for name, prior in priors.items():
-            total = total + prior.log_prob(weights[name])
+            total = total + prior.log_prob(weights[name].to(place))
         return total
 
     def log_likelihood(
@@ -275,7 +276,8 @@ class BayesianModel(nn.Module):
         """Log-likelihood of every row, ``batch_shape + (N,)``, untempered."""
         require_sites(weights, self.site_shapes)
         outputs = self.outputs(weights, x, chunk_size=chunk_size)
-        distribution = self.likelihood.distribution(outputs, _latents(weights, self._parameters_of_net()))
+        latents = {name: value.to(x.device) for name, value in _latents(weights, self._parameters_of_net()).items()}
+        distribution = self.likelihood.distribution(outputs, latents)
         targets = self._targets(x, y)
         try:
             log_prob = distribution.log_prob(targets)

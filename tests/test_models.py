@@ -206,3 +206,14 @@ def test_a_missing_site_of_the_likelihood_is_named() -> None:
     model, x, y = problem("learnt noise")
     with pytest.raises(ValueError, match="noise_scale"):
         model.log_likelihood(model.initial_weights(), x, y)
+
+
+def test_weights_that_lie_elsewhere_are_moved(device: torch.device) -> None:
+    """As draws of a run on a GPU do, which lie on the CPU."""
+    model = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood="gaussian")
+    x, y = torch.randn(5, 2, device="cpu"), torch.randn(5, device="cpu")
+    weights = {name: torch.rand(4, *shape, device="cpu") for name, shape in model.site_shapes.items()}
+    expected = model.to("cpu").log_joint(weights, x, y)
+    found = model.to(device).log_joint(weights, x.to(device), y.to(device))
+    assert found.device.type == device.type
+    torch.testing.assert_close(found.to("cpu"), expected)

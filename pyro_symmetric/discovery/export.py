@@ -61,7 +61,7 @@ def exported(net: TensorsOnly) -> ExportedProgram:
             program = torch.export.export(net, tuple(net.tensors), strict=False)
             if _has_rules(program.graph_module):
                 return program
-            table = {**torch.export.default_decompositions(), torch.ops.aten.stack.default: _side_by_side}
+            table = {**torch.export.default_decompositions(), **_STEPS}
             return program.run_decompositions({op: steps for op, steps in table.items() if rule_for(op) is None})
         except Exception as error:  # torch.export raises whatever the forward pass met
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
@@ -129,6 +129,32 @@ def _shape(value: Any) -> str:
 def _side_by_side(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """A stack with its new axis from the start: PyTorch's own steps put tensors behind one another, and cut again."""
     return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
+def _lstm_cell(inner: Tensor, outer: Tensor, cell: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The step that a GPU takes in one, as the CPU takes it; so is the next."""
+    gates = sum((bias for bias in biases if bias is not None), inner + outer)
+    keep, forget, new, out = gates.chunk(4, -1)
+    cell = forget.sigmoid() * cell + keep.sigmoid() * new.tanh()
+    return out.sigmoid() * cell.tanh(), cell, gates
+
+
+def _gru_cell(
+    inner: Tensor, outer: Tensor, hidden: Tensor, of_inner: Tensor | None = None, of_outer: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    ours = (inner if of_inner is None else inner + of_inner).chunk(3, -1)
+    theirs = (outer if of_outer is None else outer + of_outer).chunk(3, -1)
+    reset, update = (ours[gate].add(theirs[gate]).sigmoid() for gate in range(2))
+    new = (ours[2] + reset * theirs[2]).tanh()
+    return (hidden - new) * update + new, new
+
+
+_STEPS = {
+    torch.ops.aten.stack.default: _side_by_side,
+    torch.ops.aten._thnn_fused_lstm_cell.default: _lstm_cell,
+    torch.ops.aten._thnn_fused_gru_cell.default: _gru_cell,
+}
+"""Operators that are taken apart in steps of our own."""
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def narrowed(axis: Axis, shape: Sequence[int]) -> Axis:
     if axis.span == 1:
         return axis
     run = Run(shape, range(axis.dim, axis.dim + axis.span))
-    index = axis.index.numpy()
+    index = axis.index.cpu().numpy()
     for dim in run.dims:
         stride, length = run.stride(dim), shape[dim]
         along = index // stride % length

@@ -160,7 +160,7 @@ def test_a_pushed_guide_is_saved_loaded_and_trained_further_alone(kind: type, tm
     guide = trained(kind, model, x, y)
     pushed, original = push_forward(guide, symmetry.sample()), moments(guide)
     save_guide(pushed, tmp_path / "guide.safetensors")
-    loaded = load_guide(tmp_path / "guide.safetensors")
+    loaded = load_guide(tmp_path / "guide.safetensors", device=x.device)
     assert loaded.moment_names == pushed.moment_names
     for found, expected in zip(moments(loaded), moments(pushed), strict=True):
         torch.testing.assert_close(found, expected)

@@ -161,7 +161,7 @@ def test_a_group_of_signs_survives_the_disk(tmp_path: Path) -> None:
     model, symmetry, x, y = network()
     guide = AutoSymmetrized(model, symmetry, estimator=InfoNCE(4)).setup(x, y)
     save_guide(guide, tmp_path / "guide.safetensors")
-    loaded = load_guide(tmp_path / "guide.safetensors")
+    loaded = load_guide(tmp_path / "guide.safetensors", device=x.device)
     assert isinstance(loaded, AutoSymmetrized)
     assert loaded.group == symmetry.finite
     assert loaded.group.order() == 48

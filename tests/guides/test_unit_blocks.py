@@ -148,7 +148,8 @@ def test_files_pickles_and_copies_have_the_same_density(wrap, tmp_path) -> None:
         guide = base
     draws = guide.get_posterior().sample((4,))
     ps.save_guide(guide, tmp_path / "guide")
-    for other in (ps.load_guide(tmp_path / "guide"), pickle.loads(pickle.dumps(guide)), copy.deepcopy(guide)):
+    loaded = ps.load_guide(tmp_path / "guide", device=X.device)
+    for other in (loaded, pickle.loads(pickle.dumps(guide)), copy.deepcopy(guide)):
         torch.testing.assert_close(other.get_posterior().log_prob(draws), guide.get_posterior().log_prob(draws))
         assert {site: value.shape for site, value in other.sample_posterior((2,)).items()} == {
             site: (2, *shape) for site, shape in layout_of(guide).site_shapes.items()

@@ -199,7 +199,7 @@ class _Grown(NamedTuple):
 
     def statistics(self, max_treedepth: int) -> dict[str, Tensor]:
         """Of iterations, ``(B, C)`` each."""
-        share = self.cost.steps.to(self.energy).mean(-1) / self.batches  # which may lie on the CPU
+        share = self.cost.steps.to(self.energy).mean(-1) / self.batches
         return {
             "lp": -self.potential,
             "acceptance_rate": self.acceptance,
@@ -236,7 +236,8 @@ class _Batches:
             if len(self.tree.growing) == 0:
                 break
         trees = mapped(lambda *parts: torch.cat(parts), *self.finished, self.tree)
-        return _select(trees, trees.chain.argsort()) if self.finished else trees, torch.tensor(self.count, device="cpu")
+        trees = _select(trees, trees.chain.argsort()) if self.finished else trees
+        return trees, self.seeds.new_full((), self.count)
 
     def _grow(self, depth: int) -> tuple[_Branch, list[_Span]]:
         """Add ``2 ** depth`` states; chains whose branch turns or diverges on the way finish without it.
