@@ -51,7 +51,7 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
         ``(count + 1, N)``.
     """
     walkers = walkers_of(units, count)
-    drawn, log_tau = zip(*walk(walkers, None), strict=True)
+    drawn, log_tau = zip(*walk(walkers, None, scored=len(walkers) == 1), strict=True)
     moves, log_probability = drawn[0], log_tau[0]
     if len(walkers) > 1:
         moves = _one_of(drawn, torch.randint(len(walkers), (1, *log_probability.shape, 1), device=units.like.device))
@@ -61,11 +61,14 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
 
 
 def walk(
-    walkers: Sequence[Walker | ConditionalWalk], given: Mapping[str, Drawn] | None
+    walkers: Sequence[Walker | ConditionalWalk], given: Mapping[str, Drawn] | None, scored: bool = True
 ) -> list[tuple[dict[str, Drawn], Tensor]]:
-    """The moves of several walks, or of each the probabilities of given ones, side by side."""
+    """The moves of several walks, or of each the probabilities of given ones, side by side.
+
+    :param scored: whether probabilities are wanted; else they are partly left out.
+    """
     results = [one.walk(given) if isinstance(one, ConditionalWalk) else None for one in walkers]
-    walking = {k: one.steps(given) for k, one in enumerate(walkers) if isinstance(one, Walker)}
+    walking = {k: one.steps(given, scored) for k, one in enumerate(walkers) if isinstance(one, Walker)}
     found = side_by_side(walking, partial(matched, precision=walkers[0].units.like.dtype))
     return [found[k] if own is None else own for k, own in enumerate(results)]
 
@@ -145,7 +148,7 @@ class Walker:
         """
         return walk([self], given)[0]
 
-    def steps(self, given: Mapping[str, Drawn] | None) -> Walking:
+    def steps(self, given: Mapping[str, Drawn] | None, scored: bool = True) -> Walking:
         """The same, set by set; asks for each set's matchings."""
         drawn: dict[str, Drawn] = {}
         shared: dict[str, Drawn] = {}
@@ -155,7 +158,7 @@ class Walker:
             densities = self.units.densities(name, Placements(shared, self._expected))
             own = Drawn(None) if given is None else given[name]
             outer = where.get(self.units.group[name].parent)
-            images, where[name], log_tau = yield from self._match(name, densities.total, outer, own.images)
+            images, where[name], log_tau = yield from self._match(name, densities.total, outer, own.images, scored)
             total, signs = total + log_tau, None
             if densities.odd is not None:
                 signs, log_tau = self._flip(densities.odd, where[name], own.signs)
@@ -172,7 +175,7 @@ class Walker:
         return drawn, total
 
     def _match(
-        self, name: str, densities: Tensor, outer: Tensor | None, given: Tensor | None
+        self, name: str, densities: Tensor, outer: Tensor | None, given: Tensor | None, scored: bool
     ) -> Generator[Question, Answer, tuple[Tensor | None, Tensor, Tensor | float]]:
         """Draw, or take, the moves of one set of units.
 
@@ -194,14 +197,15 @@ class Walker:
         matrix = self._first if name == self._order[0] else None
         own = _blocks_of(densities, copies, outer).expand(-1, self._shape[1], -1, -1, -1).flatten(1, 2)
         given = None if given is None else given.flatten(1, 2)
-        inside, log_tau, matrix = yield Question(matrix or own, given, self._shape[0] - 1)
+        inside, log_tau, matrix = yield Question(matrix or own, given, self._shape[0] - 1, scored)
         if name == self._order[0]:
             self._first = matrix
         images = inside.unflatten(1, (-1, copies)) + source
         where = images.flatten(-2)
         if places is not None:  # from the places of copies to the copies that come to them
             images = images.scatter(-2, places, images)
-        return images.flatten(-2), where, log_tau.unflatten(1, (-1, copies)).sum(-1)
+        total = 0.0 if log_tau is None else log_tau if copies == 1 else log_tau.unflatten(1, (-1, copies)).sum(-1)
+        return images.flatten(-2), where, total
 
     def _flip(self, odd: Tensor, where: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
         """Draw, or take, the signs of matched units: independent, given the matching."""

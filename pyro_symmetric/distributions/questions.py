@@ -7,7 +7,7 @@ are handled as one batch: of small ones, calls of operators rather than their wo
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,11 +65,13 @@ class Question:
     :param matrix: or the log-densities ``(L, M, n, n)`` that it is to be made of.
     :param given: the matchings, ``(K + 1, M, n)``; drawn if None.
     :param count: how many are drawn besides the identity.
+    :param scored: whether probabilities are wanted.
     """
 
     matrix: Matrix | Tensor
     given: Tensor | None
     count: int
+    scored: bool = True
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -82,10 +84,10 @@ class Question:
         """The same question about others."""
         known = len(parts) - (self.given is not None)
         matrix = parts[0] if isinstance(self.matrix, Tensor) else Matrix(*parts[:known])
-        return Question(matrix, None if self.given is None else parts[-1], self.count)
+        return replace(self, matrix=matrix, given=None if self.given is None else parts[-1])
 
 
-Answer = tuple[Tensor, Tensor, Matrix]
+Answer = tuple[Tensor, Tensor | None, Matrix]
 
 
 def side_by_side(
@@ -136,10 +138,11 @@ def matched(asked: list[Question], precision: torch.dtype) -> list[Answer]:
         )
         matrix = Matrix.of(every.matrix, precision) if isinstance(every.matrix, Tensor) else every.matrix
         images = matrix.drawn(every.count) if every.given is None else every.given
-        parts = images, matrix.log_probability(images), matrix.densities, matrix.rows, matrix.rank
+        told = (matrix.log_probability(images),) if own[0].scored else ()
+        parts = images, matrix.densities, matrix.rows, matrix.rank, *told
         split = zip(*(part.split([one.parts[0].shape[1] for one in own], 1) for part in parts), strict=True)
-        for k, (own_images, told, *rest) in zip(numbers, split, strict=True):
-            answers[k] = own_images, told, Matrix(*rest)
+        for k, (own_images, densities, rows, rank, *own_told) in zip(numbers, split, strict=True):
+            answers[k] = own_images, own_told[0] if own_told else None, Matrix(densities, rows, rank)
     return [answers[k] for k in range(len(asked))]
 
 

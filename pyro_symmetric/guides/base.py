@@ -65,14 +65,17 @@ class WeightsGuide(AutoContinuous):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Weights:
-        """Draw as any guide does: Pyro's own, with sites that cost a GPU nothing where the map to them is trivial."""
+        """A draw, site by site, as any guide's; a site whose map is trivial costs nothing."""
         latent, plates, result = self.sample_latent(*args, **kwargs), self._create_plates(*args, **kwargs), {}
-        for site, free in self._unpack_latent(latent):
-            name = site["name"]
+        shapes, nodes = self._unconstrained_shapes, self.prototype_trace.nodes
+        pieces = latent.split([shape.numel() for shape in shapes.values()], -1)  # one operation on the way back, too
+        for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
+            fn, events = nodes[name]["fn"], nodes[name]["fn"].event_dim + len(shape) - nodes[name]["value"].dim()
+            free = piece.view(torch.broadcast_shapes(shape, (*latent.shape[:-1], *[1] * events)))  # particles lead
             with ExitStack() as stack:
                 for frame in self._cond_indep_stacks[name]:
                     stack.enter_context(plates[frame.name])
-                result[name] = pyro.sample(name, _Image.of(free, site["fn"]))
+                result[name] = pyro.sample(name, _Image.of(free, fn))
         return result
 
     def sample_posterior(self, sample_shape: Sequence[int] = ()) -> Weights:
