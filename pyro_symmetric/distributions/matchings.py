@@ -45,16 +45,17 @@ STREAM = 8
 CHUNK_NUMBERS = 2**24
 
 
-def doubly_stochastic(densities: Tensor, iterations: int = ITERATIONS) -> Tensor:
+def doubly_stochastic(densities: Tensor, iterations: int = ITERATIONS, centred: bool = False) -> Tensor:
     """Sinkhorn's scaling of ``exp(densities)``.
 
     :param densities: log-densities, ``batch_shape + (n, n)``; constants added to rows or columns don't matter.
     :param iterations: alternations of rows and columns; more come closer to column sums of one. Row sums are exact.
+    :param centred: whether constants of rows are gone already.
     :return: nonnegative, of the same shape.
     """
     if densities.is_cuda:
-        return scaled_in_logarithms(densities, iterations)
-    densities = densities - densities.amax(-1, keepdim=True)
+        return scaled_in_logarithms(densities if centred else densities.log_softmax(-1), iterations)
+    densities = densities if centred else densities - densities.amax(-1, keepdim=True)
     densities = densities - densities.amax(-2, keepdim=True)
     densities = densities - densities.amax(-1, keepdim=True)
     kernel = densities.clamp(min=FLOOR).exp()
@@ -68,11 +69,14 @@ def doubly_stochastic(densities: Tensor, iterations: int = ITERATIONS) -> Tensor
 
 
 def scaled_in_logarithms(densities: Tensor, iterations: int) -> Tensor:
-    """Nearly what :func:`doubly_stochastic` gives, in half as many operations, each of which takes exponentials."""
-    densities = densities.log_softmax(-1).log_softmax(-2).log_softmax(-1).clamp(min=FLOOR)
-    for _ in range(iterations):
-        densities = densities.log_softmax(-1).log_softmax(-2)
-    return densities.softmax(-1)
+    """Nearly what :func:`doubly_stochastic` gives, in half as many operations, each of which takes exponentials.
+
+    :param densities: without constants of rows.
+    """
+    densities = densities.log_softmax(-2).log_softmax(-1).clamp(min=FLOOR)
+    for _ in range(iterations - 1):
+        densities = densities.log_softmax(-2).log_softmax(-1)
+    return densities.log_softmax(-2).softmax(-1)
 
 
 def soft_permanent(densities: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Matrix:
     @classmethod
     def of(cls, densities: Tensor, precision: torch.dtype) -> Matrix:
         densities = centred(densities, precision)
-        rows = with_spread(doubly_stochastic(densities))
+        rows = with_spread(doubly_stochastic(densities, centred=True))
         return cls(densities, rows, certain_first(rows))
 
     def drawn(self, count: int) -> Tensor:
@@ -149,5 +149,5 @@ def matched(asked: list[Question], precision: torch.dtype) -> list[Answer]:
 def made_doubly_stochastic(asked: list[Tensor], precision: torch.dtype) -> list[Tensor]:
     """Of several matrices, roughly; those that are small and shaped alike at once."""
     if len({(one.shape, one.dtype) for one in asked}) == 1 and len(asked) > 1 and asked[0].numel() <= TOGETHER:
-        return list(doubly_stochastic(centred(torch.stack(asked), precision), ROUGHLY).unbind())
-    return [doubly_stochastic(centred(one, precision), ROUGHLY) for one in asked]
+        return list(doubly_stochastic(centred(torch.stack(asked), precision), ROUGHLY, centred=True).unbind())
+    return [doubly_stochastic(centred(one, precision), ROUGHLY, centred=True) for one in asked]
