@@ -19,6 +19,7 @@ from pyro_symmetric.distributions.matchings import (
     draw_matchings,
     log_probability,
     with_spread,
+    without_constants,
 )
 
 # Numbers of a matrix up to which those of several walks are handled at once; beyond, copying them takes longer.
@@ -108,13 +109,13 @@ def side_by_side(
 
 
 def centred(densities: Tensor, precision: torch.dtype) -> Tensor:
-    """Without constants of a place, which don't matter, but would swallow what does when late rows are added up.
+    """Without constants of places and units, which don't matter, but would swallow what does when late rows are added.
 
     :param precision: of the draws. Differences of large densities may have needed more, but what is left of them
-        doesn't, if it is without constants of a unit, too.
+        doesn't.
     """
     if densities.dtype == precision:
-        return densities - densities.amax(-1, keepdim=True)
+        return without_constants(densities)
     return densities.log_softmax(-1).log_softmax(-2).to(precision)
 
 
