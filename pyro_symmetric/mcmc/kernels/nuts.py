@@ -199,7 +199,8 @@ class _Grown(NamedTuple):
 
     def statistics(self, max_treedepth: int) -> dict[str, Tensor]:
         """Of iterations, ``(B, C)`` each."""
-        share = self.cost.steps.to(self.energy).mean(-1) / self.batches  # which may lie on the CPU
+        batches = self.batches.to(self.energy.device)  # counted on the CPU
+        share = self.cost.steps.to(self.energy).mean(-1) / batches
         return {
             "lp": -self.potential,
             "acceptance_rate": self.acceptance,
