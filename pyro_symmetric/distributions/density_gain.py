@@ -221,4 +221,10 @@ class _MovedGain(torch.autograd.Function):
         back = torch.empty_like(source).scatter_(-1, source, entries)
         moved = pulls[:-1] if factors is None else pulls[:-1] * factors
         to_before = -(moved.gather(-1, back).sum(0) + pulls[-1])
-        return to_before.sum_to_size(before.shape), to_loc.sum_to_size(loc.shape), to_scale.sum_to_size(scale.shape), None, None
+        return (
+            to_before.sum_to_size(before.shape),
+            to_loc.sum_to_size(loc.shape),
+            to_scale.sum_to_size(scale.shape),
+            None,
+            None,
+        )

@@ -277,8 +277,7 @@ class StochasticGradientKernel(Kernel):
             walk.spread = state.tuning.spread
         tuning = self.walk(walk, state.tuning)
         # A chain that left all numbers behind goes back to where the iteration began, and is counted.
-        largest = [torch.linalg.vector_norm(value, torch.inf, dim=-1) for value in (walk.z, walk.r)]
-        extent = sum(largest, walk.energy)
+        extent = torch.linalg.vector_norm(walk.z, torch.inf, dim=-1) + walk.energy  # momenta have moved z by themselves
         found = extent - extent == 0
         diverging = ~found
         lost = diverging[:, None]
