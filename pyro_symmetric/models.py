@@ -91,7 +91,8 @@ class _Fixed(dist.Normal):
         if self._validate_args:
             self._validate_sample(value)
         factor, constant = self._factors
-        squares = mse_loss(*torch.broadcast_tensors(value, self.loc), reduction="none")  # one operation, and one back
+        value, loc = torch.broadcast_tensors(value, self.loc)
+        squares = mse_loss(value, loc, reduction="none")  # one operation, and one back
         return torch.addcmul(constant, squares, factor)
 
 

@@ -67,7 +67,8 @@ class WeightsGuide(AutoContinuous):
     def forward(self, *args: Any, **kwargs: Any) -> Weights:
         """A draw, site by site, as any guide's; a site whose map is trivial costs nothing."""
         latent, plates, result = self.sample_latent(*args, **kwargs), self._create_plates(*args, **kwargs), {}
-        shapes, nodes = self._unconstrained_shapes, self.prototype_trace.nodes
+        trace: Any = self.prototype_trace
+        shapes, nodes = self._unconstrained_shapes, trace.nodes
         pieces = latent.split([shape.numel() for shape in shapes.values()], -1)  # one operation on the way back, too
         for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
             fn, events = nodes[name]["fn"], nodes[name]["fn"].event_dim + len(shape) - nodes[name]["value"].dim()

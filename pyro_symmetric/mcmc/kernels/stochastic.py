@@ -101,13 +101,13 @@ class Walk:
         self._counted = 0
 
     def gradient(self) -> Tensor:
-        """The gradient ``(C, D)`` on each chain's next mini-batch, which the virial takes in."""
+        """The gradient ``(C, D)`` on each chain's next mini-batch; the virial takes it in."""
         away, gradient = self._evaluated()
         self._virial.addcmul_(away, gradient)
         return gradient
 
     def _evaluated(self) -> tuple[Tensor, Tensor]:
-        """Where the chains are, seen from the centre, and the gradient there."""
+        """Places of the chains, seen from the centre, and the gradient ``(C, D)`` on each one's next mini-batch."""
         rows, self.batches = self.batches.next(self.generator)
         if self.count + 1 < self.steps:
             self.last_gradient = estimated_gradient(self.density, self.z, rows, self.anchor)
