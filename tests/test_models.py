@@ -217,3 +217,16 @@ def test_weights_that_lie_elsewhere_are_moved(device: torch.device) -> None:
     found = model.to(device).log_joint(weights, x.to(device), y.to(device))
     assert found.device.type == device.type
     torch.testing.assert_close(found.to("cpu"), expected)
+
+
+def test_a_weight_s_prior_is_the_normal_density_and_its_gradient() -> None:
+    prior = GaussianPrior(0.3)("w", torch.zeros(2, 3, dtype=torch.float64))
+    value = torch.randn(4, 2, 3, dtype=torch.float64).requires_grad_()
+    stock = dist.Normal(torch.zeros(2, 3, dtype=torch.float64), 0.3).to_event(2)
+    found, expected = (fn.log_prob(value) for fn in (prior, stock))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(prior.expand((4,)).log_prob(value), expected)
+    for one, other in zip(*(torch.autograd.grad(part.sum(), value) for part in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match="support"):
+        prior.log_prob(torch.full((2, 3), torch.nan, dtype=torch.float64))

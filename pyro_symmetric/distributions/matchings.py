@@ -45,17 +45,18 @@ STREAM = 8
 CHUNK_NUMBERS = 2**24
 
 
-def doubly_stochastic(densities: Tensor, iterations: int = ITERATIONS) -> Tensor:
+def doubly_stochastic(densities: Tensor, iterations: int = ITERATIONS, centred: bool = False) -> Tensor:
     """Sinkhorn's scaling of ``exp(densities)``.
 
     :param densities: log-densities, ``batch_shape + (n, n)``; constants added to rows or columns don't matter.
     :param iterations: alternations of rows and columns; more come closer to column sums of one. Row sums are exact.
+    :param centred: whether constants of rows and columns are gone already.
     :return: nonnegative, of the same shape.
     """
     if densities.is_cuda:
-        return scaled_in_logarithms(densities, iterations)
-    densities = densities - densities.amax(-1, keepdim=True)
-    densities = densities - densities.amax(-2, keepdim=True)
+        centre = densities if centred else densities.log_softmax(-1).log_softmax(-2)
+        return scaled_in_logarithms(centre, iterations)
+    densities = densities if centred else without_constants(densities)
     densities = densities - densities.amax(-1, keepdim=True)
     kernel = densities.clamp(min=FLOOR).exp()
     columns = kernel.new_ones(*kernel.shape[:-2], kernel.shape[-1], 1)
@@ -68,11 +69,20 @@ def doubly_stochastic(densities: Tensor, iterations: int = ITERATIONS) -> Tensor
 
 
 def scaled_in_logarithms(densities: Tensor, iterations: int) -> Tensor:
-    """Nearly what :func:`doubly_stochastic` gives, in half as many operations, each of which takes exponentials."""
-    densities = densities.log_softmax(-1).log_softmax(-2).log_softmax(-1).clamp(min=FLOOR)
-    for _ in range(iterations):
-        densities = densities.log_softmax(-1).log_softmax(-2)
-    return densities.softmax(-1)
+    """Nearly what :func:`doubly_stochastic` gives, in half as many operations, each of which takes exponentials.
+
+    :param densities: without constants of rows and columns.
+    """
+    densities = densities.log_softmax(-1).clamp(min=FLOOR)
+    for _ in range(iterations - 1):
+        densities = densities.log_softmax(-2).log_softmax(-1)
+    return densities.log_softmax(-2).softmax(-1)
+
+
+def without_constants(densities: Tensor) -> Tensor:
+    """Log-densities without constants of rows, and then of columns: the largest of each column is 0."""
+    densities = densities - densities.amax(-1, keepdim=True)
+    return densities - densities.amax(-2, keepdim=True)
 
 
 def soft_permanent(densities: Tensor) -> Tensor:
@@ -97,8 +107,10 @@ def with_spread(matrix: Tensor) -> Tensor:
 
 
 def certain_first(rows: Tensor) -> Tensor:
-    """The rank of each row in order of falling certainty (collision probability), ``batch_shape + (n,)``, 32-bit."""
-    return rows.square().sum(-1).argsort(-1, descending=True).argsort(-1).int()
+    """The rank of each row in order of falling certainty (collision probability), ``batch_shape + (n,)``; of many rows
+    32-bit."""
+    rank = torch.linalg.vector_norm(rows, dim=-1).argsort(-1, descending=True).argsort(-1)
+    return rank if rows.shape[-1] <= FEW else rank.int()
 
 
 def draw_matchings(densities: Tensor, rows: Tensor, rank: Tensor) -> Tensor:

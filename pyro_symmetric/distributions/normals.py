@@ -9,11 +9,14 @@ draws; proposals made from it are as valid, bounds included, only less sharp.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributions import Distribution, Independent, LowRankMultivariateNormal, MultivariateNormal, Normal
 
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
@@ -80,6 +83,35 @@ def mean_field_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
 def is_mean_field(base: Distribution, action: Action) -> bool:
     """True if weights are independent normals that elements move themselves, so that unit densities are exact."""
     return not action.nonlinear_sites and mean_field_moments(base) is not None
+
+
+def mean_field_log_prob(base: Distribution, value: Tensor) -> Tensor:
+    """The log-density of a product of normals, whose gradient is written out; of any other base its own."""
+    moments = mean_field_moments(base)
+    if moments is None or len(base.event_shape) != 1:
+        return base.log_prob(value)
+    return _NormalDensity.apply(value, *moments)
+
+
+class _NormalDensity(torch.autograd.Function):
+    """Summed over the last axis."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+        away = (value - loc) / scale
+        ctx.save_for_backward(away, scale)
+        ctx.shapes = value.shape, loc.shape, scale.shape
+        energy = torch.addcmul(scale.log(), away, away, value=0.5).sum(-1)
+        return -0.5 * math.log(2 * math.pi) * away.shape[-1] - energy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        away, scale = ctx.saved_tensors
+        share = grad.unsqueeze(-1) / scale
+        pull = away * share
+        found = -pull, pull, pull * away - share
+        return tuple(part.sum_to_size(shape) for part, shape in zip(found, ctx.shapes, strict=True))
 
 
 def sites_of(action: Action, flat: Tensor) -> Weights:

@@ -36,7 +36,7 @@ from pyro_symmetric.distributions.questions import (
     matched,
     side_by_side,
 )
-from pyro_symmetric.distributions.unit_densities import UnitDensities, blocks, own_blocks
+from pyro_symmetric.distributions.unit_densities import PairDensities, UnitDensities, blocks, own_blocks
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.placement import asks
 
@@ -51,7 +51,7 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
         ``(count + 1, N)``.
     """
     walkers = walkers_of(units, count)
-    drawn, log_tau = zip(*walk(walkers, None), strict=True)
+    drawn, log_tau = zip(*walk(walkers, None, scored=len(walkers) == 1), strict=True)
     moves, log_probability = drawn[0], log_tau[0]
     if len(walkers) > 1:
         moves = _one_of(drawn, torch.randint(len(walkers), (1, *log_probability.shape, 1), device=units.like.device))
@@ -61,11 +61,14 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
 
 
 def walk(
-    walkers: Sequence[Walker | ConditionalWalk], given: Mapping[str, Drawn] | None
+    walkers: Sequence[Walker | ConditionalWalk], given: Mapping[str, Drawn] | None, scored: bool = True
 ) -> list[tuple[dict[str, Drawn], Tensor]]:
-    """The moves of several walks, or of each the probabilities of given ones, side by side."""
+    """The moves of several walks, or of each the probabilities of given ones, side by side.
+
+    :param scored: whether probabilities are wanted; else they are partly left out.
+    """
     results = [one.walk(given) if isinstance(one, ConditionalWalk) else None for one in walkers]
-    walking = {k: one.steps(given) for k, one in enumerate(walkers) if isinstance(one, Walker)}
+    walking = {k: one.steps(given, scored) for k, one in enumerate(walkers) if isinstance(one, Walker)}
     found = side_by_side(walking, partial(matched, precision=walkers[0].units.like.dtype))
     return [found[k] if own is None else own for k, own in enumerate(results)]
 
@@ -76,7 +79,8 @@ def _element(units: UnitDensities, moves: Mapping[str, Drawn], batch: tuple[int,
     for name, drawn in moves.items():
         one = units.group[name]
         if drawn.images is not None:
-            permutations[name] = (drawn.images[1:] % one.size).reshape(*batch, *one.shape)
+            inside = drawn.images[1:] if one.copies == 1 else drawn.images[1:] % one.size
+            permutations[name] = inside.reshape(*batch, *one.shape)
         if drawn.signs is not None:
             signs[name] = drawn.signs[1:].reshape(*batch, *one.shape)
     like = units.like
@@ -136,7 +140,9 @@ class Walker:
     def __init__(self, units: UnitDensities, count: int, order: Sequence[str], expected: Mapping[str, Expected]):
         self.units, self._order, self._expected = units, order, expected
         self._shape = (count + 1, len(units.like))
-        self._first: Matrix | None = None  # of the first set, which knows of no draws
+        # Of the first set, which knows of no draws.
+        self._first: Matrix | None = None
+        self._first_densities: PairDensities | None = None
 
     def walk(self, given: Mapping[str, Drawn] | None) -> tuple[dict[str, Drawn], Tensor]:
         """Moves (the identity first), each ``(K + 1, N, count)``, and their log-probabilities, ``(K + 1, N)``.
@@ -145,21 +151,26 @@ class Walker:
         """
         return walk([self], given)[0]
 
-    def steps(self, given: Mapping[str, Drawn] | None) -> Walking:
+    def steps(self, given: Mapping[str, Drawn] | None, scored: bool = True) -> Walking:
         """The same, set by set; asks for each set's matchings."""
         drawn: dict[str, Drawn] = {}
         shared: dict[str, Drawn] = {}
         where: dict[str | None, Tensor] = {}
-        total = self.units.like.new_zeros(self._shape)
+        told: list[Tensor] = []
         for name in self._order:
-            densities = self.units.densities(name, Placements(shared, self._expected))
+            first = name == self._order[0]
+            densities = self._first_densities if first else None
+            if densities is None:
+                densities = self.units.densities(name, Placements(shared, self._expected))
+            if first:
+                self._first_densities = densities
             own = Drawn(None) if given is None else given[name]
             outer = where.get(self.units.group[name].parent)
-            images, where[name], log_tau = yield from self._match(name, densities.total, outer, own.images)
-            total, signs = total + log_tau, None
+            images, where[name], log_tau = yield from self._match(name, densities.total, outer, own.images, scored)
+            told, signs = told if log_tau is None else [*told, log_tau], None
             if densities.odd is not None:
                 signs, log_tau = self._flip(densities.odd, where[name], own.signs)
-                total = total + log_tau
+                told = [*told, log_tau]
             drawn[name] = shared[name] = Drawn(images, signs)
             # If no draw moves a unit, all of them see the same neighbour, and one matrix serves all.
             if (
@@ -169,24 +180,31 @@ class Walker:
                 and torch.equal(images, images[:1].expand_as(images))
             ):
                 shared[name] = Drawn(images[:1])
-        return drawn, total
+        return drawn, sum(told[1:], told[0]) if told else self.units.like.new_zeros(self._shape)
 
     def _match(
-        self, name: str, densities: Tensor, outer: Tensor | None, given: Tensor | None
-    ) -> Generator[Question, Answer, tuple[Tensor | None, Tensor, Tensor | float]]:
+        self, name: str, densities: Tensor, outer: Tensor | None, given: Tensor | None, scored: bool
+    ) -> Generator[Question, Answer, tuple[Tensor | None, Tensor, Tensor | None]]:
         """Draw, or take, the moves of one set of units.
 
         :param outer: the unit outside that comes to each place, ``(K + 1, N, copies)``; None if these lie in none.
         :return: the moves within copies as they are before the outer ones, where each unit comes from with both, and
-            log-probabilities.
+            log-probabilities; None if there are none to tell.
         """
         units = self.units.group[name]
         copies, n = units.copies, units.size
+        if copies == 1 and outer is None and self.units.sets[name].is_permuted:  # no copies to find one's way among
+            matrix = self._first if name == self._order[0] else None
+            own = densities.expand(-1, self._shape[1], -1, -1)
+            images, log_tau, matrix = yield Question(matrix or own, given, self._shape[0] - 1, scored)
+            if name == self._order[0]:
+                self._first = matrix
+            return images, images, log_tau
         start = torch.arange(0, units.count, n, device=densities.device).unsqueeze(-1)
         source = start if outer is None else outer.unsqueeze(-1) * n  # the first unit of the copy that comes to a place
         if not self.units.sets[name].is_permuted:
             inside = torch.arange(n, device=densities.device)
-            return None, (source + inside).expand(*self._shape, copies, n).flatten(-2), 0.0
+            return None, (source + inside).expand(*self._shape, copies, n).flatten(-2), None
         places = None if outer is None else outer.unsqueeze(-1).expand(*self._shape, copies, n)
         if given is not None:
             given = given.unflatten(-1, (copies, n))
@@ -194,14 +212,16 @@ class Walker:
         matrix = self._first if name == self._order[0] else None
         own = _blocks_of(densities, copies, outer).expand(-1, self._shape[1], -1, -1, -1).flatten(1, 2)
         given = None if given is None else given.flatten(1, 2)
-        inside, log_tau, matrix = yield Question(matrix or own, given, self._shape[0] - 1)
+        inside, log_tau, matrix = yield Question(matrix or own, given, self._shape[0] - 1, scored)
         if name == self._order[0]:
             self._first = matrix
         images = inside.unflatten(1, (-1, copies)) + source
         where = images.flatten(-2)
         if places is not None:  # from the places of copies to the copies that come to them
             images = images.scatter(-2, places, images)
-        return images.flatten(-2), where, log_tau.unflatten(1, (-1, copies)).sum(-1)
+        if log_tau is not None and copies > 1:
+            log_tau = log_tau.unflatten(1, (-1, copies)).sum(-1)
+        return images.flatten(-2), where, log_tau
 
     def _flip(self, odd: Tensor, where: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
         """Draw, or take, the signs of matched units: independent, given the matching."""

@@ -7,7 +7,7 @@ are handled as one batch: of small ones, calls of operators rather than their wo
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from pyro_symmetric.distributions.matchings import (
     draw_matchings,
     log_probability,
     with_spread,
+    without_constants,
 )
 
 # Numbers of a matrix up to which those of several walks are handled at once; beyond, copying them takes longer.
@@ -43,7 +44,7 @@ class Matrix:
     @classmethod
     def of(cls, densities: Tensor, precision: torch.dtype) -> Matrix:
         densities = centred(densities, precision)
-        rows = with_spread(doubly_stochastic(densities))
+        rows = with_spread(doubly_stochastic(densities, centred=True))
         return cls(densities, rows, certain_first(rows))
 
     def drawn(self, count: int) -> Tensor:
@@ -65,11 +66,13 @@ class Question:
     :param matrix: or the log-densities ``(L, M, n, n)`` that it is to be made of.
     :param given: the matchings, ``(K + 1, M, n)``; drawn if None.
     :param count: how many are drawn besides the identity.
+    :param scored: whether probabilities are wanted.
     """
 
     matrix: Matrix | Tensor
     given: Tensor | None
     count: int
+    scored: bool = True
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -82,10 +85,10 @@ class Question:
         """The same question about others."""
         known = len(parts) - (self.given is not None)
         matrix = parts[0] if isinstance(self.matrix, Tensor) else Matrix(*parts[:known])
-        return Question(matrix, None if self.given is None else parts[-1], self.count)
+        return replace(self, matrix=matrix, given=None if self.given is None else parts[-1])
 
 
-Answer = tuple[Tensor, Tensor, Matrix]
+Answer = tuple[Tensor, Tensor | None, Matrix]
 
 
 def side_by_side(
@@ -106,13 +109,13 @@ def side_by_side(
 
 
 def centred(densities: Tensor, precision: torch.dtype) -> Tensor:
-    """Without constants of a place, which don't matter, but would swallow what does when late rows are added up.
+    """Without constants of places and units, which don't matter, but would swallow what does when late rows are added.
 
     :param precision: of the draws. Differences of large densities may have needed more, but what is left of them
-        doesn't, if it is without constants of a unit, too.
+        doesn't.
     """
     if densities.dtype == precision:
-        return densities - densities.amax(-1, keepdim=True)
+        return without_constants(densities)
     return densities.log_softmax(-1).log_softmax(-2).to(precision)
 
 
@@ -136,15 +139,16 @@ def matched(asked: list[Question], precision: torch.dtype) -> list[Answer]:
         )
         matrix = Matrix.of(every.matrix, precision) if isinstance(every.matrix, Tensor) else every.matrix
         images = matrix.drawn(every.count) if every.given is None else every.given
-        parts = images, matrix.log_probability(images), matrix.densities, matrix.rows, matrix.rank
+        told = (matrix.log_probability(images),) if own[0].scored else ()
+        parts = images, matrix.densities, matrix.rows, matrix.rank, *told
         split = zip(*(part.split([one.parts[0].shape[1] for one in own], 1) for part in parts), strict=True)
-        for k, (own_images, told, *rest) in zip(numbers, split, strict=True):
-            answers[k] = own_images, told, Matrix(*rest)
+        for k, (own_images, densities, rows, rank, *own_told) in zip(numbers, split, strict=True):
+            answers[k] = own_images, own_told[0] if own_told else None, Matrix(densities, rows, rank)
     return [answers[k] for k in range(len(asked))]
 
 
 def made_doubly_stochastic(asked: list[Tensor], precision: torch.dtype) -> list[Tensor]:
     """Of several matrices, roughly; those that are small and shaped alike at once."""
     if len({(one.shape, one.dtype) for one in asked}) == 1 and len(asked) > 1 and asked[0].numel() <= TOGETHER:
-        return list(doubly_stochastic(centred(torch.stack(asked), precision), ROUGHLY).unbind())
-    return [doubly_stochastic(centred(one, precision), ROUGHLY) for one in asked]
+        return list(doubly_stochastic(centred(torch.stack(asked), precision), ROUGHLY, centred=True).unbind())
+    return [doubly_stochastic(centred(one, precision), ROUGHLY, centred=True) for one in asked]

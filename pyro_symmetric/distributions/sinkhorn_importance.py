@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 from pyro_symmetric import arguments
 from pyro_symmetric.distributions.density_gain import log_density_gain
 from pyro_symmetric.distributions.modes import Modes
-from pyro_symmetric.distributions.normals import is_mean_field, normals_of, sites_of
+from pyro_symmetric.distributions.normals import is_mean_field, mean_field_log_prob, normals_of, sites_of
 from pyro_symmetric.distributions.orbit import (
     BaseKind,
     Bound,
@@ -120,7 +120,7 @@ class SinkhornImportance(OrbitEstimator):
                 "SinkhornImportance can't be traced by torch.jit: how often it draws depends on the draws. Use "
                 "Trace_ELBO, or JitTrace_ELBO with InfoNCE(K) or ExactOrbit()"
             )
-        own = base.log_prob(value)
+        own = mean_field_log_prob(base, value)
         if not action.group.finite.sites or own.numel() == 0:
             return own
         with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits

@@ -92,6 +92,7 @@ class UnitDensities:
         self._features: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
         self._places: dict[tuple[UnitAxis, ...], Tensor] = {}
+        self._still: dict[str, Tensor] = {}  # set -> the share of sites that nothing else moves
 
     def densities(self, name: str, placements: Placements) -> PairDensities:
         """The matrix ``A`` of one set, what lies inside its units included, up to a constant for each place.
@@ -157,24 +158,32 @@ class UnitDensities:
 
     def _product(self, name: str, placements: Placements) -> Tensor:
         """The matrix of units without signs, in float64, by as few products as there are shapes of moved entries."""
+        told = list(filter(placements.tell, self.sets[name].axes))
+        still = [axis for axis in told if not axis.neighbours]
+        if still and name not in self._still:
+            self._still[name] = self._product_of(still, [self._pairs_of(axis.own.site)[0][None] for axis in still])
         alike: dict[Any, tuple[list[UnitAxis], list[Tensor]]] = {}
-        for axis in filter(placements.tell, self.sets[name].axes):
-            pairs, places = self._pairs_of(axis.own.site)
-            moved = axis.rows(placements.placed(pairs[None], axis, True), 2)
-            axes, units = alike.setdefault((moved.shape[:2], len(places)), ([], []))
-            axes.append(axis)
-            units.append(moved)
-        total: Tensor | float = 0.0
-        for axes, units in alike.values():
-            if tuple(axes) not in self._places:
-                rows = [axis.rows(self._pairs_of(axis.own.site)[1], 1) for axis in axes]
-                self._places[tuple(axes)] = torch.cat(rows, -1)
-            product = self._places[tuple(axes)] @ torch.cat(units, -1).mT
-            total = product if isinstance(total, float) else total + product
-        if isinstance(total, float):
+        for axis in told:
+            if axis.neighbours:
+                pairs, places = self._pairs_of(axis.own.site)
+                moved = placements.placed(pairs[None], axis, True)
+                axes, sites = alike.setdefault((moved.shape[:2], len(places)), ([], []))
+                axes.append(axis)
+                sites.append(moved)
+        products = [self._product_of(axes, sites) for axes, sites in alike.values()]
+        if still:
+            products.append(self._still[name])
+        if not products:
             count = self.sets[name].units.count
             return self.like.new_zeros(1, 1, count, count, dtype=torch.float64)
-        return _finite(total)
+        return _finite(sum(products[1:], products[0]))
+
+    def _product_of(self, axes: list[UnitAxis], sites: list[Tensor]) -> Tensor:
+        """The share of some axes, of sites ``(L, N, *view_shape, 2)`` with all others in place."""
+        if tuple(axes) not in self._places:
+            self._places[tuple(axes)] = _joined([axis.rows(self._pairs_of(axis.own.site)[1], 1) for axis in axes])
+        units = _joined([axis.rows(moved, 2) for axis, moved in zip(axes, sites, strict=True)])
+        return self._places[tuple(axes)] @ units.mT
 
     def _block_densities(self, name: str) -> PairDensities:
         """The matrix of units with covariances of their own, by squares and products of a unit's entries, in float64.
@@ -272,6 +281,10 @@ class ExactUnitDensities(UnitDensities):
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
 
 def _finite(densities: Tensor) -> Tensor:

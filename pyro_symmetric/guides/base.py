@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
+import pyro
 import torch
+from pyro import poutine
+from pyro.distributions import Delta
+from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoContinuous
 from pyro.nn import PyroModule
 from torch import Tensor, nn
+from torch.distributions import biject_to
 
 from pyro_symmetric import arguments
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.guides.own_parameters import distinct
+from pyro_symmetric.layout import is_identity
 from pyro_symmetric.weights import Weights
 
 # What a guide knows of its model after it has been set up.
@@ -56,6 +63,21 @@ class WeightsGuide(AutoContinuous):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.setup(*args, **kwargs)  # before Pyro's store comes into play: parameters belong to the module
         return super().__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Weights:
+        """A draw, site by site, as any guide's; a site whose map is trivial costs nothing."""
+        latent, plates, result = self.sample_latent(*args, **kwargs), self._create_plates(*args, **kwargs), {}
+        trace: Any = self.prototype_trace
+        shapes, nodes = self._unconstrained_shapes, trace.nodes
+        pieces = latent.split([shape.numel() for shape in shapes.values()], -1)  # one operation on the way back, too
+        for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
+            fn, events = nodes[name]["fn"], nodes[name]["fn"].event_dim + len(shape) - nodes[name]["value"].dim()
+            free = piece.view(torch.broadcast_shapes(shape, (*latent.shape[:-1], *[1] * events)))  # particles lead
+            with ExitStack() as stack:
+                for frame in self._cond_indep_stacks[name]:
+                    stack.enter_context(plates[frame.name])
+                result[name] = pyro.sample(name, _Image.of(free, fn))
+        return result
 
     def sample_posterior(self, sample_shape: Sequence[int] = ()) -> Weights:
         """Draws of the weights, ``sample_shape + site_shape``, detached and on the guide's device. Needs no data."""
@@ -143,3 +165,30 @@ class WeightsGuide(AutoContinuous):
         if self.prototype_trace is not None:
             state |= {"_model": None, "_given": None}
         return state
+
+
+class _Image(Delta):
+    """A site's value, the image of an unconstrained one, whose log-density is that of the map.
+
+    Pyro's compares the value with itself, takes a logarithm and adds zero.
+    """
+
+    @classmethod
+    def of(cls, free: Tensor, fn: Any) -> _Image:
+        """The image under the map to a distribution's support."""
+        transform, events = biject_to(fn.support), fn.event_dim
+        value = transform(free)
+        batch = value.shape[: value.dim() - events]
+        if is_identity(transform) or poutine.get_mask() is False:
+            # A zero beside which nothing is computed: a GPU takes it along with numbers of its own.
+            log_density = torch.zeros((), dtype=free.dtype, device=free.device if batch else "cpu").expand(batch)
+        else:
+            log_density = transform.inv.log_abs_det_jacobian(value, free)
+            log_density = sum_rightmost(log_density, log_density.dim() - value.dim() + events)
+        return cls(value, log_density, events, validate_args=False)
+
+    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        return super().rsample(sample_shape) if sample_shape else self.v
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return self.log_density if x is self.v else super().log_prob(x)

@@ -11,8 +11,10 @@ from scipy.linalg import solve_discrete_lyapunov
 from torch import Tensor, nn
 
 from pyro_symmetric.mcmc import SGHMC, Density, sample
+from pyro_symmetric.mcmc.kernels.stochastic import Walk
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.posterior import Posterior
 
 N, STEP, FRICTION = 50, 0.02, 4.0
 DATA = torch.linspace(-2, 2, N, dtype=torch.float64) ** 3 / 3 + 0.5  # any data: its variance makes the gradient noise
@@ -170,3 +172,17 @@ def test_a_network_is_sampled_from_mini_batches_that_differ_between_chains():
 def test_bad_settings_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         SGHMC(conjugate, **options)
+
+
+def test_steps_in_which_two_tensors_move_in_one_launch_are_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draws() -> Posterior:
+        torch.manual_seed(0)
+        kernel = SGHMC(conjugate, batch_size=10, num_steps=7)  # warm-up finds the step, and centres for the virial
+        options: dict = {"num_warmup": 200, "num_samples": 3, "num_chains": 4, "seed": 0, "progress": False}
+        return sample(kernel, DATA, dtype=torch.float64, **options)
+
+    plain = draws()
+    monkeypatch.setattr(Walk, "hamiltonians", Walk._in_pairs)
+    paired = draws()
+    torch.testing.assert_close(paired.samples["mean"], plain.samples["mean"])
+    torch.testing.assert_close(paired.statistics["virial"], plain.statistics["virial"])

@@ -61,7 +61,7 @@ class BatchedLoss:
             product = self._first(layer, w, room) if h is None else self._product(layer, w, h, room)
             before.append(product)
             after.append(_activate(layer, product, partial(room, ("after", number))))
-        loss, delta = _LOSSES[self.problem.loss](after[-1], y, room, valued)
+        loss, delta = _LOSSES[self.problem.loss](after[-1], y, scale[:, None, None], room, valued)
         gradient = self._new(w, (len(w), self.problem.dim))
         for number in reversed(range(len(layers))):
             layer = layers[number]
@@ -77,7 +77,7 @@ class BatchedLoss:
                 break
             below = room(("delta", number), len(w), layer.inputs, delta.shape[-1])
             delta = torch.bmm(self._part(w, layer.weight, layer.outputs, layer.inputs).mT, delta, out=below)
-        return loss, gradient.mul_(scale[:, None])
+        return loss, gradient
 
     def _batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Mini-batches: inputs ``(C, inputs, B)``, and targets."""
@@ -139,31 +139,41 @@ class _Room:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _cross_entropy(outputs: Tensor, labels: Tensor, room: _Room, valued: bool) -> tuple[Tensor | None, Tensor]:
-    """Loss ``(C,)``, if it is wanted, and its gradient in the logits ``(C, classes, rows)``."""
+# Each gives the loss ``(C,)``, if it is wanted, and ``scale``, ``(C, 1, 1)``, times its gradient in the outputs.
+
+
+def _cross_entropy(
+    outputs: Tensor, labels: Tensor, scale: Tensor, room: _Room, valued: bool
+) -> tuple[Tensor | None, Tensor]:
     log_probabilities = aten._log_softmax.out(outputs, 1, False, out=room("loss", *outputs.shape))
     index = labels.expand(len(outputs), outputs.shape[-1])[:, None]
     loss = -log_probabilities.gather(1, index).sum((1, 2)) if valued else None
     delta = log_probabilities.exp_()
-    return loss, delta.scatter_add_(1, index, delta.new_full((), -1.0).expand(index.shape))
+    return loss, delta.scatter_add_(1, index, delta.new_full((), -1.0).expand(index.shape)).mul_(scale)
 
 
-def _squares(outputs: Tensor, targets: Tensor, room: _Room, valued: bool) -> tuple[Tensor | None, Tensor]:
-    delta = torch.sub(outputs, targets.mT, out=room("loss", *outputs.shape))
-    if not valued:
+def _squares(
+    outputs: Tensor, targets: Tensor, scale: Tensor, room: _Room, valued: bool
+) -> tuple[Tensor | None, Tensor]:
+    delta = room("loss", *outputs.shape)
+    if not valued:  # one operation for both: the slope of Huber's loss, whose squares never end
+        aten.huber_loss_backward.out(
+            scale.expand_as(outputs), outputs, targets.mT.expand_as(outputs), 0, math.inf, grad_input=delta
+        )
         return None, delta
-    flat = delta.flatten(1)
+    flat = torch.sub(outputs, targets.mT, out=delta).flatten(1)
     nothing = flat.new_empty(len(flat), 1, 1)
-    return torch.baddbmm(nothing, flat[:, None], flat[:, :, None], beta=0, alpha=0.5).view(-1), delta
+    loss = torch.baddbmm(nothing, flat[:, None], flat[:, :, None], beta=0, alpha=0.5).view(-1)
+    return loss, delta.mul_(scale)
 
 
-def _noise(outputs: Tensor, targets: Tensor, room: _Room, valued: bool) -> tuple[Tensor | None, Tensor]:
+def _noise(outputs: Tensor, targets: Tensor, scale: Tensor, room: _Room, valued: bool) -> tuple[Tensor | None, Tensor]:
     mean, raw = outputs.chunk(2, 1)
-    scale = noise_of(raw)
-    residual = (mean - targets.mT) / scale
-    loss = (0.5 * residual.square() + scale.log()).sum((1, 2)) if valued else None
-    slope = (1 - residual.square()) / scale * raw.sigmoid()
-    return loss, torch.cat([residual / scale, slope], 1, out=room("loss", *outputs.shape))
+    noise = noise_of(raw)
+    residual = (mean - targets.mT) / noise
+    loss = (0.5 * residual.square() + noise.log()).sum((1, 2)) if valued else None
+    slope = (1 - residual.square()) / noise * raw.sigmoid()
+    return loss, torch.cat([residual / noise, slope], 1, out=room("loss", *outputs.shape)).mul_(scale)
 
 
 _LOSSES = {"squares": _squares, "cross-entropy": _cross_entropy, "noise": _noise}

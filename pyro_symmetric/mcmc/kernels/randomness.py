@@ -17,6 +17,10 @@ from torch import Tensor
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIXING = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
 
+# Numbers of rows up to which orders are kept as they are used. Beyond, they are the largest part of a
+# stochastic-gradient sampler's state.
+FEW_ROWS = 2**16
+
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:
     """Standard normal numbers in the shape, dtype and place of ``like``."""
@@ -59,7 +63,7 @@ class Batches:
     assumes.
 
     :param row_counts: name -> (rows there are, rows in a batch), as ``Density.row_counts``.
-    :param orders: name -> rows in this pass's order, int32 ``(C, N)``.
+    :param orders: name -> rows in this pass's order, ``(C, N)``; of many rows int32.
     :param positions: name -> where in the pass the next batch begins.
     """
 
@@ -80,7 +84,7 @@ class Batches:
         for name, (total, size) in self.row_counts.items():
             if name not in orders or positions[name] + size > total:
                 shuffled = torch.rand(self.num_chains, total, generator=generator, device=generator.device).argsort(-1)
-                orders[name] = shuffled.int()  # the largest part of a stochastic-gradient sampler's state
+                orders[name] = shuffled.int() if shuffled.numel() > FEW_ROWS else shuffled
                 positions[name] = 0
             rows[name] = orders[name][:, positions[name] : positions[name] + size].long()
             positions[name] += size

@@ -120,8 +120,7 @@ class SGHMC(SteadyKernel):
         scaled = step if preconditioner is None else step * preconditioner.sqrt()
         if self.resample_momentum:
             walk.r.normal_(generator=walk.generator)
-        for noise in walk.noise(self.num_steps, injected.clamp(min=0).sqrt()):
-            walk.hamiltonian(scaled, keep, noise)
+        walk.hamiltonians(self.num_steps, scaled, keep, injected.clamp(min=0).sqrt())
         return replace(tuning, step_size=step)
 
     def _momentum_shares(self, tuning: StochasticTuning, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,6 +134,8 @@ class SGHMC(SteadyKernel):
         if isinstance(self.noise_estimate, str):
             return keep, 1 - keep.square() - step.square() * noise * (0.5 * (1 + keep)).square()
         estimate, preconditioner = self.noise_estimate, self.preconditioner(tuning)
+        if not isinstance(estimate, Tensor) and not estimate:
+            return keep, 1 - keep.square()
         if isinstance(estimate, Tensor):
             estimate = estimate.to(step)
         estimate = estimate if preconditioner is None else preconditioner * estimate  # in the units of the step

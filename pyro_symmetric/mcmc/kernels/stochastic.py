@@ -101,19 +101,24 @@ class Walk:
         self._counted = 0
 
     def gradient(self) -> Tensor:
-        """The gradient ``(C, D)`` on each chain's next mini-batch."""
+        """The gradient ``(C, D)`` on each chain's next mini-batch; the virial takes it in."""
+        away, gradient = self._evaluated()
+        self._virial.addcmul_(away, gradient)
+        return gradient
+
+    def _evaluated(self) -> tuple[Tensor, Tensor]:
+        """Places of the chains, seen from the centre, and the gradient ``(C, D)`` on each one's next mini-batch."""
         rows, self.batches = self.batches.next(self.generator)
         if self.count + 1 < self.steps:
             self.last_gradient = estimated_gradient(self.density, self.z, rows, self.anchor)
         else:
             self.energy, self.last_gradient = estimated(self.density, self.z, rows, self.anchor)
         away = self.z if self.centre is None else torch.sub(self.z, self.centre, out=self._away)
-        self._virial.addcmul_(away, self.last_gradient)
         if self.spread is not None and self._counted % WATCHED == 0:
             self.spread = self.spread.update(self.z, self.last_gradient)
         self.count += 1
         self._counted += 1
-        return self.last_gradient
+        return away, self.last_gradient
 
     def noise(self, steps: int, spread: Tensor) -> Iterator[Tensor]:
         """Normal numbers ``(C, D)`` of this spread for each of so many steps, drawn many at a time if they are few.
@@ -146,6 +151,26 @@ class Walk:
         else:
             torch.addcmul(noise, self.r, keep, out=self.r)
         self.z.addcmul_(self.r, step, value=0.5)
+
+    def hamiltonians(self, steps: int, step: Tensor, keep: Tensor, spread: Tensor) -> None:
+        """Several such steps of one size, with noise of this spread. On a GPU, if they are small, two tensors move in
+        one launch where neither needs the other."""
+        if not self.z.is_cuda or steps * self.z.numel() > DRAWN:
+            for noise in self.noise(steps, spread):
+                self.hamiltonian(step, keep, noise)
+        else:
+            self._in_pairs(steps, step, keep, spread)
+
+    def _in_pairs(self, steps: int, step: Tensor, keep: Tensor, spread: Tensor) -> None:
+        share, half = (value.expand_as(self.z).contiguous() for value in (keep, 0.5 * step))
+        kick, r = -2 * half, self.r
+        for noise in self.noise(steps, spread):
+            away, gradient = self._evaluated()
+            torch._foreach_addcmul_([self._virial, r], [away, kick], [gradient, gradient])
+            torch._foreach_addcmul_([self.z, noise], [r, r], [half, share])
+            r = noise  # and the share of the momentum that friction kept
+            self.z.addcmul_(r, half)
+        self.r.copy_(r)
 
     def begin_sampling(self) -> None:
         """Start averages and momenta anew: what came before was no sampling."""
@@ -252,16 +277,17 @@ class StochasticGradientKernel(Kernel):
             walk.spread = state.tuning.spread
         tuning = self.walk(walk, state.tuning)
         # A chain that left all numbers behind goes back to where the iteration began, and is counted.
-        largest = [torch.linalg.vector_norm(value, torch.inf, dim=-1) for value in (walk.z, walk.r)]
-        found = torch.isfinite(torch.stack([*largest, walk.energy])).all(0)
-        lost = ~found[:, None]
+        extent = torch.linalg.vector_norm(walk.z, torch.inf, dim=-1) + walk.energy  # momenta have moved z by themselves
+        found = extent - extent == 0
+        diverging = ~found
+        lost = diverging[:, None]
         energy = torch.where(found, walk.energy, state.energy)
         if walk.spread is not None and tuning.spread is not None:
             tuning = replace(tuning, spread=walk.spread.unless(lost.any(), tuning.spread))
         statistics = {
             "lp": -energy,
-            "virial": torch.where(found, walk.virial(), torch.nan),
-            "diverging": ~found,
+            "virial": walk.virial().masked_fill(diverging, torch.nan),
+            "diverging": diverging,
             "step_size": tuning.step_size.expand(len(energy)),
             "n_steps": torch.full_like(energy, walk.count + walk.spent, dtype=torch.long),
         }
