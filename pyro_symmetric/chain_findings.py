@@ -236,11 +236,9 @@ def arrival(lp: Tensor) -> Finding:
     Below the log density's median by ``s`` nats, as after a warm-up that was too short, they lie some
     :math:`\\sqrt{2 s}` deviations out, and add :math:`2 s / n` to the scaled variance of ``n`` draws.
 
-    :param lp: log densities ``(chains, draws)``.
+    :param lp: log densities ``(chains, draws)``, of :data:`LEAST_LATER` draws twice, or chance may look like a fault.
     """
     later = lp[:, lp.shape[1] // 2 :].double()
-    if later.shape[1] < LEAST_LATER:
-        return Finding("arrival", "unknown", f"{lp.shape[1]} draws of each chain are too few to tell")
     median, least = later.median(1, keepdim=True).values, later.amin(1, keepdim=True)
     below = (median - lp.double()).nan_to_num(0.0, posinf=0.0)
     outside = (below > FARTHER * (median - least)).cummin(1).values  # from the first draw on
@@ -256,9 +254,12 @@ def arrival(lp: Tensor) -> Finding:
     return Finding("arrival", status, words, worst)
 
 
-def _blurred(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
-    if "acceptance_rate" in statistics and "lp" in statistics:
-        yield blurred(statistics["lp"])
+def _of_densities(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
+    if "lp" in statistics:
+        if "acceptance_rate" in statistics:
+            yield blurred(statistics["lp"])
+        if statistics["lp"].shape[1] >= 2 * LEAST_LATER:
+            yield arrival(statistics["lp"])
 
 
 def sampler_failures(
@@ -278,8 +279,7 @@ def sampler_failures(
         else []
     )
     found += [energy_error(statistics["energy_error"])] if "energy_error" in statistics else []
-    found += _blurred(statistics)
-    found += [arrival(statistics["lp"])] if "lp" in statistics else []
+    found += _of_densities(statistics)
     if subsampled and found and next(iter(statistics.values())).shape[1] >= LEAST_DRAWS:
         apart = [] if samples is None else [disagreement(samples)]
         arrived = all(finding.status != "fail" for finding in apart)
@@ -342,7 +342,7 @@ def sampler_findings(statistics: Mapping[str, Tensor], subsampled: bool, arrived
         yield divergences(statistics["diverging"], subsampled, "energy_error" not in statistics)
     if "energy_error" in statistics:
         yield energy_error(statistics["energy_error"])
-    yield from _blurred(statistics)
+    yield from _of_densities(statistics)
     if "reached_max_treedepth" in statistics:
         share = float(statistics["reached_max_treedepth"].double().mean())
         status: Status = "warn" if share > CUT_OFF else "pass"
@@ -354,8 +354,6 @@ def sampler_findings(statistics: Mapping[str, Tensor], subsampled: bool, arrived
         status = graded(least, ENERGY_FRACTION)
         advice = "" if status == "pass" else ": momenta hardly change the energy, tails are missed; reparametrise"
         yield Finding("energy", status, f"E-BFMI of the worst chain {least:.2f}{advice}", least)
-    if "lp" in statistics:
-        yield arrival(statistics["lp"])
     if "lp" in statistics and min(statistics["lp"].shape) > 1 and statistics["lp"].shape[1] > 2:
         yield _level(statistics["lp"].double())
     yield from _temperatures(statistics, subsampled, arrived)

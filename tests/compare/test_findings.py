@@ -323,7 +323,8 @@ def test_a_chain_that_arrives_in_its_first_draws_is_told_with_their_number():
     lp[2, :3] = torch.tensor([-800.0, -300.0, -90.0])  # as 40 deviations away, at first
     finding = arrival(lp)
     assert (finding.status, finding.value) == ("fail", pytest.approx(1.19, abs=0.01))
-    assert "chain 2 had" in finding.words and "first 3 draws" in finding.words
+    assert "chain 2 had" in finding.words
+    assert "first 3 draws" in finding.words
     assert finding in sampler_failures({"lp": lp}, subsampled=False)
     assert arrival(lp[:, 3:]).status == "pass"
-    assert arrival(lp[:, :60]).status == "unknown"
+    assert sampler_failures({"lp": lp[:, :60]}, subsampled=False) == []  # too few to tell
