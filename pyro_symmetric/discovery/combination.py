@@ -36,10 +36,6 @@ def combine(
     coefficients: Sequence[float],
 ) -> Value:
     """See :meth:`Labeller.combine`."""
-    if any(len(set(letters)) < len(letters) for _, letters in operands):  # a diagonal
-        lengths = _lengths(operands, _shape)
-        shape = [lengths.get(letter, 1) for letter in out]
-        return recorder.give_up([value for value, _ in operands], shape, "one operand has the same axis twice")
     operands, routes = _routed(recorder, operands, out)
     lengths, sizes = _lengths(operands, _shape), _lengths(operands, lambda value: value.sizes)
     for value, letters in operands:  # not how many entries were routed, but to how many places each may be

@@ -103,6 +103,24 @@ class Labeller(Recorder):
         self.facts.balance([(1.0, fresh), (-1.0, atoms)])
         return fresh
 
+    def diagonal(self, value: Value, rows: int, columns: int) -> Value:
+        """Entries that have the same place along two axes, as a new last axis.
+
+        An entry's multiplier is the product of its row's and its column's. So is the diagonal's, entry by entry, if the
+        rows' units and the columns' move alike.
+        """
+        value = self.settled(value, [rows, columns])
+        keep = [axis for axis in range(value.dim) if axis not in (rows, columns)]
+        if value.overlaps or any({rows, columns} <= set(part.axes) for part in value.parts):
+            value = self.restrict(value, keep)
+        along = [part for part in value.parts if columns in part.axes]
+        others = [part for part in value.parts if columns not in part.axes]
+        factors = [
+            self.relaid(replace(value, parts=tuple(parts)), [*keep, axis])
+            for parts, axis in ((others, rows), (along, columns))
+        ]
+        return replace(self.elementwise(factors, "product"), zero=value.zero)
+
     # reshape --------------------------------------------------------------------------------------------------------
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
@@ -189,9 +207,20 @@ class Labeller(Recorder):
         """Multiply or add operands whose axes carry letters, and sum over all letters that aren't in ``out``.
 
         Labels of equal letters are tied: as the same units if they depend on the same letters, as members of larger
-        units if one depends on more letters than the other.
+        units if one depends on more letters than the other. Of an operand with a letter twice, the diagonal counts.
         """
+        operands = [self._once(value, list(letters)) for value, letters in operands]
         return combine(self, operands, list(out), kind, passes, list(coefficients) or [1.0] * len(operands))
+
+    def _once(self, value: Value, letters: list[int]) -> tuple[Value, list[int]]:
+        """An operand none of whose letters comes twice."""
+        twice = next((letter for letter in letters if letters.count(letter) > 1), None)
+        if twice is None:
+            return value, letters
+        rows = letters.index(twice)
+        columns = letters.index(twice, rows + 1)
+        rest = [letter for axis, letter in enumerate(letters) if axis not in (rows, columns)]
+        return self._once(self.diagonal(value, rows, columns), [*rest, twice])
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -133,7 +133,23 @@ CASES = {
     "diagonal": Case(
         lambda s, h: torch.diagonal(F.relu(h)[:, :, None] * s.w, dim1=0, dim2=2).T, ALL, 6, 0, parts={"w": parameter(4)}
     ),
-    "diagonal of units": Case(lambda s, h: torch.diagonal(F.relu(h)[:, :4]).expand(4, 4), 2, 2, 0, 4),
+    "diagonal of a matrix": Case(  # rows and columns against the next layer; all rows against all columns do nothing
+        lambda s, h: torch.tanh(h) * torch.diagonal(s.w), ALL, 11, 18, parts={"w": parameter(6, 6)}
+    ),
+    "diagonal above the main one": Case(
+        lambda s, h: torch.tanh(h) * torch.diagonal(s.w, 1), ALL, 12, 18, parts={"w": parameter(6, 7)}
+    ),
+    "diagonal of an outer product": Case(
+        lambda s, h: torch.diagonal(F.relu(h)[:, :, None] * torch.tanh(s.c(s.x))[:, None], dim1=1, dim2=2), ALL, 6, 6,
+        parts={"c": nn.Linear(3, 6)},
+    ),
+    "einsum of a diagonal": Case(
+        lambda s, h: torch.einsum("bi,ii->bi", torch.tanh(h), s.w), ALL, 11, 18, parts={"w": parameter(6, 6)}
+    ),
+    "einsum of a diagonal of three axes": Case(  # three scales of each entry; of two axes against each other: none
+        lambda s, h: torch.einsum("bi,iii->bi", torch.tanh(h), s.w), ALL, 16, 24, parts={"w": parameter(6, 6, 6)}
+    ),
+    "diagonal of units": Case(lambda s, h: torch.diagonal(F.relu(h)[:, :4]).expand(4, 4), 2, 6, 0, 4),
     "distances": Case(lambda s, h: torch.cdist(h, s.w), ALL * 120, 1, 6, 5, {"w": parameter(5, 6)}),
     "numbers of entries that differ": Case(lambda s, h: torch.cdist(h, s.w, p=0.0), ALL * 120, 6, 6, 5,
         {"w": parameter(5, 6)}),
@@ -179,6 +195,14 @@ CASES = {
     "movedim": Case(lambda s, h: F.relu(h)[:, None].movedim(2, 1).flatten(1), ALL, 6, 0),
     "scatter_add": Case(
         lambda s, h: torch.zeros(4, 6).scatter_add(0, s.places[:, None].expand(4, 6), F.relu(h)), ALL, 6, 0
+    ),
+    "scatter_add to places that are written out": Case(
+        lambda s, h: torch.zeros(4, 6).scatter_add(0, torch.tensor([[k] * 6 for k in (2, 0, 2, 1)]), F.relu(h)),
+        ALL, 6, 0,
+    ),
+    "scatter_add to places, of which one differs": Case(
+        lambda s, h: torch.zeros(4, 6).scatter_add(0, torch.tensor([[2] * 6, [0, 0, 0, 0, 0, 3]] * 2), F.relu(h)),
+        1, 6, 0,
     ),
     "scatter_add to places of their own": Case(
         lambda s, h: torch.zeros(4, 6).scatter_add(0, (s.places[:, None] + torch.arange(6)) % 4, F.relu(h)), 1, 6, 0

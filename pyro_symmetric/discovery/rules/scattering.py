@@ -24,7 +24,7 @@ REDUCTIONS = {
 @register_rule("scatter", "scatter_add", "scatter_reduce")
 def scatter(labeller: Labeller, call: Call) -> Value:
     """Each entry goes to a place of its own along one axis."""
-    value, chosen, axis = call["self"], call["index"], call.axis
+    value, chosen, axis = call["self"], _expanded(call["index"]), call.axis
     source = as_value(call.get("src", call.get("value")))
     off = [a for a in range(value.dim) if a != axis]
     labeller.pin(chosen)
@@ -70,6 +70,15 @@ def index_put(labeller: Labeller, call: Call) -> Value:
     old = labeller.restrict(value, [a for a in range(value.dim) if a not in axes])
     old = labeller.relaid(old, [None if a in axes else a for a in range(old.dim)])
     return _written(labeller, call, [old, written], axes, LINEAR)
+
+
+def _expanded(places: Value) -> Value:
+    """Places that are written out entry by entry: along an axis without changes they are equal, as if expanded."""
+    if places.constant is None:
+        return places
+    numbers = places.constant
+    changing = {axis for axis in places.fixed if bool((numbers != numbers.narrow(axis, 0, 1)).any())}
+    return replace(places, fixed=frozenset(changing))
 
 
 def _thin(labeller: Labeller, value: Value, axis: int) -> Value:

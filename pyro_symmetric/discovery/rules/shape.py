@@ -71,12 +71,11 @@ def slice_rule(labeller: Labeller, call: Call) -> Value:
 
 @register_rule("diagonal", "diagonal_copy")
 def diagonal(labeller: Labeller, call: Call) -> Value:
-    """Entries that have the same place along two axes, as a new last axis; other units stay what they are."""
-    value = call.value
-    gone = {value.axis(call["dim1"]), value.axis(call["dim2"])}
-    keep = [axis for axis in range(value.dim) if axis not in gone]
-    thin = labeller.relaid(labeller.restrict(value, keep), [*keep, None], call.shape)
-    return labeller.value(call.shape, thin.parts, thin.fixed | {len(keep)}, value.zero)
+    """Entries that have the same place along two axes, or places so far apart as the offset says."""
+    rows, columns = call.value.axis(call["dim1"]), call.value.axis(call["dim2"])
+    offset, every = call.get("offset") or 0, np.arange(call.shape[-1])
+    value = labeller.take(call.value, rows, every + max(-offset, 0))
+    return labeller.diagonal(labeller.take(value, columns, every + max(offset, 0)), rows, columns)
 
 
 @register_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", sliced=True)
