@@ -361,19 +361,43 @@ def _taken(node: Node) -> tuple[Node, int, tuple[int, int]] | None:
 
 
 def _is_by_unit(nodes: Sequence[Node], joins: Sequence[tuple[Node, tuple[Node, ...]]]) -> bool:
-    """True if a branch is a linear map or a convolution, and else works entry by entry, up to one sum or product."""
+    """True if a branch is a linear map or a convolution, and else works entry by entry, up to the one operator in which
+    results meet: entry by entry, or side by side along the axis of the units."""
     own, seeds = set(nodes), 0
-    if len(joins) != 1 or not _is_commutative(joins[0][0]):
+    if len(joins) != 1:
         return False
+    join = joins[0][0]
     for node in nodes:
         if node.op != "call_function":
             continue
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         inside = [a for a in node.all_input_nodes if a in own]
-        if name == "linear" or (name == "convolution" and node.args[6] is False and node.args[8] == 1):
+        if _maps_units(node):
             seeds += 1
             if seeds > 1 or any(a.op == "call_function" for a in inside) or node.args[0] in own:
                 return False
         elif name not in ENTRYWISE or any(a.op != "call_function" for a in inside):
             return False
-    return seeds == 1
+    return seeds == 1 and (_is_commutative(join) or cat_axis(join) == unit_axis(nodes))
+
+
+def cat_axis(join: Node) -> int:
+    """The axis along which a ``cat`` puts its operands side by side."""
+    given: Any = join.args[1] if len(join.args) > 1 else join.kwargs.get("dim", 0)
+    return int(given) % join.meta["val"].dim()
+
+
+def unit_axis(nodes: Sequence[Node]) -> int:
+    """The axis along which units lie in the result of a branch that is a linear map or a convolution."""
+    own = next(node for node in nodes if _maps_units(node))
+    weight: Any = own.args[1]
+    return own.meta["val"].dim() - weight.meta["val"].dim() + 1
+
+
+def _maps_units(node: Node) -> bool:
+    """True for a linear map, or a convolution that isn't transposed and has one group: units are rows of its weight."""
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    if name in ("conv1d", "conv2d", "conv3d"):
+        groups = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
+        return bool(groups == 1)
+    return name == "linear" or (name == "convolution" and node.args[6] is False and bool(node.args[8] == 1))

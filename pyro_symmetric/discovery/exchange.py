@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyro_symmetric.discovery.branches import Branches, Node, Slot
+from pyro_symmetric.discovery.branches import Branches, Node, Slot, cat_axis, unit_axis
 from pyro_symmetric.discovery.facts import Facts
 from pyro_symmetric.discovery.labels import Array, Part, Value
 from pyro_symmetric.discovery.leaf_stacks import Stack, joined_leaves
@@ -98,12 +98,12 @@ class Exchange:
         if join.target is torch.ops.aten.mul.Tensor and not all(self.facts.is_still(p.atoms) for p in value.parts):
             raise NotExchangeable(self.first[number])
         if self.first[number].by_unit:
-            return self._by_unit(number, k, value)
+            return self._by_unit(number, value) if _is_sum(join) else value
         return self._side_by_side(number, k, value, join) if not _is_sum(join) else value
 
-    def _by_unit(self, number: int, k: int, value: Value) -> Value:
+    def _by_unit(self, number: int, value: Value) -> Value:
         """The rows of a branch are members of the units in which they meet those of the others."""
-        axis = _unit_axis(self.first[number], value)
+        axis = unit_axis(self.first[number].nodes[0])
         part = value.part_on(axis)
         if part is None or part.axes != (axis,) or len(value.parts) > 1:
             raise NotExchangeable(self.first[number])
@@ -118,7 +118,7 @@ class Exchange:
 
     def _side_by_side(self, number: int, k: int, value: Value, join: Node) -> Value:
         """Along an axis of length one, on which results are put side by side, lies the branch itself."""
-        axis = _cat_axis(join, value.dim)
+        axis = cat_axis(join)
         if value.shape[axis] != 1 or value.part_on(axis) is not None or axis in value.fixed:
             return value
         unit = self.units[number][k : k + 1]
@@ -198,7 +198,7 @@ class Exchange:
     ) -> bool:
         """True if labels along the axis of a ``cat`` belong to one branch each."""
         result = values[join]
-        axis = _cat_axis(join, result.dim)
+        axis = cat_axis(join)
         part = result.part_on(axis)
         if part is None:
             return False
@@ -220,10 +220,11 @@ class Exchange:
                 outside[self.made[node].start : self.made[node].stop] = False
         rows = [unit[leaves[sites[0]].labels[0]] for sites in own.sites]
         every_row = np.concatenate(rows)
+        meet = _is_sum(own.joins[0][0])  # side by side, rows are the rows of one map, which all else may know
         for k, sites in enumerate(own.sites):
             if not all(leaves[site].shape and np.array_equal(unit[leaves[site].labels[0]], rows[k]) for site in sites):
                 raise NotExchangeable(own)
-        if len(np.unique(every_row)) < len(every_row) or np.isin(every_row, unit[outside]).any():
+        if len(np.unique(every_row)) < len(every_row) or (meet and np.isin(every_row, unit[outside]).any()):
             raise NotExchangeable(own)
         for sites in zip(*own.sites, strict=True):
             for dim in range(1, len(leaves[sites[0]].shape)):
@@ -308,20 +309,3 @@ def _apart_or_inside(one: Branches, other: Branches) -> bool:
 
 def _is_sum(join: Node) -> bool:
     return join.target is not torch.ops.aten.cat.default
-
-
-def _cat_axis(join: Node, dim: int) -> int:
-    given: Any = join.args[1] if len(join.args) > 1 else join.kwargs.get("dim", 0)
-    return int(given) % dim
-
-
-def _unit_axis(own: Branches, value: Value) -> int:
-    """The axis along which the rows of its parameter lie in the result of a linear map or a convolution."""
-    names = {getattr(getattr(node.target, "overloadpacket", None), "__name__", "") for node in own.nodes[0]}
-    return value.dim - 1 if "linear" in names else value.dim - int(_spatial(own)) - 1
-
-
-def _spatial(own: Branches) -> int:
-    convolution = next(node for node in own.nodes[0] if "convolution" in str(node.target))
-    stride: Any = convolution.args[3]
-    return len(stride)

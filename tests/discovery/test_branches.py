@@ -239,6 +239,54 @@ def test_rows_that_meet_in_a_commutative_operator_are_exchanged_one_by_one(
     torch.testing.assert_close(with_weights(net, moved)(x), net(x), rtol=0, atol=1e-12)
 
 
+def halves(net: Net, x: Tensor) -> Tensor:
+    one, other = side_by_side(net, x).tanh().tensor_split(2, -1)
+    return torch.cat([one, other**3], -1)
+
+
+def centred(net: Net, x: Tensor) -> Tensor:
+    y = side_by_side(net, x).unflatten(-1, (3, 4))
+    return (y - y.mean(-1, keepdim=True)).flatten(1).tanh()
+
+
+@pytest.mark.parametrize(
+    ("run", "orders", "signs"),
+    [
+        (lambda net, x: side_by_side(net, x).tanh(), ln(12), 12),
+        (lambda net, x: torch.cat([y.tanh() for y in each(net, x)], -1), ln(12), 12),
+        (halves, 2 * ln(6), 12),  # which cuts through the second map
+        (centred, ln(3) + 3 * ln(4), 3),  # each map by itself; one sign flips all units of one map
+        (lambda net, x: torch.cat([y.tanh() for y in each(net, x)], 0).unflatten(0, (3, 5)).sum(0), ln(4), 4),
+    ],
+)
+def test_rows_that_lie_side_by_side_are_exchanged_one_by_one(
+    run: Callable[[Net, Tensor], Tensor], orders: float, signs: int
+) -> None:
+    net = Net(run, *(nn.Linear(3, 4) for _ in range(3)), last=12 if signs != 4 else 4)
+    assert found(net).log_order() == pytest.approx(orders + signs * LN2)
+
+
+@pytest.mark.parametrize("padding", [1, "same"])
+def test_channels_of_convolutions_are_exchanged_one_by_one(padding: int | str) -> None:
+    def of(join: Callable[..., Tensor], width: int) -> nn.Module:
+        own = (nn.Conv2d(3, 4, 3, padding=padding) for _ in range(3))
+        return nn.Sequential(Join(join, *own), nn.Tanh(), nn.Conv2d(width, 2, 3))
+
+    beside = found(of(lambda *y: torch.cat(y, 1), 12), (2, 3, 5, 5))
+    assert beside.log_order() == pytest.approx(ln(12) + 12 * LN2)
+    largest = found(of(lambda a, b, c: torch.maximum(torch.maximum(a, b), c), 4), (2, 3, 5, 5))
+    assert largest.log_order() == pytest.approx(ln(4) + 4 * ln(3))
+
+
+def test_rows_side_by_side_in_branches_that_are_exchanged() -> None:
+    def branch() -> nn.Module:
+        beside = Join(lambda *y: torch.cat(y, -1), nn.Linear(3, 2), nn.Linear(3, 2))
+        return nn.Sequential(beside, nn.GELU(), nn.Linear(4, 3))
+
+    symmetry = found(Net(summed, branch(), branch(), branch()))
+    assert symmetry.log_order() == pytest.approx(ln(3) + 3 * ln(4) + ln(3) + 3 * LN2)
+
+
 def test_factors_with_multipliers_of_their_own_keep_these() -> None:
     net = nn.Sequential(Join(torch.mul, nn.Linear(3, 4), nn.Linear(3, 4)), nn.Linear(4, 2))
     symmetry = found(net)  # 2 signs and 2 scales for each product
