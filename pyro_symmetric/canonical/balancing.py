@@ -29,7 +29,7 @@ FAR = 0.5
 CG_STEPS = 400
 # How many entries to stack: what a processor's cache holds, so that products from both sides read them once.
 STACKED = 2**17
-# An imbalance that is hardly more than rounding.
+# An imbalance, or a curvature as a part of the diagonal's, that is hardly more than rounding.
 ROUNDED = 1e-14
 
 
@@ -234,10 +234,12 @@ def least_logs(logs: Balance, counts: Balance, free: Tensor) -> Tensor:
         change = counts.lay_out(direction)
         h = free * counts.collect(change * numbers + counts.marginals(ones, replaced=change))
         curvature = (direction * h).sum(-1, keepdim=True)
-        alpha = torch.where((curvature > 0) & (rho > goal), rho / curvature.clamp_min(1e-300), 0.0)
+        alpha = torch.where(
+            _bends(curvature, diagonal, direction) & (rho > goal), rho / curvature.clamp_min(1e-300), 0.0
+        )
         u, residual = u + alpha * direction, residual - alpha * h
         z = residual / diagonal
-        before, rho = rho, (residual * z).sum(-1, keepdim=True)
+        before, rho = rho, torch.where(alpha > 0, (residual * z).sum(-1, keepdim=True), 0.0)
         direction = z + torch.where(before > 0, rho / before.clamp_min(1e-300), 0.0) * direction
     return u
 
@@ -274,13 +276,19 @@ def _newton_step(balance: Balance, x: Tensor, marginals: Tensor, up: Tensor, dow
         change = balance.lay_out(direction)
         h = 2 * free * balance.collect(change * marginals + balance.marginals(x, replaced=x * change))
         curvature = (direction * h).sum(-1, keepdim=True)
-        alpha = torch.where(curvature > 0, rho / curvature.clamp_min(1e-300), 0.0)
+        alpha = torch.where(_bends(curvature, diagonal, direction), rho / curvature.clamp_min(1e-300), 0.0)
         p, residual = p + alpha * direction, residual - alpha * h
         z = residual / diagonal
-        before, rho = rho, (residual * z).sum(-1, keepdim=True)
+        before, rho = rho, torch.where(alpha > 0, (residual * z).sum(-1, keepdim=True), 0.0)
         direction = z + torch.where(before > 0, rho / before.clamp_min(1e-300), 0.0) * direction
     steepest = balance.steepest(balance.lay_out(p))
     return p * torch.where(steepest > 0, steepest.log1p() / steepest, 1.0)
+
+
+def _bends(curvature: Tensor, diagonal: Tensor, direction: Tensor) -> Tensor:
+    """True if conjugate gradients may follow a direction. Units that scale the same entries have directions that change
+    nothing, along which there is only rounding to follow."""
+    return curvature > ROUNDED * (diagonal * direction.square()).sum(-1, keepdim=True)
 
 
 def _sums_over_others(mass: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor] | None = None) -> list[Tensor]:

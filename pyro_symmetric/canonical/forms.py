@@ -89,8 +89,9 @@ def canonicalize(
     one. A unit that is zero on both sides stays as it is.
 
     *Ties.* Units that tie in the sort key are ordered by their largest incoming weight, then the smallest, then their
-    biases, then the largest and smallest outgoing weight; if all of these tie they stay in the order in which they
-    came. Keys tie if they differ by no more than rounding.
+    biases, then the largest and smallest outgoing weight, then those of each axis along which they lie, and its sum of
+    squares; if all of these tie they stay in the order in which they came. Keys tie if they differ by no more than
+    rounding.
 
     *Mixtures.* Of queries and keys, of values and outputs, and of factors of low rank only a product matters, so that
     any invertible linear map of a head's units is a symmetry, GL(d), which ``find_symmetry`` notes as the move

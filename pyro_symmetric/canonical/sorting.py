@@ -163,6 +163,10 @@ class _Reduced:
         if sides.outgoing:
             yield self._of_units(name, sides.outgoing, torch.amax)
             yield self._of_units(name, sides.outgoing, torch.amin)
+        # Of units on two axes of one site, the largest weight of one may be that of another, too.
+        for axis in [*sides.incoming, *sides.outgoing]:
+            for how in (torch.amax, torch.amin, torch.sum):
+                yield self._of_units(name, [axis], how)
 
     def _of_units(self, name: str, axes: Sequence[Axis], how: Reduction) -> Tensor:
         """Reduce all that belongs to each unit; sums are those of squares."""

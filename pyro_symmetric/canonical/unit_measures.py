@@ -319,8 +319,9 @@ def _of_least_power(axes: list[Axis]) -> list[Axis]:
 
 
 def _touched(group: Group, name: str, move: Multiplying) -> list[Axis]:
-    """The axes of parameters along which a set multiplies; no sign flips an even power."""
-    axes = (axis for axis in group.axes(name) if not axis.buffer)
+    """The axes of parameters, of buffers if there are none, along which a set multiplies; no sign flips an even
+    power."""
+    axes = [axis for axis in group.axes(name) if not axis.buffer] or group.axes(name)
     return [axis for axis in axes if (axis.exponent % 2 if move == "flip" else axis.exponent)]
 
 

@@ -1,5 +1,6 @@
 """Canonical forms: the function stays, points of one orbit meet, a second pass changes nothing."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -192,6 +193,36 @@ def test_a_matrix_with_two_exchangeable_axes_and_nothing_else(key):
     form = canonicalize(weights, group, key)
     assert_same(canonicalize(group.sample((20,))(weights), group, key), form, 0.0)
     assert_same(canonicalize(form, group, key), form, 0.0)
+
+
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
+def test_units_whose_largest_weights_are_one_and_the_same(key):
+    group = Group.declare({"w": (None, "unit", "unit"), "v": (None, "unit")}, {"w": (2, 4, 4), "v": (2, 4)})
+    weights = {"w": torch.randn(20, 2, 4, 4), "v": torch.randn(20, 2, 4)}
+    weights["w"][:, 0, 1, 2], weights["w"][:, 1, 2, 1] = 9.0, -9.0  # of a map of pairs of units
+    form = canonicalize(weights, group, key)
+    for order in itertools.permutations(range(4)):
+        moved = group.element({"unit": torch.tensor(order)})(weights)
+        assert_same(canonicalize(moved, group, key), form, 0.0)
+
+
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
+def test_scales_of_the_same_entries_have_one_form(rule):
+    shapes = {"x": (2, 2), "y": (2, 2), "z": (2, 2)}
+    exponents = {"a": [("x", 0, 1), ("y", 1, -2)], "b": [("x", 1, 1), ("y", 0, -1), ("y", 1, -1)]}
+    exponents["c"] = [("y", 1, 1), ("z", 1, -1)]
+    whole = torch.arange(2)[:, None]  # one multiplier for all
+    group = Group(
+        [
+            Units(name, 1, tuple(Axis(site, dim, whole, e) for site, dim, e in axes), moves={"scale"})
+            for name, axes in exponents.items()
+        ],
+        shapes,
+    )
+    weights = {site: torch.randn(500, *shape, dtype=torch.float64) for site, shape in shapes.items()}
+    form = canonicalize(weights, group, scalings=rule)
+    for _ in range(4):
+        assert_same(canonicalize(group.sample((500,), spread=1.0)(weights), group, scalings=rule), form, 1e-9)
 
 
 @pytest.mark.parametrize("key", ["first", "max", "norm"])

@@ -114,6 +114,11 @@ def test_deep_networks_reach_the_minimum_that_scipy_finds(mlp, widths):
             {"x": (4, 3), "y": (3, 4), "z": (2, 3)},
             id="other exponents",
         ),
+        pytest.param(
+            {"a": [("x", 0, 2), ("y", 1, -1)], "b": [("x", 0, 2), ("y", 1, -1)]},
+            {"x": (4, 3), "y": (2, 4)},
+            id="two that scale the same entries",
+        ),
     ],
 )
 def test_any_pattern_of_axes_and_exponents_reaches_the_minimum_that_scipy_finds(where, shapes):

@@ -602,6 +602,8 @@ def check(seed: int) -> None:
         sites = {site: tensors[site] for site in symmetry.site_shapes}
         torch.manual_seed(0)  # of networks that draw random numbers
         before = functional_call(net, tensors, (x,)).detach()
+        if not before.isfinite().all():
+            continue  # of a division by the deviation of one number
         form = canonicalize(sites, symmetry, warn=False)
         for _ in range(2):
             moved = symmetry.group.sample(spread=0.5, dtype=torch.float64)(sites)
@@ -620,8 +622,10 @@ def test_elements_of_networks_with_branches_leave_the_function_alone(monkeypatch
         check(seed)
 
 
-# 67 and 231 have features side by side with their mirror images, 6 and 54 signs that are measured by one another.
-@pytest.mark.parametrize("seed", [*range(1, 13), 54, 67, 231])
+# 67 and 231 have features side by side with their mirror images, 6 and 54 signs that are measured by one another. 399
+# has scales of the same entries, 485 two units whose largest weight is one and the same, 1087
+# statistics of a feature that is always zero.
+@pytest.mark.parametrize("seed", [*range(1, 13), 54, 67, 231, 399, 485, 1087])
 def test_elements_leave_the_function_alone_and_copies_have_one_form(seed: int) -> None:
     check(seed)
 
