@@ -94,16 +94,16 @@ def removing_element(
 def meeting(group: Group, axis: Axis, besides: Iterable[str]) -> set[str]:
     """The unit sets that act on the entries along an axis of the view.
 
-    :param besides: sets that don't count for what they do along that axis itself.
+    :param besides: sets that don't count for what they do along that axis itself, unless they lie there twice (grouped
+        convolutions whose inputs are their outputs).
     """
-    own = axis.index.flatten()
-    return {
-        other
-        for dim, members in group.members(axis.site).items()
-        for other, entry in members
-        if group[other].moves
-        and (dim != axis.dim or (other not in besides and bool(torch.isin(entry.index.flatten(), own).any())))
-    }
+    own, besides = axis.index.flatten(), set(besides)
+    found: set[str] = set()
+    for dim, members in group.members(axis.site).items():
+        names = [other for other, entry in members if dim != axis.dim or bool(torch.isin(entry.index, own).any())]
+        once = {name for name in besides if dim == axis.dim and names.count(name) == 1}
+        found |= {name for name in names if group[name].moves} - once
+    return found
 
 
 class _Seen:
