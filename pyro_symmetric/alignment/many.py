@@ -62,7 +62,8 @@ class Frame:
         ``(chains, draws)`` or ``(chains, 1)`` for a posterior.
     :param aligned: the members moved: a list for a list, with networks for networks, else as they came.
     :param barycentre: means and standard deviations of the Wasserstein barycentre.
-    :param cost: squared distance of each member to it, float64 ``(S,)``; under ``"gaussian"`` minus the log-density.
+    :param cost: squared distance of each member to it, float64 ``(S,)``, on the CPU; under ``"gaussian"`` minus the
+        log-density.
     :param history: the mean of these costs as the members came, then after each round that lies below; it never rises.
     :param converged: whether it ended because nothing changed, rather than by ``max_rounds``.
     :param objective: which cost was minimised: ``"gaussian"``, ``"wasserstein"`` or ``"l2"``.
@@ -78,7 +79,7 @@ class Frame:
 
     @property
     def displaced(self) -> Tensor:
-        """Which members did not come in the copy in which most came, bool, of the element's batch shape."""
+        """Which members did not come in the copy in which most came, bool, of the element's batch shape, on the CPU."""
         here = self.element.group.identity()
         result = torch.zeros(self.element.batch_shape, dtype=torch.bool, device="cpu")
         for mine, neutral in ((self.element.permutations, here.permutations), (self.element.signs, here.signs)):

@@ -43,7 +43,7 @@ class Alignment:
     """The result of :func:`align`.
 
     Of a batch of sources, ``cost``, ``initial_cost`` and ``converged`` are tensors of the batch's shape, ``history`` is
-    a tuple of histories, source by source, and ``start_costs`` is a tuple of tensors.
+    a tuple of histories, source by source, and ``start_costs`` is a tuple of tensors. All of them lie on the CPU.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> result = ps.align({"w": torch.tensor([3.0, 1.0, 2.0])}, {"w": torch.tensor([1.0, 2.0, 3.0])}, group)

@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CalibrationCurve(Scores):
-    """Reliability of the top label, in bins of equal width.
+    """Reliability of the top label, in bins of equal width; tensors on the CPU.
 
     :param edges: bounds of the bins, ``(num_bins + 1,)``.
     :param confidence: mean confidence in each bin, ``(num_bins,)``; NaN (``None`` in ``to_dict``) if it is empty.
