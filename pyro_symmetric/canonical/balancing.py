@@ -16,11 +16,14 @@ samples it takes ten times as long, because one step must suit all of them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from scipy.optimize import linprog
 from torch import Tensor
 
 STEPS = 500
@@ -31,6 +34,8 @@ CG_STEPS = 400
 STACKED = 2**17
 # An imbalance, or a curvature as a part of the diagonal's, that is hardly more than rounding.
 ROUNDED = 1e-14
+# The price of moving a set of units in a linear programme whose coefficients are exponents.
+THRIFT = 1e-4
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,50 @@ def without(array: Array, removed: Tensor) -> Array:
         kept = (keep[:, units] | (exponents == 0)).all(1)
         mass = mass * kept.reshape(len(kept), *[-1 if i == d else 1 for i in range(mass.dim() - 1)])
     return Array(mass, array.units, array.exponents)
+
+
+def receding(arrays: Sequence[Array], sets: Tensor, held: Tensor) -> Tensor:
+    r"""The sets of units that can shrink or grow together for nothing, although mass pulls each of them both ways.
+
+    That is so if some direction ``d`` has :math:`a_t \cdot d \le 0` for all entries and less for one: a linear
+    programme (Rockafellar 1970, "Convex analysis", theorem 27.1). Two multipliers that most entries have in common are
+    an example, if a few shrink with one of them.
+
+    :param sets: the number of the set that each unit belongs to; units of a set have one direction.
+    :param held: bool ``(units,)``: units that are pinned; what they multiply is left out.
+    :return: numbers of sets.
+    """
+    count = int(sets.max()) + 1
+    number = torch.cat([torch.where(held, count + 1, sets), torch.tensor([count], device="cpu")])
+    rows = {row for array in arrays for row in _directions(array, number, count)}
+    if not rows:
+        return sets[:0]
+    pulls = np.array(sorted(rows))
+    # Few sets move: each costs a little. Variables are the positive and the negative part of the direction.
+    costs = pulls.sum(0)
+    found = linprog(
+        np.concatenate([costs + THRIFT, THRIFT - costs]),
+        np.hstack([pulls, -pulls]),
+        np.zeros(len(pulls)),
+        bounds=(0, 1),
+    )
+    direction = found.x[:count] - found.x[count:]
+    if not (pulls @ direction < -THRIFT).any():
+        return sets[:0]
+    return torch.from_numpy((abs(direction) > THRIFT).nonzero()[0])
+
+
+def _directions(array: Array, number: Tensor, count: int) -> set[tuple[float, ...]]:
+    """The different exponents that entries of an array have, by set.
+
+    :param number: of each unit its set; ``count`` for none, ``count + 1`` for a unit that is held.
+    """
+    axes = []
+    for units, exponents in zip(array.units, array.exponents, strict=True):
+        own = torch.zeros(units.shape[1], count + 2, dtype=torch.float64, device="cpu")
+        own.scatter_add_(1, number[units.cpu()].T, exponents.cpu().double().T)
+        axes.append(own[own[:, -1] == 0, :count].unique(dim=0))
+    return {tuple(sum(parts).tolist()) for parts in itertools.product(*axes)}
 
 
 def minimise(balance: Balance, free: Tensor, tolerance: float = 1e-12) -> tuple[Tensor, Tensor]:

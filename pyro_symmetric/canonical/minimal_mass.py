@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.canonical.balancing import Array, Balance, minimise, reached, without
+from pyro_symmetric.canonical.balancing import Array, Balance, minimise, reached, receding, without
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
@@ -87,7 +87,8 @@ def minimal_mass(
 
     *Pinned units.* A unit whose incoming or outgoing weights are all zero, and one whose output is free of scale
     (before batch normalisation), has no best scale: the mass falls for ever as it grows or shrinks. So does a unit that
-    feeds only such units, or is fed by them. They are pinned, reported, and the weights that they multiply, which the
+    feeds only such units, or is fed by them, and so do units that can trade scale with a vector, which the mass doesn't
+    count (the weight of a normalisation). They are pinned, reported, and the weights that they multiply, which the
     infimum sends to zero, are left out of the mass, so that the answer is the same for every point of the orbit. With
     ``scale_free="hold"`` these weights count at the scale they come with: the minimum over the other scales, for
     networks with batch normalisation; it then depends on the scale of the pinned units.
@@ -171,20 +172,44 @@ def _minimise_chunk(
     if not arrays:
         none = constant.new_zeros(len(first), units)
         return constant, none, torch.ones_like(none, dtype=torch.bool), torch.zeros_like(constant)
-    free = _finite_units(arrays, first.new_zeros(len(first), units, dtype=torch.bool), scale_free)
-    if scale_free == "leave_out" and not bool(free.all()):
-        arrays = [without(array, ~free) for array in arrays]
+    sets = torch.repeat_interleave(torch.tensor([group[name].count for name in group.names("scale")], device="cpu"))
+    if scale_free == "hold":
+        free = _between(arrays, _one_sided(arrays, first.new_zeros(len(first), units, dtype=torch.float64)))
+    else:
+        arrays, free = _attained(arrays, first.new_ones(len(first), units, dtype=torch.bool), sets)
     balance = Balance(arrays, units)
     u, imbalance = minimise(balance, free, TOLERANCE)
     return balance.value(u) + constant, u, ~free, imbalance
 
 
-def _finite_units(arrays: list[Array], start: Tensor, scale_free: str) -> Tensor:
-    """Units whose best scale is finite: those between what isn't rescaled before and behind them."""
-    if scale_free == "hold":
-        balance = Balance(arrays, start.shape[1])
-        marginals = balance.marginals(torch.ones_like(balance.lay_out(start.double())))
-        start = ~((balance.collect(marginals, 1) > 0) & (balance.collect(marginals, -1) > 0))
+def _attained(arrays: list[Array], free: Tensor, sets: Tensor) -> tuple[list[Array], Tensor]:
+    """The entries that don't vanish at the infimum, and the units whose best scale is finite.
+
+    What a pinned unit multiplies is gone, so that units may be pinned that hung on it.
+
+    :param sets: the number of the set that each unit belongs to.
+    """
+    nowhere = torch.zeros_like(free)
+    while True:
+        left = arrays if bool(free.all()) else [without(array, ~free) for array in arrays]
+        found = _between(left, nowhere) & free
+        if torch.equal(found, free):
+            held = ~free.any(0).cpu()
+            found = free & ~torch.isin(sets, receding(left, sets, held)).to(free.device)
+            if torch.equal(found, free):
+                return left, free
+        free = found
+
+
+def _one_sided(arrays: list[Array], start: Tensor) -> Tensor:
+    """Units that mass pulls to one side only, ``(samples, units)``."""
+    balance = Balance(arrays, start.shape[1])
+    marginals = balance.marginals(torch.ones_like(balance.lay_out(start)))
+    return ~((balance.collect(marginals, 1) > 0) & (balance.collect(marginals, -1) > 0))
+
+
+def _between(arrays: list[Array], start: Tensor) -> Tensor:
+    """Units that lie between what isn't rescaled before and behind them."""
     return reached(arrays, start) & reached(arrays, start, outgoing=True) & ~start
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from pyro_symmetric.canonical.balancing import Array, Balance
+from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.groups import Axis, Group, Units
 
@@ -234,6 +235,48 @@ def test_dead_units_and_those_that_hang_on_them_are_pinned_and_left_out(mlp):
     assert float(found.mass) == pytest.approx(float(minimal_mass(kept, small).mass), rel=1e-12)
     moved = minimal_mass(net.scalings.sample(dtype=torch.float64)(weights), net)
     assert float(moved.mass) == pytest.approx(float(found.mass), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("where", "shapes", "pinned"),
+    [
+        pytest.param(  # v isn't counted, so that it takes over from s, and all before it shrinks
+            {
+                "z": [("e", 1, 1), ("w1", 1, -1)],
+                "s": [("w1", 0, 1), ("w2", 1, -1)],
+                "v": [("v", 0, 1), ("w2", 1, -1)],
+                "t": [("w2", 0, 1), ("w3", 1, -1)],
+            },
+            {"e": (5, 2), "w1": (3, 2), "v": (3,), "w2": (4, 3), "w3": (2, 4)},
+            {"z": 2, "s": 3, "v": 3, "t": 4},
+            id="chain",
+        ),
+        pytest.param(  # all but x depend on the sum of both
+            {
+                "s": [("x", 0, 1), ("w", 0, 1), ("w", 1, -1)],
+                "v": [("v", 0, 1), ("w", 0, 1), ("w", 1, -1)],
+                "t": [("y", 0, 1), ("z", 1, -1)],
+            },
+            {"x": (3, 2), "w": (3, 3), "v": (3,), "y": (4, 2), "z": (2, 4)},
+            {"s": 3, "v": 3},
+            id="loop",
+        ),
+    ],
+)
+def test_multipliers_that_shrink_together_for_nothing_are_pinned(where, shapes, pinned):
+    group = group_of(where, shapes)
+    weights = {site: torch.randn(20, *shape, dtype=torch.float64) for site, shape in shapes.items()}
+    found = minimal_mass(weights, group)
+    assert found.pinned_factors == pinned
+    left = 2 * (weights["y"].norm(dim=-1) * weights["z"].norm(dim=-2)).sum(-1) if "y" in shapes else torch.zeros(20)
+    torch.testing.assert_close(found.mass, left.double(), rtol=1e-12, atol=0)
+    other = minimal_mass(group.sample((20,), spread=1.0, dtype=torch.float64)(weights), group)
+    torch.testing.assert_close(other.mass, found.mass, rtol=1e-12, atol=0)
+    assert other.pinned_factors == pinned
+    for rule in ("minimal_mass", "minimal_norm"):
+        form = canonicalize(weights, group, scalings=rule)
+        for site, value in canonicalize(other.weights, group, scalings=rule).items():
+            torch.testing.assert_close(value, form[site], rtol=1e-9, atol=1e-9)
 
 
 def test_a_loop_that_nothing_feeds_is_pinned():
