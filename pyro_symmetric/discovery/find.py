@@ -83,7 +83,8 @@ def find_symmetry(
     :param strict: raise if an operator isn't understood; otherwise what reaches it is left out, with a warning.
     :param verify: try a random element of the group on a copy, in float64 if the network runs in it. Moves that fail
         are dropped, with a warning that names them; if nothing can be told, a warning (``UnverifiedSymmetry``) says so,
-        and the group is what the rules prove.
+        and the group is what the rules prove. That is the case of a network on the meta device, which holds no numbers:
+        networks of billions of parameters are traced there.
     :param logits: whether the outputs go through a softmax over their last axis, so that one constant may be added to
         the last bias.
     :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``).
@@ -98,6 +99,14 @@ def find_symmetry(
     _require_parameters(net)
     held = held_sites(net, site_names(net), only, freeze)
     parameters = {name: p.detach() for name, p in net.named_parameters() if not is_lazy(p)}
+    if verify and any(value.is_meta for value in parameters.values()):
+        warnings.warn(
+            "the network is on the meta device, which holds no numbers: the group is what the rules prove, and no "
+            "element of it was tried. With verify=False nothing is said of this",
+            UnverifiedSymmetry,
+            stacklevel=3,
+        )
+        verify = False
     if verify and parameters:
         require_finite(parameters, "net")
     inputs = example_inputs or (() if kwargs else _default_inputs(net))

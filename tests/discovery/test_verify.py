@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.discovery.verify import BrokenSymmetry, repaired, verify
+from pyro_symmetric.discovery.verify import BrokenSymmetry, UnverifiedSymmetry, repaired, verify
 from pyro_symmetric.groups import Axis, Group, Units
 
 
@@ -253,3 +255,20 @@ def test_inputs_that_do_not_fit_are_named_without_frames_of_torch(capfd: pytest.
     with pytest.raises(ValueError, match="Linear fails on the example inputs"):
         find_symmetry(nn.Linear(4, 2), torch.randn(2, 3))
     assert not capfd.readouterr().err
+
+
+def test_a_network_on_the_meta_device_has_the_symmetry_of_its_shape_unverified() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    with torch.device("meta"):
+        shape, x = net(), torch.zeros(5, 3)
+    with pytest.warns(UnverifiedSymmetry, match="meta device"):
+        found = find_symmetry(shape, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_symmetry(shape, x, verify=False).log_order() == found.log_order()
+    assert found.log_order() == find_symmetry(net(), torch.randn(5, 3)).log_order() == pytest.approx(math.log(24))
+    own = net()
+    element = found.sample()
+    torch.testing.assert_close(found.act(element, own)(torch.ones(1, 3)), own(torch.ones(1, 3)))
