@@ -38,6 +38,10 @@ ROUNDED = 1e-14
 THRIFT = 1e-4
 
 
+# The units that multiply each position of an axis, and their exponents, ``(depth, length)`` each.
+Layers = tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class Array:
     """Entries :math:`m \\ge 0` and the units that their axes belong to.
@@ -193,22 +197,21 @@ def without(array: Array, removed: Tensor) -> Array:
     return Array(mass, array.units, array.exponents)
 
 
-def receding(arrays: Sequence[Array], sets: Tensor, held: Tensor) -> Tensor:
+def receding(sites: Sequence[Sequence[Layers]], sets: Tensor, count: int) -> list[int]:
     r"""The sets of units that can shrink or grow together for nothing, although mass pulls each of them both ways.
 
     That is so if some direction ``d`` has :math:`a_t \cdot d \le 0` for all entries and less for one: a linear
     programme (Rockafellar 1970, "Convex analysis", theorem 27.1). Two multipliers that most entries have in common are
     an example, if a few shrink with one of them.
 
-    :param sets: the number of the set that each unit belongs to; units of a set have one direction.
-    :param held: bool ``(units,)``: units that are pinned; what they multiply is left out.
-    :return: numbers of sets.
+    :param sites: for each array, and each of its axes, the units that multiply positions, and their exponents.
+    :param sets: the number of the set that each unit belongs to, all of which move alike; ``count`` for no unit (the
+        last one), ``count + 1`` for units that are pinned: what they multiply is left out.
+    :param count: the number of sets.
     """
-    count = int(sets.max()) + 1
-    number = torch.cat([torch.where(held, count + 1, sets), torch.tensor([count], device="cpu")])
-    rows = {row for array in arrays for row in _directions(array, number, count)}
+    rows = {row for axes in sites for row in _directions(axes, sets, count)}
     if not rows:
-        return sets[:0]
+        return []
     pulls = np.array(sorted(rows))
     # Few sets move: each costs a little. Variables are the positive and the negative part of the direction.
     costs = pulls.sum(0)
@@ -219,22 +222,20 @@ def receding(arrays: Sequence[Array], sets: Tensor, held: Tensor) -> Tensor:
         bounds=(0, 1),
     )
     direction = found.x[:count] - found.x[count:]
-    if not (pulls @ direction < -THRIFT).any():
-        return sets[:0]
-    return torch.from_numpy((abs(direction) > THRIFT).nonzero()[0])
+    moves = (pulls @ direction < -THRIFT).any()
+    return (abs(direction) > THRIFT).nonzero()[0].tolist() if moves else []
 
 
-def _directions(array: Array, number: Tensor, count: int) -> set[tuple[float, ...]]:
-    """The different exponents that entries of an array have, by set.
-
-    :param number: of each unit its set; ``count`` for none, ``count + 1`` for a unit that is held.
-    """
-    axes = []
-    for units, exponents in zip(array.units, array.exponents, strict=True):
-        own = torch.zeros(units.shape[1], count + 2, dtype=torch.float64, device="cpu")
-        own.scatter_add_(1, number[units.cpu()].T, exponents.cpu().double().T)
-        axes.append(own[own[:, -1] == 0, :count].unique(dim=0))
-    return {tuple(sum(parts).tolist()) for parts in itertools.product(*axes)}
+def _directions(axes: Sequence[Layers], sets: Tensor, count: int) -> set[tuple[float, ...]]:
+    """The different exponents that entries of an array have, by set."""
+    found = []
+    for units, exponents in axes:
+        kinds = torch.cat([sets[units].double(), exponents]).unique(dim=1)  # positions are many, their kinds few
+        members, powers = kinds.T.chunk(2, 1)
+        own = torch.zeros(len(kinds.T), count + 2, dtype=torch.float64, device="cpu")
+        own.scatter_add_(1, members.long(), powers)
+        found.append(own[own[:, -1] == 0, :count])
+    return {tuple(sum(parts).tolist()) for parts in itertools.product(*found)}
 
 
 def minimise(balance: Balance, free: Tensor, tolerance: float = 1e-12) -> tuple[Tensor, Tensor]:

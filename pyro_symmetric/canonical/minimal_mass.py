@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -172,39 +173,60 @@ def _minimise_chunk(
     if not arrays:
         none = constant.new_zeros(len(first), units)
         return constant, none, torch.ones_like(none, dtype=torch.bool), torch.zeros_like(constant)
-    sets = torch.repeat_interleave(torch.tensor([group[name].count for name in group.names("scale")], device="cpu"))
+    free = first.new_ones(len(first), units, dtype=torch.bool)
     if scale_free == "hold":
-        free = _between(arrays, _one_sided(arrays, first.new_zeros(len(first), units, dtype=torch.float64)))
+        free = _between(arrays, _one_sided(arrays, free))
     else:
-        arrays, free = _attained(arrays, first.new_ones(len(first), units, dtype=torch.bool), sets)
+        arrays, free = _attained(arrays, free, group, tuple(site for site in weights if group.members(site)))
     balance = Balance(arrays, units)
     u, imbalance = minimise(balance, free, TOLERANCE)
     return balance.value(u) + constant, u, ~free, imbalance
 
 
-def _attained(arrays: list[Array], free: Tensor, sets: Tensor) -> tuple[list[Array], Tensor]:
+def _attained(arrays: list[Array], free: Tensor, group: Group, sites: tuple[str, ...]) -> tuple[list[Array], Tensor]:
     """The entries that don't vanish at the infimum, and the units whose best scale is finite.
 
     What a pinned unit multiplies is gone, so that units may be pinned that hung on it.
 
-    :param sets: the number of the set that each unit belongs to.
+    :param sites: the sites that the arrays come from.
     """
     nowhere = torch.zeros_like(free)
     while True:
         left = arrays if bool(free.all()) else [without(array, ~free) for array in arrays]
         found = _between(left, nowhere) & free
         if torch.equal(found, free):
-            held = ~free.any(0).cpu()
-            found = free & ~torch.isin(sets, receding(left, sets, held)).to(free.device)
-            if torch.equal(found, free):
+            alive = free.any(0).cpu()
+            held = frozenset(name for name, at in offsets(group, "scale").items() if not bool(alive[at].any()))
+            pinned = _receding(group, sites, held)
+            if not pinned:
                 return left, free
+            for at in pinned:
+                found[:, at] = False
         free = found
 
 
-def _one_sided(arrays: list[Array], start: Tensor) -> Tensor:
+@lru_cache(maxsize=256)
+def _receding(group: Group, sites: tuple[str, ...], held: frozenset[str]) -> tuple[slice, ...]:
+    """The places of the sets of units that can shrink together for nothing; worked out once.
+
+    :param held: names of sets that are pinned already.
+    """
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        places = offsets(group, "scale")
+        numbers = [len(places) + 1 if name in held else number for number, name in enumerate(places)]
+        counts = [group[name].count for name in places]
+        sets = torch.tensor([*numbers, len(places)], device="cpu").repeat_interleave(
+            torch.tensor([*counts, 1], device="cpu")
+        )
+        axes = [[owners(group, site, dim, "scale") for dim in sorted(group.members(site))] for site in sites]
+        found = receding(axes, sets, len(places))
+    return tuple(list(places.values())[number] for number in found)
+
+
+def _one_sided(arrays: list[Array], like: Tensor) -> Tensor:
     """Units that mass pulls to one side only, ``(samples, units)``."""
-    balance = Balance(arrays, start.shape[1])
-    marginals = balance.marginals(torch.ones_like(balance.lay_out(start)))
+    balance = Balance(arrays, like.shape[1])
+    marginals = balance.marginals(torch.ones_like(balance.lay_out(like.double())))
     return ~((balance.collect(marginals, 1) > 0) & (balance.collect(marginals, -1) > 0))
 
 
