@@ -52,6 +52,7 @@ FLOORS = [
 INSIDE = {
     "infer": [["kernels"], ["chains"], [WHOLE]],
     "discovery": [
+        ["nodes"],
         ["branches", "invariance", "labels", "nullspace", "parametrised", "remainder", "sizes", "tensors_only"],
         ["fields"],
         ["densities", "families", "nesting", "slices"],

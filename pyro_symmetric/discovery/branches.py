@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_symmetric.discovery.nodes import arguments_of, cat_axis, maps_units, operator_name, unit_axis
+
 Node = torch.fx.Node
 
 aten = torch.ops.aten
@@ -346,18 +348,18 @@ def _taken(node: Node) -> tuple[Node, int, tuple[int, int]] | None:
         if source.target not in SPLITTING:
             return None
         pieces = source.meta["val"]
-        axis = (source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)) % pieces[0].dim()
+        axis = arguments_of(source)["dim"] % pieces[0].dim()
         lengths = [int(piece.shape[axis]) for piece in pieces]
         start = sum(lengths[: int(node.args[1])])  # type: ignore[arg-type]
         return source.args[0], axis, (start, start + lengths[int(node.args[1])])  # type: ignore[arg-type]
     shape = source.meta["val"].shape
-    given: list[Any] = [*node.args[1:], *[0, None, None, 1][len(node.args) - 1 :]]
-    axis, length = given[0] % len(shape), int(shape[given[0]])
+    given = arguments_of(node)
+    axis, length = given["dim"] % len(shape), int(shape[given["dim"]])
     if node.target is aten.select.int:
-        place = given[1] % length
+        place = given["index"] % length
         return source, axis, (place, place + 1)
-    own = range(length)[slice(given[1], given[2])]
-    return (source, axis, (own.start, own.stop)) if given[3] == 1 and len(own) else None
+    own = range(length)[slice(given["start"], given["end"])]
+    return (source, axis, (own.start, own.stop)) if given["step"] == 1 and len(own) else None
 
 
 def _is_by_unit(nodes: Sequence[Node], joins: Sequence[tuple[Node, tuple[Node, ...]]]) -> bool:
@@ -370,34 +372,11 @@ def _is_by_unit(nodes: Sequence[Node], joins: Sequence[tuple[Node, tuple[Node, .
     for node in nodes:
         if node.op != "call_function":
             continue
-        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         inside = [a for a in node.all_input_nodes if a in own]
-        if _maps_units(node):
+        if maps_units(node):
             seeds += 1
             if seeds > 1 or any(a.op == "call_function" for a in inside) or node.args[0] in own:
                 return False
-        elif name not in ENTRYWISE or any(a.op != "call_function" for a in inside):
+        elif operator_name(node.target) not in ENTRYWISE or any(a.op != "call_function" for a in inside):
             return False
     return seeds == 1 and (_is_commutative(join) or cat_axis(join) == unit_axis(nodes))
-
-
-def cat_axis(join: Node) -> int:
-    """The axis along which a ``cat`` puts its operands side by side."""
-    given: Any = join.args[1] if len(join.args) > 1 else join.kwargs.get("dim", 0)
-    return int(given) % join.meta["val"].dim()
-
-
-def unit_axis(nodes: Sequence[Node]) -> int:
-    """The axis along which units lie in the result of a branch that is a linear map or a convolution."""
-    own = next(node for node in nodes if _maps_units(node))
-    weight: Any = own.args[1]
-    return own.meta["val"].dim() - weight.meta["val"].dim() + 1
-
-
-def _maps_units(node: Node) -> bool:
-    """True for a linear map, or a convolution that isn't transposed and has one group: units are rows of its weight."""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    if name in ("conv1d", "conv2d", "conv3d"):
-        groups = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
-        return bool(groups == 1)
-    return name == "linear" or (name == "convolution" and node.args[6] is False and bool(node.args[8] == 1))

@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyro_symmetric.discovery.branches import Branches, Node, Slot, cat_axis, unit_axis
+from pyro_symmetric.discovery.branches import Branches, Node, Slot
 from pyro_symmetric.discovery.facts import Facts
 from pyro_symmetric.discovery.labels import Array, Part, Value
 from pyro_symmetric.discovery.leaf_stacks import Stack, joined_leaves
+from pyro_symmetric.discovery.nodes import cat_axis, unit_axis
 from pyro_symmetric.discovery.plan import SLICED_LIMIT
 
 

@@ -98,15 +98,7 @@ def find_symmetry(
         arguments.flag(name, value)
     _require_parameters(net)
     held = held_sites(net, site_names(net), only, freeze)
-    parameters = {name: p.detach() for name, p in net.named_parameters() if not is_lazy(p)}
-    if verify and any(value.is_meta for value in parameters.values()):
-        warnings.warn(
-            "the network is on the meta device, which holds no numbers: the group is what the rules prove, and no "
-            "element of it was tried. With verify=False nothing is said of this",
-            UnverifiedSymmetry,
-            stacklevel=3,
-        )
-        verify = False
+    parameters = {name: p.detach() for name, p in net.named_parameters() if not (is_lazy(p) or p.is_meta)}
     if verify and parameters:
         require_finite(parameters, "net")
     inputs = example_inputs or (() if kwargs else _default_inputs(net))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_symmetric.discovery.labeller import Labeller
 from pyro_symmetric.discovery.labels import Value
+from pyro_symmetric.discovery.nodes import bound
 from pyro_symmetric.discovery.rules.registry import NUMBERS, Call, rule_for, takes_slices
 from pyro_symmetric.discovery.sizes import TAKE_SIZES, closed, is_open
 
@@ -61,18 +62,6 @@ def applied(
         results = [replace(r, numbers=call.value.numbers) for r in results]
     results = [replace(r, mask=t.dtype == torch.bool) for r, t in zip(results, _tensors(node), strict=True)]
     return results if isinstance(node.meta["val"], list | tuple) else results[0]
-
-
-def bound(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with the schema's defaults."""
-    named = {argument.name: argument.default_value for argument in schema.arguments}
-    named |= dict(zip([argument.name for argument in schema.arguments], args, strict=False))
-    return named | dict(kwargs)
-
-
-def operator_name(node: torch.fx.Node) -> str:
-    packet: Any = getattr(node.target, "overloadpacket", node.target)
-    return str(getattr(packet, "__name__", packet))
 
 
 def module_of(node: torch.fx.Node) -> str:

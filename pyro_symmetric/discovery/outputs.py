@@ -52,6 +52,8 @@ def prepared(
     :raises ValueError: if the network doesn't take the inputs.
     :raises InconclusiveError: if it does, but there is nothing that can be compared.
     """
+    if any(parameter.is_meta for parameter in net.parameters()):
+        raise InconclusiveError(f"inconclusive: {type(net).__name__} is on the meta device, which holds no numbers")
     precisions = [(torch.float64, True), (None, True), (None, False)] if dtype is None else [(dtype, True)]
     reason: Exception | None = None
     for precision, calm in precisions:

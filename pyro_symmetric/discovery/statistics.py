@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
+from pyro_symmetric.discovery.nodes import operator_name
 from pyro_symmetric.discovery.rules.elementwise import ENTRYWISE
 
 Use = Literal["entrywise", "contracted"]
@@ -72,7 +72,7 @@ def _use(buffer: Node, statistics: set[Node], learned: set[Node], data: set[Node
         for user in node.users:
             if user.op != "call_function" or user in seen:
                 continue  # the network's output keeps labels where they are, or pins them
-            name, running = _name(user), _is_running(user, node)
+            name, running = operator_name(user.target), _is_running(user, node)
             divides |= running or name in ROOTS or (name == "div" and user.args[1] is node)
             others = [n for n in user.all_input_nodes if n is not node]
             if name in SHAPES or (name in ENTRYWISE and all(_is_made_of(n, statistics) for n in others)):
@@ -95,7 +95,9 @@ def _is_made_of(node: Node, statistics: set[Node]) -> bool:
     """True if a value is a function of the entries of statistics, and of nothing else."""
     if node.op == "placeholder":
         return node in statistics
-    plain = node.op == "call_function" and _name(node) in (SHAPES | ENTRYWISE) and bool(node.all_input_nodes)
+    plain = (
+        node.op == "call_function" and operator_name(node.target) in (SHAPES | ENTRYWISE) and bool(node.all_input_nodes)
+    )
     return plain and all(_is_made_of(n, statistics) for n in node.all_input_nodes)
 
 
@@ -123,9 +125,3 @@ def _reached(nodes: Sequence[Node], starts: Iterable[Node]) -> set[Node]:
         if any(n in reached for n in node.all_input_nodes):
             reached.add(node)
     return reached
-
-
-def _name(node: Node) -> str:
-    target: Any = node.target
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-    return str(getattr(packet, "__name__", packet))

@@ -21,7 +21,8 @@ from pyro_symmetric.discovery.facts import Entangled, Facts
 from pyro_symmetric.discovery.labeller import Labeller
 from pyro_symmetric.discovery.labels import Part, Value, opaque
 from pyro_symmetric.discovery.leaf_stacks import Stack
-from pyro_symmetric.discovery.operators import applied, bound, index_map, module_of, operator_name
+from pyro_symmetric.discovery.nodes import arguments_of, operator_name
+from pyro_symmetric.discovery.operators import applied, index_map, module_of
 from pyro_symmetric.discovery.plan import planned, stacked
 from pyro_symmetric.discovery.rules.random_numbers import RANDOM
 from pyro_symmetric.discovery.rules.registry import rule_for
@@ -123,7 +124,7 @@ class Trace:
             if node.op in ("placeholder", "get_attr"):
                 values[node] = self._input(node, facts)
             elif node.op == "call_function":
-                labeller.where = f"{operator_name(node)} in {module_of(node)}{self._circumstances(node)}"
+                labeller.where = f"{operator_name(node.target)} in {module_of(node)}{self._circumstances(node)}"
                 values[node] = applied(node, exchange.operands(node, values), labeller, self.returned)
             exchange.made[node] = range(start, facts.size)
         facts.at(None)
@@ -281,8 +282,7 @@ def _kernel_groups(node: torch.fx.Node) -> int:
     for user in node.users:
         if rule_for(user.target) is not convolution:
             return 1
-        target: Any = user.target
-        call = bound(target._schema, user.args, user.kwargs)
+        call = arguments_of(user)
         if call["weight"] is not node or call["input"] is node or call["bias"] is node:
             return 1
         found.add(int(call["groups"]))
@@ -311,8 +311,8 @@ def _noise(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
         if node.op != "call_function":
             continue
         drawn = next((noise[n] for n in node.all_input_nodes if n in noise), None)
-        if operator_name(node) in RANDOM:
-            noise[node] = operator_name(node)
+        if operator_name(node.target) in RANDOM:
+            noise[node] = operator_name(node.target)
         elif all(n in noise or n in plain for n in node.all_input_nodes):
             plain.add(node)
             if drawn:

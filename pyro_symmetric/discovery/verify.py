@@ -84,8 +84,8 @@ def verify(
     :param trials: how many elements are tried.
     :param dtype: the precision of the comparison: float64, or the network's own if it doesn't run in float64.
     :raises ValueError: if the network doesn't take the inputs.
-    :raises InconclusiveError: if nothing can be told: the network draws random numbers that can't be drawn again, or
-        its rounding errors are as large as its outputs.
+    :raises InconclusiveError: if nothing can be told: the network draws random numbers that can't be drawn again, its
+        rounding errors are as large as its outputs, or it is on the meta device.
     """
     arguments.instance("symmetry", symmetry, Symmetry, "a Symmetry, such as find_symmetry(net, x)")
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")

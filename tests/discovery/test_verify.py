@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import BrokenSymmetry, UnverifiedSymmetry, repaired, verify
 from pyro_symmetric.groups import Axis, Group, Units
@@ -268,6 +269,8 @@ def test_a_network_on_the_meta_device_has_the_symmetry_of_its_shape_unverified()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find_symmetry(shape, x, verify=False).log_order() == found.log_order()
+    with pytest.raises(InconclusiveError, match="meta device"):
+        verify(found, shape, x)
     assert found.log_order() == find_symmetry(net(), torch.randn(5, 3)).log_order() == pytest.approx(math.log(24))
     own = net()
     element = found.sample()

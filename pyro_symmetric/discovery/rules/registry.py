@@ -46,6 +46,7 @@ import torch
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.labeller import Labeller
 from pyro_symmetric.discovery.labels import Value
+from pyro_symmetric.discovery.nodes import operator_name
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,7 @@ class Call:
     @property
     def name(self) -> str:
         """The operator's name, without its overload."""
-        packet = getattr(self.target, "overloadpacket", self.target)
-        return getattr(packet, "__name__", str(packet))
+        return operator_name(self.target)
 
     @property
     def shape(self) -> tuple[int, ...]:
