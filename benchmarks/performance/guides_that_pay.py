@@ -2,11 +2,11 @@ r"""Which guide pays: bases and objectives on problems whose evidence is known, 
 
     python -m benchmarks.performance.guides_that_pay --json runs/guides.json
     python -m benchmarks.performance.guides_that_pay --problems yacht-8 yacht-64 --root data --json runs/uci.json
-    python -m benchmarks.performance.guides_that_pay --problems yacht-8 --annealed --particles 200 --root data
+    python -m benchmarks.performance.guides_that_pay --problems yacht-8 --annealed yacht-8 --particles 200 --root data
 
-Every base starts from the moments of one mean-field fit, but for modes, which start anew, and is trained by the plain
-ELBO, by the symmetrised ELBO as ``SinkhornImportance(4)`` has it, and by the exact one if the group can be enumerated.
-All are then judged alike:
+Every base starts from the moments of one mean-field fit, modes from those of a mean-field fit of as many modes, and is
+trained by the plain ELBO, by the symmetrised ELBO as ``SinkhornImportance(4)`` has it, and by the exact one if the
+group can be enumerated. All are then judged alike:
 
 * ``symmetrised``: the ELBO of the guide averaged over the group, exact if possible, else by ``SinkhornImportance(64)``;
 * ``gap``: the evidence less that, in nats. The evidence is that of sequential Monte Carlo runs from a wide normal, with
@@ -271,12 +271,25 @@ class Contest:
     def _guide(self, base: str) -> Any:
         model, args, group = self.problem.model, self.problem.args, self.problem.group
         if base.startswith(f"{MODES} modes"):
-            return ps.AutoModes(model, MODES, base=BASES[base], train_weights=False).setup(*args)
+            return self._modes(BASES[base])
         guide = ps.AutoSymmetrized(model, group, base=BASES[base], num_starts=1).setup(*args).base
         with torch.no_grad():
             guide.loc.copy_(self.start[0])
             guide.scale = self.start[1] * (0.5**0.5 if base == "low rank" else 1.0)
         return guide
+
+    def _modes(self, base: Any) -> Any:
+        simple, rich = (
+            ps.AutoModes(self.problem.model, MODES, base=one, train_weights=False).setup(*self.problem.args)
+            for one in (AutoDiagonalNormal, base)
+        )
+        self._train(simple, None, self.steps)
+        with torch.no_grad():
+            for start, mode in zip(simple.modes, rich.modes, strict=True):
+                loc, scale = start._loc_scale()
+                mode.loc.copy_(loc)
+                mode.scale = scale
+        return rich
 
     def _train(self, guide: Any, estimator: Any, steps: int) -> None:
         optimizer = torch.optim.Adam(guide.parameters(), lr=LEARNING_RATE)
@@ -347,7 +360,9 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=1000, help="of each training (default 1000)")
     arguments.add_argument("--particles", type=int, default=1500, help="of sequential Monte Carlo")
     arguments.add_argument("--runs", type=int, default=3, help="of sequential Monte Carlo")
-    arguments.add_argument("--annealed", action="store_true", help="find the evidence of UCI networks, too")
+    arguments.add_argument(
+        "--annealed", nargs="*", default=[], metavar="NAME", help="UCI networks whose evidence to find"
+    )
     arguments.add_argument("--root", type=Path, default=Path("data"), help="folder that holds uci/<name>")
     options = parse(arguments)
     steps = 50 if options.quick else options.steps
@@ -356,7 +371,7 @@ def main() -> None:
         uci_name, _, width = name.rpartition("-")
         problem = SMALL[name]() if name in SMALL else uci(uci_name, int(width), options.root)
         truth = None
-        if problem.small or options.annealed:
+        if problem.small or name in options.annealed:
             contest = Contest(problem, 0, 1)
             particles = 200 if options.quick else options.particles
             truth = Truth(contest.log_target, contest.layout.dim, particles, options.runs)

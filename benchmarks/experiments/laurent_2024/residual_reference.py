@@ -1,0 +1,105 @@
+r"""Fig. 8 and Table 2 of Laurent, Aldea & Franchi 2024 (arXiv 2310.08287), small: a residual network beside its HMC.
+
+    python -m benchmarks.experiments.laurent_2024.residual_reference --out runs/residual_reference
+
+The paper takes the HMC draws of a ResNet-20 with filter-response normalisation (Izmailov et al. 2021) for its
+reference. Here a residual network of three blocks with the same normalisation and activation (1,320 weights) sees 150
+digits of 8 x 8 pixels, few enough that chains can agree on what it computes. Above the table stands the worst R-hat
+over the predictions of 32 test rows. The table has the squared MMD to the reference (median over kernels) as weights
+are and with symmetries removed, the mean total variation of predictions, and scores on test rows. The reference's own
+row compares one half of its chains with the other. It is one study of ``pyro-symmetric compare``: a broken run resumes,
+and ``report.html`` has the plots.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from benchmarks.experiments.laurent_2024.approximations import entry
+from benchmarks.harness import parse, parser, print_table
+from pyro_symmetric.networks import FilterResponse, FilterResponseBlock
+from pyro_symmetric.study import StudySettings, run_study
+
+REFERENCE = "hmc"
+METHODS = (
+    REFERENCE,
+    "single-ensemble",
+    "multi-ensemble",
+    "single-mean-field",
+    "multi-mean-field",
+    "single-symmetrized",
+    "single-swag",
+    "multi-swag",
+    "single-laplace-diagonal",
+    "multi-laplace-diagonal",
+    "sghmc",
+)
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "MMD2": ("distance", "raw", "mmd", "median"),
+    "MMD2 removed": ("distance", "removed", "mmd", "median"),
+    "total variation": ("distance", "prediction", "total_variation", "mean"),
+    "accuracy": ("prediction", "accuracy"),
+    "NLL": ("prediction", "nll"),
+    "ECE": ("prediction", "ece"),
+}
+
+
+def net(input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+    """A stem and a block of two channels, then one of four and one of eight, each at half the resolution."""
+    return nn.Sequential(
+        nn.Conv2d(input_shape[0], 2, 3, 1, 1, bias=False),
+        FilterResponse(2),
+        FilterResponseBlock(2, 2, 1),
+        FilterResponseBlock(2, 4, 2),
+        FilterResponseBlock(4, 8, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, num_outputs),
+    )
+
+
+def settings_of(options: Any) -> StudySettings:
+    chains = {"chains": options.chains, "warmup": options.warmup, "draws": options.samples}
+    networks = {"modes": options.modes}
+    budgets: dict[str, dict[str, Any]] = {REFERENCE: {**chains, "num_steps": options.num_steps}}
+    budgets |= {method: networks for method in METHODS if method.startswith("multi-")}
+    return StudySettings(
+        data="digits",
+        max_train=options.rows,
+        net=f"{__spec__.name}:net",
+        methods=METHODS,
+        reference=REFERENCE,
+        budgets={} if options.quick else budgets,
+        num_draws=options.draws,
+        quick=options.quick,
+        device="cpu",
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser(__doc__, seeds=1)
+    arguments.add_argument("--rows", type=int, default=150, help="training digits")
+    arguments.add_argument("--chains", type=int, default=4)
+    arguments.add_argument("--warmup", type=int, default=300)
+    arguments.add_argument("--samples", type=int, default=2000, help="draws of each chain of the reference")
+    arguments.add_argument("--num-steps", type=int, default=100, help="leapfrogs for each draw of the reference")
+    arguments.add_argument("--draws", type=int, default=400, help="draws of each method that are compared")
+    arguments.add_argument("--modes", type=int, default=16, help="runs of the multi-mode methods")
+    options = parse(arguments, argv)
+    folder = Path(options.out or "runs/residual_reference")
+    found = run_study(settings_of(options), folder, progress=options.progress).results["methods"]
+    chains = found[REFERENCE]["chains"]
+    title = (
+        f"{options.rows} training digits; the reference: {chains['num_chains']} chains of {chains['num_draws']} draws, "
+        f"worst R-hat of predictions {chains['r_hat_predictions']:.3f} ({chains['ess_predictions']:.0f} effective "
+        f"draws), of weights {chains['r_hat_weights']:.3f}"
+    )
+    rows = [[label, *(f"{entry(row, path):.4f}" for path in COLUMNS.values())] for label, row in found.items()]
+    print_table(title, ["method", *COLUMNS], rows)
+
+
+if __name__ == "__main__":
+    main()
