@@ -24,6 +24,9 @@ from torch.utils import _pytree as pytree
 # Held while any of it is changed; one thread may nest such changes.
 LOCK = threading.RLock()
 
+# An entry for each who is within :func:`without_fast_attention`: what the first of them found.
+_FAST: list[tuple[bool, bool]] = []
+
 # Held while a Pyro model runs, whose handlers and validation belong to the process, or while PyTorch's generators are
 # forked. Where both locks are asked for, this one comes first.
 PYRO: Any = threading.RLock()
@@ -48,7 +51,7 @@ def running_pyro(dtype: torch.dtype | None = None) -> Iterator[None]:
     :param dtype: of what the model makes of plain numbers. A distribution such as ``Gamma(2.0, 1.0)`` would otherwise
         compute in float32 whatever the precision of its value. ``None``: PyTorch's default.
     """
-    with PYRO, pyro.validation_enabled(False):
+    with PYRO, pyro.validation_enabled(False), without_fast_attention():
         before = torch.get_default_dtype()
         try:
             torch.set_default_dtype(dtype or before)
@@ -111,14 +114,32 @@ def without_warnings(category: type[Warning] = Warning) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_fast_attention() -> Iterator[None]:
-    """Without the fused fast paths, which hide attention from tracing and from dispatch modes."""
+    """Without the fused paths of attention, which can't be mapped over weights (flash attention on a CPU) or know no
+    derivative, and hide from tracing. PyTorch takes the latter if no weight asks for a gradient, and doesn't see that
+    mapped weights do.
+
+    Threads may overlap: the last to leave puts back what the first found.
+    """
     with LOCK:
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
+        _FAST.append(_FAST[0] if _FAST else _fast_attention(False, False))
+    try:
+        yield
+    finally:
+        with LOCK:
+            before = _FAST.pop()
+            if not _FAST:
+                _fast_attention(*before)
+
+
+def _fast_attention(layers: bool, flash: bool) -> tuple[bool, bool]:
+    """Set what is allowed: fused layers, and flash attention.
+
+    :return: what was allowed before.
+    """
+    before = torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.mha.set_fastpath_enabled(layers)
+    torch.backends.cuda.enable_flash_sdp(flash)
+    return before
 
 
 @contextlib.contextmanager

@@ -19,7 +19,17 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from pyro_symmetric._process import without_fast_attention
+
 WRAP = "BayesianModel(net, prior=1.0, likelihood='categorical' or 'gaussian')"
+
+
+def with_weights(
+    net: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """What the network returns with these weights in place of its own, also under :func:`torch.func.vmap`."""
+    with without_fast_attention():
+        return torch.func.functional_call(net, dict(weights), args, dict(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from torch.nn.functional import mse_loss
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import OwnLock
-from pyro_symmetric.calls import described, input_problem
+from pyro_symmetric.calls import described, input_problem, with_weights
 from pyro_symmetric.likelihoods import Likelihood, likelihood_of
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
@@ -274,7 +274,7 @@ class BayesianModel(nn.Module):
 
     def call(self, weights: Weights, x: Tensor) -> Tensor:
         """The outputs of one network, ``(N, D)``: those without a second axis, ``(N,)``, get one."""
-        outputs = torch.func.functional_call(self.net, weights, (x,))
+        outputs = with_weights(self.net, weights, (x,))
         return outputs[:, None] if outputs.dim() == 1 else outputs
 
     def log_prior(self, weights: Mapping[str, Tensor]) -> Tensor:

@@ -17,7 +17,15 @@ from torch.distributions import Categorical, Independent
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import PYRO, running_pyro
-from pyro_symmetric.calls import described, described_call, explaining, input_problem, is_deterministic, is_enumerated
+from pyro_symmetric.calls import (
+    described,
+    described_call,
+    explaining,
+    input_problem,
+    is_deterministic,
+    is_enumerated,
+    with_weights,
+)
 from pyro_symmetric.enumeration import Enumeration
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, placed, promoted
@@ -114,7 +122,7 @@ class NetworkPredictor:
 
     def _predicted(self, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(self.model, BayesianModel):
-            return torch.func.vmap(lambda own: torch.func.functional_call(self.model, own, args, kwargs))(weights)
+            return torch.func.vmap(lambda own: with_weights(self.model, own, args, kwargs))(weights)
         if self.kind == "log_likelihood":
             return {"y": self.model.log_likelihood(weights, *args, **kwargs)}
         outputs = self.model.outputs(weights, *args, **kwargs)

@@ -32,6 +32,7 @@ def process_state():
         sys.stderr,
         list(warnings.filters),
         torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
         logging.getLogger("torch.fx.experimental.symbolic_shapes").level,
         torch.get_rng_state().tolist(),
     )

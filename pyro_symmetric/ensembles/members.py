@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from pyro_symmetric.calls import with_weights
 from pyro_symmetric.models import BayesianModel, normal_base
 from pyro_symmetric.weights import Weights
 
@@ -115,7 +116,7 @@ def network_loss(net: nn.Module, loss: Loss) -> MemberLoss:
     """The loss of one network as a function of its parameters, to be mapped over members."""
 
     def evaluate(parameters: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
-        return loss(torch.func.functional_call(net, {**parameters, **buffers}, (x,)), y)
+        return loss(with_weights(net, {**parameters, **buffers}, (x,)), y)
 
     return evaluate
 
@@ -132,8 +133,7 @@ def map_loss(model: BayesianModel, num_data: int, perturb: Perturb | None) -> Me
     def evaluate(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
         seen = weights if perturb is None else perturb(weights)
         network = {site: value for site, value in seen.items() if site in in_net}
-        outputs = torch.func.functional_call(model.net, {**network, **buffers}, (x,))
-        outputs = outputs[:, None] if outputs.dim() == 1 else outputs
+        outputs = model.call({**network, **buffers}, x)
         latents = {site: value for site, value in seen.items() if site not in in_net}
         rows = _unvalidated(model.likelihood.distribution(outputs, latents)).log_prob(model.likelihood.targets(y))
         return -rows.sum() / (len(x) * model.likelihood.temperature) - log_prior(weights) / num_data

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pyro_symmetric.calls import with_weights
 from pyro_symmetric.discovery.symmetry import copied, refreshed
 from pyro_symmetric.weights import Weights
 
@@ -88,7 +89,7 @@ class Repair:
         averages: Weights = {}
         for batch in self._batches:
             with _calls(self._norms) as seen:
-                torch.func.functional_call(refreshed(self._net, train=False), weights, (batch,))
+                with_weights(refreshed(self._net, train=False), weights, (batch,))
             for name, value in {name: given for name, given, _ in seen}.items():
                 variance, mean = torch.var_mean(value, _all_but_units(value))
                 for key, part in ((f"{name}.running_mean", mean), (f"{name}.running_var", variance)):
@@ -102,7 +103,7 @@ class Repair:
         layer = self._affine[name]
         with _calls({name: layer}) as seen:
             for batch in self._batches:
-                torch.func.functional_call(refreshed(self._net, train=False), weights, (batch,))
+                with_weights(refreshed(self._net, train=False), weights, (batch,))
         value = torch.cat([output for _, _, output in seen])
         if isinstance(layer, nn.Linear):  # whose units lie in the last axis; those of convolutions in the second
             value = value.movedim(-1, 1)

@@ -1,0 +1,130 @@
+"""Networks with attention: PyTorch has fused paths for it that can't be mapped over weights or know no derivative."""
+
+import copy
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import pyro_symmetric as ps
+from pyro_symmetric.mcmc import Density
+from pyro_symmetric.mcmc.starts import starting_points
+
+ROWS, TOKENS, FEATURES = 6, 5, 8
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(FEATURES, 2, 12, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        return self.out(self.layer(x).mean(1))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
+        self.out = nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        return self.out(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.three, self.out = nn.Linear(FEATURES, 3 * FEATURES), nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        heads = self.three(x).unflatten(-1, (3, 2, FEATURES // 2)).movedim(-2, 1)
+        mixed = nn.functional.scaled_dot_product_attention(*heads.unbind(-2), is_causal=True)
+        return self.out(mixed.mean(2).flatten(1))
+
+
+NETWORKS = [Encoder, Attention, Plain]
+
+
+@pytest.fixture(autouse=True)
+def loud():
+    """PyTorch warns if it maps an operator over weights by a loop."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+def data():
+    return torch.randn(ROWS, TOKENS, FEATURES).double(), torch.randn(ROWS, 1).double()
+
+
+def outputs_of(net, weights, x):
+    """By a copy in train mode, in which no fused path is taken; there is no dropout."""
+    own = copy.deepcopy(net).train()
+    own.load_state_dict(weights)
+    return own(x)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_energy_and_gradient_of_every_chain_equal_a_loop(kind, mode):
+    net = getattr(kind().double(), mode)()
+    model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(0.3))
+    x, y = data()
+    density = Density(model, args=(x, y))
+    z = starting_points(density, 3, model.initial_weights())
+    energy, gradient = density.energy_and_gradient(z)
+    for row, found, slope in zip(z, energy, gradient, strict=True):
+        own = copy.deepcopy(net).train()
+        own.load_state_dict(density.layout.constrain(row))
+        loss = -dist.Normal(own(x), 0.3).log_prob(y).sum()
+        loss = loss - sum(prior.log_prob(own.get_parameter(name)) for name, prior in model.priors().items())
+        by_loop = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(own.parameters()))])
+        torch.testing.assert_close(found, loss)
+        torch.testing.assert_close(slope, by_loop)
+
+
+def test_a_pyro_model_may_hold_such_a_network():
+    net = Encoder().double().eval().requires_grad_(False)
+    x, y = data()
+
+    def model(x, y):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0).expand([FEATURES]).to_event(1))
+        pyro.sample("y", dist.Normal(net(x * scale), 0.3).to_event(2), obs=y)
+
+    log_joint = ps.log_joint(model, x, y)
+    scale = (torch.rand(4, FEATURES).double() + 0.5).requires_grad_()
+    found = log_joint({"scale": scale})
+    expected = torch.stack(
+        [
+            dist.LogNormal(0.0, 1.0).log_prob(own).sum() + dist.Normal(net.train()(x * own), 0.3).log_prob(y).sum()
+            for own in scale
+        ]
+    )
+    net.eval()
+    torch.testing.assert_close(found, expected)
+    slopes = [torch.autograd.grad(value.sum(), scale)[0] for value in (found, expected)]
+    torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_many_networks_are_trained_and_predict_at_once(kind):
+    net, (x, y) = kind().double(), data()
+    trained = ps.ensemble(net, (x, y), 3, epochs=2, batch_size=ROWS, loss="mse", progress=False)
+    expected = torch.stack(
+        [outputs_of(net, {site: value[k] for site, value in trained.get_samples().items()}, x) for k in range(3)]
+    )
+    torch.testing.assert_close(ps.predict(trained, net, x, progress=False), expected)
+
+
+@pytest.mark.parametrize("kernel", [lambda m: ps.HMC(m, num_steps=2), lambda m: ps.SGHMC(m, batch_size=3)])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_samplers_take_them(kind, kernel):
+    model = ps.BayesianModel(kind(), likelihood=ps.GaussianLikelihood(0.3))
+    x, y = (value.float() for value in data())
+    drawn = ps.sample(kernel(model), x, y, num_samples=3, num_warmup=2, num_chains=2, progress=False)
+    assert all(bool(value.isfinite().all()) for value in drawn.samples.values())
