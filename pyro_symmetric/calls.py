@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pyro_symmetric._process import without_fast_attention
+from pyro_symmetric.plain_operators import PlainOperators, needs_plain_operators
 
 WRAP = "BayesianModel(net, prior=1.0, likelihood='categorical' or 'gaussian')"
 
@@ -27,8 +28,8 @@ WRAP = "BayesianModel(net, prior=1.0, likelihood='categorical' or 'gaussian')"
 def with_weights(
     net: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """What the network returns with these weights in place of its own, also under :func:`torch.func.vmap`."""
-    with without_fast_attention():
+    """The network's result with these weights in place of its own, also under :func:`torch.func.vmap`."""
+    with without_fast_attention(), PlainOperators() if needs_plain_operators(net) else contextlib.nullcontext():
         return torch.func.functional_call(net, dict(weights), args, dict(kwargs or {}))
 
 

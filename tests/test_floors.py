@@ -19,7 +19,7 @@ WHOLE = "__init__"  # the package itself, which a user imports
 
 # From below. What knows no symmetry comes first, the samplers included.
 FLOORS = [
-    ["_process"],
+    ["_process", "plain_operators"],
     [
         "_torchvision",
         "_version",
