@@ -120,26 +120,19 @@ def without_fast_attention() -> Iterator[None]:
 
     Threads may overlap: the last to leave puts back what the first found.
     """
+    mha, cuda = torch.backends.mha, torch.backends.cuda
     with LOCK:
-        _FAST.append(_FAST[0] if _FAST else _fast_attention(False, False))
+        _FAST.append(_FAST[0] if _FAST else (mha.get_fastpath_enabled(), cuda.flash_sdp_enabled()))
+        mha.set_fastpath_enabled(False)
+        cuda.enable_flash_sdp(False)
     try:
         yield
     finally:
         with LOCK:
-            before = _FAST.pop()
+            layers, flash = _FAST.pop()
             if not _FAST:
-                _fast_attention(*before)
-
-
-def _fast_attention(layers: bool, flash: bool) -> tuple[bool, bool]:
-    """Set what is allowed: fused layers, and flash attention.
-
-    :return: what was allowed before.
-    """
-    before = torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda.flash_sdp_enabled()
-    torch.backends.mha.set_fastpath_enabled(layers)
-    torch.backends.cuda.enable_flash_sdp(flash)
-    return before
+                mha.set_fastpath_enabled(layers)
+                cuda.enable_flash_sdp(flash)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,10 @@ import contextlib
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +20,14 @@ from pyro.distributions import Delta, ImproperUniform
 from pyro.distributions.torch_distribution import MaskedDistribution, TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from pyro_symmetric._process import without_fast_attention
 from pyro_symmetric.plain_operators import PlainOperators, needs_plain_operators
+
+# Networks that vmap has failed on, and why.
+_UNMAPPABLE: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 WRAP = "BayesianModel(net, prior=1.0, likelihood='categorical' or 'gaussian')"
 
@@ -31,6 +38,49 @@ def with_weights(
     """The network's result with these weights in place of its own, also under :func:`torch.func.vmap`."""
     with without_fast_attention(), PlainOperators() if needs_plain_operators(net) else contextlib.nullcontext():
         return torch.func.functional_call(net, dict(weights), args, dict(kwargs or {}))
+
+
+def unmappable(net: nn.Module) -> str:
+    """The reason why a network can't be mapped over its weights, if one has been met; else empty."""
+    return _UNMAPPABLE.get(net, "")
+
+
+def over_weights(
+    net: nn.Module,
+    function: Callable[..., Any],
+    *args: Any,
+    in_dims: Sequence[int | None] | None = None,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Any:
+    """``function(*args)`` for every index of the first axis, results stacked: by :func:`torch.func.vmap`, or by a loop,
+    with a warning, if the network has an operator that can't be mapped. Arguments are as those of ``vmap``.
+    """
+    axes = tuple(in_dims or [0] * len(args))
+    failure: Exception | None = None
+    if not unmappable(net):
+        try:
+            return torch.func.vmap(function, axes, randomness=randomness, chunk_size=chunk_size)(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            if "randomness" in str(error):  # dropout, which would draw other numbers for each
+                raise
+            failure = error
+    results = [function(*own) for own in _each(args, axes)]
+    if failure is not None:  # the network itself is in order, then
+        said = str(failure.__cause__ or failure).splitlines()[0]
+        _UNMAPPABLE[net] = f"the network can't be mapped over weights (torch.func.vmap): {said}"
+        warnings.warn(f"networks are evaluated one by one, which takes longer: {_UNMAPPABLE[net]}", stacklevel=3)
+    return tree_map(lambda *leaves: torch.stack(leaves), *results)
+
+
+def _each(args: Sequence[Any], axes: Sequence[int | None]) -> Iterator[list[Any]]:
+    """Arguments of each function by itself."""
+    mapped = [value for value, axis in zip(args, axes, strict=True) if axis == 0]
+    for k in range(len(tree_leaves(mapped)[0])):
+        own = operator.itemgetter(k)
+        yield [value if axis is None else tree_map(own, value) for value, axis in zip(args, axes, strict=True)]
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from torch.nn.functional import mse_loss
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import OwnLock
-from pyro_symmetric.calls import described, input_problem, with_weights
+from pyro_symmetric.calls import described, input_problem, over_weights, with_weights
 from pyro_symmetric.likelihoods import Likelihood, likelihood_of
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
@@ -252,7 +252,7 @@ class BayesianModel(nn.Module):
             if not shape:
                 return self.call(own, x)
             flat = {name: value.reshape(-1, *shapes[name]) for name, value in own.items()}
-            result = torch.func.vmap(lambda w: self.call(w, x), chunk_size=chunk_size)(flat)
+            result = over_weights(self.net, lambda w: self.call(w, x), flat, chunk_size=chunk_size)
         return result.reshape(*shape, *result.shape[1:])
 
     @contextlib.contextmanager

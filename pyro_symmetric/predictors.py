@@ -24,6 +24,7 @@ from pyro_symmetric.calls import (
     input_problem,
     is_deterministic,
     is_enumerated,
+    over_weights,
     with_weights,
 )
 from pyro_symmetric.enumeration import Enumeration
@@ -122,7 +123,7 @@ class NetworkPredictor:
 
     def _predicted(self, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(self.model, BayesianModel):
-            return torch.func.vmap(lambda own: with_weights(self.model, own, args, kwargs))(weights)
+            return over_weights(self.model, lambda own: with_weights(self.model, own, args, kwargs), weights)
         if self.kind == "log_likelihood":
             return {"y": self.model.log_likelihood(weights, *args, **kwargs)}
         outputs = self.model.outputs(weights, *args, **kwargs)

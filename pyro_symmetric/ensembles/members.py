@@ -55,7 +55,8 @@ def fresh_members(net: nn.Module, count: int) -> Weights:
     members = {name: p.detach().expand(count, *p.shape).clone() for name, p in net.named_parameters()}
     left = dict(members)
     for prefix, module in net.named_modules():
-        own = {f"{prefix}.{name}".lstrip("."): p for name, p in module.named_parameters(recurse=False)}
+        names = {f"{prefix}.{name}".lstrip("."): p for name, p in module.named_parameters(recurse=False)}
+        own = {name: p for name, p in names.items() if name in members}  # a tied one is its first module's
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if not own or not callable(reset):
             continue

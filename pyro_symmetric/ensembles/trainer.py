@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.calls import described
+from pyro_symmetric.calls import described, over_weights
 from pyro_symmetric.ensembles.coordinates import Coordinates, standardising
 from pyro_symmetric.ensembles.data_checks import require_data
 from pyro_symmetric.ensembles.descent import batches_of, descend
@@ -270,7 +270,8 @@ class Trainer:
         def evaluate(free: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
             return self.loss(self.constrain(free), buffers, x, y)
 
-        return torch.func.vmap(evaluate, in_dims=(0, 0, data_axis, data_axis), randomness="different")
+        axes = (0, 0, data_axis, data_axis)
+        return functools.partial(over_weights, self.net, evaluate, in_dims=axes, randomness="different")
 
     @torch.no_grad()
     def _loss_at_fixed_weights(self) -> float:

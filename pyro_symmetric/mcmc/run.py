@@ -221,10 +221,14 @@ class Run:
 
     def _advance(self) -> None:
         """By a stretch of warm-up, or of sampling."""
-        if self.at.iteration < self.at.num_warmup:
+        phase = "warmup" if self.at.iteration < self.at.num_warmup else "sampling"
+        if phase == "warmup":
             self._warm_up()
         else:
             self._draw()
+        now = time.perf_counter()
+        self._seconds[phase] += now - self._clock
+        self._clock = now
 
     def _moved(self, most: int) -> Stretch:
         """A stretch of about ``STRETCH_SECONDS``: its length depends on the clock, what it holds doesn't."""
@@ -248,13 +252,7 @@ class Run:
         if len(z := stretch.z[kept]):
             statistics = {name: value[kept].mT for name, value in stretch.statistics.items()}
             self._blocks.append(at.draws, self._weights(z), statistics)
-        self._count_seconds("sampling")
         self._arrive(at.iteration + len(stretch.z), stretch.state, at.num_warmup, at.r_hat)
-
-    def _count_seconds(self, phase: str) -> None:
-        now = time.perf_counter()
-        self._seconds[phase] += now - self._clock
-        self._clock = now
 
     def _weights(self, z: Tensor) -> Weights:
         """Weights ``(C, draws, *site_shape)`` at positions ``(draws, C, D)``, each draw rounded as by itself."""
@@ -278,7 +276,6 @@ class Run:
                 r_hat = self._agreement.r_hat(last + 1)
                 num_warmup = last + 1 if r_hat < LIMIT else num_warmup
         state = kernel.adapt(self.density, stretch.state, last, num_warmup)
-        self._count_seconds("warmup")
         self._arrive(last + 1, state, num_warmup, r_hat)
 
     def _arrive(self, iteration: int, state: State, num_warmup: int, r_hat: float | None = None) -> None:

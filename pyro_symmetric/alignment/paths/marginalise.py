@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
+from pyro_symmetric.calls import over_weights
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights
 
@@ -79,7 +80,7 @@ class MarginalPrediction(MarginalLikelihood):
         likelihood = self._model.likelihood
         latents = {name: weights[name] for name in self._latents}
         of_net = {name: value for name, value in weights.items() if name not in latents}
-        outputs = torch.func.vmap(lambda w: self._model.call(w, self._x[part]))(of_net)
+        outputs = over_weights(self._model.net, lambda w: self._model.call(w, self._x[part]), of_net)
         distribution = likelihood.distribution(outputs, latents)
         self._require_fit(distribution)
         log_prob = distribution.log_prob(self._targets[part])

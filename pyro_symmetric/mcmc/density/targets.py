@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
 from pyro_symmetric._process import running_pyro
+from pyro_symmetric.calls import over_weights, unmappable
 from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.mcmc.density.data_checks import require_data
 from pyro_symmetric.models import BayesianModel
@@ -89,8 +90,9 @@ class NetworkTarget:
             total, scale = self._log_likelihood(weights, self.x, self.y), 1.0
         else:
             index = rows[ROWS]
-            total = torch.func.vmap(self._log_likelihood)(weights, self.x[index], self.y[index])
+            total = over_weights(self.model.net, self._log_likelihood, weights, self.x[index], self.y[index])
             scale = len(self.x) / index.shape[-1]
+        self.one_by_one = unmappable(self.model.net)
         return log_prior + scale / self.model.likelihood.temperature * total
 
     def _log_likelihood(self, weights: Weights, x: Tensor, y: Tensor) -> Tensor:

@@ -1,0 +1,107 @@
+"""Networks with operators that can't be mapped over weights: one by one, told once, and computed right."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import pyro_symmetric as ps
+from pyro_symmetric.mcmc import Density
+from pyro_symmetric.mcmc.starts import starting_points
+
+MESSAGE = "networks are evaluated one by one, which takes longer"
+
+
+class InPlace(nn.Module):
+    """Adds to a tensor that holds no weights yet."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first, self.out = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        total = torch.zeros(len(x), 4, dtype=x.dtype, device=x.device)
+        total += self.first(x).tanh()
+        return self.out(self.dropout(total))
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.out(hidden.tanh() if bool(hidden.sum() > 0) else hidden.sin())
+
+
+def data():
+    return torch.randn(7, 3).double(), torch.randn(7, 1).double()
+
+
+@pytest.mark.parametrize("kind", [InPlace, Branching])
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_energy_and_gradient_equal_a_loop(kind, batch_size):
+    net, (x, y) = kind().double(), data()
+    model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(0.3))
+    with pytest.warns(UserWarning, match=MESSAGE):
+        density = Density(model, args=(x, y), batch_size=batch_size, subsampled=True)
+    z = starting_points(density, 3, model.initial_weights())
+    rows = {name: torch.tensor([[0, 3, 5], [1, 2, 6], [6, 0, 1]]) for name in density.row_counts} or None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it has been said
+        energy, gradient = density.energy_and_gradient(z, rows)
+    for chain, (row, found, slope) in enumerate(zip(z, energy, gradient, strict=True)):
+        net.load_state_dict(density.layout.constrain(row))
+        part = slice(None) if rows is None else next(iter(rows.values()))[chain]
+        own_x, own_y = x[part], y[part]
+        loss = -torch.distributions.Normal(net(own_x), 0.3).log_prob(own_y).sum() * len(x) / len(own_x)
+        loss = loss - sum(prior.log_prob(net.get_parameter(name)) for name, prior in model.priors().items())
+        by_loop = torch.autograd.grad(loss, list(net.parameters()))
+        torch.testing.assert_close(found, loss)
+        torch.testing.assert_close(slope, torch.cat([value.flatten() for value in by_loop]))
+
+
+@pytest.mark.parametrize("kind", [InPlace, Branching])
+def test_ensembles_are_trained_and_predict_as_each_network_does(kind):
+    net, (x, y) = kind().double(), data()
+    with pytest.warns(UserWarning, match=MESSAGE):
+        trained = ps.ensemble(net, (x, y), 3, epochs=2, batch_size=7, loss="mse", progress=False)
+    with pytest.warns(UserWarning, match=MESSAGE):
+        predicted = ps.predict(trained, net, x, progress=False)
+    for k, outputs in enumerate(predicted):
+        net.load_state_dict({site: value[k] for site, value in trained.get_samples().items()})
+        torch.testing.assert_close(outputs, net(x))
+
+
+@pytest.mark.parametrize("kernel", [lambda m: ps.HMC(m, num_steps=2), lambda m: ps.SGHMC(m, batch_size=3)])
+def test_samplers_take_them(kernel):
+    model = ps.BayesianModel(Branching(), likelihood=ps.GaussianLikelihood(0.3))
+    x, y = (value.float() for value in data())
+    with pytest.warns(UserWarning, match=MESSAGE):
+        drawn = ps.sample(kernel(model), x, y, num_samples=3, num_warmup=2, num_chains=2, progress=False)
+    assert all(bool(value.isfinite().all()) for value in drawn.samples.values())
+
+
+def test_wrong_inputs_are_told_as_such():
+    model = ps.BayesianModel(InPlace(), likelihood=ps.GaussianLikelihood(0.3))
+    weights = {site: value.expand(2, *value.shape) for site, value in model.initial_weights().items()}
+    with pytest.raises(ValueError, match=r"x doesn.t fit: the network .InPlace. can.t take a tensor"):
+        model.outputs(weights, torch.randn(5, 9))
+
+
+def test_weights_shared_by_two_modules_begin_once_in_each_member():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.out(self.embed(x).mean(1))
+
+    members = ps.ensembles.fresh_members(Tied(), 3)
+    assert list(members) == ["embed.weight"]
+    assert not torch.equal(members["embed.weight"][0], members["embed.weight"][1])
