@@ -202,7 +202,7 @@ def energy_error(ratios: Tensor) -> Finding:
     by_chain = ratios.double().nanmean(1)
     mean = float(by_chain.nanmean())
     worst = by_chain.nan_to_num(math.inf).argmax()
-    words = f"squared energy errors are {mean:.3g} times what was asked, of chain {int(worst)} {by_chain[worst]:.3g}"
+    words = f"squared energy errors are {mean:.3g} times what was asked (chain {int(worst)}: {by_chain[worst]:.3g})"
     status = graded(mean, ENERGY_ERROR)
     if status in ("warn", "fail"):
         words += ": the draws are biased by more than was agreed to. Use a longer warm-up, or AdjustedMCLMC"

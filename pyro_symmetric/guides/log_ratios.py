@@ -38,6 +38,8 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import chain_statistics, effective_size
 
+# A weight whose logarithm lies so far below that of the largest is 0 beside it.
+NONE = -650.0
 # Tails of fewer draws tell no shape; those of chains, no autocorrelation.
 FEWEST = 25
 
@@ -76,7 +78,8 @@ def importance(log_ratios: Tensor) -> Estimate:
 
 
 def pareto_k(log_ratios: Tensor) -> float:
-    """The shape of the largest weights' tail; ``-inf`` if they are all equal, NaN if there are too few to tell.
+    """The shape of the largest weights' tail; ``-inf`` if they are all equal, ``inf`` if most of them are 0 beside the
+    largest, NaN if there are too few to tell.
 
     :param log_ratios: at draws of the guide, ``(N,)``.
     """
@@ -87,7 +90,12 @@ def pareto_k(log_ratios: Tensor) -> float:
 
     tail = np.sort(values)[-math.ceil(min(len(values) / 5, 3 * len(values) ** 0.5)) :]
     alike = np.isclose(tail[0], tail[-1], rtol=1e-12, atol=1e-12)  # but for rounding, which has no shape
-    return -math.inf if alike else float(array_stats.psislw(-values)[1])
+    if alike:
+        return -math.inf
+    if tail[(len(tail) + 2) // 4 - 1] - tail[-1] < NONE:  # the fit divides by this one, and would say that all is well
+        return math.inf
+    with np.errstate(over="ignore"):
+        return float(array_stats.psislw(-values)[1])
 
 
 def largest_reliable_k(num_draws: int) -> float:
