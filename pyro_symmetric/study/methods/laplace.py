@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from pyro_symmetric._process import without_fast_attention
 from pyro_symmetric._torchvision import prepare_torchvision
 from pyro_symmetric.models import BayesianModel, GaussianPrior
 from pyro_symmetric.posterior import Posterior
@@ -80,7 +81,8 @@ class _Laplace(_Networks):
         targets = problem.y if problem.is_classification else model.likelihood.targets(problem.y)[:, None]
         rows = torch.utils.data.TensorDataset(problem.x, targets.to(problem.x.dtype) if noise else targets)
         size = max(1, min(512, MOST_INPUTS // problem.x[0].numel()))
-        with problem.x.device:  # laplace-torch makes an identity where the default device is
+        # laplace-torch makes an identity where the default device is, and maps gradients over rows.
+        with problem.x.device, without_fast_attention():
             fitted.fit(torch.utils.data.DataLoader(rows, batch_size=size))
             flat = fitted.sample(draws).detach()
         drawn = unflatten(flat, moved, moved)
