@@ -97,7 +97,7 @@ class _Fixed(dist.Normal):
 
 
 class BayesianModel(nn.Module):
-    r"""A Pyro model ``model(x, y=None)`` of a neural network with a prior on every parameter.
+    r"""A Pyro model ``model(x, y=None)`` of a neural network with a prior on every parameter that isn't frozen.
 
     The latent sites bear the names of the network's parameters (``"0.weight"``), so the symmetry group that is found in
     ``net`` acts on its posterior as it is. The data lie in the plate ``data``; a mini-batch is scaled by ``num_data /
@@ -112,8 +112,9 @@ class BayesianModel(nn.Module):
 
     :param net: any module. It is copied, put in eval mode and never trained: dropout is off, normalisation layers use
         their running statistics as data (of a fresh network mean 0 and variance 1, which normalise nothing:
-        ``torch.optim.swa_utils.update_bn`` fills them). Its own parameter values stay available as
-        :meth:`initial_weights`.
+        ``torch.optim.swa_utils.update_bn`` fills them). Parameters that are frozen (``requires_grad`` is false) stay as
+        they are and are no sites, unless all are frozen: so a posterior may be that of the last layers, or of adapters.
+        Its own parameter values stay available as :meth:`initial_weights`.
     :param prior: a standard deviation; a :class:`GaussianPrior`; or a function ``(name, parameter) -> distribution``
         whose event shape is the parameter's shape.
     :param likelihood: ``"categorical"``, ``"gaussian"`` (noise learnt), or an object as :class:`Likelihood` describes
@@ -134,7 +135,9 @@ class BayesianModel(nn.Module):
         if not callable(prior) or isinstance(prior, type):
             prior = GaussianPrior(arguments.positive("prior", prior))
         self._lock = OwnLock()
-        self.net = copy.deepcopy(net).eval().requires_grad_(False)
+        self.net = copy.deepcopy(net).eval()
+        _hold_frozen(self.net)
+        self.net.requires_grad_(False)
         self.prior: PriorFunction = prior
         self.likelihood: Likelihood = likelihood_of(likelihood)
         self.num_data = num_data
@@ -313,6 +316,17 @@ class BayesianModel(nn.Module):
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _hold_frozen(net: nn.Module) -> None:
+    """Make buffers of parameters that don't require a gradient, unless none does."""
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        return
+    for module in list(net.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
 
 
 def _latents(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Weights:

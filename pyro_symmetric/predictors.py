@@ -81,6 +81,8 @@ class NetworkPredictor:
             self.model = copy.deepcopy(model).eval()
         net = model.net if isinstance(model, BayesianModel) else self.model
         parameters = dict(net.named_parameters())
+        if any(value.requires_grad for value in parameters.values()):  # a posterior may lack those that are frozen
+            parameters = {name: value for name, value in parameters.items() if value.requires_grad or name in given}
         self.latents = (
             [] if not isinstance(model, BayesianModel) else [s for s in model.site_shapes if s not in parameters]
         )

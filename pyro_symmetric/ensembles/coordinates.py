@@ -87,7 +87,8 @@ def _ends(net: nn.Module, x: Tensor, frozen: Collection[str]) -> tuple[str | Non
         for hook in hooks:
             hook.remove()
     once = [call for call in calls if sum(call[0] == other[0] for other in calls) == 1]
-    once = [call for call in once if not {f"{call[0]}.weight", f"{call[0]}.bias"} & set(frozen)]
+    free = {name for name, _ in net.named_parameters()} - set(frozen)
+    once = [call for call in once if {f"{call[0]}.weight", f"{call[0]}.bias"} <= free]
     first = [name for name, given, _ in once if given.data_ptr() == x.data_ptr() and given.shape == x.shape]
     last = [name for name, _, out in once if isinstance(output, Tensor) and out.data_ptr() == output.data_ptr()]
     return (first[0] if len(first) == 1 else None), (last[0] if len(last) == 1 else None)

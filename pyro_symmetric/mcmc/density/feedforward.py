@@ -193,6 +193,8 @@ def _reshapes(options: Mapping[str, Any]) -> bool:
 
 def _add(layers: list[Layer], name: str, operation: nn.Linear | Activation | None, names: dict[Any, str]) -> None:
     if isinstance(operation, nn.Linear):
+        if any(held not in names for held in (operation.weight, operation.bias) if held is not None):
+            raise Unavailable(f"weights of {name} are frozen")
         bias = None if operation.bias is None else names[operation.bias]
         layers.append(Layer(names[operation.weight], bias, operation.in_features, operation.out_features))
     elif operation is not None:
