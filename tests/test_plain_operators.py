@@ -2,6 +2,8 @@
 
 import itertools
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
@@ -179,3 +181,22 @@ def test_chains_and_ensembles_of_recurrent_networks_compute_what_each_network_do
     kernel = ps.SGHMC(model, batch_size=3)
     drawn = ps.sample(kernel, x, y, num_samples=3, num_warmup=2, num_chains=2, progress=False)
     assert all(bool(value.isfinite().all()) for value in drawn.samples.values())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_pyro_model_with_a_recurrent_layer_is_mapped_over_chains():
+    layer, x = nn.GRU(INPUTS, 1).double().requires_grad_(False), torch.randn(TIME, BATCH, INPUTS).double()
+
+    def model(y):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0).expand([INPUTS]).to_event(1))
+        pyro.sample("y", dist.Normal(layer(x * scale)[0], 0.3).to_event(3), obs=y)
+
+    y = torch.randn(TIME, BATCH, 1).double()
+    density = Density(model, args=(y,))
+    z = torch.randn(3, INPUTS).double()
+    energy, gradient = density.energy_and_gradient(z)
+    for row, found, slope in zip(z, energy, gradient, strict=True):
+        own = row.clone().requires_grad_()
+        loss = -dist.Normal(0.0, 1.0).log_prob(own).sum() - dist.Normal(layer(x * own.exp())[0], 0.3).log_prob(y).sum()
+        torch.testing.assert_close(found, loss)
+        torch.testing.assert_close(slope, torch.autograd.grad(loss, own)[0])
