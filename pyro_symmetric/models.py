@@ -131,6 +131,7 @@ class BayesianModel(nn.Module):
     ):
         super().__init__()
         arguments.instance("net", net, nn.Module, "a torch.nn.Module")
+        _require_real_weights(net)
         num_data = arguments.whole("num_data", num_data, 1, none="the rows of each call")
         if not callable(prior) or isinstance(prior, type):
             prior = GaussianPrior(arguments.positive("prior", prior))
@@ -316,6 +317,23 @@ class BayesianModel(nn.Module):
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _require_real_weights(net: nn.Module) -> None:
+    """:raises TypeError: if other weights can't take the place of the network's own.
+    :raises ValueError: if no prior is possible on a parameter.
+    """
+    if isinstance(net, torch.jit.ScriptModule):
+        raise TypeError("net is a ScriptModule, whose weights can't be replaced; pass the module that it was made of")
+    if any(isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel) for module in net.modules()):
+        raise TypeError("net holds a DataParallel module, whose weights can't be replaced; pass its .module")
+    if lazy := [name for name, parameter in net.named_parameters() if nn.parameter.is_lazy(parameter)]:
+        raise ValueError(f"the parameters {lazy} have no shape yet; call the network once, net(x[:2])")
+    if other := [name for name, parameter in net.named_parameters() if not parameter.is_floating_point()]:
+        raise ValueError(
+            f"the parameters {other} are no real numbers ({net.get_parameter(other[0]).dtype}); make complex ones of a "
+            "real and an imaginary part"
+        )
 
 
 def _hold_frozen(net: nn.Module) -> None:

@@ -230,3 +230,24 @@ def test_a_weight_s_prior_is_the_normal_density_and_its_gradient() -> None:
         torch.testing.assert_close(one, other)
     with pytest.raises(ValueError, match="support"):
         prior.log_prob(torch.full((2, 3), torch.nan, dtype=torch.float64))
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 2, dtype=torch.cfloat))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (Complex, ValueError, r"the parameters \['w'\] are no real numbers \(torch.complex64\)"),
+        (lambda: nn.LazyLinear(2), ValueError, r"have no shape yet; call the network once, net\(x\[:2\]\)"),
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), TypeError, r"DataParallel .* pass its \.module"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), TypeError, "is a ScriptModule"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Lazy modules:UserWarning")
+def test_networks_whose_weights_cannot_be_replaced_or_drawn_are_refused(make, error, words):
+    with pytest.raises(error, match=words):
+        BayesianModel(make())
