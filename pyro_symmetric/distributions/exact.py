@@ -45,10 +45,10 @@ from pyro_symmetric.groups.group import Group
 LISTED, TERMS = 30, 5_000
 LISTED_TO_REPORT, TERMS_TO_REPORT = 1_000, 200_000
 # Elements, and their products with the entries of a covariance, that a normal's densities are cheap enough for; of any
-# other base, with the numbers of a draw. Five units of a bent normal take 1.5 times as long as an estimate by four
-# matchings, which loses a tenth of the gain's gradient there; five components of a mixture 0.6 times.
+# other base, with the numbers of a draw. Six units of a bent normal take four times as long as an estimate by four
+# matchings, which loses a tenth of the gain's gradient there; six components of a mixture 1.3 times, and a fifth.
 LISTED_NORMALS, LISTED_ENTRIES = 720, 5_000_000
-LISTED_OTHERS, LISTED_NUMBERS = 120, 100_000
+LISTED_OTHERS, LISTED_NUMBERS = 720, 100_000
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ class SinkhornImportance(OrbitEstimator):
     given those already placed (:mod:`~pyro_symmetric.distributions.conditional_walk`), if they have at most 400
     entries; beyond, by means and deviations. Flows, and sites whose constrained values are permuted, are matched by a
     normal fitted to 1024 draws, up to 100 entries. What is then lost of :math:`\nabla I`, at ``K = 4``, is measured by
-    ``benchmarks/performance/gradient_bias.py``: about a tenth of four overlapping units under a flow, or where
-    constrained values are permuted. So small an orbit is better added up:
+    ``benchmarks/performance/gradient_bias.py``: a tenth of overlapping units under a flow, and of six units whose
+    constrained values are permuted a fifth. Orbits of up to 720 elements are better added up:
     :func:`~pyro_symmetric.guides.suggest_estimator` then picks ``ExactOrbit``, which loses nothing.
     :func:`~pyro_symmetric.guides.evidence` doubts an estimate whose bounds from both sides, ``log_prob`` and
     ``log_prob_elsewhere``, lie more than half a nat apart: then take a larger ``K``, or ``ExactOrbit`` if the group

@@ -50,8 +50,9 @@ class BoundTensor(Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").removeprefix("special_")
         if name in NONLINEAR:
+            shown = "loss.item() shows the value of a loss. " if name == "__float__" else ""
             raise NotADensityError(
-                f"{name.strip('_')}() of a guide's log-density that is only a bound, true on average: objectives and "
+                f"{shown}{name.strip('_')}() of a guide's log-density that is only a bound, true on average: objectives and "
                 "algorithms that weight or rank draws by the guide's density (RenyiELBO, ReweightedWakeSleep, "
                 "TraceTailAdaptive_ELBO, Importance and other importance weights) need the density itself. Give the "
                 "guide estimator=ExactOrbit(), if the group is small enough, or use Trace_ELBO, "

@@ -45,7 +45,7 @@ def train(rank: int | None, ranks: int, analytic: bool) -> dict[str, Any]:
         if rank is not None:
             torch.distributed.all_reduce(mean)
             mean = mean / ranks
-        losses.append(float(mean))
+        losses.append(mean.item())
     return {
         "losses": losses,
         "gradients": torch.cat([p.grad.flatten() for p in guide.parameters()]).tolist(),

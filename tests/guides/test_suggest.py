@@ -30,8 +30,8 @@ def layer(n: int) -> Group:
         (6, AutoMultivariateNormal, True, ExactOrbit),
         (7, AutoMultivariateNormal, True, SinkhornImportance),
         (6, AutoLowRankMultivariateNormal, True, ExactOrbit),
-        (5, AutoIAFNormal, True, ExactOrbit),
-        (6, AutoIAFNormal, True, SinkhornImportance),
+        (6, AutoIAFNormal, True, ExactOrbit),
+        (7, AutoIAFNormal, True, SinkhornImportance),
         (6, AutoIAFNormal, False, ExactOrbit),
         (5, AutoDiagonalNormal, True, ExactOrbit),
         (9, AutoDiagonalNormal, True, ExactOrbit),
@@ -71,13 +71,13 @@ def test_signs_are_counted() -> None:
 
 
 def test_simplex_sites_are_no_sum_of_independent_units_once_they_are_known() -> None:
-    """A permutation mixes the unconstrained coordinates of a simplex: no permanent; 720 elements are too many."""
-    six = torch.Size([6])
-    group = Group.declare({"weights": ("k",), "locs": ("k",)}, {"weights": six, "locs": six})
+    """A permutation mixes the unconstrained coordinates of a simplex: no permanent; 5,040 elements are too many."""
+    seven = torch.Size([7])
+    group = Group.declare({"weights": ("k",), "locs": ("k",)}, {"weights": seven, "locs": seven})
 
     def model() -> None:
-        pyro.sample("weights", dist.Dirichlet(torch.ones(6)))
-        pyro.sample("locs", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
+        pyro.sample("weights", dist.Dirichlet(torch.ones(7)))
+        pyro.sample("locs", dist.Normal(0.0, 1.0).expand([7]).to_event(1))
 
     assert suggest_estimator(AutoDiagonalNormal, group).estimator == ExactOrbit()
     for base in (AutoDiagonalNormal, AutoMultivariateNormal, AutoUnitBlocks):
