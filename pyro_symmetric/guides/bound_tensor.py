@@ -52,11 +52,11 @@ class BoundTensor(Tensor):
         if name in NONLINEAR:
             shown = "loss.item() shows the value of a loss. " if name == "__float__" else ""
             raise NotADensityError(
-                f"{shown}{name.strip('_')}() of a guide's log-density that is only a bound, true on average: objectives and "
-                "algorithms that weight or rank draws by the guide's density (RenyiELBO, ReweightedWakeSleep, "
-                "TraceTailAdaptive_ELBO, Importance and other importance weights) need the density itself. Give the "
-                "guide estimator=ExactOrbit(), if the group is small enough, or use Trace_ELBO, "
-                "TraceMeanField_ELBO or SymmetrizedMeanField_ELBO"
+                f"{shown}{name.strip('_')}() of a guide's log-density that is only a bound, true on average: "
+                "objectives and algorithms that weight or rank draws by the guide's density (RenyiELBO, "
+                "ReweightedWakeSleep, TraceTailAdaptive_ELBO, Importance and other importance weights) need the "
+                "density itself. Give the guide estimator=ExactOrbit(), if the group is small enough, or use "
+                "Trace_ELBO, TraceMeanField_ELBO or SymmetrizedMeanField_ELBO"
             )
         result = super().__torch_function__(func, types, args, kwargs or {})
         return result.as_subclass(Tensor) if name in VALUELESS else result

@@ -133,8 +133,8 @@ def measured(out: Path, settings: StudySettings) -> Mapping[str, Any] | None:
     if not path.exists():
         return None
     stored = json.loads(path.read_text(encoding="utf-8"))
-    then = StudySettings.from_dict(stored["settings"])
-    same = not settings.differences(then) and set(settings.methods) <= set(then.methods)
+    then = StudySettings(**stored["settings"])
+    same = settings.deciding() == then.deciding() and set(settings.methods) <= set(then.methods)
     same = same and all(then.budgets.get(method) == settings.budgets.get(method) for method in settings.methods)
     complete = all("training" in row for row in stored["methods"].values())  # since then more may be measured
     return stored["methods"] if same and complete else None
