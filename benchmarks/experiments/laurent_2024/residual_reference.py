@@ -3,7 +3,7 @@ r"""Fig. 8 and Table 2 of Laurent, Aldea & Franchi 2024 (arXiv 2310.08287), smal
     python -m benchmarks.experiments.laurent_2024.residual_reference --out runs/residual_reference
 
 The paper takes the HMC draws of a ResNet-20 with filter-response normalisation (Izmailov et al. 2021) for its
-reference. Here a residual network of three blocks with the same normalisation and activation (1,320 weights) sees 150
+reference. Here a residual network of three blocks with the same normalisation and activation (1,302 weights) sees 150
 digits of 8 x 8 pixels, few enough that chains can agree on what it computes. Above the table stands the worst R-hat
 over the predictions of 32 test rows. The table has the squared MMD to the reference (median over kernels) as weights
 are and with symmetries removed, the mean total variation of predictions, and scores on test rows. The reference's own
