@@ -61,10 +61,11 @@ def over_weights(
     if not unmappable(net):
         try:
             return torch.func.vmap(function, axes, randomness=randomness, chunk_size=chunk_size)(*args)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.linalg.LinAlgError):
             raise
         except (RuntimeError, ValueError) as error:
-            if "randomness" in str(error):  # dropout, which would draw other numbers for each
+            # Dropout would draw other numbers for each; on a CPU memory that is missing is a plain RuntimeError.
+            if "randomness" in str(error) or "memory" in str(error):
                 raise
             failure = error
     results = [function(*own) for own in _each(args, axes)]

@@ -85,6 +85,24 @@ def test_samplers_take_them(kernel):
     assert all(bool(value.isfinite().all()) for value in drawn.samples.values())
 
 
+@pytest.mark.parametrize("words", ["not enough memory: you tried to allocate 8 bytes", "a matrix is singular"])
+def test_failures_of_another_kind_are_passed_on_and_not_remembered(words, monkeypatch):
+    model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(0.3))
+    weights = {site: value.expand(2, *value.shape) for site, value in model.initial_weights().items()}
+    kind = torch.linalg.LinAlgError if "singular" in words else RuntimeError
+
+    def fail(*args, **kwargs):
+        raise kind(words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.func, "vmap", fail)
+        with pytest.raises(kind, match=words[:12]):
+            model.outputs(weights, torch.randn(5, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.outputs(weights, torch.randn(5, 3)).shape == (2, 5, 1)
+
+
 def test_wrong_inputs_are_told_as_such():
     model = ps.BayesianModel(InPlace(), likelihood=ps.GaussianLikelihood(0.3))
     weights = {site: value.expand(2, *value.shape) for site, value in model.initial_weights().items()}
