@@ -35,7 +35,7 @@ class PlainOperators(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func in PLAIN:
-            return PLAIN[func](*args)
+            return PLAIN[func](*args, **(kwargs or {}))
         if func is Tensor.data_ptr:  # of weights, to be laid out for cuDNN; mapped ones have no address
             return 0
         return func(*args, **(kwargs or {}))
@@ -111,9 +111,9 @@ def _cell(
     return step(given, tuple(state), from_state, bias_of_state, None)
 
 
-def _weight_norm(direction: Tensor, length: Tensor, axis: int = 0) -> Tensor:
-    others = None if axis == -1 else [other for other in range(direction.dim()) if other != axis]
-    return direction * (length / torch.linalg.vector_norm(direction, dim=others, keepdim=axis != -1))
+def _weight_norm(direction: Tensor, length: Tensor, dim: int = 0) -> Tensor:
+    others = None if dim == -1 else [other for other in range(direction.dim()) if other != dim]
+    return direction * (length / torch.linalg.vector_norm(direction, dim=others, keepdim=dim != -1))
 
 
 def _layers(
