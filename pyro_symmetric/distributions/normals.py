@@ -115,15 +115,19 @@ class _NormalDensity(torch.autograd.Function):
 
 
 def sites_of(action: Action, flat: Tensor) -> Weights:
-    """Flat vectors -> what the group moves, by site, in the group's view: constrained values if it moves those.
+    """Flat vectors -> what the group moves, by site, in the group's view.
 
-    Of a simplex, whose values are far from normal, their logarithms: all elements change volumes there alike.
+    Coordinates are as normal as the base, and so is what elements move entry by entry; of all other sites the
+    constrained values are what is moved. Of a simplex, whose values are far from normal, their centred logarithms,
+    which are normal for a logistic normal: all elements change volumes there alike.
     """
-    if not action.nonlinear_sites:
-        return action.group.viewed(action.layout.unflatten(flat))
-    values = action.layout.constrain(flat)
+    layout = action.layout
+    values = layout.unflatten(flat)
+    for site in action.nonlinear_sites:
+        values[site] = layout.transforms[site](values[site])
     for site in action.simplex_sites:
-        values[site] = values[site].clamp(min=torch.finfo(flat.dtype).tiny).log()
+        logs = values[site].clamp(min=torch.finfo(flat.dtype).tiny).log()
+        values[site] = logs - logs.mean(-1, keepdim=True)
     return action.group.viewed(values)
 
 

@@ -165,8 +165,9 @@ class SinkhornImportance(OrbitEstimator):
             f"units find most of those nats at any width, of which InfoNCE(K) can see no more than log(K + 1)"
         )
         if base == "other":
-            reason += "; this base is matched by a normal fitted to its draws, so take a larger K if units overlap"
-        return Suggestion(cls(4 if training else 16), reason)
+            reason += "; this base is matched by a normal fitted to its draws, which more elements make up for"
+        count = 4 if training else 16
+        return Suggestion(cls(4 * count if base == "other" else count), reason)
 
 
 def _log_sum_with_identity(log_ratios: Tensor) -> Tensor:

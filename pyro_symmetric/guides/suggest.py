@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from pyro.infer.autoguide import (
     AutoDiagonalNormal,
@@ -19,6 +19,7 @@ from pyro_symmetric.distributions.orbit import BaseKind, suggested
 from pyro_symmetric.groups import Group, group_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain
 from pyro_symmetric.guides.layout import layout_of
+from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 
 
@@ -44,13 +45,18 @@ def suggest_estimator(guide: Any, group: Group | Symmetry, *, training: bool = T
     arguments.flag("training", training)
     group = group_of(group).finite
     if isinstance(given, AutoGuide) and given.prototype_trace and layout_of(given).action(group).nonlinear_sites:
-        base: BaseKind = "other"
-    elif issubclass(kind, AutoDiagonalNormal | AutoNormal) or (isinstance(given, AutoGaussian) and given.is_mean_field):
-        base = "mean field"
-    elif issubclass(kind, AutoUnitBlocks):
-        base = "unit blocks"
-    elif issubclass(kind, AutoGaussian | AutoMultivariateNormal | AutoLowRankMultivariateNormal):
-        base = "normal"
-    else:
-        base = "other"
-    return suggested(group, base, training)
+        return suggested(group, "other", training)
+    parts = given.modes if isinstance(given, AutoModes) else [given]
+    return suggested(group, max(map(_kind_of, parts), key=get_args(BaseKind).index), training)
+
+
+def _kind_of(guide: AutoGuide | type[AutoGuide]) -> BaseKind:
+    """What the base of one mode is."""
+    kind = guide if isinstance(guide, type) else type(guide)
+    if issubclass(kind, AutoDiagonalNormal | AutoNormal) or (isinstance(guide, AutoGaussian) and guide.is_mean_field):
+        return "mean field"
+    if issubclass(kind, AutoUnitBlocks):
+        return "unit blocks"
+    if issubclass(kind, AutoGaussian | AutoMultivariateNormal | AutoLowRankMultivariateNormal):
+        return "normal"
+    return "other"

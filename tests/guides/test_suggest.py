@@ -13,7 +13,7 @@ from pyro.infer.autoguide import (
 
 from pyro_symmetric.distributions import ExactOrbit, SinkhornImportance
 from pyro_symmetric.groups import Action, Group
-from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks, suggest_estimator
+from pyro_symmetric.guides import AutoModes, AutoSymmetrized, AutoUnitBlocks, suggest_estimator
 from pyro_symmetric.guides.layout import layout_of
 
 
@@ -36,8 +36,9 @@ def layer(n: int) -> Group:
         (5, AutoDiagonalNormal, True, ExactOrbit),
         (9, AutoDiagonalNormal, True, ExactOrbit),
         (9, AutoMultivariateNormal, True, SinkhornImportance),
-        (12, AutoDiagonalNormal, True, SinkhornImportance),
-        (12, AutoDiagonalNormal, False, ExactOrbit),
+        (12, AutoDiagonalNormal, True, ExactOrbit),
+        (13, AutoDiagonalNormal, True, SinkhornImportance),
+        (13, AutoDiagonalNormal, False, ExactOrbit),
         (200, AutoDiagonalNormal, False, SinkhornImportance),
     ],
 )
@@ -61,7 +62,20 @@ def test_many_numbers_make_every_element_of_a_flow_dear() -> None:
     """120 elements of 1,000 numbers each cost more than four matchings; 24 don't."""
     wide = {n: Group.declare({"in": ("unit", None)}, {"in": torch.Size([n, 200])}) for n in (4, 5)}
     assert suggest_estimator(AutoIAFNormal, wide[4]).estimator == ExactOrbit()
-    assert suggest_estimator(AutoIAFNormal, wide[5]).estimator == SinkhornImportance(4)
+    assert suggest_estimator(AutoIAFNormal, wide[5]).estimator == SinkhornImportance(16)
+
+
+def test_a_mixture_is_what_the_hardest_of_its_modes_is() -> None:
+    def model() -> None:
+        for site, shape in layer(9).site_shapes.items():
+            pyro.sample(site, dist.Normal(torch.zeros(shape), 1.0).to_event(2))
+
+    fits = [AutoGuide(model) for AutoGuide in (AutoDiagonalNormal, AutoMultivariateNormal)]
+    for fit in fits:
+        fit()
+    assert suggest_estimator(AutoModes(model, 3), layer(9)).estimator == ExactOrbit()
+    assert suggest_estimator(AutoModes.from_guides(fits[:1]), layer(9)).estimator == ExactOrbit()
+    assert suggest_estimator(AutoModes.from_guides(fits), layer(9)).estimator == SinkhornImportance(4)
 
 
 def test_signs_are_counted() -> None:
@@ -82,7 +96,7 @@ def test_simplex_sites_are_no_sum_of_independent_units_once_they_are_known() -> 
     assert suggest_estimator(AutoDiagonalNormal, group).estimator == ExactOrbit()
     for base in (AutoDiagonalNormal, AutoMultivariateNormal, AutoUnitBlocks):
         guide = AutoSymmetrized(model, group, base=base).setup()
-        assert guide.estimator == SinkhornImportance(4)
-        assert suggest_estimator(guide, group).estimator == SinkhornImportance(4)
+        assert guide.estimator == SinkhornImportance(16)
+        assert suggest_estimator(guide, group).estimator == SinkhornImportance(16)
         assert AutoSymmetrized(model, group, base=base, estimator=ExactOrbit()).setup().estimator == ExactOrbit()
     assert layout_of(guide).action(group).simplex_sites == ("weights",)
