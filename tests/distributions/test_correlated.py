@@ -272,15 +272,18 @@ def test_draws_that_are_not_finite_are_matched_anyhow() -> None:
 
 # gradients ----------------------------------------------------------------------------------------------------------
 
-COMPONENTS = Group.declare(
-    {"locs": ("component",), "scales": ("component",), "weights": ("component",)},
-    dict.fromkeys(["locs", "scales", "weights"], torch.Size([3])),
-)
 SUPPORTS = {
     "locs": dist.constraints.real,
     "scales": dist.constraints.positive,
     "weights": dist.constraints.simplex,
 }
+
+
+def components(count: int) -> Group:
+    return Group.declare(dict.fromkeys(SUPPORTS, ("component",)), dict.fromkeys(SUPPORTS, torch.Size([count])))
+
+
+COMPONENTS = components(3)
 
 
 def mean_field(dim: int) -> Any:
@@ -317,3 +320,15 @@ def test_the_default_s_gradient_is_that_of_enumeration(group: Group, family: Cal
     gradients = [torch.autograd.grad(v.sum(), w, retain_graph=True)[0] for v in values]
     torch.testing.assert_close(values[0], values[1])
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.stochastic
+def test_components_are_matched_in_coordinates_that_are_normal() -> None:
+    """Coordinates, and centred logarithms of weights: of overlapping components, four matchings then miss 0.01 of
+    3 nats; by positive values and plain logarithms, 0.4. The mean's error is about 0.004."""
+    action = Action(components(5), SUPPORTS)
+    torch.manual_seed(0)
+    base = dist.Normal(0.7 * torch.randn(action.dim), 0.3 + torch.rand(action.dim)).to_event(1)
+    w = base.sample((2000,))
+    missed = SinkhornImportance(4).log_prob(base, action, w) - ExactOrbit().log_prob(base, action, w)
+    assert float(missed.mean()) < 0.06

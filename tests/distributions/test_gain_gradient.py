@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.distributions import ExactOrbit, Modes, SinkhornImportance, sinkhorn_importance
+from pyro_symmetric.distributions import ExactOrbit, Modes, SinkhornImportance, UnitBlocks, sinkhorn_importance
 from pyro_symmetric.distributions.symmetrized import detached
 from pyro_symmetric.groups import Action, Group
 
@@ -25,7 +25,12 @@ TWO_LAYERS = Group.declare(
 SIGNED = Group.declare(
     {"weight": ("unit", None), "out": (None, "unit")}, ONE_LAYER.site_shapes, moves=("permute", "flip")
 )
-BATCHES, BATCH = 40, 200
+# Weights of components on a simplex, with their places and positive scales.
+COMPONENTS = Action(
+    Group.declare({site: ("component",) for site in "lsw"}, dict.fromkeys("lsw", torch.Size([4]))),
+    {"l": dist.constraints.real, "s": dist.constraints.positive, "w": dist.constraints.simplex},
+)
+BATCHES, BATCH = 40, 600
 
 Parameters = tuple[Tensor, ...]
 
@@ -41,27 +46,74 @@ def full_rank(loc: Tensor, log_scale: Tensor) -> Any:
     return dist.MultivariateNormal(loc[0], scale_tril=tril * log_scale[0].exp().unsqueeze(-1))
 
 
+def low_rank(loc: Tensor, log_scale: Tensor) -> Any:
+    shape = (loc.shape[-1], 2)
+    factor = torch.randn(shape, dtype=loc.dtype, generator=torch.Generator(torch.empty(0).device).manual_seed(1))
+    return dist.LowRankMultivariateNormal(
+        loc[0], 0.5 * factor * log_scale[0].exp().unsqueeze(-1), (2 * log_scale[0]).exp()
+    )
+
+
+def unit_blocks(loc: Tensor, log_scale: Tensor) -> Any:
+    """Of the three units of one layer: a row of ``weight`` and an entry of ``out`` each."""
+    units = torch.tensor([[0, 1, 6], [2, 3, 7], [4, 5, 8]], device=loc.device)
+    tril = torch.tensor([[1.0, 0, 0], [0.7, 1.0, 0], [-0.5, 0.8, 1.0]], dtype=loc.dtype, device=loc.device)
+    return UnitBlocks(loc[0], [units], [tril * log_scale[0].exp()[units].unsqueeze(-1)])
+
+
+class Skewed(dist.transforms.Transform):
+    """``sinh(arcsinh(x) + 1/2)``, entry by entry."""
+
+    domain = codomain = dist.constraints.independent(dist.constraints.real, 1)
+    bijective = True
+
+    def _call(self, x: Tensor) -> Tensor:
+        return (x.arcsinh() + 0.5).sinh()
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        return (y.arcsinh() - 0.5).sinh()
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((x.arcsinh() + 0.5).cosh().log() - (1 + x.square()).log() / 2).sum(-1)
+
+
+def flow(loc: Tensor, log_scale: Tensor) -> Any:
+    return dist.TransformedDistribution(full_rank(loc, log_scale), [Skewed()])
+
+
 def mixture(loc: Tensor, log_scale: Tensor, logits: Tensor | None = None) -> Modes:
     logits = torch.linspace(0.4, -0.4, len(loc), dtype=loc.dtype) if logits is None else logits
     return Modes([mean_field(*part) for part in zip(loc[:, None], log_scale[:, None], strict=True)], logits)
 
 
-# name -> group, base, number of components
+# name -> group, base, number of modes
 CASES: dict[str, tuple[Any, Callable[..., Any], int]] = {
     "one layer": (ONE_LAYER, mean_field, 1),
     "two layers": (TWO_LAYERS, mean_field, 1),
     "signs": (SIGNED, mean_field, 1),
     "mixture": (ONE_LAYER, mixture, 2),
     "full rank": (ONE_LAYER, full_rank, 1),
+    "low rank": (ONE_LAYER, low_rank, 1),
+    "unit blocks": (ONE_LAYER, unit_blocks, 1),
+    "flow": (ONE_LAYER, flow, 1),
+    "components": (COMPONENTS, mean_field, 1),
     "heads": (heads(), mean_field, 1),
     "grouped": (grouped(), mean_field, 1),
 }
 
 
+# Those that are matched by a normal fitted to their draws; for these 16 proposals are the default, else 4.
+FITTED = ("flow", "components")
+
+
+def action_of(group: Any) -> Action:
+    return group if isinstance(group, Action) else Action(group, list(group.site_shapes))
+
+
 def start(group: Any, count: int) -> Parameters:
     """Means of units that overlap, and log-deviations: the same on each device, as bounds depend on them."""
     generator = torch.Generator("cpu").manual_seed(2)
-    shape = (count, Action(group, list(group.site_shapes)).dim)
+    shape = (count, action_of(group).dim)
     loc = 0.7 * torch.randn(shape, dtype=torch.float64, generator=generator)
     scale = 0.3 + torch.rand(shape, dtype=torch.float64, generator=generator)
     own = torch.empty(0).device
@@ -81,25 +133,26 @@ def mean_and_error(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("name", "sticking", "k"),
     [
-        *((name, False, 1) for name in CASES),
-        *((name, False, 4) for name in ("one layer", "two layers", "mixture")),  # how K enters depends on no group
+        *((name, False, 1) for name in CASES if name not in FITTED),
+        *((name, False, 16 if name in FITTED else 4) for name in CASES),
         *((name, True, k) for name in ("one layer", "mixture") for k in (1, 4)),
     ],
 )
 def test_the_gain_s_gradient_is_that_of_enumeration(name: str, sticking: bool, k: int) -> None:
-    """Within 5 % of its size and 5 standard errors, along it and in each of at most 28 coordinates: false alarms below
-    1 in 10^3 a case (39 degrees of freedom).
+    """With as many proposals as by default within 2 % of its size, with one within 5 %, and 5 standard errors, along it
+    and in each of at most 28 coordinates: false alarms below 1 in 10^3 a case (39 degrees of freedom).
 
-    The plain gradient of the estimate lacks 1/(K+1) of it. With ``sticking``, both are differentiated through the
-    draw only.
+    The plain gradient of the estimate lacks 1/(K+1) of it, which would show. With ``sticking``, both are differentiated
+    through the draw only.
     """
     group, family, count = CASES[name]
-    action, parameters = Action(group, list(group.site_shapes)), start(group, count)
+    action, parameters = action_of(group), start(group, count)
+    allowed, draws = 0.05 if k == 1 else 0.02, BATCH if k < 16 else 2 * BATCH  # a smaller loss to be seen
     gradients, differences = [], []
     for _ in range(BATCHES):
         theta = leaves(parameters)
         base = family(*theta)
-        w = base.rsample((BATCH,))
+        w = base.rsample((draws,))
         scored = detached(base) if sticking else base
         exact, found = (e.log_prob(scored, action, w) for e in (ExactOrbit(), SinkhornImportance(k)))
         for rows, value in ((gradients, base.log_prob(w) - exact), (differences, exact - found)):
@@ -108,10 +161,10 @@ def test_the_gain_s_gradient_is_that_of_enumeration(name: str, sticking: bool, k
     gradient = torch.stack(gradients).mean(0)
     size = float(gradient.norm())
     excess, error = mean_and_error([row @ gradient / size**2 for row in differences])
-    assert abs(float(excess)) < 0.05 + 5 * float(error)
-    assert 0.05 + 5 * float(error) < 0.9 / (k + 1)  # so that a loss of 1/(K+1) shows
+    assert abs(float(excess)) < allowed + 5 * float(error)
+    assert allowed + 5 * float(error) < 0.9 / (k + 1)  # so that a loss of 1/(K+1) shows
     each, errors = mean_and_error(differences)
-    assert bool((each.abs() < 0.05 * size + 5 * errors).all())
+    assert bool((each.abs() < allowed * size + 5 * errors).all())
 
 
 @pytest.mark.stochastic
@@ -121,7 +174,7 @@ def test_through_the_parameters_alone_the_gradient_has_mean_zero(name: str, k: i
     """However good the proposals are: what makes sticking the landing right. 5 standard errors in each of at most 50
     coordinates, false alarms below 1 in 10^3 a case (39 degrees of freedom)."""
     group, family, count = CASES[name]
-    action, parameters = Action(group, list(group.site_shapes)), start(group, count)
+    action, parameters = action_of(group), start(group, count)
     if name == "mixture":
         parameters = (*parameters, torch.tensor([0.4, -0.4], dtype=torch.float64))
     rows = []
