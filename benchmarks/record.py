@@ -1,8 +1,10 @@
 """Run a benchmark and keep what it printed, with the command, the machine and the commit.
 
     python -m benchmarks.record performance.mmd --threads 2
+    python -m benchmarks.record --part yacht performance.guides_that_pay --problems yacht-8
 
-The result is ``benchmarks/results/performance.mmd.json``; the last run of each benchmark stands there. Everything that
+The results are ``benchmarks/results/performance.mmd.json`` and ``performance.guides_that_pay.yacht.json``; the last run
+of each benchmark, or of each named part of it, stands there. Everything that
 the benchmark prints to the terminal is kept, line by line, so that a table can be read in the file as it was shown.
 Uncommitted changes are noted beside the commit: such figures can't be reproduced from it.
 """
@@ -30,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", help="for example performance.mmd, or experiments.laurent_2024.two_blobs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the benchmark")
+    parser.add_argument("--part", metavar="NAME", help="name of this run, if several of one benchmark are kept")
     options = parser.parse_args(argv)
     command = ["python", "-m", f"benchmarks.{options.module}", *options.arguments]
     began = time.perf_counter()
@@ -39,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{' '.join(command)} ended with status {code}; nothing was written", file=sys.stderr)
         return code
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{options.module}.json"
+    path = RESULTS / ".".join(filter(None, [options.module, options.part, "json"]))
     found = {"command": shlex.join(command), "seconds": round(seconds, 1), **surroundings(), "output": lines}
     path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     print(f"wrote {path}")

@@ -96,6 +96,9 @@ def test_a_record_holds_output_command_machine_and_commit(tmp_path: Path, monkey
     assert found["output"] == ["-m benchmarks.performance.mmd --threads 2"]
     assert {"commit", "date", "seconds", "uncommitted changes"} <= set(found)
     assert found["machine"]["cores"] == os.cpu_count()
+    assert record.main(["--part", "one", "performance.mmd", "--part", "of its own"]) == 0
+    part = json.loads((tmp_path / "performance.mmd.one.json").read_text())
+    assert part["command"] == "python -m benchmarks.performance.mmd --part 'of its own'"
 
 
 def test_a_benchmark_that_fails_leaves_the_record_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
