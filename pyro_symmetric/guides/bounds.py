@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,19 +27,13 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator
 from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
+from pyro_symmetric.guides import doubts
 from pyro_symmetric.guides.fitted import halves
 from pyro_symmetric.guides.gaussian import plain_posterior
 from pyro_symmetric.guides.layout import GuideLayout, layout_of
-from pyro_symmetric.guides.log_ratios import (
-    FEWEST,
-    Estimate,
-    bridge,
-    chains_agree,
-    importance,
-    largest_reliable_k,
-    pareto_k,
-)
+from pyro_symmetric.guides.log_ratios import Estimate, bridge, chains_agree, importance, pareto_k
 from pyro_symmetric.guides.suggest import suggest_estimator
+from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite, require_sites
 
@@ -47,10 +41,6 @@ from pyro_symmetric.weights import Weights, require_finite, require_sites
 CHECKED = 4
 # So many draws show how well an estimate of the symmetrised density is known.
 CHECKED_DENSITIES = 64
-# What is said aloud: methods that differ by more of their errors, errors of more nats, chains that agree less.
-DISAGREEMENT, LARGE_ERROR, LARGE_R_HAT = 3.0, 0.5, 1.05
-# Of a value, what may be lost on the way to unconstrained vectors and back; of draws, how many may lose more.
-LOST = 0.01
 
 
 @dataclass(frozen=True)
@@ -131,8 +121,9 @@ def evidence(
     copies, as the symmetrised density is the same at all of them. What doesn't fit is told in ``doubts``: a Pareto-k
     above 0.7 (of S < 2,200 samples above 1 - 1 / log10 S), two methods that differ by more than three of their errors,
     chains that disagree (one chain: with its own other half), fewer than 25 effective draws, errors above half a nat,
-    an estimate of the density that leaves as much open, rounding errors as large. A mode that guide and chains both
-    miss can't be noticed.
+    an estimate of the density that leaves as much open, rounding errors as large; and a guide that is trained by an
+    estimate which leaves more than a twentieth of ``log |G|`` open. A mode that guide and chains both miss can't be
+    noticed.
 
     The answer is worth something only if ``log_joint`` is invariant under the group: that is compared at draws of the
     guide, up to the function's own noise (rounding, subsampled data), at the price of about 20 more evaluations.
@@ -185,16 +176,19 @@ def evidence(
     plain, symmetrized, rounding = weighing.of_guide(num_samples)
     found, k, connected = importance(symmetrized), pareto_k(symmetrized), None
     gap = weighing.density_gap()
-    doubts = _doubts_of_weights(found, k) + _doubts_of_density(estimator, gap) + _doubts_of_digits(rounding)
+    log_order = group.log_order()
+    told = doubts.of_weights(found, k) + doubts.of_density(estimator, gap) + doubts.of_digits(rounding)
+    if isinstance(guide, AutoSymmetrized):
+        told += doubts.of_training(guide.estimator, weighing.by(guide.estimator).density_gap(), log_order)
     if posterior is not None and of_chains is not None and math.isfinite(found.log_evidence):
         at_draws = weighing.of_chains(of_chains.to(plain.device))
         connected = bridge(symmetrized, at_draws, posterior.rows == "independent")
         if posterior.rows == "chains":
-            doubts += _doubts_of_chains(chains_agree(at_draws))
-        doubts += _doubts_of_both(found, connected) + _doubts_of_border(posterior, layout)
+            told += doubts.of_chains(chains_agree(at_draws))
+        told += doubts.of_both(found, connected) + doubts.of_border(posterior, layout)
     bound = "lower" if estimator.bound == "upper" else estimator.bound
     means = (*_mean_and_error(plain), *_mean_and_error(symmetrized))
-    return Evidence(*means, repr(estimator), bound, group.log_order(), found, k, connected, tuple(doubts), gap)
+    return Evidence(*means, repr(estimator), bound, log_order, found, k, connected, tuple(told), gap)
 
 
 @dataclass(frozen=True)
@@ -238,6 +232,10 @@ class _Weighing:
                 "the posterior; log_joint must be that of the model that they were drawn from"
             )
         return found.reshape(vectors.shape[:2])
+
+    def by(self, estimator: OrbitEstimator) -> _Weighing:
+        """The same with another estimator of the symmetrised density."""
+        return replace(self, estimator=estimator)
 
     def density_gap(self) -> float:
         """An estimate of the symmetrised density lies between two bounds: above from the identity on, below without it.
@@ -283,77 +281,6 @@ def _unconstrained(posterior: Posterior, layout: GuideLayout, num_samples: int) 
     if not bool(vectors.isfinite().all()):
         raise ValueError("posterior holds draws on the border of a site's support, where the guide has no density")
     return vectors
-
-
-# what speaks against estimates --------------------------------------------------------------------------------------
-
-
-def _doubts_of_weights(found: Estimate, k: float) -> list[str]:
-    most = largest_reliable_k(found.num_draws)
-    if not math.isfinite(found.log_evidence):
-        return [f"importance sampling: log_joint is {found.log_evidence} at draws of the guide"]
-    if math.isnan(k):
-        return ["importance sampling: too few draws to tell the tail of the weights"]
-    if k > most:
-        return [f"importance sampling: Pareto-k is {k:.2f}, above {most:.2f}; its error can't be trusted"]
-    return _doubts_of_error("importance sampling", found)
-
-
-def _doubts_of_density(estimator: OrbitEstimator, gap: float) -> list[str]:
-    if math.isnan(gap):
-        return [f"importance sampling: {estimator!r} can't tell how well it knows the guide's log-density"]
-    if gap > LARGE_ERROR:
-        return [
-            f"importance sampling: {estimator!r} leaves {gap:.1f} nats of the guide's log-density open; take a larger "
-            "K, or ExactOrbit() if the group allows"
-        ]
-    return []
-
-
-def _doubts_of_digits(rounding: float) -> list[str]:
-    """In float32, numbers of ten million nats have no digits left for one."""
-    return [f"log_joint is rounded to about {rounding:.1g} nats"] if rounding > LARGE_ERROR else []
-
-
-def _doubts_of_chains(r_hat: float) -> list[str]:
-    if r_hat > LARGE_R_HAT:
-        return [f"bridge sampling: the chains disagree about the joint density, R-hat {r_hat:.2f}"]
-    return []
-
-
-def _doubts_of_border(posterior: Posterior, layout: GuideLayout) -> list[str]:
-    """Draws so near the border of a support that unconstrained vectors don't bring them back."""
-    samples = {site: posterior.samples[site] for site in layout.site_shapes}
-    back = layout.constrain(layout.unconstrain(samples).double())
-    lost = [
-        ((back[s] - value).abs() > LOST * value.abs())[..., None].flatten(2).any(-1) for s, value in samples.items()
-    ]
-    share = float(torch.stack(lost).any(0).double().mean())
-    if share <= LOST:
-        return []
-    return [f"bridge sampling: {share:.0%} of the draws lie so near the border of a support that they can't be told"]
-
-
-def _doubts_of_both(found: Estimate, connected: Estimate | None) -> list[str]:
-    if connected is None:
-        return []
-    doubts = _doubts_of_error("bridge sampling", connected)
-    gap, error = abs(found.log_evidence - connected.log_evidence), math.hypot(found.error, connected.error)
-    if gap > DISAGREEMENT * error:
-        doubts.append(
-            f"importance and bridge sampling differ by {gap:.2f} nats, {gap / error:.1f} times their error: the guide "
-            "or the chains miss a part of the posterior"
-        )
-    return doubts
-
-
-def _doubts_of_error(method: str, found: Estimate) -> list[str]:
-    doubts = []
-    if found.error > LARGE_ERROR:
-        doubts = [f"{method}: its error of {found.error:.1f} nats is too large to be one"]
-    if found.effective_draws < FEWEST:
-        doubts += [f"{method}: {found.effective_draws:.0f} effective draws are too few to know its error"]
-    return doubts
 
 
 # the group must be the model's --------------------------------------------------------------------------------------

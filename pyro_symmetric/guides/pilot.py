@@ -249,4 +249,5 @@ def _reason(trials: tuple[Trial, ...], best: int) -> str:
         apart = "its units overlap, and training on the symmetrised ELBO can change the fit"
     else:
         apart = f"that is a bound, {found.density_gap:.1f} nats are open, so that it isn't known whether units overlap"
-    return f"{text} Symmetrising it adds {added:.1f} of {found.log_order:.1f} nats: {apart}."
+    missed = "".join(f" In {doubt}." for doubt in found.doubts if doubt.startswith("training"))
+    return f"{text} Symmetrising it adds {added:.1f} of {found.log_order:.1f} nats: {apart}.{missed}"

@@ -51,7 +51,7 @@ def suggest_estimator(guide: Any, group: Group | Symmetry, *, training: bool = T
 
 
 def _kind_of(guide: AutoGuide | type[AutoGuide]) -> BaseKind:
-    """What the base of one mode is."""
+    """The kind of base that one mode is."""
     kind = guide if isinstance(guide, type) else type(guide)
     if issubclass(kind, AutoDiagonalNormal | AutoNormal) or (isinstance(guide, AutoGaussian) and guide.is_mean_field):
         return "mean field"

@@ -78,7 +78,8 @@ class AutoSymmetrized(WeightsGuide):
         family. A flow is held as an :class:`~pyro_symmetric.guides.AutoFlow`, which starts where other bases do. Or a
         guide that has been set up: a copy of it is the base.
     :param estimator: of the symmetrised log-density; by default what
-        :func:`~pyro_symmetric.guides.suggest_estimator` picks: exact for small groups, else ``SinkhornImportance(4)``.
+        :func:`~pyro_symmetric.guides.suggest_estimator` picks: exact for small groups, else
+        ``SinkhornImportance(K)``.
     :param sticking_the_landing: leave the score of the guide out of its gradients (Gaussian bases only): noise that
         vanishes as the guide fits better. See :class:`~pyro_symmetric.distributions.Symmetrized` on when gradients
         stay unbiased.

@@ -44,6 +44,22 @@ def test_stock_guides_have_an_evidence_too(kind: Any) -> None:
     assert worth.symmetrized_elbo > worth.elbo
 
 
+@pytest.mark.parametrize(
+    ("estimator", "doubted"), [(ps.InfoNCE(1), True), (ps.SinkhornImportance(2), False), (ps.ExactOrbit(), False)]
+)
+def test_a_guide_trained_by_an_estimate_that_sees_little_is_told_so(estimator: Any, doubted: bool) -> None:
+    """Of places 3 apart, with deviations of 0.5, one random element sees no more than log 2 of log 6 nats."""
+
+    def start(site: Any) -> torch.Tensor:
+        return torch.tensor([-3.0, 0.0, 3.0])
+
+    guide = ps.AutoSymmetrized(model, GROUP, estimator=estimator, init_loc_fn=start, init_scale=0.5).setup(DATA)
+    found = ps.evidence(guide, ps.log_joint(model, DATA), GROUP, num_samples=64)
+    told = [doubt for doubt in found.doubts if doubt.startswith("training")]
+    assert bool(told) == doubted
+    assert all("of 1.8 nats" in doubt and repr(estimator) in doubt for doubt in told)
+
+
 def test_arguments_that_do_not_fit_are_named() -> None:
     guide = ps.AutoSymmetrized(model, GROUP).setup(DATA)
     joint = ps.log_joint(model, DATA)

@@ -1,5 +1,7 @@
 """Of targets that are Gaussians averaged over a group, the pilot suggests the base that the Gaussian is."""
 
+from dataclasses import replace
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -99,7 +101,12 @@ def test_the_reason_tells_no_more_than_the_bound(added: float, gap: float, log_o
     found = Evidence(
         -added, 0.1, 0.0, 0.1, "SinkhornImportance(K=16)", "lower", log_order, estimate, 0.1, density_gap=gap
     )
-    assert words in pilot._reason((pilot.Trial("AutoDiagonalNormal", 12, found, 1e-3),), 0)
+    reason = pilot._reason((pilot.Trial("AutoDiagonalNormal", 12, found, 1e-3),), 0)
+    assert words in reason
+    assert "In training" not in reason
+    doubtful = replace(found, doubts=("training: 4.0 of 5.0 nats are open",))
+    reason = pilot._reason((pilot.Trial("AutoDiagonalNormal", 12, doubtful, 1e-3),), 0)
+    assert reason.endswith("In training: 4.0 of 5.0 nats are open.") == (log_order > 0)
 
 
 def test_a_model_without_the_symmetry_is_refused() -> None:

@@ -75,7 +75,7 @@ def test_a_mixture_is_what_the_hardest_of_its_modes_is() -> None:
         fit()
     assert suggest_estimator(AutoModes(model, 3), layer(9)).estimator == ExactOrbit()
     assert suggest_estimator(AutoModes.from_guides(fits[:1]), layer(9)).estimator == ExactOrbit()
-    assert suggest_estimator(AutoModes.from_guides(fits), layer(9)).estimator == SinkhornImportance(4)
+    assert suggest_estimator(AutoModes.from_guides(fits), layer(9)).estimator == SinkhornImportance(16)
 
 
 def test_signs_are_counted() -> None:

@@ -1,0 +1,98 @@
+"""Sentences that speak against estimates of the evidence; none if all is well."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from pyro_symmetric.distributions import OrbitEstimator
+from pyro_symmetric.guides.layout import GuideLayout
+from pyro_symmetric.guides.log_ratios import FEWEST, Estimate, largest_reliable_k
+from pyro_symmetric.posterior import Posterior
+
+# What is said aloud: methods that differ by more of their errors, errors of more nats, chains that agree less.
+DISAGREEMENT, LARGE_ERROR, LARGE_R_HAT = 3.0, 0.5, 1.05
+# Of log |G|, what the estimator of a training may leave open.
+LEFT_OPEN = 0.05
+# Of a value, what may be lost on the way to unconstrained vectors and back; of draws, how many may lose more.
+LOST = 0.01
+
+
+def of_weights(found: Estimate, k: float) -> list[str]:
+    most = largest_reliable_k(found.num_draws)
+    if not math.isfinite(found.log_evidence):
+        return [f"importance sampling: log_joint is {found.log_evidence} at draws of the guide"]
+    if math.isnan(k):
+        return ["importance sampling: too few draws to tell the tail of the weights"]
+    if k > most:
+        return [f"importance sampling: Pareto-k is {k:.2f}, above {most:.2f}; its error can't be trusted"]
+    return _of_error("importance sampling", found)
+
+
+def of_density(estimator: OrbitEstimator, gap: float) -> list[str]:
+    if math.isnan(gap):
+        return [f"importance sampling: {estimator!r} can't tell how well it knows the guide's log-density"]
+    if gap > LARGE_ERROR:
+        return [
+            f"importance sampling: {estimator!r} leaves {gap:.1f} nats of the guide's log-density open; take a larger "
+            "K, or ExactOrbit() if the group allows"
+        ]
+    return []
+
+
+def of_training(estimator: OrbitEstimator, gap: float, most: float) -> list[str]:
+    """Of the estimator by which a guide is trained, which may miss a part of what symmetrising adds, of ``most`` nats,
+    and of its gradient."""
+    if not gap > LEFT_OPEN * most:
+        return []
+    return [
+        f"training: {estimator!r} leaves {min(gap, most):.1f} of {most:.1f} nats open, so that gradients may lack a "
+        "part; train with a larger K, or with ExactOrbit() if the group allows"
+    ]
+
+
+def of_digits(rounding: float) -> list[str]:
+    """In float32, numbers of ten million nats have no digits left for one."""
+    return [f"log_joint is rounded to about {rounding:.1g} nats"] if rounding > LARGE_ERROR else []
+
+
+def of_chains(r_hat: float) -> list[str]:
+    if r_hat > LARGE_R_HAT:
+        return [f"bridge sampling: the chains disagree about the joint density, R-hat {r_hat:.2f}"]
+    return []
+
+
+def of_border(posterior: Posterior, layout: GuideLayout) -> list[str]:
+    """Draws so near the border of a support that unconstrained vectors don't bring them back."""
+    samples = {site: posterior.samples[site] for site in layout.site_shapes}
+    back = layout.constrain(layout.unconstrain(samples).double())
+    lost = [
+        ((back[s] - value).abs() > LOST * value.abs())[..., None].flatten(2).any(-1) for s, value in samples.items()
+    ]
+    share = float(torch.stack(lost).any(0).double().mean())
+    if share <= LOST:
+        return []
+    return [f"bridge sampling: {share:.0%} of the draws lie so near the border of a support that they can't be told"]
+
+
+def of_both(found: Estimate, connected: Estimate | None) -> list[str]:
+    if connected is None:
+        return []
+    doubts = _of_error("bridge sampling", connected)
+    gap, error = abs(found.log_evidence - connected.log_evidence), math.hypot(found.error, connected.error)
+    if gap > DISAGREEMENT * error:
+        doubts.append(
+            f"importance and bridge sampling differ by {gap:.2f} nats, {gap / error:.1f} times their error: the guide "
+            "or the chains miss a part of the posterior"
+        )
+    return doubts
+
+
+def _of_error(method: str, found: Estimate) -> list[str]:
+    doubts = []
+    if found.error > LARGE_ERROR:
+        doubts = [f"{method}: its error of {found.error:.1f} nats is too large to be one"]
+    if found.effective_draws < FEWEST:
+        doubts += [f"{method}: {found.effective_draws:.0f} effective draws are too few to know its error"]
+    return doubts
