@@ -10,7 +10,7 @@ weights is far from it and says nothing. The table has R-hat over all weights, m
 1.05:
 
 * **weights**: as they were drawn;
-* **canonical**: every draw by itself in canonical form (units sorted, signs fixed), ``posterior.canonicalize``;
+* **canonical**: every draw by itself in canonical form (units sorted, signs fixed), ``canonicalize``;
 * **aligned draws**: ``align_many(posterior, symmetry)``, an element for every draw;
 * **aligned chains**: ``align_many(posterior, symmetry, each="chain")``, one for every chain, by its moments;
 * **predictions**: of the network's function, which no frame changes.
