@@ -120,7 +120,7 @@ PROBLEMS: dict[str, tuple[Any, Family, int]] = {
     "flow, one layer of 4": (Group.declare(ONE_LAYER, one_layer(4)), flow, 1),
     "constrained, 4 components": (Group.declare(COMPONENTS, dict.fromkeys(COMPONENTS, torch.Size([4]))), mean_field, 1),
     "full rank, two layers, 3 and 2": (Group.declare(TWO_LAYERS, two_layers(3, 2)), full_rank, 1),
-    # Orbits that are too long to be added up in training by default
+    # Orbits of hundreds or thousands of elements
     "one layer of 7": (Group.declare(ONE_LAYER, one_layer(7)), mean_field, 1),
     "two layers, 5 and 4": (Group.declare(TWO_LAYERS, two_layers(5, 4)), mean_field, 1),
     "permutations and signs of 5": (Group.declare(ONE_LAYER, one_layer(5), ("permute", "flip")), mean_field, 1),
@@ -128,8 +128,7 @@ PROBLEMS: dict[str, tuple[Any, Family, int]] = {
     "low rank, one layer of 7": (Group.declare(ONE_LAYER, one_layer(7)), low_rank, 1),
     "full rank, one layer of 7": (Group.declare(ONE_LAYER, one_layer(7)), full_rank, 1),
     "unit blocks, one layer of 7": (Group.declare(ONE_LAYER, one_layer(7)), unit_blocks, 1),
-    "flow, one layer of 7": (Group.declare(ONE_LAYER, one_layer(7)), flow, 1),
-    "constrained, 7 components": (Group.declare(COMPONENTS, dict.fromkeys(COMPONENTS, torch.Size([7]))), mean_field, 1),
+    "constrained, 6 components": (Group.declare(COMPONENTS, dict.fromkeys(COMPONENTS, torch.Size([6]))), mean_field, 1),
 }
 
 
