@@ -35,7 +35,6 @@ METHODS = (
     "multi-swag",
     "single-laplace-diagonal",
     "multi-laplace-diagonal",
-    "sghmc",
 )
 COLUMNS: dict[str, tuple[str, ...]] = {
     "MMD2": ("distance", "raw", "mmd", "median"),
