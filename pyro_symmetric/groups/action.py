@@ -84,7 +84,7 @@ class Action:
         curved = [site for site, support in supports.items() if not is_real(support)]
         self.nonlinear_sites = tuple(site for site in curved if not self._commutes(site, supports[site]))
         simplex = type(constraints.simplex)
-        self.simplex_sites = tuple(s for s in self.nonlinear_sites if isinstance(transforms[s].codomain, simplex))
+        self.simplex_sites = tuple(s for s in self.nonlinear_sites if isinstance(_of_entries(supports[s]), simplex))
 
     def __repr__(self) -> str:
         return f"Action(dim={self.dim}, sites={list(self.sites)}, log_order={self.group.log_order():.1f})"
@@ -157,12 +157,10 @@ class Action:
         acted, across = self._stack_of.get(site, site), site in self._stack_of
         if not self.group.members(acted):
             return True
-        base = support
-        while isinstance(base, independent):
-            base = base.base_constraint
-        bounds = (getattr(base, name, 0.0) for name in ("lower_bound", "upper_bound"))
-        if not all(as_tensor(bound).numel() == 1 for bound in bounds):
-            return False
+        base = _of_entries(support)
+        bounds = (as_tensor(getattr(base, name, 0.0)) for name in ("lower_bound", "upper_bound"))
+        if not all(bool((bound == bound.flatten()[:1]).all()) for bound in bounds):
+            return False  # entries in other places have other bounds
         if base.event_dim == 0 and biject_to(base).domain.event_dim == 0:
             return True
         blocks = len(self.layout.site_shapes[site]) - base.event_dim  # leading axes, along which all blocks are alike
@@ -172,6 +170,11 @@ class Action:
 
 def is_real(support: Constraint) -> bool:
     """True if every number is feasible, entry by entry."""
+    return isinstance(_of_entries(support), type(constraints.real))
+
+
+def _of_entries(support: Constraint) -> Constraint:
+    """The support without the axes along which it is only repeated."""
     while isinstance(support, independent):
         support = support.base_constraint
-    return isinstance(support, type(constraints.real))
+    return support

@@ -13,6 +13,12 @@ from pyro_symmetric.posterior import Posterior
 
 # What is said aloud: methods that differ by more of their errors, errors of more nats, chains that agree less.
 DISAGREEMENT, LARGE_ERROR, LARGE_R_HAT = 3.0, 0.5, 1.05
+# Effective draws of log-normal weights, of which the largest are seen.
+FEWEST_BY_DISTANCE = 50
+# Nats that no number of draws makes up for.
+FAR = 5.0
+# Nats by which the noise of log_joint may raise an estimate.
+LARGE_EXCESS = 0.02
 # Of log |G|, what the estimator of a training may leave open.
 LEFT_OPEN = 0.05
 # Of a value, what may be lost on the way to unconstrained vectors and back; of draws, how many may lose more.
@@ -28,6 +34,20 @@ def of_weights(found: Estimate, k: float) -> list[str]:
     if k > most:
         return [f"importance sampling: Pareto-k is {k:.2f}, above {most:.2f}; its error can't be trusted"]
     return _of_error("importance sampling", found)
+
+
+def of_distance(found: Estimate, elbo: float) -> list[str]:
+    """Of a guide so far from the posterior that the largest weights are rare: log-normal weights whose log-mean lies
+    ``gap`` above the mean of their logarithms are worth ``exp(-2 gap)`` of a draw each. The weights' own effective size
+    doesn't know those that are missing."""
+    gap = max(0.0, found.log_evidence - elbo)
+    if not found.num_draws * math.exp(-2 * gap) < FEWEST_BY_DISTANCE:
+        return []
+    more = f"num_samples of {FEWEST_BY_DISTANCE * math.exp(2 * gap):,.0f} or more, " if gap < FAR else ""
+    return [
+        f"importance sampling: the evidence lies {gap:.1f} nats above the symmetrised ELBO, so that the largest "
+        f"weights may be missing; take {more}a richer guide, or a posterior, for a bridge"
+    ]
 
 
 def of_density(estimator: OrbitEstimator, gap: float) -> list[str]:
@@ -55,6 +75,17 @@ def of_training(estimator: OrbitEstimator, gap: float, most: float) -> list[str]
 def of_digits(rounding: float) -> list[str]:
     """In float32, numbers of ten million nats have no digits left for one."""
     return [f"log_joint is rounded to about {rounding:.1g} nats"] if rounding > LARGE_ERROR else []
+
+
+def of_noise(deviation: float) -> list[str]:
+    """Of the exponential of a normal number the mean lies half its variance higher."""
+    excess = deviation**2 / 2
+    if not excess > LARGE_EXCESS:
+        return []
+    return [
+        f"log_joint changes from call to call, by {deviation:.1g} nats at the same weights, as that of random rows "
+        f"does: importance and bridge sampling are then too high, by about {excess:.1g} nats; give it all data"
+    ]
 
 
 def of_chains(r_hat: float) -> list[str]:

@@ -222,3 +222,22 @@ def test_vectors_move_on_their_device():
         assert moved.is_cuda
         torch.testing.assert_close(moved.cpu(), action(u, g))
         assert action.log_abs_det(u.cuda(), element).is_cuda
+
+
+def test_supports_that_are_repeated_are_those_of_their_entries() -> None:
+    """One bound for each entry is one bound if all are equal; rows on a simplex are, however they are declared."""
+    group = Group.declare({"T": ("k", "k"), "a": ("k",)}, {"T": torch.Size([3, 3]), "a": torch.Size([3])})
+    rows = torch.distributions.Dirichlet(torch.ones(3, 3))
+    one, ends = torch.distributions.Uniform(0.0, 1.0), torch.arange(1.0, 4.0)
+    alike, others = (torch.distributions.Uniform(torch.zeros(3), end) for end in (torch.ones(3), ends))
+    for on_rows in (rows.support, constraints.independent(rows.support, 1)):
+        for bounds, curved in ((one, ()), (alike, ()), (others, ("a",))):
+            for support in (bounds.support, constraints.independent(bounds.support, 1)):
+                action = Action(group, {"T": on_rows, "a": support})
+                assert action.simplex_sites == ("T",)
+                assert action.nonlinear_sites == ("T", *curved)
+    u = torch.randn(5, 3, dtype=torch.float64)
+    entries = Group.declare({"a": ("k",)}, {"a": torch.Size([3])})
+    action, bijection = Action(entries, {"a": alike.support}), biject_to(alike.support)
+    element = entries.element({"k": torch.tensor([2, 0, 1])})
+    torch.testing.assert_close(bijection(action(u, element)), element({"a": bijection(u)})["a"])
