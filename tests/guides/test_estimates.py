@@ -309,8 +309,8 @@ def one_site_layout(model: Any = pair) -> GuideLayout:
 @pytest.mark.stochastic
 @pytest.mark.parametrize(("loc", "doubted"), [(0.8, False), (2.5, True)])
 def test_a_guide_far_from_the_posterior_is_doubted_though_no_weight_stands_out(loc: float, doubted: bool) -> None:
-    """A normal seen by one at a distance has log-normal weights: the evidence lies ``loc**2 / 2`` above the ELBO. At 2.5,
-    fewer than e^6.25 draws don't see the largest, and the estimate is nearly always too low."""
+    """A normal seen by one at a distance has log-normal weights: the evidence lies ``loc**2 / 2`` above the ELBO. At
+    2.5, fewer than e^6.25 draws don't see the largest, and the estimate is nearly always too low."""
     group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
     guide = ps.AutoGaussian(one_site_layout(), torch.tensor([-30.0, 30.0 + loc]), torch.ones(2))
 
