@@ -19,6 +19,8 @@ import numpy as np
 from pyro_symmetric import arguments
 from pyro_symmetric.guides.bounds import Evidence
 
+DRAWS = 20_000  # of log-evidences, for the errors of probabilities
+CLUELESS = 1e6  # nats: an error that leaves everything open
 SHOWN = ("log_evidence", "error", "difference", "difference_error", "probability", "probability_error", "method")
 
 
@@ -77,8 +79,7 @@ def compare_models(evidences: Mapping[str, Evidence], prior: Mapping[str, float]
     log_prior = np.log(_shares(prior, evidences))
     best = [found.best for found in evidences.values()]
     value, error = np.array([e.log_evidence for e in best]), np.array([e.error for e in best])
-    weight = np.exp(value + log_prior - (value + log_prior).max())
-    probability, top = weight / weight.sum(), int(value.argmax())
+    top = int(value.argmax())
     doubts = {name: "; ".join(found.doubts) for name, found in evidences.items()}
     table = pd.DataFrame(
         {
@@ -87,8 +88,8 @@ def compare_models(evidences: Mapping[str, Evidence], prior: Mapping[str, float]
             "method": ["bridge" if found.bridge else "importance" for found in evidences.values()],
             "difference": value - value[top],
             "difference_error": np.where(np.arange(len(value)) == top, 0.0, np.hypot(error, error[top])),
-            "probability": probability,
-            "probability_error": _errors(probability, error),
+            "probability": _probabilities(value + log_prior),
+            "probability_error": _errors(value + log_prior, error),
             **pd.DataFrame([_by_method(found) for found in evidences.values()]).to_dict("list"),
             "doubts": list(doubts.values()),
         },
@@ -118,10 +119,18 @@ def _by_method(found: Evidence) -> dict[str, float]:
     }
 
 
-def _errors(probability: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """Standard errors of the probabilities, to first order in those of the log-evidences."""
-    slopes = probability[:, None] * (np.eye(len(probability)) - probability)
-    return np.sqrt((slopes**2 * error**2).sum(1))
+def _probabilities(log_weights: np.ndarray) -> np.ndarray:
+    """Weights of models, known by their logarithms, that sum to one."""
+    weights = np.exp(log_weights - log_weights.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def _errors(log_weights: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """Standard deviations of the probabilities if the log-evidences have normal errors. By simulation: to first order
+    an error of several nats would give more than a probability can be off."""
+    noise = np.random.default_rng(0).standard_normal((DRAWS, len(error)))
+    certain = np.nan_to_num(error, nan=CLUELESS, posinf=CLUELESS).clip(max=CLUELESS)
+    return _probabilities(log_weights + noise * certain).std(0)
 
 
 def _shares(prior: Mapping[str, float] | None, evidences: Mapping[str, Evidence]) -> list[float]:

@@ -1,6 +1,7 @@
 """Models by their evidence: probabilities, their errors, warnings."""
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,16 @@ def test_doubts_are_said_aloud() -> None:
     with pytest.warns(UserWarning, match=r"\['3'\] is in doubt: Pareto"):
         found = ps.compare_models(doubtful)
     assert "! 3: Pareto-k is 0.9" in repr(found)
+
+
+def test_errors_of_probabilities_are_probabilities_however_large_those_of_log_evidences_are() -> None:
+    """Which of two is ahead is a coin toss then: a probability of 0 or 1, whose deviation is a half."""
+    for error in (1e3, math.inf):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = ps.compare_models({"2": known(-10.0, error), "3": known(-10.0, error)})
+        np.testing.assert_allclose(found.table["probability"], 0.5)
+        np.testing.assert_allclose(found.table["probability_error"], 0.5, atol=0.01)
 
 
 @pytest.mark.parametrize(

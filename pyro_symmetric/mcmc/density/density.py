@@ -151,8 +151,8 @@ class Density:
                     f"{name!r}: {size} of {total} rows" for name, (total, size) in self.row_counts.items()
                 )
                 raise ValueError(
-                    f"the model subsamples its data ({sizes}); this sampler needs all of them at every step. Pass the "
-                    "whole data (and no subsample_size), or use a stochastic-gradient sampler (SGHMC)"
+                    f"the model subsamples its data ({sizes}); all of them are needed here. Pass the whole data "
+                    "(and no subsample_size); of samplers, stochastic-gradient ones (SGHMC) take rows"
                 )
             self.layout = Layout.of(self.target.sites)
             self.dim = self.layout.dim
