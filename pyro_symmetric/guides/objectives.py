@@ -194,6 +194,7 @@ class Modes_ELBO(OwnParticle_ELBO):
             for site in trace.nodes.values():
                 if site["type"] == "sample":
                     log_ratio = log_ratio + sign * _by_draw(site["log_prob"], count)
+        log_ratio = log_ratio.reshape(count)
         which = ((mixture.stratum or 0) + torch.arange(count, device=log_ratio.device)) % self.num_modes
         elbo = self.num_modes * (mixture.log_weights.exp()[which] * log_ratio).sum()
         return -torch_item(elbo), -elbo
@@ -268,5 +269,6 @@ def _as_normal(prior: Distribution) -> Normal | None:
 
 
 def _by_draw(log_prob: Tensor, count: int) -> Tensor:
-    """Summed over all but the draws, whose plate is the outermost."""
-    return log_prob.sum().reshape(1) if count == 1 else log_prob.reshape(count, -1).sum(-1)
+    """Summed over all but the draws, whose plate is the outermost. Of a single draw a number: the zero of a
+    site that its guide maps by the identity may lie on the CPU, and only numbers may be added across devices."""
+    return log_prob.sum() if count == 1 else log_prob.reshape(count, -1).sum(-1)

@@ -259,6 +259,13 @@ def test_a_mixture_of_given_guides_has_their_densities(family: Any) -> None:
         torch.testing.assert_close(part.get_posterior().log_prob(points), guide.get_posterior().log_prob(points))
 
 
+@pytest.mark.parametrize("vectorized", [False, True])
+def test_steps_of_a_stock_model_go_on_each_device(vectorized: bool, device: torch.device) -> None:
+    guide = AutoModes(two_sided, 3)
+    svi = SVI(two_sided, guide, pyro.optim.Adam({"lr": 0.01}), Modes_ELBO(vectorize_particles=vectorized))
+    assert math.isfinite(svi.step(DATA.to(device)))
+
+
 def test_weights_given_as_numbers_keep_their_digits() -> None:
     layout = GuideLayout((LatentSite("w", (2,), dist.constraints.independent(dist.constraints.real, 1), 1),))
     guides = [AutoGaussian(layout, torch.randn(2).double(), torch.ones(2).double()) for _ in range(2)]
