@@ -248,8 +248,8 @@ def _systematic(weights: Tensor) -> Tensor:
 class Contest:
     """All bases and objectives on one problem."""
 
-    def __init__(self, problem: Problem, seed: int, steps: int):
-        self.problem, self.steps = problem, steps
+    def __init__(self, problem: Problem, seed: int, steps: int, rate: float = LEARNING_RATE):
+        self.problem, self.steps, self.rate = problem, steps, rate
         torch.manual_seed(seed)
         self.density = ps.log_joint(problem.model, *problem.args)
         first = ps.AutoSymmetrized(problem.model, problem.group).setup(*problem.args)
@@ -264,7 +264,7 @@ class Contest:
         guide = self._guide(base)
         estimator = {"plain": None, "sinkhorn": ps.SinkhornImportance(4), "exact": ps.ExactOrbit()}[objective]
         began = time.process_time()
-        self._train(guide, estimator, self.steps)
+        self._train(guide, estimator, self.steps, self.rate)
         seconds = time.process_time() - began
         return {"CPU s": seconds, **self._judged(guide.get_posterior(), truth)}
 
@@ -291,8 +291,8 @@ class Contest:
                 mode.scale = scale
         return rich
 
-    def _train(self, guide: Any, estimator: Any, steps: int) -> None:
-        optimizer = torch.optim.Adam(guide.parameters(), lr=LEARNING_RATE)
+    def _train(self, guide: Any, estimator: Any, steps: int, rate: float = LEARNING_RATE) -> None:
+        optimizer = torch.optim.Adam(guide.parameters(), lr=rate)
         falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, FALL ** (1 / steps))
         for _ in range(steps):
             q = guide.get_posterior()
@@ -358,6 +358,12 @@ def main() -> None:
     arguments.add_argument("--bases", nargs="+", choices=list(BASES), default=list(BASES)[:-1], metavar="BASE")
     arguments.add_argument("--objectives", nargs="+", choices=["plain", "sinkhorn", "exact"], metavar="OBJECTIVE")
     arguments.add_argument("--steps", type=int, default=1000, help="of each training (default 1000)")
+    arguments.add_argument(
+        "--learning-rate",
+        type=float,
+        default=LEARNING_RATE,
+        help="of the bases, at first; flows of networks need 0.002",
+    )
     arguments.add_argument("--particles", type=int, default=1500, help="of sequential Monte Carlo")
     arguments.add_argument("--runs", type=int, default=3, help="of sequential Monte Carlo")
     arguments.add_argument(
@@ -366,7 +372,7 @@ def main() -> None:
     arguments.add_argument("--root", type=Path, default=Path("data"), help="folder that holds uci/<name>")
     options = parse(arguments)
     steps = 50 if options.quick else options.steps
-    results = Results.of(options, "steps", "particles", "runs", "annealed")
+    results = Results.of(options, "steps", "learning_rate", "particles", "runs", "annealed")
     for name in options.problems:
         uci_name, _, width = name.rpartition("-")
         problem = SMALL[name]() if name in SMALL else uci(uci_name, int(width), options.root)
@@ -377,7 +383,7 @@ def main() -> None:
             truth = Truth(contest.log_target, contest.layout.dim, particles, options.runs)
         objectives = options.objectives or (["plain", "sinkhorn", "exact"] if problem.small else ["plain", "sinkhorn"])
         for seed in range(options.seeds):
-            contest = Contest(problem, seed, steps)
+            contest = Contest(problem, seed, steps, options.learning_rate)
             for base in options.bases:
                 for objective in objectives:
                     key = {"problem": name, "seed": seed, "base": base, "objective": objective}

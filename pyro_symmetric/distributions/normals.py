@@ -43,6 +43,13 @@ class Covariance:
     loc: Tensor
     covariance: Tensor
 
+    @classmethod
+    def of(cls, loc: Tensor, covariance: Tensor) -> Covariance:
+        """A standard normal if these aren't finite: of a guide whose training broke down, whose density says so."""
+        finite = loc.isfinite().all() & covariance.isfinite().all()
+        standard = torch.eye(len(loc), dtype=covariance.dtype, device=covariance.device)
+        return cls(torch.where(finite, loc, 0.0), torch.where(finite, covariance, standard))
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -162,7 +169,7 @@ def _fitted(base: Distribution, action: Action, batch: Sequence[int]) -> Normals
     flat = torch.cat([value.reshape(len(value), -1) for value in draws.values()], -1).double()
     found = flat.mT.cov()
     found = torch.lerp(found, found.diagonal().clamp(min=tiny**2).diag(), 1 / (1 + count / flat.shape[-1]))
-    return Normals(loc, scale, covariance=Covariance(flat.mean(0), found))
+    return Normals(loc, scale, covariance=Covariance.of(flat.mean(0), found))
 
 
 @torch.no_grad()
@@ -185,7 +192,7 @@ def _covariance_of(base: Distribution, action: Action) -> Covariance | None:
     entries = torch.arange(action.dim, device=loc.device)
     order = torch.cat([index.reshape(-1) for index in sites_of(action, entries[None]).values()])
     rows = root[order].double()
-    return Covariance(loc[order].double(), rows @ rows.mT + rest[order].double().diag())
+    return Covariance.of(loc[order].double(), rows @ rows.mT + rest[order].double().diag())
 
 
 def _shared(value: Tensor, event_dims: int) -> Tensor:

@@ -218,6 +218,16 @@ def test_one_draw_that_is_no_number_spoils_no_other(estimator: Any, bad: float) 
     assert not bool(value[1] > -1e20)
 
 
+@pytest.mark.parametrize("estimator", [SinkhornImportance(3), ExactOrbit()])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_correlated_base_whose_training_broke_down_has_no_density(estimator: Any, bad: float) -> None:
+    """And nothing is raised, so that Pyro can say that the loss is NaN."""
+    action = action_of(one_layer(7))
+    root = torch.eye(action.dim).index_fill(0, torch.tensor([2]), bad)
+    q = dist.MultivariateNormal(torch.zeros(action.dim), scale_tril=root, validate_args=False)
+    assert estimator.log_prob(q, action, torch.randn(4, action.dim)).isnan().all()
+
+
 def test_the_exact_sum_can_be_cached_in_inference_mode_and_trained_with_afterwards() -> None:
     action = action_of(one_layer(9, inputs=2))
     loc = torch.randn(action.dim, requires_grad=True)
