@@ -78,6 +78,40 @@ class Enumeration:
         """
         return sum((own for own, _ in self._sums(trace)), start=torch.zeros((), device="cpu"))
 
+    def pointwise(self, trace: poutine.Trace, observed: Sequence[str]) -> dict[str, Tensor]:
+        r"""The log-density of each row of observed sites given the continuous ones: site -> its plates' shape.
+
+        .. math:: \log p(y_n \mid w) = \log \sum_k p(w, k, y_n) - \log \sum_k p(w, k)
+
+        over the discrete sites of the row's own plates. No scale counts.
+
+        :raises ValueError: naming the sites, if rows or observed sites share a discrete one: given the continuous sites
+            they aren't independent then.
+        """
+        alone, components = self._parted(trace)
+        found = {site["name"]: log_prob for site, log_prob in alone if site["name"] in observed}
+        for component in components:
+            sites: list[Any] = [site for site, _, _ in component]
+            asked = [site["name"] for site in sites if site["name"] in observed]
+            symbols = {dim for _, _, term in component for dim in term._pyro_dims}
+            reused = len({trace.symbol_to_dim[symbol] for symbol in symbols}) < len(symbols)  # in pyro.markov
+            if asked and (reused or len(asked) > 1 or len({plates for _, plates, _ in component}) > 1):
+                shared = [site["name"] for site in sites if site["name"] in self.sites]
+                raise ValueError(
+                    f"the log-likelihood of each row is asked for, but rows of {_few(asked)} aren't independent given "
+                    f"the continuous sites: they share the discrete sites {_few(shared)}, which are summed out. "
+                    "Observe what belongs to one row as one site, in the plate of its discrete site"
+                )
+            for name in asked:
+                terms = {
+                    site["name"]: self._closed(masked_log_prob(site), site["infer"]["_dim_to_symbol"]) for site in sites
+                }
+                frames: list[Any] = [frame for frame in trace.nodes[name]["cond_indep_stack"] if frame.vectorized]
+                depth = max((-frame.dim for frame in frames), default=0)
+                joint = self._over_values(list(terms.values()), depth)
+                found[name] = joint - self._over_values([own for site, own in terms.items() if site != name], depth)
+        return found
+
     def draw(self, trace: poutine.Trace) -> tuple[dict[str, Tensor], Tensor]:
         """The discrete sites, drawn from their joint distribution given all else that is in the trace, and whether that
         is one, bool ``()``: it isn't if all values have the density 0, or NaN. No scale counts."""
@@ -122,8 +156,8 @@ class Enumeration:
         owners = {site["infer"].get("_enumerate_symbol"): site for site in discrete}
         for drawn in self._draws(model, trace, weights, args, kwargs):
             for name, site in _sampled(trace):
-                expected = _log_prob(drawn.nodes[name])
-                found = _at_drawn_values(_log_prob(site), site, owners, drawn)
+                expected = masked_log_prob(drawn.nodes[name])
+                found = _at_drawn_values(masked_log_prob(site), site, owners, drawn)
                 if found.numel() != expected.numel() or not _is_close(found.reshape(expected.shape), expected):
                     raise ValueError(
                         f"the discrete sites {_few(self.sites)} can't be summed out: site {name!r} has another density "
@@ -167,29 +201,43 @@ class Enumeration:
 
     def _sums(self, trace: poutine.Trace) -> list[tuple[Tensor, Elimination]]:
         """The terms whose sum is the log-density, and how each was found."""
-        trace.symbolize_dims()
-        plates: Mapping[str, str] = trace.plate_to_symbol
-        discrete = set(trace.symbol_to_dim) - set(plates.values())
-        sums: list[tuple[Tensor, Elimination]] = []
-        factors = []
-        for _, site in _sampled(trace):
-            log_prob = _log_prob(site)
-            ordinal = frozenset(plates[frame.name] for frame in site["cond_indep_stack"] if frame.vectorized)
-            symbols = site["infer"]["_dim_to_symbol"]
-            term = pack(self._closed(log_prob, symbols), symbols)
-            if discrete.isdisjoint(term._pyro_dims):
-                sums.append(((log_prob * site["scale"]).sum(), Elimination()))
-            else:
-                factors.append((site, ordinal, term))
-        for component in _components(factors, discrete):
+        alone, components = self._parted(trace)
+        sums = [((log_prob * site["scale"]).sum(), Elimination()) for site, log_prob in alone]
+        plates = set(trace.plate_to_symbol.values())
+        for component in components:
             tree: OrderedDict[Any, list[Tensor]] = OrderedDict()
             for _, ordinal, term in component:
                 tree.setdefault(ordinal, []).append(term)
-            own = {dim for _, _, term in component for dim in term._pyro_dims} & discrete
+            own = {dim for _, _, term in component for dim in term._pyro_dims} - plates
             eliminated = Elimination()
             total = contract_to_tensor(tree, own, ring=eliminated)
             sums.append((total * _common_scale([site for site, _, _ in component]), eliminated))
         return sums
+
+    def _parted(self, trace: poutine.Trace) -> tuple[list[tuple[Any, Tensor]], list[list[Any]]]:
+        """Sites that depend on no discrete one, with their log-densities; and those that do, in groups that share none:
+        each with the symbols of its plates and its table of log-densities."""
+        trace.symbolize_dims()
+        plates: Mapping[str, str] = trace.plate_to_symbol
+        discrete = set(trace.symbol_to_dim) - set(plates.values())
+        alone: list[tuple[Any, Tensor]] = []
+        factors = []
+        for _, site in _sampled(trace):
+            log_prob = masked_log_prob(site)
+            ordinal = frozenset(plates[frame.name] for frame in site["cond_indep_stack"] if frame.vectorized)
+            symbols = site["infer"]["_dim_to_symbol"]
+            term = pack(self._closed(log_prob, symbols), symbols)
+            if discrete.isdisjoint(term._pyro_dims):
+                alone.append((site, log_prob))
+            else:
+                factors.append((site, ordinal, term))
+        return alone, _components(factors, discrete)
+
+    def _over_values(self, terms: list[Tensor], depth: int) -> Tensor:
+        """The log of the sum of products over all values of the discrete sites, for each row of ``depth`` plates."""
+        total = torch.stack(torch.broadcast_tensors(*terms)).sum(0)
+        rows = total.flatten(0, self._first_dim).logsumexp(0)
+        return rows.reshape(rows.shape[rows.dim() - depth :])
 
     def _unpacked(self, trace: poutine.Trace, name: str, drawn: Mapping[str, Any]) -> Tensor:
         """A discrete site's value, ``batch_shape + event_shape``, at the index that was drawn."""
@@ -277,7 +325,8 @@ def _sampled(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:
             yield name, site
 
 
-def _log_prob(site: Any) -> Any:
+def masked_log_prob(site: Any) -> Any:
+    """The log-density of a site's value, 0 where ``poutine.mask`` takes it out. No scale counts."""
     return scale_and_mask(site["fn"].log_prob(site["value"], *site["args"]), 1.0, site["mask"])
 
 

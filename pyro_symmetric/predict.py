@@ -118,7 +118,12 @@ def pointwise_log_likelihood(
 ) -> dict[str, Tensor]:
     """Log-likelihood of every observation under every draw: observed site -> ``batch_shape + observations``.
 
-    Untempered, and not scaled up for mini-batches. Arguments as :func:`predict`'s, with the targets.
+    Untempered, and not scaled up for mini-batches; 0 for observations that ``poutine.mask`` or ``obs_mask`` take out.
+    Discrete sites that the posterior lacks, as they were summed out, are summed out of each row's density, too.
+    Arguments as :func:`predict`'s, with the targets.
+
+    :raises ValueError: if rows share a discrete site, as in a hidden Markov model, so that they have no densities of
+        their own; or if the posterior lacks a continuous site.
     """
     predictor = predictor_of(_weights_of(posterior), model, args, kwargs, "log_likelihood", _device_of(posterior))
     result = _run(posterior, predictor, num_samples, False, draw_chunk, row_chunk, progress)
@@ -231,7 +236,7 @@ class _Collected:
             self.leaves = [self._empty(leaf) for leaf in leaves]
         for total, leaf in zip(self.leaves, leaves, strict=True):
             if self.average:
-                total[rows] += leaf.sum(0, dtype=total.dtype).to(total.device)
+                (total if self.num_rows is None else total[rows]).add_(leaf.sum(0, dtype=total.dtype).to(total.device))
             else:
                 place = (part,) if self.num_rows is None else (part, rows)
                 total[place] = leaf.to(total.device)

@@ -27,7 +27,7 @@ from pyro_symmetric.calls import (
     over_weights,
     with_weights,
 )
-from pyro_symmetric.enumeration import Enumeration
+from pyro_symmetric.enumeration import Enumeration, masked_log_prob
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, placed, promoted
 from pyro_symmetric.weights import Shapes, Weights
@@ -168,11 +168,14 @@ class TracedPredictor:
         if not self.site_shapes:
             raise ValueError(f"the model has none of the sites {names} that are given; {_has(model, sites)}")
         _require_all_rows(trace, drawn, kind)
-        self._enumeration = self._enumerated(given) if kind == "discrete" else None
+        self._enumeration = self._enumerated(given) if kind in ("discrete", "log_likelihood") else None
         self._one_by_one = False
 
-    def _enumerated(self, given: Mapping[str, Tensor]) -> Enumeration:
-        """:raises ValueError: if the model has no discrete sites, or others that the posterior doesn't give."""
+    def _enumerated(self, given: Mapping[str, Tensor]) -> Enumeration | None:
+        """The discrete sites that the posterior leaves, if there are.
+
+        :raises ValueError: if it leaves others, or none though they are asked for.
+        """
         if not all(value.numel() for value in given.values()):
             raise ValueError("the posterior holds no draws; there is nothing to predict")
         one = {name: value.reshape(-1, *self.site_shapes[name])[0] for name, value in given.items()}
@@ -182,16 +185,19 @@ class TracedPredictor:
             others = {name: site for name, site in sites.items() if name not in given and _is_random(site)}
             latent = {name: site for name, site in others.items() if not site["is_observed"]}
             if missing := [name for name, site in latent.items() if not is_enumerated(site)]:
+                what = "draws discrete sites" if self.kind == "discrete" else "is the density of each row"
                 raise ValueError(
-                    "kind is 'discrete', which draws discrete sites given all others and the data; neither the "
-                    f"posterior nor the model's arguments give {missing}"
+                    f"kind is {self.kind!r}, which {what} given all others and the data; neither the posterior nor the "
+                    f"model's arguments give {missing}"
                 )
             if not latent:
+                if self.kind == "log_likelihood":
+                    return None
                 raise ValueError("kind is 'discrete', but the posterior leaves no discrete latent site of the model")
             if len(latent) == len(others):
                 raise ValueError(
-                    "kind is 'discrete', which draws discrete sites given the data, but the model observes none; pass "
-                    "the data as the sampler had them, or ask for kind='samples'"
+                    f"kind is {self.kind!r}, which asks for the data, but the model observes none; pass the data as "
+                    "the sampler had them, or ask for kind='samples'"
                 )
             enumeration = Enumeration(trace)
             enumeration.require_enumerable(self.model, one, self.args, self.kwargs)
@@ -199,7 +205,7 @@ class TracedPredictor:
 
     def __call__(self, weights: Weights, rows: slice) -> Any:
         values = self._evaluated(weights)
-        if self._enumeration is not None:
+        if self.kind == "discrete":
             values, possible = values
             if not bool(possible.all()):
                 raise ValueError(
@@ -234,6 +240,8 @@ class TracedPredictor:
 
     def _one(self, weights: Weights) -> Any:
         conditioned = poutine.condition(self.model, data=weights)
+        if self.kind == "log_likelihood":
+            return self._by_rows(weights)
         if self._enumeration is not None:
             enumerated = self._enumeration.trace(self.model, weights, self.args, self.kwargs)
             drawn, possible = self._enumeration.draw(enumerated)
@@ -241,10 +249,6 @@ class TracedPredictor:
             trace = poutine.trace(given).get_trace(*self.args, **self.kwargs)
             computed = {name: site["value"] for name, site in trace.nodes.items() if is_deterministic(site)}
             return {**drawn, **computed}, possible
-        if self.kind == "log_likelihood":
-            trace = poutine.trace(conditioned).get_trace(*self.args, **self.kwargs)
-            observed: dict[str, Any] = {n: trace.nodes[n] for n in trace.observation_nodes if n not in weights}
-            return {n: site["fn"].log_prob(site["value"]) for n, site in observed.items() if _is_random(site)}
         with _Targets(weights, self.kind, self._last) as targets:
             returned = conditioned(*self.args, **self.kwargs)
         if self.kind != "outputs":
@@ -255,6 +259,18 @@ class TracedPredictor:
                 "kind='samples'"
             )
         return returned
+
+    def _by_rows(self, weights: Weights) -> Weights:
+        """The log-density of each observation; 0 if it is masked out, as in the model's own density."""
+        if self._enumeration is None:
+            trace = poutine.trace(poutine.condition(self.model, data=weights)).get_trace(*self.args, **self.kwargs)
+        else:
+            trace = self._enumeration.trace(self.model, weights, self.args, self.kwargs)
+        nodes: dict[str, Any] = {name: trace.nodes[name] for name in trace.observation_nodes if name not in weights}
+        observed = {name: site for name, site in nodes.items() if _is_random(site)}
+        if self._enumeration is not None:
+            return self._enumeration.pointwise(trace, list(observed))
+        return {name: masked_log_prob(site) for name, site in observed.items()}
 
 
 class _Targets(Messenger):
