@@ -42,6 +42,8 @@ LATE = (0.03, 0.1)  # nats a draw that the first draws of a chain lack: half of 
 FARTHER = 4.0  # times as far below the median as any draw of the second half
 LEFT_BEHIND = 5.0  # deviations of the log density that a chain lies below the others: a warning only
 
+LEAST_AGREEING = 100  # draws of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
+TOLD = ("divergences", "energy")  # findings that a sampler warns of at once, if chains must agree
 LEAST_DRAWS = 20  # of a chain, so that a low acceptance says something
 LEAST_LATER = 50  # draws of the second half, so that a converged chain is warned of once in 20,000 times
 SURE = 3.0  # standard errors that a temperature must be off
@@ -49,6 +51,9 @@ SURE_OF_ONE = 4.5  # of several sites: false alarms 7e-6 each
 WATCHED_ENTRIES = 16  # of each site, which are enough to see whether chains move
 
 TOO_LARGE = "step size is too large for all of them, or the density or its gradient is broken"
+RELABELLED = (
+    "If the model's components or units can be relabelled, diagnose(posterior, symmetry) tells whether that is all"
+)
 NO_CHAIN_MOVES = f"no chain moves: the {TOO_LARGE}"
 
 
@@ -265,9 +270,10 @@ def _of_densities(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
 def sampler_failures(
     statistics: Mapping[str, Tensor], subsampled: bool, samples: Mapping[str, Tensor] | None = None
 ) -> list[Finding]:
-    """Failures that a sampler warns of at once: chains that hardly move, and many divergences.
+    """What a sampler warns of at once: chains that hardly move, and many divergences.
 
-    Of a sampler of mini-batches, which accepts and rejects nothing, also temperatures that are off, and disagreement.
+    If chains must agree, also disagreement, any divergence, and momenta that hardly change the energy. Of a sampler of
+    mini-batches, which accepts and rejects nothing, also temperatures that are off.
 
     :param statistics: the sampler's own numbers of every draw, ``(chains, draws)`` each.
     :param samples: the draws, if chains must agree on them.
@@ -281,13 +287,16 @@ def sampler_failures(
     found += [energy_error(statistics["energy_error"])] if "energy_error" in statistics else []
     found += _of_densities(statistics)
     if subsampled and found and next(iter(statistics.values())).shape[1] >= LEAST_DRAWS:
-        apart = [] if samples is None else [disagreement(samples)]
+        apart = [] if samples is None else [disagreement(samples, subsampled)]
         arrived = all(finding.status != "fail" for finding in apart)
         found += [*apart, *_temperatures(statistics, subsampled, arrived)]
+    elif samples is not None and next(iter(samples.values())).shape[1] >= LEAST_AGREEING:
+        found += [disagreement(samples, subsampled), *_energy(statistics)]
+        return [one for one in found if one.status == "fail" or (one.status == "warn" and one.name in TOLD)]
     return [finding for finding in found if finding.status == "fail"]
 
 
-def disagreement(samples: Mapping[str, Tensor]) -> Finding:
+def disagreement(samples: Mapping[str, Tensor], subsampled: bool) -> Finding:
     """Judge by the first entries of each site whether chains agree."""
     heads = {site: v.flatten(2)[..., :WATCHED_ENTRIES] if v.dim() > 2 else v for site, v in samples.items()}
     worst = {site: float(chain_statistics(v).r_hat.nan_to_num(0.0).max()) for site, v in heads.items() if v.numel()}
@@ -296,7 +305,7 @@ def disagreement(samples: Mapping[str, Tensor]) -> Finding:
     status = graded(worst[site], R_HAT)
     if status == "fail":
         words = f"the chains disagree, so the draws are no posterior's yet: {words}, and 1 is right. Run longer, with "
-        words += "a longer warm-up and larger batches"
+        words += f"a longer warm-up{' and larger batches' if subsampled else f'. {RELABELLED}'}"
     return Finding("weights", status, words, worst[site])
 
 
@@ -323,9 +332,8 @@ def warm_up(metadata: Mapping[str, Any], in_copies: bool = False) -> Iterator[Fi
         return
     dense = "" if metadata.get("settings", {}).get("mass") == "dense" else "mass='dense' or "
     advice = (
-        "If the model's components or units can be relabelled, diagnose(posterior, symmetry) tells whether that is "
-        f"all. If not, pass {dense}a larger num_warmup, or reparametrise the model; modes that lie far apart keep "
-        "chains apart however long they run"
+        f"{RELABELLED}. If not, pass {dense}a larger num_warmup, or reparametrise the model; modes that lie far apart "
+        "keep chains apart however long they run"
     )
     words = f"the chains didn't agree when warm-up ended: {words}, not below {limit}. {advice}"
     yield Finding("warm-up", "warn", words, found)
@@ -349,14 +357,18 @@ def sampler_findings(statistics: Mapping[str, Tensor], subsampled: bool, arrived
         advice = "" if status == "pass" else ": raise max_treedepth, or reparametrise"
         words = f"{share:.1%} of the trajectories were cut off at the largest tree{advice}"
         yield Finding("tree depth", status, words, share)
+    yield from _energy(statistics)
+    if "lp" in statistics and min(statistics["lp"].shape) > 1 and statistics["lp"].shape[1] > 2:
+        yield _level(statistics["lp"].double())
+    yield from _temperatures(statistics, subsampled, arrived)
+
+
+def _energy(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
     if "energy" in statistics and statistics["energy"].shape[1] > 2:
         least = float(missing_energy(statistics["energy"]).min())
         status = graded(least, ENERGY_FRACTION)
         advice = "" if status == "pass" else ": momenta hardly change the energy, tails are missed; reparametrise"
         yield Finding("energy", status, f"E-BFMI of the worst chain {least:.2f}{advice}", least)
-    if "lp" in statistics and min(statistics["lp"].shape) > 1 and statistics["lp"].shape[1] > 2:
-        yield _level(statistics["lp"].double())
-    yield from _temperatures(statistics, subsampled, arrived)
 
 
 def _temperatures(statistics: Mapping[str, Tensor], subsampled: bool, arrived: bool) -> Iterator[Finding]:

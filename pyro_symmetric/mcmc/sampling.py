@@ -174,7 +174,8 @@ def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:
     # A network's chains may sit in copies of one mode, and needn't agree.
     agreeing = None if isinstance(settings.kernel.model, BayesianModel) else posterior.samples
     found = sampler_failures(posterior.statistics, settings.kernel.subsampled, agreeing)
-    if isinstance(settings.num_warmup, str):
-        found += [finding for finding in warm_up(posterior.metadata) if finding.status != "pass"]
+    early = list(warm_up(posterior.metadata)) if isinstance(settings.num_warmup, str) else []
+    if any(finding.status != "pass" for finding in early):  # which says it all
+        found = [*early, *(finding for finding in found if finding.name != "weights")]
     for finding in found:
         warnings.warn(finding.words, RuntimeWarning, stacklevel=3)

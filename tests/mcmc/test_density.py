@@ -279,6 +279,34 @@ def test_a_model_that_branches_on_a_value_is_evaluated_chain_by_chain_and_says_s
     torch.testing.assert_close(gradient, a - slope)
 
 
+def test_supports_that_move_with_a_discrete_site_are_seen_whatever_was_drawn():
+    def model(shares):
+        k = pyro.sample("k", dist.Categorical(shares))
+        pyro.sample("u", dist.Uniform(0.0, torch.tensor([1.0, 2.0])[k]))
+
+    for share in (0.5, 1e-6):
+        with pytest.raises(ValueError, match="'u' depends on other sites"):
+            Density(model, (torch.tensor([1 - share, share]),))
+    Density(lambda: pyro.sample("s", dist.LogNormal(pyro.sample("z", dist.Bernoulli(0.3)), 1.0)))  # a fixed support
+
+
+@pytest.mark.parametrize("rare", ["site", "support"])
+def test_what_few_runs_have_is_refused_when_a_chain_comes_there(rare):
+    """No prior draw in 20,000 comes there."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        if rare == "site" and x > 4:
+            pyro.sample("y", dist.Normal(5.0, 0.01))
+        pyro.sample("u", dist.Uniform(0.0, 2.0 if rare == "support" and x > 4 else 1.0))
+
+    with pytest.warns(RuntimeWarning, match="one after another"):
+        density = Density(model)
+    density.energy(torch.tensor([[3.9, 0.0]]))
+    with pytest.raises(ValueError, match=r"'y'. exist in some runs|'u' depends on other sites"):
+        density.energy(torch.tensor([[3.9, 0.0], [4.1, 0.0]]))
+
+
 @pytest.mark.parametrize(
     ("model", "args", "options", "message"),
     [

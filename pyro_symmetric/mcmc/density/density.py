@@ -152,7 +152,7 @@ class Density:
                 )
                 raise ValueError(
                     f"the model subsamples its data ({sizes}); all of them are needed here. Pass the whole data "
-                    "(and no subsample_size); of samplers, stochastic-gradient ones (SGHMC) take rows"
+                    "(and no subsample_size), or, to sample, use a stochastic-gradient sampler (SGHMC)"
                 )
             self.layout = Layout.of(self.target.sites)
             self.dim = self.layout.dim

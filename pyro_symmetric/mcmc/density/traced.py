@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,18 +18,19 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
-from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import PYRO, running_pyro, without_warnings
 from pyro_symmetric.calls import WRAP, explaining, is_deterministic, is_enumerated, name_of
 from pyro_symmetric.enumeration import Enumeration
-from pyro_symmetric.layout import Layout, transform_of
+from pyro_symmetric.layout import transform_of
 from pyro_symmetric.mcmc.density.batch_scale import warn_of_batch_scale, warn_of_plate_scale
 from pyro_symmetric.mcmc.density.mappable import mappable
 from pyro_symmetric.mcmc.density.targets import ROWS, Rows, require_batch_size, unchecked
 from pyro_symmetric.placement import Placement, as_tensor, promoted
 from pyro_symmetric.weights import Weights
+
+RUNS, SECONDS = 30, 0.2  # of a model, at most, to see whether its sites and supports are always the same
 
 
 class TracedTarget:
@@ -52,7 +54,8 @@ class TracedTarget:
         rows = None if batch_size is None else {ROWS: torch.arange(batch_size, device="cpu")}
         with PYRO, explaining(model, args, kwargs):
             trace = self._prior_trace(rows)
-        self.sites: Mapping[str, Distribution] = _latent_sites(trace)
+        # Those that samplers move: discrete ones that can be summed out aren't.
+        self.sites: Mapping[str, Any] = {site["name"]: site["fn"] for site in _latent(trace) if not is_enumerated(site)}
         if not self.sites:
             raise ValueError(_nothing_to_sample(model, trace))
         discrete = any(is_enumerated(site) for site in _latent(trace))
@@ -73,12 +76,8 @@ class TracedTarget:
         if batch_size is not None and batch_size < self._data_rows:
             warn_of_batch_scale(observed, batch_size, self._data_rows)
             self.row_counts = {**self.row_counts, ROWS: (self._data_rows, batch_size)}
-        self._require_fixed_layout()
-        if self._enumeration is not None:
-            with running_pyro():
-                self._enumeration.require_enumerable(
-                    self.model, {site: _value(trace, site) for site in self.sites}, *self._cut(rows)
-                )
+        self._probes: dict[str, tuple[Tensor, Tensor]] = {}
+        self._require_fixed_layout(trace, rows)
         with running_pyro():
             self.computed: Mapping[str, torch.Size] = {} if self.row_counts else self._deterministic_sites(trace, rows)
 
@@ -108,8 +107,12 @@ class TracedTarget:
         plates = {name: index for name, index in (rows or {}).items() if name != ROWS}
         given, model = {**weights, **plates}, _Unchecked()(self.model)
         if self._enumeration is not None:
-            return self._enumeration.trace(model, given, args, kwargs)
-        return poutine.trace(poutine.condition(model, data=given)).get_trace(*args, **kwargs)
+            trace = self._enumeration.trace(model, given, args, kwargs)
+        else:
+            trace = poutine.trace(poutine.condition(model, data=given)).get_trace(*args, **kwargs)
+        # Only of a run by itself, which may branch on values, can the numbers be looked at.
+        self._require_same_layout(trace, supports=bool(self.one_by_one))
+        return trace
 
     def compute(self, weights: Weights) -> Weights:
         """Values of :attr:`computed` for weights of batch shape ``(C,)``.
@@ -184,24 +187,40 @@ class TracedTarget:
         except (TypeError, ValueError):  # whose names can't be told
             return {**{str(i): value for i, value in enumerate(self.args)}, **self.kwargs}
 
-    def _require_fixed_layout(self) -> None:
-        """:raises ValueError: if sites, shapes or supports depend on what was drawn; two draws are compared."""
-        trace, layout = self._prior_trace(), Layout.of(self.sites)
-        again = _latent_sites(trace)
-        if set(again) != set(self.sites):
-            changed = sorted(set(again) ^ set(self.sites))
+    def _require_fixed_layout(self, trace: poutine.Trace, rows: Rows | None) -> None:
+        """:raises ValueError: if sites, shapes or supports depend on what was drawn; several draws are compared, and
+        all values of discrete sites."""
+        given = {site: _value(trace, site) for site in self.sites}
+        for site, fn in self.sites.items():
+            transform, like = transform_of(site, fn), given[site]
+            free = torch.Size(transform.inverse_shape(like.shape))
+            probe = torch.linspace(-1.5, 1.5, free.numel(), dtype=like.dtype, device=like.device).reshape(free)
+            self._probes[site] = probe, transform(probe)
+        began = time.monotonic()
+        for _ in range(RUNS):
+            self._require_same_layout(self._prior_trace())
+            if time.monotonic() - began > SECONDS:
+                break
+        if self._enumeration is not None:
+            with running_pyro():
+                self._enumeration.require_enumerable(self.model, given, *self._cut(rows))
+                self._require_same_layout(self._enumeration.trace(self.model, given, *self._cut(rows)))
+
+    def _require_same_layout(self, trace: poutine.Trace, supports: bool = True) -> None:
+        """:raises ValueError: if a run has other sites, shapes or supports than the first."""
+        drawn = {site["name"] for site in _latent(trace) if not is_enumerated(site)}
+        if changed := sorted(set(self._probes) ^ (drawn | (set(self._probes) & set(trace.nodes)))):
             raise ValueError(
                 f"the sites {changed} exist in some runs of the model only; a sampler needs the same ones in all"
             )
-        other = Layout.of(again)
-        like = [value for value in (_value(trace, site) for site in again) if value.is_floating_point()]
-        device = self._placement.device or next((value.device for value in like), None)
-        probe = torch.linspace(-1.5, 1.5, layout.dim, device=device, dtype=self._placement.dtype or promoted(like))
-        first, second = layout.constrain(probe), other.constrain(probe) if other.dim == layout.dim else {}
-        for site, value in first.items():
-            if site not in second or value.shape != second[site].shape or not torch.equal(value, second[site]):
+        for name, (probe, expected) in self._probes.items() if supports else ():
+            site: Any = trace.nodes[name]
+            found = transform_of(name, site["fn"])(probe) if site["value"].shape == expected.shape else probe[:0]
+            # A support for each value of a discrete site has them along dimensions on the left.
+            shape = found.shape[max(found.dim() - expected.dim(), 0) :]
+            if shape != expected.shape or not bool((found == expected).all()):
                 raise ValueError(
-                    f"the support or shape of site {site!r} depends on other sites; a sampler needs a fixed one. "
+                    f"the support or shape of site {name!r} depends on other sites; a sampler needs a fixed one. "
                     "Sample it on a fixed support and transform it, e.g. Uniform(0, 1) times the bound"
                 )
 
@@ -250,11 +269,6 @@ def _chain(values: Mapping[str, Tensor], chain: int) -> dict[str, Tensor]:
 
 def _latent(trace: poutine.Trace) -> list[Any]:
     return [site for _, site in trace.iter_stochastic_nodes() if not site_is_subsample(site)]
-
-
-def _latent_sites(trace: poutine.Trace) -> dict[str, Any]:
-    """Those that samplers move: discrete ones that can be summed out aren't."""
-    return {site["name"]: site["fn"] for site in _latent(trace) if not is_enumerated(site)}
 
 
 def _observed_sites(trace: poutine.Trace) -> list[Any]:
