@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import platform
 import time
 import warnings
@@ -132,6 +133,8 @@ def _fixed(case: Case) -> Tensor:
 
 def _support(made: Any) -> Any:
     support = made.support
+    if "VonMises" in repr(made) or isinstance(made, dist.SineSkewed):  # angles, which Pyro has on the line
+        return constraints.independent(constraints.interval(-math.pi, math.pi), len(made.event_shape))
     if isinstance(support, constraints.MixtureSameFamilyConstraint):
         return support.base_constraint
     if getattr(support, "upper_bound", None) == torch.inf:

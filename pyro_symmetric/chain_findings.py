@@ -43,7 +43,6 @@ FARTHER = 4.0  # times as far below the median as any draw of the second half
 LEFT_BEHIND = 5.0  # deviations of the log density that a chain lies below the others: a warning only
 
 LEAST_AGREEING = 100  # draws of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
-TOLD = ("divergences", "energy")  # findings that a sampler warns of at once, if chains must agree
 LEAST_DRAWS = 20  # of a chain, so that a low acceptance says something
 LEAST_LATER = 50  # draws of the second half, so that a converged chain is warned of once in 20,000 times
 SURE = 3.0  # standard errors that a temperature must be off
@@ -272,7 +271,7 @@ def sampler_failures(
 ) -> list[Finding]:
     """What a sampler warns of at once: chains that hardly move, and many divergences.
 
-    If chains must agree, also disagreement, any divergence, and momenta that hardly change the energy. Of a sampler of
+    If chains must agree, also disagreement, and momenta that hardly change the energy. Of a sampler of
     mini-batches, which accepts and rejects nothing, also temperatures that are off.
 
     :param statistics: the sampler's own numbers of every draw, ``(chains, draws)`` each.
@@ -292,7 +291,7 @@ def sampler_failures(
         found += [*apart, *_temperatures(statistics, subsampled, arrived)]
     elif samples is not None and next(iter(samples.values())).shape[1] >= LEAST_AGREEING:
         found += [disagreement(samples, subsampled), *_energy(statistics)]
-        return [one for one in found if one.status == "fail" or (one.status == "warn" and one.name in TOLD)]
+        return [one for one in found if one.status == "fail" or (one.status == "warn" and one.name == "energy")]
     return [finding for finding in found if finding.status == "fail"]
 
 

@@ -7,11 +7,12 @@ by site name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from pyro.distributions import Delta
+from pyro.distributions import Delta, SineBivariateVonMises, SineSkewed
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from pyro.distributions.util import sum_rightmost
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.distributions import (
     Distribution,
     Independent,
     Transform,
+    VonMises,
     biject_to,
     constraints,
     identity_transform,
@@ -28,6 +30,8 @@ from torch.distributions.transforms import AffineTransform, ComposeTransform, Ex
 from pyro_symmetric import weights as by_site
 from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
+
+ANGLES = (VonMises, SineBivariateVonMises, SineSkewed)
 
 
 class Layout:
@@ -136,6 +140,8 @@ def transform_of(site: str, fn: Distribution) -> Transform:
         raise ValueError(f"site {site!r} is a Delta, which leaves nothing to sample; use pyro.deterministic")
     try:
         support: Any = fn.support
+        if isinstance(inner, ANGLES):  # Pyro has them on the line, on which their densities repeat for ever
+            support = constraints.independent(constraints.interval(-math.pi, math.pi), len(fn.event_shape))
         if not support.is_discrete:
             # A mixture's support is that of its components, wrapped in a constraint without a transform.
             mixed = isinstance(support, constraints.MixtureSameFamilyConstraint)

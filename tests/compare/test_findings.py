@@ -201,17 +201,16 @@ def test_a_sampler_of_mini_batches_tells_of_disagreement_and_temperatures_at_onc
     assert sampler_failures(few, True, {"w": apart["w"][:, :10]}) == []
 
 
-def test_a_sampler_whose_chains_must_agree_tells_of_disagreement_any_divergence_and_heavy_tails():
+def test_a_sampler_whose_chains_must_agree_tells_of_disagreement_and_heavy_tails():
     """R-hat of 64 converged entries of four chains of 100 draws is under 1.05 but once in 10,000 times."""
     diverging, agree = torch.zeros(4, 100, dtype=torch.bool), {"w": torch.randn(4, 100, 64)}
     fine = {"diverging": diverging, "energy": torch.randn(4, 100)}
     assert sampler_failures(fine, False, agree) == []
-    one = {**fine, "diverging": diverging.index_fill(0, torch.tensor([0]), True)}
     slow = {**fine, "energy": torch.randn(4, 100).cumsum(1)}
     apart = {"w": agree["w"] + 2 * torch.arange(4)[:, None, None]}
-    found = [sampler_failures(*case) for case in ((one, False, agree), (slow, False, agree), (fine, False, apart))]
-    assert [[finding.name for finding in own] for own in found] == [["divergences"], ["energy"], ["weights"]]
-    assert "relabelled" in found[2][0].words
+    found = [sampler_failures(*case) for case in ((slow, False, agree), (fine, False, apart))]
+    assert [[finding.name for finding in own] for own in found] == [["energy"], ["weights"]]
+    assert "relabelled" in found[1][0].words
     assert sampler_failures(fine, False) == []  # of a network, whose chains may sit in copies of one mode
 
 
