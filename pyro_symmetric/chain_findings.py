@@ -36,6 +36,7 @@ ENERGY_FRACTION = (0.3, 0.1)  # E-BFMI of one chain
 ENERGY_ERROR = (2.0, 10.0)  # of unadjusted steps, in units of what was asked
 TEMPERATURE = (0.1, 0.3)  # distance from 1
 BLURRED = (0.0, 0.05)  # share of the draws at energies that rounding changes by a unit or more
+EDGE = 3e-4  # share of the draws at the last number before 1: of Beta(a, b) 1 / a times as many are missed
 SPACING = (0.1, 0.5)  # distance of neighbouring numbers of the dtype, in deviations of a chain
 MOVING = (0.1, 0.01)  # share of the draws at which a chain moves, and its spread in units of the median chain's
 LATE = (0.03, 0.1)  # nats a draw that the first draws of a chain lack: half of what they add to a scaled variance
@@ -119,6 +120,23 @@ def resolved(draws: Mapping[str, Tensor]) -> Iterator[Finding]:
     words = f"numbers as large as those of {worst} lie {gap} in {draws[worst].dtype}, so moves are lost to rounding"
     words += ": draw anew with dtype=torch.float64, or let the model centre and scale what is so large"
     yield Finding("resolution", status, words, told[worst])
+
+
+def at_the_edge(draws: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """A finding for each site of which many draws are the number below 1 at which PyTorch's sigmoid ends.
+
+    That is ``1 - eps``; a density with mass beyond loses it, and the weight of what lies elsewhere grows.
+    """
+    for site, value in draws.items():
+        if value.is_floating_point() and value.numel():
+            share = float((value == 1 - torch.finfo(value.dtype).eps).double().mean((0, 1)).max())
+            if share > EDGE:
+                single = "use dtype=torch.float64, or " if value.dtype == torch.float32 else ""
+                words = (
+                    f"{share:.2%} of the draws of site {site!r} are as near to 1 as {value.dtype} has numbers, so what "
+                )
+                words += f"lies nearer is missed: {single}sample the logit, or 1 less the value if only that is near 0"
+                yield Finding("edge", "fail", words, share)
 
 
 def moving(samples: Mapping[str, Tensor]) -> Finding:
@@ -290,7 +308,7 @@ def sampler_failures(
         arrived = all(finding.status != "fail" for finding in apart)
         found += [*apart, *_temperatures(statistics, subsampled, arrived)]
     elif samples is not None and next(iter(samples.values())).shape[1] >= LEAST_AGREEING:
-        found += [disagreement(samples, subsampled), *_energy(statistics)]
+        found += [disagreement(samples, subsampled), *_energy(statistics), *at_the_edge(samples)]
         return [one for one in found if one.status == "fail" or (one.status == "warn" and one.name == "energy")]
     return [finding for finding in found if finding.status == "fail"]
 

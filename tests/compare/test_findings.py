@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
+from torch.distributions import constraints
 
 from pyro_symmetric.chain_findings import arrival, sampler_failures
 from pyro_symmetric.compare.diagnosis import diagnose
@@ -341,3 +342,16 @@ def test_a_chain_that_arrives_in_its_first_draws_is_told_with_their_number():
     assert finding in sampler_failures({"lp": lp}, subsampled=False)
     assert arrival(lp[:, 3:]).status == "pass"
     assert sampler_failures({"lp": lp[:, :60]}, subsampled=False) == []  # too few to tell
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draws_as_near_to_1_as_numbers_go_are_told(dtype: torch.dtype) -> None:
+    """Of Beta(0.1, 0.1), of which a tenth lies nearer to 1 in single precision, a hundredth in double; of Beta(2, 2)
+    nothing does."""
+    fine = {"energy": torch.randn(4, 2000)}
+    logits = torch.distributions.Gamma(torch.tensor(0.1).double(), 1.0).sample((2, 4, 2000)).clamp(min=1e-300).log()
+    near = {"p": torch.distributions.biject_to(constraints.unit_interval)((logits[0] - logits[1]).to(dtype))}
+    assert [found.name for found in sampler_failures(fine, False, near)] == ["edge"]
+    assert ("float64, or" in sampler_failures(fine, False, near)[0].words) == (dtype == torch.float32)
+    far = {"p": torch.distributions.Beta(torch.tensor(2.0, dtype=dtype), 2.0).sample((4, 2000))}
+    assert sampler_failures(fine, False, far) == []
