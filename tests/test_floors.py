@@ -72,6 +72,7 @@ INSIDE = {
     ],
     "alignment": [
         ["assignment", "elements", "gaussian", "textbook"],
+        ["exchanges"],
         ["costs", "paths"],
         ["decision", "moments", "relabel"],
         ["exhaustive", "members"],

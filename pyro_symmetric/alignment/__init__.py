@@ -8,6 +8,7 @@ it:
   of small groups; ``decision``: one step;
 * ``moments``: what was given, site by site; ``gaussian``: what was given, as Gaussian moments;
 * ``costs``: how well units go together, and what a match costs: write your own by ``costs.protocol``;
+* ``exchanges``: units that lie on two axes of one site, a quadratic assignment problem;
 * ``assignment``: linear assignment problems.
 
 Beside them, ``textbook``, weight matching in forty lines, and ``paths``: distances and paths between Gaussians, and

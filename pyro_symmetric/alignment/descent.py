@@ -7,14 +7,15 @@ Two habits make this fast and good (compare ``textbook``, which starts at the id
 sweep): the *forward start* matches each set of units by that alone whose other units are placed already, so that
 nothing is compared with what lies in no meaningful order yet; the *work-list* then looks again only at those units
 whose neighbours have changed. Further descents visit units in random order, from a *kick* of the best element so far
-(iterated local search).
+(iterated local search). Sets of units that lie on two axes of one site have a search of their own
+(:mod:`~pyro_symmetric.alignment.exchanges`): assignments, which are steps of a linearisation, seldom suffice.
 
 All sources of a batch go through the same steps together; those for which there is nothing to do sit out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from pyro_symmetric.alignment.costs.protocol import SETTLED, MatchCost
 from pyro_symmetric.alignment.decision import Decision
 from pyro_symmetric.alignment.elements import differing, joined, put, replaced, some
+from pyro_symmetric.alignment.exchanges import Quadratic
 from pyro_symmetric.alignment.exhaustive import Exhaustive
 from pyro_symmetric.groups.element import Element
 
@@ -207,6 +209,7 @@ class Descent:
             left[m] = False
             element = self._decide(name, element, self.rows, known)
             known |= set(self._decide.families[name])
+            element = self._placed_anew(m, element, known)
         return element, unsettled
 
     def kicked_start(self, element: Element) -> tuple[Element, Tensor, Tensor]:
@@ -275,6 +278,30 @@ class Descent:
 
     # small steps ----------------------------------------------------------------------------------------------------
 
+    def _quadratic(self, m: int, element: Element, rows: Tensor, known: Collection[str]) -> Quadratic | None:
+        """The objective of the places of units that are coupled with themselves."""
+        if "permute" not in self.group[self.moves[m]].moves or not bool(self.coupled[m, m]):
+            return None
+        return self.cost.quadratic(self.moves[m], element, rows, known)
+
+    def _placed_anew(self, m: int, element: Element, known: Collection[str]) -> Element:
+        """Units that are coupled with themselves and are moved as they are, in the best places of many starts."""
+        name = self.moves[m]
+        alone = self._decide.families[name] == [name] and self.group[name].moves == {"permute"}
+        quadratic = self._quadratic(m, element, self.rows, known) if alone else None
+        if quadratic is None:
+            return element
+        return replaced(element, {name: element[name].gather(-1, quadratic.best())})
+
+    def _exchanged(self, m: int, element: Element, looking: Tensor) -> Element | None:
+        """Some sources' elements after exchanges of two units of one set, as long as these gain."""
+        quadratic = self._quadratic(m, element, looking, self.group.units)
+        if quadratic is None:
+            return None
+        name = self.moves[m]
+        here = torch.arange(self.group[name].size, device=element.device).expand(1, len(looking), -1)
+        return replaced(element, {name: element[name].gather(-1, quadratic.exchanged(here)[0])})
+
     def _rescaled(
         self, element: Element, costs: Tensor, history: list[Tensor], settled: float = SETTLED
     ) -> tuple[Element, Tensor]:
@@ -300,30 +327,43 @@ class Descent:
 
         The scores of units that are coupled with themselves are a linearisation. Shorter steps follow, by a growing
         bonus for units that stay. It adds a constant to the (maximised) objective and makes it convex in the end; a
-        convex objective lies nowhere below its linearisation, so that the step can't fail.
+        convex objective lies nowhere below its linearisation, so that the step can't fail. If no step gains,
+        exchanges of two units are left to try.
         """
-        name, taken = self.moves[m], []
-        parts = list(self.cost.parts[name])
-        for shorter in range(1 + SHORTER_STEPS if bool(self.coupled[m, m]) else 1):
-            here = some(element, looking)
-            proposal = self._decide(name, here, looking, self.group.units, shorter)
-            rearranged, scaled = differing(self._decide.families[name], here, proposal)
-            changed = (rearranged if self.cost.rescales else rearranged | scaled).nonzero().flatten()
-            if not len(changed):
-                break
-            looking, proposal = looking[changed], some(proposal, changed)
-            least = self.threshold[looking] * torch.where(rearranged[changed], 1.0, SCALE_STEPS)
-            found = self.cost.costs(proposal, looking, parts)
-            good = (costs[looking][:, parts] - found).sum(1) > least
-            accepted = looking[good]
-            if len(accepted):
-                element = put(element, accepted, some(proposal, good.nonzero().flatten()))
-                costs[accepted.unsqueeze(1), torch.tensor(parts, device="cpu")] = found[good]
+        name, left, taken = self.moves[m], looking, [looking[:0]]
+        itself = bool(self.coupled[m, m])
+        for shorter in range(1 + SHORTER_STEPS if itself else 1):
+            proposal = self._decide(name, some(element, left), left, self.group.units, shorter)
+            element, accepted, left = self._improved(m, element, proposal, left, costs)
             taken.append(accepted)
-            looking = looking[~good]
-            if not len(looking):
+            if not len(left):
                 break
-        return element, torch.cat(taken) if taken else looking[:0]
+        left = looking[~torch.isin(looking, torch.cat(taken))] if itself else looking[:0]
+        if len(left) and (exchanged := self._exchanged(m, some(element, left), left)) is not None:
+            element, accepted, _ = self._improved(m, element, exchanged, left, costs)
+            taken.append(accepted)
+        return element, torch.cat(taken)
+
+    def _improved(
+        self, m: int, element: Element, proposal: Element, looking: Tensor, costs: Tensor
+    ) -> tuple[Element, Tensor, Tensor]:
+        """Proposals for some sources, where they improve the cost; also, the sources that accepted, and those that
+        didn't although something had changed."""
+        parts = list(self.cost.parts[self.moves[m]])
+        here = some(element, looking)
+        rearranged, scaled = differing(self._decide.families[self.moves[m]], here, proposal)
+        changed = (rearranged if self.cost.rescales else rearranged | scaled).nonzero().flatten()
+        if not len(changed):
+            return element, looking[:0], looking[:0]
+        looking, proposal = looking[changed], some(proposal, changed)
+        least = self.threshold[looking] * torch.where(rearranged[changed], 1.0, SCALE_STEPS)
+        found = self.cost.costs(proposal, looking, parts)
+        good = (costs[looking][:, parts] - found).sum(1) > least
+        accepted = looking[good]
+        if len(accepted):
+            element = put(element, accepted, some(proposal, good.nonzero().flatten()))
+            costs[accepted.unsqueeze(1), torch.tensor(parts, device="cpu")] = found[good]
+        return element, accepted, looking[~good]
 
 
 def _as_long(costs: Sequence[Tensor]) -> list[Tensor]:

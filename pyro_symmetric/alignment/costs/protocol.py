@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, device
 
+from pyro_symmetric.alignment.exchanges import Quadratic
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.weights import Weights
@@ -103,6 +104,14 @@ class MatchCost(ABC):
     def share(self, name: str, known: Collection[str]) -> float:
         """The part of what :meth:`pairs` compares that it can use if these units are known: it says who comes next."""
         return 1.0
+
+    def quadratic(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Quadratic | None:
+        """The objective of the places of units that are coupled with themselves, counted from where they are now.
+
+        :param element: of batch shape ``(R,)``; signs and scales stay as they are here.
+        :return: None if there is none, or too large a one: these units are then matched by :meth:`pairs` alone.
+        """
+        return None
 
     def riders(self, name: str) -> tuple[str, ...]:
         """The sets of one unit inside each of these whose multipliers are chosen with the match."""

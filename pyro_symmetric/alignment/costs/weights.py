@@ -33,10 +33,11 @@ from pyro_symmetric.alignment.costs.protocol import SETTLED, MatchCost, Matched
 from pyro_symmetric.alignment.costs.rescaling import Distance
 from pyro_symmetric.alignment.costs.terms import Term, plan_of
 from pyro_symmetric.alignment.elements import replaced, some
+from pyro_symmetric.alignment.exchanges import EXCHANGED, Quadratic
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.places import rows as rows_of
-from pyro_symmetric.groups.units import Units
+from pyro_symmetric.groups.units import Axis, Units
 
 Moments = dict[str, Tensor]
 # Newton steps for the scales of pairs: all scales are fitted together later.
@@ -185,6 +186,31 @@ class WeightCost(MatchCost):
             found[name] = by_source.to(element.log_scales[name]).reshape(element.log_scales[name].shape)
         return replaced(element, log_scales=found)
 
+    def quadratic(self, name: str, element: Element, rows: Tensor, known: Collection[str]) -> Quadratic | None:
+        n, terms = self.group[name].size, [term for part in self._plan.terms[name] for term in part]
+        axes: dict[str, list[Axis]] = {}
+        for axis in self.group.axes(name):
+            if axis.site in self.sites:
+                axes.setdefault(axis.site, []).append(axis)
+        if n > EXCHANGED or max(len({axis.dim for axis in own}) for own in axes.values()) != 2:
+            return None
+        linear = torch.zeros(len(rows), n, n, dtype=torch.float64, device=self.device)
+        ours, theirs = [linear.new_zeros(1, 0, n, n)], [linear.new_zeros(len(rows), 0, n, n)]
+        for site, own in axes.items():
+            if not all(term.depends <= {*known, name} for term in terms if term.axis.site == site):
+                continue
+            dims = len(self.group.view_shapes[site])
+            first = self.group.view(site, self.reference_features(_some(self.reference[site], rows))).double()
+            second = self.group.view(site, self._site_after(site, self._plan.whole[site], element, rows)).double()
+            for axis in own:
+                alone = rows_of(_outside(first, [a for a in own if a.dim != axis.dim]), axis, dims)
+                linear += (alone @ rows_of(second, axis, dims).mT).sum(0)
+            if len({axis.dim for axis in own}) == 2:
+                ours.append(_matrices(first, own))
+                theirs.append(_matrices(second, own))
+        batch = max(map(len, ours))
+        return Quadratic(linear, torch.cat([m.expand(batch, *m.shape[1:]) for m in ours], 1), torch.cat(theirs, 1))
+
     def share(self, name: str, known: Collection[str]) -> float:
         every = [term for terms in self._plan.terms[name] for term in terms]
         sizes = [(self._reference_rows(term)[0][0].numel(), term.depends <= set(known)) for term in every]
@@ -317,6 +343,22 @@ class PlainCost(WeightCost):
 def _norms(value: Tensor) -> Tensor:
     """``(channels, ..., entries)`` -> squared norms over both."""
     return value.square().sum(-1, dtype=torch.float64).sum(0)
+
+
+def _outside(value: Tensor, others: Sequence[Axis]) -> Tensor:
+    """A viewed site ``(channels, B, ...)`` with zeros at all positions of some axes."""
+    for axis in others:
+        value = value.index_fill(2 + axis.dim, axis.index.reshape(-1).to(value.device), 0.0)
+    return value
+
+
+def _matrices(value: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """The entries of units with one another, on two axes of a viewed site ``(channels, B, ...)``: ``(B, c, n, n)``."""
+    dims = sorted({axis.dim for axis in axes})
+    rows, columns = (torch.cat([axis.index for axis in axes if axis.dim == dim]).to(value.device) for dim in dims)
+    value = value.movedim([2 + dim for dim in dims], [2, 3]).unsqueeze(-1).flatten(4)
+    value = value[:, :, rows][..., columns, :]  # (channels, B, blocks, n, blocks, n, entries)
+    return value.permute(1, 0, 2, 4, 6, 3, 5).flatten(1, 4)
 
 
 def _some(value: Tensor, rows: Tensor) -> Tensor:
