@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, copied_chains, evenly_spaced
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
+
+_PART_NUMBERS = 2**24  # copied at a time
 
 
 def require_posterior(name: str, draws: Any) -> Posterior:
@@ -27,9 +30,11 @@ def require_posterior(name: str, draws: Any) -> Posterior:
 def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatistics] | None = None) -> int:
     """Number of evenly spaced draws that may be taken as independent.
 
-    Of independent rows all; of chains half of the smallest bulk effective sample size over the weights, since draws
-    that are thinned to all of it keep a correlation of about 0.1; but one of each chain, as chains know nothing of each
-    other. Weights that never move are left out.
+    Of independent rows all; of chains half of the smallest effective sample size over the weights, since draws that are
+    thinned to all of it keep a correlation of about 0.1; but one of each chain, as chains know nothing of each other.
+    The smallest is that of bulk and tails, of each weight and of its distance from its mean, and the number of draws:
+    a test sees more than means, and a weight whose sign alternates may keep its size for long. Weights that never move
+    are left out.
 
     :param statistics: site -> its :func:`~pyro_symmetric.chain_statistics.chain_statistics`, if they are at hand.
     """
@@ -38,9 +43,11 @@ def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatis
         return total
     if statistics is None:
         statistics = {site: chain_statistics(value) for site, value in posterior.samples.items()}
-    sizes = torch.cat([found.ess_bulk.reshape(-1) for found in statistics.values()])
+    distances = (_from_mean(part) for value in posterior.samples.values() for part in _parts(value))
+    found = [*statistics.values(), *map(chain_statistics, distances)]
+    sizes = torch.cat([size.reshape(-1) for numbers in found for size in (numbers.ess_bulk, numbers.ess_tail)])
     known = sizes[~sizes.isnan()]
-    worst = float(known.min()) if len(known) else 0.0
+    worst = min(float(known.min()), total) if len(known) else 0.0
     return min(max(posterior.num_chains, int(worst) // 2), total)
 
 
@@ -65,3 +72,16 @@ def thinned(posterior: Posterior, seen: Posterior | None = None) -> Weights:
         return posterior.get_samples()
     keep = evenly_spaced(total, count)
     return {site: value[keep] for site, value in posterior.get_samples().items()}
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _parts(draws: Tensor) -> Sequence[Tensor]:
+    """The entries of a site ``(chains, draws, ...)``, a few at a time: they may be a mapped file's."""
+    return draws[..., None].flatten(2).split(max(1, _PART_NUMBERS // max(1, draws.shape[:2].numel())), dim=2)
+
+
+def _from_mean(draws: Tensor) -> Tensor:
+    """Distance of each draw from the mean of all chains' draws of an entry."""
+    return (draws - draws.mean((0, 1), keepdim=True, dtype=torch.float64)).abs()

@@ -58,6 +58,36 @@ def test_tests_of_a_samplers_draws_keep_their_level():
     assert as_they_come.rejected
 
 
+def changing_sign(rho):
+    """The size of a weight is a chain's that forgets a share 1 - rho, its sign is drawn anew each time."""
+    size = torch.randn(2, 200, 1)
+    for t in range(1, 200):
+        size[:, t] = rho * size[:, t - 1] + (1 - rho**2) ** 0.5 * size[:, t]
+    return size * torch.where(torch.rand(2, 200, 1) < 0.5, -1.0, 1.0)
+
+
+def alternating():
+    """What lies above the mean is below it next, at about the same distance."""
+    states = torch.randn(4, 50, 2)
+    for t in range(1, 50):
+        states[:, t] = -0.9 * states[:, t - 1] + 0.19**0.5 * states[:, t]
+    return states
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("draws", [lambda: changing_sign(0.99), alternating])
+def test_chains_whose_sizes_move_slowly_keep_the_level(draws):
+    # 20 repetitions at level 0.05: more than 5 rejections have probability 3e-4. By bulk effective sample sizes alone
+    # these are rejected with probability 0.95 and 0.5.
+    pairs = [[Posterior({"w": draws()}, rows="chains") for _ in range(2)] for _ in range(20)]
+    assert sum(mmd_test(*pair, num_permutations=39).rejected for pair in pairs) <= 5
+
+
+def test_no_more_than_half_of_the_draws_of_chains_count():
+    alternating_signs = torch.tensor([1.0, -1.0]).repeat(100)[:, None] + 0.1 * torch.randn(4, 200, 1)
+    assert independent_draws(Posterior({"w": alternating_signs}, rows="chains")) <= 400
+
+
 def test_a_difference_is_seen_in_a_samplers_draws():
     moved = autoregression(draws=2_000)
     moved.samples["w"][..., 0, :] += 1.5  # one unit unlike the others
