@@ -22,6 +22,7 @@ from pyro_symmetric.chain_statistics import (
     rounding,
     spacing,
     standing_still,
+    watched,
 )
 
 Status = Literal["fail", "warn", "pass", "unknown"]
@@ -48,7 +49,6 @@ LEAST_DRAWS = 20  # of a chain, so that a low acceptance says something
 LEAST_LATER = 50  # draws of the second half, so that a converged chain is warned of once in 20,000 times
 SURE = 3.0  # standard errors that a temperature must be off
 SURE_OF_ONE = 4.5  # of several sites: false alarms 7e-6 each
-WATCHED_ENTRIES = 16  # of each site, which are enough to see whether chains move
 
 TOO_LARGE = "step size is too large for all of them, or the density or its gradient is broken"
 RELABELLED = (
@@ -148,14 +148,13 @@ def moving(samples: Mapping[str, Tensor]) -> Finding:
     chains, draws = next(iter(samples.values())).shape[:2]
     if draws < 2:
         return Finding("moving", "unknown", "one draw of each chain says nothing of its moves")
-    heads = (v.flatten(2)[..., :WATCHED_ENTRIES] if v.dim() > 2 else v[..., None] for v in samples.values())
-    watched = torch.cat(list(heads), dim=2).double()
-    changing = ~standing_still(watched).all(0)
+    heads = torch.cat([watched(value) for value in samples.values()], dim=2).double()
+    changing = ~standing_still(heads).all(0)
     if not bool(changing.any()):
         return Finding("moving", "fail", NO_CHAIN_MOVES, 0.0)
-    watched = watched[..., changing]
-    moves = (watched.diff(dim=1) != 0).any(2).double().mean(1)
-    spread = watched.std(1)
+    heads = heads[..., changing]
+    moves = (heads.diff(dim=1) != 0).any(2).double().mean(1)
+    spread = heads.std(1)
     relative = (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values
     slowest, least = float(moves.min()), float(relative.min())
     slow, stuck = (((moves < limit) | (relative < limit)).nonzero().flatten().tolist() for limit in MOVING)
@@ -315,8 +314,10 @@ def sampler_failures(
 
 def disagreement(samples: Mapping[str, Tensor], subsampled: bool) -> Finding:
     """Judge by the first entries of each site whether chains agree."""
-    heads = {site: v.flatten(2)[..., :WATCHED_ENTRIES] if v.dim() > 2 else v for site, v in samples.items()}
+    heads = {site: watched(value) for site, value in samples.items() if value.numel()}
     worst = {site: float(chain_statistics(v).r_hat.nan_to_num(0.0).max()) for site, v in heads.items() if v.numel()}
+    if not worst:
+        return Finding("weights", "unknown", NO_CHAIN_MOVES)
     site = max(worst, key=worst.__getitem__)
     words = f"R-hat of site {site!r} is {worst[site]:.3f}"
     status = graded(worst[site], R_HAT)

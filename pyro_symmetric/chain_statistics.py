@@ -30,6 +30,7 @@ Array = NDArray[np.float64]
 
 TAILS = (0.05, 0.95)
 ROUNDING = 4.0  # of a sum, in units of the last place, about
+WATCHED_ENTRIES = 16  # of each site, which are enough to see whether chains move
 _BLOCK_ENTRIES = 2**26  # copied at once out of what may be a mapped file: every page of a narrow site is read each time
 _PART_ENTRIES = 2**18  # what a thread works on at a time: a few megabytes, which its cache holds
 
@@ -106,6 +107,16 @@ def standing_still(draws: Tensor) -> Tensor:
     return (lowest == highest).cpu()
 
 
+def watched(draws: Tensor) -> Tensor:
+    """The first entries of a site, ``(chains, draws, K)``: enough to see whether chains move, as a move changes all.
+    If none of them ever changes (zeros of a triangle, pruned weights), the first that do."""
+    entries = draws[..., None].flatten(2)
+    heads = entries[..., :WATCHED_ENTRIES]
+    if bool(standing_still(heads).all()):
+        heads = entries[..., (~standing_still(entries).all(0)).nonzero().flatten()[:WATCHED_ENTRIES].to(draws.device)]
+    return heads
+
+
 def never_changing(draws: Tensor) -> Tensor:
     """Mask of the quantities that have one value in all draws of all chains, bool ``event_shape``.
 
@@ -123,8 +134,8 @@ def copied_chains(samples: Mapping[str, Tensor]) -> list[int]:
     :param samples: site -> ``(chains, draws, ...)``.
     """
     parts = [value[..., None].flatten(2) for value in samples.values()]
-    # Chains that differ do so in their first entries already: each move changes them all.
-    heads = torch.cat([part[..., :16].flatten(1).double() for part in parts], 1)
+    # Chains that differ do so in the first entries that change already: each move changes them all.
+    heads = torch.cat([watched(value).flatten(1).double() for value in samples.values()], 1)
     if len(heads) < 2 or not heads.shape[1]:
         return []
     _, which = torch.unique(heads, dim=0, return_inverse=True)

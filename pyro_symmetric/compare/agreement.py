@@ -26,6 +26,7 @@ Statistics = dict[str, dict[str, ChainStatistics]]  # space -> site -> numbers o
 
 LEAST_DRAWS = 8  # of a chain: halves of four
 TOO_FEW = f"too few draws to tell whether chains agree: it takes {LEAST_DRAWS} of each"
+STANDS_OUT = 1.1  # the R-hat of a single entry that isn't left out as one of the few that exceed a limit by chance
 MOST_NUMBERS, LEAST_ENTRIES = 2**28, 256  # of a site
 
 
@@ -104,8 +105,9 @@ def _decisive(spaces: list[str], is_network: bool) -> list[str]:
 
 
 def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], grave: bool) -> Finding:
-    """The R-hat of the worst site that one entry in a hundred exceeds: of hundreds, some stand out by chance."""
-    worst = {site: exceeded_by_few(known({site: numbers}, "r_hat")) for site, numbers in by_site.items()}
+    """The R-hat of the worst site that one entry in a hundred exceeds: of hundreds, some stand out by chance. The
+    largest, if it stands out by more than that."""
+    worst = {site: _beyond_chance(known({site: numbers}, "r_hat")) for site, numbers in by_site.items()}
     told = {site: value for site, value in worst.items() if not math.isnan(value)}
     if not told:
         return Finding(space, "unknown", "R-hat can't be told: the draws never change")
@@ -116,6 +118,14 @@ def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], grave: bool) -> F
         advice = ": the chains differ, and don't move"
     words = f"R-hat {'infinite' if math.isinf(told[site]) else f'up to {told[site]:.3f}'}{of}{advice}"
     return Finding(space, status if grave or status != "fail" else "warn", words, told[site])
+
+
+def _beyond_chance(r_hats: Tensor) -> float:
+    """What few exceed, or the largest if it is over 1.1 and five times as far from 1 as that. Of chains that agree the
+    largest of 2,000 entries is at most three times as far (two chains of 8 draws, the worst case)."""
+    usual = exceeded_by_few(r_hats)
+    largest = float(r_hats.max()) if len(r_hats) else usual
+    return largest if largest > STANDS_OUT and largest - 1 > 5 * (usual - 1) else usual
 
 
 def _effective(measured: Statistics) -> Finding:

@@ -190,7 +190,7 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> DetectionScores:
         raise ImportError(
             "this score needs scikit-learn; install it with: pip install 'pyro-symmetric[study]'"
         ) from error
-    score = torch.cat([scores_in, scores_out.to(scores_in)]).double().cpu().numpy()
+    score = torch.cat([scores.double().cpu() for scores in (scores_in, scores_out)]).numpy()
     positive = torch.cat([torch.zeros(len(scores_in), device="cpu"), torch.ones(len(scores_out), device="cpu")]).numpy()
     false_rate, true_rate, _ = metrics.roc_curve(positive, score, drop_intermediate=False)
     return DetectionScores(

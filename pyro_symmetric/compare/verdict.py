@@ -10,7 +10,7 @@ from pyro_symmetric.compare.agreement import TOO_FEW
 Findings = Mapping[str, Finding]
 
 # What the sentences on agreement speak of themselves.
-SPOKEN_OF = ("finite", "moving", "weights", "canonical", "aligned", "predictions", "log density", "settled")
+SPOKEN_OF = ("finite", "copies", "moving", "weights", "canonical", "aligned", "predictions", "log density", "settled")
 # What follows from chains that don't move.
 FOLLOWS = ("constant entries", "effective draws", "acceptance", "level")
 
@@ -86,7 +86,7 @@ def _by_weights(weights: Finding, frames: list[Finding], findings: Findings) -> 
     """The verdict if nothing is known of the function that the weights make."""
     where = _apart([weights, *frames])
     if not where:
-        return "The chains agree on the weights, and so on the function."
+        return "The chains agree on the weights."
     unseen = " Give model= and x= (or predictions=) to see whether they agree on the function."
     start = f"The chains don't agree on the weights ({_numbers(where)})"
     if _apart(frames):

@@ -159,13 +159,7 @@ def sliced_wasserstein(
 
 
 def _distance(x: Tensor, y: Tensor, p: float) -> Tensor:
-    """Distances ``(D,)`` between the columns of samples ``(m, D)`` and ``(n, D)``."""
-    cost = transport_cost(x, y, p)
-    return cost if math.isinf(p) else cost ** (1 / p)
-
-
-def transport_cost(x: Tensor, y: Tensor, p: float) -> Tensor:
-    r""":math:`W_p^p` between the columns of samples ``(m, D)`` and ``(n, D)``, ``(D,)``; :math:`W_\infty` itself."""
+    r""":math:`W_p` between the columns of samples ``(m, D)`` and ``(n, D)``, ``(D,)``."""
     x, y = x.sort(0).values.double(), y.sort(0).values.double()
     m, n = len(x), len(y)
     # Both quantile functions are constant between the merged steps i/m and j/n; as integers, in units of 1/mn, no two
@@ -174,9 +168,11 @@ def transport_cost(x: Tensor, y: Tensor, p: float) -> Tensor:
     ends = torch.cat([steps_x * n, steps_y * m]).unique()
     widths = torch.diff(ends, prepend=ends.new_zeros(1)).double() / (m * n)
     gaps = (x[(ends - 1) // n] - y[(ends - 1) // m]).abs()
+    largest = gaps.amax(0)
     if math.isinf(p):
-        return gaps.amax(0)
-    return widths @ gaps**p
+        return largest
+    relative = torch.where(largest > 0, gaps / largest, gaps)  # whose powers neither overflow nor all vanish
+    return largest * (widths @ relative**p) ** (1 / p)
 
 
 def _summary(values: Tensor) -> dict[str, float]:
@@ -208,9 +204,11 @@ def _added(parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tens
 
 def _sliced(projected: tuple[Tensor, Tensor, Tensor], p: float) -> dict[str, float]:
     x, y, squared_length = projected
-    costs = transport_cost(x, y, p) / squared_length ** (p / 2)
+    distances = _distance(x, y, p) / squared_length.sqrt()
+    largest = distances.max()
+    costs = (distances / largest) ** p if largest > 0 else distances
     mean = float(costs.mean())
-    value = mean ** (1 / p)
+    value = float(largest) * mean ** (1 / p)
     spread = float(costs.std()) / math.sqrt(len(costs)) if len(costs) > 1 else math.nan
     # delta method for the p-th root
     return {"distance": value, "standard_error": spread * value / (p * mean) if mean > 0 else 0.0}
