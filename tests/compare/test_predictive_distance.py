@@ -1,10 +1,12 @@
 """Total variation of predictions: against closed forms, quadrature and the definition."""
 
 import math
+import warnings
 
 import pytest
 import torch
 
+import pyro_symmetric as ps
 from pyro_symmetric import compare
 
 NORMAL = torch.distributions.Normal(0.0, 1.0)
@@ -41,7 +43,7 @@ def test_members_count_by_their_mean_whatever_their_number():
 def test_of_gaussians_of_one_scale_it_is_the_closed_form(gap):
     """2 Φ(|gap| / 2) - 1, in units of the scale; from below."""
     means = torch.tensor([[-3.0, 100.0]], dtype=torch.float64)
-    found = total_variation((means, 0.2), (means + torch.tensor([0.2, -0.2]) * gap, 0.2))
+    found = total_variation((means, 0.2), (means + torch.tensor([0.2, -0.2], dtype=torch.float64) * gap, 0.2))
     exact = 2 * float(NORMAL.cdf(torch.tensor(gap / 2, dtype=torch.float64))) - 1
     assert float((exact - found).max()) < (1e-4 if gap < 5 else 0.002)
     assert float((exact - found).min()) > -1e-9
@@ -107,3 +109,24 @@ M = torch.zeros(2, 3)
 def test_what_does_not_fit_is_named(p, q, error, message):
     with pytest.raises(error, match=message):
         total_variation(p, q)
+
+
+@pytest.mark.parametrize(("members", "noise"), [(1000, 0.01), (1000, 0.003)])
+def test_many_members_with_little_noise_lie_as_far_apart_as_a_fine_grid_has_it(members: int, noise: float) -> None:
+    """To three thousandths, and from below; with a warning if bins as fine as they get still matter."""
+    p, q = torch.randn(2, members, dtype=torch.float64)
+    edges = torch.arange(-6, 6, noise / 8, dtype=torch.float64)
+    below = [torch.special.ndtr((edges[:, None] - side) / noise).mean(1) for side in (p, q)]
+    expected = float((below[0].diff() - below[1].diff()).abs().sum() / 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = ps.total_variation((p[:, None], noise), (q[:, None], noise)).value
+    assert expected - 0.003 < found < expected + 1e-6
+
+
+def test_members_in_a_regular_order_are_all_seen() -> None:
+    """Modes at 0 and 10 against modes at 3 and 10, in alternation: half of the total variation of the first two."""
+    p = torch.tensor([0.0, 10.0], dtype=torch.float64).repeat(64)
+    q = torch.tensor([3.0, 10.0], dtype=torch.float64).repeat(64)
+    expected = 0.5 * (2 * float(NORMAL.cdf(torch.tensor(1.5, dtype=torch.float64))) - 1)
+    assert ps.total_variation((p[:, None], 1.0), (q[:, None], 1.0)).value == pytest.approx(expected, abs=1e-3)
