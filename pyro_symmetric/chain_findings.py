@@ -286,7 +286,7 @@ def _of_densities(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
 def sampler_failures(
     statistics: Mapping[str, Tensor], subsampled: bool, samples: Mapping[str, Tensor] | None = None
 ) -> list[Finding]:
-    """What a sampler warns of at once: chains that hardly move, and many divergences.
+    """The findings that a sampler warns of at once: chains that hardly move, and many divergences.
 
     If chains must agree, also disagreement, and momenta that hardly change the energy. Of a sampler of
     mini-batches, which accepts and rejects nothing, also temperatures that are off.

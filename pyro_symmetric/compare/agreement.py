@@ -121,8 +121,10 @@ def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], grave: bool) -> F
 
 
 def _beyond_chance(r_hats: Tensor) -> float:
-    """What few exceed, or the largest if it is over 1.1 and five times as far from 1 as that. Of chains that agree the
-    largest of 2,000 entries is at most three times as far (two chains of 8 draws, the worst case)."""
+    """The R-hat that few exceed, or the largest if it is over 1.1 and five times as far from 1 as that.
+
+    Of chains that agree the largest of 2,000 entries is at most three times as far (two chains of 8 draws, the worst
+    case)."""
     usual = exceeded_by_few(r_hats)
     largest = float(r_hats.max()) if len(r_hats) else usual
     return largest if largest > STANDS_OUT and largest - 1 > 5 * (usual - 1) else usual

@@ -67,7 +67,7 @@ def changing_sign(rho):
 
 
 def alternating():
-    """What lies above the mean is below it next, at about the same distance."""
+    """Draws that lie above the mean are followed by some below it, at about the same distance."""
     states = torch.randn(4, 50, 2)
     for t in range(1, 50):
         states[:, t] = -0.9 * states[:, t - 1] + 0.19**0.5 * states[:, t]
