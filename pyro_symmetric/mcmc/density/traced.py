@@ -194,7 +194,8 @@ class TracedTarget:
         for site, fn in self.sites.items():
             transform, like = transform_of(site, fn), given[site]
             free = torch.Size(transform.inverse_shape(like.shape))
-            probe = torch.linspace(-1.5, 1.5, free.numel(), dtype=like.dtype, device=like.device).reshape(free)
+            dtype, device = self._placement.dtype or like.dtype, self._placement.device or like.device
+            probe = torch.linspace(-1.5, 1.5, free.numel(), dtype=dtype, device=device).reshape(free)
             self._probes[site] = probe, transform(probe)
         began = time.monotonic()
         for _ in range(RUNS):
