@@ -287,6 +287,12 @@ def test_chains_that_stand_still_have_an_infinite_r_hat_and_a_sentence():
     assert "inf: " in Posterior({"w": draws}, rows="chains").summary_table()
 
 
+def test_what_cannot_be_told_is_not_ok():
+    found = diagnose(Posterior({"w": torch.randn(2, 1, 3)}, rows="chains"))
+    assert found["weights"].status == "unknown"
+    assert not found.ok
+
+
 def test_numbers_are_those_of_the_predictions(model, x):
     posterior = Posterior(one_mode(), rows="chains").thin(10)
     result = diagnose(posterior, model=model, x=x)

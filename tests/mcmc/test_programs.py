@@ -1,6 +1,7 @@
 """Programs: energies, gradients and whole steps as without compiling, for any number of chains and any model."""
 
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -273,3 +274,16 @@ def test_without_a_compiler_auto_says_what_serves(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.warns(RuntimeWarning, match=r"'torch' serves, not 'inductor'"):
         assert Density(hierarchical, args=(X, Y), evaluations=100_000).engine == "torch"
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_long_compilations_are_spoken_of_with_progress_only(progress, monkeypatch, capsys):
+    monkeypatch.setattr(programs, "SILENT", 0.0)
+    with programs.announcing(progress):
+        notice = programs.Notice("step", "compiling a step")
+        with notice:
+            for _ in range(100 if progress else 10):
+                if said := capsys.readouterr().err:
+                    break
+                time.sleep(0.02)
+    assert said == ("pyro_symmetric: compiling a step\n" if progress else "")
