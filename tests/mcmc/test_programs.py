@@ -137,6 +137,7 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(mon
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(programs.torch._inductor, "compile", broken)
+    monkeypatch.setattr(programs, "_KEPT", {})
     density = Density(PyroNet(), args=(X, Y), engine="inductor")
     z = torch.rand(5, density.dim) - 0.5
     with pytest.warns(RuntimeWarning, match=r"failed.*no compiler here"):
@@ -279,11 +280,12 @@ def test_without_a_compiler_auto_says_what_serves(monkeypatch):
 @pytest.mark.parametrize("progress", [True, False])
 def test_long_compilations_are_spoken_of_with_progress_only(progress, monkeypatch, capsys):
     monkeypatch.setattr(programs, "SILENT", 0.0)
-    with programs.announcing(progress):
-        notice = programs.Notice("step", "compiling a step")
-        with notice:
-            for _ in range(100 if progress else 10):
-                if said := capsys.readouterr().err:
-                    break
-                time.sleep(0.02)
-    assert said == ("pyro_symmetric: compiling a step\n" if progress else "")
+    with programs.announcing(progress), programs.Notice("step", "compiling a step"):
+        time.sleep(0.2)
+    said = ""
+    for _ in range(100 if progress else 10):
+        time.sleep(0.02)
+        said += capsys.readouterr().err
+        if "compiled" in said:
+            break
+    assert said == ("pyro_symmetric: compiling a step\npyro_symmetric: compiled in 0 s\n" if progress else "")
