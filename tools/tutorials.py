@@ -3,7 +3,8 @@
     python tools/tutorials.py 03 04          # by number; without a number, all of them
 
 Each takes some minutes. A cell's metadata may hold ``short``: code that the tests run after the cell, to make it quick.
-It is not run here. An output that names a folder of this machine is refused, and the notebook stays as it was.
+It is not run here. Warnings are stored without the line that they come from. Any other output that names a folder of
+this machine is refused, and the notebook stays as it was.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent.parent / "tutorials"
+WARNED_AT = re.compile(r"^/\S+\.py:\d+: (\w+Warning: .*\n)(?:  .*\n)?", re.MULTILINE)  # the place, and the line itself
 ABSOLUTE = re.compile(r"(?<![\w./…])/[\w.+-]+/[\w.+/-]+")  # a path from the root of a file system
+
+
+def without_places(notebook: nbformat.NotebookNode) -> None:
+    """Warnings lose the folder of the code that they come from."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                output["text"] = WARNED_AT.sub(r"\1", output["text"])
 
 
 def named_folders(notebook: nbformat.NotebookNode) -> list[str]:
@@ -38,6 +48,7 @@ def run(path: Path) -> None:
         NotebookClient(
             notebook, timeout=3600, kernel_name="python3", resources=resources, record_timing=False
         ).execute()
+    without_places(notebook)
     found = named_folders(notebook)
     if found:
         raise SystemExit(f"{path.name}: its outputs name folders of this machine: {found}")

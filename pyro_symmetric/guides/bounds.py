@@ -179,16 +179,17 @@ def evidence(
     found, k, connected = importance(symmetrized), pareto_k(symmetrized), None
     gap = weighing.density_gap()
     log_order = group.log_order()
-    told = doubts.of_weights(found, k) + doubts.of_distance(found, float(symmetrized.mean()))
-    told += doubts.of_density(estimator, gap) + doubts.of_digits(rounding) + doubts.of_noise(noise)
+    bridged = posterior is not None and math.isfinite(found.log_evidence)
+    poor = doubts.of_importance(found, k, float(symmetrized.mean()), bridged)
+    told = poor + doubts.of_density(estimator, gap) + doubts.of_digits(rounding) + doubts.of_noise(noise)
     if isinstance(guide, AutoSymmetrized):
         told += doubts.of_training(guide.estimator, weighing.by(guide.estimator).density_gap(), log_order)
-    if posterior is not None and of_chains is not None and math.isfinite(found.log_evidence):
+    if bridged and posterior is not None and of_chains is not None:
         at_draws = weighing.of_chains(of_chains.to(plain.device))
         connected = bridge(symmetrized, at_draws, posterior.rows == "independent")
         if posterior.rows == "chains":
             told += doubts.of_chains(chains_agree(at_draws))
-        told += doubts.of_both(found, connected) + doubts.of_border(posterior, layout)
+        told += doubts.of_both(found, connected, not poor) + doubts.of_border(posterior, layout)
     bound = "lower" if estimator.bound == "upper" else estimator.bound
     means = (*_mean_and_error(plain), *_mean_and_error(symmetrized))
     return Evidence(*means, repr(estimator), bound, log_order, found, k, connected, tuple(told), gap)

@@ -25,29 +25,15 @@ LEFT_OPEN = 0.05
 LOST = 0.01
 
 
-def of_weights(found: Estimate, k: float) -> list[str]:
-    most = largest_reliable_k(found.num_draws)
-    if not math.isfinite(found.log_evidence):
-        return [f"importance sampling: log_joint is {found.log_evidence} at draws of the guide"]
-    if math.isnan(k):
-        return ["importance sampling: too few draws to tell the tail of the weights"]
-    if k > most:
-        return [f"importance sampling: Pareto-k is {k:.2f}, above {most:.2f}; its error can't be trusted"]
-    return _of_error("importance sampling", found)
+def of_importance(found: Estimate, k: float, elbo: float, bridged: bool) -> list[str]:
+    """Of the weights' tail, and of the guide's distance from the posterior. If there is a bridge, they are its check.
 
-
-def of_distance(found: Estimate, elbo: float) -> list[str]:
-    """Of a guide so far from the posterior that the largest weights are rare: log-normal weights whose log-mean lies
-    ``gap`` above the mean of their logarithms are worth ``exp(-2 gap)`` of a draw each. The weights' own effective size
-    doesn't know those that are missing."""
-    gap = max(0.0, found.log_evidence - elbo)
-    if not found.num_draws * math.exp(-2 * gap) < FEWEST_BY_DISTANCE:
-        return []
-    more = f"num_samples of {FEWEST_BY_DISTANCE * math.exp(2 * gap):,.0f} or more, " if gap < FAR else ""
-    return [
-        f"importance sampling: the evidence lies {gap:.1f} nats above the symmetrised ELBO, so that the largest "
-        f"weights may be missing; take {more}a richer guide, or a posterior, for a bridge"
-    ]
+    :param elbo: of the guide, symmetrised.
+    """
+    reasons = of_weights(found, k) + _of_distance(found, elbo, bridged)
+    if bridged and reasons:
+        return [f"importance sampling can't check the bridge: {reasons[0]}"]
+    return [f"importance sampling: {reason}" for reason in reasons]
 
 
 def of_density(estimator: OrbitEstimator, gap: float) -> list[str]:
@@ -107,23 +93,55 @@ def of_border(posterior: Posterior, layout: GuideLayout) -> list[str]:
     return [f"bridge sampling: {share:.0%} of the draws lie so near the border of a support that they can't be told"]
 
 
-def of_both(found: Estimate, connected: Estimate | None) -> list[str]:
-    if connected is None:
-        return []
-    doubts = _of_error("bridge sampling", connected)
-    gap, error = abs(found.log_evidence - connected.log_evidence), math.hypot(found.error, connected.error)
-    if gap > DISAGREEMENT * error:
+def of_both(found: Estimate, connected: Estimate, trusted: bool) -> list[str]:
+    """Of the bridge, and of the two methods together.
+
+    :param trusted: whether importance sampling is. If not, it should be too low: the largest weights are missing.
+    """
+    doubts = [f"bridge sampling: {reason}" for reason in _of_error(connected)]
+    gap, error = found.log_evidence - connected.log_evidence, math.hypot(found.error, connected.error)
+    if (abs(gap) if trusted else gap) > DISAGREEMENT * error:
         doubts.append(
-            f"importance and bridge sampling differ by {gap:.2f} nats, {gap / error:.1f} times their error: the guide "
-            "or the chains miss a part of the posterior"
+            f"importance and bridge sampling differ by {abs(gap):.2f} nats, {abs(gap) / error:.1f} times their error: "
+            "the guide or the chains miss a part of the posterior"
         )
     return doubts
 
 
-def _of_error(method: str, found: Estimate) -> list[str]:
-    doubts = []
+# reasons ------------------------------------------------------------------------------------------------------------
+
+
+def of_weights(found: Estimate, k: float) -> list[str]:
+    """Of the tail of the weights, and of their number; reasons, not sentences."""
+    most = largest_reliable_k(found.num_draws)
+    if not math.isfinite(found.log_evidence):
+        return [f"log_joint is {found.log_evidence} at draws of the guide"]
+    if math.isnan(k):
+        return ["too few draws to tell the tail of the weights"]
+    if k > most:
+        return [f"Pareto-k is {k:.2f}, above {most:.2f}; its error can't be trusted"]
+    return _of_error(found)
+
+
+def _of_distance(found: Estimate, elbo: float, bridged: bool) -> list[str]:
+    """Of a guide so far from the posterior that the largest weights are rare: log-normal weights whose log-mean lies
+    ``gap`` above the mean of their logarithms are worth ``exp(-2 gap)`` of a draw each. The weights' own effective size
+    doesn't know those that are missing."""
+    gap = max(0.0, found.log_evidence - elbo)
+    if not found.num_draws * math.exp(-2 * gap) < FEWEST_BY_DISTANCE:
+        return []
+    more = f"num_samples of {FEWEST_BY_DISTANCE * math.exp(2 * gap):,.0f} or more, or " if gap < FAR else ""
+    bridge = "" if bridged else ", or a posterior, for a bridge"
+    return [
+        f"the evidence lies {gap:.1f} nats above the symmetrised ELBO, so that the largest weights may be missing; "
+        f"take {more}a richer guide{bridge}"
+    ]
+
+
+def _of_error(found: Estimate) -> list[str]:
+    reasons = []
     if found.error > LARGE_ERROR:
-        doubts = [f"{method}: its error of {found.error:.1f} nats is too large to be one"]
+        reasons = [f"its error of {found.error:.1f} nats is too large to be one"]
     if found.effective_draws < FEWEST:
-        doubts += [f"{method}: {found.effective_draws:.0f} effective draws are too few to know its error"]
-    return doubts
+        reasons += [f"{found.effective_draws:.0f} effective draws are too few to know its error"]
+    return reasons

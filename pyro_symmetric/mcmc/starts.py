@@ -169,7 +169,10 @@ def _is_inside(fn: Distribution, value: Tensor) -> bool:
 
 def _where_to_look(density: Density) -> str:
     if found := not_a_number(density.target):
-        return f"the data hold NaN or infinite values, in {', '.join(map(repr, found))}"
+        return (
+            f"the data hold NaN or infinite values, in {', '.join(map(repr, found))}. A mask hides them from densities "
+            "but not from gradients: replace those that it hides by any number, as torch.nan_to_num does"
+        )
     return "the data hold no NaN; give initial= weights where the model's density is finite"
 
 

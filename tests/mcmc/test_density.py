@@ -28,6 +28,12 @@ def hierarchical(x: Tensor, y: Tensor) -> None:
             pyro.sample("y", dist.Normal(theta * mix[0] + bounded + factor[2, 0] + x[:, 0], 0.5), obs=y)
 
 
+def masked(y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)), poutine.mask(mask=y.isfinite()):
+        pyro.sample("y", dist.Normal(b, 1.0), obs=y)
+
+
 def scaled(y: Tensor) -> None:
     b = pyro.sample("b", dist.Normal(0.0, 1.0))
     s = pyro.sample("s", dist.HalfNormal(1.0))
@@ -327,6 +333,7 @@ def test_what_few_runs_have_is_refused_when_a_chain_comes_there(rare):
         (bayesian_model(), (X, Y), {"chain_chunk": 0}, "chain_chunk is 0"),
         (bayesian_model(), (X, Y * torch.nan), {"_initial": "prior"}, "no starting point.*NaN or infinite.*'y'"),
         (scaled, (Y / 0,), {"_initial": "uniform"}, "NaN or infinite values, in 'y'"),
+        (masked, (Y / (Y[0] != Y),), {}, "mask hides them.*not from gradients"),
         (scaled, (Y,), {"_initial": {"b": torch.tensor(0.0), "s": torch.tensor(-1.0)}}, "not finite, is 's'"),
         (hierarchical, (X, Y), {"_initial": "nowhere"}, "'nowhere'"),
         (bayesian_model(), (X, Y), {"_initial": {"0.weight": torch.zeros(4, 3)}}, "lacks the sites"),

@@ -42,10 +42,12 @@ class NoCompiler(Unavailable):
 def same_evaluation(found: Evaluation, expected: Evaluation) -> bool:
     """True if two evaluations are the same, up to rounding, where the expected energy is finite.
 
-    Energies are continuous, but where the sign of a ReLU's input hangs on rounding, gradients are not.
+    Energies are continuous, but where the sign of a ReLU's input hangs on rounding, gradients are not. Gradients that
+    are no numbers are alike.
     """
     (energy, gradient), (right, slope) = found, expected
     coarse, fine = (1e-2, 3e-4) if right.dtype == torch.float32 else (1e-6, 1e-8)
     near = (energy - right).abs() <= fine * (1 + right.abs())
     close = (gradient - slope).norm(dim=-1) <= coarse * (1 + slope.norm(dim=-1))
+    close |= (gradient.isnan() & slope.isnan()).any(dim=-1)
     return bool((near & close | ~torch.isfinite(right)).all())
