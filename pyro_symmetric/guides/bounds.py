@@ -90,12 +90,12 @@ class Evidence:
             f"  ELBO                = {self.elbo:.2f} ± {self.elbo_error:.2f}",
             f"  symmetrised ELBO    {relation} {self.symmetrized_elbo:.2f} ± {self.symmetrized_error:.2f}, by "
             f"{self.estimator}; log |G| = {self.log_order:.1f}",
-            f"  importance sampling ≈ {found.log_evidence:.2f} ± {found.error:.2f}, Pareto-k {self.pareto_k:.2f}, "
+            f"  importance sampling ≈ {found.log_evidence:.2f} ± {found.shown_error}, Pareto-k {self.pareto_k:.2f}, "
             f"{found.effective_draws:.0f} effective of {found.num_draws} draws",
         ]
         if self.bridge:
             lines += [
-                f"  bridge sampling     ≈ {self.bridge.log_evidence:.2f} ± {self.bridge.error:.2f}, "
+                f"  bridge sampling     ≈ {self.bridge.log_evidence:.2f} ± {self.bridge.shown_error}, "
                 f"{self.bridge.effective_draws:.0f} effective of {self.bridge.num_draws} draws"
             ]
         lines += [f"  95 % interval: {low:.2f} to {high:.2f}" + (", in doubt:" if self.doubts else "")]

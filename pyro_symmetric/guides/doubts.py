@@ -141,7 +141,7 @@ def _of_distance(found: Estimate, elbo: float, bridged: bool) -> list[str]:
 def _of_error(found: Estimate) -> list[str]:
     reasons = []
     if found.error > LARGE_ERROR:
-        reasons = [f"its error of {found.error:.1f} nats is too large to be one"]
+        reasons = [f"its error, {found.shown_error} nats, can't be trusted"]
     if found.effective_draws < FEWEST:
         reasons += [f"{found.effective_draws:.0f} effective draws are too few to know its error"]
     return reasons

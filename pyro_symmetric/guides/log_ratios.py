@@ -51,6 +51,8 @@ SEEN = 1000
 ONE_DEVIATION = NormalDist().cdf(1.0)
 # Tails of fewer draws tell no shape; those of chains, no autocorrelation.
 FEWEST = 25
+# Nats of an error beyond which the number says nothing more.
+LARGEST_SHOWN = 20.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class Estimate:
     error: float
     num_draws: int
     effective_draws: float
+
+    @property
+    def shown_error(self) -> str:
+        """The error as it is printed."""
+        return f"{self.error:.2f}" if self.error < LARGEST_SHOWN else f"over {LARGEST_SHOWN:.0f}"
 
     def interval(self, prob: float = 0.95) -> tuple[float, float]:
         """The ends of the interval that holds the log-evidence with this probability, by the normal approximation."""
