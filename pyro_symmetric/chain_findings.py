@@ -1,5 +1,7 @@
-"""Findings on Markov chains: what was looked at, what was found, and what to do about it, by one set of limits.
+"""Findings on Markov chains, by the numbers that a sampler keeps of every draw: what was looked at, what was found, and
+what to do about it.
 
+Those on the draws themselves are in :mod:`~pyro_symmetric.draw_findings`, by one set of limits:
 :func:`~pyro_symmetric.mcmc.sample` warns of findings that fail, and :func:`~pyro_symmetric.compare.diagnose` reports
 all of them, so that both judge by the same numbers.
 """
@@ -11,18 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from pyro_symmetric.chain_statistics import (
     chain_statistics,
-    exceeded_by_few,
     missing_energy,
-    non_finite,
     rounding,
-    spacing,
-    standing_still,
-    watched,
 )
 
 Status = Literal["fail", "warn", "pass", "unknown"]
@@ -37,14 +33,10 @@ ENERGY_FRACTION = (0.3, 0.1)  # E-BFMI of one chain
 ENERGY_ERROR = (2.0, 10.0)  # of unadjusted steps, in units of what was asked
 TEMPERATURE = (0.1, 0.3)  # distance from 1
 BLURRED = (0.0, 0.05)  # share of the draws at energies that rounding changes by a unit or more
-EDGE = 3e-4  # share of the draws at the last number before 1: of Beta(a, b) 1 / a times as many are missed
-SPACING = (0.1, 0.5)  # distance of neighbouring numbers of the dtype, in deviations of a chain
-MOVING = (0.1, 0.01)  # share of the draws at which a chain moves, and its spread in units of the median chain's
 LATE = (0.03, 0.1)  # nats a draw that the first draws of a chain lack: half of what they add to a scaled variance
 FARTHER = 4.0  # times as far below the median as any draw of the second half
 LEFT_BEHIND = 5.0  # deviations of the log density that a chain lies below the others: a warning only
 
-LEAST_AGREEING = 100  # draws of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
 LEAST_DRAWS = 20  # of a chain, so that a low acceptance says something
 LEAST_LATER = 50  # draws of the second half, so that a converged chain is warned of once in 20,000 times
 SURE = 3.0  # standard errors that a temperature must be off
@@ -54,7 +46,6 @@ TOO_LARGE = "step size is too large for all of them, or the density or its gradi
 RELABELLED = (
     "If the model's components or units can be relabelled, diagnose(posterior, symmetry) tells whether that is all"
 )
-NO_CHAIN_MOVES = f"no chain moves: the {TOO_LARGE}"
 
 
 @dataclass(frozen=True)
@@ -82,96 +73,6 @@ def graded(value: float, limits: tuple[float, float]) -> Status:
     return "fail" if sign * value > sign * fail else "warn" if sign * value > sign * warn else "pass"
 
 
-# draws --------------------------------------------------------------------------------------------------------------
-
-
-def finite(draws: Mapping[str, Tensor]) -> Finding:
-    """Check that all draws ``(chains, draws, ...)`` are finite.
-
-    :param draws: what they are called in the sentence -> the draws.
-    """
-    counts = {name: count for name, value in draws.items() if bool((count := non_finite(value)).any())}
-    if not counts:
-        return Finding("finite", "pass", "all draws are finite")
-    length, found = next(iter(draws.values())).shape[1], []
-    for name, count in list(counts.items())[:3]:
-        chains = count.nonzero().flatten().tolist()
-        found.append(f"{name} in {int(count.sum()):,} of {len(count) * length:,} draws ({_named(chains)})")
-    more = f" and of {len(counts) - 3} more" if len(counts) > 3 else ""
-    return Finding("finite", "fail", f"NaN or infinite values of {', of '.join(found)}{more}")
-
-
-def resolved(draws: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Judge whether numbers lie densely enough for the spread of draws ``(chains, draws, ...)``.
-
-    Nothing of whole numbers, nor of chains that never move.
-
-    :param draws: their name in the sentence -> the draws. Of the entries of each, one in a hundred may be worse.
-    """
-    gaps = {name: exceeded_by_few(spacing(value)) for name, value in draws.items() if value.is_floating_point()}
-    told = {name: gap for name, gap in gaps.items() if not math.isnan(gap)}
-    if not told:
-        return
-    worst = max(told, key=told.__getitem__)
-    status, gap = graded(told[worst], SPACING), f"{told[worst]:.2g} deviations apart"
-    if status == "pass":
-        yield Finding("resolution", status, f"numbers lie at most {gap}", told[worst])
-        return
-    words = f"numbers as large as those of {worst} lie {gap} in {draws[worst].dtype}, so moves are lost to rounding"
-    words += ": draw anew with dtype=torch.float64, or let the model centre and scale what is so large"
-    yield Finding("resolution", status, words, told[worst])
-
-
-def at_the_edge(draws: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """A finding for each site of which many draws are the number below 1 at which PyTorch's sigmoid ends.
-
-    That is ``1 - eps``; a density with mass beyond loses it, and the weight of what lies elsewhere grows.
-    """
-    for site, value in draws.items():
-        if value.is_floating_point() and value.numel():
-            share = float((value == 1 - torch.finfo(value.dtype).eps).double().mean((0, 1)).max())
-            if share > EDGE:
-                single = "use dtype=torch.float64, or " if value.dtype == torch.float32 else ""
-                words = (
-                    f"{share:.2%} of the draws of site {site!r} are as near to 1 as {value.dtype} has numbers, so what "
-                )
-                words += f"lies nearer is missed: {single}sample the logit, or 1 less the value if only that is near 0"
-                yield Finding("edge", "fail", words, share)
-
-
-def moving(samples: Mapping[str, Tensor]) -> Finding:
-    """Judge how often chains change place, and whether any spreads far less than the others.
-
-    An accepted move changes all entries, so that the first ones of each site tell; entries that never change in any
-    chain, such as the zeros of a triangle, are left out.
-    """
-    chains, draws = next(iter(samples.values())).shape[:2]
-    if draws < 2:
-        return Finding("moving", "unknown", "one draw of each chain says nothing of its moves")
-    heads = torch.cat([watched(value) for value in samples.values()], dim=2).double()
-    changing = ~standing_still(heads).all(0)
-    if not bool(changing.any()):
-        return Finding("moving", "fail", NO_CHAIN_MOVES, 0.0)
-    heads = heads[..., changing]
-    moves = (heads.diff(dim=1) != 0).any(2).double().mean(1)
-    spread = heads.std(1)
-    relative = (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values
-    slowest, least = float(moves.min()), float(relative.min())
-    slow, stuck = (((moves < limit) | (relative < limit)).nonzero().flatten().tolist() for limit in MOVING)
-    if len(stuck) == chains:
-        return Finding("moving", "fail", NO_CHAIN_MOVES, slowest)
-    if stuck:
-        words = f"{_named(stuck)} {_are(stuck)} stuck: start elsewhere (initial=), or take smaller steps"
-        return Finding("moving", "fail", f"{words}; posterior.select leaves such chains out", slowest)
-    if slow:
-        found = f"moves in {slowest:.0%} of the draws, spread {least:.0%} of the median chain's"
-        return Finding("moving", "warn", f"{_named(slow)} {_are(slow)} slow: {found}", slowest)
-    return Finding("moving", "pass", f"every chain moves in at least {slowest:.0%} of its draws", slowest)
-
-
-# the sampler's own statistics ---------------------------------------------------------------------------------------
-
-
 def acceptance(rates: Tensor) -> Finding:
     """Judge whether every chain's moves are accepted.
 
@@ -190,7 +91,7 @@ def acceptance(rates: Tensor) -> Finding:
             else "Give them a longer warm-up (num_warmup=), start them elsewhere (initial=), use a smaller step_size, "
             "or reparametrise the model; posterior.select leaves them out"
         )
-        words = f"{len(stuck)} of {len(by_chain)} chains hardly move (acceptance below {limit:g}): {_listed(stuck)}"
+        words = f"{len(stuck)} of {len(by_chain)} chains hardly move (acceptance below {limit:g}): {listed(stuck)}"
         return Finding("acceptance", "fail", f"{words}. {advice}", least)
     words = f"mean acceptance {mean:.2f}, of the worst chain {least:.2f}"
     if status == "pass":
@@ -269,62 +170,19 @@ def arrival(lp: Tensor) -> Finding:
         return Finding("arrival", status, "no chain's first draws lie far below its later ones", worst)
     late = (lacking > LATE[0]).nonzero().flatten().tolist()
     count = int(outside[late].sum(1).max())
-    words = f"warm-up ended before {_named(late)} had arrived: first draws lie up to {float(below[late, 0].max()):.3g} "
+    words = f"warm-up ended before {named(late)} had arrived: first draws lie up to {float(below[late, 0].max()):.3g} "
     words += "nats below all of the second half, which falsifies means and deviations. Use a longer warm-up, or leave "
     words += f"out the first {count:,} draws: posterior.select(draws=slice({count}, None))"
     return Finding("arrival", status, words, worst)
 
 
-def _of_densities(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
+def of_densities(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Judge log densities: rounding, and the way in."""
     if "lp" in statistics:
         if "acceptance_rate" in statistics:
             yield blurred(statistics["lp"])
         if statistics["lp"].shape[1] >= 2 * LEAST_LATER:
             yield arrival(statistics["lp"])
-
-
-def sampler_failures(
-    statistics: Mapping[str, Tensor], subsampled: bool, samples: Mapping[str, Tensor] | None = None
-) -> list[Finding]:
-    """The findings that a sampler warns of at once: chains that hardly move, and many divergences.
-
-    If chains must agree, also disagreement, and momenta that hardly change the energy. Of a sampler of
-    mini-batches, which accepts and rejects nothing, also temperatures that are off.
-
-    :param statistics: the sampler's own numbers of every draw, ``(chains, draws)`` each.
-    :param samples: the draws, if chains must agree on them.
-    """
-    found = [acceptance(statistics["acceptance_rate"])] if "acceptance_rate" in statistics else []
-    found += (
-        [divergences(statistics["diverging"], subsampled, "energy_error" not in statistics)]
-        if "diverging" in statistics
-        else []
-    )
-    found += [energy_error(statistics["energy_error"])] if "energy_error" in statistics else []
-    found += _of_densities(statistics)
-    if subsampled and found and next(iter(statistics.values())).shape[1] >= LEAST_DRAWS:
-        apart = [] if samples is None else [disagreement(samples, subsampled)]
-        arrived = all(finding.status != "fail" for finding in apart)
-        found += [*apart, *_temperatures(statistics, subsampled, arrived)]
-    elif samples is not None and next(iter(samples.values())).shape[1] >= LEAST_AGREEING:
-        found += [disagreement(samples, subsampled), *_energy(statistics), *at_the_edge(samples)]
-        return [one for one in found if one.status == "fail" or (one.status == "warn" and one.name == "energy")]
-    return [finding for finding in found if finding.status == "fail"]
-
-
-def disagreement(samples: Mapping[str, Tensor], subsampled: bool) -> Finding:
-    """Judge by the first entries of each site whether chains agree."""
-    heads = {site: watched(value) for site, value in samples.items() if value.numel()}
-    worst = {site: float(chain_statistics(v).r_hat.nan_to_num(0.0).max()) for site, v in heads.items() if v.numel()}
-    if not worst:
-        return Finding("weights", "unknown", NO_CHAIN_MOVES)
-    site = max(worst, key=worst.__getitem__)
-    words = f"R-hat of site {site!r} is {worst[site]:.3f}"
-    status = graded(worst[site], R_HAT)
-    if status == "fail":
-        words = f"the chains disagree, so the draws are no posterior's yet: {words}, and 1 is right. Run longer, with "
-        words += f"a longer warm-up{' and larger batches' if subsampled else f'. {RELABELLED}'}"
-    return Finding("weights", status, words, worst[site])
 
 
 def warm_up(metadata: Mapping[str, Any], in_copies: bool = False) -> Iterator[Finding]:
@@ -368,20 +226,21 @@ def sampler_findings(statistics: Mapping[str, Tensor], subsampled: bool, arrived
         yield divergences(statistics["diverging"], subsampled, "energy_error" not in statistics)
     if "energy_error" in statistics:
         yield energy_error(statistics["energy_error"])
-    yield from _of_densities(statistics)
+    yield from of_densities(statistics)
     if "reached_max_treedepth" in statistics:
         share = float(statistics["reached_max_treedepth"].double().mean())
         status: Status = "warn" if share > CUT_OFF else "pass"
         advice = "" if status == "pass" else ": raise max_treedepth, or reparametrise"
         words = f"{share:.1%} of the trajectories were cut off at the largest tree{advice}"
         yield Finding("tree depth", status, words, share)
-    yield from _energy(statistics)
+    yield from of_energy(statistics)
     if "lp" in statistics and min(statistics["lp"].shape) > 1 and statistics["lp"].shape[1] > 2:
         yield _level(statistics["lp"].double())
-    yield from _temperatures(statistics, subsampled, arrived)
+    yield from of_temperatures(statistics, subsampled, arrived)
 
 
-def _energy(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
+def of_energy(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Judge by how much momenta change the energy, if it is known."""
     if "energy" in statistics and statistics["energy"].shape[1] > 2:
         least = float(missing_energy(statistics["energy"]).min())
         status = graded(least, ENERGY_FRACTION)
@@ -389,7 +248,8 @@ def _energy(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
         yield Finding("energy", status, f"E-BFMI of the worst chain {least:.2f}{advice}", least)
 
 
-def _temperatures(statistics: Mapping[str, Tensor], subsampled: bool, arrived: bool) -> Iterator[Finding]:
+def of_temperatures(statistics: Mapping[str, Tensor], subsampled: bool, arrived: bool) -> Iterator[Finding]:
+    """Of a sampler of mini-batches: see :func:`temperature`."""
     for name in ("kinetic_temperature", "virial"):
         if name in statistics:
             yield temperature(name.replace("_", " "), statistics[name].double(), subsampled, arrived)
@@ -402,7 +262,7 @@ def _level(lp: Tensor) -> Finding:
     behind, largest = (gap > LEFT_BEHIND * spread).nonzero().flatten().tolist(), float(gap.max())
     if not behind:
         return Finding("level", "pass", "no chain's log density stays far below the others'", largest)
-    words = f"{_named(behind)} {_are(behind)} up to {largest:.3g} nats below the others: still on the way in, or in a "
+    words = f"{named(behind)} {are(behind)} up to {largest:.3g} nats below the others: still on the way in, or in a "
     return Finding("level", "warn", f"{words}poor mode", largest)
 
 
@@ -444,14 +304,16 @@ def _standard_error(values: Tensor) -> float:
     return max(within, between)
 
 
-def _named(chains: Sequence[int]) -> str:
-    return f"{'chain' if len(chains) == 1 else 'chains'} {_listed(chains)}"
+def named(chains: Sequence[int]) -> str:
+    """Chains, for a sentence."""
+    return f"{'chain' if len(chains) == 1 else 'chains'} {listed(chains)}"
 
 
-def _are(chains: Sequence[int]) -> str:
+def are(chains: Sequence[int]) -> str:
+    """The verb for them."""
     return "is" if len(chains) == 1 else "are"
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def listed(numbers: Sequence[int]) -> str:
     """The first eight, for a sentence."""
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

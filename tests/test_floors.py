@@ -32,7 +32,7 @@ FLOORS = [
     ["arguments", "enumeration", "generators", "networks"],
     ["chain_statistics", "datasets", "likelihoods", "storage", "weights"],
     ["chain_findings", "draws", "fingerprint", "layout", "models", "store"],
-    ["chain_tables"],
+    ["chain_tables", "draw_findings"],
     ["posterior", "predictors"],
     ["checkpoints", "predict"],
     ["arviz_export"],

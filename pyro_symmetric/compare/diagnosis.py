@@ -25,18 +25,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
-from pyro_symmetric.chain_findings import (
-    EFFECTIVE_DRAWS,
-    R_HAT,
-    Finding,
-    Status,
-    finite,
-    graded,
-    moving,
-    resolved,
-    sampler_findings,
-    warm_up,
-)
+from pyro_symmetric.chain_findings import EFFECTIVE_DRAWS, R_HAT, Finding, Status, graded, sampler_findings, warm_up
 from pyro_symmetric.chain_statistics import copied_chains, evenly_spaced
 from pyro_symmetric.compare.agreement import Statistics, agreement, constant_entries, known, statistics_of
 from pyro_symmetric.compare.energy import energy_findings
@@ -44,6 +33,7 @@ from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.results import plain, table
 from pyro_symmetric.compare.verdict import verdict
 from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.draw_findings import finite, moving, resolved
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pyro_symmetric.chain_findings import NO_CHAIN_MOVES, R_HAT, Finding
+from pyro_symmetric.chain_findings import R_HAT, Finding
 from pyro_symmetric.compare.agreement import TOO_FEW
+from pyro_symmetric.draw_findings import NO_CHAIN_MOVES
 
 Findings = Mapping[str, Finding]
 

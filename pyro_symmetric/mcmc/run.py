@@ -23,7 +23,7 @@ from tqdm import tqdm
 from pyro_symmetric._process import LOCK, drawn_seed
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
 from pyro_symmetric.mcmc.curves import Curves
-from pyro_symmetric.mcmc.density.programs import announcing
+from pyro_symmetric.mcmc.density.programs import ANNOUNCED
 from pyro_symmetric.mcmc.identity import OTHER_MODEL, OtherRun, Passed, identify, require_same, tolerance_of
 from pyro_symmetric.mcmc.kernels.kernel import STRETCH, Kernel, State, Stretch, longest_stretch, required
 from pyro_symmetric.mcmc.settings import Settings
@@ -55,18 +55,19 @@ def run(settings: Settings, progress: bool = False, stop: Stop | None = None, ho
     :param hook: is called after every iteration; with it, stretches are of one.
     :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
-    with (
-        announcing(progress),
-        _recorder(settings) as recorder,
-    ):  # its lock comes first: who is refused has touched no generator
-        chains = Run(settings, recorder)
-        try:
-            chains.go(progress, stop, hook)
-        except KeyboardInterrupt:
-            if chains.at.draws == 0:
-                raise KeyboardInterrupt(*_how_to_resume(settings, chains.at)) from None
-        count = min(settings.num_samples, chains.at.draws)
-        return recorder.draws(count, chains.metadata())
+    announced = ANNOUNCED.set(progress)
+    try:
+        with _recorder(settings) as recorder:  # its lock comes first: who is refused has touched no generator
+            chains = Run(settings, recorder)
+            try:
+                chains.go(progress, stop, hook)
+            except KeyboardInterrupt:
+                if chains.at.draws == 0:
+                    raise KeyboardInterrupt(*_how_to_resume(settings, chains.at)) from None
+            count = min(settings.num_samples, chains.at.draws)
+            return recorder.draws(count, chains.metadata())
+    finally:
+        ANNOUNCED.reset(announced)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,22 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import model_arguments
-from pyro_symmetric.chain_findings import sampler_failures, warm_up
+from pyro_symmetric.chain_findings import (
+    LEAST_DRAWS,
+    Finding,
+    acceptance,
+    divergences,
+    energy_error,
+    of_densities,
+    of_energy,
+    of_temperatures,
+    warm_up,
+)
+from pyro_symmetric.draw_findings import at_the_edge, disagreement
 from pyro_symmetric.mcmc.choice import FEWEST_CHAINS, chosen
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
@@ -24,6 +36,8 @@ from pyro_symmetric.mcmc.tasks import run_tasks
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Origin, Posterior
 from pyro_symmetric.storage import PathLike
+
+LEAST_AGREEING = 100  # draws of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
 
 
 def sample(
@@ -179,3 +193,32 @@ def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:
         found = [*early, *(finding for finding in found if finding.name != "weights")]
     for finding in found:
         warnings.warn(finding.words, RuntimeWarning, stacklevel=3)
+
+
+def sampler_failures(
+    statistics: Mapping[str, Tensor], subsampled: bool, samples: Mapping[str, Tensor] | None = None
+) -> list[Finding]:
+    """The findings that a sampler warns of at once: chains that hardly move, and many divergences.
+
+    If chains must agree, also disagreement, and momenta that hardly change the energy. Of a sampler of
+    mini-batches, which accepts and rejects nothing, also temperatures that are off.
+
+    :param statistics: the sampler's own numbers of every draw, ``(chains, draws)`` each.
+    :param samples: the draws, if chains must agree on them.
+    """
+    found = [acceptance(statistics["acceptance_rate"])] if "acceptance_rate" in statistics else []
+    found += (
+        [divergences(statistics["diverging"], subsampled, "energy_error" not in statistics)]
+        if "diverging" in statistics
+        else []
+    )
+    found += [energy_error(statistics["energy_error"])] if "energy_error" in statistics else []
+    found += of_densities(statistics)
+    if subsampled and found and next(iter(statistics.values())).shape[1] >= LEAST_DRAWS:
+        apart = [] if samples is None else [disagreement(samples, subsampled)]
+        arrived = all(finding.status != "fail" for finding in apart)
+        found += [*apart, *of_temperatures(statistics, subsampled, arrived)]
+    elif samples is not None and next(iter(samples.values())).shape[1] >= LEAST_AGREEING:
+        found += [disagreement(samples, subsampled), *of_energy(statistics), *at_the_edge(samples)]
+        return [one for one in found if one.status == "fail" or (one.status == "warn" and one.name == "energy")]
+    return [finding for finding in found if finding.status == "fail"]

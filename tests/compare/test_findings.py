@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributions import constraints
 
-from pyro_symmetric.chain_findings import arrival, sampler_failures
+from pyro_symmetric.chain_findings import arrival
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.likelihoods import GaussianLikelihood
+from pyro_symmetric.mcmc.sampling import sampler_failures
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 

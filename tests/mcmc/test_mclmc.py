@@ -11,10 +11,11 @@ from scipy import stats
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.chain_findings import energy_error, sampler_failures
+from pyro_symmetric.chain_findings import energy_error
 from pyro_symmetric.mcmc import MCLMC, AdjustedMCLMC
 from pyro_symmetric.mcmc.kernels.isokinetic import GRADIENTS
 from pyro_symmetric.mcmc.kernels.mclmc import CORRELATION
+from pyro_symmetric.mcmc.sampling import sampler_failures
 
 from .conftest import drive
 

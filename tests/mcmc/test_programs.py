@@ -280,8 +280,10 @@ def test_without_a_compiler_auto_says_what_serves(monkeypatch):
 @pytest.mark.parametrize("progress", [True, False])
 def test_long_compilations_are_spoken_of_with_progress_only(progress, monkeypatch, capsys):
     monkeypatch.setattr(programs, "SILENT", 0.0)
-    with programs.announcing(progress), programs.Notice("step", "compiling a step"):
+    announced = programs.ANNOUNCED.set(progress)
+    with programs.Notice("step", "compiling a step"):
         time.sleep(0.2)
+    programs.ANNOUNCED.reset(announced)
     said = ""
     for _ in range(100 if progress else 10):
         time.sleep(0.02)

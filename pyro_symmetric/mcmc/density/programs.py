@@ -15,8 +15,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -38,7 +37,7 @@ MOST_KEPT = 64  # programs of this process
 SILENT, BETWEEN = 4.0, 20.0  # seconds after which a compilation is spoken of, and between reports of its progress
 
 Compute = Callable[..., Any]
-_ANNOUNCED: ContextVar[bool] = ContextVar("announced", default=True)
+ANNOUNCED = ContextVar("announced", default=True)  # whether compilations that take long are reported
 _KEPT: dict[tuple[Any, ...], tuple[Callable[..., Any], Any]] = {}  # by all that they were made of, for the next density
 _KEEPING = threading.Lock()
 
@@ -236,16 +235,6 @@ class _Program:
     checked: bool = False
 
 
-@contextmanager
-def announcing(progress: bool) -> Iterator[None]:
-    """Report compilations that take long, or don't."""
-    token = _ANNOUNCED.set(progress)
-    try:
-        yield
-    finally:
-        _ANNOUNCED.reset(token)
-
-
 class Notice:
     """Reports of a compilation that takes long; silent if PyTorch's cache answers, or progress isn't asked for.
 
@@ -258,7 +247,7 @@ class Notice:
         self._done = threading.Event()
 
     def __enter__(self) -> None:
-        if _ANNOUNCED.get():
+        if ANNOUNCED.get():
             threading.Thread(target=self._watch, daemon=True).start()
 
     def __exit__(self, *error: object) -> None:
