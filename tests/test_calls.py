@@ -82,6 +82,7 @@ def test_a_prior_that_cannot_be_drawn_from_is_named_unless_its_value_is_given():
     assert called(poutine.condition(improper, data={"w": torch.ones(2, 3)})).sum() == 6
 
 
+@pytest.mark.cpu
 def test_the_models_own_errors_pass_as_they_are_with_a_note_of_the_call():
     with pytest.raises(TypeError, match="has no len") as error:  # of the model's own making: the call itself fits
         called(regression, torch.zeros(3), 4)
@@ -96,6 +97,7 @@ def test_a_decorated_model_that_takes_other_arguments_than_it_shows_is_not_refus
     assert called(decorated(regression), [1, 2]) == 4
 
 
+@pytest.mark.cpu
 def test_inputs_that_a_network_cannot_take_are_told_with_what_it_has():
     net = nn.Sequential(nn.Linear(3, 2))
     assert input_problem(net, (torch.zeros(4, 3),)) == ""

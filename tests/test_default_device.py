@@ -109,7 +109,7 @@ def test_results_are_where_the_inputs_are_whatever_the_default_device(elsewhere,
 
 
 def test_symmetries_are_found_and_verified_whatever_the_default_device(elsewhere, device):
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to_empty(device=device)
+    net = nn.Sequential(nn.Linear(3, 4, device=device), nn.Tanh(), nn.Linear(4, 2, device=device))
     for parameter in net.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(5, 3, device=device)

@@ -28,6 +28,7 @@ def _nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "SLICED", set(registry.SLICED))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", ps.__all__)
 def test_the_example_of_a_public_name_runs_by_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = getattr(ps, name).__doc__ or ""

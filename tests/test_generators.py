@@ -20,19 +20,19 @@ from pyro_symmetric.generators import moved_on, own_generators, repeated
 def test_a_seed_reproduces_and_leaves_the_generator_as_it_was():
     torch.manual_seed(5)
     with forked(1):
-        first = torch.rand(3)
-    after = torch.rand(3)
+        first = torch.rand(3, device="cpu")
+    after = torch.rand(3, device="cpu")
     with forked(1):
-        assert torch.equal(torch.rand(3), first)
+        assert torch.equal(torch.rand(3, device="cpu"), first)
     torch.manual_seed(5)
-    assert torch.equal(torch.rand(3), after)
+    assert torch.equal(torch.rand(3, device="cpu"), after)
 
 
 def test_without_a_seed_the_generator_begins_as_it_is():
     torch.manual_seed(5)
     with forked():
-        first = torch.rand(3)
-    assert torch.equal(torch.rand(3), first)
+        first = torch.rand(3, device="cpu")
+    assert torch.equal(torch.rand(3, device="cpu"), first)
 
 
 def test_a_generator_gives_other_numbers_each_time_and_the_same_ones_from_the_same_state():
@@ -40,16 +40,16 @@ def test_a_generator_gives_other_numbers_each_time_and_the_same_ones_from_the_sa
     found = []
     for _ in range(2):
         with forked(generator):
-            found.append(torch.rand(3))
+            found.append(torch.rand(3, device="cpu"))
     assert not torch.equal(*found)
     with forked(torch.Generator().manual_seed(3)):
-        assert torch.equal(torch.rand(3), found[0])
+        assert torch.equal(torch.rand(3, device="cpu"), found[0])
 
 
 def test_an_error_inside_leaves_the_generator_as_it_was():
     before = torch.get_rng_state()
     with pytest.raises(ZeroDivisionError), forked(1):
-        1 / torch.rand(3).argmax().item() / 0
+        1 / torch.rand(3, device="cpu").argmax().item() / 0
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -81,10 +81,10 @@ def test_the_generator_of_the_runs_gpu_is_seeded_and_put_back():
 def test_a_seed_is_one_number_of_the_global_generator():
     torch.manual_seed(5)
     drawn_seed()
-    after = torch.rand(3)
+    after = torch.rand(3, device="cpu")
     torch.manual_seed(5)
-    torch.randint(2**62, ())
-    assert torch.equal(torch.rand(3), after)
+    torch.randint(2**62, (), device="cpu")
+    assert torch.equal(torch.rand(3, device="cpu"), after)
 
 
 # threads ------------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def draws(seed):
     with forked(seed):
         values = []
         for _ in range(20):
-            values.append(torch.rand(3))
+            values.append(torch.rand(3, device="cpu"))
             time.sleep(1e-4)  # another thread's chance
         return torch.cat(values)
 
@@ -140,7 +140,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent():
 
 
 HOST = {
-    "PyTorch": (lambda: torch.rand(3).tolist(), False),
+    "PyTorch": (lambda: torch.rand(3, device="cpu").tolist(), False),
     "NumPy": (lambda: np.random.rand(3).tolist(), True),  # noqa: NPY002
     "Python": (lambda: [random.random() for _ in range(3)], True),
 }
@@ -166,7 +166,7 @@ def test_numbers_are_repeated_whoever_draws_them_and_no_generator_is_disturbed(n
 
 def test_nothing_drawn_on_the_host_is_known():
     with repeated(3) as draws:
-        torch.rand(3)
+        torch.rand(3, device="cpu")
     assert not draws.host
 
 

@@ -59,6 +59,8 @@ def test_draws_are_those_of_the_posterior(kernel):
     assert standard_errors_off((draws - truth).square(), deviation**2, math.sqrt(2) * deviation**2) < 4
 
 
+@pytest.mark.cpu
+@pytest.mark.filterwarnings("ignore:.* of the draws diverged")  # in so short a run
 def test_a_potential_is_sampled_as_the_model_that_has_it():
     def potential(values):
         z, shift = values["scale"], values["shift"]

@@ -29,7 +29,8 @@ def test_resnet20_has_the_parameters_of_its_convolutions_norms_and_last_layer() 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
 def test_every_network_takes_small_images(name: str, shape: tuple[int, ...]) -> None:
     with torch.no_grad():
-        assert NETWORKS[name](shape, 7).eval()(torch.randn(2, *shape)).shape == (2, 7)
+        x = torch.randn(2, *shape)
+        assert NETWORKS[name](shape, 7).eval().to(x.device)(x).shape == (2, 7)
 
 
 def test_rows_that_are_no_images_are_refused() -> None:

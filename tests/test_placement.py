@@ -26,6 +26,7 @@ def nested(data):
     model(*data["xy"])
 
 
+@pytest.mark.cpu
 def test_tensors_are_found_in_containers_and_modules_are_copied_only_if_they_must():
     net = nn.Linear(2, 1)
     same, args, kwargs = placed(net, ({"a": [X]}, 3), {"k": (Y, "s")}, None, torch.float64)

@@ -58,6 +58,7 @@ def test_whole_sequences(kind, shape):
     agree(layer, torch.randn(BATCH, TIME, INPUTS).double())
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s.values())))
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_sequences_of_different_lengths_and_given_states(kind, shape):
@@ -88,6 +89,7 @@ def test_weight_normalisation(axis):
     agree(lambda *args: as_layer(layer(*args)), x, parameters=list(layer.parameters()))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_sequences_are_packed_and_padded_as_by_pytorch(batch_first):
     padded = torch.randn(TIME, BATCH, INPUTS, 2)
@@ -156,7 +158,7 @@ NETWORKS = {
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("kind", [pytest.param(n, marks=pytest.mark.cpu if "packed" in n else ()) for n in NETWORKS])
 def test_chains_and_ensembles_of_recurrent_networks_compute_what_each_network_does(kind):
     net = NETWORKS[kind]().double()
     x, y = torch.randn(7, TIME, INPUTS).double(), torch.randn(7, 1).double()
@@ -183,6 +185,7 @@ def test_chains_and_ensembles_of_recurrent_networks_compute_what_each_network_do
     assert all(bool(value.isfinite().all()) for value in drawn.samples.values())
 
 
+@pytest.mark.cpu
 @pytest.mark.filterwarnings("error")
 def test_a_pyro_model_with_a_recurrent_layer_is_mapped_over_chains():
     layer, x = nn.GRU(INPUTS, 1).double().requires_grad_(False), torch.randn(TIME, BATCH, INPUTS).double()

@@ -43,6 +43,7 @@ def assert_same(found: Posterior, expected: Posterior) -> None:
     assert found.metadata == expected.metadata
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("group_by_chain", [False, True])
 @pytest.mark.parametrize("num_samples", [None, 70])
 def test_get_samples_selects_as_pyro_does(posterior, num_samples, group_by_chain):

@@ -240,6 +240,7 @@ def counted(name: str) -> tuple[nn.Module, ps.Symmetry, Completeness]:
     return net, symmetry, ps.completeness(symmetry, net, x)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", NETWORKS)
 def test_nothing_is_unexplained_and_the_numbers_are_right(name):
     _, x, null, found = NETWORKS[name]
@@ -258,6 +259,7 @@ def test_nothing_is_unexplained_and_the_numbers_are_right(name):
         assert null_directions(net, symmetry, x, result.point) == result.null
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize("layer", ["across", "transposed"])
 def test_spectral_norms_may_take_their_rows_along_another_axis(layer, width):

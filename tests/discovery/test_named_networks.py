@@ -33,7 +33,8 @@ def networks() -> ModuleType:
 
 def found(name: str) -> tuple[torch.nn.Module, torch.Tensor, Symmetry]:
     make, shape = networks().NETWORKS[name]
-    net, x = make(), torch.randn(shape)
+    x = torch.randn(shape)
+    net = make().to(x.device)
     symmetry = find_symmetry(net, x, strict=True, verify=False)
     result = verify(symmetry, net, x)
     assert result.error < 1e-10

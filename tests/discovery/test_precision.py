@@ -81,7 +81,7 @@ DOUBLE = {
 }
 
 
-@pytest.mark.parametrize("name", DOUBLE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.cpu if "NumPy" in n else ()) for n in DOUBLE])
 def test_casts_go_to_double_precision_while_a_network_is_verified(name: str) -> None:
     net, x = DOUBLE[name]
     symmetry = find_symmetry(net, x)

@@ -252,6 +252,7 @@ OWN = {
 }
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", OWN)
 def test_generators_of_a_network_repeat_their_numbers(name: str) -> None:
     generator, function, moves = OWN[name]

@@ -283,6 +283,7 @@ def both(model: Any, guide: Any) -> tuple[Any, list[float]]:
     return train(model, guide.setup(X, Y))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("set_up", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_process_workers_train_guides_as_this_process_does(set_up: bool, pool: ProcessPoolExecutor) -> None:
     """Flows, mixtures and Gaussians; what comes back draws and trains further."""

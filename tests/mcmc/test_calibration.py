@@ -42,7 +42,7 @@ def test_ranks_are_uniform(name):
 def test_a_sampler_that_is_wrong_is_seen(name):
     from benchmarks.performance.calibration import contestants
 
-    value, _ = contestants()[name](REPLICATIONS, DRAWS)
+    value, _ = contestants()[name](2 * REPLICATIONS, DRAWS)  # of 20 seeds the largest value was 7e-13
     assert value < LEVEL
 
 

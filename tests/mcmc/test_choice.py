@@ -44,6 +44,7 @@ def test_a_networks_mass_is_diagonal_and_its_chains_are_fewer():
     assert (found.kernel.mass, found.num_chains) == ("diagonal", 16)
 
 
+@pytest.mark.cpu
 def test_chains_are_fewer_the_more_an_evaluation_holds():
     counts = [choice(normal, torch.randn(rows)).num_chains for rows in (10, 50_000, 10**6)]
     assert counts[0] == 64 > counts[1] > counts[2] == 4

@@ -150,6 +150,7 @@ def test_processes_that_build_at_once_leave_one_library_that_all_of_them_loaded(
     assert all(path.stem.endswith(compiler._digest(path)) for path in left)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -169,6 +170,7 @@ def test_a_compiler_that_fails_is_reported_and_pytorch_serves(cache, monkeypatch
     assert "broken failed" in repr(density)
 
 
+@pytest.mark.cpu
 def test_without_any_compiler_pytorch_serves(cache, monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -101,6 +101,7 @@ def test_without_a_seed_the_global_generator_decides_on_the_tasks(tmp_path):
     assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **options), first)  # the store remembers the seed
 
 
+@pytest.mark.cpu
 def test_chains_per_task_is_chosen_without_looking_at_the_machine():
     counts = {"num_warmup": 0, "num_samples": 1, "chains_per_task": None}
     for chains, per_task in ((1, 1), (4, 4), (9, 5), (16, 4), (65, 17), (70, 16)):
@@ -309,6 +310,7 @@ def test_a_process_pool_gives_the_draws_of_one_process(pool, expected, tmp_path)
     assert_same_draws(stored, expected)
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, on forks
 def test_a_forked_pool_gives_the_draws_of_one_process_but_takes_one_thread(expected, tmp_path):

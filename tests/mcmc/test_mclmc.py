@@ -76,13 +76,15 @@ def test_moments_of_a_gaussian(gaussian, kernel, rotated):
     assert not statistics["diverging"].any()
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("asked", [5e-4, 5e-5])
 @pytest.mark.parametrize("dim", [5, 300])
 def test_warm_up_finds_the_step_of_the_energy_error_that_was_asked(gaussian, dim, asked):
+    """The error of few dimensions has heavy tails: with 64 chains its mean has a deviation of 0.1 (20 seeds)."""
     torch.manual_seed(0)
     density = gaussian(torch.ones(dim, dtype=torch.float64))
     kernel = MCLMC(None, energy_error=asked)
-    _, statistics, _ = drive(kernel, density, density.sample(16), 200, 60)
+    _, statistics, _ = drive(kernel, density, density.sample(64), 200, 100)
     assert 0.6 < statistics["energy_error"].mean() < 1.6
 
 

@@ -12,6 +12,8 @@ from pyro_symmetric.mcmc.density.native import NativeLoss
 from pyro_symmetric.mcmc.density.native.compiler import library
 from pyro_symmetric.mcmc.density.native.loss import WEIGHT_BYTES
 
+pytestmark = pytest.mark.cpu
+
 
 @pytest.fixture(autouse=True)
 def _with_a_compiler():

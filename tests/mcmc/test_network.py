@@ -32,7 +32,7 @@ def has_compiler() -> bool:
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
-ENGINES = [pytest.param("native", marks=needs_compiler), "torch"]
+ENGINES = [pytest.param("native", marks=[needs_compiler, pytest.mark.cpu]), "torch"]
 
 
 def data(rows: int = 37, inputs: int = 5, outputs: int = 1, classes: int = 0, dtype=torch.float64):
@@ -315,6 +315,7 @@ def test_ragged_numbers_of_chains_and_chunks_agree(engine):
     assert torch.allclose(density.energy(z), energy, rtol=1e-12)
 
 
+@pytest.mark.cpu
 @needs_compiler
 def test_a_chains_native_gradient_is_the_same_to_the_last_bit_whatever_runs_beside_it():
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -367,6 +368,7 @@ def test_infinite_and_absurd_weights_spoil_their_own_chain_only(classes, engine,
     assert not torch.isfinite(energy[[1, 2, 4]]).any()
 
 
+@pytest.mark.cpu
 @needs_compiler
 def test_mini_batches_outside_of_the_data_are_refused():
     net = nn.Sequential(nn.Linear(5, 3)).double()
@@ -392,6 +394,7 @@ def test_potentials_can_be_copied_and_sent(engine):
         assert torch.equal(other.energy_and_gradient(z)[1], expected[1])
 
 
+@pytest.mark.cpu
 def test_the_default_chunk_depends_on_the_size_of_the_model_alone():
     small = Density(BayesianModel(nn.Sequential(nn.Linear(5, 3))), args=data(classes=3, dtype=torch.float32))
     wide = nn.Sequential(nn.Linear(5, 500), nn.ReLU(), nn.Linear(500, 3))

@@ -247,6 +247,7 @@ def test_the_oldest_programs_are_forgotten(monkeypatch):
     assert len(kept) == 2
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_library_that_a_killed_compiler_left_in_the_cache_is_made_anew(inside, tmp_path, monkeypatch):
     (tmp_path / "cache").mkdir()
@@ -270,6 +271,7 @@ def test_a_library_that_a_killed_compiler_left_in_the_cache_is_made_anew(inside,
     assert torn.exists() != inside
 
 
+@pytest.mark.cpu
 def test_without_a_compiler_auto_says_what_serves(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)

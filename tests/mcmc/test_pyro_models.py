@@ -199,7 +199,7 @@ HANDLED = {
 }
 
 
-@pytest.mark.parametrize("name", HANDLED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.cpu if "Projected" in n else ()) for n in HANDLED])
 def test_energies_and_gradients_are_those_of_pyros_potential(name):
     model = HANDLED[name]()
     density = Density(model, (Y,))
@@ -215,6 +215,7 @@ def test_energies_and_gradients_are_those_of_pyros_potential(name):
         torch.testing.assert_close(gradient[chain], torch.autograd.grad(expected, leaf)[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.cpu
 def test_an_improper_prior_counts_for_nothing_and_starts_in_the_box():
     density = Density(improper, (Y,))
     z = torch.tensor([[-0.5], [0.7]], requires_grad=True)

@@ -224,6 +224,7 @@ def test_a_kill_between_commits_goes_back_to_the_last_one(tmp_path, monkeypatch)
     assert steps[0] > TOTAL + 2  # some iterations were done again
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # the child uses one thread of PyTorch's
 @pytest.mark.parametrize("name", ["NUTS", "pSGLD"])
@@ -546,6 +547,7 @@ class Walk(mcmc.Kernel):
         return replace(state, tuning=tuning)
 
 
+@pytest.mark.cpu
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, on forks
 def test_a_kernel_of_twenty_lines_runs_in_memory_on_disk_resumed_and_in_a_pool(tmp_path, break_after):
     options = {**QUICK, "num_chains": 4, "seed": 3}
@@ -569,6 +571,7 @@ def test_a_kernel_of_twenty_lines_runs_in_memory_on_disk_resumed_and_in_a_pool(t
 MOST_FILES, MOST_FUNCTIONS = 31, 214
 
 
+@pytest.mark.cpu
 def test_a_run_in_memory_touches_few_files_and_functions():
     seen, root = set(), str(Path(mcmc.__file__).parents[1])
 

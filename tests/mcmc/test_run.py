@@ -252,6 +252,7 @@ def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:.* of the draws diverged")  # in so short a run
 @pytest.mark.parametrize(
     ("kind", "engine"), [(HMC, "auto"), (AdaptiveHMC, "auto"), (SGHMC, "auto"), (NUTS, "auto"), (NUTS, "torch")]
 )

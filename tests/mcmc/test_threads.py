@@ -47,6 +47,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.cpu
 def test_seeded_runs_of_several_threads_give_the_draws_that_they_give_alone():
     alone = [one() for one in RUNS]
     group = Group.declare({"locs": ("component",)}, {"locs": torch.zeros(2)})
@@ -147,6 +148,7 @@ def shapes(model):
     return {"locs": (2,)} if model is components else model.site_shapes
 
 
+@pytest.mark.cpu
 def test_a_seeded_run_is_not_disturbed_by_what_other_threads_ask_of_its_network_and_of_the_generators():
     expected = RUNS[0]()
     posterior = sample(HMC(NET, num_steps=3), X, Y, seed=1, **OPTIONS)
