@@ -170,13 +170,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--bde-warmup", type=int, default=3_000, help="steps of bde's warm-up")
     parser.add_argument("--bde-steps", type=int, default=3_000, help="steps of bde's chains")
     parser.add_argument("--bde-draws", type=int, default=100, help="of each chain that are kept")
-    parser.add_argument("--json", type=Path, help="write all results there")
+    parser.add_argument("--json", type=Path, help="write all results there; what it holds is not run again")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    results = []
+    kept = options.json is not None and options.json.exists()
+    results = [Result(**row) for row in json.loads(options.json.read_text())] if kept else []
+    done = {(result.data, result.split) for result in results}
     for name in options.data:
         for split in range(options.splits):
+            if (name, split) in done:
+                continue
             data = ps.datasets.load(f"uci/{name}", root=options.root, split=split)
             if options.bde:
                 results.append(bde(options, data, name, split))
