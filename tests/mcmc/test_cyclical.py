@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Density, sample
-from pyro_symmetric.mcmc.kernels import stochastic
+from pyro_symmetric.mcmc.kernels import walk
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 
 CENTRES = 2.0 * torch.cartesian_prod(torch.arange(-2, 3), torch.arange(-2, 3)).float()  # a grid of 25
@@ -73,7 +73,7 @@ def test_energies_are_evaluated_once_an_iteration_beside_the_anchors_pass(monkey
         return whole(*args)
 
     for name, found in (("estimated", "energies"), ("estimated_gradient", "gradients")):
-        monkeypatch.setattr(stochastic, name, partial(counted, getattr(stochastic, name), found))
+        monkeypatch.setattr(walk, name, partial(counted, getattr(walk, name), found))
 
     def model(y: torch.Tensor) -> None:
         w = pyro.sample("w", dist.Normal(0.0, 10.0))

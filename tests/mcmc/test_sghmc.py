@@ -11,7 +11,7 @@ from scipy.linalg import solve_discrete_lyapunov
 from torch import Tensor, nn
 
 from pyro_symmetric.mcmc import SGHMC, Density, sample
-from pyro_symmetric.mcmc.kernels.stochastic import Walk
+from pyro_symmetric.mcmc.kernels.walk import Walk
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior

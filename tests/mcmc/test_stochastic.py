@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from scipy.linalg import eigvalsh, inv, solve_discrete_lyapunov, sqrtm
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_symmetric.likelihoods import GaussianLikelihood
-from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Density, pSGLD
+from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Density, pSGLD, sample
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel
@@ -330,3 +332,46 @@ def test_an_iteration_never_waits_for_the_device(kind, settings) -> None:
         assert looks.found == [], iteration
         if iteration < 4:
             state = kernel.adapt(density, state, iteration, 4)
+
+
+def scaled(y: Tensor) -> None:
+    scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    w = pyro.sample("w", dist.Normal(torch.zeros(5), scale).to_event(1))
+    pyro.sample("y", dist.Normal(w, 0.1).to_event(1), obs=y)
+
+
+SHIFTS = torch.tensor([0.3, -0.2, 0.4, 0.1, -0.3])
+
+
+@pytest.mark.parametrize("kind", [SGHMC, pSGLD])
+def test_chains_that_break_off_continue_from_the_places_of_others(kind, generator):
+    density, kernel = Density(scaled, (SHIFTS,)), kind(scaled)
+    state = kernel.init(density, torch.randn(4, 6), 100, generator)
+    for _ in range(2):
+        state = kernel.step(density, state)
+    broken = torch.tensor([3, 0, 7, 2])  # two of them are lost, one may come back
+    state = replace(state, tuning=replace(state.tuning, broken_off=broken))
+    assert kernel.adapt(density, state, 7, 100).z is state.z  # nobody looks yet
+    found = kernel.adapt(density, state, 9, 100)
+    places = torch.tensor([1, 1, 1, 3])
+    for name in ("z", "energy", "gradient"):
+        assert torch.equal(getattr(found, name), getattr(state, name)[places])
+    assert found.tuning.broken_off.tolist() == [0, 0, 0, 2]
+    assert kernel.remarks(found) == {"relocated_chains": [0, 2]}
+    if state.tuning.second_moment is not None:
+        assert torch.equal(found.tuning.second_moment, state.tuning.second_moment[places])
+    assert (
+        kernel.adapt(density, replace(state, tuning=replace(state.tuning, broken_off=broken + 1)), 9, 100).z is state.z
+    )
+
+
+@pytest.mark.stochastic
+def test_a_scale_to_infer_loses_no_chain():
+    """Steps too large fling chains to where a scale is 0 or infinite, from where none returns. The scale's mean by
+    quadrature; errors of 0.015 at most in 20 seeds, by the tolerance and by 1,600 correlated draws."""
+    torch.manual_seed(0)
+    posterior = sample(
+        SGHMC(scaled, num_steps=5), SHIFTS, num_chains=8, num_warmup=150, num_samples=200, progress=False
+    )
+    assert not posterior.statistics["diverging"].any()
+    assert posterior.samples["scale"].mean() == pytest.approx(0.3504, abs=0.04)

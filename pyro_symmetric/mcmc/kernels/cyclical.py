@@ -35,7 +35,8 @@ from pyro_symmetric.mcmc.kernels.anchors import Anchor, batches_of_a_pass
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
 from pyro_symmetric.mcmc.kernels.spread import Spread
-from pyro_symmetric.mcmc.kernels.stochastic import FIRST_ROUNDS, StochasticGradientKernel, StochasticTuning, Walk
+from pyro_symmetric.mcmc.kernels.stochastic import FIRST_ROUNDS, StochasticGradientKernel, StochasticTuning
+from pyro_symmetric.mcmc.kernels.walk import Walk
 
 DYNAMICS = ("langevin", "hamiltonian")
 

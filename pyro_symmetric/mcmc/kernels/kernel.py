@@ -232,6 +232,12 @@ def stranded(began: Tensor, z: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
     return still & (energy > highest) & (2 * still.sum() < len(still)), ~still
 
 
+def sources_of(lost: Tensor, arrived: Tensor) -> Tensor:
+    """Whose place each chain takes, ``(C,)``: its own, or of lost ones that of a chain that has arrived, in turns."""
+    every, others = torch.arange(len(lost), device=lost.device), arrived.nonzero().flatten()
+    return torch.where(lost, others[every % len(others)], every)
+
+
 def relocated(state: State, lost: Tensor, arrived: Tensor) -> State:
     """Lost chains at the places of those that have arrived, which take turns; ``(C,)`` each.
 
@@ -239,8 +245,7 @@ def relocated(state: State, lost: Tensor, arrived: Tensor) -> State:
     """
     if not bool(lost.any()):
         return state
-    every, others = torch.arange(len(lost), device=lost.device), arrived.nonzero().flatten()
-    sources = torch.where(lost, others[every % len(others)], every)
+    sources = sources_of(lost, arrived)
     z, momentum, energy, gradient = (
         value[sources] for value in (state.z, state.momentum, state.energy, state.gradient)
     )

@@ -27,7 +27,8 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.sgld import SGLD
 from pyro_symmetric.mcmc.kernels.spread import Spread
-from pyro_symmetric.mcmc.kernels.stochastic import StochasticTuning, Walk
+from pyro_symmetric.mcmc.kernels.stochastic import StochasticTuning
+from pyro_symmetric.mcmc.kernels.walk import Walk
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -38,7 +38,8 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
-from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, StochasticTuning, Walk
+from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, StochasticTuning
+from pyro_symmetric.mcmc.kernels.walk import Walk
 
 MOST_KEPT = 0.95  # of the momentum in one step, if friction isn't given
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
-from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, StochasticTuning, Walk
+from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, StochasticTuning
+from pyro_symmetric.mcmc.kernels.walk import Walk
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

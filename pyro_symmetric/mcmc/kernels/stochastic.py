@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -30,15 +30,16 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.anchors import Anchor, batches_of_a_pass, estimated, estimated_gradient
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.kernels.anchors import Anchor, batches_of_a_pass
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, relocated, sources_of
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
 from pyro_symmetric.mcmc.kernels.randomness import Batches, normal
 from pyro_symmetric.mcmc.kernels.spread import Spread
-from pyro_symmetric.mcmc.kernels.warmup import window_ends
+from pyro_symmetric.mcmc.kernels.walk import WATCHED, Walk
+from pyro_symmetric.mcmc.kernels.warmup import tuned, window_ends
 
-WATCHED = 10  # steps: at every so many of a window the chains' spread is looked at
-DRAWN = 2**18  # normal numbers that are drawn at once, at most, if one step's are fewer
+LOOKED_FOR_LOST = 10  # iterations of warm-up from one look for lost chains to the next
+LOST = 3  # iterations on end that a chain broke off, so that it is taken to be lost
 FIRST_ROUNDS = 6  # measurements of the landscape before the first step in new units
 
 
@@ -59,6 +60,9 @@ class StochasticTuning:
         it, or ``None``.
     :param iteration: iterations so far.
     :param num_warmup: how many of all iterations are warm-up.
+    :param broken_off: iterations on end in which each chain left all numbers behind, ``(C,)``.
+    :param relocated: whether each chain was lost in warm-up and moved to the place of another, ``(C,)``; ``None`` if
+        none was.
     """
 
     step_size: Tensor
@@ -72,115 +76,12 @@ class StochasticTuning:
     second_moment: Tensor | None
     iteration: int
     num_warmup: int
+    broken_off: Tensor
+    relocated: Tensor | None = None
 
     @property
     def warming_up(self) -> bool:
         return self.iteration < self.num_warmup
-
-
-class Walk:
-    """Chains on their way through one iteration. They move in place, on copies that nothing else holds.
-
-    :param steps: of the iteration. The energy is evaluated at the last one only.
-    """
-
-    def __init__(self, density: Density, state: State, steps: int):
-        self.steps = steps
-        self.density, self.generator = density, state.generator
-        self.z, self.r = state.z.clone(), state.momentum.clone()
-        self.batches: Batches = state.tuning.batches
-        self.anchor: Anchor | None = state.tuning.anchor
-        self.centre: Tensor | None = state.tuning.centre
-        self.energy = state.energy
-        self.last_gradient = state.gradient
-        self.spread: Spread | None = None  # to learn from this walk
-        self.count = 0  # of the steps so far
-        self.spent = 0  # gradients, besides
-        self._virial = torch.zeros_like(self.z)  # of each coordinate, as one sum in the end costs less than many
-        self._away = torch.empty_like(self.z)
-        self._counted = 0
-
-    def gradient(self) -> Tensor:
-        """The gradient ``(C, D)`` on each chain's next mini-batch; the virial takes it in."""
-        away, gradient = self._evaluated()
-        self._virial.addcmul_(away, gradient)
-        return gradient
-
-    def _evaluated(self) -> tuple[Tensor, Tensor]:
-        """Places of the chains, seen from the centre, and the gradient ``(C, D)`` on each one's next mini-batch."""
-        rows, self.batches = self.batches.next(self.generator)
-        if self.count + 1 < self.steps:
-            self.last_gradient = estimated_gradient(self.density, self.z, rows, self.anchor)
-        else:
-            self.energy, self.last_gradient = estimated(self.density, self.z, rows, self.anchor)
-        away = self.z if self.centre is None else torch.sub(self.z, self.centre, out=self._away)
-        if self.spread is not None and self._counted % WATCHED == 0:
-            self.spread = self.spread.update(self.z, self.last_gradient)
-        self.count += 1
-        self._counted += 1
-        return away, self.last_gradient
-
-    def noise(self, steps: int, spread: Tensor) -> Iterator[Tensor]:
-        """Normal numbers ``(C, D)`` of this spread for each of so many steps, drawn many at a time if they are few.
-
-        Those of a step are overwritten once the next ones are drawn.
-        """
-        most = min(steps, max(1, DRAWN // max(1, self.z.numel())))
-        drawn = self.z.new_empty(most, *self.z.shape)
-        for begin in range(0, steps, most):
-            yield from drawn[: steps - begin].normal_(generator=self.generator).mul_(spread)
-
-    def langevin(self, step: Tensor, noise: Tensor | None) -> None:
-        r"""One step of size :math:`\varepsilon`: half of it times the gradient, and noise of variance ``ε``.
-
-        :param step: times the preconditioner, ``()``, ``(D,)`` or ``(C, D)``.
-        """
-        self.z.addcmul_(self.gradient(), step, value=-0.5)
-        if noise is not None:
-            self.z.add_(noise)
-
-    def hamiltonian(self, step: Tensor, keep: Tensor, noise: Tensor | None) -> None:
-        """Kick, half a drift, friction that keeps a share of the momentum and noise, half a drift.
-
-        :param step: times the root of the preconditioner, ``()``, ``(D,)`` or ``(C, D)``.
-        """
-        self.r.addcmul_(self.gradient(), step, value=-1)
-        self.z.addcmul_(self.r, step, value=0.5)
-        if noise is None:
-            self.r.mul_(keep)
-        else:
-            torch.addcmul(noise, self.r, keep, out=self.r)
-        self.z.addcmul_(self.r, step, value=0.5)
-
-    def hamiltonians(self, steps: int, step: Tensor, keep: Tensor, spread: Tensor) -> None:
-        """Several such steps of one size, with noise of this spread. On a GPU, if they are small, two tensors move in
-        one launch where neither needs the other."""
-        if not self.z.is_cuda or steps * self.z.numel() > DRAWN:
-            for noise in self.noise(steps, spread):
-                self.hamiltonian(step, keep, noise)
-        else:
-            self._in_pairs(steps, step, keep, spread)
-
-    def _in_pairs(self, steps: int, step: Tensor, keep: Tensor, spread: Tensor) -> None:
-        share, half = (value.expand_as(self.z).contiguous() for value in (keep, 0.5 * step))
-        kick, r = -2 * half, self.r
-        for noise in self.noise(steps, spread):
-            away, gradient = self._evaluated()
-            torch._foreach_addcmul_([self._virial, r], [away, kick], [gradient, gradient])
-            torch._foreach_addcmul_([self.z, noise], [r, r], [half, share])
-            r = noise  # and the share of the momentum that friction kept
-            self.z.addcmul_(r, half)
-        self.r.copy_(r)
-
-    def begin_sampling(self) -> None:
-        """Start averages and momenta anew: what came before was no sampling."""
-        self.r.normal_(generator=self.generator)
-        self._virial.zero_()
-        self._counted = 0
-
-    def virial(self) -> Tensor:
-        """``(C,)``, the average over the steps."""
-        return self._virial.sum(-1) / (self._counted * self.z.shape[-1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -267,6 +168,7 @@ class StochasticGradientKernel(Kernel):
             second_moment=self.first_moment(density, gradient),
             iteration=0,
             num_warmup=num_warmup,
+            broken_off=torch.zeros_like(energy, dtype=torch.long),
         )
         state = State(z, momentum, energy, gradient, tuning, generator)
         return replace(state, tuning=self._measured(density, state, tuning, FIRST_ROUNDS))
@@ -300,12 +202,19 @@ class StochasticGradientKernel(Kernel):
             momentum,
             energy,
             torch.where(lost, state.gradient, walk.last_gradient),
-            replace(tuning, batches=walk.batches, iteration=tuning.iteration + 1),
+            replace(
+                tuning,
+                batches=walk.batches,
+                iteration=tuning.iteration + 1,
+                broken_off=(tuning.broken_off + 1) * diverging,
+            ),
             state.generator,
             statistics,
         )
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
+        if (iteration + 1) % LOOKED_FOR_LOST == 0 or iteration + 1 == num_warmup:
+            state = _found_again(state)
         tuning: StochasticTuning = state.tuning
         tuning = self._measured(density, state, tuning)
         if tuning.spread is not None and iteration + 1 in window_ends(num_warmup)[1]:
@@ -313,6 +222,10 @@ class StochasticGradientKernel(Kernel):
         if iteration + 1 == num_warmup:
             tuning = self._settled(tuning)
         return replace(state, tuning=tuning)
+
+    def remarks(self, state: State) -> dict[str, Any]:
+        relocated = state.tuning.relocated
+        return {} if relocated is None else {"relocated_chains": relocated.nonzero().flatten().tolist()}
 
     # small steps ----------------------------------------------------------------------------------------------------
 
@@ -361,7 +274,8 @@ class SteadyKernel(StochasticGradientKernel):
     r"""Kernels whose step stays, or falls as a power of the iteration.
 
     After warm-up the step of iteration :math:`t = 0, 1, \dots` is :math:`\varepsilon_t = \varepsilon (1 + t / b)^{-
-    \gamma}`, in warm-up it falls to ``ε`` from ``warmup_factor`` times that by a cosine.
+    \gamma}`. In warm-up it falls to ``ε`` from ``warmup_factor`` times that by a cosine; if variances are learnt, until
+    they are first known, as steps in units of the posterior need no help to go far.
 
     :param num_steps: gradient steps for each iteration; the sampler's ``thinning`` multiplies it.
     :param warmup_factor: warm-up starts with steps so many times larger.
@@ -388,7 +302,25 @@ class SteadyKernel(StochasticGradientKernel):
     def scheduled(self, tuning: StochasticTuning) -> Tensor:
         """The step size of the iteration to come, ``()``."""
         if tuning.warming_up:
-            share = 0.5 * (1 + math.cos(math.pi * tuning.iteration / tuning.num_warmup))
+            ends = window_ends(tuning.num_warmup)[1] if tuning.spread is not None else ()
+            passed = tuning.iteration / (ends[0] if ends else tuning.num_warmup)
+            share = 0.5 * (1 + math.cos(math.pi * min(1.0, passed)))
             return tuning.base_step_size * (1 + (self.warmup_factor - 1) * share)
         since = tuning.iteration - tuning.num_warmup
         return tuning.base_step_size * (1 + since / self.decay_offset) ** -self.decay
+
+
+def _found_again(state: State) -> State:
+    """Chains that break off whatever they do continue from the places of others, with the others' memories."""
+    tuning: StochasticTuning = state.tuning
+    lost, arrived = tuning.broken_off >= LOST, tuning.broken_off == 0
+    if not bool(lost.any() & arrived.any()):
+        return state
+    state, sources = relocated(state, lost, arrived), sources_of(lost, arrived)
+    anchor, moment = tuning.anchor, tuning.second_moment
+    return tuned(
+        state,
+        broken_off=torch.where(lost, 0, tuning.broken_off),
+        anchor=None if anchor is None else Anchor(anchor.z[sources], anchor.energy[sources], anchor.gradient[sources]),
+        second_moment=None if moment is None else moment[sources],
+    )
