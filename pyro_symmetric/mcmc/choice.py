@@ -45,7 +45,8 @@ def chosen(settings: Settings, num_chains: int | None) -> Settings:
     words = f"{kind.__name__} with {counted} ({why}), mass={mass!r} ({coordinates})"
     found = replace(settings, kernel=kind(settings.kernel.model, mass=mass), num_chains=chains)
     if settings.store is None or not settings.store.exists():  # a run that resumes keeps its engine
-        words += f", engine {(density if chains == expected else found.density()).engine!r}"
+        density = density if chains == expected else found.density()
+        words += f", engine {density.engine!r}{' unless trajectories are long' * density.may_compile}"
     return replace(found, chosen=words)
 
 

@@ -32,6 +32,7 @@ from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import Blocks, Checkpoint, Contents, FolderRecorder, MemoryRecorder
 from pyro_symmetric.weights import Weights
 
+BETWEEN_LOOKS = 50  # iterations from one decision whether to compile to the next
 STRETCH_SECONDS = 0.2  # at most about so long are chains left to themselves, between looks at the clock and at Ctrl-C
 KERNELS = Kernel.__module__.rpartition(".")[0]
 Hook = Callable[[int, Weights], Any]  # takes an iteration's number and the weights of all chains
@@ -97,6 +98,7 @@ class Run:
         self._clock = time.perf_counter()
         self._seconds = {"warmup": 0.0, "sampling": 0.0}
         self._length = 1  # of the next stretch
+        self._evaluations = 0  # of all chains at once, while no program serves
         self._blocks = Blocks(recorder)
         self._curves = Curves()
         self._passed: Passed | None = None
@@ -219,6 +221,9 @@ class Run:
             self._curves.restore(more["trace"])
             self._seconds = {phase: float(more["seconds"][phase]) for phase in self._seconds}
             same = self._passed.restore(more["passed"], at.state.z, tolerance)
+            self._evaluations, self.density.may_compile = int(more["evaluations"]), bool(more["may_compile"])
+            if more["engine"] == "inductor" and self.density.engine == "torch":  # which it wasn't from the start
+                self.density.compile_from_here()
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise StoreError(f"the stored state of {self.settings.store} is damaged: {error!r}") from error
         self.at = at
@@ -238,6 +243,8 @@ class Run:
     def _moved(self, most: int) -> Stretch:
         """A stretch of about ``STRETCH_SECONDS``: its length depends on the clock, what it holds doesn't."""
         at, began = self.at, time.perf_counter()
+        looks = self.density.may_compile  # at fixed iterations, so that every run decides alike
+        most = min(most, BETWEEN_LOOKS - at.iteration % BETWEEN_LOOKS) if looks else most
         count = min(self._length, longest_stretch(at.state.z), most)
         stretch = self.settings.kernel.steps(self.density, at.state, count)
         required(stretch.state, at.state.z, self.settings.kernel, "steps")
@@ -245,6 +252,10 @@ class Run:
         if self._passed is not None:
             for number, one in enumerate(stretch.z[:-1], at.iteration + 1):
                 self._passed.note(number, one)
+        if looks and "n_steps" in stretch.statistics:
+            self._evaluations += int(stretch.statistics["n_steps"].amax(1).sum())
+            if (at.iteration + count) % BETWEEN_LOOKS == 0 and self.density.price.pays(self._evaluations):
+                self.density.compile_from_here()  # having spent as much without
         fitting = int(count * STRETCH_SECONDS / max(time.perf_counter() - began, 1e-6))
         self._length = max(1, min(2 * self._length, fitting, STRETCH))
         return stretch
@@ -303,7 +314,8 @@ class Run:
         trace = self._curves.to_dict(at.iteration)
         agreement = None if self._agreement is None else self._agreement.to_dict(at.iteration)
         more = {"passed": passed, "trace": trace, "agreement": agreement, "seconds": dict(self._seconds)}
-        return packed(at, more)
+        engine = {"may_compile": self.density.may_compile, "engine": self.density.engine}
+        return packed(at, {**more, **engine, "evaluations": self._evaluations})
 
     def _postfix(self) -> str:
         found, diverged = self.at.state.statistics, self._blocks.diverged

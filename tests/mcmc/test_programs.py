@@ -293,3 +293,26 @@ def test_long_compilations_are_spoken_of_with_progress_only(progress, monkeypatc
         if "compiled" in said:
             break
     assert said == ("pyro_symmetric: compiling a step\npyro_symmetric: compiled in 0 s\n" if progress else "")
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:.* of the draws diverged")  # in so short a run
+def test_auto_compiles_on_the_way_once_as_much_was_spent_without_and_resumed_runs_do_alike(monkeypatch, tmp_path):
+    monkeypatch.setattr(programs.Price, "pays", lambda self, evaluations: evaluations > 1500)
+
+    def drawn(num_samples, **options):
+        kernel = HMC(hierarchical, num_steps=20)
+        counts = {"num_warmup": 60, "num_samples": num_samples, "num_chains": 3}
+        posterior = sample(kernel, X, Y, seed=0, progress=False, **counts, **options)
+        return posterior.metadata["engine"], posterior.samples
+
+    engine, whole = drawn(60)
+    assert engine == "inductor"  # after 100 iterations, of 120
+    for store, parts in {"before": (20, 60), "after": (50, 60)}.items():
+        engines = []
+        for count in parts:
+            engine, found = drawn(count, store=tmp_path / store)
+            engines.append(engine)
+        assert engines == ["torch" if store == "before" else "inductor", "inductor"]
+        for site, draws in found.items():
+            assert torch.equal(draws, whole[site])

@@ -23,12 +23,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.calls import described, described_call, model_arguments, refuse_training_batch_norm
+from pyro_symmetric.calls import model_arguments, refuse_training_batch_norm
 from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.layout import Layout
 from pyro_symmetric.mcmc.density.chunks import in_chunks, sparing
@@ -36,11 +35,10 @@ from pyro_symmetric.mcmc.density.engine import Engine, Evaluation, NoCompiler, U
 from pyro_symmetric.mcmc.density.graphs import Graphs
 from pyro_symmetric.mcmc.density.native.compiler import compiler_name
 from pyro_symmetric.mcmc.density.network import NetworkEngine, network_engine
-from pyro_symmetric.mcmc.density.programs import Programs, pays
+from pyro_symmetric.mcmc.density.programs import RUNS, Price, Programs
 from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows, Target
-from pyro_symmetric.mcmc.density.traced import TracedTarget
+from pyro_symmetric.mcmc.density.traced import require_model, target_of
 from pyro_symmetric.mcmc.density.xla import XLAPrograms, require_jax
-from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.operations import Operations
 from pyro_symmetric.placement import placed, promoted
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
@@ -143,7 +141,7 @@ class Density:
         refuse_training_batch_norm(model)
         model, args, kwargs = placed(model, args, kwargs, device, dtype)
         with forked(0, device):  # a model is run from the prior, to see its sites and to try engines out
-            self.target: Target = _target(model, args, kwargs, batch_size, device, dtype)
+            self.target: Target = target_of(model, args, kwargs, batch_size, device, dtype)
             self.row_counts = self.target.row_counts
             """The rows of mini-batches: name -> (rows there are, rows in a batch); empty if all data are used."""
             if not subsampled and self.row_counts:
@@ -169,6 +167,8 @@ class Density:
             z = self.layout.unconstrain(self._cast(self.target.prior_weights(2)))
         self.engine_reason = ""
         """Why no faster engine serves, in words."""
+        self.may_compile = False
+        """True if no program serves because it wouldn't pay, as far as was known."""
         self._fast: Engine | None = None
         self._settle_engine(engine, z, evaluations, chains)
 
@@ -198,6 +198,12 @@ class Density:
     def versions(self) -> dict[str, str]:
         """Versions of all that computes energies."""
         return {**VERSIONS, **({} if self.programs is None else self.programs.versions)}
+
+    def compile_from_here(self) -> None:
+        """Take programs from the next evaluation on, if there is a compiler."""
+        self.may_compile = False
+        if compiler_name() is not None:
+            self._fast = COMPILERS["inductor"](self._by_autograd, self.chain_chunk or sys.maxsize)
 
     def give_up_compiling(self, reason: Unavailable) -> None:
         """Go on with PyTorch's operations as they are, and warn."""
@@ -270,7 +276,9 @@ class Density:
         expected, met = self._probed(z, rows)
         if self.chain_chunk is None and (self.device.type == "cpu" or asked in COMPILERS):
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES * len(z) // max(1, met.bytes))))
-        asked, why = self._wanted(asked, pays(met.count, met.written * chains / len(z), evaluations))
+        self.price = Price(met.count, met.written * chains / len(z))
+        left_open = asked == "auto" and self.device.type == "cpu" and not isinstance(self.target, NetworkTarget)
+        asked, why = self._wanted(asked, self.price.pays(RUNS * evaluations))
         if self.target.one_by_one:
             why = Unavailable(self.target.one_by_one)
         elif asked in COMPILERS:
@@ -286,6 +294,7 @@ class Density:
             inner = self._fast if isinstance(self._fast, NetworkEngine) else None
             self._fast, why = Graphs(inner, self._by_autograd), None
         self.engine_reason = str(why or "")
+        self.may_compile = left_open and self._fast is None and why is None
         if (asked in ("native", "graphs") and self.engine != asked) or isinstance(why, NoCompiler):
             better = asked if asked == "graphs" else "native" if isinstance(self.target, NetworkTarget) else "inductor"
             warnings.warn(
@@ -372,35 +381,3 @@ class Density:
 
     def _cast(self, weights: Mapping[str, Tensor]) -> Weights:
         return {site: value.detach().to(self.device, self.dtype) for site, value in weights.items()}
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _target(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    batch_size: int | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> Target:
-    if isinstance(model, BayesianModel):
-        data = {**dict(zip(("x", "y"), args, strict=False)), **kwargs}
-        if set(data) != {"x", "y"} or data["y"] is None or len(args) > 2:
-            raise ValueError(
-                "a BayesianModel is sampled given x and y, tensors with all rows, as in sample(kernel, x, y); found "
-                f"{described_call(args, kwargs)}; mini-batches are drawn by kernels that have a batch_size"
-            )
-        return NetworkTarget(model, data["x"], data["y"], batch_size)
-    return TracedTarget(model, args, kwargs, batch_size, device, dtype)
-
-
-def require_model(model: Any) -> None:
-    """:raises TypeError: if it can't be one."""
-    if isinstance(model, type):
-        raise TypeError(f"model is the class {model.__name__}; pass an instance of it")
-    if isinstance(model, AutoGuide):
-        raise TypeError(f"model is a guide ({type(model).__name__}); pass the model itself, and initial=guide")
-    if not callable(model):
-        raise TypeError(f"model is {described(model)}; it must be a Pyro model, that is, callable")

@@ -65,16 +65,22 @@ def run(density: Any, function: Compute, *inputs: Any, **static: Any) -> Any:
     return function(density.energy_and_gradient, *inputs, **static)
 
 
-def pays(operations: int, written: float, evaluations: int) -> bool:
-    """True if programs save more time, in a few runs, than compiling them takes in the first: by a rule, not by timing,
-    so that every run of the same length decides alike.
+@dataclass(frozen=True)
+class Price:
+    """Of an evaluation of energy and gradient without a program.
 
-    :param operations: of PyTorch, that one evaluation of energy and gradient consists of.
+    :param operations: of PyTorch, that it consists of.
     :param written: bytes of their results, for all chains at once.
-    :param evaluations: how many of all chains at once are expected.
     """
-    saved = operations * SAVED + written * SAVED_BYTE
-    return RUNS * evaluations * saved > COMPILED + operations * COMPILED_OPERATION
+
+    operations: int
+    written: float
+
+    def pays(self, evaluations: int) -> bool:
+        """True if programs save more time in so many evaluations, of all chains at once, than compiling them takes: by
+        a rule, not by timing, so that every run decides alike."""
+        saved = self.operations * SAVED + self.written * SAVED_BYTE
+        return evaluations * saved > COMPILED + self.operations * COMPILED_OPERATION
 
 
 def compiles(density: Any) -> bool:

@@ -15,18 +15,20 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import PYRO, running_pyro, without_warnings
-from pyro_symmetric.calls import WRAP, explaining, is_deterministic, is_enumerated, name_of
+from pyro_symmetric.calls import WRAP, described, described_call, explaining, is_deterministic, is_enumerated, name_of
 from pyro_symmetric.enumeration import Enumeration
 from pyro_symmetric.layout import transform_of
 from pyro_symmetric.mcmc.density.batch_scale import warn_of_batch_scale, warn_of_plate_scale
 from pyro_symmetric.mcmc.density.mappable import mappable
-from pyro_symmetric.mcmc.density.targets import ROWS, Rows, require_batch_size, unchecked
+from pyro_symmetric.mcmc.density.targets import ROWS, NetworkTarget, Rows, Target, require_batch_size, unchecked
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, as_tensor, promoted
 from pyro_symmetric.weights import Weights
 
@@ -330,3 +332,36 @@ def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if isinstance(value, Tensor) and value.dim() > 0:
             return len(value)
     raise ValueError("batch_size needs data among the model's arguments (a tensor whose first axis are the rows)")
+
+
+# any model ------------------------------------------------------------------------------------------------------------
+
+
+def target_of(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch_size: int | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> Target:
+    """The log-density of a model: a network's own, or that of any Pyro model."""
+    if isinstance(model, BayesianModel):
+        data = {**dict(zip(("x", "y"), args, strict=False)), **kwargs}
+        if set(data) != {"x", "y"} or data["y"] is None or len(args) > 2:
+            raise ValueError(
+                "a BayesianModel is sampled given x and y, tensors with all rows, as in sample(kernel, x, y); found "
+                f"{described_call(args, kwargs)}; mini-batches are drawn by kernels that have a batch_size"
+            )
+        return NetworkTarget(model, data["x"], data["y"], batch_size)
+    return TracedTarget(model, args, kwargs, batch_size, device, dtype)
+
+
+def require_model(model: Any) -> None:
+    """:raises TypeError: if it can't be one."""
+    if isinstance(model, type):
+        raise TypeError(f"model is the class {model.__name__}; pass an instance of it")
+    if isinstance(model, AutoGuide):
+        raise TypeError(f"model is a guide ({type(model).__name__}); pass the model itself, and initial=guide")
+    if not callable(model):
+        raise TypeError(f"model is {described(model)}; it must be a Pyro model, that is, callable")

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.mcmc.density.density import Density, require_model
+from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.density.traced import require_model
 
 Tuning = TypeVar("Tuning", bound=Any)
 STRETCH, STRETCH_NUMBERS = 512, 2**20  # iterations of a stretch at most, and numbers of its positions
