@@ -74,9 +74,10 @@ def at_the_edge(draws: Mapping[str, Tensor]) -> Iterator[Finding]:
             if share > EDGE:
                 single = "use dtype=torch.float64, or " if value.dtype == torch.float32 else ""
                 words = (
-                    f"{share:.2%} of the draws of site {site!r} are as near to 1 as {value.dtype} has numbers, so what "
+                    f"{share:.2%} of the draws of site {site!r} are as near to 1 as {value.dtype} has numbers. What "
                 )
-                words += f"lies nearer is missed: {single}sample the logit, or 1 less the value if only that is near 0"
+                words += "lies nearer, which may be many times as much, is missed, and everything else weighs more: "
+                words += f"{single}sample the logit, or 1 less the value if only that is near 0"
                 yield Finding("edge", "fail", words, share)
 
 

@@ -178,7 +178,8 @@ class TracedPredictor:
         """
         if not all(value.numel() for value in given.values()):
             raise ValueError("the posterior holds no draws; there is nothing to predict")
-        one = {name: value.reshape(-1, *self.site_shapes[name])[0] for name, value in given.items()}
+        shapes = self.site_shapes
+        one = {name: value.reshape(-1, *shapes[name])[0].to(self.device) for name, value in given.items()}
         with running_pyro(self.dtype):
             trace = poutine.trace(poutine.condition(self.model, data=one)).get_trace(*self.args, **self.kwargs)
             sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}

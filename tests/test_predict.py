@@ -274,6 +274,18 @@ def test_draws_on_the_cpu_meet_a_network_on_the_device(model, posterior, x):
     assert torch.allclose(predict(posterior, model.to("cuda"), x), expected, atol=1e-5)
 
 
+def test_draws_on_the_cpu_meet_data_on_the_device(device):
+    def line(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), device=x.device), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+    x, y, w = torch.randn(5, device=device), torch.randn(5, device=device), torch.randn(3, device="cpu")
+    found = pointwise_log_likelihood({"w": w}, line, x, y)["y"]
+    expected = dist.Normal(w[:, None] * x.cpu(), 1.0).log_prob(y.cpu())
+    torch.testing.assert_close(found.cpu(), expected)
+
+
 def classes(x, y=None):
     p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
     with pyro.plate("data", len(x)):

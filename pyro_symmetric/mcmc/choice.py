@@ -55,6 +55,8 @@ def chosen(settings: Settings, num_chains: int | None) -> Settings:
 
 def _number_of_chains(density: Density) -> tuple[int, str]:
     """A power of two, and what limits it."""
+    if density.target.one_by_one:
+        return FEWEST_CHAINS, "few, as they are evaluated one after another"
     limits = {
         "as many as pay": MOST_NETWORKS if isinstance(density.target, NetworkTarget) else MOST_CHAINS,
         "as many as the cache holds": density.chain_chunk or MOST_CHAINS,

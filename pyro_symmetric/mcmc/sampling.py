@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor
@@ -38,6 +38,13 @@ from pyro_symmetric.posterior import Origin, Posterior
 from pyro_symmetric.storage import PathLike
 
 LEAST_AGREEING = 100  # draws of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
+OF_PYRO = {
+    "warmup_steps": "num_warmup",
+    "disable_progbar": "progress=False",
+    "initial_params": "initial, of weights in their supports,",
+    "hook_fn": "hook",
+    "jit_compile": "engine",
+}
 
 
 def sample(
@@ -61,6 +68,7 @@ def sample(
     threads_per_task: int = 1,
     progress: bool = True,
     hook: Hook | None = None,
+    **others: Never,
 ) -> Posterior:
     """Draw from a model's posterior with many chains at once.
 
@@ -136,6 +144,7 @@ def sample(
     :param threads_per_task: of PyTorch within a task; sums are rounded alike only for the same number.
     :param hook: is called after every iteration with its number, counted from 0 and warm-up included, and the weights
         of all chains, of batch shape ``(num_chains,)``. For chains of this process that aren't cut into tasks.
+    :param others: there are none: what goes to the model by name is in ``kwargs``.
     :return: draws, statistics of every draw, and metadata: the kernel's settings, ``seconds`` of warm-up and of
         sampling (of tasks their sum, not what a clock on the wall showed), and ``trace``, the mean potential energy,
         acceptance and step size over all iterations, warm-up included. With ``store``, draws are mapped from its files.
@@ -143,6 +152,8 @@ def sample(
     :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
     :raises TaskError: if tasks failed, with the posterior of the others.
     """
+    if others:
+        raise TypeError(_no_option(next(iter(others))))
     args, kwargs = model_arguments(args, kwargs)
     arguments.whole("num_chains", num_chains, 1, none="the default")
     settings = Settings(
@@ -178,6 +189,12 @@ def sample(
     return posterior
 
 
+def _no_option(name: str) -> str:
+    if name in OF_PYRO:
+        return f"sample() has no option {name!r}; Pyro's {name} is {OF_PYRO[name]} here"
+    return f"sample() has no option {name!r}; to pass it to the model by name, give kwargs={{{name!r}: ...}}"
+
+
 def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:
     if posterior.metadata["interrupted"]:
         held = f"{posterior.num_samples} of {settings.num_samples} draws of each chain"
@@ -186,7 +203,8 @@ def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:
         advice = "" if settings.store is None else f"; the same call resumes from what is kept in {settings.store}"
         warnings.warn(f"interrupted: the posterior holds {held}{advice}", RuntimeWarning, stacklevel=3)
     # A network's chains may sit in copies of one mode, and needn't agree.
-    agreeing = None if isinstance(settings.kernel.model, BayesianModel) else posterior.samples
+    drawn = {s: value for s, value in posterior.samples.items() if s not in posterior.metadata.get("deterministic", ())}
+    agreeing = None if isinstance(settings.kernel.model, BayesianModel) else drawn
     found = sampler_failures(posterior.statistics, settings.kernel.subsampled, agreeing)
     early = list(warm_up(posterior.metadata)) if isinstance(settings.num_warmup, str) else []
     if any(finding.status != "pass" for finding in early):  # which says it all

@@ -173,6 +173,8 @@ def _where_to_look(density: Density) -> str:
             f"the data hold NaN or infinite values, in {', '.join(map(repr, found))}. A mask hides them from densities "
             "but not from gradients: replace those that it hides by any number, as torch.nan_to_num does"
         )
+    if outside := density.target.unsupported():
+        return f"the data lie outside of the support of {', '.join(map(repr, outside))}"
     return "the data hold no NaN; give initial= weights where the model's density is finite"
 
 

@@ -106,3 +106,12 @@ def test_arguments_of_the_model_come_after_it_and_keywords_in_their_mapping():
         assert sample(first, torch.zeros(()), kwargs={"num_samples": 7}, **options).num_samples == 2
     with pytest.raises(TypeError, match="args"):
         sample(model, **{"args": (torch.zeros(()),), **options})
+
+
+@pytest.mark.filterwarnings("ignore:chains are evaluated one after another")
+def test_chains_that_are_evaluated_one_after_another_are_few():
+    def branching():
+        if pyro.sample("a", dist.Normal(0.0, 1.0)) > 0:
+            pyro.factor("f", torch.tensor(1.0))
+
+    assert choice(branching).num_chains == 4

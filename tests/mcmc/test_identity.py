@@ -191,7 +191,7 @@ DIFFERENT = {
     "shapes": (torch.zeros(2, 3), torch.zeros(3, 2)),
     "dtypes": (torch.zeros(2), torch.zeros(1, dtype=torch.float64)),
     "distributions": (dist.Normal(0.0, 1.0), dist.Normal(0.0, 2.0)),
-    "sparse": (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),
+    "sparse": (torch.eye(2, device="cpu").to_sparse(), torch.ones(2, 2, device="cpu").to_sparse()),
 }
 SAME = {
     "order of keys": ({"a": 1, "b": 2}, OrderedDict([("b", 2), ("a", 1)])),

@@ -316,3 +316,23 @@ def test_auto_compiles_on_the_way_once_as_much_was_spent_without_and_resumed_run
         assert engines == ["torch" if store == "before" else "inductor", "inductor"]
         for site, draws in found.items():
             assert torch.equal(draws, whole[site])
+
+
+@needs_compiler
+@pytest.mark.parametrize("cut", [False, True])
+def test_models_may_decide_by_their_data(cut):
+    def model(y: Tensor) -> None:
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        pyro.sample("n", dist.Binomial(len(y), logits=a), obs=torch.tensor(float((y > 0).sum().item())))
+        for t in range(1, len(y)):
+            if not torch.isnan(y[t]) and not torch.isnan(y[t - 1]):
+                pyro.sample(f"y{t}", dist.Normal(a * y[t - 1], 1.0), obs=y[t])
+
+    y = torch.randn(8)
+    y[3] = torch.nan if cut else 0.5
+    density = Density(model, (y,), engine="inductor", dtype=torch.float64)
+    z = torch.randn(4, 1, dtype=torch.float64)
+    energy, gradient = density.energy_and_gradient(z)
+    assert density.engine == "inductor"
+    expected = Density(model, (y,), engine="torch", dtype=torch.float64).energy_and_gradient(z)
+    torch.testing.assert_close((energy, gradient), expected)

@@ -334,3 +334,33 @@ def test_a_misspelt_option_of_the_sampler_never_reaches_the_model():
 def test_arguments_of_the_model_in_the_wrong_container_are_named(options, message):
     with pytest.raises(TypeError, match=message):
         sample(HMC(model), **options, **QUICK)
+
+
+def test_options_that_there_are_none_of_say_what_to_write():
+    with pytest.raises(TypeError, match=r"no option 'y'; .*kwargs={'y': ...}"):
+        sample(HMC(lambda y: pyro.sample("a", dist.Normal(0.0, 1.0))), y=torch.zeros(3))
+    with pytest.raises(TypeError, match="Pyro's warmup_steps is num_warmup here"):
+        sample(HMC(lambda: pyro.sample("a", dist.Normal(0.0, 1.0))), warmup_steps=3)
+    with pytest.raises(TypeError, match=r"a kernel of Pyro's \(NUTS\)"):
+        sample(pyro.infer.NUTS(lambda: None))
+
+
+def test_a_model_without_a_density_and_data_without_a_chance_are_named():
+    def flat():
+        pyro.sample("a", dist.ImproperUniform(dist.constraints.real, (), ()))
+
+    def positive(y):
+        pyro.sample("y", dist.Gamma(pyro.sample("r", dist.Gamma(1.0, 1.0)), 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="doesn't depend on the sites"):
+        sample(HMC(flat), **QUICK)
+    with pytest.raises(ValueError, match="the data lie outside of the support of 'y'"):
+        sample(HMC(positive), torch.tensor(-1.0), **QUICK)
+
+
+def test_deterministic_sites_may_be_as_near_to_one_as_numbers_are():
+    def model():
+        pyro.deterministic("near", pyro.sample("a", dist.Normal(0.0, 1.0)) * 0 + 1 - torch.finfo(torch.float32).eps)
+
+    posterior = sample(NUTS(model), num_samples=100, num_warmup=50, num_chains=2, seed=0, progress=False)
+    assert (posterior.samples["near"] < 1).all()

@@ -328,6 +328,8 @@ class Density:
             ) from error
         except RuntimeError as error:
             said = (str(error).strip() or repr(error)).splitlines()[0]
+            if "does not require grad" in said:
+                said = "it doesn't depend on the sites, so it has no posterior"
             raise ValueError(f"the model's density, or its gradient, can't be evaluated: {said}") from error
         self.target.one_by_one, said = "", ""
         for self.target.with_stand_ins in (False, True):

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric.mcmc.density.engine import Evaluation
 from pyro_symmetric.placement import as_tensor
@@ -48,7 +50,12 @@ class Flat:
 
         # Of one mode of fake tensors, or each operation would make its own, which is most of the tracing's time.
         with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
-            graph = make_fx(evaluate)(*inputs)
+            try:
+                graph = make_fx(evaluate)(*inputs)
+            except RuntimeError as error:
+                if "value out of a tracing tensor" not in str(error):
+                    raise
+                graph = make_fx(_looking_at_data(evaluate))(*inputs)
             if _singular_apart(graph):
                 graph = make_fx(graph)(*inputs)  # PyTorch's own operations again
         self.graph, self.constants = graph, _lifted(graph)
@@ -265,6 +272,29 @@ def _outside_if_nan(energy: Tensor, gradient: Tensor) -> Evaluation:
     """Infinite energies and gradients of 0, as of chains outside of the support, in place of energies that are NaN."""
     outside = energy.isnan()
     return torch.where(outside, torch.inf, energy), torch.where(outside[:, None], 0.0, gradient)
+
+
+def _looking_at_data(evaluate: Evaluate) -> Evaluate:
+    """An evaluation that may decide by what it computes of the model's data: that is no part of the graph."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, has_proxy_slot
+
+    class OfDataAlone(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            mode = get_proxy_mode()
+            followed = mode is None or any(has_proxy_slot(value, mode.tracer) for value in given)
+            if followed or not given or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+                return func(*args, **(kwargs or {}))
+            with disable_proxy_modes_tracing():
+                found = func(*args, **(kwargs or {}))
+                # Loops want no two tensors that share their memory.
+                return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, found)
+
+    def looking(*inputs: Any) -> Evaluation:
+        with OfDataAlone():
+            return evaluate(*inputs)
+
+    return looking
 
 
 def _lifted(graph: fx.GraphModule) -> tuple[Tensor, ...]:

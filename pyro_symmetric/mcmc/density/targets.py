@@ -59,6 +59,9 @@ class Target(Protocol):
     def arguments(self) -> Mapping[str, Any]:
         """The model's arguments, by name."""
 
+    def unsupported(self) -> list[str]:
+        """Observed sites with data outside of the support of their distribution, at a draw from the prior."""
+
 
 class NetworkTarget:
     """A :class:`BayesianModel` with its data: batched ``functional_call`` and log-densities, no trace."""
@@ -94,6 +97,9 @@ class NetworkTarget:
             scale = len(self.x) / index.shape[-1]
         self.one_by_one = unmappable(self.model.net)
         return log_prior + scale / self.model.likelihood.temperature * total
+
+    def unsupported(self) -> list[str]:
+        return []  # as data are checked before
 
     def _log_likelihood(self, weights: Weights, x: Tensor, y: Tensor) -> Tensor:
         """Log-likelihood summed over rows, for weights of batch shape ``(C,)`` or ``()``."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
+from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
@@ -182,6 +183,14 @@ class TracedTarget:
         # points are drawn once a sampling run, so this loop costs milliseconds.
         traces = [self._prior_trace() for _ in range(num_chains)]
         return {site: torch.stack([_value(trace, site) for trace in traces]) for site in self.sites}
+
+    def unsupported(self) -> list[str]:
+        sites = [
+            site for site in self._prior_trace().nodes.values() if site["type"] == "sample" and site["is_observed"]
+        ]
+        supports = [(site, getattr(site["fn"], "support", None)) for site in sites if not site_is_subsample(site)]
+        impossible = [site for site, of in supports if of is not None and not bool(of.check(site["value"]).all())]
+        return [str(site["name"]) for site in impossible]
 
     def arguments(self) -> Mapping[str, Any]:
         try:
@@ -363,5 +372,8 @@ def require_model(model: Any) -> None:
         raise TypeError(f"model is the class {model.__name__}; pass an instance of it")
     if isinstance(model, AutoGuide):
         raise TypeError(f"model is a guide ({type(model).__name__}); pass the model itself, and initial=guide")
+    if isinstance(model, MCMCKernel):
+        kind = type(model).__name__
+        raise TypeError(f"model is a kernel of Pyro's ({kind}); pass one of ours, as in sample(ps.NUTS(model), *args)")
     if not callable(model):
         raise TypeError(f"model is {described(model)}; it must be a Pyro model, that is, callable")
