@@ -60,6 +60,9 @@ class CyclicalSG(StochasticGradientKernel):
     what keeps to ``tolerance``, and the cycle with what that asks for, within stability. The statistic ``cycle`` counts
     from 0, warm-up below it.
 
+    A stage of few steps, or of small ones, doesn't reach all of a mode: its draws spread too little, and the statistic
+    ``virial`` falls short of 1 by about as much. A smaller ``tolerance`` asks for a larger ``cycle_length``.
+
     :param cycle_length: ``K``, gradient steps of a cycle.
     :param samples_per_cycle: draws of a cycle, spread evenly over its sampling stage.
     :param exploration: the share of a cycle that is exploration, in (0, 1).
