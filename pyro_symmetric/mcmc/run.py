@@ -80,6 +80,7 @@ class Boundary:
     :param draws: how many are kept of each chain.
     :param num_warmup: how many of all are warm-up; while the chains are to end it, how many at most.
     :param r_hat: of the chains when they were last asked whether they agree; ``None`` if they weren't.
+    :param evaluations: of all chains at once, while no program serves.
     """
 
     iteration: int
@@ -88,6 +89,7 @@ class Boundary:
     draws: int
     num_warmup: int
     r_hat: float | None = None
+    evaluations: int = 0
 
 
 class Run:
@@ -98,7 +100,6 @@ class Run:
         self._clock = time.perf_counter()
         self._seconds = {"warmup": 0.0, "sampling": 0.0}
         self._length = 1  # of the next stretch
-        self._evaluations = 0  # of all chains at once, while no program serves
         self._blocks = Blocks(recorder)
         self._curves = Curves()
         self._passed: Passed | None = None
@@ -221,9 +222,10 @@ class Run:
             self._curves.restore(more["trace"])
             self._seconds = {phase: float(more["seconds"][phase]) for phase in self._seconds}
             same = self._passed.restore(more["passed"], at.state.z, tolerance)
-            self._evaluations, self.density.may_compile = int(more["evaluations"]), bool(more["may_compile"])
-            if more["engine"] == "inductor" and self.density.engine == "torch":  # which it wasn't from the start
-                self.density.compile_from_here()
+            if self.settings.engine == "auto":
+                self.density.may_compile = bool(more.get("may_compile", False))  # of an earlier version, none
+                if more.get("engine") == "inductor" and self.density.engine == "torch":  # which it began with
+                    self.density.compile_from_here()
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise StoreError(f"the stored state of {self.settings.store} is damaged: {error!r}") from error
         self.at = at
@@ -240,10 +242,13 @@ class Run:
         self._seconds[phase] += now - self._clock
         self._clock = now
 
-    def _moved(self, most: int) -> Stretch:
-        """A stretch of about ``STRETCH_SECONDS``: its length depends on the clock, what it holds doesn't."""
+    def _moved(self, most: int) -> tuple[Stretch, int]:
+        """A stretch of about ``STRETCH_SECONDS``, and all evaluations so far: its length depends on the clock, what it
+        holds doesn't. Nor does when programs take over: at fixed iterations, once as much was spent without."""
         at, began = self.at, time.perf_counter()
-        looks = self.density.may_compile  # at fixed iterations, so that every run decides alike
+        if self.density.may_compile and at.iteration % BETWEEN_LOOKS == 0 and self.density.price.pays(at.evaluations):
+            self.density.compile_from_here()
+        looks, evaluations = self.density.may_compile, at.evaluations
         most = min(most, BETWEEN_LOOKS - at.iteration % BETWEEN_LOOKS) if looks else most
         count = min(self._length, longest_stretch(at.state.z), most)
         stretch = self.settings.kernel.steps(self.density, at.state, count)
@@ -253,22 +258,20 @@ class Run:
             for number, one in enumerate(stretch.z[:-1], at.iteration + 1):
                 self._passed.note(number, one)
         if looks and "n_steps" in stretch.statistics:
-            self._evaluations += int(stretch.statistics["n_steps"].amax(1).sum())
-            if (at.iteration + count) % BETWEEN_LOOKS == 0 and self.density.price.pays(self._evaluations):
-                self.density.compile_from_here()  # having spent as much without
+            evaluations += int(stretch.statistics["n_steps"].amax(1).sum())
         fitting = int(count * STRETCH_SECONDS / max(time.perf_counter() - began, 1e-6))
         self._length = max(1, min(2 * self._length, fitting, STRETCH))
-        return stretch
+        return stretch, evaluations
 
     def _draw(self) -> None:
         settings, at = self.settings, self.at
         thinning = settings.thinning
-        stretch = self._moved(at.num_warmup + settings.num_samples * thinning - at.iteration)
+        stretch, evaluations = self._moved(at.num_warmup + settings.num_samples * thinning - at.iteration)
         kept = slice((at.num_warmup - at.iteration - 1) % thinning, None, thinning)
         if len(z := stretch.z[kept]):
             statistics = {name: value[kept].mT for name, value in stretch.statistics.items()}
             self._blocks.append(at.draws, self._weights(z), statistics)
-        self._arrive(at.iteration + len(stretch.z), stretch.state, at.num_warmup, at.r_hat)
+        self._arrive(at.iteration + len(stretch.z), stretch.state, at.num_warmup, at.r_hat, evaluations)
 
     def _weights(self, z: Tensor) -> Weights:
         """Weights ``(C, draws, *site_shape)`` at positions ``(draws, C, D)``, each draw rounded as by itself."""
@@ -284,7 +287,7 @@ class Run:
         lengths = self.settings.warmups(self.density)
         end = kernel.next_adaptation(at.iteration, at.num_warmup) + 1
         end = min(end, *(length for length in (*lengths, at.num_warmup) if length > at.iteration))
-        stretch = self._moved(end - at.iteration)
+        stretch, evaluations = self._moved(end - at.iteration)
         num_warmup, r_hat, last = at.num_warmup, at.r_hat, at.iteration + len(stretch.z) - 1
         if self._agreement is not None:
             self._agreement.record(at.iteration, stretch)
@@ -292,15 +295,17 @@ class Run:
                 r_hat = self._agreement.r_hat(last + 1)
                 num_warmup = last + 1 if r_hat < LIMIT else num_warmup
         state = kernel.adapt(self.density, stretch.state, last, num_warmup)
-        self._arrive(last + 1, state, num_warmup, r_hat)
+        self._arrive(last + 1, state, num_warmup, r_hat, evaluations)
 
-    def _arrive(self, iteration: int, state: State, num_warmup: int, r_hat: float | None = None) -> None:
+    def _arrive(
+        self, iteration: int, state: State, num_warmup: int, r_hat: float | None = None, evaluations: int = 0
+    ) -> None:
         generator = None
         if self._passed is not None:
             generator = state.generator.get_state()
             self._passed.note(iteration, state.z)
         draws = max(iteration - num_warmup, 0) // self.settings.thinning
-        self.at = Boundary(iteration, state, generator, draws, num_warmup, r_hat)
+        self.at = Boundary(iteration, state, generator, draws, num_warmup, r_hat, evaluations)
         if iteration >= num_warmup:
             self._agreement = None
 
@@ -315,7 +320,7 @@ class Run:
         agreement = None if self._agreement is None else self._agreement.to_dict(at.iteration)
         more = {"passed": passed, "trace": trace, "agreement": agreement, "seconds": dict(self._seconds)}
         engine = {"may_compile": self.density.may_compile, "engine": self.density.engine}
-        return packed(at, {**more, **engine, "evaluations": self._evaluations})
+        return packed(at, {**more, **engine})
 
     def _postfix(self) -> str:
         found, diverged = self.at.state.statistics, self._blocks.diverged
@@ -354,7 +359,8 @@ def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[Boundary, dic
     state = replace(found["state"], generator=generator)
     r_hat = found["r_hat"] if found["r_hat"] is None else float(found["r_hat"])
     iteration, draws, num_warmup = (int(found[name]) for name in ("iteration", "draws", "num_warmup"))
-    return Boundary(iteration, state, found["generator"], draws, num_warmup, r_hat), found
+    evaluations = int(found.get("evaluations", 0))
+    return Boundary(iteration, state, found["generator"], draws, num_warmup, r_hat, evaluations), found
 
 
 # small steps --------------------------------------------------------------------------------------------------------
