@@ -296,6 +296,7 @@ def test_long_compilations_are_spoken_of_with_progress_only(progress, monkeypatc
 
 
 @needs_compiler
+@pytest.mark.cpu
 @pytest.mark.filterwarnings("ignore:.* of the draws diverged")  # in so short a run
 def test_auto_compiles_on_the_way_once_as_much_was_spent_without_and_resumed_runs_do_alike(monkeypatch, tmp_path):
     monkeypatch.setattr(programs.Price, "pays", lambda self, evaluations: evaluations > 1500)
@@ -319,6 +320,7 @@ def test_auto_compiles_on_the_way_once_as_much_was_spent_without_and_resumed_run
 
 
 @needs_compiler
+@pytest.mark.cpu
 @pytest.mark.parametrize("cut", [False, True])
 def test_models_may_decide_by_their_data(cut):
     def model(y: Tensor) -> None:
