@@ -122,6 +122,7 @@ CALLS = (
             "cycle_length": (*COUNTS, None),
             "samples_per_cycle": (*COUNTS, None, 900),
             "exploration": (*FRACTIONS, None),
+            "exploration_temperature": (-0.1, 1.1, NAN, "1", None),
             "dynamics": ("newton", None, 3),
             "momentum_decay": (*FRACTIONS, None),
         },

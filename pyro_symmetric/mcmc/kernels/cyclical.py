@@ -4,20 +4,23 @@ Every cycle of ``K`` gradient steps begins with a large step size that falls to 
 
 .. math:: \varepsilon_k = \tfrac12 \varepsilon_0 \left(\cos\frac{\pi k}{K} + 1\right), \qquad k = 0, \dots, K - 1.
 
-Its first part, the exploration stage, follows gradients without noise, so that the chain leaves its mode and finds
-another; in the rest, the sampling stage, it draws from the mode that it has found, with shrinking steps and bias.
-Modes are visited as optimisation finds them, not in proportion to their mass: the price of visiting more of them than a
-chain with a constant step can.
+In its first part, the exploration stage, steps are large, so that the chain leaves its mode and finds another; in the
+rest, the sampling stage, it draws from the mode that it has found, with shrinking steps and bias. Modes are visited as
+large steps find them, not in proportion to their mass: the price of visiting more of them than a chain with a constant
+step can.
+
+The paper explores by gradients alone, at temperature 0. Then every chain sets out from the middle of its mode when
+sampling begins, and has only this stage to spread as widely as the mode does: of a logistic regression with 8 unknown
+numbers the draws spread by 0.76 to 0.94 of the truth. With all of the noise chains bring their spread along, and large
+steps have only stretched it in the directions that soon forget: 0.93 to 1.07. So temperature 1 is the default.
 
 The dynamics are Langevin (:mod:`~pyro_symmetric.mcmc.kernels.sgld`) or Hamiltonian
 (:mod:`~pyro_symmetric.mcmc.kernels.sghmc`). A Hamiltonian step of size ``h`` matches a Langevin step of size ``h²``, so
-there ``h²`` follows the cosine; momenta are drawn anew where sampling begins, since exploration leaves them cold.
+there ``h²`` follows the cosine; momenta are drawn anew where sampling begins, since exploration may leave them cold.
 
-A chain sets out from one point at the beginning of the sampling stage, and has only this stage to spread as widely as
-the mode does. So the step must be as long as the mode allows in all directions: a cycle of warm-up teaches the next one
-the variances of its sampling stage, and the place where the stage begins becomes the chain's
-:class:`~pyro_symmetric.mcmc.kernels.anchors.Anchor` for the cycle, if that pays. The virial, taken from there, tells
-which share of its spread a stage reaches.
+The step must be as long as the mode allows in all directions: a cycle of warm-up teaches the next one the variances of
+its sampling stage, and the place where the stage begins becomes the chain's
+:class:`~pyro_symmetric.mcmc.kernels.anchors.Anchor` for the cycle, if that pays.
 """
 
 from __future__ import annotations
@@ -60,12 +63,15 @@ class CyclicalSG(StochasticGradientKernel):
     what keeps to ``tolerance``, and the cycle with what that asks for, within stability. The statistic ``cycle`` counts
     from 0, warm-up below it.
 
-    A stage of few steps, or of small ones, doesn't reach all of a mode: its draws spread too little, and the statistic
-    ``virial`` falls short of 1 by about as much. A smaller ``tolerance`` asks for a larger ``cycle_length``.
+    After exploration at temperature 0 a sampling stage of few steps, or of small ones, doesn't reach all of a mode: its
+    draws spread too little, and the statistic ``virial`` falls short of 1 by about as much. There a smaller
+    ``tolerance`` asks for a larger ``cycle_length``.
 
     :param cycle_length: ``K``, gradient steps of a cycle.
     :param samples_per_cycle: draws of a cycle, spread evenly over its sampling stage.
     :param exploration: the share of a cycle that is exploration, in (0, 1).
+    :param exploration_temperature: how much noise exploration has, as a share of the variance that sampling needs, in
+        [0, 1]; 0 is the paper's.
     :param dynamics: ``"langevin"`` or ``"hamiltonian"``.
     :param momentum_decay: the share of the momentum that a Hamiltonian step forgets.
     """
@@ -73,6 +79,7 @@ class CyclicalSG(StochasticGradientKernel):
     cycle_length: int = 1000
     samples_per_cycle: int = 4
     exploration: float = 0.8
+    exploration_temperature: float = 1.0
     dynamics: str = "langevin"
     momentum_decay: float = 0.05
 
@@ -81,6 +88,7 @@ class CyclicalSG(StochasticGradientKernel):
         arguments.whole("cycle_length", self.cycle_length, 1)
         arguments.whole("samples_per_cycle", self.samples_per_cycle, 1)
         arguments.fraction("exploration", self.exploration)
+        arguments.number("exploration_temperature", self.exploration_temperature, least=0, most=1)
         arguments.fraction("momentum_decay", self.momentum_decay)
         arguments.one_of("dynamics", self.dynamics, DYNAMICS)
         if not self.samples_per_cycle <= self.cycle_length - self.exploration_length:
@@ -127,12 +135,16 @@ class CyclicalSG(StochasticGradientKernel):
         return (self.exploration_length if self._explores(tuning) else 0) + len(self._sampled(tuning))
 
     def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
+        steps = self._sampled(tuning)
         if self._explores(tuning):
             walk.anchor, watched, walk.spread = None, walk.spread, None
-            self._follow(walk, tuning, range(self.exploration_length), noisy=False)
+            self._follow(walk, tuning, range(self.exploration_length), self.exploration_temperature)
             walk.spread = watched
             tuning = self._arrived(walk, tuning)
-        return self._follow(walk, tuning, self._sampled(tuning), noisy=True)
+            first = steps[: len(steps) // 2]  # in which chains forget that they explored: the virial is of draws
+            tuning, steps = self._follow(walk, tuning, first), steps[len(first) :]
+            walk.begin_averages()
+        return self._follow(walk, tuning, steps)
 
     # small steps ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +160,7 @@ class CyclicalSG(StochasticGradientKernel):
 
     def _arrived(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
         """The sampling stage begins for chains whose exploration has ended."""
-        walk.begin_sampling()
+        walk.r.normal_(generator=walk.generator)
         if tuning.spread is None:
             return tuning
         if walk.spread is not None:
@@ -157,18 +169,18 @@ class CyclicalSG(StochasticGradientKernel):
         if cost is not None and cost <= self.cycle_length and (tuning.warming_up or tuning.anchor is not None):
             anchor = Anchor.at(walk.density, walk.z.clone())
             walk.spent += cost
-        walk.anchor, walk.centre = anchor, walk.z.clone()
-        return replace(tuning, anchor=anchor, centre=walk.centre)
+        walk.anchor = anchor
+        return replace(tuning, anchor=anchor)
 
     def _taught(self, density: Density, state: State, tuning: StochasticTuning, cycle: Spread) -> StochasticTuning:
         """At a cycle's end in warm-up: later cycles count for more, as they reach further."""
         learnt, cycles = self._preconditioned(density, tuning, cycle), tuning.iteration // self.samples_per_cycle
         if tuning.variance is not None and learnt.variance is not None:
             learnt = replace(learnt, variance=tuning.variance.lerp(learnt.variance, 2 / (cycles + 1)))
-        learnt = replace(learnt, landscape=Landscape.start(state.z, state.generator))
+        learnt = replace(learnt, centre=cycle.mean_of_others, landscape=Landscape.start(state.z, state.generator))
         return self._settled(self._measured(density, state, learnt, FIRST_ROUNDS))
 
-    def _follow(self, walk: Walk, tuning: StochasticTuning, steps: range, noisy: bool) -> StochasticTuning:
+    def _follow(self, walk: Walk, tuning: StochasticTuning, steps: range, temperature: float = 1.0) -> StochasticTuning:
         """Make these steps of a cycle; the tuning with the last one's size."""
         if not steps:
             return tuning
@@ -177,20 +189,21 @@ class CyclicalSG(StochasticGradientKernel):
         roots = left.mul_(0.5 * math.pi / self.cycle_length).sin_()  # of the shares, without cancellation at the end
         sizes = base * (roots if self.has_momentum else roots.square())
         if self.has_momentum:
-            self._drift(walk, sizes, None if preconditioner is None else preconditioner.sqrt(), noisy)
+            self._drift(walk, sizes, None if preconditioner is None else preconditioner.sqrt(), temperature)
         else:
-            self._diffuse(walk, sizes, preconditioner, noisy)
+            self._diffuse(walk, sizes, preconditioner, temperature)
         return replace(tuning, step_size=sizes[-1])
 
-    def _drift(self, walk: Walk, sizes: Tensor, scale: Tensor | None, noisy: bool) -> None:
+    def _drift(self, walk: Walk, sizes: Tensor, scale: Tensor | None, temperature: float) -> None:
         keep = torch.full_like(sizes[0], 1 - self.momentum_decay)
-        drawn = walk.noise(len(sizes), (1 - keep.square()).sqrt()) if noisy else itertools.repeat(None)
+        spread = (temperature * (1 - keep.square())).sqrt()
+        drawn = walk.noise(len(sizes), spread) if temperature else itertools.repeat(None)
         for step, noise in zip(sizes.unbind(), drawn, strict=False):
             walk.hamiltonian(step if scale is None else step * scale, keep, noise)
 
-    def _diffuse(self, walk: Walk, sizes: Tensor, scale: Tensor | None, noisy: bool) -> None:
-        spread = torch.ones_like(sizes[0]) if scale is None else scale.sqrt()
-        drawn = walk.noise(len(sizes), spread) if noisy else itertools.repeat(None)
+    def _diffuse(self, walk: Walk, sizes: Tensor, scale: Tensor | None, temperature: float) -> None:
+        spread = (torch.ones_like(sizes[0]) if scale is None else scale).mul(temperature).sqrt()
+        drawn = walk.noise(len(sizes), spread) if temperature else itertools.repeat(None)
         for step, root, noise in zip(sizes.unbind(), sizes.sqrt().unbind(), drawn, strict=False):
             walk.langevin(step if scale is None else step * scale, None if noise is None else noise.mul_(root))
 

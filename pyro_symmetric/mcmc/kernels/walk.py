@@ -111,9 +111,8 @@ class Walk:
             self.z.addcmul_(r, half)
         self.r.copy_(r)
 
-    def begin_sampling(self) -> None:
-        """Start averages and momenta anew: what came before was no sampling."""
-        self.r.normal_(generator=self.generator)
+    def begin_averages(self) -> None:
+        """Forget the virial of the steps so far: they were no sampling."""
         self._virial.zero_()
         self._counted = 0
 
