@@ -324,3 +324,14 @@ def test_the_first_step_size_stays_clear_of_where_there_are_no_numbers(toy, gene
     z = torch.zeros(200, 1, dtype=torch.float64)
     step = HMC(None).init(density, z, 0, generator).tuning.step_size
     assert step < 2  # a standard normal momentum stays within with a chance of 0.8 for a step of 0.78
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "here"),
+    [(NUTS, {"full_mass": True}, "mass='dense'"), (HMC, {"target_accept_prob": 0.9}, "target_accept")],
+)
+def test_settings_of_pyros_kernels_are_named(kind, setting, here):
+    with pytest.raises(TypeError, match=f"Pyro's {next(iter(setting))} is {here} here"):
+        kind(lambda: None, **setting)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'steps'"):
+        kind(lambda: None, steps=3)

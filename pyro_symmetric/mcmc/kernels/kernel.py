@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ from pyro_symmetric.mcmc.density.traced import require_model
 
 Tuning = TypeVar("Tuning", bound=Any)
 STRETCH, STRETCH_NUMBERS = 512, 2**20  # iterations of a stretch at most, and numbers of its positions
+OF_PYRO = {  # settings of Pyro's kernels -> what they are here
+    "full_mass": "mass='dense'",
+    "adapt_mass_matrix": "adapt_mass",
+    "target_accept_prob": "target_accept",
+    "max_tree_depth": "max_treedepth",
+    "jit_compile": "engine='inductor' of sample()",
+    "init_strategy": "initial of sample()",
+}
 _WITH_TOLIST = (Tensor, np.ndarray, np.generic)  # which JSON can't hold
 
 
@@ -126,6 +134,15 @@ class Kernel(ABC):
     warmups: ClassVar[tuple[int, ...]] = (500,)
     _documented: Mapping[str, str] = {}
 
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        """Say what settings of Pyro's kernels are called here; dataclasses would only say that they are unexpected."""
+        for name in sorted(OF_PYRO.keys() & settings.keys() - inspect.signature(cls.__init__).parameters.keys()):
+            raise TypeError(
+                f"{cls.__name__} has no setting {name!r}; Pyro's {name} is {OF_PYRO[name]} here. HMC and NUTS of "
+                "pyro_symmetric.infer take Pyro's arguments"
+            )
+        return super().__new__(cls)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a subclass's docstring list the inherited settings too, each with its default, for ``help``."""
         super().__init_subclass__(**kwargs)
@@ -178,8 +195,10 @@ class Kernel(ABC):
         return iteration
 
     def remarks(self, state: State) -> dict[str, Any]:
-        """Entries of a posterior's metadata, as JSON, that only the state tells; by default none."""
-        return {}
+        """Entries of a posterior's metadata, as JSON, that only the state tells; by default the chains that warm-up
+        relocated, if the tuning notes them."""
+        moved = getattr(state.tuning, "relocated", None)
+        return {} if moved is None else {"relocated_chains": moved.nonzero().flatten().tolist()}
 
     def settings(self) -> dict[str, Any]:
         """The settings, for the metadata of a posterior."""
@@ -233,23 +252,22 @@ def stranded(began: Tensor, z: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
     return still & (energy > highest) & (2 * still.sum() < len(still)), ~still
 
 
-def sources_of(lost: Tensor, arrived: Tensor) -> Tensor:
-    """Whose place each chain takes, ``(C,)``: its own, or of lost ones that of a chain that has arrived, in turns."""
-    every, others = torch.arange(len(lost), device=lost.device), arrived.nonzero().flatten()
-    return torch.where(lost, others[every % len(others)], every)
-
-
-def relocated(state: State, lost: Tensor, arrived: Tensor) -> State:
+def relocated(
+    state: State, lost: Tensor, arrived: Tensor, remember: Callable[[Any, Tensor], Any] = lambda tuning, sources: tuning
+) -> State:
     """Lost chains at the places of those that have arrived, which take turns; ``(C,)`` each.
 
     The tuning's field ``relocated`` notes which chains were lost.
+
+    :param remember: the tuning, and whose place each chain takes, ``(C,)`` -> the tuning with the memories of those.
     """
-    if not bool(lost.any()):
+    if not bool(lost.any() & arrived.any()):
         return state
-    sources = sources_of(lost, arrived)
+    every, others = torch.arange(len(lost), device=lost.device), arrived.nonzero().flatten()
+    sources = torch.where(lost, others[every % len(others)], every)
     z, momentum, energy, gradient = (
         value[sources] for value in (state.z, state.momentum, state.energy, state.gradient)
     )
     before = state.tuning.relocated
-    tuning = replace(state.tuning, relocated=lost if before is None else before | lost)
+    tuning = replace(remember(state.tuning, sources), relocated=lost if before is None else before | lost)
     return replace(state, z=z, momentum=momentum, energy=energy, gradient=gradient, tuning=tuning)

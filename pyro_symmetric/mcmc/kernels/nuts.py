@@ -177,6 +177,7 @@ class _Grown(NamedTuple):
     slope: Tensor  # the energy's gradient there
     potential: Tensor  # (A,), there; likewise
     energy: Tensor  # the total one
+    acceptance: Tensor  # mean over the steps
     cost: _Cost
     depth: Tensor
     step_size: Tensor
@@ -184,18 +185,15 @@ class _Grown(NamedTuple):
 
     @classmethod
     def of(cls, tree: _Tree, batches: Tensor, mass: Mass, steps: Tensor) -> _Grown:
-        at = tree.draw
-        return cls(at.z, at.gradient, at.energy, at.total_energy(mass), tree.cost, tree.depth, steps[:, 0], batches)
+        at, cost = tree.draw, tree.cost
+        total, acceptance = at.total_energy(mass), cost.acceptance / cost.steps
+        return cls(at.z, at.gradient, at.energy, total, acceptance, cost, tree.depth, steps[:, 0], batches)
 
     @classmethod
     def like(cls, at: PhasePoint) -> _Grown:
         number, count = at.energy, torch.zeros_like(at.energy, dtype=torch.long)
         cost = _Cost(count, number, number > 0)
-        return cls(at.z, at.z, number, number, cost, count, number, count.new_zeros(()))
-
-    @property
-    def acceptance(self) -> Tensor:
-        return self.cost.acceptance / self.cost.steps
+        return cls(at.z, at.z, number, number, number, cost, count, number, count.new_zeros(()))
 
     def statistics(self, max_treedepth: int) -> dict[str, Tensor]:
         """Of iterations, ``(B, C)`` each."""

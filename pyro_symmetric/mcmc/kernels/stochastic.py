@@ -31,12 +31,12 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.anchors import Anchor, batches_of_a_pass
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, relocated, sources_of
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, relocated
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
 from pyro_symmetric.mcmc.kernels.randomness import Batches, normal
 from pyro_symmetric.mcmc.kernels.spread import Spread
 from pyro_symmetric.mcmc.kernels.walk import WATCHED, Walk
-from pyro_symmetric.mcmc.kernels.warmup import tuned, window_ends
+from pyro_symmetric.mcmc.kernels.warmup import window_ends
 
 LOOKED_FOR_LOST = 10  # iterations of warm-up from one look for lost chains to the next
 LOST = 3  # iterations on end that a chain broke off, so that it is taken to be lost
@@ -223,10 +223,6 @@ class StochasticGradientKernel(Kernel):
             tuning = self._settled(tuning)
         return replace(state, tuning=tuning)
 
-    def remarks(self, state: State) -> dict[str, Any]:
-        relocated = state.tuning.relocated
-        return {} if relocated is None else {"relocated_chains": relocated.nonzero().flatten().tolist()}
-
     # small steps ----------------------------------------------------------------------------------------------------
 
     def _measured(self, density: Density, state: State, tuning: StochasticTuning, rounds: int = 1) -> StochasticTuning:
@@ -313,14 +309,14 @@ class SteadyKernel(StochasticGradientKernel):
 def _found_again(state: State) -> State:
     """Chains that break off whatever they do continue from the places of others, with the others' memories."""
     tuning: StochasticTuning = state.tuning
-    lost, arrived = tuning.broken_off >= LOST, tuning.broken_off == 0
-    if not bool(lost.any() & arrived.any()):
-        return state
-    state, sources = relocated(state, lost, arrived), sources_of(lost, arrived)
+    return relocated(state, tuning.broken_off >= LOST, tuning.broken_off == 0, _of_others)
+
+
+def _of_others(tuning: StochasticTuning, sources: Tensor) -> StochasticTuning:
     anchor, moment = tuning.anchor, tuning.second_moment
-    return tuned(
-        state,
-        broken_off=torch.where(lost, 0, tuning.broken_off),
+    return replace(
+        tuning,
+        broken_off=tuning.broken_off[sources],
         anchor=None if anchor is None else Anchor(anchor.z[sources], anchor.energy[sources], anchor.gradient[sources]),
         second_moment=None if moment is None else moment[sources],
     )

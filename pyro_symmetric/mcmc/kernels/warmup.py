@@ -190,10 +190,6 @@ class TunedKernel(Kernel):
             state = self._settled(density, state)
         return state
 
-    def remarks(self, state: State) -> dict[str, Any]:
-        relocated = state.tuning.relocated
-        return {} if relocated is None else {"relocated_chains": relocated.nonzero().flatten().tolist()}
-
     # small steps ----------------------------------------------------------------------------------------------------
 
     def _tuning(self, tuning: HamiltonianTuning, z: Tensor) -> HamiltonianTuning:
