@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,18 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
                 for part, values in zip(parts, threads.map(lambda s: _part(block[s]), parts), strict=True):  # noqa: B023
                     result[:, start + part.start : start + part.stop] = values
     return ChainStatistics(*(torch.from_numpy(row).reshape(event) for row in result))
+
+
+def also_of_one(draws: Tensor) -> ChainStatistics:
+    """:func:`chain_statistics`, whose R-hat of one chain compares its halves, as Pyro's. It can't see another mode."""
+    found = chain_statistics(draws)
+    return found if len(draws) != 1 else replace(found, r_hat=chain_statistics(halves(draws).squeeze(1)).r_hat)
+
+
+def halves(draws: Tensor) -> Tensor:
+    """First and second half of each chain, ``(2, chains, draws // 2, ...)``."""
+    half = draws.shape[1] // 2
+    return torch.stack([draws[:, :half], draws[:, draws.shape[1] - half :]])
 
 
 def non_finite(draws: Tensor) -> Tensor:

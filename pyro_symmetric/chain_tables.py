@@ -1,7 +1,7 @@
 """Convergence of chains, as dictionaries and as text to print: by site, and entry by entry.
 
 Numbers that can't be told are NaN: of sites without entries, of fewer than 4 draws, of weights that are constant or not
-finite, R-hat of one chain.
+finite. R-hat of one chain compares its halves, and so says nothing of other modes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.chain_statistics import also_of_one
 from pyro_symmetric.draws import entry_names
 
 MOST_ENTRIES_SHOWN = 32  # of a site, one by one
@@ -33,7 +33,7 @@ def diagnostics(samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor])
         ``{"chain 0": [draws], ...}``, with empty lists if the sampler knows no divergence, and ``"acceptance rate"`` ->
         ``{"chain 0": mean, ...}`` if it knows one.
     """
-    table: dict[str, dict[str, Any]] = {site: chain_statistics(value).summary() for site, value in samples.items()}
+    table: dict[str, dict[str, Any]] = {site: also_of_one(value).summary() for site, value in samples.items()}
     for found in table.values():
         found["n_eff"] = found["ess_bulk"]
     return table | chains_diagnostics(statistics, len(next(iter(samples.values()))))
@@ -88,7 +88,7 @@ def entries_table(samples: Mapping[str, Tensor], prob: float) -> str:
         shape = draws.shape[2:]
         if not 0 < shape.numel() <= MOST_ENTRIES_SHOWN or draws.numel() == 0:
             continue
-        statistics, flat = chain_statistics(draws), draws.double().cpu().reshape(-1, shape.numel())
+        statistics, flat = also_of_one(draws), draws.double().cpu().reshape(-1, shape.numel())
         numbers = [flat.mean(0), flat.std(0), *np.quantile(flat.numpy(), [0.5, low, high], axis=0)]
         numbers += [statistics.ess_bulk.flatten(), statistics.r_hat.flatten()]
         rows += zip(entry_names(site, shape), *(number.tolist() for number in numbers), strict=True)

@@ -19,6 +19,7 @@ from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.arviz_export import to_arviz
+from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 
@@ -120,11 +121,21 @@ def test_r_hat_names_the_worst_weight_of_a_site():
     assert found["r_hat_median"] < 1.05
 
 
-@pytest.mark.parametrize("shape", [(1, 100), (4, 3), (1, 1), (2, 0)])
-def test_too_few_draws_or_chains_give_nan(shape):
+@pytest.mark.parametrize("shape", [(1, 7), (4, 3), (1, 1), (2, 0)])
+def test_too_few_draws_give_nan(shape):
     posterior = Posterior({"x": torch.randn(*shape, 2)}, rows="chains")
     assert np.isnan(posterior.diagnostics()["x"]["r_hat"])
     assert "nan" in posterior.summary_table()
+
+
+def test_r_hat_of_one_chain_compares_its_halves():
+    settled = torch.randn(1, 400, 2)
+    posterior = Posterior({"x": settled}, rows="chains")
+    halves = settled.reshape(2, 200, 2)
+    assert posterior.diagnostics()["x"]["r_hat"] == float(chain_statistics(halves).r_hat.max())
+    assert posterior.diagnostics()["x"]["r_hat"] < 1.05
+    drifting = settled + torch.linspace(0.0, 3.0, 400)[:, None]
+    assert Posterior({"x": drifting}, rows="chains").diagnostics()["x"]["r_hat"] > 1.1
 
 
 def test_a_stuck_or_broken_weight_makes_the_worst_nan_but_not_the_median():

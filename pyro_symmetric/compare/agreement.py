@@ -17,6 +17,7 @@ from pyro_symmetric.chain_statistics import (
     chain_statistics,
     evenly_spaced,
     exceeded_by_few,
+    halves,
     never_changing,
     standing_still,
 )
@@ -40,7 +41,7 @@ def statistics_of(spaces: Spaces) -> Statistics:
         return {}
     return {
         space: {
-            site: chain_statistics(drawn if len(drawn) > 1 else _halves(drawn).squeeze(1))
+            site: chain_statistics(drawn if len(drawn) > 1 else halves(drawn).squeeze(1))
             for site, drawn in ((site, looked_at(value)) for site, value in by_site.items())
         }
         for space, by_site in spaces.items()
@@ -160,15 +161,9 @@ def _settled(decisive: list[Tensor]) -> Finding:
 def _halves_agree(draws: Tensor) -> bool:
     """Of each chain: a half is taken for a chain, each chain's value for a quantity."""
     draws = draws[:, :, ~never_changing(draws).to(draws.device)]
-    compared = chain_statistics(_halves(draws).transpose(1, 2))
+    compared = chain_statistics(halves(draws).transpose(1, 2))
     stuck = bool(torch.isnan(compared.r_hat).any())
     return not stuck and exceeded_by_few(compared.r_hat.flatten()) <= R_HAT[1]
-
-
-def _halves(draws: Tensor) -> Tensor:
-    """First and second half of each chain, ``(2, chains, draws // 2, ...)``."""
-    half = draws.shape[1] // 2
-    return torch.stack([draws[:, :half], draws[:, draws.shape[1] - half :]])
 
 
 def _few(parts: list[str]) -> str:

@@ -17,7 +17,7 @@ from torch.distributions import Transform
 
 from pyro_symmetric import arguments, mcmc
 from pyro_symmetric.calls import refuse_options
-from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.chain_statistics import also_of_one
 from pyro_symmetric.chain_tables import chains_diagnostics
 from pyro_symmetric.infer.kernels import Potential, PyroKernel, require_transforms, warn
 from pyro_symmetric.layout import Layout
@@ -172,12 +172,13 @@ class MCMC:
         """Convergence, entry by entry, in Pyro's form.
 
         :return: site -> ``n_eff`` and ``r_hat`` of shape ``site_shape`` (the bulk's effective sample size and the
-            rank-normalised split R-hat); ``"divergences"`` and ``"acceptance rate"``: ``"chain 0"`` -> numbers.
+            rank-normalised split R-hat; of one chain, between its halves); ``"divergences"`` and
+            ``"acceptance rate"``: ``"chain 0"`` -> numbers.
         """
         found: dict[str, dict[str, Any]] = {}
         shown = self._drawn(self._shown)
         for site, draws in shown.samples.items():
-            statistics = chain_statistics(draws)
+            statistics = also_of_one(draws)
             found[site] = {"n_eff": statistics.ess_bulk, "r_hat": statistics.r_hat}
         return found | chains_diagnostics(shown.statistics, self.num_chains)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.chain_findings import R_HAT
-from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.chain_statistics import also_of_one
 from pyro_symmetric.mcmc.curves import Thinned
 from pyro_symmetric.mcmc.kernels.kernel import Stretch
 
@@ -65,10 +65,8 @@ class Agreement(Thinned):
         """The largest one over the second half of the first iterations, at most :data:`LARGEST`."""
         kept = self.until(iterations)
         draws = torch.stack(kept[len(kept) // 2 :], 1).cpu()
-        if len(draws) == 1:  # whose halves stand for chains
-            draws = draws[:, : draws.shape[1] // 2 * 2].unflatten(1, (2, -1)).squeeze(0)
         if not bool(draws.isfinite().all()):
             return LARGEST
-        found = chain_statistics(draws).r_hat
+        found = also_of_one(draws).r_hat
         found = found[~found.isnan()]  # coordinates that have one value everywhere
         return min(float(found.max()), LARGEST) if len(found) else LARGEST

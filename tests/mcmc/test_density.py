@@ -257,10 +257,31 @@ def fixed_subsample(x: Tensor) -> None:
         pyro.sample("y", dist.Normal(w, 1.0), obs=x[:, 0])
 
 
+def fixed_locals(x: Tensor) -> None:
+    with pyro.plate("data", 100, subsample=torch.arange(len(x))):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=x[:, 0])
+
+
 def local_latent(x: Tensor) -> None:
     with pyro.plate("data", 8, subsample_size=2) as rows:
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
         pyro.sample("y", dist.Normal(z, 1.0), obs=x[rows, 0])
+
+
+def test_a_subsample_that_never_changes_counts_as_often_as_in_pyro():
+    with pytest.warns(
+        UserWarning, match="'data' holds 8 of 100 rows, always the same ones, and each counts 12.5 times"
+    ):
+        density = Density(fixed_subsample, (X,))
+    w = torch.tensor([[0.3], [-0.2]])
+    expected = -dist.Normal(0.0, 1.0).log_prob(w[:, 0]) - 12.5 * dist.Normal(w, 1.0).log_prob(X[:, 0]).sum(1)
+    torch.testing.assert_close(density.energy(w), expected)
+    with pytest.warns(UserWarning, match="always the same ones"):
+        own = Density(fixed_locals, (X,))
+    z = torch.randn(2, 8)
+    expected = -12.5 * (dist.Normal(0.0, 1.0).log_prob(z) + dist.Normal(z, 1.0).log_prob(X[:, 0])).sum(1)
+    torch.testing.assert_close(own.energy(z), expected)
 
 
 def branching() -> None:
@@ -321,7 +342,7 @@ def test_what_few_runs_have_is_refused_when_a_chain_comes_there(rare):
         (moving_support, (), {}, "'b' depends on other sites"),
         (varying_sites, (), {}, "exist in some runs of the model only"),
         (subsampling, (X, Y), {}, "'data': 2 of 8 rows.*SGHMC"),
-        (fixed_subsample, (X,), {}, "'data' holds 8 of 100 rows, always the same"),
+        (fixed_locals, (X,), {"batch_size": 4, "subsampled": True}, "'z' lies in the subsampled plate 'data'"),
         (local_latent, (X,), {"subsampled": True}, "'z' lies in the subsampled plate 'data'"),
         (PyroNet().train(), (X, Y), {}, "'norm' is batch normalisation in train mode"),
         (noisy, (), {}, "isn't a function of its sites"),

@@ -73,7 +73,7 @@ class TracedTarget:
             torch.Size(site["fn"].batch_shape).numel() * as_tensor(site["scale"]).double().mean() for site in observed
         ]
         self.num_rows = max((round(float(count)) for count in counts), default=0)
-        self.row_counts = _subsampled_plates(trace, given_is_right=batch_size is not None)
+        self.row_counts = _subsampled_plates(trace, given_changes=batch_size is not None)
         if batch_size is None and self.row_counts:
             warn_of_plate_scale(observed)
         if batch_size is not None and batch_size < self._data_rows:
@@ -308,31 +308,35 @@ def _nothing_to_sample(model: Any, trace: poutine.Trace) -> str:
     return f"{found}. All its sites are observed: {', '.join(map(repr, observed))}" if observed else found
 
 
-def _subsampled_plates(trace: poutine.Trace, given_is_right: bool) -> dict[str, tuple[int, int]]:
+def _subsampled_plates(trace: poutine.Trace, given_changes: bool) -> dict[str, tuple[int, int]]:
     """Plates that draw their own subsample: name -> (full size, subsample size).
 
-    :param given_is_right: whether a plate whose subsample the model itself gives (``subsample=``) is in order, because
-        mini-batches are cut from the arguments.
-    :raises ValueError: naming a subsampled plate that holds a latent site, or whose subsample would never change.
+    :param given_changes: whether a subsample that the model itself gives (``subsample=``) is another one each time,
+        because mini-batches are cut from the arguments. Otherwise a warning says that it never changes.
+    :raises ValueError: naming a subsampled plate that holds a latent site.
     """
-    plates = {}
+    plates: dict[str, tuple[int, int]] = {}
+    given: dict[str, tuple[int, int]] = {}
     for site in trace.nodes.values():
         for frame in site.get("cond_indep_stack", ()):
             if frame.full_size is None or not 0 <= frame.size < frame.full_size:
                 continue
             total, size = int(frame.full_size), int(frame.size)
-            if site["type"] == "sample" and not site["is_observed"] and not is_enumerated(site):
+            drawn = getattr(trace.nodes[frame.name]["fn"], "subsample_size", None) is not None
+            (plates if drawn else given)[frame.name] = (total, size)
+            changing = drawn or given_changes
+            if changing and site["type"] == "sample" and not site["is_observed"] and not is_enumerated(site):
                 raise ValueError(
                     f"the latent site {site['name']!r} lies in the subsampled plate {frame.name!r}, so a mini-batch "
                     "would move some of its values only; samplers here need global latent sites"
                 )
-            if getattr(trace.nodes[frame.name]["fn"], "subsample_size", None) is not None:
-                plates[frame.name] = (total, size)
-            elif not given_is_right:
-                raise ValueError(
-                    f"the plate {frame.name!r} holds {size} of {total} rows, always the same ones; pass the whole "
-                    "data, and batch_size= to a stochastic-gradient sampler"
-                )
+    for name, (total, size) in {} if given_changes else given.items():
+        warnings.warn(
+            f"the plate {name!r} holds {size} of {total} rows, always the same ones, and each counts "
+            f"{total / size:.3g} times. The posterior is narrower than these rows can make it; pass the whole data, "
+            "and batch_size= to a stochastic-gradient sampler",
+            stacklevel=2,
+        )
     return plates
 
 
