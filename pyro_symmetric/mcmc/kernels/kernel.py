@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Never, Self, TypeVar
 
 import numpy as np
 import torch
@@ -134,7 +134,7 @@ class Kernel(ABC):
     warmups: ClassVar[tuple[int, ...]] = (500,)
     _documented: Mapping[str, str] = {}
 
-    def __new__(cls, *args: Any, **settings: Any) -> Self:
+    def __new__(cls, *_: Never, **settings: Never) -> Self:  # a kernel's own settings are arguments of its __init__
         """Say what settings of Pyro's kernels are called here; dataclasses would only say that they are unexpected."""
         for name in sorted(OF_PYRO.keys() & settings.keys() - inspect.signature(cls.__init__).parameters.keys()):
             raise TypeError(
