@@ -236,9 +236,9 @@ def _relocated(posterior: Posterior) -> Iterator[Finding]:
         return
     share = len(chains) / posterior.num_chains
     words = (
-        f"in warm-up {len(chains)} of {posterior.num_chains} chains, far above the others in energy, stood still or "
-        "were still on their way, and continued from where others were: modes that only these had found may be lost, "
-        "and their R-hat is kinder than that of chains with starts of their own"
+        f"in warm-up {len(chains)} of {posterior.num_chains} chains, far above the others in energy, stood still, were "
+        "still on their way, or were in a mode that holds next to nothing, and continued from where others were: modes "
+        "that only these had found may be lost, and their R-hat is kinder than that of chains with starts of their own"
     )
     yield Finding("relocated", graded(share, RELOCATED), words, share)
 

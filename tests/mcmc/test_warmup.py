@@ -31,7 +31,7 @@ def fed(kernel, density, state: State, draws: np.ndarray, acceptances: np.ndarra
         energy, gradient = density.energy_and_gradient(z)
         tuning = state.tuning
         known = Learnt.of(tuning).update(acceptance, kernel._plan(tuning, 1))
-        tuning = replace(tuning, **vars(known)).noted(z, gradient)
+        tuning = replace(tuning, **vars(known)).noted(z, energy, gradient)
         state = replace(state, z=z, energy=energy, gradient=gradient, tuning=tuning)
         state = kernel.adapt(density, state, iteration, num_warmup)
         states.append(state)

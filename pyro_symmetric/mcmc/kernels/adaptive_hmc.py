@@ -193,8 +193,10 @@ class AdaptiveHMC(HamiltonianKernel):
             return after
         # Squares and times in other units say nothing of those to come.
         restarted = after.tuning.length.restarted(self.trajectory_length)
-        if before.blind:  # so do the places that chains come from
-            restarted = replace(restarted, centre=after.z)
+        moved = (after.z != state.z).any(-1)
+        if before.blind or bool(moved.any()):  # so do the places that chains come from
+            centre = torch.where((moved | before.blind)[:, None], after.z, restarted.centre)
+            restarted = replace(restarted, centre=centre)
         return tuned(after, length=restarted)
 
     def _tuning(self, tuning: HamiltonianTuning, z: Tensor) -> AdaptiveTuning:

@@ -223,8 +223,8 @@ def stretch_of(state: State, at: PhasePoint, tuning: Any, found: Any, statistics
     :param found: has positions ``z``, the energies' ``slope`` there ``(B, C, D)`` and ``potential`` ``(B, C)``.
     """
     if tuning.learns:
-        for z, slope in zip(found.z, found.slope, strict=True):
-            tuning = tuning.noted(z, slope)
+        for draw in zip(found.z, found.potential, found.slope, strict=True):
+            tuning = tuning.noted(*draw)
     last = State(*at, tuning, state.generator, {name: value[-1] for name, value in statistics.items()})
     return Stretch(last, found.z, found.potential, statistics)
 

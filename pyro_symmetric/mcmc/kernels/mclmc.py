@@ -186,7 +186,7 @@ class MCLMC(TunedKernel):
                 length = replace(length, log_step=length.log_step.clamp(min=log_step, max=longest))
             centre = torch.lerp(tuning.centre, at.z, 2 / (tuning.count + 2))
             tuning = replace(tuning, length=length, centre=centre, count=tuning.count + 1)
-        tuning = tuning.noted(at.z, at.gradient)
+        tuning = tuning.noted(at.z, at.energy, at.gradient)
         return (
             self._with_learnt_step(tuning, torch.where(kept, ratio, LARGEST_RATIO)) if self.adapt_step_size else tuning
         )
@@ -235,7 +235,7 @@ class AdjustedMCLMC(AdaptiveHMC):
         if tuning.learns:
             seen = state.z, end.z, after.z, after.statistics["acceptance_rate"], steps
             learnt, length = learnt_with_length(known, seen, tuning.mass, self._plan(tuning, most))
-            tuning = replace(tuning, **vars(learnt), length=length).noted(after.z, after.gradient)
+            tuning = replace(tuning, **vars(learnt), length=length).noted(after.z, after.energy, after.gradient)
         return replace(after, tuning=replace(tuning, iteration=tuning.iteration + 1))
 
     @staticmethod

@@ -12,8 +12,9 @@ iterations anew, with a step that each chain finds for itself. Meanwhile chains 
 scale of its own: on unscaled columns, starts between -2 and 2 have energies of 1e12. So the first trajectories are
 single steps, whose speed is forgotten at once; by longer ones chains were flung to where all is flat. Chains that are
 lost all the same move to the places of others when the first window begins. So do chains that stand still throughout a
-window, when it ends, if each chain that moves has a lower energy (:func:`stranded`):
-they lie where no step that suits the others is ever accepted. ``metadata["relocated_chains"]`` lists both.
+window, when it ends, if each chain that moves has a lower energy (:func:`stranded`): they lie where no step that suits
+the others is ever accepted. With a dense mass matrix, so do chains in modes that hold next to nothing beside that of
+the others (:mod:`~pyro_symmetric.mcmc.kernels.outweighed`). ``metadata["relocated_chains"]`` lists them all.
 
 **Chains that are stuck** at a step that suits the others go at a :class:`Pace` of their own until the mass matrix is
 first renewed. Warm-up needs no invariant law, and these chains have yet to arrive. Those that are stuck at the end of
@@ -40,6 +41,7 @@ from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, find_step_size
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, Stretch, Tuning, relocated, stranded
 from pyro_symmetric.mcmc.kernels.learning import HIGHER, STUCK, Learnt, Pace, Plan, Stays, StepSearch
 from pyro_symmetric.mcmc.kernels.mass import MASSES, MAX_DENSE, Mass, MassEstimate
+from pyro_symmetric.mcmc.kernels.outweighed import Passed
 
 PROBES, MOST_HALVINGS = 3, 12  # of steps for chains that are stuck when warm-up ends
 BLIND_STEPS = 32  # while the mass matrix is unknown, longer trajectories cost more than they teach
@@ -58,6 +60,8 @@ class HamiltonianTuning:
     :param mass: the mass matrix, shared by the chains.
     :param estimate: running covariance of the current window; ``None`` outside of windows.
     :param began: where the chains were when the window began, ``(C, D)``.
+    :param passed: where they have been since, if the mass matrix is dense; ``None`` outside of windows, or if that
+        couldn't tell modes apart.
     :param curvature: what a first mass matrix is learnt from, before the first window; otherwise ``None``.
     :param blind: True if the mass matrix is still unknown, so that long trajectories cost more than they teach.
     :param learns: whether warm-up still goes on.
@@ -71,6 +75,7 @@ class HamiltonianTuning:
     mass: Mass
     estimate: MassEstimate | None
     began: Tensor
+    passed: Passed | None
     curvature: Curvature | None
     blind: bool
     learns: bool
@@ -88,10 +93,11 @@ class HamiltonianTuning:
         """Step sizes as :func:`~pyro_symmetric.mcmc.kernels.integrator.leapfrog` takes them, ``(C, 1)``."""
         return Learnt.of(self).steps
 
-    def noted(self: Tuning, z: Tensor, gradient: Tensor) -> Tuning:
-        """Take in a draw of all chains and its gradient, ``(C, D)`` each, for the mass matrix."""
+    def noted(self: Tuning, z: Tensor, energy: Tensor, gradient: Tensor) -> Tuning:
+        """Take in a draw of all chains ``(C, D)``, its energy ``(C,)`` and the gradient there ``(C, D)``."""
         if self.estimate is not None:
-            return replace(self, estimate=self.estimate.update(z))
+            passed = None if self.passed is None else self.passed.update(z, energy)
+            return replace(self, estimate=self.estimate.update(z), passed=passed)
         if self.curvature is not None:
             return replace(self, curvature=self.curvature.update(z.clone(), gradient.clone()))
         return self
@@ -164,6 +170,7 @@ class TunedKernel(Kernel):
             MassEstimate.start(z, self.mass, self.rank).mass(),
             None,
             z,
+            None,
             Curvature() if blind and self.mass == "dense" else None,
             blind,
             learns=num_warmup > 0,
@@ -182,9 +189,12 @@ class TunedKernel(Kernel):
         if state.tuning.curvature is not None:
             state = self._first_mass(density, state, iteration, begin)
         if iteration + 1 == begin and ends:
-            state = tuned(state, estimate=MassEstimate.start(state.z, self.mass, self.rank))
+            estimate = MassEstimate.start(state.z, self.mass, self.rank)
+            state = tuned(state, estimate=estimate, passed=Passed.start(state.z) if self.mass == "dense" else None)
         if iteration + 1 in ends:
             state = relocated(state, *stranded(state.tuning.began, state.z, state.energy))
+            if state.tuning.passed is not None and state.tuning.passed.z:
+                state = relocated(state, *state.tuning.passed.outweighed())
             state = self._renew_mass(density, state, iteration + 1, ends)
         if iteration + 1 == num_warmup:
             state = self._settled(density, state)
@@ -205,11 +215,12 @@ class TunedKernel(Kernel):
     def _renew_mass(self, density: Density, state: State, iteration: int, ends: tuple[int, ...]) -> State:
         """The mass matrix of the window that ends; the next one begins, if there is one."""
         estimate = state.tuning.estimate
-        mass, following = estimate.mass(), None
+        mass, following, passed = estimate.mass(), None, None
         if iteration < ends[-1]:
             following = MassEstimate.start(state.z, self.mass, self.rank, mass.variance.sqrt())
-        pace = Pace.start(state.energy)
-        return self._with_mass(density, tuned(state, estimate=following, began=state.z, pace=pace, blind=False), mass)
+            passed = Passed.start(state.z) if self.mass == "dense" else None
+        parts = {"estimate": following, "passed": passed, "began": state.z, "pace": Pace.start(state.energy)}
+        return self._with_mass(density, tuned(state, **parts, blind=False), mass)
 
     def _first_mass(self, density: Density, state: State, iteration: int, begin: int) -> State:
         """Learn the mass matrix from gradients, every few iterations anew, until the first window begins; in the end,
