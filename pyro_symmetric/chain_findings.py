@@ -185,6 +185,16 @@ def of_densities(statistics: Mapping[str, Tensor]) -> Iterator[Finding]:
             yield arrival(statistics["lp"])
 
 
+def starts(metadata: Mapping[str, Any]) -> Iterator[Finding]:
+    """Tell that the chains of a run all started at one point, of which their agreement says nothing."""
+    if metadata.get("one_start"):
+        words = (
+            "all chains started at one point, so that no R-hat shows a mode that they all missed; start them apart "
+            "(initial='prior', 'uniform', or a guide)"
+        )
+        yield Finding("starts", "warn", words)
+
+
 def warm_up(metadata: Mapping[str, Any], in_copies: bool = False) -> Iterator[Finding]:
     """Judge whether the chains of a run agreed when their warm-up ended, if that was left to them.
 

@@ -37,6 +37,7 @@ from pyro_symmetric.alignment.matching import BAR_DELAY, COSTS, require_fit
 from pyro_symmetric.alignment.members import Members, read_members
 from pyro_symmetric.alignment.moments import comparable, moments_of
 from pyro_symmetric.alignment.rounds import Rounds
+from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior import Posterior
@@ -139,13 +140,15 @@ def align_many(
     :param max_sweeps: as in ``align``.
     :param tolerance: it ends when a round lowers the mean cost by less than this part.
     :param progress: whether to show a progress bar over rounds, if they take more than two seconds.
-    :raises ValueError: for an empty list, or naming the member and the site that doesn't fit.
+    :raises ValueError: for an empty list, naming the member and the site that doesn't fit, or if the model that a
+        posterior was drawn from lacks a declared group.
     """
     arguments.one_of("cost", cost, [None, *get_args(Objective)])
     arguments.whole("restarts", restarts, 0)
     arguments.whole("max_rounds", max_rounds, 1)
     arguments.whole("max_sweeps", max_sweeps, 1)
     arguments.number("tolerance", tolerance, least=0)
+    require_of_posterior(group, sources)
     group = _two_sided(group_of(group))
     members = read_members(sources, group, each)
     objective = _objective(cost, members, group)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_findings import EFFECTIVE_DRAWS, R_HAT, Finding, graded
+from pyro_symmetric.chain_findings import EFFECTIVE_DRAWS, R_HAT, Finding, Status, graded
 from pyro_symmetric.chain_statistics import (
     ChainStatistics,
     chain_statistics,
@@ -53,9 +53,10 @@ def agreement(spaces: Spaces, statistics: Statistics, is_network: bool) -> list[
     if not statistics:
         return [Finding("weights", "unknown", TOO_FEW)]
     decisive = _decisive(list(spaces), is_network)
-    # Disagreement of a network's weights is no failure by itself: they may sit in copies of a mode.
+    # A network's weights that disagree tell nothing: they may sit in copies of a mode.
+    blind: Status = "unknown" if is_network and decisive == ["weights"] else "warn"
     grave = [name for name in decisive if name != "weights" or not is_network]
-    findings = [_r_hat(name, by_site, name in grave) for name, by_site in statistics.items()]
+    findings = [_r_hat(name, by_site, "fail" if name in grave else blind) for name, by_site in statistics.items()]
     if any(f.value > R_HAT[1] for f in findings if f.name in decisive):
         findings.append(_settled([value for name in decisive for value in spaces[name].values()]))
     return [*findings, _effective({name: statistics[name] for name in decisive})]
@@ -105,9 +106,12 @@ def _decisive(spaces: list[str], is_network: bool) -> list[str]:
     return density if density and is_network else ["weights", *density]
 
 
-def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], grave: bool) -> Finding:
+def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], at_worst: Status) -> Finding:
     """The R-hat of the worst site that one entry in a hundred exceeds: of hundreds, some stand out by chance. The
-    largest, if it stands out by more than that."""
+    largest, if it stands out by more than that.
+
+    :param at_worst: the status of chains that disagree.
+    """
     worst = {site: _beyond_chance(known({site: numbers}, "r_hat")) for site, numbers in by_site.items()}
     told = {site: value for site, value in worst.items() if not math.isnan(value)}
     if not told:
@@ -118,7 +122,7 @@ def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], grave: bool) -> F
     if math.isinf(told[site]):
         advice = ": the chains differ, and don't move"
     words = f"R-hat {'infinite' if math.isinf(told[site]) else f'up to {told[site]:.3f}'}{of}{advice}"
-    return Finding(space, status if grave or status != "fail" else "warn", words, told[site])
+    return Finding(space, at_worst if status == "fail" else status, words, told[site])
 
 
 def _beyond_chance(r_hats: Tensor) -> float:

@@ -25,13 +25,23 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
-from pyro_symmetric.chain_findings import EFFECTIVE_DRAWS, R_HAT, Finding, Status, graded, sampler_findings, warm_up
+from pyro_symmetric.chain_findings import (
+    EFFECTIVE_DRAWS,
+    R_HAT,
+    Finding,
+    Status,
+    graded,
+    sampler_findings,
+    starts,
+    warm_up,
+)
 from pyro_symmetric.chain_statistics import copied_chains, evenly_spaced
 from pyro_symmetric.compare.agreement import Statistics, agreement, constant_entries, known, statistics_of
 from pyro_symmetric.compare.energy import energy_findings
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.results import plain, table
 from pyro_symmetric.compare.verdict import verdict
+from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.draw_findings import finite, moving, resolved
 from pyro_symmetric.groups.group import Group
@@ -64,8 +74,8 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """True if all findings passed: what can't be told doesn't pass."""
-        return all(finding.status == "pass" for finding in self.findings)
+        """True if nothing failed and all could be told. Chains in different copies of a mode are warned of only."""
+        return all(finding.status in ("pass", "warn") for finding in self.findings)
 
     def __getitem__(self, name: str) -> Finding:
         for finding in self.findings:
@@ -161,6 +171,7 @@ def diagnose(
     * ``settled``: if chains disagree, whether each stays the same from its first half to its second.
     * ``effective draws``: the worst bulk or tail effective sample size of what decides. 400 are enough for means,
       deviations and this diagnosis to be trusted; below that it warns, below 50 it fails.
+    * ``starts``: a warning if all chains of a run started at one point, as none of them may know of other modes.
     * ``relocated``: chains that warm-up took to be lost and moved to where others were. It warns if they are more than
       a quarter.
     * ``acceptance``, ``divergences``, ``tree depth``, ``energy`` (the fraction E-BFMI), ``level`` (no chain's log
@@ -186,9 +197,10 @@ def diagnose(
         draw must have been moved by itself: an element for each chain (``each="chain"``) looks at the chain.
     :param num_draws: at how many draws, of all chains together, to evaluate the gradient of the energy.
     :raises TypeError: if ``model`` is no ``BayesianModel``, or predictions are complex.
-    :raises ValueError: if arguments don't fit, or there are no draws.
+    :raises ValueError: if arguments don't fit, there are no draws, or the model lacks a declared group.
     """
     _check_arguments(posterior, x, predictions, aligned, num_draws)
+    require_of_posterior(symmetry, posterior)
     model, x = _to_predict(posterior, model, x)
     density = {"log density": posterior.statistics["lp"]} if "lp" in posterior.statistics else {}
     drawn = {**{f"site {site!r}": value for site, value in posterior.samples.items()}, **density}
@@ -221,6 +233,7 @@ def diagnose(
         moving(posterior.samples),
         *constant_entries(posterior.samples),
         *agreed,
+        *starts(posterior.metadata),
         *warm_up(posterior.metadata, in_copies),
         *_relocated(posterior),
         *sampler_findings(posterior.statistics, subsampled, arrived),

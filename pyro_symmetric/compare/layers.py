@@ -18,6 +18,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
 from pyro_symmetric.compare.frames import AnySymmetry, FrameKind, is_group, pooled_frame, removal
+from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.groups.group import group_of
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import (
@@ -112,6 +113,8 @@ class PairedSamples:
         minimum: int = 1,
     ):
         arguments.one_of("frame", frame, get_args(FrameKind))
+        for draws in (weights_p, weights_q):
+            require_of_posterior(symmetry, draws)
         weights_p, weights_q = samples_of(weights_p, "weights_p"), samples_of(weights_q, "weights_q")
         here, there = (
             {site for site in weights if not is_running_statistic(site)} for weights in (weights_p, weights_q)

@@ -28,6 +28,7 @@ from pyro_symmetric.compare.independence import require_posterior, thinned
 from pyro_symmetric.compare.layers import Layers, PairedSamples, require_site_shapes
 from pyro_symmetric.compare.mmd import KERNELS, bandwidth_grid
 from pyro_symmetric.compare.results import SignificanceTest
+from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
@@ -130,6 +131,7 @@ def mmd_test(
 def _independent(name: str, posterior: Posterior, symmetry: AnySymmetry | None, frame: FrameKind) -> Weights:
     """Draws that may be taken as independent once the symmetry is removed."""
     require_posterior(name, posterior)
+    require_of_posterior(symmetry, posterior)
     if symmetry is None or posterior.rows == "independent":
         return thinned(posterior)
     if is_group(symmetry):

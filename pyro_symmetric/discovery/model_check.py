@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described_call, refuse_options
+from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.discovery.densities import FunctionDensity, JointDensity, undisturbed
 from pyro_symmetric.discovery.invariance import (
     BrokenMove,
@@ -33,10 +34,13 @@ from pyro_symmetric.discovery.invariance import (
 )
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis
+from pyro_symmetric.mcmc.density import Density
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
 MOST_REPAIRS = 200  # alternative declarations of the same units that are tried at most
 PRIOR_DRAWS, PRIOR_TOLERANCE = 4, 1e-5
+POSTERIOR_DRAWS = 4
 
 
 @undisturbed()
@@ -128,6 +132,37 @@ def check_function(
     :param nearby: the same but for the last digit of each number.
     """
     return _verified(group.finite, FunctionDensity(log_joint, draws, nearby))
+
+
+@undisturbed()
+def require_of_posterior(symmetry: Any, posterior: Any) -> None:
+    """Refuse a declared group that the model of a posterior lacks, by its density at some of the draws.
+
+    Of draws that know no model nothing can be told. A network's symmetry was verified on the network.
+
+    :raises ValueError: if the density changes when draws are moved.
+    """
+    known = isinstance(symmetry, Group) and isinstance(posterior, Posterior) and posterior.is_attached
+    if not known or posterior.num_chains * posterior.num_samples == 0:
+        return
+    dtype = next(iter(posterior.samples.values())).dtype
+    origin = posterior.model, posterior._args, posterior._kwargs
+    density = Density(*origin, device=posterior.origin_device, dtype=dtype, subsampled=True)
+    sites, draws = density.layout.site_shapes, posterior.get_samples()
+    if density.row_counts or not all(site in draws for site in sites):
+        return  # rows of its own at every call, or draws that were cut
+    some = evenly_spaced(len(next(iter(draws.values()))), POSTERIOR_DRAWS)
+    z = density.unconstrain({site: draws[site][some] for site in sites})
+    nearby = density.layout.constrain(z * (1 + torch.finfo(z.dtype).eps * (4 * torch.randint_like(z, 2) - 2)))
+    found = check_function(
+        symmetry, lambda weights: density.target.log_joint(weights, None), density.layout.constrain(z), nearby
+    )
+    if not found:
+        raise ValueError(
+            f"at draws of the posterior, {found}\nModulo that group they would be draws of another posterior: give the "
+            "group that the model has (verify_model(group, model, ...) names the sites), or mend the prior or the "
+            "likelihood that treats units differently"
+        )
 
 
 # small steps --------------------------------------------------------------------------------------------------------

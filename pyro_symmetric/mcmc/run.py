@@ -151,6 +151,7 @@ class Run:
             **({"chosen": settings.chosen} if settings.chosen else {}),
             "num_warmup": self.at.num_warmup,
             "warmup_r_hat": self.at.r_hat,
+            **({"one_start": True} if self._one_start else {}),
             "thinning": settings.thinning,
             "seed": self.seed,
             "device": str(density.device),
@@ -192,6 +193,7 @@ class Run:
         recorder.fingerprint = identify(settings, self.density, self.seed)
         require_same(settings, last.fingerprint, recorder.fingerprint)
         self._passed = Passed(self.density, settings.num_chains)
+        self._one_start = bool(last.metadata.get("one_start"))
         if not self._resume(last, tolerance_of(last.fingerprint, recorder.fingerprint)):
             raise OtherRun.of(settings.store, [OTHER_MODEL])
 
@@ -199,6 +201,7 @@ class Run:
         settings, generator = self.settings, torch.Generator(self.density.device).manual_seed(self.seed)
         initial = resolve(settings.initial, settings.num_chains, settings.args, settings.kwargs)
         z = starting_points(self.density, settings.num_chains, initial, generator)
+        self._one_start = len(z) > 1 and bool((z == z[:1]).all())
         lengths = settings.warmups(self.density)
         self._agreement = Agreement(z) if len(lengths) > 1 else None
         state = settings.kernel.init(self.density, z, lengths[-1], generator)

@@ -315,7 +315,6 @@ def test_chains_that_warm_up_moved_to_the_places_of_others_are_told(chains, stat
     assert found["relocated"].status == status
     assert found["relocated"].value == len(chains) / CHAINS
     assert f"{len(chains)} of {CHAINS} chains" in repr(found)
-    assert found.ok == (status == "pass")
     assert "relocated" not in diagnose(moved.select(chains=[1, 4, 6, 7]))
 
 

@@ -1,0 +1,58 @@
+"""A group that is declared for the model of a posterior is compared with that model wherever it changes results."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_symmetric as ps
+from pyro_symmetric import Group, Posterior
+from pyro_symmetric.compare.frames import one_frame
+
+DATA = torch.cat([torch.randn(40, generator=torch.Generator().manual_seed(0)) + centre for centre in (-2.0, 2.0)])
+EXCHANGE = Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
+
+
+def mixture(data, weights):
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 5.0).to_event(1))
+    with pyro.plate("data", len(data)):
+        pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0)), obs=data)
+
+
+def drawn(*weights: float) -> Posterior:
+    """Chains in either order of the components, which a posterior knows the model of."""
+    locs = torch.tensor([-2.0, 2.0]) + 0.1 * torch.randn(4, 150, 2)
+    locs[2:] = locs[2:].flip(-1)
+    return Posterior({"locs": locs}, rows="chains").attach(mixture, DATA, torch.tensor(weights))
+
+
+CALLS = {
+    "diagnose": lambda posterior: ps.diagnose(posterior, EXCHANGE),
+    "summary": lambda posterior: ps.summary(posterior, EXCHANGE, progress=False),
+    "align_many": lambda posterior: ps.align_many(posterior, EXCHANGE, progress=False),
+    "mmd": lambda posterior: ps.mmd(posterior, posterior, symmetry=EXCHANGE),
+    "mmd_test": lambda posterior: ps.mmd_test(posterior, posterior, symmetry=EXCHANGE, num_permutations=20),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_declared_exchange_of_unequal_components_is_refused(call):
+    with pytest.raises(ValueError, match=r"not invariant under the units \['k'\].*verify_model|verify_model"):
+        call(drawn(0.48, 0.52))
+    call(drawn(0.5, 0.5))
+
+
+def test_draws_that_know_no_model_are_moved_as_they_are_told():
+    posterior = drawn(0.48, 0.52)
+    ps.diagnose(Posterior(posterior.samples, rows="chains"), EXCHANGE)
+    assert one_frame(posterior.get_samples(), EXCHANGE)["locs"].shape == (600, 2)
+
+
+def test_a_prior_that_cannot_be_drawn_from_is_compared_at_the_draws():
+    def improper(data):
+        locs = pyro.sample("locs", dist.ImproperUniform(dist.constraints.real_vector, (), (2,)))
+        pyro.sample("x", dist.Normal(locs.sum() + 0.1 * locs[0], 1.0).expand(data.shape).to_event(1), obs=data)
+
+    posterior = Posterior({"locs": torch.randn(2, 20, 2)}, rows="chains").attach(improper, DATA)
+    with pytest.raises(ValueError, match="not invariant"):
+        ps.align_many(posterior, EXCHANGE)
