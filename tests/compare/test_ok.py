@@ -1,4 +1,4 @@
-"""Meaning of ``ok``: nothing failed modulo symmetry; and what no R-hat can see.
+"""Meaning of ``ok``: nothing failed modulo symmetry; and what no R-hat can see."""
 
 import pyro
 import pyro.distributions as dist
