@@ -83,7 +83,9 @@ def to_arviz(
         if isinstance(model, BayesianModel):
             args, kwargs = args[:1], {name: value for name, value in kwargs.items() if name != "y"}
         drawn = predict(posterior, model, *args, kind="samples", **kwargs)
-        groups["posterior_predictive"] = _by_chain(posterior, drawn if isinstance(drawn, dict) else {"y": drawn})
+        groups["posterior_predictive"] = _by_chain(
+            posterior, drawn if isinstance(drawn, dict) else {"y": model.likelihood.targets(drawn)}
+        )
     for group in ("log_likelihood", "posterior_predictive"):
         arrays = groups.get(group, {})
         row = ROW if len({held.shape[2:3] for held in arrays.values()}) == 1 else None  # one name, one length

@@ -93,9 +93,11 @@ def predict(
     :param draw_chunk: draws evaluated at once; ``None`` looks at one draw's activations.
     :param row_chunk: rows of the inputs evaluated at once, likewise; a Pyro model always gets all its data.
     :param progress: show a progress bar, if it takes longer than a second.
-    :return: ``batch_shape + (N, ...)``, or if averaged ``(N, ...)`` in float64, where the draws are. Of a Pyro model,
-        for all but ``"outputs"``: site -> such a tensor, for each site that ``posterior`` doesn't give, and for
-        each deterministic site, computed anew; for ``"outputs"``: as the model returns them.
+    :return: ``batch_shape + (N, ...)``, or if averaged ``(N, ...)`` in float64, where the draws are. Of a
+        ``BayesianModel`` means and samples end with the axis of outputs or classes, also of a single output, as
+        ``scores`` and ``total_variation`` take them; sampled labels have none. Of a Pyro model, for all but
+        ``"outputs"``: site -> such a tensor, for each site that ``posterior`` doesn't give, and for each deterministic
+        site, computed anew; for ``"outputs"``: as the model returns them.
     """
     arguments.one_of("kind", kind, get_args(Kind))
     if arguments.flag("average", average) and kind != "mean":

@@ -131,9 +131,12 @@ class NetworkPredictor:
         outputs = self.model.outputs(weights, *args, **kwargs)
         if self.kind == "outputs":
             return outputs
+        mean = self.model.likelihood.mean(outputs)
+        mean = mean[..., None] if mean.dim() == 2 else mean  # a network of one output may return (N,)
         if self.kind == "mean":
-            return self.model.likelihood.mean(outputs)
-        return self.model.likelihood.distribution(outputs, {name: weights[name] for name in self.latents}).sample()
+            return mean
+        drawn = self.model.likelihood.distribution(outputs, {name: weights[name] for name in self.latents}).sample()
+        return drawn[..., None] if mean.shape == (*drawn.shape, 1) else drawn
 
 
 class TracedPredictor:

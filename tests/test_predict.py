@@ -104,7 +104,8 @@ def test_samples_follow_the_likelihood_of_their_draw():
     scales = torch.tensor([0.1, 10.0])
     weights = {"weight": torch.zeros(2, 1, 1), "bias": torch.tensor([[1.0], [-2.0]]), "noise_scale": scales}
     y = predict(weights, model, torch.zeros(4000, 1), kind="samples")
-    assert y.shape == (2, 4000)
+    assert y.shape == (2, 4000, 1)
+    y = y.squeeze(-1)
     # Five standard errors of means and deviations of 4,000 normal draws: false alarm below 1e-5.
     assert torch.allclose(y.mean(1), torch.tensor([1.0, -2.0]), atol=5 * 10 / 4000**0.5)
     assert torch.allclose(y.std(1) / scales, torch.ones(2), atol=5 / 8000**0.5)
@@ -265,7 +266,7 @@ def test_bad_input_is_named(posterior, model, x, call, error, message):
 def test_a_fixed_noise_needs_no_site(x):
     model = BayesianModel(nn.Linear(2, 1), likelihood=GaussianLikelihood(0.5))
     weights = {name: torch.randn(3, *shape) for name, shape in model.site_shapes.items()}
-    assert predict(weights, model, x, kind="samples").shape == (3, 9)
+    assert predict(weights, model, x, kind="samples").shape == (3, 9, 1)
 
 
 @pytest.mark.cuda

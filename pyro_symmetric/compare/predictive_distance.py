@@ -14,7 +14,6 @@ import warnings
 import torch
 from torch import Tensor
 
-from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.compare.diversity import members_of
 from pyro_symmetric.compare.regression import gaussians
@@ -49,7 +48,7 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
 
     :param p: class probabilities, ``(members, inputs, classes)`` or ``(inputs, classes)``; or for a regression the pair
         ``(means, noise_scale)`` as :func:`~pyro_symmetric.compare.scores.regression` takes them, means ``(members,
-        inputs)`` or ``(members, inputs, outputs)``.
+        inputs, outputs)`` or ``(inputs, outputs)``.
     :param q: the other, for the same inputs; members may differ in number.
     :return: a result whose array ``distance`` is that of each input.
     :raises ValueError: if shapes don't fit, or values aren't probabilities, finite or positive.
@@ -57,8 +56,9 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
     if isinstance(p, tuple) != isinstance(q, tuple):
         raise TypeError("p and q must be of one kind: class probabilities both, or pairs (means, noise_scale) both")
     if isinstance(p, tuple) and isinstance(q, tuple):
-        by_input = _between_mixtures(_mixture(p, "p"), _mixture(q, "q"))
-        members = len(p[0]), len(q[0])
+        mixtures = _mixture(p, "p"), _mixture(q, "q")
+        by_input = _between_mixtures(*mixtures)
+        members = len(mixtures[0][0]), len(mixtures[1][0])
     else:
         sides = [members_of(side, name) for name, side in (("p", p), ("q", q))]
         first, second = (side.mean(0, dtype=torch.float64) for side in sides)
@@ -111,15 +111,7 @@ def _mixture(prediction: tuple[Tensor, Tensor | float], name: str) -> tuple[Tens
     """Means and scales ``(S, N, ...)``, checked."""
     if len(prediction) != 2:
         raise ValueError(f"{name} is a tuple of {len(prediction)}; it must be a pair (means, noise_scale)")
-    means, scale = prediction
-    arguments.tensor(name, means)
-    if means.dim() not in (2, 3) or 0 in means.shape:
-        raise ValueError(
-            f"the means of {name} have shape {tuple(means.shape)}; it must be (members, inputs) or (members, inputs, "
-            "outputs)"
-        )
-    means, scale, _ = gaussians(means, scale, means[0])
-    return means, scale
+    return gaussians(*prediction, f"the means of {name}")
 
 
 def _require_alike(first: Tensor, second: Tensor) -> None:

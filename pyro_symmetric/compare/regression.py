@@ -55,19 +55,25 @@ def regression(
     distribution function at ``y`` lies within ``c / 2`` of one half. With several outputs the density is joint (outputs
     independent given the member), errors and coverage are pooled over outputs.
 
-    :param means: ``(S,) + targets.shape`` of S members, or ``targets.shape``.
+    :param means: ``(S, N, D)`` of S members and D outputs, as ``predict(..., kind="mean")`` gives them, or ``(N, D)``.
+        A single output has its axis, too, so that members and inputs can't be mistaken for each other.
     :param noise_scale: standard deviation of the noise, positive: a number, ``(S,)`` for one of each member, or
-        anything that broadcasts with ``means``. With one value for each member, ``(S,)`` is taken as that even if
-        ``S`` equals ``N``.
-    :param targets: ``(N,)`` or ``(N, D)``.
+        anything that broadcasts with ``(S, N, D)``.
+    :param targets: ``(N, D)``, or ``(N,)`` of a single output.
     :param levels: levels of the central intervals to report, each between 0 and 1.
     :raises ValueError: if shapes don't fit or values are not finite or not positive.
     """
-    arguments.tensor("means", means)
     arguments.tensor("targets", targets)
     if not isinstance(noise_scale, Tensor):
         arguments.positive("noise_scale", noise_scale)
-    means, scale, targets = gaussians(means, noise_scale, targets)
+    means, scale = gaussians(means, noise_scale)
+    of_one = means.shape[2] == 1 and targets.dim() == 1
+    if (targets[:, None] if of_one else targets).shape != means.shape[1:]:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}, but means predicts {tuple(means.shape[1:])}, inputs and outputs"
+        )
+    _require_finite("targets", targets)
+    targets = targets.reshape(means.shape[1:]).to(means)
     for level in arguments.listed("levels", levels, object, "numbers"):
         arguments.fraction("each of levels", level)
     z = (targets - means) / scale
@@ -91,38 +97,36 @@ def regression(
 # small steps ----------------------------------------------------------------------------------------------------------
 
 
-def _axis_of_one(means: Tensor, targets: Tensor) -> str:
-    """The hint for targets that lack the axis of a single output."""
-    one = targets.dim() == 1 and means.shape[-2:] == (len(targets), 1)
-    return "; pass targets[:, None]" if one else ""
+def _require_finite(name: str, value: Tensor) -> None:
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{name} holds NaN or infinite values")
 
 
-def gaussians(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Means ``(S, N, ...)``, scales that broadcast with them, targets; checked, in float64."""
-    if targets.dim() not in (1, 2) or targets.numel() == 0:
-        raise ValueError(f"targets has shape {tuple(targets.shape)}; it must be (inputs,) or (inputs, outputs)")
-    if means.shape == targets.shape:
-        means = means[None]
-    if means.dim() != targets.dim() + 1 or means.shape[1:] != targets.shape or len(means) == 0:
+def gaussians(means: Tensor, noise_scale: Tensor | float, name: str = "means") -> tuple[Tensor, Tensor]:
+    """Means ``(S, N, D)`` and scales of that shape, checked, in float64; means ``(N, D)`` are those of one member.
+
+    :param name: what messages call the means.
+    """
+    if arguments.tensor(name, means).dim() not in (2, 3) or 0 in means.shape:
         raise ValueError(
-            f"means has shape {tuple(means.shape)}, but targets has {tuple(targets.shape)}; "
-            "means must have that shape, or (members,) in front of it" + _axis_of_one(means, targets)
+            f"{name} has shape {tuple(means.shape)}; it must be (members, inputs, outputs), or (inputs, outputs) "
+            "of one prediction. Of a single output, give it an axis: means[..., None]"
         )
+    means = means if means.dim() == 3 else means[None]
     scale = torch.as_tensor(noise_scale, dtype=torch.float64, device=means.device)
-    for name, value in (("means", means), ("noise_scale", scale), ("targets", targets)):
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(f"{name} holds NaN or infinite values")
+    _require_finite(name, means)
+    _require_finite("noise_scale", scale)
     if not bool((scale > 0).all()):
         raise ValueError(f"noise_scale must be positive, but its smallest value is {float(scale.min()):.3g}")
     if scale.shape == means.shape[:1]:
-        scale = scale.reshape(-1, *[1] * targets.dim())
+        scale = scale[:, None, None]
     try:
         fits = torch.broadcast_shapes(scale.shape, means.shape) == means.shape
     except RuntimeError:
         fits = False
     if not fits:
         raise ValueError(
-            f"noise_scale has shape {tuple(scale.shape)}, but means has {tuple(means.shape)}; it must be a number, "
-            f"({len(means)},) for one of each member, or broadcast with means"
+            f"noise_scale has shape {tuple(scale.shape)}, but {name} has {tuple(means.shape)}; it must be a number, "
+            f"({len(means)},) for one of each member, or broadcast with them"
         )
-    return means.double(), scale.expand(means.shape), targets.to(means.device).double()
+    return means.double(), scale.expand(means.shape)

@@ -192,14 +192,12 @@ def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]
 
 @torch.no_grad()
 def predictions(weights: Weights, problem: Problem, x: Tensor) -> Tensor:
-    """Members' class probabilities ``(S, N, C)`` or regression means ``(S, N)``."""
-    outputs = problem.model.outputs(weights, x, chunk_size=CHUNK)
-    means = problem.model.likelihood.mean(outputs)
-    return means.squeeze(-1) if not problem.is_classification and means.shape[-1] == 1 else means
+    """Members' class probabilities ``(S, N, C)`` or regression means ``(S, N, D)``."""
+    return problem.model.likelihood.mean(problem.model.outputs(weights, x, chunk_size=CHUNK))
 
 
 def predictive(weights: Weights, problem: Problem, x: Tensor) -> Prediction:
-    """The members' class probabilities ``(S, N, C)``, or a regression's means ``(S, N)`` and noise."""
+    """The members' class probabilities ``(S, N, C)``, or a regression's means ``(S, N, D)`` and noise."""
     members = predictions(weights, problem, x)
     return members if problem.is_classification else (members, noise_scale(problem.model, weights))
 

@@ -273,9 +273,9 @@ CALLS = (
     Calls(
         "scores.regression",
         ps.scores.regression,
-        lambda: {"means": torch.zeros(4, 6), "noise_scale": 1.0, "targets": torch.zeros(6)},
+        lambda: {"means": torch.zeros(4, 6, 1), "noise_scale": 1.0, "targets": torch.zeros(6)},
         {
-            "means": (*THINGS, ARRAY, torch.zeros(4, 5), torch.zeros(0, 6), torch.full((4, 6), NAN)),
+            "means": (*THINGS, ARRAY, torch.zeros(4, 6), torch.zeros(0, 6, 1), torch.full((4, 6, 1), NAN)),
             "noise_scale": (None, "1", 0.0, -1.0, NAN, INF, torch.ones(5), np.ones(4), True),
             "targets": (*THINGS, np.zeros(6), torch.zeros(()), torch.full((6,), INF)),
             "levels": ([0.0], [1.0], [NAN], ["0.5"], 0.5, "0.5", None, [True]),

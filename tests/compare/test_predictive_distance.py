@@ -22,7 +22,7 @@ def test_the_result_is_that_of_every_distance():
     result, by_input = compare.total_variation(p, q), total_variation(p, q)
     assert result.totals == pytest.approx({"mean": float(by_input.mean()), "maximum": float(by_input.max())})
     assert result.num_samples == (5, 9)
-    assert compare.total_variation((p[..., 0], 1.0), (q[..., 0], 1.0)).num_samples == (5, 9)
+    assert compare.total_variation((p[..., :1], 1.0), (q[..., :1], 1.0)).num_samples == (5, 9)
     assert len(repr(compare.total_variation(torch.full((500, 2), 0.5), torch.full((500, 2), 0.5))).splitlines()) < 70
 
 
@@ -42,8 +42,8 @@ def test_members_count_by_their_mean_whatever_their_number():
 @pytest.mark.parametrize("gap", [0.0, 0.01, 0.5, 1.0, 3.0, 20.0])
 def test_of_gaussians_of_one_scale_it_is_the_closed_form(gap):
     """2 Φ(|gap| / 2) - 1, in units of the scale; from below."""
-    means = torch.tensor([[-3.0, 100.0]], dtype=torch.float64)
-    found = total_variation((means, 0.2), (means + torch.tensor([0.2, -0.2], dtype=torch.float64) * gap, 0.2))
+    means = torch.tensor([[-3.0], [100.0]], dtype=torch.float64)
+    found = total_variation((means, 0.2), (means + torch.tensor([[0.2], [-0.2]], dtype=torch.float64) * gap, 0.2))
     exact = 2 * float(NORMAL.cdf(torch.tensor(gap / 2, dtype=torch.float64))) - 1
     assert float((exact - found).max()) < (1e-4 if gap < 5 else 0.002)
     assert float((exact - found).min()) > -1e-9
@@ -68,25 +68,25 @@ def test_of_mixtures_it_is_what_quadrature_gives():
         return law.log_prob(grid).exp().mean(0)
 
     expected = torch.trapezoid((density(m, s) - density(n, t)).abs(), grid) / 2
-    torch.testing.assert_close(total_variation((m, s), (n, t)), expected, atol=1e-3, rtol=0)
-    assert float(total_variation((m, s), (m[torch.arange(29, -1, -1)], s.flip(0))).max()) < 1e-12
+    torch.testing.assert_close(total_variation((m[..., None], s), (n[..., None], t)), expected, atol=1e-3, rtol=0)
+    assert float(total_variation((m[..., None], s), (m[torch.arange(29, -1, -1), :, None], s.flip(0))).max()) < 1e-12
 
 
 def test_marginals_of_several_outputs_are_averaged():
     m, n = torch.randn(3, 5, 2), torch.randn(4, 5, 2)
-    each = [total_variation((m[..., k], 0.5), (n[..., k], 0.7)) for k in range(2)]
+    each = [total_variation((m[..., k : k + 1], 0.5), (n[..., k : k + 1], 0.7)) for k in range(2)]
     torch.testing.assert_close(total_variation((m, 0.5), (n, 0.7)), (each[0] + each[1]) / 2)
 
 
 def test_chunks_change_nothing(monkeypatch):
-    pair = (torch.randn(6, 4), 0.3), (torch.randn(7, 4), 0.4)
+    pair = (torch.randn(6, 4, 1), 0.3), (torch.randn(7, 4, 1), 0.4)
     whole = total_variation(*pair)
     monkeypatch.setattr("pyro_symmetric.compare.predictive_distance._CHUNK_ENTRIES", 100)
     torch.testing.assert_close(total_variation(*pair), whole)
 
 
 P = torch.full((2, 3, 4), 0.25)
-M = torch.zeros(2, 3)
+M = torch.zeros(2, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ M = torch.zeros(2, 3)
         (P * 2, P, ValueError, "the last axis of p must sum to 1"),
         (P, P[0, 0], ValueError, r"q has shape \(4,\)"),
         (P.tolist(), P, TypeError, "p"),
-        ((M, 1.0), (M[:, :2], 1.0), ValueError, r"p predicts \(3,\) and q \(2,\)"),
+        ((M, 1.0), (M[:, :2], 1.0), ValueError, r"p predicts \(3, 1\) and q \(2, 1\)"),
         ((M, 0.0), (M, 1.0), ValueError, "noise_scale must be positive"),
         ((M, 1.0), (M * torch.nan, 1.0), ValueError, "NaN"),
-        ((M[0], 1.0), (M, 1.0), ValueError, r"the means of p have shape \(3,\)"),
+        ((M[0, 0], 1.0), (M, 1.0), ValueError, r"the means of p has shape \(1,\)"),
         ((M, 1.0, 2), (M, 1.0), ValueError, "p is a tuple of 3"),
         (([0.0], 1.0), (M, 1.0), TypeError, "p"),
     ],
@@ -120,7 +120,7 @@ def test_many_members_with_little_noise_lie_as_far_apart_as_a_fine_grid_has_it(m
     expected = float((below[0].diff() - below[1].diff()).abs().sum() / 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        found = ps.total_variation((p[:, None], noise), (q[:, None], noise)).value
+        found = ps.total_variation((p[:, None, None], noise), (q[:, None, None], noise)).value
     assert expected - 0.003 < found < expected + 1e-6
 
 
@@ -129,4 +129,6 @@ def test_members_in_a_regular_order_are_all_seen() -> None:
     p = torch.tensor([0.0, 10.0], dtype=torch.float64).repeat(64)
     q = torch.tensor([3.0, 10.0], dtype=torch.float64).repeat(64)
     expected = 0.5 * (2 * float(NORMAL.cdf(torch.tensor(1.5, dtype=torch.float64))) - 1)
-    assert ps.total_variation((p[:, None], 1.0), (q[:, None], 1.0)).value == pytest.approx(expected, abs=1e-3)
+    assert ps.total_variation((p[:, None, None], 1.0), (q[:, None, None], 1.0)).value == pytest.approx(
+        expected, abs=1e-3
+    )

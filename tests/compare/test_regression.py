@@ -6,20 +6,22 @@ import pytest
 import torch
 from scipy import stats
 from sklearn import metrics
+from torch import nn
 
+import pyro_symmetric as ps
 from pyro_symmetric.compare import scores
 
 
 def test_log_density_is_that_of_the_mixture():
-    means, scale, targets = torch.randn(4, 30), torch.rand(4) + 0.5, torch.randn(30)
+    means, scale, targets = torch.randn(4, 30, 1), torch.rand(4) + 0.5, torch.randn(30)
     mixture = torch.distributions.MixtureSameFamily(
         torch.distributions.Categorical(torch.ones(30, 4)),
-        torch.distributions.Normal(means.T.double(), scale.double().expand(30, 4)),
+        torch.distributions.Normal(means[..., 0].T.double(), scale.double().expand(30, 4)),
     )
     found = scores.regression(means, scale, targets)
     assert found.log_predictive_density == pytest.approx(float(mixture.log_prob(targets.double()).mean()))
-    assert found.rmse == pytest.approx(metrics.root_mean_squared_error(targets, means.mean(0)), rel=1e-6)
-    assert found.mae == pytest.approx(metrics.mean_absolute_error(targets, means.mean(0)), rel=1e-6)
+    assert found.rmse == pytest.approx(metrics.root_mean_squared_error(targets, means.mean(0)[:, 0]), rel=1e-6)
+    assert found.mae == pytest.approx(metrics.mean_absolute_error(targets, means.mean(0)[:, 0]), rel=1e-6)
 
 
 def test_several_outputs_are_joint_given_the_member():
@@ -31,14 +33,14 @@ def test_several_outputs_are_joint_given_the_member():
 
 def test_coverage_of_one_gaussian_is_that_of_its_quantiles():
     targets = torch.randn(500)
-    found = scores.regression(torch.zeros(500), 1.0, targets, levels=(0.5, 0.95))
+    found = scores.regression(torch.zeros(500, 1), 1.0, targets, levels=(0.5, 0.95))
     for level, share in found.coverage.items():
         inside = targets.abs() <= stats.norm.ppf(0.5 + level / 2)
         assert share == pytest.approx(float(inside.float().mean()))
 
 
 def test_coverage_of_a_mixture_is_that_of_its_own_quantiles():
-    means, targets = torch.tensor([[-2.0], [3.0]]).expand(2, 200), 3 * torch.randn(200)
+    means, targets = torch.tensor([-2.0, 3.0])[:, None, None].expand(2, 200, 1), 3 * torch.randn(200)
     grid = np.linspace(-15, 15, 200_001)
     cdf = 0.5 * (stats.norm.cdf(grid, -2) + stats.norm.cdf(grid, 3))
     low, high = np.interp([0.1, 0.9], cdf, grid)
@@ -51,27 +53,27 @@ def test_a_right_model_is_calibrated_and_a_sure_one_is_not():
     # 20,000 targets: the coverage's deviation is at most 0.0036; five of them: false alarm under 1e-5 over 19 levels
     means = torch.randn(20_000)
     targets = means + 0.5 * torch.randn(20_000)
-    right = scores.regression(means, 0.5, targets)
+    right = scores.regression(means[:, None], 0.5, targets)
     assert float((right.calibration_coverage - right.calibration_levels).abs().max()) < 0.018
-    sure = scores.regression(means, 0.1, targets)
+    sure = scores.regression(means[:, None], 0.1, targets)
     assert bool((sure.calibration_coverage < sure.calibration_levels).all())
     assert sure.calibration_error > 0.2
     assert sure.log_predictive_density < right.log_predictive_density
 
 
 def test_noise_may_be_one_number_or_one_for_each_member_or_each_target():
-    means, targets = torch.randn(3, 6), torch.randn(6)
+    means, targets = torch.randn(3, 6, 1), torch.randn(6)
     base = scores.regression(means, 0.3, targets).log_predictive_density
-    for scale in (torch.tensor(0.3), torch.full((3,), 0.3), torch.full((3, 1), 0.3), torch.full((6,), 0.3)):
+    for scale in (torch.tensor(0.3), torch.full((3,), 0.3), torch.full((3, 1, 1), 0.3), torch.full((6, 1), 0.3)):
         assert scores.regression(means, scale, targets).log_predictive_density == pytest.approx(base, abs=1e-6)
-    square = torch.randn(6, 6)
+    square = torch.randn(6, 6, 1)
     per_member = torch.rand(6) + 0.1
-    expected = scores.regression(square, per_member[:, None], targets)
+    expected = scores.regression(square, per_member[:, None, None], targets)
     assert scores.regression(square, per_member, targets).log_predictive_density == expected.log_predictive_density
 
 
 def test_regression_scores_are_plain_and_readable():
-    found = scores.regression(torch.randn(3, 6), 0.3, torch.randn(6))
+    found = scores.regression(torch.randn(3, 6, 1), 0.3, torch.randn(6))
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["coverage"]["0.9"] == found.coverage[0.9]
     assert "rmse" in repr(found)
 
@@ -79,13 +81,14 @@ def test_regression_scores_are_plain_and_readable():
 @pytest.mark.parametrize(
     ("means", "noise", "targets", "message"),
     [
-        (torch.zeros(3, 5), 1.0, torch.zeros(4), "means has shape"),
-        (torch.zeros(3, 4), -1.0, torch.zeros(4), "positive"),
-        (torch.zeros(3, 4), torch.ones(2), torch.zeros(4), r"noise_scale has shape \(2,\)"),
-        (torch.zeros(3, 4), math.nan, torch.zeros(4), "noise_scale is nan"),
-        (torch.zeros(3, 4), 1.0, torch.full((4,), math.nan), "targets holds NaN"),
-        (torch.full((3, 4), math.inf), 1.0, torch.zeros(4), "means holds NaN"),
-        (torch.zeros(0), 1.0, torch.zeros(0), "targets has shape"),
+        (torch.zeros(3, 5, 1), 1.0, torch.zeros(4), "targets has shape"),
+        (torch.zeros(3, 4, 1), -1.0, torch.zeros(4), "positive"),
+        (torch.zeros(3, 4, 1), torch.ones(2), torch.zeros(4), r"noise_scale has shape \(2,\)"),
+        (torch.zeros(3, 4, 1), math.nan, torch.zeros(4), "noise_scale is nan"),
+        (torch.zeros(3, 4, 1), 1.0, torch.full((4,), math.nan), "targets holds NaN"),
+        (torch.full((3, 4, 1), math.inf), 1.0, torch.zeros(4), "means holds NaN"),
+        (torch.zeros(0), 1.0, torch.zeros(0), "means has shape"),
+        (torch.zeros(4, 6), 1.0, torch.zeros(6), r"targets has shape \(6,\), but means predicts \(4, 6\)"),
     ],
 )
 def test_bad_regressions_are_refused(means, noise, targets, message):
@@ -95,4 +98,26 @@ def test_bad_regressions_are_refused(means, noise, targets, message):
 
 def test_levels_lie_between_zero_and_one():
     with pytest.raises(ValueError, match=r"each of levels is 1\.5"):
-        scores.regression(torch.zeros(4), 1.0, torch.zeros(4), levels=(0.5, 1.5))
+        scores.regression(torch.zeros(4, 1), 1.0, torch.zeros(4), levels=(0.5, 1.5))
+
+
+def test_an_average_of_two_outputs_is_one_prediction_and_no_five_members():
+    """Five inputs of two outputs, as ``predict`` averages them."""
+    model, x = ps.BayesianModel(nn.Linear(3, 2), likelihood=ps.GaussianLikelihood(0.5)), torch.randn(5, 3)
+    weights = {name: prior.sample((4,)) for name, prior in model.priors().items()}
+    one = ps.predict(weights, model, x, kind="mean", average=True, progress=False)
+    assert one.shape == (5, 2)
+    assert ps.total_variation((one, 0.5), (one[None], 0.5)).value == 0.0
+    assert ps.total_variation((one, 0.5), (one, 0.5)).num_samples == (1, 1)
+    y = torch.randn(5, 2)
+    assert scores.regression(one, 0.5, y).rmse == scores.regression(one[None], 0.5, y).rmse
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_all_kinds_of_predictions_have_one_shape_which_scores_take_as_they_are(outputs):
+    model, x = ps.BayesianModel(nn.Linear(3, outputs), likelihood=ps.GaussianLikelihood(0.5)), torch.randn(5, 3)
+    weights = {name: prior.sample((4,)) for name, prior in model.priors().items()}
+    for kind in ("outputs", "mean", "samples"):
+        found = ps.predict(weights, model, x, kind=kind, progress=False)
+        assert found.shape == (4, 5, outputs)
+        scores.regression(found, 0.5, torch.randn(5) if outputs == 1 else torch.randn(5, 2))
