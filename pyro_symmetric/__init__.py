@@ -25,7 +25,7 @@ Evidence
     evidence compare_models
 
 Samplers
-    sample NUTS HMC AdaptiveHMC MCLMC AdjustedMCLMC SGHMC SGLD pSGLD CyclicalSG Kernel State MCMC
+    sample NUTS HMC AdaptiveHMC MCLMC SGHMC SGLD pSGLD Kernel State MCMC
 
 Posteriors
     Posterior predict diagnose summary relabel to_arviz
@@ -138,8 +138,6 @@ from pyro_symmetric.mcmc import (
     SGHMC,
     SGLD,
     AdaptiveHMC,
-    AdjustedMCLMC,
-    CyclicalSG,
     Kernel,
     OtherRun,
     State,
@@ -164,7 +162,6 @@ __all__ = [
     "Action",
     "ActivationCost",
     "AdaptiveHMC",
-    "AdjustedMCLMC",
     "Alignment",
     "AutoFlow",
     "AutoGaussian",
@@ -176,7 +173,6 @@ __all__ = [
     "BayesianModel",
     "BrokenSymmetry",
     "CategoricalLikelihood",
-    "CyclicalSG",
     "Distance",
     "DistanceResult",
     "Element",

@@ -127,7 +127,9 @@ def energy_error(ratios: Tensor) -> Finding:
     words = f"squared energy errors are {mean:.3g} times what was asked (chain {int(worst)}: {by_chain[worst]:.3g})"
     status = graded(mean, ENERGY_ERROR)
     if status in ("warn", "fail"):
-        words += ": the draws are biased by more than was agreed to. Use a longer warm-up, or AdjustedMCLMC"
+        words += (
+            ": the draws are biased by more than was agreed to. Use a longer warm-up, a smaller energy_error, or NUTS"
+        )
     return Finding("energy error", status, words, mean)
 
 

@@ -145,14 +145,12 @@ SAMPLERS: dict[str, tuple[ps.Kernel, int, int | None]] = {  # kernel, thinning, 
     "HMC": (ps.HMC(model), 3, None),
     "NUTS": (ps.NUTS(model, max_treedepth=DEPTH), 2, None),
     "AdaptiveHMC": (ps.AdaptiveHMC(model), 3, None),
-    "AdjustedMCLMC": (ps.AdjustedMCLMC(model), 3, None),
     "MCLMC": (ps.MCLMC(model), 20, None),
     "SGHMC, all rows": (ps.SGHMC(model, **STOCHASTIC), 3, None),
     "SGLD, all rows": (ps.SGLD(model, num_steps=40, **STOCHASTIC), 4, None),
     "SGHMC": (ps.SGHMC(model, **STOCHASTIC), 6, BATCH),
     "SGLD": (ps.SGLD(model, num_steps=40, **STOCHASTIC), 6, BATCH),
     "pSGLD": (ps.pSGLD(model, num_steps=40, **STOCHASTIC), 6, BATCH),
-    "CyclicalSG": (ps.CyclicalSG(model, samples_per_cycle=1, **STOCHASTIC), 1, None),
 }
 
 

@@ -31,7 +31,7 @@ from pyro_symmetric.storage import raw_bytes
 from pyro_symmetric.store import Checkpoint, recorders
 from pyro_symmetric.store.files import CHECKPOINT
 
-KERNELS = ["HMC", "NUTS", "AdaptiveHMC", "SGLD", "pSGLD", "SGHMC", "CyclicalSG"]
+KERNELS = ["HMC", "NUTS", "AdaptiveHMC", "SGLD", "pSGLD", "SGHMC"]
 SHORT_TRAJECTORIES: dict[str, dict[str, Any]] = {
     "HMC": {"num_steps": 5},
     "NUTS": {"max_treedepth": 4},

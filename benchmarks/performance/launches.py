@@ -181,11 +181,9 @@ SAMPLERS: dict[str, Flow] = {
     "NUTS, 7 leapfrogs": sampling(ps.NUTS, max_treedepth=3),
     "AdaptiveHMC, 4 leapfrogs": sampling(ps.AdaptiveHMC, max_steps=4, adapt_length=False),
     "MCLMC, 4 steps, 8 gradients": sampling(ps.MCLMC, max_steps=4, adapt_length=False),
-    "AdjustedMCLMC, 4 steps, 8 gradients": sampling(ps.AdjustedMCLMC, max_steps=4, adapt_length=False),
     "SGHMC, 10 gradients": sampling(ps.SGHMC, **BATCHES),
     "SGLD, 10 gradients": sampling(ps.SGLD, **BATCHES),
     "pSGLD, 10 gradients": sampling(ps.pSGLD, **BATCHES),
-    "CyclicalSG, 100 gradients": sampling(ps.CyclicalSG, **BATCHES, cycle_length=400, samples_per_cycle=4),
     "ensemble, 5 gradients": Flow(training, short=2, long=6, unit="epoch"),
 }
 

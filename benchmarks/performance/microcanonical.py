@@ -1,4 +1,4 @@
-"""Our microcanonical kernels beside sklearn-contrib-bde (MILE: microcanonical Langevin from an ensemble), on UCI data.
+"""Our microcanonical kernel beside sklearn-contrib-bde (MILE: microcanonical Langevin from an ensemble), on UCI data.
 
 The model is bde's: a network of ReLU layers with two outputs, the mean and, by softplus, the noise of a row, with a
 standard normal prior on every weight. Every contestant trains so many networks, warms a chain up from each, and draws.
@@ -42,7 +42,6 @@ from pyro_symmetric.likelihoods import noise_of
 KERNELS: dict[str, Callable[[Any, int], ps.Kernel]] = {  # of a model and the most gradients of an iteration
     "MCLMC": lambda model, most: ps.MCLMC(model, max_steps=most // 2),
     "MCLMC, 0.05": lambda model, most: ps.MCLMC(model, energy_error=0.05, max_steps=most // 2),
-    "AdjustedMCLMC": lambda model, most: ps.AdjustedMCLMC(model, max_steps=most // 2),
     "AdaptiveHMC": lambda model, most: ps.AdaptiveHMC(model, max_steps=most),
     "NUTS": lambda model, most: ps.NUTS(model, max_treedepth=int(math.log2(most))),
 }

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from pyro_symmetric import BayesianModel
-from pyro_symmetric.mcmc import HMC, SGHMC, SGLD, CyclicalSG, Density, Kernel, pSGLD, sample
+from pyro_symmetric.mcmc import HMC, SGHMC, SGLD, Density, Kernel, pSGLD, sample
 from pyro_symmetric.mcmc.starts import starting_points
 
 BATCH, STEPS = 128, 20
@@ -47,10 +47,6 @@ def kernels(model: BayesianModel) -> dict[str, Kernel]:
         "pSGLD": pSGLD(model, batch_size=BATCH),
         "SGHMC": SGHMC(model, batch_size=BATCH),
         "SGHMC, noise estimated": SGHMC(model, noise_estimate="auto", **noisy),
-        "CyclicalSG, Langevin": CyclicalSG(model, batch_size=BATCH, cycle_length=1000, samples_per_cycle=10),
-        "CyclicalSG, Hamiltonian": CyclicalSG(
-            model, batch_size=BATCH, cycle_length=1000, samples_per_cycle=10, dynamics="hamiltonian"
-        ),
     }
 
 
@@ -99,10 +95,7 @@ def peers(chains: int) -> dict[str, Callable[[], None]]:
 def ours(kernel: Kernel, chains: int) -> Callable[[], None]:
     """The same number of steps by a kernel after its warm-up."""
     x, y, _, _ = digits()
-    if isinstance(kernel, CyclicalSG):
-        kernel = replace(kernel, step_size=1e-6, cycle_length=STEPS, samples_per_cycle=1)
-    else:
-        kernel = replace(kernel, step_size=1e-6, num_steps=STEPS)  # type: ignore[call-arg]
+    kernel = replace(kernel, step_size=1e-6, num_steps=STEPS)  # type: ignore[call-arg]
     density = Density(kernel.model, args=(x, y), batch_size=BATCH, subsampled=True)
     state = kernel.init(density, starting_points(density, chains), 0, torch.Generator().manual_seed(0))
 
@@ -130,8 +123,6 @@ def quality(name: str, kernel: Kernel, chains: int, steps: int) -> str:
     """A row of the table: test likelihood and temperatures after ``steps`` gradient steps of each chain."""
     x, y, x_test, y_test = digits()
     warmup, draws = steps // 20, steps // 20  # in iterations of ten steps: half of the steps each
-    if isinstance(kernel, CyclicalSG):  # half of the cycles
-        warmup = draws = max(steps // (2 * kernel.cycle_length), 1) * kernel.samples_per_cycle
     if isinstance(kernel, HMC):
         warmup = draws = max(steps // (2 * 32), 1)
     posterior = sample(kernel, x, y, num_chains=chains, num_warmup=warmup, num_samples=draws, seed=0, progress=False)

@@ -3,10 +3,9 @@
 from pyro_symmetric.mcmc.density.density import Density, log_joint
 from pyro_symmetric.mcmc.identity import OtherRun
 from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
-from pyro_symmetric.mcmc.kernels.cyclical import CyclicalSG
 from pyro_symmetric.mcmc.kernels.hmc import HMC
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
-from pyro_symmetric.mcmc.kernels.mclmc import MCLMC, AdjustedMCLMC
+from pyro_symmetric.mcmc.kernels.mclmc import MCLMC
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
 from pyro_symmetric.mcmc.kernels.psgld import pSGLD
 from pyro_symmetric.mcmc.kernels.sghmc import SGHMC
@@ -21,8 +20,6 @@ __all__ = [
     "SGHMC",
     "SGLD",
     "AdaptiveHMC",
-    "AdjustedMCLMC",
-    "CyclicalSG",
     "Density",
     "Kernel",
     "OtherRun",

@@ -46,7 +46,6 @@ STOCHASTIC = {
 }
 PATH = {
     "num_steps": (*COUNTS, None),
-    "warmup_factor": (*POSITIVE, None),
     "decay": SHARES,
     "decay_offset": (*POSITIVE, None),
 }
@@ -100,10 +99,6 @@ CALLS = (
             "max_steps": (*COUNTS, None),
         },
     ),
-    kernel(
-        ps.AdjustedMCLMC,
-        {"target_accept": FRACTIONS, "trajectory_length": POSITIVE, "adapt_length": FLAGS, "max_steps": COUNTS},
-    ),
     kernel(ps.SGLD, {**STOCHASTIC, **PATH}),
     kernel(
         ps.SGHMC,
@@ -116,17 +111,6 @@ CALLS = (
         },
     ),
     kernel(ps.pSGLD, {"smoothing": (-0.1, 1.0, NAN, "0.5", None), "damping": (*POSITIVE, None), "running": FLAGS}),
-    kernel(
-        ps.CyclicalSG,
-        {
-            "cycle_length": (*COUNTS, None),
-            "samples_per_cycle": (*COUNTS, None, 900),
-            "exploration": (*FRACTIONS, None),
-            "exploration_temperature": (-0.1, 1.1, NAN, "1", None),
-            "dynamics": ("newton", None, 3),
-            "momentum_decay": (*FRACTIONS, None),
-        },
-    ),
     Calls(
         "sample",
         sampled,

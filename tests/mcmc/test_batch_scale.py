@@ -1,7 +1,6 @@
 """Warnings of likelihoods that count a mini-batch's rows too often or too seldom, and of those only."""
 
 import warnings
-from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -11,7 +10,7 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_symmetric.likelihoods import GaussianLikelihood
-from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Density, pSGLD, sample
+from pyro_symmetric.mcmc import SGHMC, SGLD, Density, pSGLD, sample
 from pyro_symmetric.models import BayesianModel
 
 ROWS, BATCH = 20, 4
@@ -83,7 +82,7 @@ def test_a_plate_that_draws_its_rows_must_not_be_scaled_once_more():
         Density(drawing_plate(scale), args=(X, Y), subsampled=True)
 
 
-KERNELS = [SGLD, pSGLD, SGHMC, partial(CyclicalSG, cycle_length=4, samples_per_cycle=1, exploration=0.5)]
+KERNELS = [SGLD, pSGLD, SGHMC]
 
 
 def behind_a_function(num_data: int | None):

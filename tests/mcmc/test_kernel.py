@@ -25,8 +25,6 @@ from pyro_symmetric.mcmc import (
     SGHMC,
     SGLD,
     AdaptiveHMC,
-    AdjustedMCLMC,
-    CyclicalSG,
     Density,
     Kernel,
     State,
@@ -52,15 +50,12 @@ EVERY_KERNEL = [
     NUTS(NETWORK, mass="low-rank", rank=2, max_treedepth=3),
     AdaptiveHMC(NETWORK, max_steps=4),
     MCLMC(NETWORK, max_steps=4),
-    AdjustedMCLMC(NETWORK, max_steps=4),
     SGLD(NETWORK, **MINI),
     SGLD(NETWORK, replacement=True, decay=0.5, **MINI),
     pSGLD(NETWORK, running=True, **MINI),
     SGHMC(NETWORK, resample_momentum=True, **MINI),
     SGHMC(NETWORK, step_size=10.0, **MINI),  # its chains explode and draw their momenta anew
     SGHMC(NETWORK, noise_estimate="auto", replacement=True, **MINI),
-    CyclicalSG(NETWORK, cycle_length=10, samples_per_cycle=2, **MINI),
-    CyclicalSG(NETWORK, cycle_length=10, samples_per_cycle=2, dynamics="hamiltonian", **MINI),
 ]
 WARMUP = 24  # long enough for one window of the mass matrix
 
@@ -250,7 +245,7 @@ def test_what_a_kernel_returns_is_a_state_of_all_chains(part, error, words):
 # settings -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", [HMC, NUTS, AdaptiveHMC, MCLMC, AdjustedMCLMC, SGLD, pSGLD, SGHMC, CyclicalSG])
+@pytest.mark.parametrize("kernel", [HMC, NUTS, AdaptiveHMC, MCLMC, SGLD, pSGLD, SGHMC])
 def test_help_lists_every_setting_with_its_default_and_none_twice(kernel):
     lines = kernel.__doc__.splitlines()
     for field in fields(kernel):
@@ -268,11 +263,9 @@ def test_help_lists_every_setting_with_its_default_and_none_twice(kernel):
         (NUTS(a_model, mass="low-rank", rank=4), "NUTS(a_model, mass='low-rank', rank=4)"),
         (AdaptiveHMC(BayesianModel(nn.Linear(2, 1))), "AdaptiveHMC(BayesianModel)"),
         (MCLMC(a_model, energy_error=0.1), "MCLMC(a_model, energy_error=0.1)"),
-        (AdjustedMCLMC(a_model), "AdjustedMCLMC(a_model)"),
         (SGLD(a_model, batch_size=32), "SGLD(a_model, batch_size=32)"),
         (pSGLD(a_model, 0.01, damping=1e-3), "pSGLD(a_model, step_size=0.01, damping=0.001)"),
         (SGHMC(a_model, noise_estimate=torch.ones(2)), "SGHMC(a_model, noise_estimate=[1.0, 1.0])"),
-        (CyclicalSG(a_model, cycle_length=50), "CyclicalSG(a_model, cycle_length=50)"),
     ],
 )
 def test_a_kernel_prints_its_model_and_what_was_set(kernel, text):
@@ -290,7 +283,6 @@ def test_a_kernel_prints_its_model_and_what_was_set(kernel, text):
         (MCLMC, {"max_steps": 1.5}),
         (SGLD, {"num_steps": 1.5}),
         (SGHMC, {"batch_size": 0}),
-        (CyclicalSG, {"cycle_length": 99.5}),
     ],
 )
 def test_counts_must_be_whole(kind, options):

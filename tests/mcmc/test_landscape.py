@@ -36,7 +36,7 @@ def measured(
 ) -> Landscape:
     found = Landscape.start(z, generator)
     for _ in range(rounds):
-        found = found.update(density, z, generator, g)
+        found = found.update(density, z, generator, torch.ones_like(z[0]) if g is None else g)
     return found
 
 
@@ -89,7 +89,7 @@ def test_later_measurements_weigh_more_in_proportion_to_their_number(generator):
     bowl, found = Bowl(), Landscape.start(torch.ones(2, 3, dtype=torch.float64), generator)
     for number in range(1, 6):
         bowl.curvature = float(number**2)
-        found = found.update(bowl, torch.ones(2, 3, dtype=torch.float64), generator)
+        found = found.update(bowl, *torch.ones(1, 2, 3).double(), generator, torch.ones(3).double())
     weights = np.arange(1, 6)
     assert found.stiffest.item() == pytest.approx(weights @ weights**2 / weights.sum(), rel=1e-6)
 

@@ -13,7 +13,7 @@ import torch
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
-from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, AdaptiveHMC, AdjustedMCLMC, Density, sample
+from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, AdaptiveHMC, Density, sample
 from pyro_symmetric.mcmc.density import programs
 from pyro_symmetric.mcmc.density.flat import compiled
 from pyro_symmetric.mcmc.starts import starting_points
@@ -153,7 +153,7 @@ def test_nothing_but_networks_is_compiled_unless_asked_for():
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [HMC, AdaptiveHMC, NUTS, MCLMC, AdjustedMCLMC])
+@pytest.mark.parametrize("kernel", [HMC, AdaptiveHMC, NUTS, MCLMC])
 @pytest.mark.parametrize("mass", ["diagonal", "dense"])
 def test_a_compiled_step_does_what_it_does_without(kernel, mass):
     """From the same state with the same random numbers, step for step: over many, rounding would move chains apart.

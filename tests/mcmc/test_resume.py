@@ -42,9 +42,7 @@ SETTINGS = {
     "HMC": {"num_steps": 2},
     "NUTS": {"max_treedepth": 2},
     "AdaptiveHMC": {"max_steps": 4},
-    "AdjustedMCLMC": {"max_steps": 4},
     "MCLMC": {"max_steps": 4},
-    "CyclicalSG": {"cycle_length": 10, "samples_per_cycle": 2},
 }
 KERNELS = sorted(  # all there are
     name

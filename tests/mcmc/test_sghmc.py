@@ -11,10 +11,8 @@ from scipy.linalg import solve_discrete_lyapunov
 from torch import Tensor, nn
 
 from pyro_symmetric.mcmc import SGHMC, Density, sample
-from pyro_symmetric.mcmc.kernels.walk import Walk
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
 
 N, STEP, FRICTION = 50, 0.02, 4.0
 DATA = torch.linspace(-2, 2, N, dtype=torch.float64) ** 3 / 3 + 0.5  # any data: its variance makes the gradient noise
@@ -40,7 +38,7 @@ def stationary(noise: float, estimate: float = 0.0) -> float:
 
 def run(num_warmup: int = 15, **options) -> tuple[Tensor, Tensor]:
     """Final positions and momenta of independent chains after warm-up."""
-    kernel = SGHMC(conjugate, step_size=STEP, friction=FRICTION, warmup_factor=1.0, **options)
+    kernel = SGHMC(conjugate, step_size=STEP, friction=FRICTION, **options)
     density = Density(conjugate, args=(DATA,), dtype=torch.float64, batch_size=kernel.batch_size, subsampled=True)
     state = kernel.init(density, starting_points(density, CHAINS), num_warmup, fresh_generator())
     for _ in range(num_warmup):
@@ -172,17 +170,3 @@ def test_a_network_is_sampled_from_mini_batches_that_differ_between_chains():
 def test_bad_settings_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         SGHMC(conjugate, **options)
-
-
-def test_steps_in_which_two_tensors_move_in_one_launch_are_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draws() -> Posterior:
-        torch.manual_seed(0)
-        kernel = SGHMC(conjugate, batch_size=10, num_steps=7)  # warm-up finds the step, and centres for the virial
-        options: dict = {"num_warmup": 200, "num_samples": 3, "num_chains": 4, "seed": 0, "progress": False}
-        return sample(kernel, DATA, dtype=torch.float64, **options)
-
-    plain = draws()
-    monkeypatch.setattr(Walk, "hamiltonians", Walk._in_pairs)
-    paired = draws()
-    torch.testing.assert_close(paired.samples["mean"], plain.samples["mean"])
-    torch.testing.assert_close(paired.statistics["virial"], plain.statistics["virial"])

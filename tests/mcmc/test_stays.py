@@ -60,7 +60,7 @@ def test_it_raises_the_target_at_the_end_of_a_window_but_the_first(gaussian, gen
         assert int(state.tuning.stays.count) == 0
 
 
-@pytest.mark.parametrize("kernel", [ps.HMC, ps.NUTS, ps.AdaptiveHMC, ps.AdjustedMCLMC])
+@pytest.mark.parametrize("kernel", [ps.HMC, ps.NUTS, ps.AdaptiveHMC])
 def test_posteriors_of_one_curvature_keep_the_target_that_was_asked_for(kernel):
     def model():
         pyro.sample("w", dist.Normal(torch.zeros(5), torch.logspace(-1, 1, 5)).to_event(1))

@@ -3,6 +3,7 @@ recursion predicts, mini-batch noise that depends on the weights included.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_symmetric.likelihoods import GaussianLikelihood
-from pyro_symmetric.mcmc import SGHMC, SGLD, CyclicalSG, Density, pSGLD, sample
+from pyro_symmetric.mcmc import SGHMC, SGLD, Density, pSGLD, sample
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel
@@ -195,7 +196,7 @@ def test_psgld_with_its_preconditioner_kept_has_the_predicted_covariance(batch):
 
 
 def test_psgld_learns_the_root_mean_square_of_its_gradients_in_warm_up():
-    kernel = pSGLD(regression(), step_size=0.002, batch_size=BATCH, replacement=True, smoothing=0.98, warmup_factor=1.0)
+    kernel = pSGLD(regression(), step_size=0.002, batch_size=BATCH, replacement=True, smoothing=0.98)
     state = run(kernel, 0, num_warmup=15)
     root = torch.sqrt(state.tuning.second_moment.mean(0)).numpy()  # preconditioners of up to 1 / root
     covariance = np.cov(state.z.numpy().T)
@@ -247,7 +248,7 @@ def test_sghmc_takes_away_the_noise_that_it_has_measured():
 @pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
 @pytest.mark.parametrize("batch", [None, BATCH])
 def test_the_step_that_warm_up_finds_keeps_the_excess_to_the_tolerance(kind, batch):
-    kernel = kind(regression(), batch_size=batch, replacement=True, tolerance=0.1, num_steps=4)
+    kernel = kind(regression(), batch_size=batch, replacement=True, tolerance=0.1)
     state = run(kernel, 25, num_warmup=25, chains=800)
     assert not state.statistics["diverging"].any()
     # The trace over D of 800 chains' covariance has a standard error of at most sqrt(2 / 800) = 0.05; at 4.5
@@ -261,7 +262,7 @@ def test_the_step_that_warm_up_finds_keeps_the_excess_to_the_tolerance(kind, bat
 
 @pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
 def test_a_chain_that_explodes_goes_back_and_is_counted(kind):
-    kernel = kind(regression(), step_size=1e4, num_steps=200, warmup_factor=1.0)
+    kernel = kind(regression(), step_size=1e4, num_steps=200)
     density = potential_of(kernel)
     state = kernel.init(density, starting_points(density, 3), 0, fresh_generator())
     after = kernel.step(density, state)
@@ -274,16 +275,54 @@ def test_a_chain_that_explodes_goes_back_and_is_counted(kind):
 
 
 @pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
-def test_steps_shrink_during_warm_up_and_stay_then(kind):
-    kernel = kind(regression(), step_size=1e-3, warmup_factor=4.0, num_steps=1)
-    density = potential_of(kernel)
-    state, steps = kernel.init(density, starting_points(density, 2), 10, fresh_generator()), []
-    for _ in range(15):
+def test_a_given_step_is_taken_as_given_in_warm_up_too(kind):
+    density = potential_of(kernel := kind(regression(), step_size=1e-3, num_steps=1))
+    state = kernel.init(density, starting_points(density, 2), 10, fresh_generator())
+    for iteration in range(15):
         state = kernel.step(density, state)
-        steps.append(state.tuning.step_size.item())
-    assert steps[0] == pytest.approx(4e-3)
-    assert steps[:11] == sorted(steps[:11], reverse=True)
-    assert steps[10:] == pytest.approx([1e-3] * 5)
+        assert state.statistics["step_size"].tolist() == pytest.approx([1e-3] * 2)
+        if iteration < 10:
+            state = kernel.adapt(density, state, iteration, 10)
+
+
+def plain_normal() -> None:
+    pyro.sample("z", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize(("kind", "step"), [(SGHMC, 0.7), (SGHMC, 1.5), (SGLD, 1.5)])
+def test_a_step_within_the_documented_limit_stays_within_it(kind, step):
+    """Stable are steps below 2 (SGHMC) and 4 (SGLD). Of 2,000 independent draws the variance has a relative standard
+    error of 0.032; at 4.5 of them: false alarms 7e-6."""
+    kernel, density = kind(plain_normal, step_size=step), Density(plain_normal, subsampled=True)
+    state = kernel.init(density, torch.zeros(2000, 1), 20, fresh_generator())
+    for iteration in range(20):
+        state = kernel.adapt(density, kernel.step(density, state), iteration, 20)
+        assert not state.statistics["diverging"].any()
+    assert state.z.var().item() == pytest.approx(1 / (1 - step / 4) if kind is SGLD else 1.0, rel=0.145)
+
+
+@pytest.mark.parametrize(("kind", "step"), [(SGHMC, 2.1), (SGHMC, 40.0), (SGLD, 4.2), (SGLD, 100.0)])
+def test_energies_that_blow_up_count_as_divergences_and_are_told(kind, step):
+    options: dict = {"num_warmup": 30, "num_samples": 100, "num_chains": 4, "seed": 0, "progress": False}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        posterior = sample(kind(plain_normal, step_size=step), **options)
+    assert any("diverg" in str(one.message) for one in told)
+    assert posterior.statistics["diverging"].float().mean() > 0.2
+    assert posterior.samples["z"].abs().max() < 1e3
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("kind", [SGHMC, SGLD, pSGLD])
+def test_stochastic_gradients_do_not_explode_on_a_linear_regression(kind):
+    """Deviations are those of the posterior, within a factor of 2, whatever the seed (of 20, they were within 1.4)."""
+    x, y = torch.tensor(X).float(), torch.tensor(Y).float()
+    posterior = sample(kind(regression().float(), batch_size=BATCH), x, y, num_samples=500, progress=False)
+    assert not posterior.statistics["diverging"].any()
+    spread = posterior.get_samples()["weight"].flatten(1).std(0).numpy() / np.sqrt(EXACT.diagonal())
+    assert (spread < 2).all()
+    assert (spread > 0.5).all()
 
 
 @pytest.mark.parametrize(
@@ -318,7 +357,7 @@ class Looks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC, CyclicalSG])
+@pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
 @pytest.mark.parametrize("settings", [{}, {"batch_size": BATCH}])
 def test_an_iteration_never_waits_for_the_device(kind, settings) -> None:
     kernel = kind(regression(), **settings)
@@ -341,28 +380,6 @@ def scaled(y: Tensor) -> None:
 
 
 SHIFTS = torch.tensor([0.3, -0.2, 0.4, 0.1, -0.3])
-
-
-@pytest.mark.parametrize("kind", [SGHMC, pSGLD])
-def test_chains_that_break_off_continue_from_the_places_of_others(kind, generator):
-    density, kernel = Density(scaled, (SHIFTS,)), kind(scaled)
-    state = kernel.init(density, torch.randn(4, 6), 100, generator)
-    for _ in range(2):
-        state = kernel.step(density, state)
-    broken = torch.tensor([3, 0, 7, 2])  # two of them are lost, one may come back
-    state = replace(state, tuning=replace(state.tuning, broken_off=broken))
-    assert kernel.adapt(density, state, 7, 100).z is state.z  # nobody looks yet
-    found = kernel.adapt(density, state, 9, 100)
-    places = torch.tensor([1, 1, 1, 3])
-    for name in ("z", "energy", "gradient"):
-        assert torch.equal(getattr(found, name), getattr(state, name)[places])
-    assert found.tuning.broken_off.tolist() == [0, 0, 0, 2]
-    assert kernel.remarks(found) == {"relocated_chains": [0, 2]}
-    if state.tuning.second_moment is not None:
-        assert torch.equal(found.tuning.second_moment, state.tuning.second_moment[places])
-    assert (
-        kernel.adapt(density, replace(state, tuning=replace(state.tuning, broken_off=broken + 1)), 9, 100).z is state.z
-    )
 
 
 @pytest.mark.stochastic

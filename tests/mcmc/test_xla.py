@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pyro_symmetric.mcmc.run as runs
-from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, AdaptiveHMC, AdjustedMCLMC, Density, sample
+from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, AdaptiveHMC, Density, sample
 from pyro_symmetric.mcmc.density import xla
 from pyro_symmetric.posterior import Posterior
 
@@ -65,7 +65,7 @@ def test_energies_and_gradients_are_those_of_the_model_in_both_precisions(jax):
     assert jax.config.jax_enable_x64 == before
 
 
-@pytest.mark.parametrize("kernel", [HMC, AdaptiveHMC, NUTS, MCLMC, AdjustedMCLMC])
+@pytest.mark.parametrize("kernel", [HMC, AdaptiveHMC, NUTS, MCLMC])
 @pytest.mark.parametrize("mass", ["diagonal", "dense"])
 def test_draws_are_those_of_the_uncompiled_engine_up_to_rounding(jax, kernel, mass):
     found, plain = (sample(kernel(schools, mass=mass), Y, engine=engine, **OPTIONS) for engine in ("jax", "torch"))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.anchors import Anchor
 from pyro_symmetric.mcmc.kernels.randomness import independent_rows, normal
 
 
@@ -27,14 +26,12 @@ class Landscape:
     :param direction: each chain's direction of largest curvature, unit vectors ``(C, D)``.
     :param curvature: each chain's largest curvature, ``(C,)``.
     :param noise: variance of the mini-batches' gradients, averaged over chains, ``(D,)``; 0 without mini-batches.
-    :param bare_noise: what it is without an anchor's help, likewise.
     :param count: measurements so far.
     """
 
     direction: Tensor
     curvature: Tensor
     noise: Tensor
-    bare_noise: Tensor
     count: int = 0
 
     @property
@@ -42,30 +39,18 @@ class Landscape:
         """The largest of the chains' curvatures, ``()``."""
         return self.curvature.max()
 
-    @property
-    def anchor_pays(self) -> bool:
-        """True if an anchor lets steps be more than twice as long, which is what it costs."""
-        return bool(self.stiffest + self.bare_noise.mean() > 2 * (self.stiffest + self.noise.mean()))
-
     @classmethod
     def start(cls, z: Tensor, generator: torch.Generator) -> Landscape:
         """Nothing measured yet, for chains ``(C, D)``: directions at random."""
         direction = torch.nn.functional.normalize(normal(z, generator), dim=-1)
-        return cls(direction, torch.zeros_like(z[:, 0]), torch.zeros_like(z[0]), torch.zeros_like(z[0]))
+        return cls(direction, torch.zeros_like(z[:, 0]), torch.zeros_like(z[0]))
 
-    def update(
-        self,
-        density: Density,
-        z: Tensor,
-        generator: torch.Generator,
-        preconditioner: Tensor | None = None,
-        anchor: Anchor | None = None,
-    ) -> Landscape:
-        """Measure once more, at ``z`` of shape ``(C, D)``: three gradients of each chain, and two at an anchor.
+    def update(self, density: Density, z: Tensor, generator: torch.Generator, preconditioner: Tensor) -> Landscape:
+        """Measure once more, at ``z`` of shape ``(C, D)``: three gradients of each chain.
 
-        :param preconditioner: its diagonal, ``(C, D)`` or ``(D,)``; ``None`` for none.
+        :param preconditioner: its diagonal, ``(C, D)`` or ``(D,)``.
         """
-        scale: Tensor | float = 1.0 if preconditioner is None else preconditioner.sqrt()
+        scale = preconditioner.sqrt()
         rows = independent_rows(density.row_counts, len(z), generator)
         _, gradient = density.energy_and_gradient(z, rows)
         along = scale * self.direction
@@ -76,27 +61,16 @@ class Landscape:
         product = density.energy_and_gradient(product, rows)[1].sub(gradient).mul_(scale).div_(distance)
         curvature = product.norm(dim=-1, keepdim=True)
         usable = torch.isfinite(curvature) & (curvature > 0)
-        noise = bare_noise = torch.zeros_like(z[0])
+        noise = torch.zeros_like(z[0])
         if rows is not None:
             others = independent_rows(density.row_counts, len(z), generator)
             change = gradient - density.energy_and_gradient(z, others)[1]
-            noise = bare_noise = _half_mean_square(scale * change)
-            if anchor is not None:
-                first, second = (density.energy_and_gradient(anchor.z, batch)[1] for batch in (rows, others))
-                noise = _half_mean_square(scale * (change - (first - second)))
+            # What is no number counts as 0.
+            noise = (scale * change).square_().mul_(0.5).nan_to_num_(0.0, 0.0, 0.0).mean(0)
         weight = 2 / (self.count + 2)
         return Landscape(
             torch.where(usable, product.div_(curvature), self.direction),
             self.curvature.lerp(torch.where(usable[:, 0], curvature[:, 0], self.curvature), weight),
             self.noise.lerp(noise, weight),
-            self.bare_noise.lerp(bare_noise, weight),
             self.count + 1,
         )
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _half_mean_square(change: Tensor) -> Tensor:
-    """Over chains ``(C, D)``, of what is the caller's to overwrite; what is no number counts as 0."""
-    return change.square_().mul_(0.5).nan_to_num_(0.0, 0.0, 0.0).mean(0)

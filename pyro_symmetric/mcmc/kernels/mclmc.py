@@ -1,32 +1,58 @@
-r"""Microcanonical samplers: Langevin dynamics whose bias is kept small, and trajectories that are accepted or rejected.
+r"""Microcanonical Langevin Monte Carlo: chains move at constant speed, the gradient and a little noise turn them.
 
-:class:`MCLMC` follows :mod:`microcanonical dynamics <pyro_symmetric.mcmc.kernels.isokinetic>` whose directions are
-refreshed a little before every step, and accepts every step. In the limit of small steps its draws are the posterior's.
-At a finite step they are biased, and the error of the energy tells how much (Robnik & Seljak 2023, arXiv 2303.18221):
-its square per step and coordinate, :math:`\eta = \mathbb E (\Delta E)^2 / D`, falls with :math:`\varepsilon^6`, the
-bias of variances with :math:`\varepsilon^2 \propto \eta^{1/3}`. Warm-up finds the step for which :math:`\eta` is what
-was asked, over all chains: with the Robbins-Monro search of the other kernels, whose curve is here
-:math:`1 - \eta / \eta_0`, with the slope :math:`-6`.
+In coordinates :math:`x = W z` that the mass matrix has whitened, with :math:`g = \nabla_x U` and D coordinates,
 
-**The length** :math:`L` after which directions are forgotten is to be 0.4 autocorrelation lengths of the draws, as in
-the paper. Each iteration lasts for :math:`L`. So if correlations fall geometrically, by the factor :math:`\rho` with
-each draw, the autocorrelation length is :math:`L (1 + \rho) / (1 - \rho)`, and the rule is
+.. math:: \dot x = \sqrt D\, u, \qquad
+    \dot u = -\frac{\sqrt D}{D - 1} (I - u u^\top)\, g, \qquad |u| = 1,
+
+leaves :math:`e^{-U(x)}` times the uniform distribution of directions :math:`u` invariant (Robnik, De Luca, Silverstein
+& Seljak 2023, arXiv 2212.08549; Ver Steeg & Galstyan 2021, arXiv 2111.02434). The papers' speed is 1. Here it is
+:math:`\sqrt D`, about that of Hamiltonian chains, so times and step sizes of the two dynamics compare; the papers'
+are :math:`\sqrt D` times ours.
+
+**A kick** for the time :math:`\varepsilon`, with fixed :math:`g`, is exact. With :math:`e = -g / |g|`,
+:math:`c = e \cdot u` and :math:`\delta = \varepsilon \sqrt D\, |g| / (D - 1)`,
+
+.. math:: u' = \frac{u + e\,(\sinh \delta + c\,(\cosh \delta - 1))}{\cosh \delta + c \sinh \delta}
+    = \frac{(1 - t^2)\, u + 2 t\,(1 + c t)\, e}{1 + t^2 + 2 c t}, \qquad t = \tanh \tfrac12 \delta,
+
+which no :math:`\delta` makes overflow. It contracts the sphere of directions by :math:`(\cosh \delta + c \sinh
+\delta)^{-(D - 1)}`, so that the error of the energy, which the exact flow conserves, is
+
+.. math:: \Delta E = \Delta U + (D - 1) \sum_{\text{kicks}} \log(\cosh \delta + c \sinh \delta).
+
+**A step** is the minimal-norm splitting of two gradients (McLachlan 1995; Omelyan, Mryglod & Folk 2002), palindromic,
+so reversible and of second order:
+
+.. math:: \text{kick}(\lambda \varepsilon)\ \text{drift}(\tfrac12 \varepsilon)\
+    \text{kick}((1 - 2 \lambda) \varepsilon)\ \text{drift}(\tfrac12 \varepsilon)\
+    \text{kick}(\lambda \varepsilon), \qquad \lambda = 0.1932.
+
+Before it directions turn at random, :math:`u \leftarrow (u + \nu \xi) / |u + \nu \xi|` with normal :math:`\xi` and
+:math:`\nu^2 = (e^{2 \varepsilon / L} - 1) / D`: after the time :math:`L` they have forgotten theirs (Robnik & Seljak
+2023, arXiv 2303.18221). Momenta are held as elsewhere, :math:`p = \sqrt D\, W^\top u`, so that the velocity is
+:math:`\Sigma p` and :math:`p^\top \Sigma\, p = D`.
+
+**The step size.** Every step is accepted. In the limit of small steps draws are the posterior's; else they are biased,
+and the error of the energy tells how much: its square per step and coordinate, :math:`\eta = \mathbb E (\Delta E)^2 /
+D`, falls with :math:`\varepsilon^6`, the bias of variances with :math:`\varepsilon^2 \propto \eta^{1/3}`. Warm-up finds
+the step for which :math:`\eta` is what was asked, over all chains: with the Robbins-Monro search of the other kernels,
+whose curve is here :math:`1 - \eta / \eta_0`, with the slope :math:`-6`.
+
+**The length** :math:`L` is to be 0.4 autocorrelation lengths of the draws, as in the paper. Each iteration lasts for
+:math:`L`. So if correlations fall geometrically, by the factor :math:`\rho` with each draw, the autocorrelation length
+is :math:`L (1 + \rho) / (1 - \rho)`, and the rule is
 
 .. math:: \rho = \frac{1 - 0.4}{1 + 0.4} = \frac37,
 
 which warm-up solves for :math:`\log L`, with :math:`\rho` the mean over all chains and whitened coordinates, about each
 chain's own average. For a Gaussian that gives :math:`L = 1.3`; the fastest decay of both means and squares is at 1.
-
-:class:`AdjustedMCLMC` draws directions anew each iteration and accepts the end of a trajectory with probability
-:math:`\min(1, e^{-\Delta E})`: no bias (Robnik, Cohn-Gordon & Seljak 2025, arXiv 2503.01707). How long trajectories
-should be it learns as :class:`~pyro_symmetric.mcmc.kernels.adaptive_hmc.AdaptiveHMC` does.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,22 +61,16 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.flat import Evaluate
 from pyro_symmetric.mcmc.density.programs import run
-from pyro_symmetric.mcmc.kernels.adaptive_hmc import (
-    AdaptiveHMC,
-    AdaptiveTuning,
-    learnt_with_length,
-    radical_inverse,
-    steps_of,
-)
 from pyro_symmetric.mcmc.kernels.hmc import limit, whole_steps
-from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, decided
-from pyro_symmetric.mcmc.kernels.isokinetic import GRADIENTS, directed, isokinetic, refreshed, steps_of_isokinetic
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
-from pyro_symmetric.mcmc.kernels.learning import Learnt, StepSearch
+from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, choose
+from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.learning import StepSearch
 from pyro_symmetric.mcmc.kernels.mass import Mass
-from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
+from pyro_symmetric.mcmc.kernels.randomness import normal
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianTuning, TunedKernel, tuned
 
+OUTER = 0.1931833275037836  # lambda, for which the leading error is least
+GRADIENTS = 2  # of a step
 CORRELATION = 3 / 7  # of successive draws, which makes L 0.4 autocorrelation lengths
 STEP_GAIN = 1 / 6  # of the search for log eps: Newton's, for an error that goes with the sixth power
 LENGTH_GAIN = 1.0  # the change of log L for a correlation that is off by 1
@@ -59,13 +79,57 @@ LARGEST_EXCESS = 4.0  # of the mean ratio over 1, so that no iteration halves th
 DIVERGED = 1e4  # of the same ratio, beyond which an iteration is taken back
 
 
-def one_step_errors(density: Density, state: State, step_size: Tensor) -> Tensor:
-    """Energy errors ``(C,)`` of one step in random directions, infinite where it left all numbers behind."""
-    mass = state.tuning.mass
-    momentum = directed(mass.draw(state.z, state.generator), mass)
-    start = PhasePoint(state.z, momentum, state.energy, state.gradient)
-    change = isokinetic(density, start, step_size, mass)[1]
-    return torch.where(torch.isfinite(change), change, torch.inf)
+def kicked(momentum: Tensor, gradient: Tensor, time: Tensor, mass: Mass) -> tuple[Tensor, Tensor]:
+    """Momenta ``(C, D)`` after a kick that lasts for ``time`` ``(C, 1)``, and what it adds to the energy's change,
+    ``(C,)``."""
+    dim, limits = momentum.shape[-1], torch.finfo(momentum.dtype)
+    along = mass.velocity(gradient)
+    norm = torch.linalg.vecdot(gradient, along).sqrt().clamp(min=limits.tiny)
+    half = norm * time[:, 0] * (0.5 * math.sqrt(dim) / (dim - 1))
+    t, gap = torch.tanh(half), 2 * torch.sigmoid(-2 * half)  # gap = 1 - t, which would round to nothing
+    share = t / norm
+    # t (1 + c), as far as directions tell: nothing cancels in what is made of it
+    turn = t - (torch.linalg.vecdot(momentum, along) * share * dim**-0.5)
+    turn = torch.maximum(turn, limits.eps * t)
+    scale = 1 / (gap * gap + 2 * turn).clamp(min=limits.tiny)
+    keep = (gap * (1 + t) * scale).clamp(min=limits.tiny)  # 1 / (cosh + c sinh)
+    push = share * (gap + turn) * scale
+    turned = torch.addcmul(keep[:, None] * momentum, push[:, None], gradient, value=-2 * math.sqrt(dim))
+    return turned, (1 - dim) * keep.log()
+
+
+def directed(momentum: Tensor, mass: Mass) -> Tensor:
+    r"""Momenta ``(C, D)`` of the same directions and of length :math:`\sqrt D`."""
+    return momentum * (momentum.shape[-1] / (2 * mass.kinetic(momentum))).sqrt()[:, None]
+
+
+def refreshed(momentum: Tensor, noise: Tensor, spread: Tensor, mass: Mass) -> Tensor:
+    r"""Momenta turned by standard normal noise ``(C, D)``.
+
+    :param spread: :math:`\sqrt D\, \nu`, ``(C, 1)``.
+    """
+    return directed(momentum + spread * mass.momentum(noise), mass)
+
+
+def isokinetic(evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mass) -> tuple[PhasePoint, Tensor]:
+    """One step of sizes ``(C, 1)``: where it ends, and the energy's change ``(C,)``. To go back in time, turn the
+    momenta round."""
+    z, half = start.z, 0.5 * step_size
+    p, first = kicked(start.momentum, start.gradient, OUTER * step_size, mass)
+    z = z + half * mass.velocity(p)
+    p, inner = kicked(p, evaluate(z)[1], (1 - 2 * OUTER) * step_size, mass)
+    z = z + half * mass.velocity(p)
+    energy, gradient = evaluate(z)
+    p, last = kicked(p, gradient, OUTER * step_size, mass)
+    return PhasePoint(z, p, energy, gradient), energy - start.energy + first + inner + last
+
+
+def langevin(
+    evaluate: Evaluate, start: PhasePoint, noise: Tensor, spread: Tensor, step_size: Tensor, mass: Mass
+) -> tuple[PhasePoint, Tensor]:
+    """:func:`isokinetic` of directions that noise has refreshed."""
+    turned = start._replace(momentum=refreshed(start.momentum, noise, spread, mass))
+    return isokinetic(evaluate, turned, step_size, mass)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +157,7 @@ class MCLMC(TunedKernel):
     **The bias**: a Gaussian's variances come out 2 % too small at the default. It shrinks with the third root of
     ``energy_error``. No comparison of chains shows it, since they agree on the biased law. The statistic
     ``energy_error`` of the draws says what was kept, in units of what was asked, and
-    :func:`~pyro_symmetric.compare.diagnose` judges it. :class:`AdjustedMCLMC` has no bias.
+    :func:`~pyro_symmetric.compare.diagnose` judges it.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(20), 1.0).to_event(1))
@@ -124,7 +188,11 @@ class MCLMC(TunedKernel):
     # the contract ---------------------------------------------------------------------------------------------------
 
     def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
-        require_directions(self, z)
+        if z.shape[-1] < 2:
+            raise ValueError(
+                f"model has {z.shape[-1]} coordinate, but MCLMC needs at least 2, as its chains move by turning; use "
+                "HMC or NUTS"
+            )
         return super().init(density, z, num_warmup, generator)
 
     def step(self, density: Density, state: State) -> State:
@@ -138,7 +206,8 @@ class MCLMC(TunedKernel):
         squares = torch.zeros_like(state.energy)
         for _ in range(num_steps):
             noise = normal(state.z, state.generator)
-            at, squares = run(density, _langevin, at, squares, noise, steps, spread, tuning.mass)
+            at, change = run(density, langevin, at, noise, spread, steps, tuning.mass)
+            squares = squares + change.square()
         ratio = squares / (num_steps * state.z.shape[-1] * self.energy_error)
         kept = ratio < DIVERGED  # neither too much, nor NaN
         # What is taken back turns round, so that it doesn't meet the same end again.
@@ -147,7 +216,8 @@ class MCLMC(TunedKernel):
             "lp": -at.energy,
             "energy_error": torch.where(kept, ratio, torch.nan),
             "diverging": ~kept,
-            **_cost(tuning, ratio, num_steps),
+            "step_size": steps[:, 0],
+            "n_steps": torch.full_like(ratio, GRADIENTS * num_steps, dtype=torch.long),
         }
         if tuning.learns:
             tuning = self._learnt(tuning, correlation(state.z, at.z, tuning), at, ratio, kept)
@@ -164,7 +234,11 @@ class MCLMC(TunedKernel):
         return math.exp(-1)
 
     def _accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
-        return (-one_step_errors(density, state, step_size).square() / (state.z.shape[-1] * self.energy_error)).exp()
+        mass, steps = state.tuning.mass, step_size.expand(len(state.z), 1).contiguous()
+        momentum = directed(mass.draw(state.z, state.generator), mass)
+        start = PhasePoint(state.z, momentum, state.energy, state.gradient)
+        error = run(density, isokinetic, start, steps, mass)[1].nan_to_num(torch.inf, torch.inf, torch.inf)
+        return (-error.square() / (state.z.shape[-1] * self.energy_error)).exp()
 
     def _search(self, step_size: Tensor, target: float | None, follow: bool) -> StepSearch:
         return StepSearch.start(step_size, 0.0, follow, STEP_GAIN)
@@ -200,107 +274,8 @@ class MCLMC(TunedKernel):
         return replace(tuning, search=search, step_size=search.log_step.exp().to(ratio.dtype), pace=pace)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class AdjustedMCLMC(AdaptiveHMC):
-    r"""Microcanonical trajectories that are accepted or rejected: exact, and nothing needs to be set.
-
-    What :class:`~pyro_symmetric.mcmc.kernels.adaptive_hmc.AdaptiveHMC` is with Hamiltonian trajectories. A step has
-    two gradients.
-
-    >>> def model():
-    ...     pyro.sample("w", dist.Normal(torch.zeros(20), 1.0).to_event(1))
-    >>> kernel = ps.AdjustedMCLMC(model)
-    >>> posterior = ps.sample(kernel, num_samples=100, num_warmup=100, num_chains=8, seed=0, progress=False)
-    >>> bool((posterior.samples["w"].std() - 1).abs() < 0.05)
-    True
-    """
-
-    target_accept: float = 0.9
-
-    steps = Kernel.steps  # its iteration is several programs
-
-    def _accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
-        return (-one_step_errors(density, state, step_size)).clamp(max=0).exp()
-
-    def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
-        require_directions(self, z)
-        return super().init(density, z, num_warmup, generator)
-
-    def step(self, density: Density, state: State) -> State:
-        tuning: AdaptiveTuning = state.tuning
-        known, most = (Learnt.of(tuning), tuning.length), limit(self.max_steps, tuning.most_steps)
-        steps = steps_of(known, radical_inverse(tuning.iteration + 1), most)
-        # The one place where an iteration waits for the device: a loop needs its length.
-        after, end = self._transition(density, state, int(steps))
-        if tuning.learns:
-            seen = state.z, end.z, after.z, after.statistics["acceptance_rate"], steps
-            learnt, length = learnt_with_length(known, seen, tuning.mass, self._plan(tuning, most))
-            tuning = replace(tuning, **vars(learnt), length=length).noted(after.z, after.energy, after.gradient)
-        return replace(after, tuning=replace(tuning, iteration=tuning.iteration + 1))
-
-    @staticmethod
-    def _transition(density: Density, state: State, num_steps: int) -> tuple[State, PhasePoint]:
-        tuning: HamiltonianTuning = state.tuning
-        at = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
-        start = run(density, _begun, at, normal(state.z, state.generator), tuning.mass)
-        end, change = isokinetic(density, start, tuning.steps, tuning.mass, num_steps)
-        after: PhasePoint
-        after, found = run(density, _ended, start, end, change, uniform(change, state.generator))
-        return State(*after, tuning, state.generator, {**found._asdict(), **_cost(tuning, change, num_steps)}), end
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-class _Adjusted(NamedTuple):
-    lp: Tensor
-    acceptance_rate: Tensor
-    diverging: Tensor
-
-
-def _begun(evaluate: Evaluate, start: PhasePoint, noise: Tensor, mass: Mass) -> PhasePoint:
-    return start._replace(momentum=directed(mass.momentum(noise), mass))
-
-
-def _ended(
-    evaluate: Evaluate, start: PhasePoint, end: PhasePoint, change: Tensor, chance: Tensor
-) -> tuple[PhasePoint, _Adjusted]:
-    error = torch.where(torch.isfinite(change), change, torch.inf)
-    after, acceptance, _ = decided(start, end, error, chance)
-    return after, _Adjusted(-after.energy, acceptance, error > MAX_ENERGY_ERROR)
-
-
-def _langevin(
-    evaluate: Evaluate,
-    start: PhasePoint,
-    squares: Tensor,
-    noise: Tensor,
-    step_size: Tensor,
-    spread: Tensor,
-    mass: Mass,
-) -> tuple[PhasePoint, Tensor]:
-    """One step of directions refreshed by noise; to the squares ``(C,)`` that of its energy error is added."""
-    turned = start._replace(momentum=refreshed(start.momentum, noise, spread, mass))
-    end, change = steps_of_isokinetic(evaluate, turned, step_size, mass, num_steps=1)
-    return end, squares + change.square()
-
-
-def _cost(tuning: HamiltonianTuning, like: Tensor, num_steps: int) -> dict[str, Tensor]:
-    steps = tuning.steps.expand(len(like), 1)[:, 0]
-    return {"step_size": steps, "n_steps": torch.full_like(like, GRADIENTS * num_steps, dtype=torch.long)}
-
-
 def correlation(before: Tensor, after: Tensor, tuning: MicrocanonicalTuning) -> Tensor:
     """Of draws ``(C, D)`` of two successive iterations, ``()`` in double precision; 0 if nothing moved yet."""
     first, last = (tuning.mass.whiten(z - tuning.centre) for z in (before, after))
     squares = (first.square().sum() + last.square().sum()).double() / 2
     return torch.where(squares > 0, torch.linalg.vecdot(first, last).sum().double() / squares, 0.0)
-
-
-def require_directions(kernel: TunedKernel, z: Tensor) -> None:
-    """:raises ValueError: if there is but one coordinate, and nothing to turn."""
-    if z.shape[-1] < 2:
-        raise ValueError(
-            f"model has {z.shape[-1]} coordinate, but {type(kernel).__name__} needs at least 2, as its chains move by "
-            "turning; use HMC or NUTS"
-        )

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.kernels.randomness import normals
 from pyro_symmetric.mcmc.kernels.sgld import SGLD
-from pyro_symmetric.mcmc.kernels.spread import Spread
-from pyro_symmetric.mcmc.kernels.stochastic import StochasticTuning
-from pyro_symmetric.mcmc.kernels.walk import Walk
+from pyro_symmetric.mcmc.kernels.stochastic import Gradients, StochasticTuning
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -69,26 +68,18 @@ class pSGLD(SGLD):
         assert tuning.second_moment is not None
         return self._of(tuning.second_moment)
 
-    def _preconditioned(self, density: Density, tuning: StochasticTuning, window: Spread) -> StochasticTuning:
-        return tuning  # by gradients instead
-
-    def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
+    def move(self, z: Tensor, momentum: Tensor, gradient: Gradients, tuning: StochasticTuning) -> StochasticTuning:
+        if not (self.running or tuning.warming_up):
+            return super().move(z, momentum, gradient, tuning)
         assert tuning.second_moment is not None
-        step, moment = self.scheduled(tuning), tuning.second_moment
-        learning = self.running or tuning.warming_up
-        weight = (1 - self.smoothing) / max(walk.density.num_rows, 1) ** 2
-        scaled = step * self._of(moment)
-        if not learning:
-            for noise in walk.noise(self.num_steps, scaled.sqrt()):
-                walk.langevin(scaled, noise)
-            return replace(tuning, step_size=step)
-        for noise in walk.noise(self.num_steps, torch.ones_like(step)):
-            walk.langevin(scaled, noise.mul_(scaled.sqrt()))
+        moment, weight = tuning.second_moment, (1 - self.smoothing) / max(gradient.density.num_rows, 1) ** 2
+        for noise in normals(z, self.num_steps, gradient.state.generator):
+            step = tuning.step_size * self._of(moment)
+            z.addcmul_(gradient(z), step, value=-0.5).addcmul_(noise, step.sqrt())
             # From this step's gradient for the next one, which is thus independent of its noise.
-            moment = (self.smoothing * moment).addcmul_(walk.last_gradient, walk.last_gradient, value=weight)
-            scaled = step * self._of(moment)
+            moment = (self.smoothing * moment).addcmul_(gradient.last, gradient.last, value=weight)
         usable = torch.isfinite(moment).all(-1, keepdim=True)
-        return replace(tuning, step_size=step, second_moment=torch.where(usable, moment, tuning.second_moment))
+        return replace(tuning, second_moment=torch.where(usable, moment, tuning.second_moment))
 
     def _of(self, second_moment: Tensor) -> Tensor:
         return second_moment.sqrt().add_(self.damping).reciprocal_()

@@ -7,7 +7,7 @@ each chain costs little.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +20,7 @@ MIXING = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
 # Numbers of rows up to which orders are kept as they are used. Beyond, they are the largest part of a
 # stochastic-gradient sampler's state.
 FEW_ROWS = 2**16
+DRAWN = 2**18  # normal numbers that are drawn at once, at most, if one step's are fewer
 
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -30,6 +31,17 @@ def normal(like: Tensor, generator: torch.Generator) -> Tensor:
 def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
     """Numbers uniform in [0, 1) in the shape, dtype and place of ``like``."""
     return torch.empty_like(like).uniform_(generator=generator)
+
+
+def normals(like: Tensor, count: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Standard normal numbers in the shape of ``like`` for each of so many steps, drawn many at a time if they are few.
+
+    Those of a step are overwritten once the next ones are drawn.
+    """
+    most = min(count, max(1, DRAWN // max(1, like.numel())))
+    drawn = like.new_empty(most, *like.shape)
+    for begin in range(0, count, most):
+        yield from drawn[: count - begin].normal_(generator=generator)
 
 
 def hashed(seeds: Tensor, place: int | Tensor, like: Tensor) -> Tensor:

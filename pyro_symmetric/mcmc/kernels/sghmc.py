@@ -29,7 +29,7 @@ from :math:`B / C` at little friction to Langevin dynamics' :math:`\varepsilon^2
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,14 +38,14 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
-from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, StochasticTuning
-from pyro_symmetric.mcmc.kernels.walk import Walk
+from pyro_symmetric.mcmc.kernels.randomness import normals
+from pyro_symmetric.mcmc.kernels.stochastic import Gradients, StochasticGradientKernel, StochasticTuning
 
 MOST_KEPT = 0.95  # of the momentum in one step, if friction isn't given
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class SGHMC(SteadyKernel):
+class SGHMC(StochasticGradientKernel):
     """Stochastic-gradient Hamiltonian Monte Carlo.
 
     ``step_size`` is stable below ``2 / sqrt(λ)`` for the largest curvature ``λ`` of the potential energy (eigenvalue of
@@ -114,15 +114,18 @@ class SGHMC(SteadyKernel):
                 )
         return state
 
-    def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
-        step = self.scheduled(tuning)
-        keep, injected = self._momentum_shares(tuning, step)
-        preconditioner = self.preconditioner(tuning)
-        scaled = step if preconditioner is None else step * preconditioner.sqrt()
+    def move(self, z: Tensor, momentum: Tensor, gradient: Gradients, tuning: StochasticTuning) -> StochasticTuning:
+        keep, injected = self._momentum_shares(tuning, tuning.step_size)
+        step, spread = tuning.step_size * self.preconditioner(tuning).sqrt(), injected.clamp(min=0).sqrt()
+        r, generator = momentum, gradient.state.generator
         if self.resample_momentum:
-            walk.r.normal_(generator=walk.generator)
-        walk.hamiltonians(self.num_steps, scaled, keep, injected.clamp(min=0).sqrt())
-        return replace(tuning, step_size=step)
+            r.normal_(generator=generator)
+        for noise in normals(z, self.num_steps, generator):
+            r.addcmul_(gradient(z), step, value=-1)
+            z.addcmul_(r, step, value=0.5)
+            r.mul_(keep).addcmul_(noise, spread)
+            z.addcmul_(r, step, value=0.5)
+        return tuning
 
     def _momentum_shares(self, tuning: StochasticTuning, step: Tensor) -> tuple[Tensor, Tensor]:
         """The share of the momentum that a step keeps, and the variance that it injects: each ``()`` or ``(D,)``."""
@@ -139,5 +142,4 @@ class SGHMC(SteadyKernel):
             return keep, 1 - keep.square()
         if isinstance(estimate, Tensor):
             estimate = estimate.to(step)
-        estimate = estimate if preconditioner is None else preconditioner * estimate  # in the units of the step
-        return keep, 1 - keep.square() - 2 * step * estimate
+        return keep, 1 - keep.square() - 2 * step * preconditioner * estimate  # in the units of the step

@@ -14,17 +14,17 @@ lets it vanish, at the price of chains that move less and less.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from pyro_symmetric.mcmc.kernels.landscape import Landscape
-from pyro_symmetric.mcmc.kernels.stochastic import SteadyKernel, StochasticTuning
-from pyro_symmetric.mcmc.kernels.walk import Walk
+from pyro_symmetric.mcmc.kernels.randomness import normals
+from pyro_symmetric.mcmc.kernels.stochastic import Gradients, StochasticGradientKernel, StochasticTuning
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class SGLD(SteadyKernel):
+class SGLD(StochasticGradientKernel):
     """Stochastic-gradient Langevin dynamics, with constant or polynomially decaying steps.
 
     >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
@@ -42,9 +42,9 @@ class SGLD(SteadyKernel):
     def best_step(self, landscape: Landscape) -> Tensor:
         return 4 * self.tolerance / (landscape.stiffest + landscape.noise.mean())
 
-    def walk(self, walk: Walk, tuning: StochasticTuning) -> StochasticTuning:
-        step, preconditioner = self.scheduled(tuning), self.preconditioner(tuning)
-        scaled = step if preconditioner is None else step * preconditioner
-        for noise in walk.noise(self.num_steps, scaled.sqrt()):
-            walk.langevin(scaled, noise)
-        return replace(tuning, step_size=step)
+    def move(self, z: Tensor, momentum: Tensor, gradient: Gradients, tuning: StochasticTuning) -> StochasticTuning:
+        step = tuning.step_size * self.preconditioner(tuning)
+        spread = step.sqrt()
+        for noise in normals(z, self.num_steps, gradient.state.generator):
+            z.addcmul_(gradient(z), step, value=-0.5).addcmul_(noise, spread)
+        return tuning
