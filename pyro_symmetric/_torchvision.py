@@ -27,10 +27,13 @@ def import_torchvision() -> ModuleType:
     :raises ImportError: if torchvision is missing, or fails for any other reason than its missing operators; it says
         what to install.
     """
-    if "torchvision" in sys.modules:
-        return sys.modules["torchvision"]
+    if (loaded := sys.modules.get("torchvision")) is not None:
+        return loaded
     if not is_installed():
-        raise ImportError(f"torchvision isn't installed, which reads image data and makes its networks; {_advice()}")
+        raise ImportError(
+            "torchvision isn't installed, which reads image data and makes its networks; pip install "
+            f"'pyro-symmetric[vision]' brings it, or {_advice()}"
+        )
     try:
         return importlib.import_module("torchvision")
     except RuntimeError as error:
@@ -50,7 +53,8 @@ def import_torchvision() -> ModuleType:
 
 def is_installed() -> bool:
     """True if there is a torchvision, sound or not."""
-    return "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None
+    loaded = sys.modules.get("torchvision") is not None
+    return loaded or importlib.util.find_spec("torchvision") is not None
 
 
 def prepare_torchvision() -> None:

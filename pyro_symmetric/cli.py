@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import re
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pyro_symmetric._version import __version__
 
 if TYPE_CHECKING:
     import torch
+
+    from pyro_symmetric.study import StudySettings
 
 EXAMPLES = """\
 examples:
@@ -29,16 +34,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:
-        return options.run(options)
+        with warnings_in_words():
+            return options.run(options)
     except KeyboardInterrupt:
         print("\nStopped. Methods that had finished are kept; the same command resumes there.", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError) as error:
         if options.debug:
             raise
-        # The first paragraph says what is wrong; what may follow is advice on the library's Python calls.
-        print(f"pyro-symmetric: {str(error).partition(chr(10) * 2)[0]}", file=sys.stderr)
+        print(f"pyro-symmetric: {error}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def warnings_in_words() -> Iterator[None]:
+    """Show what a warning says, without the file and the line of source that raised it."""
+
+    def format_warning(message: Warning | str, *_: Any, **__: Any) -> str:
+        return f"pyro-symmetric: {message}\n"
+
+    before, warnings.formatwarning = warnings.formatwarning, format_warning
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -157,9 +176,9 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def compare(options: argparse.Namespace) -> int:
     """Run the study and say where the report is."""
-    from pyro_symmetric.study import StudySettings, run_study
+    from pyro_symmetric.study import run_study
     from pyro_symmetric.study.methods import list_budgets, list_methods
-    from pyro_symmetric.study.report import summary_table
+    from pyro_symmetric.study.tables import summary_table
 
     if options.methods == ("help",):
         print(list_methods())
@@ -167,9 +186,19 @@ def compare(options: argparse.Namespace) -> int:
     if "help" in options.budget:
         print(list_budgets(options.quick))
         return 0
+    out = options.out or f"runs/{options.data.replace('csv:', '').replace('/', '-')}{'-quick' if options.quick else ''}"
+    study = run_study(settings_of(options), out, overwrite=options.overwrite, progress=options.progress)
+    print(f"\n{summary_table(study)}\n\nReport: {study.report}")
+    return 0
+
+
+def settings_of(options: argparse.Namespace) -> StudySettings:
+    """The settings that the options of ``compare`` describe."""
+    from pyro_symmetric.study import StudySettings
+
     overall = [scale for pattern, scale in options.prior_scale if pattern is None]
     default = StudySettings()
-    settings = StudySettings(
+    return StudySettings(
         data=options.data,
         data_root=options.data_root,
         download=options.download,
@@ -195,10 +224,6 @@ def compare(options: argparse.Namespace) -> int:
         device=options.device,
         dtype=options.dtype,
     )
-    out = options.out or f"runs/{options.data.replace('csv:', '').replace('/', '-')}{'-quick' if options.quick else ''}"
-    study = run_study(settings, out, overwrite=options.overwrite, progress=options.progress)
-    print(f"\n{summary_table(study)}\n\nReport: {study.report}")
-    return 0
 
 
 def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -248,17 +273,24 @@ def symmetries(options: argparse.Namespace) -> int:
     except ValueError as error:
         if options.input is not None:
             raise
-        raise ValueError(f"{error}; if the network takes another input, say its shape: --input 2,10") from error
+        raise ValueError(f"{error}\n\nIf the network takes another input, say its shape: --input 2,10") from error
     if options.json:
         explanation = symmetry.explanation.to_dict()
         print(json.dumps({"log_order": symmetry.log_order(), **symmetry.to_dict(), "explanation": explanation}))
         return 0
     print(symmetry)
-    order = f"{symmetry.log_order():.1f}"
-    print(f"\nlog |G| = {order}: every mode has exp({order}) equivalent copies by permutations and signs.")
+    print(f"\nlog |G| = {symmetry.log_order():.1f}: {copies(symmetry.log_order())}.")
     if options.explain:
         print(f"\n{symmetry.explanation}")
     return 0
+
+
+def copies(log_order: float) -> str:
+    """The meaning of a finite group's order for a mode, in words."""
+    if log_order == 0:
+        return "no permutation or sign gives a mode an equivalent copy"
+    count = f"{round(math.exp(log_order)):,}" if log_order < math.log(1e6) else f"exp({log_order:.1f})"
+    return f"every mode has {count} equivalent copies by permutations and signs"
 
 
 def load_net(name: str, input_shape: tuple[int, ...], num_outputs: int) -> torch.nn.Module:
@@ -268,7 +300,7 @@ def load_net(name: str, input_shape: tuple[int, ...], num_outputs: int) -> torch
     """
     from pyro_symmetric._torchvision import import_torchvision
     from pyro_symmetric.calls import did_you_mean
-    from pyro_symmetric.study.network import net_from_callable
+    from pyro_symmetric.networks import net_from_callable
 
     if ":" in name:
         return net_from_callable(name, input_shape, num_outputs).eval()

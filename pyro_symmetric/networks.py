@@ -1,12 +1,19 @@
-"""Networks of the literature on posteriors, by name; each is built from the shape of one input and the number of
-outputs."""
+"""Networks by name: of the literature on posteriors, each built from the shape of one input and the number of outputs;
+and a user's own, which ``package.module:callable`` names."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import os
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pyro_symmetric._torchvision import import_torchvision
 
 Shape = Sequence[int]
 
@@ -77,8 +84,6 @@ def resnet18(input_shape: Shape = (3, 32, 32), num_outputs: int = 10) -> nn.Modu
 
     It has batch normalisation: in a Bayesian model its running statistics are data.
     """
-    from pyro_symmetric._torchvision import import_torchvision
-
     net = import_torchvision().models.resnet18(weights=None, num_classes=num_outputs)
     net.conv1 = nn.Conv2d(_image(input_shape)[0], 64, 3, 1, 1, bias=False)
     net.maxpool = nn.Identity()
@@ -91,6 +96,50 @@ NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "resnet18": resnet18,
 }
 """The networks that a study's ``net`` may name by their bare names."""
+
+
+def import_callable(spec: str) -> Callable[..., Any]:
+    """The callable that ``package.module:callable`` names; modules of the current folder count.
+
+    :raises ValueError: if there is no such module or callable.
+    """
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"{spec!r} doesn't name a callable; write package.module:callable, or {', '.join(NETWORKS)}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if module_name.partition(".")[0] == "torchvision":
+        import_torchvision()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"the module of {spec!r} can't be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"module {module_name!r} has no callable {name!r}")
+    return found
+
+
+def net_from_callable(spec: str, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+    """The network that ``package.module:callable`` makes, of ``(input_shape, num_outputs)`` or of no arguments; or is.
+
+    :param input_shape: of one row.
+    :raises ValueError: if there is no such callable, it takes other arguments, fails, or returns no network.
+    """
+    build = import_callable(spec)
+    if isinstance(build, nn.Module):
+        return build
+    taken = [p for p in inspect.signature(build).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in taken)
+    if len(taken) != 2 and needed:
+        raise ValueError(f"{spec} needs {needed} arguments; it is called with (input_shape, num_outputs), or with none")
+    try:
+        net = build(input_shape, num_outputs) if len(taken) == 2 else build()
+    except Exception as error:  # whatever the user's callable raises
+        raise ValueError(f"{spec} fails: {type(error).__name__}: {error}") from error
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"{spec} returned a {type(net).__name__}; it must return a torch.nn.Module")
+    return net
 
 
 def _image(shape: Shape) -> Shape:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.floating[Any]]
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#9c6b4e", "#a463f2", "#97bbf5", "#3ca951", "#9498a0", "#ff8ab7")
+GREY = "#999da6"
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
@@ -50,9 +51,8 @@ def styled(plot: Plot) -> Plot:
 @styled
 def loss_curves(curves: Mapping[str, tuple[Sequence[float], int, str]]) -> Figure:
     """One panel for each method: its curve, the steps between points, and what the curve shows."""
-    columns = min(3, max(1, len(curves)))
-    figure, axes = _grid(-(-len(curves) // columns), columns, 3.6, 2.4)
-    for ax, (name, (values, stride, label)) in zip(axes.flat, curves.items(), strict=False):
+    figure, panels = _panels(list(curves), 3.6, 2.4)
+    for ax, (name, (values, stride, label)) in zip(panels.values(), curves.items(), strict=True):
         steps, heights = np.arange(len(values)) * stride, np.asarray(values, dtype=float)
         ax.plot(steps, heights, lw=0.8, color="#4269d0")
         # The first steps are so high that nothing else would be seen; the axis follows the rest.
@@ -62,56 +62,50 @@ def loss_curves(curves: Mapping[str, tuple[Sequence[float], int, str]]) -> Figur
             low, high = np.quantile(settled, (0.0, 0.99))
             ax.set_ylim(low - 0.1 * (high - low), high + 0.4 * (high - low))
         ax.set(title=name, xlabel="step", ylabel=label)
-    for ax in axes.flat[len(curves) :]:
-        ax.set_visible(False)
     return figure
 
 
 @styled
-def marginals(
-    weights: Sequence[str],
-    samples: Sequence[Mapping[str, Array]],
-    rows: Sequence[str],
-    reference: str | None = None,
-) -> Figure:
-    """Histograms of single weights.
+def marginals(samples: Mapping[str, Mapping[str, Array]], curves: Sequence[str]) -> Figure:
+    """Histograms of a few numbers, a row of panels for each method: title of the column -> method -> ``(draws, K)``.
 
-    :param weights: what the columns show.
-    :param samples: one mapping for each row of panels: method -> ``(draws, len(weights))``.
-    :param rows: what the rows show.
-    :param reference: the method to draw as a grey area behind the others.
+    :param curves: what the ``K`` numbers of each panel are.
     """
-    figure, axes = _grid(len(rows), len(weights), 3.4, 2.2)
-    shades = colours(list(samples[0]))
-    for row, (title, by_method) in enumerate(zip(rows, samples, strict=True)):
-        for column, name in enumerate(weights):
+    methods = list(next(iter(samples.values())))
+    figure, axes = _grid(len(methods), len(samples), 4.4, 1.5)
+    for column, (title, by_method) in enumerate(samples.items()):
+        low, high = np.quantile(np.concatenate(list(by_method.values())), (0.002, 0.998))
+        edges = np.linspace(low - 1e-9, high + 1e-9, 41)
+        for row, (method, values) in enumerate(by_method.items()):
             ax = axes[row, column]
-            pooled = np.concatenate([values[:, column] for values in by_method.values()])
-            low, high = map(float, np.quantile(pooled, (0.002, 0.998)))
-            edges = np.linspace(low, high, 41)
-            if edges[0] == edges[-1]:
-                edges = np.linspace(edges[0] - 0.5, edges[0] + 0.5, 41)
-            for method, values in by_method.items():
-                inside = np.clip(values[:, column], edges[0], edges[-1])
-                look: dict[str, Any] = {"histtype": "step", "lw": 1.2, "color": shades[method]}
-                if method == reference:
-                    look = {"histtype": "stepfilled", "color": "#cfd2d8", "zorder": 0}
-                ax.hist(inside, edges, density=True, label=method, **look)
-            ax.set(title=f"{name}, {title}", yticks=[])
+            for k, name in enumerate(curves):
+                inside = np.clip(values[:, k], edges[0], edges[-1])
+                ax.hist(inside, edges, density=True, label=name, histtype="step", lw=1.3, color=COLOURS[k])
+            ax.set(title=f"{method}, {title}", yticks=[])
     _legend_below(figure, axes.flat[0])
     return figure
 
 
 @styled
-def calibration(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], xlabel: str, ylabel: str) -> Figure:
-    """Reliability of each method: (expected, observed) points beside the diagonal."""
-    figure, axes = _grid(1, 1, 6.4, 4.6)
-    ax, shades = axes[0, 0], colours(list(curves))
-    ax.plot([0, 1], [0, 1], color="#999", lw=1, ls="--")
-    for name, (expected, observed) in curves.items():
-        ax.plot(expected, observed, marker="o", ms=3, lw=1.2, color=shades[name], label=name)
-    ax.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, 1), ylim=(0, 1))
-    _legend_below(figure, ax)
+def calibration(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    xlabel: str,
+    ylabel: str,
+    reference: str | None = None,
+) -> Figure:
+    """Reliability, a panel for each method: (expected, observed) points beside the diagonal.
+
+    :param reference: the method whose curve every panel shows in grey.
+    """
+    figure, panels = _panels([name for name in curves if name != reference] or list(curves), 2.7, 2.7)
+    for name, ax in panels.items():
+        ax.plot([0, 1], [0, 1], color=GREY, lw=0.8, ls="--")
+        if reference is not None and reference in curves:
+            ax.plot(*curves[reference], color=GREY, marker="o", ms=2, lw=1, label=reference)
+        if name != reference:
+            ax.plot(*curves[name], marker="o", ms=3, lw=1.3, color=COLOURS[0], label="the method")
+        ax.set(title=name, xlabel=xlabel, ylabel=ylabel, xlim=(0, 1), ylim=(0, 1))
+    _legend_below(figure, next(iter(panels.values())))
     return figure
 
 
@@ -130,22 +124,25 @@ def barriers(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 @styled
-def projections(panels: Mapping[str, Mapping[str, Array]], reference: str | None = None) -> Figure:
-    """Scatter plots side by side: title -> method -> points ``(draws, 2)``."""
-    figure, axes = _grid(1, len(panels), 4.6, 4.2)
-    shades = colours(list(next(iter(panels.values()))))
-    for ax, (title, by_method) in zip(axes.flat, panels.items(), strict=True):
-        for method, points in by_method.items():
-            look: dict[str, Any] = {"s": 7, "alpha": 0.55, "color": shades[method]}
-            if method == reference:
-                look = {"s": 12, "alpha": 0.8, "color": "#b3b7bf", "zorder": 0}
-            ax.scatter(points[:, 0], points[:, 1], lw=0, label=method, **look)
+def projections(rows: Mapping[str, Mapping[str, Array]], reference: str | None = None) -> Figure:
+    """Scatter plots, a column of panels for each method: title of the row -> method -> points ``(draws, 2)``.
+
+    :param reference: the method whose points every panel of the others shows in grey.
+    """
+    methods = [name for name in next(iter(rows.values())) if name != reference] or [str(reference)]
+    figure, axes = _grid(len(rows), len(methods), 2.1, 2.2)
+    for row, (title, by_method) in enumerate(rows.items()):
         # A few stray draws must not shrink all others to a dot.
-        pooled = np.concatenate(list(by_method.values()))
-        low, high = np.quantile(pooled, (0.005, 0.995), axis=0)
+        low, high = np.quantile(np.concatenate(list(by_method.values())), (0.005, 0.995), axis=0)
         margin = 0.15 * (high - low) + 1e-9
-        ax.set(xlim=(low[0] - margin[0], high[0] + margin[0]), ylim=(low[1] - margin[1], high[1] + margin[1]))
-        ax.set(title=title, xticks=[], yticks=[], xlabel="first component", ylabel="second component")
+        for ax, method in zip(axes[row], methods, strict=True):
+            if reference is not None and reference in by_method:
+                ax.scatter(*by_method[reference].T, s=7, alpha=0.6, color=GREY, lw=0, label=reference)
+            if method != reference:
+                ax.scatter(*by_method[method].T, s=7, alpha=0.5, color=COLOURS[0], lw=0, label="the method")
+            ax.set(title=method, xticks=[], yticks=[])
+            ax.set(xlim=(low[0] - margin[0], high[0] + margin[0]), ylim=(low[1] - margin[1], high[1] + margin[1]))
+        axes[row, 0].set_ylabel(title)
     _legend_below(figure, axes.flat[0])
     return figure
 
@@ -200,6 +197,15 @@ def _grid(rows: int, columns: int, width: float, height: float) -> tuple[Figure,
     """A figure that belongs to no window, so that a thousand of them leak nothing."""
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _panels(names: Sequence[str], width: float, height: float) -> tuple[Figure, dict[str, Axes]]:
+    """A panel for each name, at most three in a row."""
+    columns = min(3, max(1, len(names)))
+    figure, axes = _grid(-(-len(names) // columns), columns, width, height)
+    for ax in axes.flat[len(names) :]:
+        ax.set_visible(False)
+    return figure, dict(zip(names, axes.flat, strict=False))
 
 
 def _legend_below(figure: Figure, ax: Axes) -> None:

@@ -1,6 +1,10 @@
 """The command line: the symmetries of a network, and how options are answered."""
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,15 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "net = mlp()\n"
         "def three(a, b, c):\n"
         "    return mlp()\n"
+        "class Branching(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)\n"
+        "    def forward(self, x):\n"
+        "        hidden = self.first(x).relu()\n"
+        "        return self.last(hidden * 2 if hidden.sum() > 0 else hidden)\n"
+        "def line():\n"
+        "    return nn.Linear(3, 2)\n"
         "def fails():\n"
         "    raise RuntimeError('boom')\n"
         "def number():\n"
@@ -33,8 +46,8 @@ def test_the_table_the_order_and_the_explanation_are_printed(nets: str, capsys: 
     assert cli.main(["symmetries", f"{nets}:mlp", "--input", "1,3", "--explain"]) == 0
     printed = capsys.readouterr().out
     assert "permutation" in printed
-    # log 5! + log 4! + 4 log 2, the signs of the tanh units
-    assert "exp(10.7)" in printed
+    # 5! 4! 2^4, the last of which are the signs of the tanh units
+    assert "log |G| = 10.7: every mode has 46,080 equivalent copies" in printed
     assert "0.weight[1]" in printed
 
 
@@ -73,6 +86,24 @@ def test_a_factory_is_called_as_compare_calls_it_and_a_network_is_taken_as_it_is
     assert Symmetry.from_dict(json.loads(capsys.readouterr().out)).permutations.factors == {"0": 5, "2": 4}
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--data 'csv:a b.csv' --target price --hidden 8,4 --prior-scale 2 --prior-scale '1.*=.5' --no-prior-fan-in",
+        "--quick --methods mean-field,hmc --budget hmc.chains=4 --budget mean-field.learning_rate=.5 --draws 50",
+        "--data mnist --download --max-train 50 --max-test 9 --ood svhn --net optunet --seed 3 --device cpu",
+    ],
+)
+def test_the_command_in_a_report_asks_for_the_study_that_it_is_of(line: str) -> None:
+    parser = cli.build_parser()
+    options = parser.parse_args(["compare", *shlex.split(line)])
+    settings = cli.settings_of(options)
+    again = parser.parse_args(shlex.split(settings.command("a b"))[1:])
+    assert cli.settings_of(again) == settings
+    assert again.out == "a b"
+
+
 def test_budget_help_lists_the_parts_of_every_method(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", "--budget", "help"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")}
@@ -95,3 +126,102 @@ def test_a_misspelt_name_is_answered_by_the_nearest(
 ) -> None:
     assert cli.main(["compare", *given, "--out", str(tmp_path / "out")]) == 2
     assert f"did you mean '{meant}'" in capsys.readouterr().err
+
+
+def test_a_mode_without_copies_is_said_to_have_none(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["symmetries", f"{nets}:line", "--input", "2,3"]) == 0
+    printed = capsys.readouterr().out
+    assert "log |G| = 0.0: no permutation or sign gives a mode an equivalent copy" in printed
+    assert "exp(" not in printed
+
+
+def test_a_network_that_can_t_be_traced_is_told_what_to_do_instead(
+    nets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["symmetries", f"{nets}:Branching", "--input", "2,3"]) == 2
+    told = capsys.readouterr().err
+    assert "Branching can't be traced" in told
+    assert "no `if x.sum() > 0`" in told
+    assert "ps.Group.declare(" in told
+
+
+def without(*modules: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command line where these modules aren't installed."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({modules!r}))\n"
+        f"from pyro_symmetric.cli import main; sys.exit(main({arguments!r}))"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{Path(cli.__file__).parent.parent}"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
+
+
+EXTRAS = ("matplotlib", "sklearn", "jinja2", "laplace", "torchvision", "arviz_plots", "torchmetrics")
+
+
+def test_the_symmetries_of_a_network_need_no_extra(nets: str, tmp_path: Path) -> None:
+    done = without(*EXTRAS, arguments=["symmetries", f"{nets}:mlp", "--input", "2,3"], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "46,080 equivalent copies" in done.stdout
+
+
+def test_the_methods_and_budgets_are_listed_without_any_extra(tmp_path: Path) -> None:
+    done = without(*EXTRAS, arguments=["compare", "--methods", "help"], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "laplace-full" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [
+        (("matplotlib",), ["compare", "--quick"], "study"),
+        (("sklearn",), ["compare", "--quick"], "study"),
+        (("jinja2", "sklearn"), ["compare", "--quick"], "study"),
+        (("laplace",), ["compare", "--quick", "--methods", "laplace-diagonal,hmc"], "study"),
+        (("torchvision",), ["compare", "--quick", "--data", "mnist"], "vision"),
+        (("torchvision",), ["symmetries", "resnet18"], "vision"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple | list) else value,
+)
+def test_a_missing_package_is_answered_by_the_extra_that_brings_it_before_any_work(
+    missing: tuple[str, ...], arguments: list[str], extra: str, tmp_path: Path
+) -> None:
+    done = without(*missing, arguments=arguments, folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert f"pip install 'pyro-symmetric[{extra}]'" in done.stderr
+    assert all(
+        name.replace("sklearn", "scikit-learn").replace("laplace", "laplace-torch") in done.stderr for name in missing
+    )
+    assert "Fitting" not in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_warning_is_a_sentence_without_lines_of_source(tmp_path: Path) -> None:
+    (tmp_path / "qr_nets.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Odd(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)\n"
+        "    def forward(self, x):\n"
+        "        square = self.first(x)[:, :, None].expand(-1, -1, 3)\n"
+        "        return self.last(torch.linalg.qr(square)[0][:, 0])\n"
+    )
+    done = without(arguments=["symmetries", "qr_nets:Odd", "--input", "2,4"], folder=tmp_path)
+    assert done.returncode == 0
+    assert "pyro-symmetric: units are left out of the group at linalg_qr in Odd" in done.stderr
+    assert ".py:" not in done.stderr
+    assert "= _found(" not in done.stderr
+
+
+def test_a_reference_of_too_few_draws_is_refused_before_anything_is_fitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["compare", "--quick", "--data", "wine", "--methods", "mean-field,multi-ensemble"]
+    assert cli.main([*arguments, "--reference", "multi-ensemble", "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr()
+    assert "multi-ensemble gives 2 draws" in printed.err
+    assert "--budget multi-ensemble.modes=4" in printed.err
+    assert "Fitting" not in printed.out
+    assert not (tmp_path / "out").exists()

@@ -28,7 +28,7 @@ def load(
     target: str | None = None,
     task: Task | None = None,
     test_fraction: float = 0.2,
-    hold_out: Literal["auto"] | Sequence[str | int] | None = "auto",
+    hold_out: Literal["auto"] | Sequence[str | int] | None = None,
     split: int = 0,
     max_train: int | None = None,
     max_test: int | None = None,
@@ -49,8 +49,8 @@ def load(
     :param test_fraction: share of the rows that is split off for testing (stratified by class), where a data set has no
         test part of its own.
     :param hold_out: classes, by name, that are kept out of training and test and become the out-of-distribution inputs.
-        ``"auto"`` holds out the last fifth of the classes where there are at least 5, as a note then says; ``None``
-        holds out none. From a data set with a test part of its own, only that part's rows of these classes are used.
+        ``None`` holds out none; ``"auto"`` the last fifth where there are at least 5, as a note then says. From a data
+        set with a test part of its own, only that part's rows of these classes are used.
     :param split: number of the split. UCI sets bring theirs; data sets without a test part are split anew for each.
     :param max_train: most training rows, a stratified subset drawn by ``seed``; ``None`` for all.
     :param max_test: most test rows, and most out-of-distribution rows.

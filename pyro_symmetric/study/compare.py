@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import json
 import math
+import platform
 import random
 import shutil
 import time
@@ -31,14 +34,16 @@ from pyro_symmetric.study.folder import (
     scratch_path,
     store_path,
 )
-from pyro_symmetric.study.measure import Draws, concerns, draws_of, measure, reference_of
+from pyro_symmetric.study.measure import MIN_REFERENCE, Draws, concerns, draws_of, measure, reference_of
 from pyro_symmetric.study.methods import Method, make_method
 from pyro_symmetric.study.methods.base import require_fits
 from pyro_symmetric.study.problem import Problem, build_problem
-from pyro_symmetric.study.report import environment, write_report
 from pyro_symmetric.study.settings import StudySettings
 
 Say = Callable[[str], None]
+
+# Module -> the package that brings it: what a report is made with.
+PACKAGES = {"jinja2": "jinja2", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 
 # Weights times rows below which one thread computes as fast as several.
 SMALL_PROBLEM = 10_000_000
@@ -79,10 +84,15 @@ def run_study(
     The caller's random generators and Pyro parameters stay as they are: see :func:`own_randomness`.
 
     :raises ValueError: if the settings can't be met, or differ from those of the study in ``out``.
+    :raises ImportError: if a package is missing that the methods or the report need.
     :raises OSError: if the folder can't be written, or holds files of these names that no study wrote.
     """
     methods = [make_method(name, settings.quick, settings.budgets.get(name)) for name in settings.methods]
     make_method(settings.reference)
+    require_packages(methods)
+    for method in methods:
+        if method.title == settings.reference:
+            require_reference(method, settings)
     with own_randomness(settings.seed, settings.torch_device):
         problem = build_problem(settings)
     with threads_for(problem):
@@ -111,6 +121,8 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, overwrite: bool
         say(f"Measuring {label} ...")
         with own_randomness(settings.seed, problem.x.device):  # some tests simulate their null distribution
             rows[label] = measure(finished.fit, draws[label], reference, problem, finished.seconds)
+    from pyro_symmetric.study.report import write_report  # with matplotlib
+
     results = {
         "settings": settings.to_dict(),
         "problem": problem.describe(),
@@ -125,6 +137,29 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, overwrite: bool
     study = Study(problem, fits, draws, results, out)
     write_report(study)
     return study
+
+
+def require_packages(methods: Sequence[Method]) -> None:
+    """:raises ImportError: naming what isn't installed of all that the study will need."""
+    needed = dict(PACKAGES)
+    for method in methods:
+        needed |= method.packages
+    if missing := [package for module, package in needed.items() if importlib.util.find_spec(module) is None]:
+        raise ImportError(
+            f"the study needs {' and '.join(missing)}, not installed here; pip install 'pyro-symmetric[study]' brings "
+            "what is missing"
+        )
+
+
+def require_reference(method: Method, settings: StudySettings) -> None:
+    """:raises ValueError: if the reference will have too few draws to be split."""
+    draws = method.num_draws(settings)
+    if draws < MIN_REFERENCE:
+        part = method.counted
+        raise ValueError(
+            f"--reference {method.title} gives {draws} draws; at least {MIN_REFERENCE} are needed, so that one half "
+            f"can be compared with the other: --budget {method.title}.{part}={MIN_REFERENCE}, say"
+        )
 
 
 def suited(methods: Sequence[Method], problem: Problem, say: Say) -> list[Method]:
@@ -208,6 +243,19 @@ def threads_for(problem: Problem) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def environment(settings: StudySettings) -> dict[str, Any]:
+    """Versions and machine, for whoever repeats the study."""
+    packages = ("pyro-symmetric", "torch", "pyro-ppl", "numpy", "scipy", "arviz-stats", "scikit-learn")
+    device = settings.torch_device
+    cpu = f"CPU, {torch.get_num_threads()} threads"
+    return {
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
 
 
 def without_nan(value: Any) -> Any:

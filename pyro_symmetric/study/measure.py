@@ -20,7 +20,7 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
-from pyro_symmetric.study.tables import OWN_HALF
+from pyro_symmetric.study.tables import OWN_HALF, nll
 from pyro_symmetric.weights import Weights
 
 # Training rows and draws that are enough to tell an underfit from an overfit.
@@ -223,11 +223,6 @@ def _scores(law: Prediction, problem: Problem, y: Tensor, outside: Tensor | None
     (means, noise), data = law, problem.dataset
     targets = data.unstandardize_y(problem.model.likelihood.targets(y))
     return scores.regression(data.unstandardize_y(means), noise * data.y_scale, targets).to_dict()
-
-
-def nll(found: Mapping[str, Any]) -> float:
-    """The mean negative log-likelihood among scores."""
-    return float(found["nll"] if "nll" in found else -found["log_predictive_density"])
 
 
 def invariance(draws: Draws, problem: Problem, independent: int) -> dict[str, Any]:

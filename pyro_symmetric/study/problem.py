@@ -70,12 +70,12 @@ class Problem:
         data, symmetry = self.dataset, self.symmetry
         weights = sum(shape.numel() for shape in self.model.site_shapes.values())
         permuted = ", ".join(f"{n} units of layer {name}" for name, n in symmetry.permutations.factors.items())
-        flips = sum(symmetry.signs.factors.values())
+        flips, order = sum(symmetry.signs.factors.values()), symmetry.log_order()
         return [
             f"Data: {data.describe()}",
             f"Network: {weights} weights; symmetries permute {permuted or 'nothing'}"
             + (f" and flip the signs of {flips}" if flips else "")
-            + f", so that every mode has exp({symmetry.log_order():.1f}) copies (log |G| = {symmetry.log_order():.1f})",
+            + (f": every mode has exp({order:.1f}) copies (log |G| = {order:.1f})" if order else ""),
             *([] if data.ood_name or not self.is_classification else [NO_OOD]),
         ]
 
@@ -104,7 +104,7 @@ def build_problem(settings: StudySettings) -> Problem:
         root=settings.data_root,
         download=settings.download,
         target=settings.target,
-        hold_out=None if settings.ood else "auto",
+        hold_out=None if settings.ood else "auto",  # some classes are the inputs from out of the distribution
         split=settings.split,
         max_train=settings.max_train,
         max_test=settings.max_test,

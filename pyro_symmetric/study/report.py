@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import base64
-import importlib.metadata
 import io
-import platform
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -20,8 +16,7 @@ from pyro_symmetric.compare.frames import pooled_frame
 from pyro_symmetric.storage import write_text
 from pyro_symmetric.study.methods import make_method
 from pyro_symmetric.study.problem import Problem
-from pyro_symmetric.study.settings import StudySettings
-from pyro_symmetric.study.tables import tables
+from pyro_symmetric.study.tables import RISES, conclusion, tables
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
@@ -36,12 +31,6 @@ def write_report(study: Study) -> None:
     write_text(study.report, render(study), "report")
 
 
-def summary_table(study: Study) -> str:
-    """The tables for a terminal."""
-    rows = study.results["methods"]
-    return "\n\n".join(t.as_text(rows) for t in tables(study.problem.is_classification) if t.rows(rows))
-
-
 def render(study: Study) -> str:
     """The report as HTML."""
     import jinja2
@@ -53,6 +42,8 @@ def render(study: Study) -> str:
     return environment.get_template("report.html").render(
         title=f"Posteriors of a neural network on {study.problem.dataset.title}",
         problem=study.results["problem"],
+        conclusion=conclusion(rows, study.problem.settings.reference),
+        command=study.problem.settings.command(study.out),
         concerns=study.results["concerns"],
         quick=study.problem.settings.quick,
         methods=[(name, _described(name, study.problem)) for name in study.problem.settings.methods],
@@ -74,7 +65,8 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
         shown.append(
             (
                 "Distance to the reference",
-                "Squared MMD before and after symmetries are removed. Zero means that the draws can't be told apart.",
+                "Squared MMD before and after symmetries are removed. Zero means that the draws can't be told apart. "
+                + RISES,
                 plots.before_and_after(pairs, "squared MMD, median over kernels"),
             )
         )
@@ -83,8 +75,8 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
     shown.append(
         (
             "All draws, projected",
-            "The first two principal components of all methods' weights, as drawn, and with symmetries removed: in "
-            "one frame for the draws of all methods.",
+            "The first two principal components of all methods' weights, those of the reference in grey: as drawn, and "
+            "with symmetries removed, in one frame for the draws of all methods.",
             plots.projections(
                 {
                     "as drawn": _project({name: draws.raw for name, draws in study.draws.items()}),
@@ -114,21 +106,6 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
     if curves:
         shown.append(("Training", "What each method minimised, or followed, step by step.", plots.loss_curves(curves)))
     return shown
-
-
-def environment(settings: StudySettings) -> dict[str, Any]:
-    """Versions and machine, for whoever repeats the study."""
-    packages = ("pyro-symmetric", "torch", "pyro-ppl", "numpy", "scipy", "arviz-stats", "scikit-learn")
-    device = settings.torch_device
-    return {
-        "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in packages},
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads",
-        "platform": f"{platform.system()} {platform.machine()}",
-        "command": " ".join(sys.argv[1:]),
-    }
 
 
 def _described(name: str, problem: Problem) -> str:
@@ -165,17 +142,13 @@ def _marginals(study: Study, removed: Mapping[str, Weights]) -> tuple[str, str, 
 
     shape = first.raw[site].shape[1:]
     names = [f"{site}[{', '.join(map(str, np.unravel_index(p, tuple(shape))))}]" for p in picked]
+    raw = {name: draws.raw for name, draws in study.draws.items()}
     return (
         "Marginals of a few weights",
-        "The same weight of three hidden units. In the true posterior the upper row shows one and the same "
-        "distribution for all units; "
-        "below, in one frame for the draws of all methods, each has its own.",
-        plots.marginals(
-            names,
-            [values({name: draws.raw for name, draws in study.draws.items()}), values(removed)],
-            ["as drawn", "symmetries removed"],
-            study.problem.settings.reference,
-        ),
+        "The same weight of three hidden units. As drawn, all units of the true posterior have one and the same "
+        "distribution: three curves that differ show a method that knows its copies apart. With symmetries removed, "
+        "in one frame for the draws of all methods, each unit has its own.",
+        plots.marginals({"as drawn": values(raw), "symmetries removed": values(removed)}, names),
     )
 
 
@@ -192,7 +165,8 @@ def _calibration(rows: Mapping[str, Any], problem: Problem) -> tuple[str, str, F
     if not problem.is_classification:
         curves = {n: (p["calibration_levels"], p["calibration_coverage"]) for n, p in predictions.items()}
         caption = "Share of test targets inside the central predictive interval of each level."
-        return "Calibration", caption, plots.calibration(curves, "level of the interval", "share of targets inside")
+        labels = "level of the interval", "share of targets inside"
+        return "Calibration", caption, plots.calibration(curves, *labels, problem.settings.reference)
     curves = {}
     for name, prediction in predictions.items():
         bins = prediction["calibration"]
@@ -202,7 +176,7 @@ def _calibration(rows: Mapping[str, Any], problem: Problem) -> tuple[str, str, F
         f"Accuracy of test rows against the confidence in them, in bins of at least {FEWEST_ROWS} rows; above the "
         f"diagonal a method is too cautious, below too sure."
     )
-    return "Calibration", caption, plots.calibration(curves, "confidence", "accuracy")
+    return "Calibration", caption, plots.calibration(curves, "confidence", "accuracy", problem.settings.reference)
 
 
 def _as_image(figure: Figure) -> str:

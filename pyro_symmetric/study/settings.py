@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,6 +136,25 @@ class StudySettings:
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         return {**asdict(self), "hidden": list(self.hidden), "methods": list(self.methods)}
+
+    def command(self, out: str | Path) -> str:
+        """The command line that repeats the study, as one types it: what differs from the defaults."""
+        given = {name: value for name, value in self.to_dict().items() if value != getattr(StudySettings(), name)}
+        given["hidden"] = None if self.hidden == StudySettings().hidden else ",".join(map(str, self.hidden))
+        given["methods"] = None if self.methods == DEFAULT_METHODS else ",".join(self.methods)
+        words = ["pyro-symmetric", "compare"]
+        for name, value in given.items():
+            option = f"--{ {'num_draws': 'draws'}.get(name, name).replace('_', '-') }"
+            if name == "prior_scales":
+                words += [word for pattern, scale in value.items() for word in ("--prior-scale", f"{pattern}={scale}")]
+            elif name == "budgets":
+                parts = [(method, *part) for method, budget in value.items() for part in budget.items()]
+                words += [word for method, part, number in parts for word in ("--budget", f"{method}.{part}={number}")]
+            elif isinstance(value, bool):
+                words.append(option if value else f"--no-{option[2:]}")
+            elif value is not None:
+                words += [option, str(value)]
+        return shlex.join([*words, "--out", str(out)])
 
     def deciding(self) -> dict[str, Any]:
         """The settings that decide results, as JSON."""

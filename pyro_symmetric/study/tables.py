@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from pyro_symmetric.chain_findings import R_HAT
 from pyro_symmetric.compare import distances
 
+if TYPE_CHECKING:
+    from pyro_symmetric.study.compare import Study
+
 Row = Mapping[str, Any]
 
 MISSING = "–"
 """The sign in place of a missing number."""
+
+RISES = (
+    "With symmetries removed the number can rise: as drawn, a method that is spread over all copies resembles any "
+    "reference that is, whatever its shape within a copy; removed, only that shape is left to be compared."
+)
+"""Why a symmetrised guide may lie further away once symmetries are removed."""
 
 OWN_HALF = "its own other half"
 """The half of its own draws that the reference is compared to, in words."""
@@ -159,7 +168,7 @@ def distance_table() -> Table:
         "Distance to the reference",
         "Between each method's draws and the reference's: in what they predict; and weight by weight, as they are, and with one "
         "representative for all weights that compute the same function. The reference itself is split in two halves of its chains: "
-        "what its own Monte Carlo error looks like. All rows share the kernels of that split.",
+        f"what its own Monte Carlo error looks like. All rows share the kernels of that split. {RISES}",
         (*columns, *INVARIANCE),
         competes=lambda row: bool(row["distance"]) and row["distance"]["to"] != OWN_HALF,
     )
@@ -212,6 +221,41 @@ COST = Table(
 def tables(is_classification: bool) -> tuple[Table, ...]:
     """All tables of a report."""
     return (CLASSIFICATION if is_classification else REGRESSION, distance_table(), EVIDENCE, CHAINS, COST)
+
+
+def conclusion(rows: Mapping[str, Row], reference: str) -> list[str]:
+    """The findings in up to three sentences: of predictions, of weights, of what symmetrising a guide gained."""
+    said = []
+    scored = {name: nll(row["prediction"]) for name, row in rows.items()}
+    best = min(scored, key=scored.__getitem__)
+    told = f"{best} predicts the test rows best, at {scored[best]:.4f} nats a row"
+    if reference in scored and best != reference:
+        told += f" (the reference {reference}: {scored[reference]:.4f})"
+    compared = {n: row["distance"] for n, row in rows.items() if n != reference and row["distance"]}
+    for kind, distance, total, words in (
+        ("prediction", "total_variation", "mean", "in what they predict"),
+        ("removed", "mmd", "median", "in weights (symmetries removed)"),
+    ):
+        found = {n: row[kind][distance][total] for n, row in compared.items() if distance in row[kind]}
+        if len(found) > 1:
+            near, far = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+            itself = rows[reference]["distance"][kind][distance][total]
+            said.append(
+                f"Closest to the reference {words} is {near} ({found[near]:.3g}; the reference's own halves "
+                f"{itself:.3g}), furthest {far} ({found[far]:.3g})."
+            )
+    return [f"{told}.", *said]
+
+
+def nll(scores: Row) -> float:
+    """The mean negative log-likelihood among scores."""
+    return float(scores["nll"] if "nll" in scores else -scores["log_predictive_density"])
+
+
+def summary_table(study: Study) -> str:
+    """The tables for a terminal."""
+    rows = study.results["methods"]
+    return "\n\n".join(t.as_text(rows) for t in tables(study.problem.is_classification) if t.rows(rows))
 
 
 def _best(column: Column, rows: Sequence[Row]) -> Any:

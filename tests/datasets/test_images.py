@@ -37,7 +37,7 @@ def root(tmp_path, pixels) -> Path:
 
 
 def test_the_official_parts_are_kept_and_pixels_come_back_exactly(root, pixels):
-    data = datasets.load("mnist", root=root, hold_out=None)
+    data = datasets.load("mnist", root=root)
     assert (data.train_x.shape, data.test_x.shape) == ((40, 1, 28, 28), (20, 1, 28, 28))
     assert data.train_y.tolist() == [i % 10 for i in range(40)]
     found = ((data.test_x * data.x_scale + data.x_mean) * 255).round().squeeze(1)
@@ -52,7 +52,7 @@ def test_a_part_of_a_data_set_is_not_shown_under_the_whole_one_s_name(root):
 
 
 def test_held_out_classes_come_from_the_test_part_only(root, pixels):
-    data = datasets.load("fashion-mnist", root=root)
+    data = datasets.load("fashion-mnist", root=root, hold_out="auto")
     assert data.class_names[0] == "T-shirt/top"
     assert data.ood_name.endswith("classes Bag, Ankle boot")
     found = ((data.ood_x * data.x_scale + data.x_mean) * 255).round().squeeze(1).long()
@@ -95,7 +95,7 @@ def test_svhn_and_cifar_arrays_are_read_channels_first(tmp_path, monkeypatch):
     for part in ("train", "test"):
         scipy.io.savemat(tmp_path / f"{part}_32x32.mat", {"X": pixels, "y": labels})
     monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)  # the official checksums
-    data = datasets.load("svhn", root=tmp_path, hold_out=None)
+    data = datasets.load("svhn", root=tmp_path)
     assert data.input_shape == (3, 32, 32)
     assert data.test_y[:10].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
     found = ((data.test_x * data.x_scale + data.x_mean) * 255).round().long()

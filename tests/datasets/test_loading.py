@@ -12,11 +12,18 @@ from pyro_symmetric import datasets
 
 @pytest.fixture(scope="module")
 def digits() -> datasets.Dataset:
-    return datasets.load("digits")
+    return datasets.load("digits", hold_out="auto")
 
 
 def rows_of(x: torch.Tensor) -> set[tuple[float, ...]]:
     return {tuple(row) for row in x.flatten(1).round(decimals=4).tolist()}
+
+
+def test_all_classes_are_there_unless_some_are_asked_to_be_held_out():
+    data = datasets.load("digits")
+    assert data.class_names == tuple("0123456789")
+    assert len(data.train_x) + len(data.test_x) == 1797
+    assert data.ood_x is None
 
 
 def test_digits_hold_the_last_two_classes_out_and_keep_every_row_once(digits):
@@ -62,7 +69,7 @@ def test_the_split_is_stratified_in_every_class(digits):
 
 
 def test_a_subset_is_stratified_and_drawn_from_the_same_training_rows(digits):
-    small = datasets.load("digits", max_train=80, max_test=40)
+    small = datasets.load("digits", hold_out="auto", max_train=80, max_test=40)
     assert torch.bincount(small.train_y).tolist() == pytest.approx([10] * 8, abs=1)
     assert (len(small.train_x), len(small.test_x), len(small.ood_x)) == (80, 40, 40)
     originals = rows_of(digits.train_x * digits.x_scale + digits.x_mean)
@@ -71,9 +78,9 @@ def test_a_subset_is_stratified_and_drawn_from_the_same_training_rows(digits):
 
 def test_a_seed_repeats_the_split_and_another_seed_or_split_changes_it(digits):
     torch.manual_seed(123)  # the generator's state has no part in it
-    torch.testing.assert_close(datasets.load("digits").train_x, digits.train_x, rtol=0, atol=0)
+    torch.testing.assert_close(datasets.load("digits", hold_out="auto").train_x, digits.train_x, rtol=0, atol=0)
     for other in ({"seed": 1}, {"split": 1}):
-        changed = datasets.load("digits", **other)
+        changed = datasets.load("digits", hold_out="auto", **other)
         assert not torch.equal(changed.train_y, digits.train_y)
         assert len(changed.train_x) == len(digits.train_x)
 
@@ -97,15 +104,15 @@ def test_regression_targets_return_to_the_data_s_units():
     torch.testing.assert_close(targets.sort().values, expected.sort().values)
 
 
-def test_few_classes_are_not_held_out_by_default():
-    assert datasets.load("wine").num_classes == 3
-    assert datasets.load("breast-cancer").ood_x is None
+def test_of_few_classes_auto_holds_none_out():
+    assert datasets.load("wine", hold_out="auto").num_classes == 3
+    assert datasets.load("breast-cancer", hold_out="auto").ood_x is None
     assert datasets.load("wine", hold_out=["class_1"]).class_names == ("class_0", "class_2")
 
 
 def test_dtype_applies_to_inputs_and_targets_but_not_to_class_indices():
     assert datasets.load("diabetes", dtype=torch.float64).train_y.dtype == torch.float64
-    data = datasets.load("digits", dtype=torch.float64)
+    data = datasets.load("digits", hold_out="auto", dtype=torch.float64)
     assert (data.ood_x.dtype, data.x_scale.dtype, data.train_y.dtype) == (torch.float64, torch.float64, torch.int64)
     assert data.to(dtype=torch.float32).test_x.dtype == torch.float32
 

@@ -158,6 +158,20 @@ def test_the_report_stands_alone(finished: Any) -> None:
         assert f"<td>{label}</td>" in html
 
 
+def test_the_report_opens_with_what_was_found_and_ends_with_the_command(finished: Any) -> None:
+    html, rows = finished.report.read_text(), finished.results["methods"]
+    body = html[html.index("<h1>") :]
+    first, distances = body.index("predicts the test rows best"), body.index("Distance to the reference</h2>")
+    assert first < body.index("Data: ") < distances
+    best = min(rows, key=lambda name: rows[name]["prediction"]["nll"])
+    near = min(LABELS[:-1], key=lambda name: rows[name]["distance"]["removed"]["mmd"]["median"])
+    assert f"{best} predicts the test rows best, at {rows[best]['prediction']['nll']:.4f} nats a row" in body
+    assert f"in weights (symmetries removed) is {near} (" in body
+    assert "symmetries removed the number can rise" in body[distances : body.index("<table>", distances)]
+    assert "pyro-symmetric compare --max-train 200 " in body[body.index("How to repeat it") :]
+    assert "prefers-color-scheme: dark" in html
+
+
 def test_numbers_in_the_report_are_those_of_the_results(finished: Any) -> None:
     html = finished.report.read_text()
     for row in finished.results["methods"].values():
@@ -583,7 +597,7 @@ def test_a_single_network_has_predictions_but_no_distance_and_can_be_no_referenc
     assert rows["multi-ensemble"]["distance"]["to"] == "ensemble"
     samples = {name: study.fits[name].fit.posterior.samples["0.weight"][0] for name in rows}
     assert not torch.equal(samples["ensemble"][0], samples["multi-ensemble"][0])  # networks of their own
-    with pytest.raises(ValueError, match="reference 'single-ensemble' has 1 draws"):
+    with pytest.raises(ValueError, match="--reference single-ensemble gives 1 draws"):
         run(tmp_path, methods=("ensemble", "single-ensemble"), reference="single-ensemble")
 
 

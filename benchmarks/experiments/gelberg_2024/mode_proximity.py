@@ -131,7 +131,7 @@ def in_deviations(model: ps.BayesianModel, group: ps.Group, x: Tensor, y: Tensor
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    data = ps.datasets.load("digits", hold_out=None, dtype=torch.float32)
+    data = ps.datasets.load("digits", dtype=torch.float32)
     return data.train_x.flatten(1), data.train_y
 
 

@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(arguments, argv)
     if options.quick:
         options.members, options.epochs, options.residual_members, options.residual_epochs = 50, 2, 10, 1
-    data = ps.datasets.load("digits", dtype=torch.float32)
+    data = ps.datasets.load("digits", hold_out="auto", dtype=torch.float32)
     results = Results.of(options, "members", "epochs", "residual_members", "residual_epochs", "inputs")
     one = functools.partial(run, data=data, options=options)
     for network, sizes in (("perceptron", options.widths), ("residual", options.channels)):

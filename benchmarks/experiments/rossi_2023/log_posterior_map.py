@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(arguments, argv)
     if options.quick:
         options.widths, options.steps, options.points = [8], 20, 5
-    data = ps.datasets.load("digits", hold_out=None, dtype=torch.float32)
+    data = ps.datasets.load("digits", dtype=torch.float32)
     results = Results.of(options, "steps", "points")
     results.fill(functools.partial(run, data=data, options=options), seed=range(options.seeds), width=options.widths)
     lines = []

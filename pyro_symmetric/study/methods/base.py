@@ -38,6 +38,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.calls import did_you_mean
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.study.settings import StudySettings
 
 PREFIXES = ("single-", "multi-")
 
@@ -84,6 +85,8 @@ class Method(ABC):
     its own, which no other thread has meanwhile. A method that takes all random numbers from ``problem.seed`` says
     ``draws_globally = False``.
 
+    ``packages`` names what it needs beyond the library: module -> the package that brings it.
+
     :param prefix: ``"single-"`` or ``"multi-"`` where it was asked for in that form.
     """
 
@@ -97,6 +100,7 @@ class Method(ABC):
     counted: ClassVar[str] = "modes"
     draws_globally: ClassVar[bool] = True
     quick_many: ClassVar[int] = 2
+    packages: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
@@ -105,6 +109,10 @@ class Method(ABC):
     def too_large(self, problem: Problem) -> str:
         """The sentence why this problem is too large for the method, which is left out then; empty if it isn't."""
         return ""
+
+    def num_draws(self, settings: StudySettings) -> int:
+        """The draws that it gives at most; a reference needs some."""
+        return settings.num_draws
 
     def quick(self) -> Method:
         """The same method on a small budget."""

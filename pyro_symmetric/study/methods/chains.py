@@ -12,6 +12,7 @@ from pyro_symmetric.ensembles import fresh_starts
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, Kernel, pSGLD, sample
 from pyro_symmetric.study.methods.base import Fit, Method, register
 from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.study.settings import StudySettings
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class _Chains(Method):
     @abstractmethod
     def kernel(self, problem: Problem) -> Kernel:
         """The sampler."""
+
+    def num_draws(self, settings: StudySettings) -> int:
+        return self.chains * self.draws
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         posterior = sample(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,6 +35,7 @@ class _Laplace(_Networks):
 
     structure: ClassVar[str]
     subset: ClassVar[str] = "all"
+    packages: ClassVar[Mapping[str, str]] = {"laplace": "laplace-torch"}
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         model = problem.model

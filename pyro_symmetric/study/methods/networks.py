@@ -17,6 +17,7 @@ from pyro_symmetric.guides import SWAG
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, register
 from pyro_symmetric.study.problem import Problem
+from pyro_symmetric.study.settings import StudySettings
 from pyro_symmetric.weights import Weights
 
 LOSS = "negative log-posterior (nats)"
@@ -75,6 +76,9 @@ class Ensemble(_Networks):
     summary: ClassVar[str] = "A deep ensemble: networks trained independently, each to a mode of the posterior (MAP)."
     quick_budget: ClassVar[Mapping[str, Any]] = {**_Networks.quick_budget, "modes": 40}
     draws_globally: ClassVar[bool] = False
+
+    def num_draws(self, settings: StudySettings) -> int:
+        return self.modes
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         trained = self._train(problem, progress, store=problem.scratch)
