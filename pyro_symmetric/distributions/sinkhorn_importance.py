@@ -77,7 +77,9 @@ class SinkhornImportance(OrbitEstimator):
     normal fitted to 1024 draws, up to 100 entries. What is then lost of :math:`\nabla I` is measured by
     ``benchmarks/performance/gradient_bias.py``, for overlapping units: with ``K = 16`` at most 0.02 for units of one
     layer, whatever the base, and 0.2 for two hidden layers of 5 and 4; with ``K = 4``, 0.05 of a full rank over seven
-    units, 0.1 under a flow. Sums of up to 25,000 terms are better added up:
+    units, 0.1 under a flow. *Tied units*, whose weights from state to state belong to two of them, lose far more: eight
+    recurrent ones 0.46 with ``K = 16`` and 0.72 with ``K = 4``; ``ExactOrbit`` loses nothing there.
+    Sums of up to 25,000 terms are better added up:
     :func:`~pyro_symmetric.guides.suggest_estimator` then picks ``ExactOrbit``, which loses nothing.
     :func:`~pyro_symmetric.guides.evidence` doubts an estimate whose bounds from both sides, ``log_prob`` and
     ``log_prob_elsewhere``, lie more than half a nat apart, and a training by such an estimate if it is a twentieth
@@ -180,7 +182,10 @@ def _matched_well(group: Group, base: BaseKind) -> bool:
     if base == "other":
         return False
     numbers = sum(shape.numel() for shape in group.site_shapes.values())
-    sites = [site for units in group.units for site in {axis.site for axis in group.axes(units)}]
+    own = [[axis.site for axis in group.axes(units)] for units in group.units]
+    if any(len(set(sites)) < len(sites) for sites in own):  # tied: recurrent weights
+        return False
+    sites = [site for sites in own for site in sites]
     apart = base in ("mean field", "unit blocks") and len(set(sites)) == len(sites)
     return apart or numbers > FEW_NUMBERS
 

@@ -10,12 +10,12 @@ from typing import Any, Self
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta
+from pyro.distributions import Delta, Distribution
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoContinuous
 from pyro.nn import PyroModule
 from torch import Tensor, nn
-from torch.distributions import biject_to
+from torch.distributions import biject_to, register_kl
 
 from pyro_symmetric import arguments
 from pyro_symmetric.guides.layout import layout_of
@@ -192,3 +192,9 @@ class _Image(Delta):
 
     def log_prob(self, x: Tensor) -> Tensor:
         return self.log_density if x is self.v else super().log_prob(x)
+
+
+@register_kl(_Image, Distribution)
+def _kl_image(image: _Image, prior: Distribution) -> Tensor:
+    # Pyro's, of a Delta, leaves the density of the map out.
+    return image.log_density - prior.log_prob(image.v)

@@ -20,7 +20,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import forked
+from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.chain_statistics import copied_chains
 from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -29,9 +29,9 @@ from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides import doubts
 from pyro_symmetric.guides.fitted import halves
-from pyro_symmetric.guides.gaussian import plain_posterior
+from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
 from pyro_symmetric.guides.layout import GuideLayout, layout_of
-from pyro_symmetric.guides.log_ratios import Estimate, bridge, chains_agree, importance, pareto_k
+from pyro_symmetric.guides.log_ratios import Estimate, bridge, chains_agree, importance, in_nats, pareto_k
 from pyro_symmetric.guides.suggest import suggest_estimator
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.posterior import Posterior
@@ -83,26 +83,25 @@ class Evidence:
         return self.bridge or self.importance
 
     def __repr__(self) -> str:
-        relation, found = "=" if self.bound == "exact" else "≥", self.importance
-        low, high = self.best.interval()
+        relation, found, bridge = "=" if self.bound == "exact" else "≥", self.importance, self.bridge
         lines = [
             "Evidence, in nats",
-            f"  ELBO                = {self.elbo:.2f} ± {self.elbo_error:.2f}",
-            f"  symmetrised ELBO    {relation} {self.symmetrized_elbo:.2f} ± {self.symmetrized_error:.2f}, by "
-            f"{self.estimator}; log |G| = {self.log_order:.1f}",
-            f"  importance sampling ≈ {found.log_evidence:.2f} ± {found.shown_error}, Pareto-k {self.pareto_k:.2f}, "
-            f"{found.effective_draws:.0f} effective of {found.num_draws} draws",
+            f"  ELBO                = {in_nats(self.elbo)} ± {in_nats(self.elbo_error)}",
+            f"  symmetrised ELBO    {relation} {in_nats(self.symmetrized_elbo)} ± {in_nats(self.symmetrized_error)}, "
+            f"by {self.estimator}; log |G| = {self.log_order:.1f}",
+            f"  importance sampling ≈ {self._shown(found)}, Pareto-k {self.pareto_k:.2f}, {found.shown_draws}",
         ]
-        if self.bridge:
-            lines += [
-                f"  bridge sampling     ≈ {self.bridge.log_evidence:.2f} ± {self.bridge.shown_error}, "
-                f"{self.bridge.effective_draws:.0f} effective of {self.bridge.num_draws} draws"
-            ]
-        lines += [f"  95 % interval: {low:.2f} to {high:.2f}" + (", in doubt:" if self.doubts else "")]
-        return "\n".join([*lines, *(f"  ! {doubt}" for doubt in self.doubts)])
+        if bridge:
+            lines += [f"  bridge sampling     ≈ {self._shown(bridge)}, {bridge.shown_draws}"]
+        if self.doubts:
+            return "\n".join([*lines, "  in doubt, so that no error is known:", *(f"  ! {d}" for d in self.doubts)])
+        low, high = self.best.interval()
+        return "\n".join([*lines, f"  95 % interval: {low:.2f} to {high:.2f}"])
+
+    def _shown(self, found: Estimate) -> str:
+        return in_nats(found.log_evidence) + ("" if self.doubts else f" ± {in_nats(found.error)}")
 
 
-@torch.no_grad()
 def evidence(
     guide: AutoGuide | Posterior,
     log_joint: Callable[[Weights], Tensor],
@@ -164,6 +163,21 @@ def evidence(
         raise TypeError(f"log_joint is {arguments.shown(log_joint)}; it must be {kind}")
     arguments.function("log_joint", log_joint, kind)
     arguments.instance("posterior", posterior, (Posterior, type(None)), "a Posterior or None")
+    held = guide.samples.values() if isinstance(guide, Posterior) else [*guide.parameters(), *guide.buffers()]
+    # Draws come from PyTorch's generator, which the checks put back: of two threads at once both would have the same.
+    with torch.no_grad(), forked(drawn_seed(), next((value.device for value in held), None)):
+        return _evidence(guide, log_joint, group, estimator, posterior, num_samples, chunk)
+
+
+def _evidence(
+    guide: AutoGuide | Posterior,
+    log_joint: Callable[[Weights], Tensor],
+    group: Group,
+    estimator: OrbitEstimator | None,
+    posterior: Posterior | None,
+    num_samples: int,
+    chunk: int,
+) -> Evidence:
     if isinstance(guide, Posterior):
         guide, posterior = halves(guide, group, posterior)
     estimator = estimator or suggest_estimator(guide, group, training=False).estimator
@@ -174,14 +188,22 @@ def evidence(
         )
     layout = layout_of(guide)
     of_chains = None if posterior is None else _unconstrained(posterior, layout, num_samples)
-    weighing = _Weighing(log_joint, layout, plain_posterior(guide), layout.action(group), estimator, chunk)
+    base = plain_posterior(guide)
+    require_spread(base, guide)
+    weighing = _Weighing(log_joint, layout, base, layout.action(group), estimator, chunk)
     plain, symmetrized, rounding, noise = weighing.of_guide(num_samples)
     found, k, connected = importance(symmetrized), pareto_k(symmetrized), None
     gap = weighing.density_gap()
     log_order = group.log_order()
     bridged = posterior is not None and math.isfinite(found.log_evidence)
     poor = doubts.of_importance(found, k, float(symmetrized.mean()), bridged)
-    told = poor + doubts.of_density(estimator, gap) + doubts.of_digits(rounding) + doubts.of_noise(noise)
+    told = (
+        doubts.of_spread(base.sample((CHECKED_DENSITIES,)))
+        + poor
+        + doubts.of_density(estimator, gap)
+        + doubts.of_digits(rounding)
+        + doubts.of_noise(noise)
+    )
     if isinstance(guide, AutoSymmetrized):
         told += doubts.of_training(guide.estimator, weighing.by(guide.estimator).density_gap(), log_order)
     if bridged and posterior is not None and of_chains is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from pyro_symmetric.distributions import OrbitEstimator
 from pyro_symmetric.guides.layout import GuideLayout
-from pyro_symmetric.guides.log_ratios import FEWEST, Estimate, largest_reliable_k
+from pyro_symmetric.guides.log_ratios import FEWEST, Estimate, in_nats, largest_reliable_k
 from pyro_symmetric.posterior import Posterior
 
 # What is said aloud: methods that differ by more of their errors, errors of more nats, chains that agree less.
@@ -34,6 +35,15 @@ def of_importance(found: Estimate, k: float, elbo: float, bridged: bool) -> list
     if bridged and reasons:
         return [f"importance sampling can't check the bridge: {reasons[0]}"]
     return [f"importance sampling: {reason}" for reason in reasons]
+
+
+def of_spread(draws: Tensor) -> list[str]:
+    """Of a guide that has no density in some direction, at least in the digits that there are.
+
+    :param draws: of the guide, unconstrained, ``(N, D)``.
+    """
+    still = int((draws == draws[0]).all(0).sum())
+    return [f"the guide's draws don't spread in {still} of {draws.shape[1]} directions"] if still else []
 
 
 def of_density(estimator: OrbitEstimator, gap: float) -> list[str]:
@@ -118,6 +128,8 @@ def of_weights(found: Estimate, k: float) -> list[str]:
         return [f"log_joint is {found.log_evidence} at draws of the guide"]
     if math.isnan(k):
         return ["too few draws to tell the tail of the weights"]
+    if k == -math.inf:
+        return ["all weights are equal but for rounding, as those of a point mass are, too"]
     if k > most:
         return [f"Pareto-k is {k:.2f}, above {most:.2f}; its error can't be trusted"]
     return _of_error(found)
@@ -141,7 +153,7 @@ def _of_distance(found: Estimate, elbo: float, bridged: bool) -> list[str]:
 def _of_error(found: Estimate) -> list[str]:
     reasons = []
     if found.error > LARGE_ERROR:
-        reasons = [f"its error, {found.shown_error} nats, can't be trusted"]
+        reasons = [f"its error, {in_nats(found.error)} nats, can't be trusted"]
     if found.effective_draws < FEWEST:
         reasons += [f"{found.effective_draws:.0f} effective draws are too few to know its error"]
     return reasons

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from pyro.infer.autoguide import AutoDiagonalNormal
+from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor
 
 from pyro_symmetric.alignment.many import align_many
@@ -39,7 +40,9 @@ def fitted(posterior: Posterior, group: Group) -> AutoGaussian:
 
     Correlations are shrunk by the factor :math:`S / (S + D)` of ``S`` draws, so that the covariance has full rank.
     """
-    sketch = distinct(AutoDiagonalNormal(posterior.model))
+    first = {site: draws[0, 0] for site, draws in posterior.samples.items()}
+    # At a draw of the posterior: priors may be improper.
+    sketch = distinct(AutoDiagonalNormal(posterior.model, init_loc_fn=init_to_value(values=first)))
     sketch(*posterior._args, **posterior._kwargs)
     layout = layout_of(sketch)
     aligned = align_many(posterior, group, progress=False).posterior

@@ -13,6 +13,7 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import forked
 from pyro_symmetric.alignment.gaussian import to_gaussian
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.guides.base import WeightsGuide
@@ -21,6 +22,9 @@ from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
 Moments = Mapping[str, Tensor]
+
+# So many draws agree only if all do.
+NO_COINCIDENCE = 8
 
 
 class AutoGaussian(WeightsGuide):
@@ -144,6 +148,17 @@ def plain_posterior(guide: AutoGuide) -> Any:
     if isinstance(guide, AutoContinuous):
         return guide.get_posterior()
     raise TypeError(f"the density of {type(guide).__name__} isn't known; pass an AutoContinuous or AutoNormal")
+
+
+def require_spread(distribution: Any, guide: Any) -> None:
+    """:raises TypeError: if all draws are one point: a point mass has no density."""
+    with torch.no_grad(), forked():
+        draws = distribution.sample((NO_COINCIDENCE,))
+    if draws.numel() and bool((draws == draws[0]).all()):
+        raise TypeError(
+            f"{type(guide).__name__} draws the same point each time: a point mass, which has no density. Take a guide "
+            "that spreads; of an AutoLaplaceApproximation that is guide.laplace_approximation(*args)"
+        )
 
 
 def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weights:

@@ -51,8 +51,10 @@ SEEN = 1000
 ONE_DEVIATION = NormalDist().cdf(1.0)
 # Tails of fewer draws tell no shape; those of chains, no autocorrelation.
 FEWEST = 25
-# Nats of an error beyond which the number says nothing more.
-LARGEST_SHOWN = 20.0
+# Nats of rounding, which has no shape.
+ROUNDING = 1e-5
+# Nats of which hundredths say nothing more.
+HUGE = 1e7
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,19 @@ class Estimate:
     effective_draws: float
 
     @property
-    def shown_error(self) -> str:
-        """The error as it is printed."""
-        return f"{self.error:.2f}" if self.error < LARGEST_SHOWN else f"over {LARGEST_SHOWN:.0f}"
+    def shown_draws(self) -> str:
+        """The numbers of draws as they are printed."""
+        return f"{self.effective_draws:.0f} effective of {self.num_draws} draws"
 
     def interval(self, prob: float = 0.95) -> tuple[float, float]:
         """The ends of the interval that holds the log-evidence with this probability, by the normal approximation."""
         half = self.error * NormalDist().inv_cdf(0.5 + arguments.fraction("prob", prob) / 2)
         return self.log_evidence - half, self.log_evidence + half
+
+
+def in_nats(value: float) -> str:
+    """A number of nats as it is printed."""
+    return f"{value:.2f}" if abs(value) < HUGE else f"{value:.1e}"
 
 
 def importance(log_ratios: Tensor) -> Estimate:
@@ -111,8 +118,7 @@ def pareto_k(log_ratios: Tensor) -> float:
     from arviz_stats.base import array_stats  # which takes a second to load
 
     tail = np.sort(values)[-math.ceil(min(len(values) / 5, 3 * len(values) ** 0.5)) :]
-    alike = np.isclose(tail[0], tail[-1], rtol=1e-12, atol=1e-12)  # but for rounding, which has no shape
-    if alike:
+    if tail[-1] - tail[0] < ROUNDING:
         return -math.inf
     if tail[(len(tail) + 2) // 4 - 1] - tail[-1] < NONE:  # the fit divides by this one, and would say that all is well
         return math.inf

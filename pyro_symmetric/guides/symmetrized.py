@@ -31,6 +31,7 @@ from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.bases import held_guide
 from pyro_symmetric.guides.bound_tensor import GuideDensity
 from pyro_symmetric.guides.flow import AutoFlow
+from pyro_symmetric.guides.gaussian import require_spread
 from pyro_symmetric.guides.layout import LayoutModel, layout_of
 from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.starts import InitLocFn
@@ -156,6 +157,7 @@ class AutoSymmetrized(WeightsGuide):
         :raises TypeError: if the base can't tell the density of moved draws.
         """
         layout = layout_of(self)
+        require_spread(self.base.get_posterior(), self.base)
         for name, plate in ((site.name, plate) for site in layout for plate in site.plates):
             if plate.size < plate.full_size:
                 raise ValueError(
