@@ -25,7 +25,7 @@ from torch.distributions import (
     constraints,
     identity_transform,
 )
-from torch.distributions.transforms import AffineTransform, ComposeTransform, ExpTransform, IndependentTransform
+from torch.distributions.transforms import ComposeTransform, IndependentTransform
 
 from pyro_symmetric import weights as by_site
 from pyro_symmetric.placement import as_tensor
@@ -77,12 +77,6 @@ class Layout:
             pieces[site] = self.transforms[site](pieces[site])
         return pieces
 
-    @property
-    def same_in_batches(self) -> bool:
-        """True if every weight is rounded alike in batches of any shape. A sigmoid isn't: PyTorch computes the first
-        numbers of a tensor by vector instructions, and the few that are left by others."""
-        return all(_is_exact(self.transforms[site]) for site in self._curved)
-
     def constrain_with_log_det(self, z: Tensor) -> tuple[Weights, Tensor]:
         r"""Weights, and :math:`\log |\det \partial w / \partial z|` of shape ``batch_shape``."""
         weights = self.unflatten(z)
@@ -118,14 +112,6 @@ def is_identity(transform: Transform) -> bool:
     if isinstance(transform, IndependentTransform):
         return is_identity(transform.base_transform)
     return isinstance(transform, ComposeTransform) and all(is_identity(part) for part in transform.parts)
-
-
-def _is_exact(transform: Transform) -> bool:
-    if isinstance(transform, IndependentTransform):
-        return _is_exact(transform.base_transform)
-    if isinstance(transform, ComposeTransform):
-        return all(_is_exact(part) for part in transform.parts)
-    return isinstance(transform, AffineTransform | ExpTransform)
 
 
 def transform_of(site: str, fn: Distribution) -> Transform:

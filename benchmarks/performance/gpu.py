@@ -172,10 +172,9 @@ def targets(bench: Bench) -> Iterator[tuple[str, ps.BayesianModel, Tensor, Tenso
 
 
 def samplers(bench: Bench) -> None:
-    """An iteration of HMC, NUTS and AdaptiveHMC, of so many chains, and of HMC with CUDA graphs."""
+    """An iteration of HMC, NUTS and AdaptiveHMC, of so many chains."""
     for name, model, x, y, flops in targets(bench):
         density = ps.mcmc.Density(model, (x, y), device=bench.device)
-        graphs = ps.mcmc.Density(model, (x, y), device=bench.device, engine="graphs") if on_gpu(bench) else None
         settings: dict[str, Any] = {"step_size": 1e-3, "adapt_step_size": False, "adapt_mass": False}
         kernels = [
             ps.HMC(model, num_steps=STEPS, jitter=0.0, **settings),
@@ -187,8 +186,6 @@ def samplers(bench: Bench) -> None:
             z = 0.1 * density.draw_prior(chains, generator)
             for kernel in kernels:
                 iterate(bench, f"{type(kernel).__name__}, {name}, {chains} chains", kernel, density, z, flops)
-            if graphs is not None:
-                iterate(bench, f"HMC with graphs, {name}, {chains} chains", kernels[0], graphs, z, flops)
 
 
 def iterate(bench: Bench, name: str, kernel: ps.Kernel, density: Any, z: Tensor, flops: float) -> None:

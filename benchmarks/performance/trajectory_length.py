@@ -27,9 +27,8 @@ from benchmarks.performance.many_chain_kernels import schools
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC, Kernel, State
 from pyro_symmetric.mcmc.kernels.adaptive_hmc import radical_inverse
-from pyro_symmetric.mcmc.kernels.hmc import Visited, limit, whole_steps
-from pyro_symmetric.mcmc.kernels.integrator import Outcome, PhasePoint, mapped, stretch_of, trajectory
-from pyro_symmetric.mcmc.kernels.kernel import Stretch
+from pyro_symmetric.mcmc.kernels.hmc import limit, reached, whole_steps
+from pyro_symmetric.mcmc.kernels.integrator import Outcome, PhasePoint, trajectory
 from pyro_symmetric.mcmc.kernels.learning import Learnt
 from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning, tuned
@@ -72,7 +71,7 @@ class ChEES(HamiltonianKernel):
         length = tuning.step_size.double().log()
         return Climb(**vars(tuning), log_length=length, log_average=length, slope=0 * length, squares=0 * length)
 
-    def _moved(self, density: Any, state: State, count: int, most: int | None) -> Stretch:
+    def _moved(self, density: Any, state: State, most: int | None) -> State:
         tuning: Climb = state.tuning
         share, noise, chance = (
             radical_inverse(tuning.trajectories + 1),
@@ -93,19 +92,16 @@ class ChEES(HamiltonianKernel):
             num_steps,
         )
         if tuning.learns:
-            tuning = self._after(tuning, state.z, found, float(num_steps * tuning.step_size), allowed)
-        one = mapped(lambda value: value[None], Visited.of(found, sizes, num_steps))
-        tuning = replace(tuning, trajectories=tuning.trajectories + 1)
-        return stretch_of(state, found.after, tuning, one, one.statistics())
+            tuning = self._after(tuning, state.z, found, float(num_steps * tuning.step_size))
+        return reached(state, found, num_steps, replace(tuning, trajectories=tuning.trajectories + 1))
 
-    def _after(self, tuning: Climb, before: Tensor, found: Outcome, time: float, most: int) -> Climb:
+    def _after(self, tuning: Climb, before: Tensor, found: Outcome, time: float) -> Climb:
         acceptance = found.acceptance
         tuning = replace(tuning, slope=slope(tuning, before, found.end, acceptance.double(), time))
-        plan = self._plan(tuning, most)
         if not tuning.blind:
             tuning = self._climbed(tuning)
             acceptance = (len(acceptance) / (1 / acceptance.clamp(min=1e-3)).sum()).expand_as(acceptance)
-        return replace(tuning, **vars(Learnt.of(tuning).update(acceptance, plan)))
+        return replace(tuning, **vars(Learnt.of(tuning).update(acceptance, tuning.blind)))
 
     def _climbed(self, tuning: Climb) -> Climb:
         updates = tuning.updates + 1

@@ -3,13 +3,13 @@
     python -m benchmarks.posteriordb.speed [--posteriors arK-arK garch-garch11] [--root FOLDER] [--json FILE]
 
 Ours are ``chosen``, a call of ``sample`` with nothing but the model, and two kernels with all else by default and as
-many warm-up iterations as NumPyro; each compiled by inductor, and ``by XLA``, with ``engine="jax"``. What counts is the
-worst coordinate's effective sample size (bulk, of all chains) over seconds of processor time: ``sampling`` alone;
-``warm`` with warm-up, all being compiled; ``cold`` with compiling, which NumPyro does in every process and this library
-once (its programs are kept on disk: empty PyTorch's cache for a first run's figures). NumPyro runs 4 chains one after
-another and at once, and 64 at once, each with a diagonal and with a dense mass matrix; its best counts, for each column
-apart. Chains whose R-hat exceeds 1.05 sampled something else and count as no draws. All figures of a posterior come
-from one process: compare ratios, not seconds, if the machine has other work.
+many warm-up iterations as NumPyro, compiled by inductor. What counts is the worst coordinate's effective sample size
+(bulk, of all chains) over seconds of processor time: ``sampling`` alone; ``warm`` with warm-up, all being compiled;
+``cold`` with compiling, which NumPyro does in every process and this library once (its programs are kept on disk: empty
+PyTorch's cache for a first run's figures). NumPyro runs 4 chains one after another and at once, and 64 at once, each
+with a diagonal and with a dense mass matrix; its best counts, for each column apart. Chains whose R-hat exceeds 1.05
+sampled something else and count as no draws. All figures of a posterior come from one process: compare ratios, not
+seconds, if the machine has other work.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ from benchmarks.posteriordb.database import Database
 R_HAT = 1.05
 OURS: dict[str, Callable[[Problem, int, int], Run]] = {
     "chosen": lambda problem, warmup, draws: ours(problem, None, draws),
-    "chosen, by XLA": lambda problem, warmup, draws: ours(problem, None, draws, engine="jax"),
     **{
-        f"{kind.__name__}, {chains} chains{by}": partial(ours, kind=kind, chains=chains, engine=engine)
+        f"{kind.__name__}, {chains} chains": partial(ours, kind=kind, chains=chains, engine="inductor")
         for kind, chains in ((ps.NUTS, 4), (ps.AdaptiveHMC, 16))
-        for by, engine in (("", "inductor"), (", by XLA", "jax"))
     },
 }
 NUMPYRO: dict[str, Callable[[Problem, int, int], Run]] = {
@@ -79,8 +77,6 @@ def main() -> None:
         options.draws, options.warmup = 40, 40
     known = [*OURS, *(NUMPYRO if importlib.util.find_spec("numpyro") else ()), *PYRO]
     chosen = [name for name in known if name in options.contestants]
-    if not importlib.util.find_spec("torchax"):
-        chosen = [name for name in chosen if "XLA" not in name]
     results = Results.of(options, "draws", "warmup", "dtype")
     results.fill(partial(row, options), posterior=options.posteriors, contestant=chosen)
     for posterior in options.posteriors:

@@ -13,7 +13,6 @@ that still grows (it is the larger one of values and folded values) have a large
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor
 from pyro_symmetric.chain_findings import R_HAT
 from pyro_symmetric.chain_statistics import also_of_one
 from pyro_symmetric.mcmc.curves import Thinned
-from pyro_symmetric.mcmc.kernels.kernel import Stretch
 
 LIMIT = R_HAT[1]
 LARGEST = 999.0  # what is said of chains that don't move at all
@@ -51,15 +49,10 @@ class Agreement(Thinned):
         if any(value.shape != self._shape for value in self.kept):
             raise ValueError(f"what chains have passed isn't of shape {tuple(self._shape)}")
 
-    def record(self, iteration: int, stretch: Stretch) -> None:
-        """Note some iterations, counted from 0, of which this is the first."""
+    def record(self, iteration: int, z: Tensor, energy: Tensor) -> None:
+        """Note places ``(C, D)`` and energies ``(C,)`` after an iteration, counted from 0."""
         chains = slice(self._chains)
-
-        def places(z: Tensor, energy: Tensor) -> Tensor:
-            return torch.cat([z[chains, :: self._every], energy[chains, None]], 1)
-
-        for number, pair in enumerate(zip(stretch.z, stretch.energy, strict=True), iteration):
-            self.note(number, partial(places, *pair))
+        self.note(iteration, lambda: torch.cat([z[chains, :: self._every], energy[chains, None]], 1))
 
     def r_hat(self, iterations: int) -> float:
         """The largest one over the second half of the first iterations, at most :data:`LARGEST`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,16 +54,14 @@ class Curves(Thinned):
         super().__init__(2000)
 
     def record(self, iteration: int, energy: Tensor, statistics: Mapping[str, Tensor]) -> None:
-        """Note some iterations, counted from 0, of which this is the first.
+        """Note an iteration, counted from 0, with energies ``(C,)`` after it; likewise each of the statistics."""
 
-        :param energy: after each, ``(B, C)``; likewise each of the statistics.
-        """
-        if not any(number % self.stride == 0 for number in range(iteration, iteration + len(energy))):
-            return
-        values = [statistics.get(name) for name in NAMES[1:]]
-        found = [torch.full_like(energy, torch.nan) if value is None else value.to(energy) for value in values]
-        for number, means in enumerate(torch.stack([energy, *found], 1).mean(2).float().unbind(), iteration):
-            self.note(number, partial(torch.clone, means))
+        def means() -> Tensor:
+            values = [statistics.get(name) for name in NAMES[1:]]
+            found = [torch.full_like(energy, torch.nan) if value is None else value.to(energy) for value in values]
+            return torch.stack([energy, *found]).mean(1).float()
+
+        self.note(iteration, means)
 
     def curves(self, iterations: int) -> dict[str, Any]:
         """As JSON, over the first iterations: ``iteration``, then those of ``NAMES``; not finite: ``None``."""

@@ -25,7 +25,7 @@ from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
 from pyro_symmetric.mcmc.curves import Curves
 from pyro_symmetric.mcmc.density.programs import ANNOUNCED
 from pyro_symmetric.mcmc.identity import OTHER_MODEL, OtherRun, Passed, identify, require_same, tolerance_of
-from pyro_symmetric.mcmc.kernels.kernel import STRETCH, Kernel, State, Stretch, longest_stretch, required
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, required
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve, starting_points
 from pyro_symmetric.storage import StoreError
@@ -33,7 +33,6 @@ from pyro_symmetric.store import Blocks, Checkpoint, Contents, FolderRecorder, M
 from pyro_symmetric.weights import Weights
 
 BETWEEN_LOOKS = 50  # iterations from one decision whether to compile to the next
-STRETCH_SECONDS = 0.2  # at most about so long are chains left to themselves, between looks at the clock and at Ctrl-C
 KERNELS = Kernel.__module__.rpartition(".")[0]
 Hook = Callable[[int, Weights], Any]  # takes an iteration's number and the weights of all chains
 
@@ -53,7 +52,7 @@ def run(settings: Settings, progress: bool = False, stop: Stop | None = None, ho
     """Start, or resume, chains and move them. Ctrl-C while sampling returns what there is, marked as interrupted.
 
     :param stop: has the effect of Ctrl-C.
-    :param hook: is called after every iteration; with it, stretches are of one.
+    :param hook: is called after every iteration.
     :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
     announced = ANNOUNCED.set(progress)
@@ -99,7 +98,6 @@ class Run:
         self.settings, self.recorder = settings, recorder
         self._clock = time.perf_counter()
         self._seconds = {"warmup": 0.0, "sampling": 0.0}
-        self._length = 1  # of the next stretch
         self._blocks = Blocks(recorder)
         self._curves = Curves()
         self._passed: Passed | None = None
@@ -125,8 +123,6 @@ class Run:
             while self.at.draws < settings.num_samples:
                 before = self.at.iteration
                 bar.set_description("warm-up" if before < self.at.num_warmup else "sampling", refresh=False)
-                if hook is not None:
-                    self._length = 1
                 self._advance()
                 bar.total = self.at.num_warmup + sampling
                 if hook is not None:
@@ -235,7 +231,7 @@ class Run:
         return same
 
     def _advance(self) -> None:
-        """By a stretch of warm-up, or of sampling."""
+        """By an iteration of warm-up, or of sampling."""
         phase = "warmup" if self.at.iteration < self.at.num_warmup else "sampling"
         if phase == "warmup":
             self._warm_up()
@@ -245,59 +241,39 @@ class Run:
         self._seconds[phase] += now - self._clock
         self._clock = now
 
-    def _moved(self, most: int) -> tuple[Stretch, int]:
-        """A stretch of about ``STRETCH_SECONDS``, and all evaluations so far: its length depends on the clock, what it
-        holds doesn't. Nor does when programs take over: at fixed iterations, once as much was spent without."""
-        at, began = self.at, time.perf_counter()
-        if self.density.may_compile and at.iteration % BETWEEN_LOOKS == 0 and self.density.price.pays(at.evaluations):
-            self.density.compile_from_here()
-        looks, evaluations = self.density.may_compile, at.evaluations
-        most = min(most, BETWEEN_LOOKS - at.iteration % BETWEEN_LOOKS) if looks else most
-        count = min(self._length, longest_stretch(at.state.z), most)
-        stretch = self.settings.kernel.steps(self.density, at.state, count)
-        required(stretch.state, at.state.z, self.settings.kernel, "steps")
-        self._curves.record(at.iteration, stretch.energy, stretch.statistics)
-        if self._passed is not None:
-            for number, one in enumerate(stretch.z[:-1], at.iteration + 1):
-                self._passed.note(number, one)
-        if looks and "n_steps" in stretch.statistics:
-            evaluations += int(stretch.statistics["n_steps"].amax(1).sum())
-        fitting = int(count * STRETCH_SECONDS / max(time.perf_counter() - began, 1e-6))
-        self._length = max(1, min(2 * self._length, fitting, STRETCH))
-        return stretch, evaluations
+    def _moved(self) -> tuple[State, int]:
+        """One iteration, and all evaluations so far. When programs take over doesn't depend on the clock: at fixed
+        iterations, once as much was spent without."""
+        at, density, kernel = self.at, self.density, self.settings.kernel
+        if density.may_compile and at.iteration % BETWEEN_LOOKS == 0 and density.price.pays(at.evaluations):
+            density.compile_from_here()
+        state = required(kernel.step(density, at.state), at.state.z, kernel, "step")
+        self._curves.record(at.iteration, state.energy, state.statistics)
+        evaluations = at.evaluations
+        if density.may_compile and "n_steps" in state.statistics:
+            evaluations += int(state.statistics["n_steps"].max())
+        return state, evaluations
 
     def _draw(self) -> None:
-        settings, at = self.settings, self.at
-        thinning = settings.thinning
-        stretch, evaluations = self._moved(at.num_warmup + settings.num_samples * thinning - at.iteration)
-        kept = slice((at.num_warmup - at.iteration - 1) % thinning, None, thinning)
-        if len(z := stretch.z[kept]):
-            statistics = {name: value[kept].mT for name, value in stretch.statistics.items()}
-            self._blocks.append(at.draws, self._weights(z), statistics)
-        self._arrive(at.iteration + len(stretch.z), stretch.state, at.num_warmup, at.r_hat, evaluations)
-
-    def _weights(self, z: Tensor) -> Weights:
-        """Weights ``(C, draws, *site_shape)`` at positions ``(draws, C, D)``, each draw rounded as by itself."""
-        if self.density.layout.same_in_batches and not self.density.target.computed:
-            every = self.density.layout.constrain(z)
-            return {site: value.transpose(0, 1) for site, value in every.items()}
-        each = [self.density.draws(one) for one in z]
-        return {site: torch.stack([draw[site] for draw in each], 1) for site in each[0]}
+        at = self.at
+        state, evaluations = self._moved()
+        if (at.iteration + 1 - at.num_warmup) % self.settings.thinning == 0:
+            samples, statistics = self.density.draws(state.z), state.statistics
+            one = [{name: value[:, None] for name, value in values.items()} for values in (samples, statistics)]
+            self._blocks.append(at.draws, *one)
+        self._arrive(at.iteration + 1, state, at.num_warmup, at.r_hat, evaluations)
 
     def _warm_up(self) -> None:
-        """A stretch that ends at the latest where there is something to adapt, or where chains may have agreed."""
-        kernel, at = self.settings.kernel, self.at
-        lengths = self.settings.warmups(self.density)
-        end = kernel.next_adaptation(at.iteration, at.num_warmup) + 1
-        end = min(end, *(length for length in (*lengths, at.num_warmup) if length > at.iteration))
-        stretch, evaluations = self._moved(end - at.iteration)
-        num_warmup, r_hat, last = at.num_warmup, at.r_hat, at.iteration + len(stretch.z) - 1
+        """An iteration of warm-up, and a question whether chains have agreed where it may end."""
+        at, last = self.at, self.at.iteration
+        state, evaluations = self._moved()
+        num_warmup, r_hat = at.num_warmup, at.r_hat
         if self._agreement is not None:
-            self._agreement.record(at.iteration, stretch)
-            if last + 1 in lengths:
+            self._agreement.record(last, state.z, state.energy)
+            if last + 1 in self.settings.warmups(self.density):
                 r_hat = self._agreement.r_hat(last + 1)
                 num_warmup = last + 1 if r_hat < LIMIT else num_warmup
-        state = kernel.adapt(self.density, stretch.state, last, num_warmup)
+        state = self.settings.kernel.adapt(self.density, state, last, num_warmup)
         self._arrive(last + 1, state, num_warmup, r_hat, evaluations)
 
     def _arrive(

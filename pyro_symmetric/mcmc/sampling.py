@@ -124,13 +124,10 @@ def sample(
         in the cache, on other devices all.
     :param engine: what computes energies. ``"native"``: code for feed-forward networks that the machine's C++ compiler
         builds once, in a few seconds, and that is kept. ``"inductor"``: PyTorch's compiler, for any model; programs
-        take some seconds, and are kept, too. ``"torch"``: nothing is compiled. ``"jax"``: XLA, for any model on a CPU,
-        if JAX and torchax are installed (``pip install "pyro-symmetric[jax]"``). A program of HMC, AdaptiveHMC or NUTS
-        does many iterations at once; it pays for long runs of small models, and is compiled in every process.
-        ``"graphs"``: nothing is compiled, but on a GPU each evaluation is one CUDA graph, which its first call
-        verifies. ``"auto"``: ``"native"`` for a ``BayesianModel`` of a feed-forward network; for other models
-        ``"inductor"`` if the run is long enough for it to pay, else ``"torch"``, until the run has spent as much as
-        compiling takes. A warning says so if a compiler is missing.
+        take some seconds, and are kept, too. ``"torch"``: nothing is compiled. ``"auto"``: ``"native"`` for a
+        ``BayesianModel`` of a feed-forward network; for other models ``"inductor"`` if the run is long enough for it to
+        pay, else ``"torch"``, until the run has spent as much as compiling takes. A warning says so if a compiler is
+        missing.
     :param store: a folder for the draws, new or of this very run.
     :param resume: ``"auto"``: resume from the store if there is one; ``False``: there must be none; ``True``: there
         must be one, and it may come from another version of PyTorch or of this library, which changes rounding.

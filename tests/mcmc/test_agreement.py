@@ -14,7 +14,6 @@ from pyro_symmetric.compare import diagnose
 from pyro_symmetric.groups import Group
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, AdaptiveHMC, Kernel, sample
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
-from pyro_symmetric.mcmc.kernels.kernel import State, Stretch
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, window_ends
 from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
@@ -33,17 +32,12 @@ def two_modes():
     pyro.sample("w", dist.MixtureSameFamily(mixture, dist.Normal(torch.tensor([-30.0, 30.0]), 1.0)))
 
 
-def state_of(z: torch.Tensor) -> State:
-    zero = torch.zeros_like(z)
-    return State(z, zero, z.square().sum(-1), zero, None, torch.Generator(torch.empty(0).device))
-
-
 def recorded(draws: torch.Tensor) -> Agreement:
     """The record that is kept of draws ``(C, S, D)``."""
     found = Agreement(draws[:, 0])
     z = draws.transpose(0, 1)
-    for first in range(0, len(z), 7):
-        found.record(first, Stretch(state_of(z[-1]), z[first : first + 7], z[first : first + 7].square().sum(-1), {}))
+    for iteration, places in enumerate(z):
+        found.record(iteration, places, places.square().sum(-1))
     return found
 
 
@@ -191,7 +185,6 @@ def test_a_warm_up_that_is_broken_ends_where_the_unbroken_one_does(ends, tmp_pat
     monkeypatch.setattr(Agreement, "r_hat", lambda self, iterations: _answer(self, iterations, answers))
     whole = sample(Brief(normal, num_steps=2), seed=1, **RUN)
     assert whole.metadata["num_warmup"] == ends
-    monkeypatch.setattr("pyro_symmetric.mcmc.run.STRETCH_SECONDS", 0.0)  # one iteration at a time
     advance, left = Run._advance, [0]
 
     def breaking(self):

@@ -18,8 +18,6 @@ from pyro_symmetric.mcmc.kernels.nuts import NUTS
 class AsTheyAre:
     """Programs that aren't compiled: batches of all chains, those that have finished masked."""
 
-    in_stretches = False
-
     def __init__(self, density):
         self.density = density
 

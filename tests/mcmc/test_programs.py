@@ -283,7 +283,7 @@ def test_without_a_compiler_auto_says_what_serves(monkeypatch):
 def test_long_compilations_are_spoken_of_with_progress_only(progress, monkeypatch, capsys):
     monkeypatch.setattr(programs, "SILENT", 0.0)
     announced = programs.ANNOUNCED.set(progress)
-    with programs.Notice("step", "compiling a step"):
+    with programs.Notice("step"):
         time.sleep(0.2)
     programs.ANNOUNCED.reset(announced)
     said = ""
@@ -292,7 +292,7 @@ def test_long_compilations_are_spoken_of_with_progress_only(progress, monkeypatc
         said += capsys.readouterr().err
         if "compiled" in said:
             break
-    assert said == ("pyro_symmetric: compiling a step\npyro_symmetric: compiled in 0 s\n" if progress else "")
+    assert ("makes a program of the model" in said and "compiled in 0 s" in said) if progress else not said
 
 
 @needs_compiler

@@ -25,7 +25,6 @@ from torch import nn
 
 import pyro_symmetric.mcmc as mcmc
 import pyro_symmetric.mcmc.identity as identity
-import pyro_symmetric.mcmc.run as runs
 import pyro_symmetric.store.recorders as recorders
 from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.mcmc import HMC, SGHMC, sample
@@ -104,9 +103,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def break_after(monkeypatch):
-    """Break the run in the middle of its ``n``-th stretch from now, when numbers were drawn but nothing was kept.
-    Stretches are of one iteration here, but for tests that give the clock back."""
-    monkeypatch.setattr(runs, "STRETCH_SECONDS", 0.0)
+    """Break the run in the middle of its ``n``-th iteration from now, when numbers were drawn but nothing was kept."""
     advance, left = Run._advance, [0]
 
     def breaking(self):
@@ -144,33 +141,7 @@ def test_a_run_broken_many_times_gives_the_unbroken_draws(name, seed, tmp_path, 
     assert_same_draws(Posterior.load(tmp_path / "s"), whole)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_stretches_of_any_length_give_the_draws_of_single_iterations(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "STRETCH_SECONDS", 0.0)
-    whole = run(name, seed=7)  # one iteration after another
-    monkeypatch.setattr(runs, "STRETCH_SECONDS", 1e9)  # of 1, 2, 4, 5, 5 iterations; from each break on anew
-    monkeypatch.setattr(runs, "STRETCH", 5)
-    advance, place = Run._advance, [0]
-
-    def breaking(self):
-        if self.at.iteration >= place[0]:
-            self.settings.kernel.step(self.density, self.at.state)
-            raise Killed
-        advance(self)
-
-    monkeypatch.setattr(Run, "_advance", breaking)
-    broken = 0
-    for place[0] in [3, 9, 24 + 1, 24 + 9, TOTAL]:  # two in warm-up
-        try:
-            posterior = run(name, seed=7, store=tmp_path / "s")
-        except Killed:
-            broken += 1
-    assert broken == 4
-    assert_same_draws(posterior, whole)
-
-
-def test_a_hook_sees_every_iteration_when_it_is_done(monkeypatch):
-    monkeypatch.setattr(runs, "STRETCH_SECONDS", 1e9)
+def test_a_hook_sees_every_iteration_when_it_is_done():
     seen = {}
     posterior = run("HMC", seed=7, hook=lambda iteration, weights: seen.update({iteration: weights["a"]}))
     assert list(seen) == list(range(TOTAL))
@@ -214,7 +185,6 @@ def test_a_kill_between_commits_goes_back_to_the_last_one(tmp_path, monkeypatch)
             self.recorder._next_commit = 0.0
 
     monkeypatch.setattr(Run, "_advance", dying)
-    monkeypatch.setattr(runs, "STRETCH_SECONDS", 0.0)
     for _ in range(2):
         with pytest.raises(Killed):
             run("HMC", seed=1, store=tmp_path / "s")
@@ -229,7 +199,6 @@ def test_a_kill_between_commits_goes_back_to_the_last_one(tmp_path, monkeypatch)
 def test_a_process_that_is_killed_leaves_a_run_that_resumes(name, tmp_path, monkeypatch):
     """``kill -9`` in warm-up, at its end and in sampling; ``kill_and_resume`` of the benchmarks does it at any time."""
     whole, commit = unbroken(name, 7), Run._commit
-    monkeypatch.setattr(runs, "STRETCH_SECONDS", 0.0)  # one iteration at a time
     monkeypatch.setattr(recorders, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(recorders, "COMMIT_SHARE", 1e9)
     for commits in (3, 18, 12):
@@ -290,7 +259,6 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on_when_there_is_room(tmp_
 
 
 def test_a_store_can_be_read_while_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "STRETCH_SECONDS", 0.0)
     whole = unbroken("HMC", 1)
     seen, commit = [], Run._commit
     monkeypatch.setattr(recorders, "COMMIT_SECONDS", 0.0)

@@ -101,7 +101,6 @@ class _Interrupting(Hmc):
 
 
 def test_ctrl_c_while_sampling_returns_what_is_there(monkeypatch):
-    monkeypatch.setattr("pyro_symmetric.mcmc.run.STRETCH_SECONDS", 0.0)  # one iteration at a time
     _Interrupting.at = 14  # 10 iterations of warm-up, 3 draws, then
     with pytest.warns(RuntimeWarning, match="3 of 6 draws"):
         posterior = sample(_Interrupting(model, step_size=0.3, num_steps=3), seed=1, **QUICK)

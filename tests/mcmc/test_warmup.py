@@ -12,7 +12,7 @@ from scipy.stats import norm
 
 from pyro_symmetric.mcmc import HMC, NUTS, sample
 from pyro_symmetric.mcmc.kernels.kernel import State, stranded
-from pyro_symmetric.mcmc.kernels.learning import LARGEST_GAIN, Learnt, Pace, StepSearch, newton_gain
+from pyro_symmetric.mcmc.kernels.learning import LARGEST_GAIN, Pace, StepSearch, newton_gain
 from pyro_symmetric.mcmc.kernels.warmup import window_ends
 
 C, D = 40, 3
@@ -29,9 +29,7 @@ def fed(kernel, density, state: State, draws: np.ndarray, acceptances: np.ndarra
     for iteration, (z, acceptance) in enumerate(zip(draws, acceptances, strict=True)):
         z, acceptance = torch.tensor(z), torch.tensor(acceptance)
         energy, gradient = density.energy_and_gradient(z)
-        tuning = state.tuning
-        known = Learnt.of(tuning).update(acceptance, kernel._plan(tuning, 1))
-        tuning = replace(tuning, **vars(known)).noted(z, energy, gradient)
+        tuning = kernel._learnt(state.tuning, acceptance).noted(z, state.momentum, energy, gradient)
         state = replace(state, z=z, energy=energy, gradient=gradient, tuning=tuning)
         state = kernel.adapt(density, state, iteration, num_warmup)
         states.append(state)

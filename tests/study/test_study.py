@@ -391,7 +391,6 @@ def test_a_method_that_was_stopped_goes_on_where_it_was(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(patched, stopping)
-    monkeypatch.setattr("pyro_symmetric.mcmc.run.STRETCH_SECONDS", 0.0)  # one iteration at a time
     stopped = tmp_path / "stopped"
     began = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):

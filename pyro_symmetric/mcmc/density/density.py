@@ -32,27 +32,21 @@ from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.layout import Layout
 from pyro_symmetric.mcmc.density.chunks import in_chunks, sparing
 from pyro_symmetric.mcmc.density.engine import Engine, Evaluation, NoCompiler, Unavailable, same_evaluation
-from pyro_symmetric.mcmc.density.graphs import Graphs
 from pyro_symmetric.mcmc.density.native.compiler import compiler_name
 from pyro_symmetric.mcmc.density.network import NetworkEngine, network_engine
 from pyro_symmetric.mcmc.density.programs import RUNS, Price, Programs
 from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows, Target
 from pyro_symmetric.mcmc.density.traced import require_model, target_of
-from pyro_symmetric.mcmc.density.xla import XLAPrograms, require_jax
 from pyro_symmetric.operations import Operations
 from pyro_symmetric.placement import placed, promoted
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
-ENGINES = ("auto", "native", "torch", "inductor", "jax", "graphs")
+ENGINES = ("auto", "native", "torch", "inductor")
 """The engines that compute energies and gradients. ``"native"``: code for feed-forward networks that the machine's C++
 compiler builds once, in a few seconds, and that is kept. ``"inductor"``: PyTorch's compiler, for any model and kernel;
 programs take some seconds, more for long models, and are kept, too. ``"torch"``: PyTorch's operations as they are;
-nothing is compiled. ``"jax"``: XLA, for any model, on the CPU; programs of many iterations, which take some seconds to
-compile in every process. It needs JAX and torchax, and is never chosen by ``"auto"``. ``"graphs"``: PyTorch's
-operations, captured as CUDA graphs and compared with themselves at the first call, so that a GPU's host starts one
-program an evaluation instead of all operations; only where it is asked for."""
-COMPILERS: dict[str, type[Programs]] = {"inductor": Programs, "jax": XLAPrograms}
+nothing is compiled."""
 CACHE_BYTES = 2**22  # that the largest intermediate result of a chunk of chains should fit into, on a CPU
 
 
@@ -136,8 +130,6 @@ class Density:
         arguments.dtype("dtype", dtype, CHAIN_DTYPES)
         arguments.device("device", device)
         arguments.one_of("engine", engine, ENGINES)
-        if engine == "jax":
-            require_jax()
         refuse_training_batch_norm(model)
         model, args, kwargs = placed(model, args, kwargs, device, dtype)
         with forked(0, device):  # a model is run from the prior, to see its sites and to try engines out
@@ -162,8 +154,6 @@ class Density:
             self.dtype = dtype or promoted(floats) or torch.get_default_dtype()
             if self.dtype not in CHAIN_DTYPES:
                 raise ValueError(f"the model's sites are of {self.dtype}, too coarse; pass dtype=torch.float32")
-            if engine == "jax" and self.device.type != "cpu":
-                raise ValueError(f"device is {str(self.device)!r}, but engine='jax' computes on the CPU; use 'cpu'")
             z = self.layout.unconstrain(self._cast(self.target.prior_weights(2)))
         self.engine_reason = ""
         """Why no faster engine serves, in words."""
@@ -197,13 +187,13 @@ class Density:
     @property
     def versions(self) -> dict[str, str]:
         """Versions of all that computes energies."""
-        return {**VERSIONS, **({} if self.programs is None else self.programs.versions)}
+        return dict(VERSIONS)
 
     def compile_from_here(self) -> None:
         """Take programs from the next evaluation on, if there is a compiler."""
         self.may_compile = False
         if compiler_name() is not None:
-            self._fast = COMPILERS["inductor"](self._by_autograd, self.chain_chunk or sys.maxsize)
+            self._fast = Programs(self._by_autograd, self.chain_chunk or sys.maxsize)
 
     def give_up_compiling(self, reason: Unavailable) -> None:
         """Go on with PyTorch's operations as they are, and warn."""
@@ -274,29 +264,23 @@ class Density:
         counts = self.row_counts.items()
         rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
         expected, met = self._probed(z, rows)
-        if self.chain_chunk is None and (self.device.type == "cpu" or asked in COMPILERS):
+        if self.chain_chunk is None and (self.device.type == "cpu" or asked == "inductor"):
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES * len(z) // max(1, met.bytes))))
         self.price = Price(met.count, met.written * chains / len(z))
         left_open = asked == "auto" and self.device.type == "cpu" and not isinstance(self.target, NetworkTarget)
         asked, why = self._wanted(asked, self.price.pays(RUNS * evaluations))
         if self.target.one_by_one:
             why = Unavailable(self.target.one_by_one)
-        elif asked in COMPILERS:
-            self._fast = COMPILERS[asked](self._by_autograd, self.chain_chunk or sys.maxsize)
-        elif asked == "graphs" and self.device.type != "cuda":
-            why = Unavailable("CUDA graphs need a GPU")
+        elif asked == "inductor":
+            self._fast = Programs(self._by_autograd, self.chain_chunk or sys.maxsize)
         elif isinstance(self.target, NetworkTarget):
-            native = asked not in ("torch", "graphs")
-            self._fast, why = network_engine(self.target, self.layout, native, (z, rows), expected)
+            self._fast, why = network_engine(self.target, self.layout, asked != "torch", (z, rows), expected)
         elif asked == "native":
             why = Unavailable("compiled code serves a BayesianModel only")
-        if asked == "graphs" and self.device.type == "cuda" and not self.target.one_by_one:
-            inner = self._fast if isinstance(self._fast, NetworkEngine) else None
-            self._fast, why = Graphs(inner, self._by_autograd), None
         self.engine_reason = str(why or "")
         self.may_compile = left_open and self._fast is None and why is None
-        if (asked in ("native", "graphs") and self.engine != asked) or isinstance(why, NoCompiler):
-            better = asked if asked == "graphs" else "native" if isinstance(self.target, NetworkTarget) else "inductor"
+        if (asked == "native" and self.engine != asked) or isinstance(why, NoCompiler):
+            better = "native" if isinstance(self.target, NetworkTarget) else "inductor"
             warnings.warn(
                 f"engine 'torch' serves, not {better!r}: {why}. They round differently: where {better!r} serves, the "
                 "same seed gives other draws",

@@ -136,38 +136,6 @@ def repeat(evaluate: Evaluate, count: int | Tensor, body: Callable[..., Any], va
     return loop(evaluate, left, step, (torch.zeros_like(count), values), count, *others)[1]
 
 
-def scan(
-    evaluate: Evaluate, count: Tensor, body: Callable[..., Any], values: Any, rows: Any, like: Any, *others: Any
-) -> tuple[Any, Any]:
-    """``for b in range(count): values, found[b] = body(evaluate, values, rows[b], *others)``; a loop of a program.
-
-    :param count: ``()``, of at most as many as there are rows.
-    :param rows: tensors ``(B, ...)``, and tuples of them.
-    :param like: tensors of the shapes and dtypes of what ``body`` finds, likewise nested.
-    :return: the values, and what was found, ``(B, ...)``: zeros beyond the count.
-    """
-    given, shapes = list[Tensor](), list[Tensor]()
-    kinds, kinds_found = flatten(rows, given), flatten(like, shapes)
-    size = len(given[0])
-    empty = tuple([one.new_zeros(size, *one.shape) for one in shapes])
-
-    def left(carried: Any, count: Tensor, *others: Any) -> Tensor:
-        return carried[0] < count
-
-    def step(evaluate: Evaluate, carried: Any, count: Tensor, given: tuple[Tensor, ...], *others: Any) -> Any:
-        number, values, kept = carried
-        place, found = number.reshape(1), list[Tensor]()
-        row = [value.index_select(0, place).squeeze(0) for value in given]
-        values, new = body(evaluate, values, unflatten(kinds, iter(row)), *others)
-        flatten(new, found)
-        kept = tuple([old.index_copy(0, place, one[None]) for old, one in zip(kept, found, strict=True)])
-        return number + 1, values, kept
-
-    carried = (torch.zeros_like(count), values, empty)
-    _, values, kept = loop(evaluate, left, step, carried, count, tuple(given), *others)
-    return values, unflatten(kinds_found, iter(kept))
-
-
 def compiled(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """The program of a function of tensors."""
     from torch._guards import TracingContext, tracing

@@ -10,7 +10,6 @@ parameters are added in closed form, and whatever else is latent or not Gaussian
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,12 +50,6 @@ class NetworkEngine:
         self._begin = 0 if self._prior is None else self._dim
         others = {name: fn for name, fn in target.sites.items() if self._prior is None or name not in self._names}
         self._other_layout = Layout.of(others)
-
-    def fresh(self) -> NetworkEngine:
-        """The same engine, with working memory of its own."""
-        own = copy.copy(self)
-        own._loss, own._scales = copy.copy(self._loss), self._like
-        return own
 
     def serves(self, z: Tensor, rows: Rows | None) -> bool:
         return (

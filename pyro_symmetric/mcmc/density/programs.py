@@ -15,7 +15,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -88,11 +88,6 @@ def compiles(density: Any) -> bool:
     return getattr(density, "programs", None) is not None
 
 
-def in_stretches(density: Any) -> bool:
-    """True if a program of this density may do many iterations at once."""
-    return compiles(density) and density.programs.in_stretches
-
-
 def evaluated_once(density: Any, z: Tensor, *rows: Rows | None) -> Evaluation:
     """Energy and gradient where no program is worth its making, as at the points where chains start."""
     evaluate = getattr(density, "without_compiling", None) if compiles(density) else None
@@ -109,12 +104,6 @@ class Programs:
     """
 
     name, by_chain = "inductor", False
-    notice = "PyTorch's compiler makes a program of the model; it is kept for the next time"
-    """The words for a compilation that takes long."""
-    versions: Mapping[str, str] = {}
-    """Versions of a compiler that isn't PyTorch's own."""
-    in_stretches = False
-    """True if a program does many iterations at once, with loops within its loop."""
 
     def __init__(self, evaluate: Evaluate, most_chains: int):
         self._evaluate, self.most_chains = evaluate, most_chains
@@ -160,7 +149,7 @@ class Programs:
     def _made(self, function: Compute, kinds: Any, values: list[Tensor], static: dict[str, Any]) -> _Program:
         inputs = [value.detach() for value in values]
         try:
-            with Notice(function.__name__.strip("_"), self.notice), PYRO, without_warnings(), torch.no_grad():
+            with Notice(function.__name__.strip("_")), PYRO, without_warnings(), torch.no_grad():
                 evaluate = self._traced(function, inputs, static)
                 every = (*inputs, *evaluate.constants)  # whose layout the program takes as given
                 shapes = [(value.shape, value.stride(), value.dtype, value.device) for value in every]
@@ -177,7 +166,7 @@ class Programs:
             raise Unavailable(
                 f"compiling by {self.name} failed: {type(error).__name__}: {str(error).strip()[:300]}"
             ) from error
-        return _Program(call, kinds_out, self._placed(evaluate.constants))
+        return _Program(call, kinds_out, evaluate.constants)
 
     def _program(
         self, function: Compute, evaluate: Flat, kinds: Any, inputs: list[Tensor], static: dict[str, Any]
@@ -193,21 +182,9 @@ class Programs:
             return [value.clone() if any(value is one for one in given) else value for value in results]
 
         try:
-            return self._compiled(flattened, [*inputs, *constants]), kinds_out[0]
+            return compiled(flattened, [*inputs, *constants]), kinds_out[0]
         finally:
             evaluate.constants = constants
-
-    # what another compiler does otherwise
-
-    def _flat_of(self, evaluate: Evaluate, inputs: Sequence[Tensor]) -> Flat:
-        return Flat(evaluate, inputs)
-
-    def _compiled(self, function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        return compiled(function, inputs)
-
-    def _placed(self, constants: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """The model's constants as a program takes them."""
-        return constants
 
     def _traced(self, function: Compute, inputs: list[Tensor], static: dict[str, Any]) -> Flat:
         """The density's graph for such inputs: their first is of points, and mini-batches follow to be evaluated."""
@@ -215,7 +192,7 @@ class Programs:
         key = tuple([(value.shape, value.dtype) for value in own])
         if key not in self._flat:
             names = static.get("names", ())
-            self._flat[key] = self._flat_of(lambda *given: _with_batches(self._evaluate, *given, names=names), own)
+            self._flat[key] = Flat(lambda *given: _with_batches(self._evaluate, *given, names=names), own)
         return self._flat[key]
 
     def _check(self, function: Compute, found: Any, inputs: list[Tensor], static: dict[str, Any]) -> None:
@@ -245,11 +222,10 @@ class Notice:
     """Reports of a compilation that takes long; silent if PyTorch's cache answers, or progress isn't asked for.
 
     :param name: of the program.
-    :param words: for what takes long.
     """
 
-    def __init__(self, name: str, words: str):
-        self._name, self._words, self._began = name, words, time.perf_counter()
+    def __init__(self, name: str):
+        self._name, self._began = name, time.perf_counter()
         self._done = threading.Event()
 
     def __enter__(self) -> None:
@@ -263,7 +239,7 @@ class Notice:
     def _watch(self) -> None:
         if self._done.wait(SILENT):
             return
-        self._say(self._words)
+        self._say("PyTorch's compiler makes a program of the model; it is kept for the next time")
         while not self._done.wait(BETWEEN):
             self._say(f"compiling for {time.perf_counter() - self._began:.0f} s so far")
         self._say(f"compiled in {time.perf_counter() - self._began:.0f} s")

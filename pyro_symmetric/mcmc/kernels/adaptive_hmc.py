@@ -43,19 +43,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.flat import Evaluate
-from pyro_symmetric.mcmc.kernels.hmc import Row, Visited, limit, moved, whole_steps
-from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, drawn, iterations, stretch_of
-from pyro_symmetric.mcmc.kernels.kernel import State, Stretch
-from pyro_symmetric.mcmc.kernels.learning import Learnt, Plan, chosen
-from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.mcmc.kernels.hmc import limit, moved, reached, whole_steps
+from pyro_symmetric.mcmc.kernels.integrator import Outcome
+from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning, tuned
 
 START = math.pi  # for which uniform times leave draws of a standard Gaussian uncorrelated
@@ -205,51 +201,33 @@ class AdaptiveHMC(HamiltonianKernel):
     def _learns_length(self, z: Tensor) -> bool:
         return self.adapt_length and len(z) >= MIN_CHAINS
 
-    def _plan(self, tuning: HamiltonianTuning, most: int) -> Plan:
-        return super()._plan(tuning, most)._replace(length=self._learns_length(tuning.began) and not tuning.blind)
-
-    def _moved(self, density: Density, state: State, count: int, most: int | None) -> Stretch:
+    def _moved(self, density: Density, state: State, most: int | None) -> State:
         tuning: AdaptiveTuning = state.tuning
-        noise, chance = drawn(density, state, count, (state.z, "normal_"), (state.energy, "uniform_"))
-        places = range(tuning.iteration + 1, tuning.iteration + 1 + len(noise))
-        shares = torch.tensor([radical_inverse(place) for place in places], dtype=torch.double, device="cpu")
-        rows, plan = Row(noise, chance, shares.to(noise.device)), self._plan(tuning, limit(self.max_steps, most))
-        known = Learnt.of(tuning), tuning.length
-        at, (known, length), found = iterations(
-            density, state, _move, learnt_with_length, Visited.like, known, rows, count, plan
-        )
-        tuning = replace(tuning, **vars(known), length=length, iteration=tuning.iteration + count)
-        return stretch_of(state, at, tuning, found, found.statistics())
+        most, place = limit(self.max_steps, most), tuning.iteration + 1
+        num_steps = steps_of(tuning, radical_inverse(place), most)
+        found = moved(density, state, num_steps)
+        tuning = self._learnt_length(tuning, state.z, found, num_steps, most)
+        return reached(state, found, num_steps, replace(tuning, iteration=place))
+
+    def _learnt_length(
+        self, tuning: AdaptiveTuning, start: Tensor, found: Outcome, num_steps: Tensor, most: int
+    ) -> AdaptiveTuning:
+        """The tuning after an iteration from ``start`` of so many steps ``()``."""
+        if not tuning.learns:
+            return tuning
+        length = tuning.length
+        first, last = (tuning.mass.whiten(z - length.centre) for z in (start, found.end.z))
+        square = expected_square(first, last, found.acceptance)
+        length = length.seen(num_steps * tuning.step_size.double(), square)
+        if self._learns_length(start) and not tuning.blind:
+            # By the average: a single small step would cut off what took long to learn.
+            length = length.update(tuning.search.log_average + math.log(most))
+        return replace(self._learnt(tuning, found.acceptance), length=length.recentred(found.after.z))
 
 
-def _move(
-    evaluate: Evaluate, at: PhasePoint, known: tuple[Learnt, LengthTuning], row: Row, mass: Mass, plan: Plan
-) -> tuple[PhasePoint, Any, Visited]:
-    num_steps = steps_of(known, row.share, plan.most)
-    found, record = moved(evaluate, at, known[0].steps, row, mass, num_steps)
-    return found.after, (at.z, found.end.z, found.after.z, found.acceptance, num_steps), record
-
-
-def steps_of(known: tuple[Learnt, LengthTuning], share: float | Tensor, most: int | Tensor) -> Tensor:
+def steps_of(tuning: AdaptiveTuning, share: float, most: int) -> Tensor:
     """The steps ``()`` of a trajectory that has this share of the longest."""
-    return whole_steps(share * known[1].log_length.exp() / known[0].step_size.double(), most)
-
-
-def learnt_with_length(
-    before: tuple[Learnt, LengthTuning], seen: tuple[Tensor, ...], mass: Mass, plan: Plan
-) -> tuple[Learnt, LengthTuning]:
-    """The knowledge after an iteration.
-
-    :param seen: where trajectories began and ended and what was chosen, ``(C, D)``, the acceptance ``(C,)`` and their
-        number of steps ``()``.
-    """
-    (known, length), (start, end, after, acceptance, num_steps) = before, seen
-    first, last = (mass.whiten(z - length.centre) for z in (start, end))
-    length = length.seen(num_steps * known.step_size.double(), expected_square(first, last, acceptance))
-    # By the average: a single small step would cut off what took long to learn.
-    longest = math.log(plan.most) if isinstance(plan.most, int) else plan.most.double().log()
-    updated = length.update(known.search.log_average + longest)
-    return known.update(acceptance, plan), chosen(plan.length, updated, length).recentred(after)
+    return whole_steps(share * tuning.length.log_length.exp() / tuning.step_size.double(), most)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

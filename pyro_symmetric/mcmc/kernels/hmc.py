@@ -12,19 +12,16 @@ transition exact and all chains in step, so that one batched gradient serves the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.flat import Evaluate
-from pyro_symmetric.mcmc.kernels.integrator import Outcome, PhasePoint, drawn, iterations, stretch_of, trajectory
-from pyro_symmetric.mcmc.kernels.kernel import State, Stretch
-from pyro_symmetric.mcmc.kernels.learning import Learnt, Plan, learnt
-from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.mcmc.density.programs import run
+from pyro_symmetric.mcmc.kernels.integrator import Outcome, trajectory
+from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 
@@ -61,20 +58,15 @@ class HMC(HamiltonianKernel):
         arguments.whole("max_steps", self.max_steps, 1)
         arguments.number("jitter", self.jitter, least=0, most=1)
 
-    def _moved(self, density: Density, state: State, count: int, most: int | None) -> Stretch:
+    def _moved(self, density: Density, state: State, most: int | None) -> State:
         tuning: HamiltonianTuning = state.tuning
-        fraction, noise, chance = drawn(
-            density, state, count, (tuning.step_size, "uniform_"), (state.z, "normal_"), (state.energy, "uniform_")
-        )
-        rows = Row(noise, chance, 1 + self.jitter * (2 * fraction.double() - 1))
-        length = self.trajectory_length if self.num_steps is None else float(self.num_steps)
-        mean = torch.full_like(tuning.step_size, length, dtype=torch.double)
-        plan = self._plan(tuning, limit(self.max_steps, most))
-        in_steps = self.num_steps is not None
-        at, known, found = iterations(
-            density, state, _move, learnt, Visited.like, Learnt.of(tuning), rows, count, plan, mean, in_steps=in_steps
-        )
-        return stretch_of(state, at, replace(tuning, **vars(known)), found, found.statistics())
+        fraction = uniform(tuning.step_size, state.generator).double()
+        steps = (1 + self.jitter * (2 * fraction - 1)) * (self.num_steps or self.trajectory_length)
+        if self.num_steps is None:
+            steps = steps / tuning.step_size.double()
+        num_steps = whole_steps(steps, limit(self.max_steps, most))
+        found = moved(density, state, num_steps)
+        return reached(state, found, num_steps, self._learnt(tuning, found.acceptance))
 
 
 def limit(max_steps: int, most_now: int | None) -> int:
@@ -82,84 +74,30 @@ def limit(max_steps: int, most_now: int | None) -> int:
     return max_steps if most_now is None else min(max_steps, most_now)
 
 
-def whole_steps(steps: Tensor, most: int | Tensor) -> Tensor:
+def whole_steps(steps: Tensor, most: int) -> Tensor:
     """A number of leapfrog steps ``()``, rounded up, of at least 1 and at most what is allowed."""
     return (steps - 1e-9).ceil().clamp(max=most).clamp(min=1).long()
 
 
-class Row(NamedTuple):
-    """The numbers of an iteration: standard normal ones ``(C, D)``, uniform ones ``(C,)``, and the share ``()`` of the
-    length that its trajectories have, in double precision."""
-
-    noise: Tensor
-    chance: Tensor
-    share: Tensor
-
-
-class Visited(NamedTuple):
-    """The record of an iteration: positions ``(C, D)``, the energies' gradients there, and as in :class:`Outcome`; step
-    sizes ``(C,)`` and their number ``()``."""
-
-    z: Tensor
-    slope: Tensor
-    potential: Tensor
-    acceptance: Tensor
-    energy: Tensor
-    diverging: Tensor
-    step_size: Tensor
-    n_steps: Tensor
-
-    @classmethod
-    def of(cls, found: Outcome, steps: Tensor, num_steps: Tensor) -> Visited:
-        after = found.after
-        return cls(
-            after.z,
-            after.gradient,
-            after.energy,
-            found.acceptance,
-            found.energy,
-            found.diverging,
-            steps[:, 0],
-            num_steps,
-        )
-
-    @classmethod
-    def like(cls, at: PhasePoint) -> Visited:
-        numbers = (at.energy,) * 3
-        count = torch.zeros((), dtype=torch.long, device=at.z.device)
-        return cls(at.z, at.z, *numbers, at.energy > 0, at.energy, count)
-
-    def statistics(self) -> dict[str, Tensor]:
-        """Of iterations, ``(B, C)`` each."""
-        return {
-            "lp": -self.potential,
-            "acceptance_rate": self.acceptance,
-            "energy": self.energy,
-            "diverging": self.diverging,
-            "step_size": self.step_size,
-            "n_steps": self.n_steps[:, None].expand_as(self.energy),
-        }
-
-
-def _move(
-    evaluate: Evaluate,
-    at: PhasePoint,
-    known: Learnt,
-    row: Row,
-    mass: Mass,
-    plan: Plan,
-    length: Tensor,
-    in_steps: bool,
-) -> tuple[PhasePoint, Tensor, Visited]:
-    unit = torch.ones_like(length) if in_steps else known.step_size.double()
-    found, record = moved(evaluate, at, known.steps, row, mass, whole_steps(row.share * length / unit, plan.most))
-    return found.after, found.acceptance, record
-
-
-def moved(
-    evaluate: Evaluate, at: PhasePoint, sizes: Tensor, row: Row, mass: Mass, num_steps: Tensor
-) -> tuple[Outcome, Visited]:
-    """An iteration of so many steps ``()`` of these sizes ``(C, 1)``, and its record."""
+def moved(density: Density, state: State, num_steps: Tensor) -> Outcome:
+    """An iteration of so many steps ``()``."""
+    tuning: HamiltonianTuning = state.tuning
+    start = state.z, state.energy, state.gradient
+    numbers = normal(state.z, state.generator), uniform(state.energy, state.generator)
     # The one place where an iteration waits for the device: a loop needs its length.
-    found = trajectory(evaluate, at.z, at.energy, at.gradient, row.noise, row.chance, sizes, mass, num_steps.cpu())
-    return found, Visited.of(found, sizes, num_steps)
+    found: Outcome = run(density, trajectory, *start, *numbers, tuning.steps, tuning.mass, num_steps.cpu())
+    return found
+
+
+def reached(before: State, found: Outcome, num_steps: Tensor, tuning: HamiltonianTuning) -> State:
+    """The state after an iteration that found this, in so many steps ``()``, with what was learnt of it."""
+    after, energy = found.after, found.energy
+    statistics = {
+        "lp": -after.energy,
+        "acceptance_rate": found.acceptance,
+        "energy": energy,
+        "diverging": found.diverging,
+        "step_size": before.tuning.steps[:, 0],
+        "n_steps": num_steps.expand_as(energy),
+    }
+    return State(*after, tuning.noted(*after), before.generator, statistics)

@@ -1,5 +1,4 @@
-r"""Chains in phase space, the leapfrog method that moves them, a first guess of its step size, and iterations, of which
-a program may do many."""
+r"""Chains in phase space, the leapfrog method that moves them, and a first guess of its step size."""
 
 from __future__ import annotations
 
@@ -10,11 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.chain_statistics import rounding
-from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.flat import Evaluate, repeat, scan
-from pyro_symmetric.mcmc.density.programs import compiles, in_stretches, run
-from pyro_symmetric.mcmc.kernels.kernel import State, Stretch, longest_stretch
-from pyro_symmetric.mcmc.kernels.learning import Plan
+from pyro_symmetric.mcmc.density.flat import Evaluate, repeat
 from pyro_symmetric.mcmc.kernels.mass import Mass
 
 MAX_ENERGY_ERROR = 1000.0  # beyond it a trajectory counts as divergent, as in Stan and Pyro
@@ -160,75 +155,6 @@ def find_step_size(
     return step_size
 
 
-# iterations of any kernel with full gradients, many as one program ---------------------------------------------------
-
-
-def drawn(density: Density, state: State, count: int, *kinds: tuple[Tensor, str]) -> list[Tensor]:
-    """Random numbers ``(B, ...)`` of so many iterations, in the order in which single iterations draw them; where a
-    program does many iterations, with room for more, so that one program serves stretches of all lengths.
-
-    :param kinds: tensors like that of one iteration, each with the name of the method that fills it.
-    """
-    size = max(count, longest_stretch(state.z)) if in_stretches(density) else count
-    found = [like.new_empty(size, *like.shape) for like, _ in kinds]
-    fills = [
-        [getattr(row, fill) for row in rows[:count].unbind()] for rows, (_, fill) in zip(found, kinds, strict=True)
-    ]
-    for iteration in zip(*fills, strict=True):
-        for fill in iteration:
-            fill(generator=state.generator)
-    return found
-
-
-def iterations(
-    density: Density,
-    state: State,
-    move: Callable[..., Any],
-    learn: Callable[..., Any],
-    like: Callable[[PhasePoint], Any],
-    known: Any,
-    rows: Any,
-    count: int,
-    plan: Plan,
-    *others: Any,
-    **static: Any,
-) -> tuple[PhasePoint, Any, Any]:
-    """So many iterations from a state; of more than one only if a program does many.
-
-    :param move: ``(evaluate, at, known, row, mass, plan, *others, **static) -> at, seen, found``: one iteration.
-    :param learn: ``(known, seen, mass, plan) -> known``: what is learnt of what it has seen.
-    :param like: a point -> what such an iteration finds, of the same shapes and dtypes.
-    :param known: what iterations learn, as tensors.
-    :param rows: their random numbers, ``(B, ...)``.
-    :return: the last point, what is known then, and what was found, ``(count, ...)``.
-    """
-    at, mass = PhasePoint(state.z, state.momentum, state.energy, state.gradient), state.tuning.mass
-    if in_stretches(density):
-        given: Any = ((at, known), rows, torch.tensor(count, device="cpu"), mass, plan.for_program(state.z))
-        (at, known), found = run(density, _scanned, *given, *others, move=move, learn=learn, like=like, **static)
-        return at, known, mapped(lambda value: value[:count], found)
-    row = mapped(lambda value: value[0], rows)
-    if compiles(density):  # what learns would take as long to compile as a small model
-        given = at, known, row, mass, plan.for_program(state.z)
-        at, seen, found = run(density, move, *given, *others, **static)
-    else:
-        at, seen, found = move(density.energy_and_gradient, at, known, row, mass, plan, *others, **static)
-    known = learn(known, seen, mass, plan) if plan.learning else known
-    return at, known, mapped(lambda value: value[None], found)
-
-
-def stretch_of(state: State, at: PhasePoint, tuning: Any, found: Any, statistics: dict[str, Tensor]) -> Stretch:
-    """The stretch of iterations from a state that have found this, with the tuning after them.
-
-    :param found: has positions ``z``, the energies' ``slope`` there ``(B, C, D)`` and ``potential`` ``(B, C)``.
-    """
-    if tuning.learns:
-        for draw in zip(found.z, found.potential, found.slope, strict=True):
-            tuning = tuning.noted(*draw)
-    last = State(*at, tuning, state.generator, {name: value[-1] for name, value in statistics.items()})
-    return Stretch(last, found.z, found.potential, statistics)
-
-
 def mapped(function: Callable[..., Tensor], *values: Any) -> Any:
     """Apply a function to every tensor of (nested) tuples and lists of one structure."""
     first = values[0]
@@ -236,26 +162,3 @@ def mapped(function: Callable[..., Tensor], *values: Any) -> Any:
         return function(*values)
     parts = [mapped(function, *parts) for parts in zip(*values, strict=True)]
     return parts if isinstance(first, list) else type(first)(*parts)
-
-
-def _scanned(
-    evaluate: Evaluate,
-    carried: tuple[PhasePoint, Any],
-    rows: Any,
-    count: Tensor,
-    mass: Mass,
-    plan: Plan,
-    *others: Any,
-    move: Callable[..., Any],
-    learn: Callable[..., Any],
-    like: Callable[[PhasePoint], Any],
-    **static: Any,
-) -> Any:
-    def learns(evaluate: Evaluate, known: Any, *seen: Any) -> Any:
-        return learn(known, *seen)
-
-    def body(evaluate: Evaluate, carried: Any, row: Any, mass: Mass, plan: Plan, *others: Any) -> Any:
-        at, seen, found = move(evaluate, *carried, row, mass, plan, *others, **static)
-        return (at, repeat(evaluate, plan.learning, learns, carried[1], seen, mass, plan)), found
-
-    return scan(evaluate, count, body, carried, rows, like(carried[0]), mass, plan, *others)

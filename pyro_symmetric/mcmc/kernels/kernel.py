@@ -1,10 +1,9 @@
 """The contract of a sampler: pure steps of all chains at once over one immutable state.
 
 A :class:`Kernel` holds settings and the model, nothing that changes. What changes is the :class:`State`: where the
-chains are and what warm-up has learnt so far. :func:`~pyro_symmetric.mcmc.run.sample` drives it: :meth:`Kernel.init`
-once, then :meth:`Kernel.steps` for stretches of iterations, and in warm-up :meth:`Kernel.adapt` after those that
-:meth:`Kernel.next_adaptation` names. What a kernel learns with every iteration belongs to its step. The state, its
-random generator included, determines all that follows.
+chains are and what warm-up has learnt so far. A run drives it: :meth:`Kernel.init` once, then :meth:`Kernel.step` for
+each iteration, and in warm-up :meth:`Kernel.adapt` after each. The state, its random generator included, determines
+all that follows.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.traced import require_model
 
 Tuning = TypeVar("Tuning", bound=Any)
-STRETCH, STRETCH_NUMBERS = 512, 2**20  # iterations of a stretch at most, and numbers of its positions
 OF_PYRO = {  # settings of Pyro's kernels -> what they are here
     "full_mass": "mass='dense'",
     "adapt_mass_matrix": "adapt_mass",
@@ -70,26 +68,6 @@ class State:
 
     def __repr__(self) -> str:
         return f"State({', '.join(map(str, self.z.shape[:-1]))} chains of {self.z.shape[-1]} numbers, {self.z.dtype})"
-
-
-@dataclass(frozen=True, eq=False)
-class Stretch:
-    """Several iterations of all chains, one after another: B iterations, C chains, D coordinates.
-
-    :param state: after the last of them.
-    :param z: positions after each, ``(B, C, D)``; likewise ``energy`` ``(B, C)``.
-    :param statistics: name -> ``(B, C)``.
-    """
-
-    state: State
-    z: Tensor
-    energy: Tensor
-    statistics: Mapping[str, Tensor]
-
-
-def longest_stretch(z: Tensor) -> int:
-    """The most iterations that a stretch of chains ``(C, D)`` has."""
-    return max(1, min(STRETCH, STRETCH_NUMBERS // max(1, z.numel())))
 
 
 class Kernel(ABC):
@@ -169,30 +147,9 @@ class Kernel(ABC):
     def step(self, density: Density, state: State) -> State:
         """One iteration of all chains."""
 
-    def steps(self, density: Density, state: State, count: int) -> Stretch:
-        """So many iterations, between which there is nothing to adapt. They draw and compute exactly what as many calls
-        of :meth:`step` would, in whatever stretches they are asked for. A kernel may have one program do them all; by
-        default it is a loop.
-
-        :param count: at most :func:`longest_stretch`.
-        """
-        states = [state := required(self.step(density, state), state.z, self, "step") for _ in range(count)]
-        names = states[0].statistics
-        return Stretch(
-            state,
-            _stacked([one.z for one in states]),
-            _stacked([one.energy for one in states]),
-            {name: _stacked([one.statistics[name] for one in states]) for name in names},
-        )
-
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         """Learn from warm-up's iteration ``iteration`` (counted from 0) of ``num_warmup``; by default nothing."""
         return state
-
-    def next_adaptation(self, iteration: int, num_warmup: int) -> int:
-        """The first iteration of warm-up, from this one on, after which :meth:`adapt` has something to do; by default
-        this one. It may be called after others, too. Those before it are done in stretches."""
-        return iteration
 
     def remarks(self, state: State) -> dict[str, Any]:
         """Entries of a posterior's metadata, as JSON, that only the state tells; by default the chains that warm-up
@@ -220,11 +177,6 @@ def required(state: Any, z: Tensor, kernel: Kernel, method: str) -> State:
     if state.z.shape != z.shape:
         raise ValueError(f"{name} has z of shape {tuple(state.z.shape)}; it must be {tuple(z.shape)}")
     return state
-
-
-def _stacked(values: list[Tensor]) -> Tensor:
-    """One below the other; of a single one no copy."""
-    return values[0][None] if len(values) == 1 else torch.stack(values)
 
 
 def _parted(doc: str) -> tuple[str, dict[str, str]]:

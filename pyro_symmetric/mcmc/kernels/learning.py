@@ -1,4 +1,4 @@
-r"""The part of warm-up that every iteration changes, as arithmetic: it may run in a program, many iterations at once.
+r"""The part of warm-up that every iteration changes.
 
 **The step size** :math:`\varepsilon` is a root: the chains' mean acceptance falls in :math:`x = \log \varepsilon`, and
 is to be the target :math:`\delta`. It is found by stochastic approximation (Robbins & Monro 1951) with averaging
@@ -33,13 +33,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.chain_findings import ACCEPTANCE
-from pyro_symmetric.mcmc.kernels.mass import Mass
 
 DECAY = 0.6  # of the search's gain; averaging asks for more than 1/2 and less than 1
 LARGEST_GAIN = 8.0  # near a target of 1 the curve is flat and Newton's step knows no bounds
@@ -155,28 +154,6 @@ class Stays:
         return int(self.stuck) > SHARE * int(self.count)
 
 
-class Plan(NamedTuple):
-    """The plan of some iterations: plain values, or tensors ``()`` for programs.
-
-    :param learning: how often each learns, 0 or 1.
-    :param most: that a trajectory may have, of steps or of doublings.
-    :param blind: whether the mass matrix is unknown, so that chains go at a pace of their own.
-    :param step: whether they learn the step size; likewise ``length``, of trajectories.
-    """
-
-    learning: int | Tensor
-    most: int | Tensor
-    blind: bool | Tensor
-    step: bool | Tensor
-    length: bool | Tensor = False
-
-    def for_program(self, like: Tensor) -> Plan:
-        """The same as tensors: counts on the CPU, which loops ask for, and flags in the place of ``like``."""
-        counts = [torch.tensor(value, dtype=torch.long, device="cpu") for value in self[:2]]
-        flags = [torch.full((), bool(value), dtype=torch.bool, device=like.device) for value in self[2:]]
-        return Plan(*counts, *flags)
-
-
 @dataclass(frozen=True, eq=False)
 class Learnt:
     """The numbers that an iteration of warm-up changes, and one of sampling leaves as they are.
@@ -202,27 +179,14 @@ class Learnt:
         """Of each chain, ``(C, 1)``."""
         return (self.step_size * self.pace.share)[:, None]
 
-    def update(self, acceptance: Tensor, plan: Plan) -> Learnt:
-        """Learn from the acceptance ``(C,)`` of one iteration."""
+    def update(self, acceptance: Tensor, blind: bool) -> Learnt:
+        """Learn from the acceptance ``(C,)`` of one iteration.
+
+        :param blind: whether the mass matrix is unknown, so that chains go at a pace of their own.
+        """
         search = self.search.update(self.pace.pooled(acceptance))
-        pace = chosen(plan.blind, self.pace.update(acceptance, search.target), self.pace)
-        found = Learnt(search.log_step.exp().to(acceptance.dtype), search, pace, self.stays.update(acceptance))
-        return chosen(plan.step, found, self)
-
-
-def learnt(before: Learnt, acceptance: Tensor, mass: Mass, plan: Plan) -> Learnt:
-    """The knowledge after an iteration of this acceptance ``(C,)``."""
-    return before.update(acceptance, plan)
-
-
-def chosen(which: bool | Tensor, if_true: Any, if_false: Any) -> Any:
-    """The one or the other of two dataclasses of tensors, by a boolean, or a tensor ``()`` of it."""
-    if isinstance(which, bool):
-        return if_true if which else if_false
-    if isinstance(if_true, Tensor):
-        return torch.where(which, if_true, if_false)
-    pairs = zip(vars(if_true).values(), vars(if_false).values(), strict=True)
-    return type(if_true)(*(chosen(which, one, other) for one, other in pairs))
+        pace = self.pace.update(acceptance, search.target) if blind else self.pace
+        return Learnt(search.log_step.exp().to(acceptance.dtype), search, pace, self.stays.update(acceptance))
 
 
 def newton_gain(target: float) -> float:

@@ -260,7 +260,7 @@ class MCLMC(TunedKernel):
                 length = replace(length, log_step=length.log_step.clamp(min=log_step, max=longest))
             centre = torch.lerp(tuning.centre, at.z, 2 / (tuning.count + 2))
             tuning = replace(tuning, length=length, centre=centre, count=tuning.count + 1)
-        tuning = tuning.noted(at.z, at.energy, at.gradient)
+        tuning = tuning.noted(*at)
         return (
             self._with_learnt_step(tuning, torch.where(kept, ratio, LARGEST_RATIO)) if self.adapt_step_size else tuning
         )

@@ -20,7 +20,7 @@ CPU it looks once in ``PATIENCE`` batches, and chains that have finished stay, m
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,22 +29,18 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.flat import Evaluate, loop
-from pyro_symmetric.mcmc.density.programs import compiles, in_stretches, run
+from pyro_symmetric.mcmc.density.programs import compiles, run
 from pyro_symmetric.mcmc.kernels.integrator import (
     MAX_ENERGY_ERROR,
     PhasePoint,
     choose,
-    drawn,
     energy_error,
-    iterations,
     mapped,
     one_step,
-    stretch_of,
 )
-from pyro_symmetric.mcmc.kernels.kernel import State, Stretch
-from pyro_symmetric.mcmc.kernels.learning import Learnt, Plan, learnt
+from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.mass import Mass
-from pyro_symmetric.mcmc.kernels.randomness import hashed
+from pyro_symmetric.mcmc.kernels.randomness import hashed, normal
 from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
 
 AT_HAND = ("cpu",)  # kinds of devices that the host needn't wait for
@@ -72,34 +68,27 @@ class NUTS(HamiltonianKernel):
         super().__post_init__()
         arguments.whole("max_treedepth", self.max_treedepth, 1)
 
-    def _moved(self, density: Density, state: State, count: int, most: int | None) -> Stretch:
+    def _moved(self, density: Density, state: State, most: int | None) -> State:
         tuning: HamiltonianTuning = state.tuning
         doublings = self.max_treedepth if most is None else min(self.max_treedepth, most.bit_length())
-        plan, known = self._plan(tuning, doublings), Learnt.of(tuning)
         chain = torch.arange(len(state.z), device=state.z.device)
-        noise, seeds = drawn(density, state, count, (state.z, "normal_"), (chain, "random_"))
-        if in_stretches(density):
-            at, known, found = iterations(
-                density,
-                state,
-                _move,
-                learnt,
-                _Grown.like,
-                known,
-                (noise, seeds),
-                count,
-                plan,
-                levels=self.max_treedepth,
-            )
-        else:  # in batches, or a program for each doubling
-            before = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
-            steps = known.steps
-            tree, batches = self._grown(density, before, noise[0], seeds[0], steps, tuning.mass, doublings)
-            one = _Grown.of(tree, batches, tuning.mass, steps)
-            at, known = tree.draw, known.update(one.acceptance, plan) if plan.learning else known
-            found = mapped(lambda value: value[None], one)
-        tuning = replace(tuning, **vars(known))
-        return stretch_of(state, at, tuning, found, found.statistics(self.max_treedepth))
+        noise, seeds = normal(state.z, state.generator), chain.random_(generator=state.generator)
+        start = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
+        tree, batches = self._grown(density, start, noise, seeds, tuning.steps, tuning.mass, doublings)
+        at, cost = tree.draw, tree.cost
+        statistics = {
+            "lp": -at.energy,
+            "acceptance_rate": cost.acceptance / cost.steps,
+            "energy": at.total_energy(tuning.mass),
+            "diverging": cost.diverging,
+            "step_size": tuning.steps[:, 0],
+            "n_steps": cost.steps,
+            "tree_depth": tree.depth,
+            "reached_max_treedepth": tree.depth >= self.max_treedepth,
+            "occupancy": (cost.steps.to(at.energy).mean() / batches).expand_as(at.energy),
+        }
+        tuning = self._learnt(tuning, statistics["acceptance_rate"]).noted(*at)
+        return State(*at, tuning, state.generator, statistics)
 
     def _grown(
         self,
@@ -168,47 +157,6 @@ class _Branch(NamedTuple):
     end: PhasePoint
     log_weight: Tensor  # as above
     draw: PhasePoint
-
-
-class _Grown(NamedTuple):
-    """A trajectory when it is done."""
-
-    z: Tensor  # (A, D), what was drawn from it; likewise
-    slope: Tensor  # the energy's gradient there
-    potential: Tensor  # (A,), there; likewise
-    energy: Tensor  # the total one
-    acceptance: Tensor  # mean over the steps
-    cost: _Cost
-    depth: Tensor
-    step_size: Tensor
-    batches: Tensor  # ()
-
-    @classmethod
-    def of(cls, tree: _Tree, batches: Tensor, mass: Mass, steps: Tensor) -> _Grown:
-        at, cost = tree.draw, tree.cost
-        total, acceptance = at.total_energy(mass), cost.acceptance / cost.steps
-        return cls(at.z, at.gradient, at.energy, total, acceptance, cost, tree.depth, steps[:, 0], batches)
-
-    @classmethod
-    def like(cls, at: PhasePoint) -> _Grown:
-        number, count = at.energy, torch.zeros_like(at.energy, dtype=torch.long)
-        cost = _Cost(count, number, number > 0)
-        return cls(at.z, at.z, number, number, number, cost, count, number, count.new_zeros(()))
-
-    def statistics(self, max_treedepth: int) -> dict[str, Tensor]:
-        """Of iterations, ``(B, C)`` each."""
-        share = self.cost.steps.to(self.energy).mean(-1) / self.batches
-        return {
-            "lp": -self.potential,
-            "acceptance_rate": self.acceptance,
-            "energy": self.energy,
-            "diverging": self.cost.diverging,
-            "step_size": self.step_size,
-            "n_steps": self.cost.steps,
-            "tree_depth": self.depth,
-            "reached_max_treedepth": self.depth >= max_treedepth,
-            "occupancy": share[:, None].expand_as(self.energy),
-        }
 
 
 class _Batches:
@@ -341,32 +289,6 @@ def _with_a_leaf(
     here = (levels == level)[:, None, None]
     pending = _Span(*[torch.where(here, new, old) for new, old in zip(span, leaves.pending, strict=True)])
     return _Leaves(leaf + 1, branch._replace(valid=valid), cost, pending)
-
-
-def _move(
-    evaluate: Evaluate,
-    at: PhasePoint,
-    known: Learnt,
-    row: tuple[Tensor, Tensor],
-    mass: Mass,
-    plan: Plan,
-    levels: int,
-) -> tuple[PhasePoint, Tensor, _Grown]:
-    def left(values: Any, most: Tensor, *others: Any) -> Tensor:
-        return (values[0] < most) & values[2].growing.any()
-
-    def double(evaluate: Evaluate, values: Any, most: Tensor, seeds: Tensor, mass: Mass) -> Any:
-        depth, batches, tree = values
-        tree, more = _doubled(evaluate, tree.left.z, tree, depth, seeds, mass, levels)
-        return depth + 1, batches + more, tree
-
-    assert isinstance(plan.most, Tensor)
-    noise, seeds = row
-    steps, zero = known.steps, torch.zeros_like(plan.most)
-    values = (zero, zero, _planted(at, noise, steps, mass))
-    _, batches, tree = loop(evaluate, left, double, values, plan.most, seeds, mass)
-    found = _Grown.of(tree, batches, mass, steps)
-    return tree.draw, found.acceptance, found
 
 
 def _row(values: Tensor, index: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 r"""The warm-up of kernels with full gradients: a step size and a mass matrix that all chains learn together in warm-up.
 
-**The step size** is searched for with every iteration (:mod:`~pyro_symmetric.mcmc.kernels.learning`), in the iteration
-itself, so that programs of many iterations learn on their way. What needs the host happens between them, at places that
-are known beforehand (:meth:`TunedKernel.next_adaptation`).
+**The step size** is searched for with every iteration (:mod:`~pyro_symmetric.mcmc.kernels.learning`).
 
 **The mass matrix** is renewed at the ends of Stan's windows (:func:`window_ends`), from all chains' draws of the
 window.
@@ -35,11 +33,11 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.programs import evaluated_once, in_stretches
+from pyro_symmetric.mcmc.density.programs import evaluated_once
 from pyro_symmetric.mcmc.kernels.curvature import Curvature
 from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, find_step_size
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, Stretch, Tuning, relocated, stranded
-from pyro_symmetric.mcmc.kernels.learning import HIGHER, STUCK, Learnt, Pace, Plan, Stays, StepSearch
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, Tuning, relocated, stranded
+from pyro_symmetric.mcmc.kernels.learning import HIGHER, STUCK, Learnt, Pace, Stays, StepSearch
 from pyro_symmetric.mcmc.kernels.mass import MASSES, MAX_DENSE, Mass, MassEstimate
 from pyro_symmetric.mcmc.kernels.outweighed import Passed
 
@@ -93,13 +91,15 @@ class HamiltonianTuning:
         """Step sizes as :func:`~pyro_symmetric.mcmc.kernels.integrator.leapfrog` takes them, ``(C, 1)``."""
         return Learnt.of(self).steps
 
-    def noted(self: Tuning, z: Tensor, energy: Tensor, gradient: Tensor) -> Tuning:
+    def noted(self: Tuning, z: Tensor, momentum: Tensor, energy: Tensor, gradient: Tensor) -> Tuning:
         """Take in a draw of all chains ``(C, D)``, its energy ``(C,)`` and the gradient there ``(C, D)``."""
+        if not self.learns:
+            return self
         if self.estimate is not None:
             passed = None if self.passed is None else self.passed.update(z, energy)
             return replace(self, estimate=self.estimate.update(z), passed=passed)
         if self.curvature is not None:
-            return replace(self, curvature=self.curvature.update(z.clone(), gradient.clone()))
+            return replace(self, curvature=self.curvature.update(z, gradient))
         return self
 
 
@@ -178,11 +178,6 @@ class TunedKernel(Kernel):
         )
         state = State(*start, self._tuning(tuning, z), generator)
         return state if self.step_size is not None else self._with_step(density, state, step)
-
-    def next_adaptation(self, iteration: int, num_warmup: int) -> int:
-        begin, ends = window_ends(num_warmup) if self.adapt_mass else (num_warmup, ())
-        first = range(BETWEEN_FIRST, begin, BETWEEN_FIRST) if ends and self.mass == "dense" else ()
-        return min(place - 1 for place in (*first, begin, *ends, num_warmup) if place > iteration)
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         begin, ends = window_ends(num_warmup) if self.adapt_mass else (num_warmup, ())
@@ -266,8 +261,8 @@ class HamiltonianKernel(TunedKernel):
         arguments.fraction("target_accept", self.target_accept)
 
     @abstractmethod
-    def _moved(self, density: Density, state: State, count: int, most: int | None) -> Stretch:
-        """Some iterations, in one program if there is one for more than one.
+    def _moved(self, density: Density, state: State, most: int | None) -> State:
+        """One iteration.
 
         :param most: steps of a trajectory, beside the kernel's own limit; ``None``: there is no other.
         """
@@ -277,25 +272,22 @@ class HamiltonianKernel(TunedKernel):
         return self.target_accept
 
     def step(self, density: Density, state: State) -> State:
-        return self._moved(density, state, 1, state.tuning.most_steps).state
-
-    def steps(self, density: Density, state: State, count: int) -> Stretch:
-        if not in_stretches(density):
-            return super().steps(density, state, count)
-        return self._moved(density, state, count, state.tuning.most_steps)
+        return self._moved(density, state, state.tuning.most_steps)
 
     def remarks(self, state: State) -> dict[str, Any]:
         return {**super().remarks(state), "target_accept": float(state.tuning.search.target)}
 
-    def _plan(self, tuning: HamiltonianTuning, most: int) -> Plan:
-        return Plan(int(tuning.learns), most, tuning.blind, self.adapt_step_size)
+    def _learnt(self, tuning: Tuning, acceptance: Tensor) -> Tuning:
+        """The tuning after an iteration of this acceptance ``(C,)``."""
+        if not (tuning.learns and self.adapt_step_size):
+            return tuning
+        return replace(tuning, **vars(Learnt.of(tuning).update(acceptance, tuning.blind)))
 
     def _accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
-        # By the kernel's own iteration, so that no other program is needed.
         share = step_size.expand(len(state.z), 1).squeeze(1)
         pace = replace(state.tuning.pace, share=share)
         tried = tuned(state, learns=False, step_size=torch.ones_like(share[0]), pace=pace)
-        return self._moved(density, tried, 1, 1).statistics["acceptance_rate"][0]
+        return self._moved(density, tried, 1).statistics["acceptance_rate"]
 
     def _search(self, step_size: Tensor, target: float | None, follow: bool) -> StepSearch:
         return StepSearch.start(step_size, self.target_accept if target is None else target, follow)
