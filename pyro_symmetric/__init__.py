@@ -38,8 +38,8 @@ Alignment
     MatchCost ActivationCost TableCost Alignment Frame BarrierCurve GaussianWeights
 
 Distances, tests and scores
-    mmd mmd_test orbit_mmd marginal_wasserstein sliced_wasserstein total_variation scores
-    Distance DistanceResult Shown register_distance
+    common_frame mmd mmd_test marginal_wasserstein total_variation scores
+    DistanceResult
     invariance_tests equivalent_modes excess_mass functional_collapse SortingTracker
 
 Data
@@ -72,10 +72,9 @@ from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.sorting import sorting_permutation
 from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
 from pyro_symmetric.compare import (
-    Distance,
     DistanceResult,
-    Shown,
     SortingTracker,
+    common_frame,
     diagnose,
     equivalent_modes,
     excess_mass,
@@ -84,10 +83,7 @@ from pyro_symmetric.compare import (
     marginal_wasserstein,
     mmd,
     mmd_test,
-    orbit_mmd,
-    register_distance,
     scores,
-    sliced_wasserstein,
     summary,
     total_variation,
 )
@@ -173,7 +169,6 @@ __all__ = [
     "BayesianModel",
     "BrokenSymmetry",
     "CategoricalLikelihood",
-    "Distance",
     "DistanceResult",
     "Element",
     "ExactOrbit",
@@ -191,7 +186,6 @@ __all__ = [
     "NotADensityError",
     "OtherRun",
     "Posterior",
-    "Shown",
     "SinkhornImportance",
     "SortingTracker",
     "State",
@@ -210,6 +204,7 @@ __all__ = [
     "barycentre",
     "canonicalize",
     "check_priors",
+    "common_frame",
     "compare_models",
     "completeness",
     "datasets",
@@ -231,19 +226,16 @@ __all__ = [
     "minimal_mass",
     "mmd",
     "mmd_test",
-    "orbit_mmd",
     "pSGLD",
     "predict",
     "push_forward",
     "read_checkpoints",
-    "register_distance",
     "register_rule",
     "relabel",
     "sample",
     "sample_posterior",
     "save_guide",
     "scores",
-    "sliced_wasserstein",
     "sorting_permutation",
     "suggest_estimator",
     "suggest_guide",

@@ -21,9 +21,8 @@ IMPORTED = {"torch": torch, "nn": nn, "pyro": pyro, "dist": dist, "ps": ps}
 
 @pytest.fixture(autouse=True)
 def _nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files, rules and distances of an example end with it."""
+    """Files and rules of an example end with it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pyro_symmetric.compare.distance._REGISTERED", {})
     monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
     monkeypatch.setattr(registry, "SLICED", set(registry.SLICED))
 

@@ -83,4 +83,4 @@ def test_the_posterior_of_a_last_layer_goes_through_samplers_guides_ensembles_an
         net.load_state_dict({site: value[0] for site, value in posterior.get_samples().items()}, strict=False)
         torch.testing.assert_close(from_net[0], net(x))
     ps.diagnose(drawn, symmetry, model, x=x)
-    ps.mmd(drawn, drawn, symmetry=symmetry)
+    ps.mmd(*ps.common_frame(drawn, drawn, symmetry))

@@ -206,7 +206,6 @@ FLOWS: dict[str, Flow] = {
     "canonicalize": moving(lambda a, b, s: ps.canonicalize(a, s)),
     "minimal_mass": Flow(least_mass, unit="call"),
     "mmd": moving(lambda a, b, s: ps.mmd(a, b), 20),
-    "orbit_mmd": moving(lambda a, b, s: ps.orbit_mmd(a, b, s), 20),
     **SAMPLERS,
 }
 

@@ -18,10 +18,7 @@ the second posterior for ``mmd_test``, in half of the chains (rows) for ``diagno
 
 *Columns.* Share of repetitions in which the test rejects at level 0.05, or the chains are said to disagree; a shift of
 0 is the level, or the rate of false alarms. Of ``mmd_test``: ``raw``, draws as they come; ``canonical`` and
-``aligned``, its two frames; ``orbit kernel``, kernels averaged over the whole orbit (all 120 elements), whose
-discrepancy ``orbit_mmd`` estimates; ``orbit distance``, kernels of the least distance over the orbit. The two take
-three Gaussian kernels of each layer, and as many draws as ``aligned``: canonical forms that mix units hide from their
-own count of independent draws that chains are autocorrelated. Of ``diagnose``: the canonical forms alone,
+``aligned``, each draw by itself and all together. Of ``diagnose``: the canonical forms alone,
 the aligned frame alone, and the ``verdict``, which is either's. A shift of 0.4 between halves of the chains has
 an R-hat of 1.02, under the threshold of 1.05: it isn't meant to be seen.
 
@@ -35,8 +32,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import permutations, product
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -45,11 +41,7 @@ from tqdm import tqdm
 import pyro_symmetric as ps
 from benchmarks.harness import Results, Row, parse, parser, print_table
 from pyro_symmetric.compare import mmd_test
-from pyro_symmetric.compare._pairs import Pairs, kernel_values
-from pyro_symmetric.compare.frames import canonical_frame, one_frame
-from pyro_symmetric.compare.independence import thinned
-from pyro_symmetric.compare.mmd import bandwidth_grid
-from pyro_symmetric.compare.two_sample import _score, _share, _statistics, _upper_ranks
+from pyro_symmetric.compare.frames import canonical_frame
 
 LEVEL = 0.05
 SHIFTS = (0.0, 0.8)
@@ -117,53 +109,22 @@ def posterior(test: str, units: str, rows: str, shifts: Tensor) -> ps.Posterior:
     return ps.Posterior(copies(weights), rows="independent" if independent else "chains")
 
 
-def two_samples(units: str, rows: str, shift: float, orbit: bool, options: Namespace) -> dict[str, bool]:
+def two_samples(units: str, rows: str, shift: float, options: Namespace) -> dict[str, bool]:
     group = TRUTHS[units].group
     p = posterior("mmd_test", units, rows, torch.zeros(CHAINS))
     q = posterior("mmd_test", units, rows, torch.full((CHAINS,), shift))
-    test = partial(mmd_test, p, q, level=LEVEL, num_permutations=options.permutations)
-    found = {"raw": test().rejected}
-    found |= {frame: test(symmetry=group, frame=frame).rejected for frame in ("canonical", "aligned")}
-    return found | (orbit_tests(p, q, group, options.permutations) if orbit else {})
+    frames = {
+        "raw": (p, q),
+        "canonical": (canonical_frame(p, group), canonical_frame(q, group)),
+        "aligned": ps.common_frame(p, q, group),
+    }
+    return {
+        name: mmd_test(*pair, level=LEVEL, num_permutations=options.permutations).rejected
+        for name, pair in frames.items()
+    }
 
 
-def orbit_tests(p: ps.Posterior, q: ps.Posterior, group: ps.Group, num_permutations: int) -> dict[str, bool]:
-    """The test of ``mmd_test`` with kernels on orbits, by enumeration: averaged, and of the least distance."""
-    p, q = (thinned(side, one_frame(canonical_frame(side, group), group)) for side in (p, q))
-    pooled = {site: torch.cat([p[site], q[site]]) for site in p}
-    pairs = Pairs(len(p[next(iter(p))]), len(q[next(iter(q))]))
-    orders = torch.rand(num_permutations + 1, pairs.total).argsort(1)
-    orders[0] = torch.arange(pairs.total)
-    first = (orders < pairs.m).T.double()
-    scores: dict[str, list[Tensor]] = {"orbit kernel": [], "orbit distance": []}
-    for value in pooled.values():
-        distances = over_the_orbit(value)
-        least = distances.amin(0)
-        averaged, nearest = [], []
-        for bandwidth in bandwidth_grid(least)[1::3]:
-            averaged.append(_statistics(pairs, kernel_values(distances, bandwidth, 2).mean(0), first))
-            nearest.append(_statistics(pairs, kernel_values(least, bandwidth, 2), first))
-        for name, values in (("orbit kernel", averaged), ("orbit distance", nearest)):
-            stacked = torch.stack(values, 1)
-            scores[name].append(_score(_upper_ranks(stacked), stacked))
-    least_scores = {name: torch.stack(own).amin(0) for name, own in scores.items()}
-    return {name: _share(own, own[0]) <= LEVEL for name, own in least_scores.items()}
-
-
-def over_the_orbit(value: Tensor) -> Tensor:
-    """Distances ``(elements, pairs)`` of draws ``(S, units, ...)``, the second of each pair moved by each element."""
-    value = value.double().flatten(2) if value.dim() > 2 else value.double().unsqueeze(-1)
-    i, j = torch.triu_indices(len(value), len(value), 1)
-    costs = torch.cdist(value[i], value[j]).square()  # (pairs, units, units)
-    return costs[:, torch.arange(UNITS), every_order()].sum(-1).sqrt().T
-
-
-@cache
-def every_order() -> Tensor:
-    return torch.tensor(list(permutations(range(UNITS))))
-
-
-def chains(units: str, rows: str, shift: float, orbit: bool, options: Namespace) -> dict[str, bool]:
+def chains(units: str, rows: str, shift: float, options: Namespace) -> dict[str, bool]:
     halves = torch.tensor([0.0, 0.0, shift, shift])
     found = ps.diagnose(posterior("diagnose", units, rows, halves), TRUTHS[units].group)
     apart = {name: found[name].status == "fail" for name in ("canonical", "aligned")}
@@ -172,7 +133,7 @@ def chains(units: str, rows: str, shift: float, orbit: bool, options: Namespace)
 
 TESTS = {"mmd_test": two_samples, "diagnose": chains}
 COLUMNS = {
-    "mmd_test": ("raw", "canonical", "aligned", "orbit kernel", "orbit distance"),
+    "mmd_test": ("raw", "canonical", "aligned"),
     "diagnose": ("canonical", "aligned", "verdict"),
 }
 
@@ -181,14 +142,13 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser(__doc__, seeds=1)
     arguments.add_argument("--repetitions", type=int, default=100)
     arguments.add_argument("--level-repetitions", type=int, default=200, help="at a shift of 0")
-    arguments.add_argument("--orbit-repetitions", type=int, default=25, help="of those, how many on the orbit, too")
     arguments.add_argument("--shifts", type=float, nargs="+", default=SHIFTS)
     arguments.add_argument("--permutations", type=int, default=99, help="of mmd_test")
     arguments.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases with all of these words")
     options = parse(arguments, argv)
     if options.quick:
         options.repetitions = options.level_repetitions = 4
-    results = Results.of(options, "repetitions", "level_repetitions", "orbit_repetitions", "permutations")
+    results = Results.of(options, "repetitions", "level_repetitions", "permutations")
     cases = [case for case in product(TESTS, ("chains", "independent"), TRUTHS) if set(options.only) <= set(case)]
     for (test, rows, units), shift, seed in product(cases, options.shifts, range(options.seeds)):
         key: Row = {"test": test, "rows": rows, "units": units, "shift": shift, "seed": seed}
@@ -199,8 +159,8 @@ def main(argv: list[str] | None = None) -> None:
         looked: Counter[str] = Counter()
         title = f"{test}, {rows}, {units}, shift {shift:g}"
         times = options.repetitions if shift else options.level_repetitions
-        for repetition in tqdm(range(times), desc=title, disable=not options.progress):
-            found = TESTS[test](units, rows, shift, repetition < options.orbit_repetitions, options)
+        for _ in tqdm(range(times), desc=title, disable=not options.progress):
+            found = TESTS[test](units, rows, shift, options)
             seen.update(found)
             looked.update(dict.fromkeys(found, 1))
         results.add({**key, "times": dict(looked), "seen": dict(seen)})

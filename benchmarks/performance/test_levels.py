@@ -92,7 +92,7 @@ def two_samples(kind: str, draws: int, permutations: int) -> Repetition:
             p, q = (value / torch.rand(draws, 1).sqrt() for value in (p, q))
         sides = (independent({"w": side}) for side in (p, q))
         result = mmd_test(*sides, level=LEVEL, num_permutations=permutations)
-        return {"one kernel": bool(result.of("w")["kernel_p_value"][5] <= LEVEL), "verdict": result.rejected}
+        return {"verdict": result.rejected}
 
     return rejects
 

@@ -3,7 +3,6 @@
 from pyro_symmetric.chain_findings import Finding
 from pyro_symmetric.compare import scores
 from pyro_symmetric.compare.diagnosis import Diagnosis, diagnose
-from pyro_symmetric.compare.distance import Distance, Shown, distances, register_distance
 from pyro_symmetric.compare.diversity import (
     FunctionalCollapse,
     functional_collapse,
@@ -19,28 +18,25 @@ from pyro_symmetric.compare.dynamics import (
     excess_mass,
     kendall_tau,
 )
+from pyro_symmetric.compare.frames import common_frame
 from pyro_symmetric.compare.independence import independent_draws
 from pyro_symmetric.compare.invariance import invariance_tests
-from pyro_symmetric.compare.mmd import mmd
-from pyro_symmetric.compare.orbit import orbit_mmd
+from pyro_symmetric.compare.mmd import mmd, mmd_test
 from pyro_symmetric.compare.predictive_distance import total_variation
 from pyro_symmetric.compare.results import DistanceResult, SignificanceTest
 from pyro_symmetric.compare.summary import summary
-from pyro_symmetric.compare.two_sample import mmd_test
-from pyro_symmetric.compare.wasserstein import marginal_wasserstein, sliced_wasserstein
+from pyro_symmetric.compare.wasserstein import marginal_wasserstein
 
 __all__ = [
     "Diagnosis",
-    "Distance",
     "DistanceResult",
     "EquivalentModes",
     "Finding",
     "FunctionalCollapse",
-    "Shown",
     "SignificanceTest",
     "SortingTracker",
+    "common_frame",
     "diagnose",
-    "distances",
     "equivalent_modes",
     "excess_mass",
     "functional_collapse",
@@ -52,12 +48,9 @@ __all__ = [
     "mmd",
     "mmd_test",
     "mutual_information",
-    "orbit_mmd",
     "pairwise_mutual_information",
     "predictive_entropy",
-    "register_distance",
     "scores",
-    "sliced_wasserstein",
     "summary",
     "total_variation",
 ]

@@ -8,16 +8,17 @@ exchangeable stay so, and what compares them sees no difference where there is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeGuard, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.alignment.many import Frame, align_many
-from pyro_symmetric.calls import described
 from pyro_symmetric.canonical.forms import canonicalize
+from pyro_symmetric.compare.layers import require_site_shapes, samples_of
+from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior import Posterior
@@ -26,41 +27,14 @@ from pyro_symmetric.weights import Weights
 NEAR_ROUNDS = 3  # a start needn't be an end
 SEED = 0  # of the alignment's own random choices: a frame is a function of the draws
 
-FrameKind = Literal["aligned", "canonical"]
-AnySymmetry = Symmetry | Group | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-
-
-def is_group(symmetry: Any) -> TypeGuard[Symmetry | Group]:
-    """True for a symmetry or a group, rather than a function of weights."""
-    return isinstance(symmetry, Symmetry | Group)
+Side = TypeVar("Side", Mapping[str, Tensor], Posterior)
+Other = TypeVar("Other", Mapping[str, Tensor], Posterior)
 
 
 def comparing(symmetry: Symmetry | Group, weights: Mapping[str, Tensor]) -> Group:
     """The group as it acts on weights that are compared, and predict nothing: running statistics may be missing."""
     group = group_of(symmetry, "symmetry")
     return group if all(site in weights for site in group.buffers) else group.without_buffers()
-
-
-def removal(symmetry: Any) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
-    """The function that brings weights to their canonical forms under a symmetry; a function of weights is one itself.
-
-    :raises TypeError: if it is neither.
-    """
-    if is_group(symmetry):
-        return lambda weights: canonical_frame(weights, symmetry)
-    if not callable(symmetry) or isinstance(symmetry, nn.Module):
-        raise TypeError(
-            f"symmetry is {described(symmetry)}; it must be a symmetry, such as find_symmetry(net, x), a declared "
-            "group, or a function of weights that removes it"
-        )
-
-    def removed(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        result = symmetry(weights)
-        if not isinstance(result, Mapping):
-            raise TypeError(f"symmetry returned {described(result)}; it must return the weights that it is given")
-        return result
-
-    return removed
 
 
 @overload
@@ -100,15 +74,45 @@ def one_frame(canonical: Posterior | Mapping[str, Tensor], symmetry: Symmetry | 
     :param symmetry: what canonical forms were taken of, a symmetry or a group.
     """
     if isinstance(canonical, Posterior):
-        batch = (canonical.num_chains, canonical.num_samples)
-        moved = one_frame(canonical.get_samples(), symmetry)
-        return canonical.map(lambda _: {site: value.unflatten(0, batch) for site, value in moved.items()})
+        return _as_it_came(canonical, one_frame(canonical.get_samples(), symmetry))
     group = comparing(group_of(symmetry, "symmetry").finite, canonical)
     order = _squared_norms(canonical).argsort()
     back = order.argsort()
     with forked(SEED):
         frame = _closest(_select(canonical, order), group)
     return _select(frame.aligned, back)
+
+
+def common_frame(weights_p: Side, weights_q: Other, symmetry: Symmetry | Group) -> tuple[Side, Other]:
+    """Two sets of draws in one frame, in which distances and tests compare them modulo a symmetry.
+
+    >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+    >>> p = {"w": torch.randn(100, 3, 2) + 5 * torch.arange(3.0)[:, None]}
+    >>> q = group.sample((80,))({"w": torch.randn(80, 3, 2) + 5 * torch.arange(3.0)[:, None]})
+    >>> abs(ps.mmd(*ps.common_frame(p, q, group)).value) < 0.05 < ps.mmd(p, q).value
+    True
+
+    Scales become those of the least norm of all parameters; if a prior sees them (a Gaussian one does), they are no
+    symmetry of the posterior, and ``symmetry.finite`` removes permutations and signs only. These move to where the
+    draws of both sides together lie closest to their mean (see :func:`~pyro_symmetric.alignment.align_many`). Whose
+    draw is whose doesn't count, so that draws without a difference show none in their frame. A frame that no other
+    draw decides is ``canonicalize(draws, symmetry)``: it mixes units whose largest weights overlap, and blurs what
+    differs between them.
+
+    :param weights_p: site -> samples ``(m,) + site_shape``; or a ``Posterior``.
+    :param weights_q: the same sites; sites that one side lacks are left out.
+    :param symmetry: the group, or a network's symmetry, such as ``find_symmetry(net, x)``.
+    :return: both as they came, a ``Posterior`` for a ``Posterior``.
+    :raises ValueError: if shapes don't fit, or the model of a posterior lacks a declared group.
+    """
+    sides: dict[str, Any] = {"weights_p": weights_p, "weights_q": weights_q}
+    flat = {}
+    for name, side in sides.items():
+        require_of_posterior(symmetry, side)
+        flat[name] = samples_of(side, name)
+        require_site_shapes(flat[name], symmetry, name)
+    moved = pooled_frame([canonical_frame(side, symmetry) for side in flat.values()], symmetry)
+    return tuple(_as_it_came(side, own) for side, own in zip(sides.values(), moved, strict=True))
 
 
 def pooled_frame(samples: Sequence[Mapping[str, Tensor]], symmetry: Symmetry | Group) -> list[Weights]:
@@ -146,6 +150,13 @@ def _squared_norms(weights: Mapping[str, Tensor]) -> Tensor:
     """Of each draw, ``(S,)``: what no permutation and no sign changes."""
     parts = [value.flatten(1) if value.dim() > 1 else value[:, None] for value in weights.values()]
     return torch.stack([part.square().sum(1, dtype=torch.float64) for part in parts]).sum(0)
+
+
+def _as_it_came(side: Any, moved: Weights) -> Any:
+    if not isinstance(side, Posterior):
+        return moved
+    batch = (side.num_chains, side.num_samples)
+    return side.map(lambda _: {site: value.unflatten(0, batch) for site, value in moved.items()})
 
 
 def _select(weights: Mapping[str, Tensor], rows: Tensor) -> Weights:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, copied_chains, evenly_spaced
+from pyro_symmetric.compare.layers import Samples, samples_of
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
 _PART_NUMBERS = 2**24  # copied at a time
-
-
-def require_posterior(name: str, draws: Any) -> Posterior:
-    """A posterior: tests count draws, so they must know whether its rows are chains or independent.
-
-    :raises TypeError: if it is anything else, such as a dictionary, which doesn't say.
-    """
-    hint = ""
-    if isinstance(draws, Mapping):
-        hint = ", which says what its rows are: Posterior.from_samples(weights, rows='independent'), or rows='chains'"
-    return arguments.instance(name, draws, Posterior, f"a Posterior{hint}")
 
 
 def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatistics] | None = None) -> int:
@@ -51,27 +39,29 @@ def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatis
     return min(max(posterior.num_chains, int(worst) // 2), total)
 
 
-def thinned(posterior: Posterior, seen: Posterior | None = None) -> Weights:
-    """As many of the draws, chains end to end and evenly spaced, as may be taken as independent. The last of each chain
-    is among them, if one of each counts. If all do, they are views.
+def thinned(weights: Samples, name: str = "weights") -> Weights:
+    """As many draws, chains end to end and evenly spaced, as may be taken as independent. The last of each chain is
+    among them, if one of each counts. If all do, they are views.
 
-    :param seen: the same draws as they will be compared, which say how many are independent: chains in copies of a mode
-        seem to stand apart until their symmetries are removed.
+    :param weights: a ``Posterior``; or site -> independent samples, all of which count.
+    :param name: what messages call them.
     :raises ValueError: if they are fewer than 2, any of all draws isn't finite, or chains are copies of each other.
     """
-    require_finite(posterior.samples, "posterior")
-    if posterior.rows == "chains" and (copies := copied_chains(posterior.samples)):
+    if not isinstance(weights, Posterior):
+        weights = Posterior.from_samples(samples_of(weights, name), rows="independent")
+    require_finite(weights.samples, name)
+    if weights.rows == "chains" and (copies := copied_chains(weights.samples)):
         raise ValueError(f"the chains {copies} are copies of others, as of runs with the same seed; leave them out")
-    total, count = posterior.num_chains * posterior.num_samples, independent_draws(seen or posterior)
+    total, count = weights.num_chains * weights.num_samples, independent_draws(weights)
     if count < 2:
         raise ValueError(
             f"of {total} draws only {count} may be taken as independent; a test needs at least 2. Take more draws, or "
             "more chains"
         )
     if count == total:
-        return posterior.get_samples()
+        return weights.get_samples()
     keep = evenly_spaced(total, count)
-    return {site: value[keep] for site, value in posterior.get_samples().items()}
+    return {site: value[keep] for site, value in weights.get_samples().items()}
 
 
 # small steps --------------------------------------------------------------------------------------------------------

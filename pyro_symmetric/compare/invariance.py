@@ -31,7 +31,8 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.compare._tests import chi_square_uniform, holm, holm_rejections, kolmogorov_smirnov
-from pyro_symmetric.compare.independence import require_posterior, thinned
+from pyro_symmetric.compare.independence import thinned
+from pyro_symmetric.compare.layers import Samples, samples_of
 from pyro_symmetric.compare.results import SignificanceTest
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
@@ -41,7 +42,7 @@ from pyro_symmetric.posterior import Posterior
 
 @torch.no_grad()
 def invariance_tests(
-    posterior: Posterior, group: Group | Symmetry, *, level: float = 0.05, max_tests: int = 50_000
+    weights: Samples, group: Group | Symmetry, *, level: float = 0.05, max_tests: int = 50_000
 ) -> SignificanceTest:
     """Test whether a posterior's draws are invariant under ``group``.
 
@@ -71,31 +72,32 @@ def invariance_tests(
 
     >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> draws = torch.randn(200, 3, 2)
-    >>> ps.invariance_tests(ps.Posterior.from_samples({"w": draws}, rows="independent"), group, level=1e-6).rejected
+    >>> ps.invariance_tests({"w": draws}, group, level=1e-6).rejected
     False
     >>> draws[:, 0] += 2.0  # the first unit differs from the others
-    >>> ps.invariance_tests(ps.Posterior.from_samples({"w": draws}, rows="independent"), group, level=1e-6).rejected
+    >>> ps.invariance_tests({"w": draws}, group, level=1e-6).rejected
     True
 
-    :param posterior: the draws; of plain weights make one, ``Posterior.from_samples(weights, rows=...)``.
+    :param weights: a ``Posterior``; or site -> independent samples ``(S,) + site_shape``.
     :param group: the group, or a network's symmetry, of which the permutations count; single units are passed over.
     :param level: the family-wise level of the tests.
     :param max_tests: Kolmogorov-Smirnov tests of one set of units. If pairs of units times positions are more, a fixed
         pseudo-random part of the positions (and of the pairs, if needed) is tested.
     :raises ValueError: if weights don't fit the group, aren't finite, or fewer than 2 draws are left.
     """
-    require_posterior("posterior", posterior)
     arguments.fraction("level", level)
     arguments.whole("max_tests", max_tests, 1)
     group = group_of(group).permutations
-    group.batch_shape(posterior.samples)
-    needed = {site: posterior.samples[site] for site in group.plain_sites(group.required_sites)}
-    weights = group.stacked(thinned(Posterior(needed, rows=posterior.rows))) if needed else {}
-    draws = len(next(iter(weights.values()))) if weights else 0
+    samples = weights.samples if isinstance(weights, Posterior) else samples_of(weights)
+    group.batch_shape(samples)
+    needed = {site: samples[site] for site in group.plain_sites(group.required_sites)}
+    known: Samples = Posterior(needed, rows=weights.rows) if needed and isinstance(weights, Posterior) else needed
+    kept = group.stacked(thinned(known)) if needed else {}
+    draws = len(next(iter(kept.values()))) if kept else 0
     found: list[_Units] = []
     for name, size in group.factors.items():
         if size > 1 and (axes := _unit_axes(group, name)):
-            parts = [_unit_weights(weights, group, name, axis) for axis in axes]
+            parts = [_unit_weights(kept, group, name, axis) for axis in axes]
             sites = ", ".join(dict.fromkeys(axis.site for axis in axes))
             marginals = [part.transpose(1, 2).flatten(2) for part in parts]
             tests: tuple[Any, ...] = (*_index_test(parts), *_marginal_tests(marginals, level, max_tests))

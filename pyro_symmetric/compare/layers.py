@@ -10,16 +10,14 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
-from pyro_symmetric.compare.frames import AnySymmetry, FrameKind, is_group, pooled_frame, removal
-from pyro_symmetric.discovery.model_check import require_of_posterior
-from pyro_symmetric.groups.group import group_of
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import (
     Shapes,
@@ -78,7 +76,7 @@ def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str,
     return {name: tuple(members) for name, members in layers.items()}
 
 
-def require_site_shapes(weights: Mapping[str, Tensor], symmetry: AnySymmetry, name: str) -> None:
+def require_site_shapes(weights: Mapping[str, Tensor], symmetry: Symmetry | Group, name: str) -> None:
     """:raises ValueError: if samples ``(n,) + site_shape`` of a site don't have the shape that the symmetry knows."""
     for site, shape in group_of(symmetry, "symmetry").plain_shapes.items():
         if site in weights and weights[site].shape[1:] != shape:
@@ -95,9 +93,6 @@ class PairedSamples:
     :param weights_q: the same sites; the number of samples may differ.
     :param layers: layer -> its sites; sites that are not named are left out. Default: all but running statistics, see
         :func:`group_sites`.
-    :param symmetry: both sides are brought into one frame under it, or by it, if it is a function of weights; ``None``
-        takes them as they come.
-    :param frame: ``"aligned"``, found from all draws of both sides together, or ``"canonical"``, from each draw alone.
     :param minimum: the smallest number of samples allowed on each side.
     :raises ValueError: if sites, shapes, dtypes or devices don't fit, or samples are missing.
     """
@@ -107,14 +102,9 @@ class PairedSamples:
         weights_p: Samples,
         weights_q: Samples,
         layers: Layers | None = None,
-        symmetry: AnySymmetry | None = None,
-        frame: FrameKind = "aligned",
         *,
         minimum: int = 1,
     ):
-        arguments.one_of("frame", frame, get_args(FrameKind))
-        for draws in (weights_p, weights_q):
-            require_of_posterior(symmetry, draws)
         weights_p, weights_q = samples_of(weights_p, "weights_p"), samples_of(weights_q, "weights_q")
         here, there = (
             {site for site in weights if not is_running_statistic(site)} for weights in (weights_p, weights_q)
@@ -130,24 +120,11 @@ class PairedSamples:
             raise ValueError("weights_p and weights_q hold running statistics only; there is nothing to compare")
         require_sites(weights_q, self.sites, "weights_q")
         self.shapes = _common_shapes(weights_p, weights_q, self.sites)
-        if is_group(symmetry):
-            for name, weights in (("weights_p", weights_p), ("weights_q", weights_q)):
-                require_site_shapes(weights, symmetry, name)
-        if symmetry is not None:
-            remove = removal(symmetry)
-            weights_p, weights_q = remove(weights_p), remove(weights_q)
-            for weights in (weights_p, weights_q):
-                require_sites(weights, self.sites, "the weights that symmetry returned")
         self.weights = (weights_p, weights_q)
         self.num_samples = (
             _num_samples(weights_p, self.shapes, "weights_p", minimum),
             _num_samples(weights_q, self.shapes, "weights_q", minimum),
         )
-        if is_group(symmetry) and frame == "aligned":
-            for site in self.sites:
-                self.matrices(site)  # checked: they can be laid end to end
-            weights_p, weights_q = pooled_frame(self.weights, symmetry)
-            self.weights = (weights_p, weights_q)
 
     def matrices(self, site: str) -> tuple[Tensor, Tensor]:
         """The site's samples: two matrices ``(num_samples, number of weights)``."""

@@ -1,4 +1,4 @@
-r"""Maximum mean discrepancy between two sets of weight samples.
+r"""Maximum mean discrepancy between two sets of weight samples, and the test of whether they differ.
 
 For a kernel :math:`k`, samples :math:`x_1 \dots x_m \sim p` and :math:`y_1 \dots y_n \sim q`, the unbiased estimate of
 the squared discrepancy (Gretton et al. 2012, Lemma 6) is
@@ -9,43 +9,46 @@ the squared discrepancy (Gretton et al. 2012, Lemma 6) is
 Under a fixed kernel it is zero on average if :math:`p = q`, so that a small value may well be negative. As in
 Laurent et al. (2024, arXiv 2310.08287) it is taken layer by layer under ten Gaussian kernels :math:`\exp(-(\|x - y\|_2
 / \lambda)^2)` and ten Laplace kernels :math:`\exp(-\|x - y\|_1 / \lambda)`, with bandwidths as MMDAgg has them (Schrab
-et al. 2023, arXiv 2110.15073): see :func:`bandwidth_grid`. That grid is chosen by the distances *between* the samples
-only, so that under its smallest bandwidths, no larger than half of any such distance, the estimate is slightly positive
-on average even if
-:math:`p = q`. Kernels chosen beforehand (``bandwidths=``) leave it exactly unbiased.
+et al. 2023, arXiv 2110.15073): see :func:`bandwidth_grid`. The grid of :func:`mmd` is chosen by the distances *between*
+the samples only, so that under its smallest bandwidths, no larger than half of any such distance, the estimate is
+slightly positive on average even if :math:`p = q`. Kernels chosen beforehand (``bandwidths=``) leave it exactly
+unbiased.
+
+The null distribution of :func:`mmd_test` is that of the pooled samples in random order. Each of the statistics, of a
+layer and a kernel, is standardised over the :math:`B` random orders and the observed one, and the largest counts:
+
+.. math:: S_b = \max_k \frac{T_{b,k} - \bar T_k}{s_k}, \qquad p = \frac{\#\{b : S_b \ge S_0\}}{B + 1}.
+
+Observed and random orders are exchangeable under the null hypothesis, and every step treats them alike, the bandwidths
+too, which come from the distances of *all* pairs. So :math:`P(p \le \alpha) \le \alpha` exactly, for any number of
+samples, orders and kernels (Westfall & Young 1993).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare._pairs import Pairs
-from pyro_symmetric.compare.frames import AnySymmetry, FrameKind
+from pyro_symmetric.compare.independence import thinned
 from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples
-from pyro_symmetric.compare.results import DistanceResult
+from pyro_symmetric.compare.results import DistanceResult, Labelled, SignificanceTest
 
 NUM_BANDWIDTHS = 10
 FLOOR = 0.1  # of the median distance
+NORMS = (2, 1)  # of the distances in Gaussian and in Laplace kernels
 KERNELS = ("gaussian",) * NUM_BANDWIDTHS + ("laplace",) * NUM_BANDWIDTHS
-
-Kernels = tuple[Tensor, Tensor]  # bandwidths of the Gaussian and of the Laplace kernels
+LEAST_ORDERS = 19
+_CACHE_ENTRIES = 2**19  # weights of all samples at a time, which a processor's cache holds
+_LEAST_CHUNK = 64  # weights of one sample
 
 
 @torch.no_grad()
 def mmd(
-    weights_p: Samples,
-    weights_q: Samples,
-    *,
-    layers: Layers | None = None,
-    symmetry: AnySymmetry | None = None,
-    frame: FrameKind = "aligned",
-    bandwidths: DistanceResult | None = None,
+    weights_p: Samples, weights_q: Samples, *, layers: Layers | None = None, bandwidths: Labelled | None = None
 ) -> DistanceResult:
     """Squared maximum mean discrepancy, unbiased, per layer and over twenty kernels.
 
@@ -55,111 +58,144 @@ def mmd(
 
     The result's totals are ``median``, ``mean`` and ``maximum`` over the kernels, averaged over layers by their number
     of weights. Its arrays: the same of each layer, ``num_weights``, and of each layer and kernel ``squared`` (the
-    squared discrepancy) and ``bandwidth``.
+    squared discrepancy) and ``bandwidth``. Weights are taken as they come: modulo a symmetry,
+    ``mmd(*common_frame(p, q, symmetry))``.
 
-    Time grows with samples² times weights (the city-block distances of the Laplace kernels take most of it), memory
-    beyond the inputs with samples² alone: ``8 (m + n)²`` bytes and the temporaries of one chunk. Distances are summed
-    over chunks in float64. Weights are read in slices, so memory-mapped tensors (``Posterior.load``) need not fit into
-    memory; a symmetry that is removed needs them there.
+    Time grows with samples² times weights, memory beyond the inputs with samples² alone, some ``24 (m + n)²`` bytes.
+    Weights are read in slices, so memory-mapped tensors (``Posterior.load``) need not fit into memory.
 
     :param weights_p: site -> samples ``(m,) + site_shape``; or a ``Posterior``, chains end to end.
     :param weights_q: the same sites, ``n`` samples. Samples are taken as independent; autocorrelated ones leave the
         estimate unbiased only up to their autocorrelation.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
         running statistics left out.
-    :param symmetry: remove it first: a symmetry or a group; or a function of weights, which is applied to both sides as
-        it is. If a prior sees the scales (a Gaussian one does), they are no symmetry of the posterior:
-        ``symmetry.finite`` removes permutations and signs only.
-    :param frame: how a symmetry or a group is removed. Scales become those of the least norm of all parameters, and
-        then ``"aligned"`` moves units and signs to where the draws of both sides together lie closest to their mean
-        (see :func:`~pyro_symmetric.alignment.align_many`): it tells units apart by all that they have, and sees most.
-        It doesn't look at whose draw is whose, so that the estimate is still zero on average if there is no difference.
-        ``"canonical"`` sorts the units of each draw by their largest incoming weight: a frame that no other draw
-        decides, so that one sample's distances to several others are taken in the same frame, and which takes less
-        time; but where units' largest weights overlap it mixes them, and differences between them fade.
-    :param bandwidths: an earlier result whose bandwidths are used again, so that several comparisons use the same
-        kernels. Default: a grid chosen for these samples by :func:`bandwidth_grid`.
+    :param bandwidths: an earlier result, of the test too, whose bandwidths are used again, so that several comparisons
+        use the same kernels. Default: a grid chosen for these samples by :func:`bandwidth_grid`.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, or a weight isn't finite.
     """
-    samples = PairedSamples(weights_p, weights_q, layers, symmetry, frame, minimum=2)
-    given = kernels_of(bandwidths, samples.layers)
-    squared, chosen = {}, {}
-    pairs = Pairs(*samples.num_samples)
+    samples = PairedSamples(weights_p, weights_q, layers, minimum=2)
+    given = {} if bandwidths is None else _bandwidths_of(bandwidths, samples)
+    m, n = samples.num_samples
+    of_p = (torch.arange(m + n, device="cpu") < m).double()[:, None]
+    squared, chosen = [], []
     for layer in samples.layers:
         values, grids = [], []
-        for i, norm in enumerate((2, 1)):  # one after the other, so that only one set of distances is held
-            distances = pairs.distances(samples, layer, norm)
-            grid = given[layer][i].to(distances.device) if given else bandwidth_grid(pairs.cross(distances))
-            values.append(pairs.discrepancies(distances, grid, norm))
-            grids.append(grid)
-            del distances
-        squared[layer], chosen[layer] = torch.cat(values), torch.cat(grids)
-    return over_kernels("Squared MMD (over 20 kernels)", samples, squared, chosen)
-
-
-def kernels_of(earlier: DistanceResult | None, layers: Iterable[str]) -> dict[str, Kernels]:
-    """Layer -> the kernels of an earlier result; empty without one.
-
-    :raises ValueError: if ``layers`` are not those of the result.
-    """
-    if earlier is None:
-        return {}
-    arguments.instance("bandwidths", earlier, DistanceResult, "an earlier result of mmd")
-    if "bandwidth" not in earlier.arrays:
-        raise ValueError(f"bandwidths is a result of another distance ({earlier.title}); it must be one of mmd")
-    if set(layers) != set(earlier.parts):
-        raise ValueError(f"bandwidths has the layers {sorted(earlier.parts)}, but the weights have {sorted(layers)}")
-    held = {name: torch.from_numpy(earlier.of(name)["bandwidth"]) for name in layers}
-    return {name: (both[:NUM_BANDWIDTHS], both[NUM_BANDWIDTHS:]) for name, both in held.items()}
-
-
-def over_kernels(
-    title: str,
-    samples: PairedSamples,
-    squared: Mapping[str, Tensor],
-    bandwidths: Mapping[str, Tensor],
-    further: Mapping[str, Tensor] | None = None,
-    settings: Mapping[str, Any] | None = None,
-) -> DistanceResult:
-    """Median, mean and maximum over kernels, each averaged over layers by their number of weights.
-
-    :param squared: layer -> squared discrepancies ``(20,)``, Gaussian kernels first.
-    :param bandwidths: likewise.
-    :param further: name -> other numbers of each layer and kernel, ``(layers, 20)``.
-    """
-    values = torch.stack(list(squared.values())).cpu()
-    counts = torch.tensor([samples.num_weights(layer) for layer in squared], device="cpu")
-    by_layer = {"median": values.quantile(0.5, dim=1), "mean": values.mean(1), "maximum": values.amax(1)}
-    share = counts / counts.sum()
-    arrays: dict[str, tuple[tuple[str, ...], Any]] = {"num_weights": (("layer",), counts.numpy())}
-    arrays |= {name: (("layer",), value.numpy()) for name, value in by_layer.items()}
-    by_kernel = {"squared": values, "bandwidth": torch.stack(list(bandwidths.values())).cpu(), **(further or {})}
-    arrays |= {name: (("layer", "kernel"), value.numpy()) for name, value in by_kernel.items()}
+        for norm in NORMS:  # one after the other, so that only one set of distances is held
+            distances = _distances(samples, layer, norm)
+            grid = given[layer][norm] if given else bandwidth_grid(distances[:m, m:])
+            values += [_discrepancies(distances, width, norm, of_p)[0] for width in grid.tolist()]
+            grids.append(grid.cpu())
+        squared.append(torch.stack(values).cpu())
+        chosen.append(torch.cat(grids))
+    table = torch.stack(squared)
+    counts = torch.tensor([samples.num_weights(layer) for layer in samples.layers], device="cpu")
+    by_layer = {"median": table.quantile(0.5, dim=1), "mean": table.mean(1), "maximum": table.amax(1)}
+    share = (counts / counts.sum()).double()
     return DistanceResult(
-        title=title,
+        title="Squared MMD (over 20 kernels)",
         num_samples=samples.num_samples,
-        labels={"layer": list(squared), "kernel": KERNELS},
-        arrays=arrays,
-        settings=settings or {},
-        totals={name: float(value @ share.double()) for name, value in by_layer.items()},
+        labels={"layer": list(samples.layers), "kernel": KERNELS},
+        arrays={
+            "num_weights": (("layer",), counts.numpy()),
+            **{name: (("layer",), value.numpy()) for name, value in by_layer.items()},
+            "squared": (("layer", "kernel"), table.numpy()),
+            "bandwidth": (("layer", "kernel"), torch.stack(chosen).numpy()),
+        },
+        totals={name: float(value @ share) for name, value in by_layer.items()},
     )
 
 
-def bandwidth_grid(cross_distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS) -> Tensor:
-    r"""Bandwidths on a geometric grid that covers the distances between two samples.
+@torch.no_grad()
+def mmd_test(
+    weights_p: Samples,
+    weights_q: Samples,
+    *,
+    level: float = 0.05,
+    num_permutations: int = 500,
+    layers: Layers | None = None,
+) -> SignificanceTest:
+    """Test whether two sets of weights come from one distribution, by permutations, over twenty kernels a layer.
 
-    The grid runs from half the smallest to twice the largest distance between a point of one sample and a point of the
-    other. If the smallest is under a tenth of the median ``M`` of the distances above 0, the 5 % quantile (the order
-    statistic of rank :math:`\lfloor 0.05 N \rfloor`, counted from 0) stands in its place, but never less than that
-    tenth, so that no bandwidth is under ``M / 20``. This is MMDAgg's rule (Schrab et al. 2023), which the paper uses,
-    applied to all cross-sample distances, but for one thing: MMDAgg's floor is 0.1 in the data's unit, here it is a
-    tenth of ``M``. So the discrepancy doesn't depend on the unit, and samples whose distances are all far under 0.1
-    aren't taken for equal. If all distances are 0, ``M`` is 1.
+    >>> p, q = {"w": torch.randn(100, 3)}, {"w": torch.randn(80, 3) + 1}
+    >>> ps.mmd_test(p, q, num_permutations=100).rejected
+    True
 
-    :param cross_distances: the distances, of any shape.
-    :returns: ascending bandwidths ``(num_bandwidths,)`` in float64.
+    Samples must be independent: autocorrelated draws of a chain are not exchangeable, and make the p-value too small.
+    Of a ``Posterior`` whose rows are chains only as many, evenly spaced, are taken as count as independent (see
+    :func:`~pyro_symmetric.compare.independent_draws`). A test of equality modulo a symmetry is
+    ``mmd_test(*common_frame(p, q, symmetry))``: no frame that it finds looks at which sample a draw belongs to.
+
+    The result's arrays: of each layer its ``p_value``, adjusted for the number of layers and kernels, and
+    ``largest_mmd``; of each layer and kernel ``squared`` (the squared discrepancy) and ``bandwidth``.
+
+    Time beyond the distances: 20 kernels × layers × (m + n)² × permutations multiplications.
+
+    :param weights_p: site -> ``m`` independent samples; or a ``Posterior``.
+    :param weights_q: the same sites, ``n`` samples.
+    :param level: probability of rejecting if there is no difference.
+    :param num_permutations: ``B``; the smallest possible p-value is ``1 / (B + 1)``.
+    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
+        running statistics left out.
+    :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, a weight isn't finite, or
+        so few permutations can't reject at the level.
     """
-    distances = cross_distances.reshape(-1).double()
+    arguments.fraction("level", level)
+    arguments.whole("num_permutations", num_permutations, 1)
+    if num_permutations < LEAST_ORDERS or level * (num_permutations + 1) < 1:
+        raise ValueError(
+            f"num_permutations is {num_permutations}; at level {level} at least "
+            f"{max(LEAST_ORDERS, round(1 / level))} are needed"
+        )
+    samples = PairedSamples(thinned(weights_p, "weights_p"), thinned(weights_q, "weights_q"), layers, minimum=2)
+    m, n = samples.num_samples
+    # orders of the pooled sample, the observed one first, the same for every layer
+    orders = torch.rand(num_permutations + 1, m + n, dtype=torch.float64, device="cpu").argsort(1)
+    orders[0] = torch.arange(m + n, device="cpu")
+    of_p = (orders < m).T.double()
+    squared, bandwidths, largest = [], [], []
+    for layer in samples.layers:
+        values, grids = [], []
+        for norm in NORMS:
+            distances = _distances(samples, layer, norm)
+            grids.append(bandwidth_grid(distances[tuple(torch.triu_indices(m + n, m + n, 1, device=distances.device))]))
+            values += [_discrepancies(distances, width, norm, of_p).cpu() for width in grids[-1].tolist()]
+        table = torch.stack(values, 1)
+        largest.append(((table - table.mean(0)) / table.std(0).clamp(min=1e-300)).amax(1))
+        squared.append(table[0])
+        bandwidths.append(torch.cat(grids).cpu())
+    scores = torch.stack(largest, 1).amax(1)
+    p_value = float((scores >= scores[0]).double().mean())
+    by_layer = {
+        name: float((scores >= own[0]).double().mean()) for name, own in zip(samples.layers, largest, strict=True)
+    }
+    return SignificanceTest(
+        title="Two-sample test",
+        num_samples=samples.num_samples,
+        labels={"layer": list(by_layer), "kernel": KERNELS},
+        arrays={
+            "p_value": (("layer",), list(by_layer.values())),
+            "largest_mmd": (("layer",), [float(own.max()) for own in squared]),
+            "squared": (("layer", "kernel"), torch.stack(squared).numpy()),
+            "bandwidth": (("layer", "kernel"), torch.stack(bandwidths).numpy()),
+        },
+        settings={"num_permutations": num_permutations},
+        verdict=_verdict(p_value, by_layer, level, samples.num_samples),
+        p_value=p_value,
+        level=level,
+    )
+
+
+def bandwidth_grid(distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS) -> Tensor:
+    r"""Bandwidths on a geometric grid that covers some distances, of any shape: ``(num_bandwidths,)``, ascending.
+
+    The grid runs from half the smallest to twice the largest. If the smallest is under a tenth of the median ``M`` of
+    the distances above 0, the 5 % quantile (the order statistic of rank :math:`\lfloor 0.05 N \rfloor`, counted from 0)
+    stands in its place, but never less than that tenth, so that no bandwidth is under ``M / 20``. This is MMDAgg's rule
+    (Schrab et al. 2023), which the paper uses, but for one thing: MMDAgg's floor is 0.1 in the data's unit, here it is
+    a tenth of ``M``. So the discrepancy doesn't depend on the unit, and samples whose distances are all far under 0.1
+    aren't taken for equal. If all distances are 0, ``M`` is 1.
+    """
+    distances = distances.reshape(-1).double()
     smallest, largest = torch.stack(distances.aminmax()).tolist()
     if smallest < FLOOR * largest and smallest < FLOOR * (median := _positive_median(distances)):
         rank = math.floor(0.05 * distances.numel())
@@ -171,7 +207,77 @@ def bandwidth_grid(cross_distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS
     return (first + steps * (last - first)).exp()
 
 
+# small steps --------------------------------------------------------------------------------------------------------
+
+
 def _positive_median(distances: Tensor) -> float:
     """The (lower) median of the distances above 0, of which there is one at least."""
     zeros = int((distances == 0).sum())
     return float(distances.kthvalue(zeros + (distances.numel() - zeros + 1) // 2).values)
+
+
+def _distances(samples: PairedSamples, layer: str, norm: int) -> Tensor:
+    """City-block or Euclid's distances of all pairs of the pooled samples, ``(m + n, m + n)`` in float64."""
+    total = sum(samples.num_samples)
+    result = None
+    for pair in samples.columns(layer, max(_LEAST_CHUNK, _CACHE_ENTRIES // total)):
+        pooled = torch.cat(pair)
+        if norm == 1:
+            part = torch.pdist(pooled, p=1.0).double()
+        else:  # |x - y|² = |x|² + |y|² - 2 xy; centred, so that little cancels
+            centred = pooled.double() - pooled.double().mean(0)
+            part = centred @ centred.T
+        result = part if result is None else result.add_(part)
+    if result is None:
+        raise ValueError(f"layer {layer!r} holds no weights; leave it out")
+    if norm == 1:
+        upper = result.new_zeros(total, total)
+        upper[tuple(torch.triu_indices(total, total, 1, device=result.device))] = result
+        result = upper + upper.T
+    else:
+        lengths = result.diagonal()
+        result = (lengths[:, None] + lengths - 2 * result).clamp_(min=0).sqrt_().fill_diagonal_(0)
+    if not bool(result.isfinite().all()):
+        samples.require_finite(layer)
+        raise ValueError(f"the distances between samples of layer {layer!r} overflow; its weights are too large")
+    return result
+
+
+def _discrepancies(distances: Tensor, bandwidth: float, norm: int, of_p: Tensor) -> Tensor:
+    """The unbiased squared discrepancy for each choice ``(m + n, B)`` of the samples of p, ones of all, ``(B,)``."""
+    kernel = (distances / bandwidth).pow_(norm).neg_().exp_().fill_diagonal_(0)
+    of_p = of_p.to(kernel.device)
+    m = int(of_p[:, 0].sum())
+    n = len(of_p) - m
+    from_p = kernel @ of_p
+    within_p = (of_p * from_p).sum(0)
+    across = from_p.sum(0) - within_p
+    within_q = kernel.sum() - within_p - 2 * across
+    return within_p / (m * (m - 1)) + within_q / (n * (n - 1)) - 2 * across / (m * n)
+
+
+def _bandwidths_of(earlier: Labelled, samples: PairedSamples) -> dict[str, dict[int, Tensor]]:
+    """Layer -> norm -> the bandwidths of an earlier result.
+
+    :raises ValueError: if its layers are others.
+    """
+    arguments.instance("bandwidths", earlier, Labelled, "an earlier result of mmd")
+    if "bandwidth" not in earlier.arrays:
+        raise ValueError(f"bandwidths is a result of another distance ({earlier.title}); it must be one of mmd")
+    if set(samples.layers) != set(earlier.parts):
+        raise ValueError(
+            f"bandwidths has the layers {sorted(earlier.parts)}, but the weights have {sorted(samples.layers)}"
+        )
+    held = {name: torch.from_numpy(earlier.of(name)["bandwidth"]) for name in samples.layers}
+    return {name: dict(zip(NORMS, both.split(NUM_BANDWIDTHS), strict=True)) for name, both in held.items()}
+
+
+def _verdict(p_value: float, by_layer: Mapping[str, float], level: float, num_samples: tuple[int, int]) -> str:
+    m, n = num_samples
+    against = f"{m:,} samples against {n:,}, p-value {p_value:.2g}"
+    if p_value > level:
+        return f"no difference seen at level {level:g} ({against})"
+    failed, worst = sum(p <= level for p in by_layer.values()), min(by_layer, key=by_layer.__getitem__)
+    return (
+        f"different at level {level:g} ({against}): {failed} of {len(by_layer)} layers differ, first of all {worst!r}"
+    )

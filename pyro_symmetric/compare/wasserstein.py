@@ -1,4 +1,4 @@
-r"""Wasserstein distances between weights: of single weights' marginals, and along random directions.
+r"""Wasserstein distances between the marginals of single weights.
 
 On the line the optimal coupling is monotone, so that with the quantile functions :math:`F^{-1}`, :math:`G^{-1}`
 
@@ -6,34 +6,22 @@ On the line the optimal coupling is monotone, so that with the quantile function
 
 which for samples is a finite sum over sorted values (Peyré & Cuturi 2019, section 2.6; Ramdas et al. 2017).
 
-*Marginals.* The distance of each weight's marginals keeps the weights' unit, and it sees marginals only: two posteriors
-with equal marginals and different dependence are at distance 0.
-
-*Sliced.* What the weights' joint distribution looks like from random directions,
-
-.. math:: SW_p(P, Q)^p = E_\theta\, W_p(\theta^\top \# P,\ \theta^\top \# Q)^p, \qquad \theta \sim U(S^{D-1}),
-
-(Rabin et al. 2012; Bonneel et al. 2015) sees dependence between weights, too, and it is zero only for equal
-distributions; the price is that a random direction shortens a vector: two posteriors a vector :math:`\delta` apart are
-at the distance :math:`\|\delta\| / \sqrt D` for :math:`p = 2`.
+The distance of each weight's marginals keeps the weights' unit, and it sees marginals only: two posteriors with equal
+marginals and different dependence are at distance 0.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare.frames import AnySymmetry, FrameKind
 from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples
 from pyro_symmetric.compare.results import DistanceResult
 
 _CHUNK_ENTRIES = 2**23  # values sorted at a time
-_CHUNK = 4096  # weights projected at a time
 
 
 @torch.no_grad()
@@ -43,8 +31,6 @@ def marginal_wasserstein(
     p: float = 1,
     *,
     layers: Layers | None = None,
-    symmetry: AnySymmetry | None = None,
-    frame: FrameKind = "aligned",
 ) -> DistanceResult:
     """One-dimensional Wasserstein distance between the marginals of every weight.
 
@@ -61,12 +47,10 @@ def marginal_wasserstein(
     :param p: order of the distance, at least 1; ``math.inf`` gives the largest difference of quantiles.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
         running statistics left out.
-    :param symmetry: remove it first, as :func:`~pyro_symmetric.compare.mmd` does.
-    :param frame: in the ``"aligned"`` frame of both sides together, or in ``"canonical"`` forms; see there.
     :raises ValueError: if the sites or shapes don't fit, ``p`` is under 1, or a weight isn't finite.
     """
     arguments.number("p", p, least=1)
-    samples = PairedSamples(weights_p, weights_q, layers, symmetry, frame)
+    samples = PairedSamples(weights_p, weights_q, layers)
     step = max(1, _CHUNK_ENTRIES // sum(samples.num_samples))
     by_layer, arrays = {}, {}
     for layer, sites in samples.layers.items():
@@ -93,64 +77,6 @@ def marginal_wasserstein(
             **arrays,
         },
         settings={"order": float(p)},
-        totals=totals,
-    )
-
-
-@torch.no_grad()
-def sliced_wasserstein(
-    weights_p: Samples,
-    weights_q: Samples,
-    p: float = 2,
-    *,
-    num_projections: int = 256,
-    layers: Layers | None = None,
-    symmetry: AnySymmetry | None = None,
-    frame: FrameKind = "aligned",
-) -> DistanceResult:
-    """Sliced Wasserstein distance of all weights together and of every layer.
-
-    >>> weights = {"w": torch.randn(500, 4)}
-    >>> result = ps.sliced_wasserstein(weights, {"w": weights["w"] + 2.0})
-    >>> round(result.value, 1)  # |shift| / sqrt(D) = 2
-    2.0
-
-    The plain estimate from samples: of order ``samples ** -0.5`` and positive, not 0, if the distributions are equal
-    (unlike :func:`~pyro_symmetric.compare.mmd`). Directions are drawn from PyTorch's generator; the same seed gives two
-    comparisons the same directions. The result's totals are ``distance``, of all weights together, and
-    ``standard_error``, how far the random directions leave it uncertain, given the samples; its arrays are the same of
-    each layer alone, and ``num_weights``.
-
-    :param weights_p: site -> samples ``(m,) + site_shape``; or a ``Posterior``, chains end to end.
-    :param weights_q: the same sites; the number of samples may differ.
-    :param p: order of the distance, at least 1 and finite.
-    :param num_projections: number of random directions.
-    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
-        running statistics left out.
-    :param symmetry: remove it first, as :func:`~pyro_symmetric.compare.mmd` does.
-    :param frame: in the ``"aligned"`` frame of both sides together, or in ``"canonical"`` forms; see there.
-    :raises ValueError: if the sites or shapes don't fit, ``p`` or a number is out of range, or a weight isn't finite.
-    """
-    arguments.number("p", p, least=1, below=math.inf)
-    arguments.whole("num_projections", num_projections, 1)
-    samples = PairedSamples(weights_p, weights_q, layers, symmetry, frame)
-    projected = {}
-    for layer in samples.layers:
-        samples.require_finite(layer)
-        if samples.num_weights(layer) == 0:
-            raise ValueError(f"layer {layer!r} holds no weights; leave it out")
-        projected[layer] = _projected(samples, layer, num_projections)
-    totals = _sliced(_added(projected.values()), p)
-    parts = [_sliced(values, p) for values in projected.values()]
-    return DistanceResult(
-        title=f"Sliced Wasserstein-{p:g} distance ({num_projections:,} directions)",
-        num_samples=samples.num_samples,
-        labels={"layer": list(projected)},
-        arrays={
-            "num_weights": (("layer",), [samples.num_weights(layer) for layer in projected]),
-            **{name: (("layer",), [part[name] for part in parts]) for name in totals},
-        },
-        settings={"order": float(p), "num_projections": num_projections},
         totals=totals,
     )
 
@@ -182,33 +108,3 @@ def _summary(values: Tensor) -> dict[str, float]:
     ordered = values.sort().values
     middle = (ordered[(values.numel() - 1) // 2] + ordered[values.numel() // 2]) / 2
     return {"mean": float(values.mean()), "median": float(middle), "maximum": float(values.max())}
-
-
-def _projected(samples: PairedSamples, layer: str, num_projections: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Both sides along Gaussian directions, ``(m, L)`` and ``(n, L)``, and the directions' squared lengths ``(L,)``.
-
-    A Gaussian vector over its length is uniform on the sphere; over several layers these simply add.
-    """
-    steps = []
-    for x, y in samples.columns(layer, _CHUNK):
-        directions = torch.randn(x.shape[1], num_projections, dtype=torch.float64, device=x.device)
-        steps.append((x.double() @ directions, y.double() @ directions, directions.square().sum(0)))
-        steps = [_added(steps)]
-    return steps[0]
-
-
-def _added(parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    x, y, squared_length = (functools.reduce(torch.add, values) for values in zip(*parts, strict=True))
-    return x, y, squared_length
-
-
-def _sliced(projected: tuple[Tensor, Tensor, Tensor], p: float) -> dict[str, float]:
-    x, y, squared_length = projected
-    distances = _distance(x, y, p) / squared_length.sqrt()
-    largest = distances.max()
-    costs = (distances / largest) ** p if largest > 0 else distances
-    mean = float(costs.mean())
-    value = float(largest) * mean ** (1 / p)
-    spread = float(costs.std()) / math.sqrt(len(costs)) if len(costs) > 1 else math.nan
-    # delta method for the p-th root
-    return {"distance": value, "standard_error": spread * value / (p * mean) if mean > 0 else 0.0}

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from pyro_symmetric.chain_findings import R_HAT
 from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced
-from pyro_symmetric.compare import DistanceResult, distances, independent_draws, invariance_tests, scores
+from pyro_symmetric.compare import (
+    DistanceResult,
+    independent_draws,
+    invariance_tests,
+    marginal_wasserstein,
+    mmd,
+    scores,
+    total_variation,
+)
 from pyro_symmetric.compare.frames import pooled_frame
 from pyro_symmetric.compare.predictive_distance import Prediction
 from pyro_symmetric.compare.results import plain
@@ -157,21 +165,21 @@ def between(
     symmetry: Symmetry,
     like: Mapping[str, Mapping[str, DistanceResult]] | None = None,
 ) -> dict[str, dict[str, DistanceResult]]:
-    """All registered distances between two samples: of what they predict, and of their weights, as they come, and
-    with the symmetries removed: in the frame in which the draws of both lie closest together.
+    """Distances between two samples: of what they predict, and of their weights, as they come, and with the symmetries
+    removed: in the frame in which the draws of both lie closest together.
 
-    :param like: earlier results, whose choices are used again.
+    :param like: earlier results, whose kernels are used again.
     """
-    sides: dict[str, list[Any]] = {"prediction": [side.law for side in predicted]}
-    sides["raw"] = [side.raw for side in draws]
-    sides["removed"] = pooled_frame([side.canonical for side in draws], symmetry)
-    return {
-        kind: {
-            distance.name: distance(p, q, None if like is None else like[kind][distance.name])
-            for distance in distances("predictions" if kind == "prediction" else "weights")
-        }
-        for kind, (p, q) in sides.items()
+    first, second = predicted
+    found = {"prediction": {"total_variation": total_variation(first.law, second.law)}}
+    sides = {
+        "raw": [side.raw for side in draws],
+        "removed": pooled_frame([side.canonical for side in draws], symmetry),
     }
+    for kind, (p, q) in sides.items():
+        kernels = None if like is None else like[kind]["mmd"]
+        found[kind] = {"mmd": mmd(p, q, bandwidths=kernels), "wasserstein": marginal_wasserstein(p, q)}
+    return found
 
 
 def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]:

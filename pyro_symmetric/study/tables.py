@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from pyro_symmetric.chain_findings import R_HAT
-from pyro_symmetric.compare import distances
 
 if TYPE_CHECKING:
     from pyro_symmetric.study.compare import Study
@@ -138,45 +137,27 @@ INVARIANCE = _columns(
     ("draws tested", "invariance/num_draws", "d", None, "Independent draws that the invariance tests could use; with few of them a large p-value says nothing."),
     ("compared to", "distance/to", "s", None, "What the draws are compared to."),
 )
-# fmt: on
 
-NLL_GAP = Column(
-    "NLL gap",
-    ("distance", "prediction", "nll_gap"),
-    "+.4f",
-    "Negative log-likelihood of the test targets, in nats a row, less the reference's; under 0 the method predicts better than the reference.",
+REMOVED = "The same after symmetries are removed: hidden units scaled to the least total norm, biases included, where their scale is free, and permuted (and their signs flipped, where that is a symmetry) to where the draws of both sides together lie closest to their mean."
+
+DISTANCES = Table(
+    "Distance to the reference",
+    "Between each method's draws and the reference's: in what they predict; and weight by weight, as they are, and with one "
+    "representative for all weights that compute the same function. The reference itself is split in two halves of its chains: "
+    f"what its own Monte Carlo error looks like. All rows share the kernels of that split. {RISES}",
+    _columns(
+        ("TV predictions", "distance/prediction/total_variation/mean", ".4f", min, "Total variation of the predictive distributions, averaged over test rows, 0 to 1: the most by which the two differ in the probability of any event. Symmetries don't matter here."),
+        ("NLL gap", "distance/prediction/nll_gap", "+.4f", None, "Negative log-likelihood of the test targets, in nats a row, less the reference's; under 0 the method predicts better than the reference."),
+        ("MMD² raw", "distance/raw/mmd/median", ".4f", None, "Squared maximum mean discrepancy, unbiased (so it may fall under 0): median over ten Gaussian and ten Laplace kernels, averaged over layers by their number of weights. As the draws come, symmetries and all."),
+        ("MMD² removed", "distance/removed/mmd/median", ".4f", min, REMOVED),
+        ("MMD² max removed", "distance/removed/mmd/maximum", ".4f", min, "The same by the kernel that tells the two apart best."),
+        ("W₁ raw", "distance/raw/wasserstein/mean", ".4f", None, "One-dimensional Wasserstein distance of each weight's marginal, averaged over weights. Even between equal distributions it falls to zero only with the number of draws. As the draws come, symmetries and all."),
+        ("W₁ removed", "distance/removed/wasserstein/mean", ".4f", min, REMOVED),
+    )
+    + INVARIANCE,
+    competes=lambda row: bool(row["distance"]) and row["distance"]["to"] != OWN_HALF,
 )
 
-
-def distance_table() -> Table:
-    """The table of all registered distances: of predictions; of weights as they come, and with symmetries removed."""
-    columns = [
-        Column(shown.title, ("distance", "prediction", distance.name, shown.total), shown.form, shown.meaning, min)
-        for distance in distances("predictions")
-        for shown in distance.shows
-    ]
-    columns.append(NLL_GAP)
-    for distance in distances("weights"):
-        for shown in distance.shows:
-            path = (distance.name, shown.total)
-            if shown is distance.shows[0]:
-                meaning = f"{shown.meaning} As the draws come, symmetries and all."
-                columns.append(Column(f"{shown.title} raw", ("distance", "raw", *path), shown.form, meaning))
-            meaning = SAME_REMOVED if shown is distance.shows[0] else shown.meaning
-            columns.append(Column(f"{shown.title} removed", ("distance", "removed", *path), shown.form, meaning, min))
-    return Table(
-        "Distance to the reference",
-        "Between each method's draws and the reference's: in what they predict; and weight by weight, as they are, and with one "
-        "representative for all weights that compute the same function. The reference itself is split in two halves of its chains: "
-        f"what its own Monte Carlo error looks like. All rows share the kernels of that split. {RISES}",
-        (*columns, *INVARIANCE),
-        competes=lambda row: bool(row["distance"]) and row["distance"]["to"] != OWN_HALF,
-    )
-
-
-SAME_REMOVED = "The same after symmetries are removed: hidden units scaled to the least total norm, biases included, where their scale is free, and permuted (and their signs flipped, where that is a symmetry) to where the draws of both sides together lie closest to their mean."
-
-# fmt: off
 EVIDENCE = Table(
     "Evidence",
     "For variational methods: lower bounds of the log-evidence of the training data, in nats (with a likelihood temperature other than 1, of the tempered evidence).",
@@ -220,7 +201,7 @@ COST = Table(
 
 def tables(is_classification: bool) -> tuple[Table, ...]:
     """All tables of a report."""
-    return (CLASSIFICATION if is_classification else REGRESSION, distance_table(), EVIDENCE, CHAINS, COST)
+    return (CLASSIFICATION if is_classification else REGRESSION, DISTANCES, EVIDENCE, CHAINS, COST)
 
 
 def conclusion(rows: Mapping[str, Row], reference: str) -> list[str]:

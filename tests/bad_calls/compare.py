@@ -27,12 +27,10 @@ from .table import (
 
 LAYERS = (3, "0", {}, {"a": []}, {"a": ["0.wait"]}, {"a": "0.weight"}, {"a": ["0.weight", "0.weight"]}, ["0.weight"])
 NO_SYMMETRY = (3, "banana", ARRAY, {}, Made("network", network))
-NO_FRAME = ("pooled", None, 3)
 COMPARED = {
     "weights_p": (*bad_weights(20), *not_finite(20)),
     "weights_q": (*bad_weights(20), *not_finite(20)),
     "layers": LAYERS,
-    "symmetry": NO_SYMMETRY,
 }
 
 
@@ -42,20 +40,18 @@ def compared(function, **bad):
         "weights_p": "weights",
         "weights_q": "weights",
         "layers": "layer",
-        "symmetry": "symmetry",
     }
     return Calls(
         function.__name__,
         function,
         lambda: {"weights_p": weights(20), "weights_q": weights(20)},
-        {**COMPARED, "frame": NO_FRAME, **bad},
+        {**COMPARED, **bad},
         words,
     )
 
 
-OTHER_MMD = ps.Distance("mmd", lambda p, q, like: ps.mmd(p, q))
 BAD_POSTERIORS = (
-    *(*THINGS, ARRAY, Made("weights", lambda: weights(20)), Made("lacking", lambda: lacking(20))),
+    *(*THINGS, ARRAY, Made("lacking", lambda: lacking(20))),
     *(
         Made(bad.name, lambda bad=bad: ps.Posterior.from_samples(bad.make(), rows="independent"))
         for bad in not_finite(20)
@@ -92,55 +88,26 @@ def tracked(weights, **options):
 
 CALLS = (
     compared(ps.mmd, bandwidths=(3, "banana", {})),
-    Calls(
-        "mmd_test",
-        ps.mmd_test,
-        lambda: {"posterior_p": independent(20), "posterior_q": independent(20)},
-        {
-            "posterior_p": BAD_POSTERIORS,
-            "posterior_q": BAD_POSTERIORS,
-            "layers": LAYERS,
-            "symmetry": NO_SYMMETRY,
-            "frame": NO_FRAME,
-            "level": (*FRACTIONS, None),
-            "num_permutations": (*COUNTS, 3),
-        },
-        words={"posterior_p": "", "posterior_q": "", "layers": "layer"},
-    ),
+    compared(ps.mmd_test, level=(*FRACTIONS, None), num_permutations=(*COUNTS, 3)),
     compared(ps.marginal_wasserstein, p=(0.5, NAN, "1", None, True)),
-    compared(
-        ps.sliced_wasserstein,
-        p=(0.5, INF, NAN, "1", None, True),
-        num_projections=(*COUNTS, None),
-    ),
     Calls(
-        "orbit_mmd",
-        ps.orbit_mmd,
+        "common_frame",
+        ps.common_frame,
         lambda: {"weights_p": weights(20), "weights_q": weights(20), "symmetry": group()},
-        {
-            **COMPARED,
-            "symmetry": (None, *NO_SYMMETRY),
-            "num_elements": (1, *COUNTS, None),
-            "bandwidths": (3, "b"),
-        },
-        words={
-            "weights_p": "weights",
-            "weights_q": "weights",
-            "layers": "layer",
-            "symmetry": "",
-        },
+        {"weights_p": bad_weights(20), "weights_q": bad_weights(20), "symmetry": (None, *NO_SYMMETRY)},
+        words={"weights_p": "weights", "weights_q": "weights", "symmetry": ""},
     ),
     Calls(
         "invariance_tests",
         ps.invariance_tests,
-        lambda: {"posterior": independent(20), "group": group()},
+        lambda: {"weights": independent(20), "group": group()},
         {
-            "posterior": (*BAD_POSTERIORS, Made("one", lambda: independent(1))),
+            "weights": (*BAD_POSTERIORS, Made("one", lambda: independent(1))),
             "group": (None, *NO_SYMMETRY),
             "level": (*FRACTIONS, None),
             "max_tests": (*COUNTS, None),
         },
-        words={"posterior": "", "group": ""},
+        words={"weights": "", "group": ""},
     ),
     Calls(
         "diagnose",
@@ -163,32 +130,6 @@ CALLS = (
         words={"x": "x"},
         misspelt=False,
     ),
-    Calls(
-        "Distance",
-        ps.Distance,
-        lambda: {"name": "mine", "function": lambda p, q, like: ps.mmd(p, q)},
-        {
-            "name": (3, None),
-            "function": (*THINGS, ps.Group),
-            "between": ("draws", None, 3),
-            "shows": (3, "banana", ["mean"], None),
-        },
-    ),
-    Calls(
-        "Distance.__call__",
-        lambda **o: ps.Distance("mine", lambda p, q, like: like or 3)(**o),
-        lambda: {"p": weights(20), "q": weights(20), "like": ps.mmd(weights(20), weights(20))},
-        {"like": (3, "banana"), "symmetry": NO_SYMMETRY, "frame": NO_FRAME},
-        words={"like": "what distance 'mine' returned is"},
-        misspelt=False,
-    ),
-    Calls(
-        "Shown",
-        ps.Shown,
-        lambda: {"total": "mean", "title": "W1", "meaning": "What it says.", "form": ".3f"},
-        {"total": (3, None), "title": (3, None), "meaning": (3, None), "form": (3, None, "banana")},
-    ),
-    Calls("register_distance", ps.register_distance, bad={"distance": (*THINGS, ps.mmd, OTHER_MMD)}, quick=False),
     Calls(
         "DistanceResult",
         ps.DistanceResult,

@@ -30,8 +30,7 @@ CALLS = {
     "diagnose": lambda posterior: ps.diagnose(posterior, EXCHANGE),
     "summary": lambda posterior: ps.summary(posterior, EXCHANGE, progress=False),
     "align_many": lambda posterior: ps.align_many(posterior, EXCHANGE, progress=False),
-    "mmd": lambda posterior: ps.mmd(posterior, posterior, symmetry=EXCHANGE),
-    "mmd_test": lambda posterior: ps.mmd_test(posterior, posterior, symmetry=EXCHANGE, num_permutations=20),
+    "common_frame": lambda posterior: ps.common_frame(posterior, posterior, EXCHANGE),
 }
 
 

@@ -15,7 +15,7 @@ from pyro_symmetric import Group, canonicalize, find_symmetry
 from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.compare.frames import one_frame
-from pyro_symmetric.compare.two_sample import mmd_test
+from pyro_symmetric.compare.mmd import mmd_test
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior

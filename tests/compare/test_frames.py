@@ -16,10 +16,18 @@ GROUP = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
 # The largest weight, by which canonical forms sort, is alike for all units; the other tells them apart.
 TIED = torch.stack([torch.full((4,), 50.0), 10 * torch.arange(4.0)], 1)
 OVERLAPPING = torch.zeros(4, 2)
-DISTANCES = {"mmd": ps.mmd, "marginal": ps.marginal_wasserstein, "sliced": ps.sliced_wasserstein}
+DISTANCES = {"mmd": ps.mmd, "marginal": ps.marginal_wasserstein}
 # By which factor at least a distance sees more aligned than in canonical forms that mix all units. These spread the
 # shift of one unit over four: that halves its length, but leaves the mean over marginals as it is, only noisier.
-GAIN = {"mmd": 3, "marginal": 0, "sliced": 1}
+GAIN = {"mmd": 3, "marginal": 0}
+
+
+def canonical_forms(p, q, symmetry):
+    """Each draw in a frame that no other draw decides."""
+    return canonical_frame(p, symmetry), canonical_frame(q, symmetry)
+
+
+FRAMES = {"aligned": ps.common_frame, "canonical": canonical_forms}
 
 
 def draws(centres, count, shift=0.0):
@@ -75,8 +83,8 @@ def test_distances_see_in_the_aligned_frame_what_canonical_forms_mix(name):
     # samples as it does where copies are known. False alarm under 1 of 1,000.
     apart, alike = ([draws(TIED, 300), draws(TIED, 300, shift)] for shift in (3.0, 0.0))
     rise = {}
-    for frame in ("aligned", "canonical"):
-        far, near = (DISTANCES[name](*pair, symmetry=GROUP, frame=frame).value for pair in (apart, alike))
+    for frame, bring in FRAMES.items():
+        far, near = (DISTANCES[name](*bring(*pair, GROUP)).value for pair in (apart, alike))
         rise[frame] = far - near
     assert rise["aligned"] > 0.01
     assert rise["aligned"] > GAIN[name] * rise["canonical"]
@@ -97,10 +105,10 @@ def test_the_discrepancy_of_equal_samples_is_zero_on_average_in_the_aligned_fram
     # 60 repetitions of 15 against 25 draws; |z| < 5 under a t-law with 59 degrees of freedom for 20 correlated kernels:
     # false alarm about 1e-4.
     def pair():
-        return draws(centres, 15), draws(centres, 25)
+        return ps.common_frame(draws(centres, 15), draws(centres, 25), GROUP)
 
-    kernels = ps.mmd(*pair(), symmetry=GROUP)
-    found = [ps.mmd(*pair(), symmetry=GROUP, bandwidths=kernels).of("w")["squared"] for _ in range(60)]
+    kernels = ps.mmd(*pair())
+    found = [ps.mmd(*pair(), bandwidths=kernels).of("w")["squared"] for _ in range(60)]
     values = torch.tensor(np.stack(found))
     z = values.mean(0) / (values.std(0) / len(values) ** 0.5)
     assert float(z.abs().max()) < 5
@@ -117,57 +125,39 @@ def test_nearly_dead_units_do_not_decide_a_distance():
     for side in (p, q):
         side["0.weight"][:5, 1] *= 1e-5  # in 5 of 200 draws one unit is nearly dead, but for a bias of about 0.1
     for name, function in DISTANCES.items():
-        found = {frame: function(p, q, symmetry=symmetry, frame=frame).value for frame in ("aligned", "canonical")}
+        found = {frame: function(*bring(p, q, symmetry)).value for frame, bring in FRAMES.items()}
         assert max(found.values()) < known[name] + 0.2
     unit_norm = [ps.canonicalize(side, symmetry, scalings="unit_norm", warn=False) for side in (p, q)]
     assert ps.marginal_wasserstein(*unit_norm).value > 1  # as it would be
 
 
-def test_a_third_partys_distance_is_given_draws_in_one_frame():
-    seen = {}
-
-    def gap(p, q, like=None):
-        seen.update(p=p["w"], q=q["w"])
-        apart = float((p["w"].mean(0) - q["w"].mean(0)).abs().max())
-        return ps.DistanceResult(title="Gap", num_samples=(len(p["w"]), len(q["w"])), totals={"gap": apart})
-
-    distance = ps.Distance("gap", gap)
+def test_both_sides_come_back_as_they_came():
     p, q = draws(TIED, 100), {"w": TIED + torch.randn(50, 4, 2)}  # in many copies, and in one
-    assert distance(p, q).value > 2
-    assert distance(Posterior.from_samples(p, rows="chains", num_chains=4), q, symmetry=GROUP).value < 1.5
     frame = pooled_frame([canonical_frame(side, GROUP) for side in (p, q)], GROUP)
-    assert torch.equal(seen["p"], frame[0]["w"])
-    assert torch.equal(seen["q"], frame[1]["w"])
-    assert distance(p, q, symmetry=lambda w: {"w": w["w"] * 0}, frame="canonical").value == 0
-    distance(p, q, symmetry=GROUP, frame="canonical")
-    assert torch.equal(seen["p"], canonical_frame(p, GROUP)["w"])
-    with pytest.raises(ValueError, match="frame is 'pooled'; it must be one of"):
-        distance(p, q, symmetry=GROUP, frame="pooled")
-    with pytest.raises(ValueError, match="symmetry must be None"):
-        ps.Distance("tv", gap, "predictions")(p, q, symmetry=GROUP)
+    chains, other = ps.common_frame(Posterior.from_samples(p, rows="chains", num_chains=4), q, GROUP)
+    assert isinstance(chains, Posterior)
+    assert chains.rows == "chains"
+    assert torch.equal(chains.get_samples()["w"], frame[0]["w"])
+    assert torch.equal(other["w"], frame[1]["w"])
 
 
 @pytest.mark.stochastic
-def test_mixed_units_are_counted_as_more_independent_draws_in_their_own_frame_only():
-    """Canonical forms that mix units hide that chains are autocorrelated, so each frame counts for itself."""
+def test_draws_are_counted_in_the_frame_in_which_they_are_compared():
+    """Canonical forms that mix units hide that chains are autocorrelated."""
     states = [torch.randn(4, 4, 2)]
     for _ in range(199):
         states.append(0.9 * states[-1] + 0.19**0.5 * torch.randn(4, 4, 2))
     w = TIED + torch.stack(states, 1)
     p, q = (Posterior(GROUP.sample((2, 1))({"w": part}), rows="chains") for part in (w[:2], w[2:]))
-    counts = {f: ps.mmd_test(p, q, symmetry=GROUP, frame=f).num_samples[0] for f in ("aligned", "canonical")}
-    assert counts["aligned"] < 60  # of 400 draws, about 400 / 19 are worth as much; half of those count
+    count = ps.mmd_test(*ps.common_frame(p, q, GROUP)).num_samples[0]
+    assert count < 60  # of 400 draws, about 400 / 19 are worth as much; half of those count
 
 
-@pytest.mark.parametrize("frame", ["aligned", "canonical"])
-def test_samples_of_another_shape_than_the_symmetrys_are_refused(frame):
+def test_samples_of_another_shape_than_the_symmetrys_are_refused():
     """Chains laid out as ``(chains, draws, 3)`` would be few samples of many weights."""
     group = ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)})
     wrong = ps.Posterior.from_samples({"w": torch.randn(4, 20, 3)}, rows="independent")
-    right = ps.Posterior.from_samples({"w": torch.randn(20, 3)}, rows="independent")
-    for distance in (ps.mmd, ps.sliced_wasserstein, ps.marginal_wasserstein, ps.mmd_test):
-        with pytest.raises(ValueError, match=r"\(4, 20, 3\)"):
-            distance(wrong, wrong, symmetry=group, frame=frame)
-        assert distance(right, right, symmetry=group, frame=frame)
     with pytest.raises(ValueError, match=r"\(4, 20, 3\)"):
-        ps.orbit_mmd(wrong, wrong, group)
+        ps.common_frame(wrong, wrong, group)
+    with pytest.raises(TypeError, match=r"symmetry is .*Linear"):
+        ps.common_frame({"w": torch.randn(4, 3)}, {"w": torch.randn(4, 3)}, nn.Linear(2, 2))

@@ -310,7 +310,7 @@ def test_result_is_readable_and_plain():
     [
         ({}, {"level": 0.0}, "level is 0.0"),
         ({}, {"max_tests": 0}, "max_tests is 0"),
-        ({"0.bias": torch.full((20, 6), math.nan)}, {}, r"posterior\['0.bias'\] holds 120 NaN"),
+        ({"0.bias": torch.full((20, 6), math.nan)}, {}, r"weights\['0.bias'\] holds 120 NaN"),
         ({"0.bias": torch.zeros(20, 5)}, {}, r"weights\['0.bias'\] has shape"),
     ],
 )

@@ -76,11 +76,6 @@ def test_a_posterior_is_compared_as_its_draws():
     flat = [{name: value.flatten(0, 1) for name, value in samples.items()} for samples in chains]
     assert ps.mmd(first, second)["median"] == ps.mmd(*flat)["median"]
     assert ps.marginal_wasserstein(first, flat[1]).to_dict() == ps.marginal_wasserstein(*flat).to_dict()
-    medians = []
-    for pair in ((first, second), flat):
-        torch.manual_seed(1)  # of the elements that it draws
-        medians.append(ps.orbit_mmd(*pair, symmetry)["median"])
-    assert medians[0] == pytest.approx(medians[1])
     assert torch.equal(ps.excess_mass(first, symmetry), ps.excess_mass(flat[0], symmetry))
     found = []
     whole = ps.Posterior.from_samples(flat[0], rows="independent")
@@ -104,30 +99,12 @@ def test_a_distance_of_batch_normalised_networks_ignores_the_scale_of_their_inpu
     assert ps.mmd(weights, other)["maximum"] == ps.mmd(weights, weights)["maximum"]
 
 
-def test_a_function_may_remove_the_symmetry():
-    net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
-    symmetry = ps.find_symmetry(net, torch.randn(3, 2))
-    p, q = ({name: torch.randn(6, *v.shape) for name, v in net.named_parameters()} for _ in range(2))
-
-    def least(weights):
-        return ps.canonicalize(weights, symmetry, scalings="minimal_mass")
-
-    assert ps.mmd(p, q, symmetry=least)["mean"] == ps.mmd(least(p), least(q))["mean"]
-    assert ps.mmd(p, q, symmetry=least)["mean"] != ps.mmd(p, q, symmetry=symmetry)["mean"]
-
-
-def test_what_is_no_weights_or_no_symmetry_is_named():
+def test_what_is_no_weights_is_named():
     weights = {"w": torch.randn(5, 3)}
     with pytest.raises(TypeError, match="weights_p are a list; they must be a Posterior"):
         ps.mmd([weights], weights)
-    with pytest.raises(TypeError, match="symmetry is True; it must be a symmetry"):
-        ps.mmd(weights, weights, symmetry=True)
-    with pytest.raises(TypeError, match="symmetry returned None"):
-        ps.mmd(weights, weights, symmetry=lambda w: None)
     with pytest.raises(ValueError, match="hold running statistics only"):
         ps.mmd({"1.running_var": torch.ones(5, 2)}, {"1.running_var": torch.ones(5, 2)})
-    with pytest.raises(TypeError, match=r"symmetry is a torch\.nn\.modules\.linear\.Linear"):
-        ps.mmd(weights, weights, symmetry=nn.Linear(2, 2))
 
 
 def test_chains_and_draws_that_are_not_flattened_are_warned_of():

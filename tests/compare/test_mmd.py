@@ -1,15 +1,18 @@
-import importlib
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+from pyro_symmetric.compare import common_frame
 from pyro_symmetric.compare.mmd import bandwidth_grid, mmd
 from pyro_symmetric.compare.wasserstein import marginal_wasserstein
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.posterior import Posterior
+
+MODULE = sys.modules["pyro_symmetric.compare.mmd"]  # the package's name for it is that of the function
 
 
 def naive_mmd(x, y, kernel):
@@ -37,8 +40,8 @@ def test_mmd_equals_a_naive_double_loop(dtype, shift, scale, monkeypatch):
     p = {"0.weight": scale * torch.randn(13, 3, 2), "0.bias": scale * torch.randn(13, 3)}
     q = {"0.weight": scale * torch.randn(9, 3, 2) + shift, "0.bias": scale * torch.randn(9, 3)}
     p, q = ({site: value.to(dtype) for site, value in w.items()} for w in (p, q))
-    monkeypatch.setattr("pyro_symmetric.compare._pairs._CACHE_ENTRIES", 1)
-    monkeypatch.setattr("pyro_symmetric.compare._pairs._LEAST_CHUNK", 4)
+    monkeypatch.setattr(MODULE, "_CACHE_ENTRIES", 1)
+    monkeypatch.setattr(MODULE, "_LEAST_CHUNK", 4)
     layer = mmd(p, q).of("0")
     x, y = (flat(w, ["0.weight", "0.bias"]) for w in (p, q))
     grid_2 = naive_grid(np.array([np.linalg.norm(a - b) for a in x for b in y]))
@@ -74,12 +77,11 @@ def test_given_layers_are_those_compared():
     assert joint["mean"] == pytest.approx(renamed.of("x")["mean"])
 
 
-def test_chunks_and_blocks_change_nothing(monkeypatch):
+def test_chunks_change_nothing(monkeypatch):
     p, q = {"w": torch.randn(30, 50)}, {"w": torch.randn(20, 50) + 0.1}
     whole = mmd(p, q)
-    monkeypatch.setattr(importlib.import_module("pyro_symmetric.compare._pairs"), "_BLOCK_ROWS", 7)
-    monkeypatch.setattr("pyro_symmetric.compare._pairs._CACHE_ENTRIES", 1)
-    monkeypatch.setattr("pyro_symmetric.compare._pairs._LEAST_CHUNK", 3)
+    monkeypatch.setattr(MODULE, "_CACHE_ENTRIES", 1)
+    monkeypatch.setattr(MODULE, "_LEAST_CHUNK", 3)
     np.testing.assert_allclose(mmd(p, q).of("w")["squared"], whole.of("w")["squared"], atol=1e-7, rtol=0)
 
 
@@ -227,8 +229,8 @@ def test_a_symmetry_is_removed_from_both_sides():
     p, q = ({"0.w": torch.randn(40, 4, 2) + 5 * torch.arange(4.0)[:, None]} for _ in range(2))
     moved = group.sample((40,))(q)
     assert mmd(p, moved)["mean"] > 0.05
-    assert mmd(p, moved, symmetry=group)["mean"] == pytest.approx(mmd(p, q)["mean"], abs=1e-6)
-    chains = mmd(Posterior({"0.w": p["0.w"].reshape(4, 10, 4, 2)}, rows="chains"), moved, symmetry=group)
+    assert mmd(*common_frame(p, moved, group))["mean"] == pytest.approx(mmd(p, q)["mean"], abs=1e-6)
+    chains = mmd(*common_frame(Posterior({"0.w": p["0.w"].reshape(4, 10, 4, 2)}, rows="chains"), moved, group))
     assert chains["mean"] == pytest.approx(mmd(p, q)["mean"], abs=1e-6)
 
 

@@ -170,8 +170,8 @@ def test_arrays_are_asked_to_become_tensors():
         scores.classification(torch.tensor([[0.5, 0.5]]), np.array([0]))
     with pytest.raises(TypeError, match="means is a list"):
         scores.regression([1.0], 1.0, torch.tensor([1.0]))
-    with pytest.raises(ValueError, match=r"pass targets\[:, None\]"):
-        scores.regression(torch.randn(4, 3, 1), 1.0, torch.randn(3))
+    with pytest.raises(ValueError, match="means predicts"):
+        scores.regression(torch.randn(4, 3, 2), 1.0, torch.randn(3))
 
 
 def test_detection_scores_of_two_precisions_are_those_of_the_finer() -> None:

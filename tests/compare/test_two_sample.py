@@ -4,50 +4,32 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_symmetric.compare import _pairs, two_sample
-from pyro_symmetric.compare.mmd import mmd
-from pyro_symmetric.compare.two_sample import _score, _statistics, _upper_ranks
+from pyro_symmetric.compare import common_frame
+from pyro_symmetric.compare.mmd import mmd, mmd_test
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.posterior import Posterior
-
-
-def mmd_test(p, q, **options):
-    """Of independent draws."""
-    return two_sample.mmd_test(*(Posterior.from_samples(w, rows="independent") for w in (p, q)), **options)
 
 
 def two_normals(m, n, shift=0.0, dimension=3):
     return {"0.w": torch.randn(m, dimension)}, {"0.w": torch.randn(n, dimension) + shift}
 
 
-def test_statistics_of_a_permutation_are_those_of_the_permuted_samples():
+def test_the_p_value_is_the_rank_of_the_largest_standardised_discrepancy():
+    """By its definition: each order's discrepancies, by ``mmd`` under the kernels of the pooled sample."""
     p, q = two_normals(9, 6, 0.5)
+    torch.manual_seed(1)
+    found = mmd_test(p, q, num_permutations=19)
+    torch.manual_seed(1)
+    orders = torch.rand(20, 15, dtype=torch.float64).argsort(1)
+    orders[0] = torch.arange(15)
     pooled = torch.cat([p["0.w"], q["0.w"]])
-    result = mmd(p, q)
-    order = torch.randperm(15)
-    again = mmd({"0.w": pooled[order[:9]]}, {"0.w": pooled[order[9:]]}, bandwidths=result).of("0")
-    pairs = _pairs.Pairs(9, 6)
-    chosen = torch.zeros(15, 1, dtype=torch.float64)
-    chosen[order[:9]] = 1
-    for norm, half in ((2, slice(0, 10)), (1, slice(10, 20))):
-        values, grid = (torch.from_numpy(again[name][half]) for name in ("squared", "bandwidth"))
-        distances = torch.pdist(pooled.double(), p=norm)
-        found = torch.stack(
-            [_statistics(pairs, _pairs.kernel_values(distances, width, norm), chosen)[0] for width in grid]
-        )
-        torch.testing.assert_close(found, values, atol=1e-6, rtol=0)
-
-
-def test_ranks_and_scores_equal_their_definition():
-    values = torch.randn(12, 5, dtype=torch.float64)
-    values[3] = values[7]  # ties count as at least as large
-    ranks = _upper_ranks(values)
-    for b, k in np.ndindex(12, 5):
-        assert float(ranks[b, k]) == pytest.approx(float((values[:, k] >= values[b, k]).double().mean()))
-    scores = _score(ranks, values)
-    smallest = ranks.amin(1)
-    for b in range(12):  # the tie-breaker never overrules a rank
-        assert bool((scores[smallest < smallest[b] - 1e-9] < scores[b]).all())
+    table = []
+    for order in orders:  # the first nine places are p's
+        sides = ({"0.w": pooled[order.argsort()[places]]} for places in (slice(9), slice(9, None)))
+        table.append(mmd(*sides, bandwidths=found).of("0")["squared"])
+    table = np.stack(table)
+    np.testing.assert_allclose(found.of("0")["squared"], table[0], atol=1e-6)
+    scores = ((table - table.mean(0)) / table.std(0)).max(1)
+    assert found.p_value == pytest.approx(float((scores >= scores[0] - 1e-9).mean()))
 
 
 @pytest.mark.stochastic
@@ -87,7 +69,7 @@ def test_a_frame_found_from_both_samples_keeps_the_level_however_unequal_they_ar
     rejected = 0
     for _ in range(50):
         p, q = ({"w": torch.randn(count, 4, 2)} for count in (12, 40))
-        rejected += mmd_test(p, q, symmetry=group, level=0.1, num_permutations=39).rejected
+        rejected += mmd_test(*common_frame(p, q, group), level=0.1, num_permutations=39).rejected
     assert rejected <= 12
 
 
@@ -100,7 +82,7 @@ def test_a_difference_is_seen_where_units_tie_in_the_key():
     p, q = ({"w": centres + torch.randn(200, 4, 2)} for _ in range(2))
     q["w"][:, 1, 1] += 1
     moved = group.sample((200,))(q)
-    assert mmd_test(p, moved, symmetry=group, num_permutations=99).rejected
+    assert mmd_test(*common_frame(p, moved, group), num_permutations=99).rejected
 
 
 @pytest.mark.stochastic
@@ -112,7 +94,7 @@ def test_copies_differ_before_the_symmetry_is_removed_and_not_after():
     # under the null: a false alarm in 2 of 10,000 seeds
     options = {"level": 2e-4, "num_permutations": 9_999}
     assert mmd_test(p, moved, **options).rejected
-    assert not mmd_test(p, moved, symmetry=group, **options).rejected
+    assert not mmd_test(*common_frame(p, moved, group), **options).rejected
 
 
 def test_result_is_readable_plain_and_reproducible():
@@ -123,7 +105,7 @@ def test_result_is_readable_plain_and_reproducible():
     assert mmd_test(p, q, num_permutations=49).to_dict() == first.to_dict()
     assert "10 samples against 8" in repr(first)
     assert first.rejected == (first.p_value <= 0.05)
-    assert first.data["kernel_p_value"].shape == (1, 20)
+    assert first.data["squared"].shape == (1, 20)
     assert first.plot().axes[0].get_ylabel() == "p_value"
     assert json.loads(json.dumps(first.to_dict(), allow_nan=False))["num_permutations"] == 49
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import pyro_symmetric as ps
-from pyro_symmetric import cli, compare
+from pyro_symmetric import cli
 from pyro_symmetric._process import drawn_seed
 from pyro_symmetric.study import METHODS, Fit, Method, StudySettings, register, report, run_study
 from pyro_symmetric.study.measure import between, concerns, draws_of, reference_of
@@ -26,7 +26,7 @@ from pyro_symmetric.study.methods.chains import _Chains
 from pyro_symmetric.study.methods.variational import _Variational
 from pyro_symmetric.study.network import build_net, settle_statistics
 from pyro_symmetric.study.problem import build_problem
-from pyro_symmetric.study.tables import MISSING, OWN_HALF, distance_table
+from pyro_symmetric.study.tables import DISTANCES, MISSING, OWN_HALF
 
 TINY = {
     "mean-field": {"steps": 30},
@@ -117,37 +117,10 @@ def test_distances_begin_with_those_of_the_predictions(finished: Any) -> None:
     first, second = (mean_probabilities({s: v[k].flatten(0, 1) for s, v in chains.items()}) for k in ([0, 1], [2, 3]))
     expected = 0.5 * (first - second).abs().sum(-1).mean()
     assert rows["hmc"]["distance"]["prediction"]["total_variation"]["mean"] == pytest.approx(float(expected), rel=1e-4)
-    assert [column.title for column in distance_table().columns][:2] == ["TV predictions", "NLL gap"]
+    assert [column.title for column in DISTANCES.columns][:2] == ["TV predictions", "NLL gap"]
     html = finished.report.read_text()
     assert f"{rows['ensemble']['distance']['prediction']['total_variation']['mean']:.4f}</td>" in html
     assert f"{rows['ensemble']['distance']['prediction']['nll_gap']:+.4f}</td>" in html
-
-
-def test_a_distance_of_another_package_appears_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its entry point alone: in the results, the table and the report."""
-
-    def spread(p: Any, q: Any, like: ps.DistanceResult | None = None) -> ps.DistanceResult:
-        gap = abs(float(p["0.weight"].std() - q["0.weight"].std()))
-        return ps.DistanceResult(
-            title="Spread", num_samples=(len(p["0.weight"]), len(q["0.weight"])), totals={"gap": gap}
-        )
-
-    shown = compare.Shown("gap", "spread", "How far the deviations lie apart.", ".5f")
-    offered = ps.Distance("spread", spread, shows=(shown,))
-    entry = EntryPoint("spread", "another_package:SPREAD", "pyro_symmetric.distances")
-    monkeypatch.setattr("pyro_symmetric.compare.distance._REGISTERED", {d.name: d for d in compare.distances()[:3]})
-    monkeypatch.setattr(EntryPoint, "load", lambda self: offered)
-    monkeypatch.setattr("pyro_symmetric.compare.distance.entry_points", lambda group: [entry])
-    study, _ = run(tmp_path, methods=("mean-field", "hmc"))
-    row, draws = study.results["methods"]["mean-field"], study.draws
-    expected = spread(draws["mean-field"].raw, draws["hmc"].raw).value
-    assert row["distance"]["raw"]["spread"]["gap"] == pytest.approx(expected)
-    titles = [column.title for column in distance_table().columns]
-    assert "spread raw" in titles
-    assert "spread removed" in titles
-    html = study.report.read_text()
-    assert f"{expected:.5f}</td>" in html
-    assert "How far the deviations lie apart." in html
 
 
 def test_the_report_stands_alone(finished: Any) -> None:
@@ -798,8 +771,8 @@ def test_the_best_of_a_column_is_marked_and_the_reference_does_not_compete() -> 
         for name, to, value in (("a", "hmc", 0.2), ("b", "hmc", 0.1), ("hmc", OWN_HALF, 0.0))
     }
     cells = {
-        name: dict(zip((c.title for c in distance_table().columns), row, strict=True))
-        for name, row in distance_table().rows(rows).items()
+        name: dict(zip((c.title for c in DISTANCES.columns), row, strict=True))
+        for name, row in DISTANCES.rows(rows).items()
     }
     assert {name: row["MMD² removed"] for name, row in cells.items()} == {
         "a": ("0.2000", False),
