@@ -7,19 +7,20 @@ rounding; the search for the moves that break the invariance is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import HELD, Move, Units
+from pyro_symmetric.groups.units import HELD, Move
 
 Part = tuple[Move, str]  # one move of some units
 SiteAndDim = tuple[str, int]
+BITS = 20  # a wrong move passes less than once in two to the power of so many times
 DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": "shifted", "mix": "mixed"}
 
 
@@ -149,23 +150,19 @@ def parts_of(group: Group) -> list[Part]:
     return [(move, name) for move in HELD for name in group.names(move)]
 
 
-def drawn(group: Group) -> Element:
-    """A random element in float64."""
-    return group.sample(dtype=torch.float64)
+def tried(group: Group, parts: Collection[Part], trials: int | None = None) -> Iterator[Element]:
+    """Random elements that move all of these parts at once: if none changes the function, no part does.
 
+    Permutations of the first are cycles of all units of a copy, so that it leaves no unit where it is. The others are
+    uniform. Elements that change nothing are a subgroup, so that each finds a wrong move in half of all cases or more.
 
-def tried(group: Group, parts: Collection[Part]) -> list[Element]:
-    """A few elements that move all of these parts at once: if none changes the function, no part does.
-
-    None is the identity, not even of two units, and every copy of units inside others gets another permutation or
-    another flip than its neighbour. The last one is random.
+    :param trials: how many; by default so many that a wrong move passes less than once in a million times.
     """
-    elements = group.sample((3,), dtype=torch.float64)
-    for numbers, chosen in ((elements.permutations, _permutations), (elements.signs, _flips)):
-        for name, own in numbers.items():
-            own[:2] = chosen(group[name])
-    elements = only(elements, parts)
-    return [elements.select(i) for i in range(3)]
+    for i in range(_enough(group, parts) if trials is None else trials):
+        element = group.sample(dtype=torch.float64)
+        for own in element.permutations.values() if i == 0 else ():
+            own.copy_(torch.empty_like(own).scatter_(-1, own, own.roll(1, -1)))
+        yield only(element, parts)
 
 
 def only(element: Element, parts: Collection[Part]) -> Element:
@@ -206,17 +203,22 @@ def guilty(parts: Sequence[Part], fails: Callable[[Sequence[Part]], bool]) -> li
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _permutations(units: Units) -> Tensor:
-    """A cycle in every copy; an exchange in every second: ``(2,) + units.shape``."""
-    own = torch.arange(units.size, device="cpu").repeat(2, units.copies, 1)
-    own[0] = own[0].roll(1, -1)
-    own[1, ::2, :2] = own[1, ::2, :2].flip(-1)
-    return own.reshape(2, *units.shape)
+def _enough(group: Group, parts: Collection[Part]) -> int:
+    """The number of uniform elements that a wrong move passes less than once in a million times.
 
-
-def _flips(units: Units) -> Tensor:
-    """The flip of the first unit of every second copy; those of all: ``(2,) + units.shape``."""
-    own = torch.ones(2, units.copies, units.size, device="cpu")
-    own[0, ::2, 0] = -1.0
-    own[1] = -1.0
-    return own.reshape(2, *units.shape)
+    Few are enough for large sets: a proper subgroup holds a random cycle of n units, and then a uniform permutation,
+    with a probability of two over (n over n / 2) at most. (That of even permutations is left aside: no network minds
+    whether a permutation is even.) Random scales and shifts meet no subgroup at all.
+    """
+    bits = [BITS]
+    for move, name in parts:
+        one = group[name]
+        if move == "permute" and one.size > 1:
+            n = min(one.size, 64)  # larger sets tell no more
+            bits.append(math.log2(max(2, math.comb(n, n // 2) // 2)))
+        elif move == "flip":  # those of units that are exchanged are wrong together
+            alike = math.prod(
+                group[own].size for own in (name, *group.ancestors(name)) if "permute" in group[own].moves
+            )
+            bits.append(max(1, alike - 1))
+    return math.ceil(BITS / min(bits))

@@ -178,8 +178,12 @@ def _is_observed(site: Any) -> bool:
 
 
 def _verified(group: Group, density: JointDensity | FunctionDensity) -> Verification:
-    changes = [density.change(element) for element in tried(group, parts_of(group))]
-    broken = broken_moves(group, density) if any(change.broken for change in changes) else ()
+    changes = []
+    for element in tried(group, parts_of(group)):
+        changes.append(density.change(element))
+        if changes[-1].broken:
+            break
+    broken = broken_moves(group, density) if changes[-1].broken else ()
     broken = tuple(_with_hint(found, group, density) for found in broken)
     return Verification(density.name, broken, max(change.size for change in changes), density.tolerance)
 

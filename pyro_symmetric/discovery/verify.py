@@ -1,4 +1,4 @@
-"""The last word on a symmetry: outputs before and after a random element of the whole group.
+"""The last word on a symmetry: outputs before and after random elements of the whole group.
 
 A network that draws random numbers draws the same ones on both sides.
 """
@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
-from pyro_symmetric.discovery.invariance import BrokenMove, InconclusiveError, Verification, broken_moves, drawn
+from pyro_symmetric.discovery.invariance import (
+    BrokenMove,
+    InconclusiveError,
+    Verification,
+    broken_moves,
+    parts_of,
+    tried,
+)
 from pyro_symmetric.discovery.mixing import broken_mixes, mixing_units
 from pyro_symmetric.discovery.outputs import Outputs, prepared
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -58,7 +65,7 @@ def verify(
     *inputs: Any,
     kwargs: Mapping[str, Any] | None = None,
     tolerance: float | None = None,
-    trials: int = 1,
+    trials: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Verification:
     """Compare outputs before and after random elements of the whole group.
@@ -81,7 +88,8 @@ def verify(
     :param kwargs: keyword arguments of its ``forward``.
     :param tolerance: the largest relative change of an output that passes: 1e-6 in float64, more if the network's own
         rounding errors change it by more; these are measured.
-    :param trials: how many elements are tried.
+    :param trials: how many random elements are tried; by default so many that a wrong move passes less than once in a
+        million times.
     :param dtype: the precision of the comparison: float64, or the network's own if it doesn't run in float64.
     :raises ValueError: if the network doesn't take the inputs.
     :raises InconclusiveError: if nothing can be told: the network draws random numbers that can't be drawn again, its
@@ -92,7 +100,7 @@ def verify(
     arguments.mapping("kwargs", kwargs, "of keyword arguments of the network's forward", none="none")
     if tolerance is not None:
         arguments.number("tolerance", tolerance, least=0)
-    arguments.whole("trials", trials, 1)
+    arguments.whole("trials", trials, 1, none="as many as it takes")
     arguments.dtype("dtype", dtype, none="float64, or the network's own")
     for number, value in enumerate(inputs):
         if isinstance(value, Tensor) and not value.numel():
@@ -146,18 +154,22 @@ def _compared(
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     tolerance: float | None = None,
-    trials: int = 1,
+    trials: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Verification, bool, Outputs]:
     """The result, whether the network draws random numbers that tracing can't see, and its outputs."""
     outputs = prepared(symmetry, net, inputs, kwargs, dtype)
     outputs.tolerance = outputs.tolerance if tolerance is None else tolerance
-    errors = [outputs.errors(drawn(symmetry.group)) for _ in range(trials)]
-    error, train_error = (max(column) for column in zip(*errors, strict=True))
-    if not max(error, train_error) < outputs.tolerance:
-        outputs.require_repeatable()
-        if tolerance is None:  # in float64, too, rounding errors may be large
-            outputs.tolerance = max(outputs.tolerance, outputs.rounding())
+    error, train_error, rounded = 0.0, 0.0, tolerance is not None
+    for element in tried(symmetry.group, parts_of(symmetry.group), trials):
+        errors = outputs.errors(element)
+        error, train_error = max(error, errors[0]), max(train_error, errors[1])
+        if not max(errors) < outputs.tolerance:
+            outputs.require_repeatable()
+            if not rounded:  # in float64, too, rounding errors may be large
+                outputs.tolerance, rounded = max(outputs.tolerance, outputs.rounding()), True
+            if not max(errors) < outputs.tolerance:
+                break
     holds = max(error, train_error) < outputs.tolerance
     broken = () if holds else broken_moves(symmetry.group, outputs)
     mixes = broken_mixes(symmetry.group, outputs, symmetry.group.names("mix"))
