@@ -11,7 +11,7 @@ from pyro_symmetric.alignment.costs.weights import Moments, WeightCost
 from pyro_symmetric.alignment.gaussian import GaussianWeights
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.weights import batch_shape, require_finite, require_same_network
+from pyro_symmetric.weights import batch_shape, require_finite
 
 # How many numbers the sources that are matched together may hold, with their scores.
 CHUNK_ENTRIES = 2**26
@@ -22,7 +22,7 @@ def batch_shape_of(weights: GaussianWeights, group: Group, name: str) -> torch.S
 
     :raises ValueError: naming the site that doesn't fit, or if the batch is empty.
     """
-    require_same_network(weights.loc, group.site_shapes, name)
+    group.require_own(weights.loc, name)
     shapes = {site: weights.shape_of(site, group.site_shapes[site]) for site in comparable(group)}
     if shapes.keys().isdisjoint(weights.loc):
         return torch.Size()

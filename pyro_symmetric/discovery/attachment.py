@@ -100,7 +100,7 @@ class _Attachment:
     def group(self, others: Sequence[Units]) -> Group:
         """All units; multipliers that permutations don't carry onto one another are left out."""
         with contextlib.suppress(ValueError):
-            return Group([*self.units.values(), *others], self.shapes)
+            return Group([*self.units.values(), *others], self.shapes, of_network=True)
         proposed, self.units = self.units, {name: self.given[name] for name in self.permuting}
         multiplied = dict.fromkeys(axis.site for one in proposed.values() for axis in one.axes if axis.exponent)
         # Where all of them together are carried, each is.
@@ -113,9 +113,9 @@ class _Attachment:
                 self.units = before
                 self.left_out |= _multiplied(one)
         with contextlib.suppress(ValueError):
-            return Group([*self.units.values(), *others], self.shapes)
+            return Group([*self.units.values(), *others], self.shapes, of_network=True)
         self.left_out |= {site for one in self.units.values() for site in _multiplied(one)}
-        return Group(self.given.values(), self.shapes)
+        return Group(self.given.values(), self.shapes, of_network=True)
 
     # small steps ----------------------------------------------------------------------------------------------------
 

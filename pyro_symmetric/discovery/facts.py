@@ -87,6 +87,7 @@ class Facts:
         ] = []  # atoms along two axes of a factor; another's lie along both at once
         self.moving: set[int] = set()  # routers whose choices are made among units that move
         self.size = 0
+        self.starts: list[int] = []  # of arrays of atoms
         self.unions: list[tuple[Array, Array, int]] = []
         self.relations: list[tuple[Array, Array, int]] = []
         self.refinements: list[Refinement] = []
@@ -126,6 +127,7 @@ class Facts:
         """New atoms, never seen before."""
         count = int(np.prod(shape, dtype=np.int64))
         atoms = np.arange(self.size, self.size + count, dtype=np.int64).reshape(shape)
+        self.starts.append(self.size)
         self.size += count
         return atoms
 

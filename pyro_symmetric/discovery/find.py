@@ -239,7 +239,11 @@ def _solved(
     moves: tuple[Move, ...] = ("scale", "flip")
     # At sites that stay, multipliers of different axes cancel out.
     found = {
-        move: [on_stacks(own) for axes in multipliers(facts, move) if (own := [a for a in axes if a.site not in held])]
+        move: [
+            on_stacks(own)
+            for axes in multipliers(facts, structure, move)
+            if (own := [a for a in axes if a.site not in held])
+        ]
         for move in moves
     }
     shifts = [_shift(site, shapes[site]) for site in sorted(shifted) if site in shapes]
@@ -247,7 +251,7 @@ def _solved(
     group, left_out = attached(list(units.values()), found, shifts, shapes)
     names, sites = {cell: one.name for cell, one in units.items()}, {name: own.sites for name, own in stacks.items()}
     if stacks:
-        group = Group(group.units.values(), group.site_shapes, group.spans, sites)
+        group = Group(group.units.values(), group.site_shapes, group.spans, sites, of_network=True)
     return Symmetry(group, explain(facts, structure, names, sites), logits), left_out
 
 

@@ -155,13 +155,17 @@ def tried(group: Group, parts: Collection[Part], trials: int | None = None) -> I
 
     Permutations of the first are cycles of all units of a copy, so that it leaves no unit where it is. The others are
     uniform. Elements that change nothing are a subgroup, so that each finds a wrong move in half of all cases or more.
+    Of a few flips of single units, each element has one, which finds a wrong one for certain.
 
     :param trials: how many; by default so many that a wrong move passes less than once in a million times.
     """
-    for i in range(_enough(group, parts) if trials is None else trials):
+    number, single = _enough(group, parts)
+    for i in range(number if trials is None else trials):
         element = group.sample(dtype=torch.float64)
         for own in element.permutations.values() if i == 0 else ():
             own.copy_(torch.empty_like(own).scatter_(-1, own, own.roll(1, -1)))
+        for j, name in enumerate(single if i < len(single) < BITS else ()):
+            element.signs[name].fill_(-1.0 if i == j else 1.0)
         yield only(element, parts)
 
 
@@ -203,22 +207,24 @@ def guilty(parts: Sequence[Part], fails: Callable[[Sequence[Part]], bool]) -> li
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _enough(group: Group, parts: Collection[Part]) -> int:
-    """The number of uniform elements that a wrong move passes less than once in a million times.
+def _enough(group: Group, parts: Collection[Part]) -> tuple[int, list[str]]:
+    """The number of elements that a wrong move passes less than once in a million times; and the single units that flip.
 
     Few are enough for large sets: a proper subgroup holds a random cycle of n units, and then a uniform permutation,
     with a probability of two over (n over n / 2) at most. (That of even permutations is left aside: no network minds
     whether a permutation is even.) Random scales and shifts meet no subgroup at all.
     """
-    bits = [BITS]
+    bits, single = [BITS], []
     for move, name in parts:
         one = group[name]
         if move == "permute" and one.size > 1:
             n = min(one.size, 64)  # larger sets tell no more
             bits.append(math.log2(max(2, math.comb(n, n // 2) // 2)))
+        elif move == "flip" and one.count == 1:
+            single.append(name)
         elif move == "flip":  # those of units that are exchanged are wrong together
             alike = math.prod(
                 group[own].size for own in (name, *group.ancestors(name)) if "permute" in group[own].moves
             )
             bits.append(max(1, alike - 1))
-    return math.ceil(BITS / min(bits))
+    return max(math.ceil(BITS / min(bits)), min(BITS, len(single))), single

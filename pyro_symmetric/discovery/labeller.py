@@ -13,7 +13,18 @@ from dataclasses import replace
 import numpy as np
 
 from pyro_symmetric.discovery.combination import combine
-from pyro_symmetric.discovery.labels import LINEAR, NOTHING, Array, Part, Passes, Value, positions, rank_within, spread
+from pyro_symmetric.discovery.labels import (
+    LINEAR,
+    NOTHING,
+    ODD,
+    Array,
+    Part,
+    Passes,
+    Value,
+    positions,
+    rank_within,
+    spread,
+)
 from pyro_symmetric.discovery.recorder import Recorder
 
 # Joint labels of several axes cost one atom for each entry; beyond this many, units are pinned, and a warning says so.
@@ -29,6 +40,16 @@ class Labeller(Recorder):
         """Any function of an entry and of symmetric statistics along some axes, which know no multipliers."""
         self.still(value, passes)
         self.reduce(self.unscaled(value), axes)
+        return replace(value, zero=False)
+
+    def standardise(self, value: Value, axes: Iterable[int]) -> Value:
+        """Less the mean and divided by the deviation over some axes: all entries along these have one sign."""
+        self.still(value, ODD)
+        left = self.reduce(value, axes, passes=ODD)
+        given = [part.atoms for part in value.parts]
+        self.facts.common += [
+            int(one) for part in left.parts if all(part.atoms is not own for own in given) for one in part.atoms.flat
+        ]
         return replace(value, zero=False)
 
     def reduce(self, value: Value, axes: Iterable[int], keepdim: bool = False, passes: Passes = LINEAR) -> Value:

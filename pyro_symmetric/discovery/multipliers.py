@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from pyro_symmetric.discovery.common_signs import common_signs
 from pyro_symmetric.discovery.facts import Facts, Leaf, Multiple
 from pyro_symmetric.discovery.labels import Array, by_appearance, components
 from pyro_symmetric.discovery.nullspace import nullspace
 from pyro_symmetric.discovery.slices import Run, narrowed
-from pyro_symmetric.discovery.structure import mix
+from pyro_symmetric.discovery.structure import Structure, mix
 from pyro_symmetric.groups import Axis
 
 # A component with so many unknowns, or so many free ones, is no unit but a tangle; its members aren't rescaled.
@@ -47,16 +48,21 @@ class _Alike(NamedTuple):
     exponents: Sequence[int]
 
 
-def multipliers(facts: Facts, move: str) -> list[tuple[Axis, ...]]:
+def multipliers(facts: Facts, structure: Structure, move: str) -> list[tuple[Axis, ...]]:
     """All scales or all signs: for each set of things that are multiplied alike, the axes along which they lie.
 
+    :param structure: which units are exchanged.
     :param move: ``"scale"`` or ``"flip"``.
     """
     signs = move == "flip"
     equations: Sequence[Sequence[Multiple]] = facts.sign_equations if signs else facts.scale_equations
     if signs:
         equations = [[(1.0, atoms) for c, atoms in terms if int(c) % 2] for terms in equations]
-    zero = _untangled(facts, equations, _still(facts.size, equations))
+    zero = known = _still(facts.size, equations)
+    if signs:  # common ones are found by themselves
+        zero = _still(facts.size, [[(1.0, np.array(facts.common, dtype=np.int64))], *equations])
+    else:
+        zero = _untangled(facts, equations, zero)
     used = [terms for terms in equations if any(not zero[atoms].all() for _, atoms in terms)]
     entries = _entries(used, zero)
     axes = _leaf_axes(facts.leaves.values())
@@ -67,6 +73,9 @@ def multipliers(facts: Facts, move: str) -> list[tuple[Axis, ...]]:
         # Rows are free before columns, which follow what enters the units: so each unit has a multiplier of its own.
         members = atoms[:, dims[axis[atoms[0]]].argsort(kind="stable")]
         found += [_Alike(members, vector) for vector in _solve(members[0], local, entries, signs)]
+    if signs:
+        together = common_signs(facts, structure, equations, known)
+        found += [_Alike(atoms[None, axis[atoms] >= 0], [1] * int((axis[atoms] >= 0).sum())) for atoms in together]
     return _placed(found, axes, axis, position, facts.epsilons, signs)
 
 

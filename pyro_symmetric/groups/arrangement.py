@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_symmetric.groups.stacks import Stacks, stacked, unstacked
 from pyro_symmetric.groups.units import MOVES, Axis, Move, Units
 from pyro_symmetric.groups.views import views_of
-from pyro_symmetric.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.weights import Weights, batch_shape, require_same_network, require_sites
 
 
 class Arrangement:
@@ -26,6 +26,7 @@ class Arrangement:
         of the sites in them.
     :ivar spans: the axes ``(site, dim, span)`` that are flattened in the view.
     :ivar stacks: name of a stack -> the sites that lie behind one another in it.
+    :ivar of_network: whether the sites are all parameters of a network; a model may have others.
     """
 
     def __init__(
@@ -34,8 +35,9 @@ class Arrangement:
         site_shapes: Mapping[str, torch.Size],
         spans: Iterable[tuple[str, int, int]] = (),
         stacks: Stacks | None = None,
+        of_network: bool = False,
     ):
-        self.site_shapes = dict(site_shapes)
+        self.site_shapes, self.of_network = dict(site_shapes), of_network
         self.stacks = {name: tuple(sites) for name, sites in (stacks or {}).items() if name in self.site_shapes}
         self._units = _outer_first(units)
         every = [axis for one in self._units.values() for axis in one.axes]
@@ -229,6 +231,11 @@ class Arrangement:
     def plain_sites(self, sites: Iterable[str]) -> tuple[str, ...]:
         """The sites themselves, of some that may be stacks."""
         return tuple(own for site in sites for own in self.stacks.get(site, (site,)))
+
+    def require_own(self, sites: Iterable[str], name: str = "weights") -> None:
+        """:raises ValueError: if there are parameters that a network's group doesn't know: another network's."""
+        if self.of_network:
+            require_same_network(sites, self.plain_shapes, name)
 
     def batch_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
         """The batch shape of ``weights`` that are only looked at, checked against the sites' shapes."""

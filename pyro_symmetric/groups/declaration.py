@@ -52,6 +52,11 @@ def declared_units(
 def _check_names(site: str, names: object, shapes: Mapping[str, torch.Size]) -> None:
     if site not in shapes:
         raise ValueError(f"axes declares site {site!r}, which example_weights lacks; it has {sorted(shapes)}")
+    if not shapes[site]:
+        raise ValueError(
+            f"axes declares site {site!r}, a scalar, along which no units lie: leave it out, or give it an axis of "
+            "length one, whose unit can flip"
+        )
     if not isinstance(names, list | tuple) or len(names) != len(shapes[site]):
         raise ValueError(
             f"axes[{site!r}] is {names!r}, but the site has shape {tuple(shapes[site])}: "

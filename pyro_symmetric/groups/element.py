@@ -26,7 +26,7 @@ from pyro_symmetric.groups.arrangement import Arrangement
 from pyro_symmetric.groups.numbers import neutral
 from pyro_symmetric.groups.tensors import along_axis, gather_last, lay_out, lift, permute_axes
 from pyro_symmetric.groups.units import HELD, Move, Units
-from pyro_symmetric.weights import Weights, require_same_network
+from pyro_symmetric.weights import Weights
 
 ByName = dict[str, Tensor]
 
@@ -363,7 +363,7 @@ def acted_shape(group: Arrangement, weights: Mapping[str, Tensor]) -> torch.Size
     arguments.weights("weights", weights)
     weights = group.stacked(weights)
     require_buffers(weights, group.buffers)
-    require_same_network(weights, group.site_shapes)
+    group.require_own(weights)
     return group.batch_shape(weights)
 
 

@@ -51,6 +51,7 @@ class Group(Arrangement):
     :param spans: further axes ``(site, dim, span)`` to flatten in the view.
     :param stacks: name of a stack -> the sites that lie behind one another in it. Units lie along the stack's axes;
         weights hold the sites.
+    :param of_network: whether the sites are all parameters of a network, so that weights with others are another's.
     :ivar whole: the group that this one is a restriction of; itself, if it is none.
     :raises ValueError: if two sets share a name, an axis doesn't fit its site, units don't lie inside their parent's,
         or permutations don't carry multipliers along, so that both together are no group.
@@ -62,6 +63,7 @@ class Group(Arrangement):
         site_shapes: Mapping[str, torch.Size],
         spans: Iterable[tuple[str, int, int]] = (),
         stacks: Stacks | None = None,
+        of_network: bool = False,
     ):
         shapes = shapes_of(site_shapes, "site_shapes")
         arguments.mapping("stacks", stacks, "name -> the sites of a stack", none="none")
@@ -74,7 +76,7 @@ class Group(Arrangement):
         for one in listed:
             for axis in one.axes:
                 check_axis(one.name, axis, shapes)
-        self._begin(listed, shapes, spans, stacks)
+        self._begin(listed, shapes, spans, stacks, arguments.flag("of_network", of_network))
         check_group(self)
 
     def _begin(
@@ -83,9 +85,10 @@ class Group(Arrangement):
         shapes: Mapping[str, torch.Size],
         spans: Iterable[tuple[str, int, int]],
         stacks: Stacks,
+        of_network: bool,
         whole: Group | None = None,
     ) -> Group:
-        super().__init__(units, shapes, spans, stacks)
+        super().__init__(units, shapes, spans, stacks, of_network)
         self.whole = whole or self
         self._restrictions: dict[frozenset[Move], Group] = {}
         self._independent: dict[str, dict[str, Tensor]] = {}
@@ -93,7 +96,7 @@ class Group(Arrangement):
 
     def _part(self, units: Iterable[Units], whole: Group | None = None) -> Group:
         """A group of parts of this one, which has been checked, in the same view."""
-        return Group.__new__(Group)._begin(units, self.site_shapes, self.spans, self.stacks, whole)
+        return Group.__new__(Group)._begin(units, self.site_shapes, self.spans, self.stacks, self.of_network, whole)
 
     @classmethod
     def declare(
@@ -246,7 +249,8 @@ class Group(Arrangement):
         """The group on some sites, of units along these axes of theirs only."""
         shapes = {site: shape for site, shape in self.site_shapes.items() if site in sites}
         spans = (span for span in self.spans if span[0] in sites)
-        return Group.__new__(Group)._begin(with_axes(list(self._units.values()), axes), shapes, spans, self.stacks)
+        units = with_axes(list(self._units.values()), axes)
+        return Group.__new__(Group)._begin(units, shapes, spans, self.stacks, self.of_network)
 
     def without_buffers(self) -> Group:
         """The same units acting on parameters alone; buffers (running statistics) stay as they are.
@@ -269,7 +273,8 @@ class Group(Arrangement):
         shapes = {new[site]: shape for site, shape in self.site_shapes.items()}
         units = [replace(u, axes=tuple(replace(a, site=new[a.site]) for a in u.axes)) for u in self._units.values()]
         spans = ((new[site], dim, span) for site, dim, span in self.spans)
-        return Group.__new__(Group)._begin(units, shapes, spans, {new[name]: own for name, own in stacks.items()})
+        stacks = {new[name]: own for name, own in stacks.items()}
+        return Group.__new__(Group)._begin(units, shapes, spans, stacks, self.of_network)
 
     # its elements ---------------------------------------------------------------------------------------------------
 
@@ -349,14 +354,17 @@ class Group(Arrangement):
             "site_shapes": {site: list(shape) for site, shape in self.site_shapes.items()},
             "units": [one.to_dict(self.site_shapes) for one in self._units.values()],
             "stacks": {name: list(sites) for name, sites in self.stacks.items()},
+            "of_network": self.of_network,
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Group:
         """The inverse of :meth:`to_dict`."""
-        arguments.entries("data", data, ("site_shapes", "units", "stacks"))
+        arguments.entries("data", data, ("site_shapes", "units", "stacks", "of_network"))
         shapes = {site: torch.Size(shape) for site, shape in data["site_shapes"].items()}
-        return cls((Units.from_dict(one, shapes) for one in data["units"]), shapes, stacks=data["stacks"])
+        return cls(
+            (Units.from_dict(one, shapes) for one in data["units"]), shapes, (), data["stacks"], data["of_network"]
+        )
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -365,7 +373,7 @@ class Group(Arrangement):
             isinstance(other, Group)
             and self.site_shapes == other.site_shapes
             and self.factors == other.factors
-            and self.to_dict() == other.to_dict()
+            and {**self.to_dict(), "of_network": True} == {**other.to_dict(), "of_network": True}
         )
 
     def __hash__(self) -> int:

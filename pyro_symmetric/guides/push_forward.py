@@ -28,7 +28,6 @@ from pyro_symmetric.guides.gaussian import AutoGaussian, Moments, moments_of, pl
 from pyro_symmetric.guides.layout import GuideLayout, layout_of
 from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
-from pyro_symmetric.weights import require_same_network
 
 
 @torch.no_grad()
@@ -131,7 +130,7 @@ def _affine(element: Any, layout: GuideLayout) -> Action:
             "(element.select(0) is the first)"
         )
     group = element.group
-    require_same_network(layout.site_shapes, group.plain_shapes, "the guide")
+    group.require_own(layout.site_shapes, "the guide")
     require_buffers(layout.site_shapes, group.plain_sites(group.buffers), "the guide")
     action = layout.action(group)
     for site in action.nonlinear_sites:

@@ -210,6 +210,20 @@ def test_push_forward_refuses_another_networks_element():
         ps.push_forward(guide, other.sample())
 
 
+def test_a_declared_group_may_leave_out_sites_whatever_their_names():
+    """Parameters that a network's group doesn't know are another network's; a model's sites are the user's choice."""
+    weights = {name: torch.randn(2, 8, *shape) for name, shape in {"net.0.weight": (4, 3), "net.0.bias": (4,)}.items()}
+    weights["net.1.weight"] = torch.randn(2, 8, 2, 4)
+    weights |= {"net.1.bias": torch.randn(2, 8, 2), "noise.weight": torch.randn(2, 8, 1)}
+    axes = {"net.0.weight": ("unit", None), "net.0.bias": ("unit",), "net.1.weight": (None, "unit")}
+    group = ps.Group.declare(axes, {site: weights[site].shape[2:] for site in axes})
+    posterior = ps.Posterior(weights, rows="chains")
+    assert group.sample((2, 8))(weights)["net.1.bias"].equal(weights["net.1.bias"])
+    ps.align_many(posterior, group, max_rounds=2)
+    ps.summary(posterior, group)
+    assert ps.Group.from_dict(group.to_dict()).sample((2, 8))(weights).keys() == weights.keys()
+
+
 def test_other_sites_of_a_model_are_passed_on():
     """A noise scale, a second network, buffers of the architecture: what isn't the symmetry's business."""
     symmetry = find_symmetry(Stack(1), torch.randn(5, 3))

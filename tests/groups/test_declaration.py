@@ -87,3 +87,9 @@ def test_even_sites_are_exchanged_and_not_flipped():
 def test_a_declaration_names_what_does_not_fit(arguments, error, named):
     with pytest.raises(error, match=named):
         Group.declare(**{"axes": AXES, "example_weights": SHAPES, **arguments})
+
+
+def test_a_scalar_is_refused_and_a_vector_of_one_flips():
+    with pytest.raises(ValueError, match="'a', a scalar, .* axis of length one"):
+        Group.declare({"a": ()}, {"a": ()}, moves="flip")
+    assert Group.declare({"a": ("factor",)}, {"a": (1,)}, moves="flip").order() == 2

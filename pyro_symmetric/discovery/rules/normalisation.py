@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import NOTHING, ODD, Value, opaque
+from pyro_symmetric.discovery.labels import ODD, Value, opaque
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
 
 
@@ -30,11 +30,12 @@ def softmax(labeller: Labeller, call: Call) -> Value:
 
 @register_rule("native_layer_norm", "_fused_rms_norm")
 def layer_norm(labeller: Labeller, call: Call) -> list[Value]:
-    """Without a mean that is subtracted, the normalisation is odd."""
+    """Without a mean that is subtracted, the normalisation is odd entry by entry."""
     value = call["input"]
     first = value.dim - len(call["normalized_shape"])
-    passes = ODD if "rms" in call.name else NOTHING
-    return _affine(labeller, call, labeller.normalise(value, list(range(first, value.dim)), passes), first)
+    axes = list(range(first, value.dim))
+    value = labeller.normalise(value, axes, ODD) if "rms" in call.name else labeller.standardise(value, axes)
+    return _affine(labeller, call, value, first)
 
 
 @register_rule("native_group_norm")
@@ -43,7 +44,7 @@ def group_norm(labeller: Labeller, call: Call) -> list[Value]:
     value, groups = call["input"], call["group"]
     shape = value.shape
     split = labeller.reshape(value, [shape[0], groups, shape[1] // groups, *shape[2:]])
-    split = labeller.normalise(split, list(range(2, split.dim)))
+    split = labeller.standardise(split, list(range(2, split.dim)))
     return _affine(labeller, call, labeller.reshape(split, shape), 1)
 
 
