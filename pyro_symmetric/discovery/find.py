@@ -114,6 +114,7 @@ def find_symmetry(
             traces += _traces(traced.train(), inputs, kwargs)
     used = _used(traces)
     symmetry = _found(traced, traces, used, shifted - set(held), held, logits, strict)
+    symmetry = replace(symmetry, at_least=any(trace.calls_again() for trace in traces))
     symmetry = symmetry if buffers else symmetry.holding(net)
     return repaired(symmetry, net, inputs, kwargs) if verify else symmetry
 

@@ -38,16 +38,19 @@ class Symmetry:
     :param group: units with all that they may do.
     :param explanation: for every axis of every parameter, what moves it or why it stays.
     :param logits: whether the outputs go through a softmax, so that they matter up to a constant only.
+    :param at_least: whether the network may have more: a module with parameters is called more than once.
     """
 
     group: Group
     explanation: Explanation = field(default_factory=Explanation)
     logits: bool = False
+    at_least: bool = False
 
     def __post_init__(self) -> None:
         arguments.instance("group", self.group, Group, "a Group")
         arguments.instance("explanation", self.explanation, Explanation, "an Explanation")
         arguments.flag("logits", self.logits)
+        arguments.flag("at_least", self.at_least)
 
     def __repr__(self) -> str:
         group = self.group
@@ -57,7 +60,7 @@ class Symmetry:
             for move in ("scale", "flip")
         )
         head = (
-            f"Symmetry of log-order {group.log_order():.1f}: {permuted} units that permute, {scales} scales, "
+            f"Symmetry of log-order {'at least ' * self.at_least}{group.log_order():.1f}: {permuted} units that permute, {scales} scales, "
             f"{flips} signs, {len(group.names('shift'))} shifts"
         )
         return "\n".join([head, *table(group)]) if group.units else head
@@ -219,13 +222,15 @@ class Symmetry:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON; :meth:`from_dict` reads it back."""
-        return {"group": self.group.to_dict(), "explanation": self.explanation.to_dict(), "logits": self.logits}
+        given = {"logits": self.logits, "at_least": self.at_least}
+        return {"group": self.group.to_dict(), "explanation": self.explanation.to_dict(), **given}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Symmetry:
         """From JSON."""
-        arguments.entries("data", data, ("group", "explanation", "logits"))
-        return cls(Group.from_dict(data["group"]), Explanation.from_dict(data["explanation"]), data["logits"])
+        arguments.entries("data", data, ("group", "explanation", "logits", "at_least"))
+        group, explanation = Group.from_dict(data["group"]), Explanation.from_dict(data["explanation"])
+        return cls(group, explanation, data["logits"], data["at_least"])
 
 
 @functools.singledispatch

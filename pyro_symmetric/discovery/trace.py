@@ -154,6 +154,12 @@ class Trace:
         targets = [self._specs[name].target for name in used if name in self._specs]
         return {self._sites.get(target, target) for target in targets if target}
 
+    def calls_again(self) -> bool:
+        """True if a module with parameters is called more than once."""
+        stacks = (node.meta.get("nn_module_stack") or {} for node in self.program.graph.nodes)
+        again = {path.removeprefix("net.") for stack in stacks for key, (path, _) in stack.items() if "@" in key}
+        return any(site.startswith(f"{path}.") for path in again for site in self._sites.values())
+
     def shifted_biases(self, logits: bool) -> set[str]:
         """The bias of the last linear layer, if nothing but a softmax over its units follows.
 

@@ -245,3 +245,20 @@ def test_what_a_forward_pass_with_gradients_has_left_behind_is_copied_and_forgot
     acted = symmetry.act(symmetry.group.sample(dtype=torch.float64), net)
     assert not acted.training
     assert torch.allclose(acted(x), before, atol=1e-5)  # with biases of its own weights
+
+
+def test_a_network_that_calls_a_module_twice_says_that_its_symmetry_is_at_least_that() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.m, self.out = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.act = nn.Tanh()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.act(self.m(self.act(self.m(self.a(x))))))
+
+    once, twice = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), Twice()
+    assert "at least" not in str(find_symmetry(once, torch.randn(5, 3)))
+    symmetry = find_symmetry(twice, torch.randn(5, 3))
+    assert str(symmetry).startswith("Symmetry of log-order at least 6.0")
+    assert Symmetry.from_dict(json.loads(json.dumps(symmetry.to_dict()))).at_least
