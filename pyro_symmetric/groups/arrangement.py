@@ -235,7 +235,8 @@ class Arrangement:
     def require_own(self, sites: Iterable[str], name: str = "weights") -> None:
         """:raises ValueError: if there are parameters that a network's group doesn't know: another network's."""
         if self.of_network:
-            require_same_network(sites, self.plain_shapes, name)
+            stacked = not self.stacks.keys().isdisjoint(sites)
+            require_same_network(sites, self.site_shapes if stacked else self.plain_shapes, name)
 
     def batch_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
         """The batch shape of ``weights`` that are only looked at, checked against the sites' shapes."""
