@@ -208,13 +208,13 @@ def guilty(parts: Sequence[Part], fails: Callable[[Sequence[Part]], bool]) -> li
 
 
 def _enough(group: Group, parts: Collection[Part]) -> tuple[int, list[str]]:
-    """The number of elements that a wrong move passes less than once in a million times; and the single units that flip.
+    """How many elements a wrong move passes less than once in a million times; and the single units that flip.
 
     Few are enough for large sets: a proper subgroup holds a random cycle of n units, and then a uniform permutation,
     with a probability of two over (n over n / 2) at most. (That of even permutations is left aside: no network minds
     whether a permutation is even.) Random scales and shifts meet no subgroup at all.
     """
-    bits, single = [BITS], []
+    bits, single = [float(BITS)], []
     for move, name in parts:
         one = group[name]
         if move == "permute" and one.size > 1:

@@ -59,8 +59,9 @@ class Symmetry:
             sum(int(units.sum()) for units in group.independent(move).values()) if group.names(move) else 0
             for move in ("scale", "flip")
         )
+        least = "at least " if self.at_least else ""
         head = (
-            f"Symmetry of log-order {'at least ' * self.at_least}{group.log_order():.1f}: {permuted} units that permute, {scales} scales, "
+            f"Symmetry of log-order {least}{group.log_order():.1f}: {permuted} units that permute, {scales} scales, "
             f"{flips} signs, {len(group.names('shift'))} shifts"
         )
         return "\n".join([head, *table(group)]) if group.units else head

@@ -116,7 +116,7 @@ CASES = {
     "times the own norm": Case(lambda s, h: F.relu(s.c(s.x)) * h.norm(dim=-1, keepdim=True), ALL * ALL, 7, 6,
         parts={"c": nn.Linear(3, 6)}),  # six scales of c, and one that all units of a share; signs of a
     "RMSNorm": Case(lambda s, h: s.n(h), ALL, 6, 12, parts={"n": nn.RMSNorm(6)}),
-    "LayerNorm": Case(lambda s, h: s.n(h), ALL, 6, 7, parts={"n": nn.LayerNorm(6)}),  # six behind it; all units together
+    "LayerNorm": Case(lambda s, h: s.n(h), ALL, 6, 7, parts={"n": nn.LayerNorm(6)}),  # and all together
     "weight_norm": Case(lambda s, h: torch.tanh(s.n(h)), ALL * 120, 6, 16, 5,
         {"n": parametrizations.weight_norm(nn.Linear(6, 5))}),  # rows of the direction; all lengths against all of a
     "weight_norm, rescaled": Case(lambda s, h: F.relu(s.n(h)), ALL * 120, 11, 11, 5,

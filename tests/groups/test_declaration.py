@@ -90,6 +90,6 @@ def test_a_declaration_names_what_does_not_fit(arguments, error, named):
 
 
 def test_a_scalar_is_refused_and_a_vector_of_one_flips():
-    with pytest.raises(ValueError, match="'a', a scalar, .* axis of length one"):
+    with pytest.raises(ValueError, match=r"'a', a scalar, .* axis of length one"):
         Group.declare({"a": ()}, {"a": ()}, moves="flip")
     assert Group.declare({"a": ("factor",)}, {"a": (1,)}, moves="flip").order() == 2
