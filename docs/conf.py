@@ -1,6 +1,7 @@
 """How Sphinx builds the site: ``make docs`` from the folder above. Nothing is fetched, and no notebook is run."""
 
 import argparse
+import base64
 import json
 import os
 import re
@@ -65,8 +66,16 @@ def write_pages(_app: object) -> None:
         text = (HERE.parent / f"{name}.md").read_text().replace("(docs/", "(")
         text = re.sub(r"\(([A-Z_]+)\.md\)", lambda match: f"({match[1].lower()}.md)", text)
         (HERE / f"{name.lower()}.md").write_text(text)
+    (HERE / "tutorials" / "pictures").mkdir(exist_ok=True)
     for notebook in (HERE.parent / "tutorials").glob("*.ipynb"):
         shutil.copy2(notebook, HERE / "tutorials" / notebook.name)
+        (HERE / "tutorials" / "pictures" / f"{notebook.stem}.png").write_bytes(first_picture(notebook))
+
+
+def first_picture(notebook: Path) -> bytes:
+    """The first figure among the outputs of a notebook, as PNG."""
+    outputs = [output for cell in json.loads(notebook.read_text())["cells"] for output in cell.get("outputs", [])]
+    return next(base64.b64decode(o["data"]["image/png"]) for o in outputs if "image/png" in o.get("data", {}))
 
 
 def groups() -> list[tuple[str, list[str]]]:

@@ -7,14 +7,15 @@ import pyro
 import pytest
 
 import pyro_symmetric as ps
+from pyro_symmetric._torchvision import prepare_torchvision
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = {
     page: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     for page in sorted(DOCS.rglob("*.md"))
 }
-NEEDS = {"plots.md": "arviz_plots"}  # in the extra `plots`
-FEWER = {"num_samples=200": "num_samples=10", "(4, 200)": "(4, 10)", "range(500)": "range(5)"}
+NEEDS = {"plots.md": "arviz_plots", "laplace-swag.md": "laplace"}  # of extras
+FEWER = {"passes=100": "passes=2", "num_samples=200": "num_samples=10", "(4, 200)": "(4, 10)", "range(500)": "range(5)"}
 FEWER |= {f"num_warmup={many}": "num_warmup=10" for many in (200, 300)}
 
 
@@ -26,6 +27,7 @@ FEWER |= {f"num_warmup={many}": "num_warmup=10" for many in (200, 300)}
 )
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.name in NEEDS:
+        prepare_torchvision()  # which laplace-torch imports
         pytest.importorskip(NEEDS[page.name])
     monkeypatch.chdir(tmp_path)
     code = "\n".join(PAGES[page])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TREE = Path(__file__).parent.parent
-PAGES = (TREE / "README.md", TREE / "docs" / "tutorials" / "start.md", *sorted((TREE / "docs" / "how-to").glob("*.md")))
+PAGES = (TREE / "README.md", TREE / "docs" / "index.md", *sorted((TREE / "docs" / "how-to").glob("*.md")))
 OTHERS = "pyro.*,pandas.*,scipy.*,sklearn.*,arviz_plots.*,matplotlib.*,xarray.*,distributed.*,torchvision.*"
 CONFIG = f"[mypy]\ncheck_untyped_defs = true\n[mypy-{OTHERS}]\nignore_missing_imports = true\nfollow_imports = skip\n"
 RETURNS = """
