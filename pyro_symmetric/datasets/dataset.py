@@ -121,34 +121,20 @@ class Dataset:
 
     def describe(self) -> str:
         """A paragraph for a report: rows, inputs, targets, and the notes."""
-        sentences = [f"{self.title}: {len(self.train_x):,} training and {len(self.test_x):,} test rows"]
-        if self.is_image:
-            sentences.append(f"images of {_times(self.input_shape)} (channels, height, width)")
-        else:
-            sentences.append(f"{self.num_features} {_plural('feature', self.num_features)}")
-        if self.task == "classification":
-            sentences.append(f"{self.num_classes} classes ({shorten(self.class_names)})")
-        else:
-            sentences.append(f"one target (mean {float(self.y_mean):.4g}, deviation {float(self.y_scale):.4g})")
+        size = "x".join(map(str, self.input_shape))
+        parts = [
+            f"{self.title}: {len(self.train_x):,} training and {len(self.test_x):,} test rows",
+            f"images of {size} (channels, height, width)" if self.is_image else f"features: {size}",
+            f"{self.num_classes} classes ({shorten(self.class_names)})"
+            if self.task == "classification"
+            else f"one target (mean {float(self.y_mean):.4g}, deviation {float(self.y_scale):.4g})",
+        ]
         if self.ood_x is not None:
-            sentences.append(f"{len(self.ood_x):,} out-of-distribution rows ({self.ood_name})")
-        return "; ".join(sentences) + "." + "".join(f" {note}" for note in self.notes)
+            parts.append(f"{len(self.ood_x):,} out-of-distribution rows ({self.ood_name})")
+        return "; ".join(parts) + "." + "".join(f" {note}" for note in self.notes)
 
     def __repr__(self) -> str:
-        ood = "" if self.ood_x is None else f", {len(self.ood_x)} out of distribution ({self.ood_name})"
-        kind = f"{self.num_classes} classes" if self.task == "classification" else "regression"
-        return (
-            f"Dataset({self.title!r}: {kind}, inputs {_times(self.input_shape)}, "
-            f"{len(self.train_x)} train, {len(self.test_x)} test{ood})"
-        )
-
-
-def _times(shape: torch.Size) -> str:
-    return "x".join(str(size) for size in shape)
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
+        return f"Dataset({self.describe()})"
 
 
 def shorten(names: Iterable[str], most: int = 12) -> str:

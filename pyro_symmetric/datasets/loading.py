@@ -13,11 +13,14 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import did_you_mean
-from pyro_symmetric.datasets import csv_files, images, splitting, tables
+from pyro_symmetric.datasets import sources, splitting
 from pyro_symmetric.datasets.dataset import Dataset, Raw, Task
 
-KNOWN = (*tables.SKLEARN, *images.SOURCES, "uci/<name>", "csv:FILE")
+KNOWN = (*sources.SKLEARN, *sources.IMAGES, "uci/<name>", "csv:FILE")
 """The names that :func:`load` reads."""
+
+# Brightness of a colour as ITU-R BT.601 weighs it; what Pillow's and torchvision's grey conversions use.
+LUMINANCE = (0.299, 0.587, 0.114)
 
 
 def load(
@@ -40,8 +43,8 @@ def load(
 
     :param name: one of :data:`KNOWN`. ``digits``, ``wine``, ``breast-cancer`` and ``diabetes`` come with scikit-learn
         and need no files; ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100`` and ``svhn`` are read by torchvision
-        from ``root``; ``uci/<name>`` is a folder under ``root`` (see :func:`tables.read_uci`); ``csv:FILE`` is the
-        user's own table (see :func:`csv_files.read_csv`).
+        from ``root``; ``uci/<name>`` is a folder under ``root`` (see :func:`sources.read_uci`); ``csv:FILE`` is the
+        user's own table (see :func:`sources.read_csv`).
     :param root: the folder in which data sets are looked for, and to which they are downloaded.
     :param download: fetch an image data set that is missing.
     :param target: the target column, for ``csv:FILE`` only.
@@ -61,9 +64,7 @@ def load(
     """
     root = _checked_root(name, root, download)
     if target is not None and not name.startswith("csv:"):
-        raise ValueError(
-            f"target is {target!r}, but only csv:FILE has a target column to choose; the data set is {name!r}"
-        )
+        raise ValueError(f"target is {target!r}, but only csv:FILE has a target column to choose, not {name!r}")
     if task is not None:
         arguments.one_of("task", task, get_args(Task), "None")
     arguments.fraction("test_fraction", test_fraction)
@@ -74,7 +75,7 @@ def load(
     arguments.dtype("dtype", dtype, none="PyTorch's default")
     arguments.device("device", device)
     raw = _read(name, root, download, target, split, task)
-    if task is not None and task != raw.task:
+    if task not in (None, raw.task):
         raise ValueError(f"{name} is a {raw.task} data set; task={task!r} doesn't fit it")
     rng = np.random.default_rng([seed, split])
     raw, outside, ood_name = splitting.hold_out(raw, hold_out)
@@ -84,35 +85,34 @@ def load(
     outside = splitting.subset(outside, raw, max_test, rng)
     splitting.check_targets(raw, train)
 
-    dtype = dtype or torch.get_default_dtype()
-    train_x = _inputs(raw.x[train], raw.pixel_range)
+    train_x, y = _inputs(raw.x[train], raw.pixel_range), torch.from_numpy(raw.y)
     x_mean, x_scale = _moments(train_x, dims=(0, 2, 3) if train_x.dim() == 4 else (0,))
-    y = torch.from_numpy(raw.y)
-    regression = raw.task == "regression"
-    y_mean, y_scale = _moments(y[train], dims=(0,)) if regression else (y.new_tensor(0.0), y.new_tensor(1.0))
-    y = (y - y_mean) / y_scale if regression else y
+    y_mean, y_scale = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    if raw.task == "regression":
+        y_mean, y_scale = _moments(y[train], dims=(0,))
+        y = (y - y_mean) / y_scale
 
-    def standardize(x: Tensor) -> Tensor:
-        return (x - x_mean) / x_scale
+    def inputs(rows: np.ndarray) -> Tensor:
+        return (_inputs(raw.x[rows], raw.pixel_range) - x_mean) / x_scale
 
     return Dataset(
         name=name,
         title=raw.name,
         task=raw.task,
-        train_x=standardize(train_x),
+        train_x=inputs(train),
         train_y=y[train],
-        test_x=standardize(_inputs(raw.x[test], raw.pixel_range)),
+        test_x=inputs(test),
         test_y=y[test],
-        ood_x=standardize(_inputs(raw.x[outside], raw.pixel_range)) if len(outside) else None,
+        ood_x=inputs(outside) if len(outside) else None,
         ood_name=ood_name if len(outside) else None,
         class_names=raw.class_names,
         feature_names=raw.feature_names,
         x_mean=x_mean,
         x_scale=x_scale,
-        y_mean=y_mean.double(),
-        y_scale=y_scale.double(),
+        y_mean=y_mean,
+        y_scale=y_scale,
         notes=raw.notes,
-    ).to(device=device, dtype=dtype)
+    ).to(device=device, dtype=dtype or torch.get_default_dtype())
 
 
 def ood(
@@ -140,23 +140,29 @@ def ood(
     arguments.whole("seed", seed, 0)
     if name == like.name:
         raise ValueError(f"ood is {name!r}, which is the data set itself; name another, or hold classes out")
-    title, rows, pixel_range, notes = _ood_rows(name, like, root, download)
-    rng = np.random.default_rng(seed)
-    rows = rows[rng.permutation(len(rows))[:max_rows]]
-    x = _inputs(rows, pixel_range)
+    if name.startswith("csv:"):
+        if not like.feature_names:
+            raise ValueError(f"{name} can't be matched to {like.name}, whose features have no names")
+        rows = sources.read_csv_features(name, like.feature_names)
+        raw = Raw(name, rows, np.zeros(len(rows)), "regression")
+    else:
+        raw = _read(name, root, download, None, 0, None)
+        rows = raw.x if raw.test_rows is None else raw.x[raw.test_rows]
+    rows = rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]]
+    x, notes = _inputs(rows, raw.pixel_range), raw.notes
     if like.is_image != (x.dim() == 4):
         kinds = ("a table", "images")
         raise ValueError(
             f"{name} is {kinds[x.dim() == 4]}, but {like.name} is {kinds[like.is_image]}; they can't be compared"
         )
     if like.is_image:
-        x, done = images.to_shape(x, like.input_shape)
+        x, done = to_shape(x, like.input_shape)
         if done:
             notes = (*notes, f"Images of {name} were {' and '.join(done)}.")
     elif x.shape[1:] != like.input_shape:
         raise ValueError(f"{name} has {x.shape[1]} features, but {like.name} has {like.num_features}; they must agree")
     x = (x.to(like.x_mean) - like.x_mean) / like.x_scale
-    return dataclasses.replace(like, ood_x=x, ood_name=title, notes=(*like.notes, *notes))
+    return dataclasses.replace(like, ood_x=x, ood_name=raw.name, notes=(*like.notes, *notes))
 
 
 def _checked_root(name: str, root: str | Path, download: bool) -> Path:
@@ -167,29 +173,39 @@ def _checked_root(name: str, root: str | Path, download: bool) -> Path:
 
 
 def _read(name: str, root: Path, download: bool, target: str | None, split: int, task: Task | None) -> Raw:
-    if name in tables.SKLEARN:
-        return tables.read_sklearn(name)
-    if name in images.SOURCES:
+    if name in sources.SKLEARN:
+        return sources.read_sklearn(name)
+    if name in sources.IMAGES:
         if split != 0:
             raise ValueError(f"split is {split}, but {name} has one official split, number 0")
-        return images.read_torchvision(name, root, download)
+        return sources.read_images(name, root, download)
     if name.startswith("uci/"):
-        return tables.read_uci(name, root, split, task)
+        return sources.read_uci(name, root, split, task)
     if name.startswith("csv:"):
-        return csv_files.read_csv(name, target, task)
+        return sources.read_csv(name, target, task)
     raise ValueError(f"there is no data set {name!r}; known are {', '.join(KNOWN)}{did_you_mean(name, KNOWN)}")
 
 
-def _ood_rows(
-    name: str, like: Dataset, root: Path, download: bool
-) -> tuple[str, np.ndarray, float | None, tuple[str, ...]]:
-    if name.startswith("csv:"):
-        if not like.feature_names:
-            raise ValueError(f"{name} can't be matched to {like.name}, whose features have no names")
-        return name, csv_files.read_csv_features(name, like.feature_names), None, ()
-    raw = _read(name, root, download, None, 0, None)
-    rows = raw.x if raw.test_rows is None else raw.x[raw.test_rows]
-    return raw.name, rows, raw.pixel_range, raw.notes
+def to_shape(images: Tensor, shape: torch.Size) -> tuple[Tensor, list[str]]:
+    """Bring ``images`` ``(N, C, H, W)`` to ``(N, *shape)``: grey or repeated channels, then a smoothed bilinear resize.
+
+    :return: the images, and what was done to them, in words.
+    :raises ValueError: if the numbers of channels can't be reconciled (only 1 and 3 can).
+    """
+    done = []
+    found, wanted, size = images.shape[1], shape[0], tuple(shape[1:])
+    if (found, wanted) == (3, 1):
+        images = (images * images.new_tensor(LUMINANCE)[:, None, None]).sum(1, keepdim=True)
+        done.append("turned grey")
+    elif (found, wanted) == (1, 3):
+        images = images.expand(-1, 3, -1, -1)
+        done.append("repeated in three channels")
+    elif found != wanted:
+        raise ValueError(f"images with {found} channels can't be brought to {wanted} channels")
+    if tuple(images.shape[2:]) != size:
+        done.append(f"resized from {images.shape[2]}x{images.shape[3]} to {size[0]}x{size[1]}")
+        images = torch.nn.functional.interpolate(images, size, mode="bilinear", align_corners=False, antialias=True)
+    return images, done
 
 
 def _inputs(rows: np.ndarray, pixel_range: float | None) -> Tensor:

@@ -17,14 +17,9 @@ def hold_out(raw: Raw, classes: Literal["auto"] | Sequence[str | int] | None) ->
 
     :param classes: as :func:`~pyro_symmetric.datasets.load` takes them.
     """
-    nothing = np.zeros(0, dtype=np.int64)
-    if raw.task == "regression":
-        if classes and classes != "auto":
-            raise ValueError(f"hold_out is {classes!r}, but {raw.name} is a regression and has no classes to hold out")
-        return raw, nothing, None
     names = _held_out_names(raw, classes)
     if not names:
-        return raw, nothing, None
+        return raw, np.zeros(0, dtype=np.int64), None
     kept = [index for index, label in enumerate(raw.class_names) if label not in names]
     if len(kept) < 2:
         raise ValueError(
@@ -49,8 +44,10 @@ def hold_out(raw: Raw, classes: Literal["auto"] | Sequence[str | int] | None) ->
 
 
 def _held_out_names(raw: Raw, classes: Literal["auto"] | Sequence[str | int] | None) -> tuple[str, ...]:
-    if classes is None:
+    if classes is None or (classes == "auto" and raw.task == "regression"):
         return ()
+    if raw.task == "regression":
+        raise ValueError(f"hold_out is {classes!r}, but {raw.name} is a regression and has no classes to hold out")
     if isinstance(classes, str):
         if classes != "auto":
             raise ValueError(f"hold_out is {classes!r}; it must be 'auto', None or a list of classes")
@@ -100,19 +97,10 @@ def _stratified_order(raw: Raw, rows: np.ndarray, rng: np.random.Generator) -> n
 
 def check_targets(raw: Raw, train: np.ndarray) -> None:
     """:raises ValueError: if a network can't learn anything from the targets of the training rows."""
-    if raw.task == "regression":
-        if np.ptp(raw.y[train]) == 0:
-            raise ValueError(
-                f"the target of {raw.name} is {raw.y[train][0]:g} in every training row; nothing can be learnt"
-            )
-        return
-    if len(raw.class_names) < 2:
-        raise ValueError(
-            f"{raw.name} has one class only ({', '.join(raw.class_names)}); classification needs at least 2"
-        )
-    counts = np.bincount(raw.y[train], minlength=len(raw.class_names))
-    if missing := [label for label, count in zip(raw.class_names, counts, strict=True) if count == 0]:
-        raise ValueError(
-            f"{raw.name} has too few rows: among {len(train)} training rows there is none of the "
-            f"{'class' if len(missing) == 1 else 'classes'} {', '.join(missing)}"
-        )
+    y = raw.y[train]
+    if np.ptp(y) == 0:
+        told = f"{y[0]:g}" if raw.task == "regression" else raw.class_names[y[0]]
+        raise ValueError(f"the target of {raw.name} is {told} in every training row; nothing can be learnt")
+    if raw.task == "classification" and len(np.unique(y)) < len(raw.class_names):
+        missing = [label for k, label in enumerate(raw.class_names) if k not in y]
+        raise ValueError(f"{raw.name} has too few rows: none of the {len(y)} training rows is of {shorten(missing)}")

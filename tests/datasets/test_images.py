@@ -9,7 +9,7 @@ import scipy.io
 import torch
 
 from pyro_symmetric import datasets
-from pyro_symmetric.datasets import images
+from pyro_symmetric.datasets import loading, sources
 
 
 def write_idx(folder: Path, part: str, pixels: np.ndarray, labels: np.ndarray) -> None:
@@ -60,8 +60,8 @@ def test_held_out_classes_come_from_the_test_part_only(root, pixels):
 
 
 def test_absent_data_are_named_with_the_place_that_was_searched(tmp_path):
-    for name, source in images.SOURCES.items():
-        with pytest.raises(FileNotFoundError, match=rf"{name} was not found: .*--download.*--data-root") as caught:
+    for name, source in sources.IMAGES.items():
+        with pytest.raises(FileNotFoundError, match=rf"{name} was not found .*--download.*--data-root") as caught:
             datasets.load(name, root=tmp_path)
         assert str(tmp_path) in str(caught.value)
         assert source.looks_for in str(caught.value)
@@ -71,23 +71,23 @@ def test_a_failed_download_says_what_can_be_done(tmp_path, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise RuntimeError("no network")
 
-    images.import_torchvision()
+    sources.import_torchvision()
     from torchvision.datasets import MNIST
 
     monkeypatch.setattr(MNIST, "download", refuse)
-    with pytest.raises(FileNotFoundError, match=r"could not be downloaded .*no network.*--data-root"):
+    with pytest.raises(FileNotFoundError, match=r"was not found .*no network.*--data-root"):
         datasets.load("mnist", root=tmp_path, download=True)
 
 
 def test_a_truncated_file_is_refused(root):
     path = root / "MNIST" / "raw" / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"mnist under .* can't be read"):
+    with pytest.raises(ValueError, match=r"mnist can't be read .* under"):
         datasets.load("mnist", root=root)
 
 
 def test_svhn_and_cifar_arrays_are_read_channels_first(tmp_path, monkeypatch):
-    images.import_torchvision()
+    sources.import_torchvision()
     from torchvision.datasets import SVHN
 
     pixels = np.random.default_rng(1).integers(0, 256, size=(32, 32, 3, 20), dtype=np.uint8)
@@ -105,7 +105,7 @@ def test_svhn_and_cifar_arrays_are_read_channels_first(tmp_path, monkeypatch):
     class Cifar:
         data, targets = pixels.transpose(3, 0, 1, 2), [0] * 20
 
-    assert np.array_equal(images._arrays(Cifar)[0], pixels.transpose(3, 2, 0, 1))
+    assert np.array_equal(sources._arrays(Cifar)[0], pixels.transpose(3, 2, 0, 1))
 
 
 def test_images_of_another_size_and_depth_are_brought_to_the_same_shape(root):
@@ -124,11 +124,11 @@ def test_images_of_another_size_and_depth_are_brought_to_the_same_shape(root):
 
 def test_colour_turns_grey_by_brightness_and_grey_is_repeated():
     colour = torch.stack([torch.full((2, 2), 1.0), torch.zeros(2, 2), torch.full((2, 2), 0.5)])[None]
-    grey, done = images.to_shape(colour, torch.Size((1, 2, 2)))
+    grey, done = loading.to_shape(colour, torch.Size((1, 2, 2)))
     torch.testing.assert_close(grey, torch.full((1, 1, 2, 2), 0.299 + 0.5 * 0.114))
     assert done == ["turned grey"]
-    repeated, done = images.to_shape(grey, torch.Size((3, 2, 2)))
+    repeated, done = loading.to_shape(grey, torch.Size((3, 2, 2)))
     torch.testing.assert_close(repeated, grey.expand(1, 3, 2, 2))
     assert done == ["repeated in three channels"]
     with pytest.raises(ValueError, match="images with 2 channels can't be brought to 3 channels"):
-        images.to_shape(torch.zeros(1, 2, 4, 4), torch.Size((3, 4, 4)))
+        loading.to_shape(torch.zeros(1, 2, 4, 4), torch.Size((3, 4, 4)))
