@@ -71,8 +71,7 @@ def read_images(name: str, root: Path, download: bool) -> Raw:
     title = name if count == official else f"{name} ({count:,} of {official:,} training images)"
     classes = tuple(map(str, range(10))) if name in ("mnist", "svhn") else tuple(train.classes)
     rows = np.arange(len(x))
-    parts = {"train_rows": rows[:count], "test_rows": rows[count:]}
-    return Raw(title, x, y, "classification", classes, pixel_range=255.0, **parts)
+    return Raw(title, x, y, "classification", classes, rows[count:], rows[:count], pixel_range=255.0)
 
 
 def _open(name: str, root: Path, part: str, download: bool) -> Any:
