@@ -73,6 +73,14 @@ def is_running_statistic(site: str) -> bool:
     return site.rpartition(".")[2] in ("running_mean", "running_var")
 
 
+def is_bias(site: str) -> bool:
+    """True if the last part of a site's name says so in a word of its own: ``bias``, ``in_proj_bias``, ``bias_ih_l0``.
+
+    A weight called ``unbiased`` is none.
+    """
+    return "bias" in site.rpartition(".")[2].split("_")
+
+
 def require_sites(weights: Mapping[str, Tensor], sites: Iterable[str], name: str = "weights") -> None:
     """:raises ValueError: if ``weights`` lacks one of ``sites``."""
     if not isinstance(weights, Mapping):

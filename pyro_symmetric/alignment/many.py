@@ -12,8 +12,10 @@ Many draws can be told apart better: by the density that each has under independ
 
 .. math:: \max_{g_1 \dots g_S \in G,\, m,\, s} \sum_k \log \mathcal N(g_k w_k;\ m, s^2),
 
-which counts every weight by its own spread within its label, so that sites of large numbers don't decide alone. The
-labels of the common frame are those in which most members came.
+which counts every weight by its own spread within its label, so that sites of large numbers don't decide alone. But
+Gaussians fitted to mixed labels are as wide as the mixture, and from there the descent may end with labels mixed. So it
+starts from where distances are least, and from a random draw, measured by the spread of all; the better end is kept.
+The labels of the common frame are those in which most members came.
 
 As every member has an element of its own, the maps between members, :math:`g_i^{-1} g_j`, agree around every cycle;
 aligned pair by pair they need not (Crisostomi et al. 2024, arXiv 2405.17897).
@@ -21,6 +23,8 @@ aligned pair by pair they need not (Crisostomi et al. 2024, arXiv 2405.17897).
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -30,7 +34,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.descent import Search
+from pyro_symmetric._process import forked
+from pyro_symmetric.alignment.costs.weights import WeightCost
 from pyro_symmetric.alignment.elements import at_home, on_device, shaped
 from pyro_symmetric.alignment.gaussian import GaussianWeights, moved_to
 from pyro_symmetric.alignment.matching import BAR_DELAY, COSTS, require_fit
@@ -46,6 +51,10 @@ Objective = Literal["gaussian", "wasserstein", "l2"]
 
 # How many draws tell the spread of every weight well enough to measure by it.
 MANY = 100
+# Ends that differ by less than this part are the same.
+SAME = 1e-3
+# Rounds by distances before those by densities: a start needn't be an end.
+NEAR_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class Frame:
     :param history: the mean of these costs as the members came, then after each round that lies below; it never rises.
     :param converged: whether it ended because nothing changed, rather than by ``max_rounds``.
     :param objective: which cost was minimised: ``"gaussian"``, ``"wasserstein"`` or ``"l2"``.
+    :param ends: the mean cost at the end of each start, of which the lowest was kept.
     """
 
     element: Element
@@ -77,6 +87,12 @@ class Frame:
     history: tuple[float, ...]
     converged: bool
     objective: str = "wasserstein"
+    ends: tuple[float, ...] = ()
+
+    @property
+    def starts_agree(self) -> bool:
+        """Whether all starts ended at the same cost, to one part in a thousand: then it is hardly a local optimum."""
+        return all(math.isclose(end, min(self.ends), rel_tol=SAME) for end in self.ends)
 
     @property
     def displaced(self) -> Tensor:
@@ -98,9 +114,10 @@ class Frame:
 
     def __repr__(self) -> str:
         steps = "converged" if self.converged else "cut short"
+        ends = "" if self.starts_agree else f"; starts disagree, they end at {', '.join(f'{e:.4g}' for e in self.ends)}"
         return (
             f"Frame({self.cost.numel()} members, mean cost {self.history[0]:.6g} -> {self.history[-1]:.6g}, "
-            f"{len(self.history) - 1} rounds, {steps})"
+            f"{len(self.history) - 1} rounds, {steps}{ends})"
         )
 
 
@@ -115,6 +132,7 @@ def align_many(
     max_rounds: int = 50,
     max_sweeps: int = 100,
     tolerance: float = 1e-6,
+    seed: int | None = None,
     progress: bool = True,
 ) -> Frame:
     """Bring many sets of weights into one frame.
@@ -135,10 +153,11 @@ def align_many(
         fitted to all members, weight by weight. ``None``: ``"gaussian"`` of 100 draws or more under a group without
         scales, else ``"wasserstein"``.
     :param each: of a ``Posterior``, whether each draw or each chain (by its moments) gets an element of its own.
-    :param restarts: further descents of every member in the first round.
+    :param restarts: further starts, each from all members aligned to a random one; the best end is kept.
     :param max_rounds: how often to go to the new barycentre at most.
     :param max_sweeps: as in ``align``.
     :param tolerance: it ends when a round lowers the mean cost by less than this part.
+    :param seed: of the random choices; ``None``: they are drawn from PyTorch's generator.
     :param progress: whether to show a progress bar over rounds, if they take more than two seconds.
     :raises ValueError: for an empty list, naming the member and the site that doesn't fit, or if the model that a
         posterior was drawn from lacks a declared group.
@@ -148,6 +167,7 @@ def align_many(
     arguments.whole("max_rounds", max_rounds, 1)
     arguments.whole("max_sweeps", max_sweeps, 1)
     arguments.number("tolerance", tolerance, least=0)
+    arguments.whole("seed", seed, 0, none="random choices from PyTorch's generator")
     require_of_posterior(group, sources)
     group = _two_sided(group_of(group))
     members = read_members(sources, group, each)
@@ -156,10 +176,20 @@ def align_many(
     (moments,) = moments_of([members.gaussian], members.sites, group, kind)
     if objective == "gaussian":  # squares of weights must tell their spread
         moments = {site: value.double() for site, value in moments.items()}
-    rounds = Rounds(group, kind, moments, Search(restarts, max_sweeps, tolerance))
-    with tqdm(total=1 + 2 * max_rounds, desc="align many", disable=not progress, delay=BAR_DELAY) as bar:
-        converged = rounds.settle(max_rounds, bar.update)
-    element = shaped(at_home(rounds.element), group, rounds.shifts, members.element_shape)
+    rounds = Rounds(group, kind, moments, max_sweeps, tolerance)
+    near = Rounds(group, WeightCost, moments, max_sweeps, tolerance) if objective == "gaussian" else None
+    with (
+        contextlib.nullcontext() if seed is None else forked(seed),
+        tqdm(total=2 * max_rounds * (1 + restarts), desc="align many", disable=not progress, delay=BAR_DELAY) as bar,
+    ):
+        starts = [rounds.aligned_to_one for _ in range(1 + restarts)]
+        if near:
+            starts[0] = lambda: near.settle(near.aligned_to_one(), NEAR_ROUNDS, bar.update).element
+        settled = [rounds.settle(start(), max_rounds, bar.update) for start in starts]
+        best = min(settled, key=lambda one: one.cost)
+        if best.cost > rounds.given:  # the members came in a better frame than a start from any one of them finds
+            best = rounds.settle(rounds.identity(), max_rounds, bar.update)
+    element = shaped(at_home(best.element), group, rounds.shifts, members.element_shape)
     gaussian = members.gaussian_after(element)
     every = tuple(range(len(members.element_shape)))
     barycentre = gaussian.each(lambda value: value.to(torch.promote_types(value.dtype, torch.float32)).mean(every))
@@ -168,10 +198,11 @@ def align_many(
         element,
         members.after(element, gaussian),
         moved_to(barycentre, members.device),
-        rounds.costs(),
-        rounds.fallen(),
-        converged,
+        rounds.costs(best.element),
+        (rounds.given, *(cost for cost in best.history if cost < rounds.given)),
+        best.converged,
         objective,
+        tuple(one.cost for one in settled),
     )
 
 

@@ -78,6 +78,7 @@ class MinimalMass:
         return f"MinimalMass(mass={found}, pinned={self.pinned_factors or None}, imbalance={worst:.1e})"
 
 
+@torch.no_grad()
 def minimal_mass(
     weights: Mapping[str, Tensor] | nn.Module,
     symmetry: Any,
@@ -86,10 +87,12 @@ def minimal_mass(
 ) -> MinimalMass:
     """Minimise the squared L2 norm of weights, biases left out, over all positive scalings; the function stays.
 
+    The weights of normalisations count, as in the paper. The result is detached.
+
     *Pinned units.* A unit whose incoming or outgoing weights are all zero, and one whose output is free of scale
     (before batch normalisation), has no best scale: the mass falls for ever as it grows or shrinks. So does a unit that
-    feeds only such units, or is fed by them, and so do units that can trade scale with a vector, which the mass doesn't
-    count (the weight of a normalisation). They are pinned, reported, and the weights that they multiply, which the
+    feeds only such units, or is fed by them, and so do units that can trade scale with a bias, which the mass doesn't
+    count. They are pinned, reported, and the weights that they multiply, which the
     infimum sends to zero, are left out of the mass, so that the answer is the same for every point of the orbit. With
     ``scale_free="hold"`` these weights count at the scale they come with: the minimum over the other scales, for
     networks with batch normalisation; it then depends on the scale of the pinned units.
@@ -127,7 +130,7 @@ def minimal_mass(
         flat = dict(zip(flat, together(list(flat.values()), "cpu"), strict=True))
     size = max(1, CHUNK_ENTRIES // max(1, entries))
     parts = [
-        _minimise_chunk({site: value[i : i + size] for site, value in flat.items()}, group, scale_free)
+        minimise_chunk({site: value[i : i + size] for site, value in flat.items()}, group, scale_free)
         for i in range(0, max(samples, 1), size)
     ]
     mass, u, pinned, imbalance = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -158,7 +161,7 @@ def _counted(weights: Mapping[str, Tensor], group: Group, sites: Iterable[str] |
     return counted
 
 
-def _minimise_chunk(
+def minimise_chunk(
     weights: Mapping[str, Tensor], group: Group, scale_free: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mass, log-scales, pinned units and imbalance of ``(samples, ...)`` weights."""

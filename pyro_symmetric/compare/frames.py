@@ -14,8 +14,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from pyro_symmetric._process import forked
-from pyro_symmetric.alignment.many import Frame, align_many
+from pyro_symmetric.alignment.many import align_many
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.compare.layers import require_site_shapes, samples_of
 from pyro_symmetric.discovery.model_check import require_of_posterior
@@ -24,7 +23,6 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
-NEAR_ROUNDS = 3  # a start needn't be an end
 SEED = 0  # of the alignment's own random choices: a frame is a function of the draws
 
 Side = TypeVar("Side", Mapping[str, Tensor], Posterior)
@@ -78,9 +76,7 @@ def one_frame(canonical: Posterior | Mapping[str, Tensor], symmetry: Symmetry | 
     group = comparing(group_of(symmetry, "symmetry").finite, canonical)
     order = _squared_norms(canonical).argsort()
     back = order.argsort()
-    with forked(SEED):
-        frame = _closest(_select(canonical, order), group)
-    return _select(frame.aligned, back)
+    return _select(align_many(_select(canonical, order), group, seed=SEED, progress=False).aligned, back)
 
 
 def common_frame(weights_p: Side, weights_q: Other, symmetry: Symmetry | Group) -> tuple[Side, Other]:
@@ -129,21 +125,6 @@ def pooled_frame(samples: Sequence[Mapping[str, Tensor]], symmetry: Symmetry | G
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-def _closest(canonical: Weights, group: Group) -> Frame:
-    """The better of two ends, if draws are many: from canonical forms, and from where distances are least.
-
-    Many draws are aligned by densities, which count a weight by its spread. In canonical forms the weight that units
-    are sorted by hardly spreads, the others of mixed units do, and from there the descent may end with units mixed.
-    Distances don't know spreads; they can be misled by a weight of large numbers only.
-    """
-    frame = align_many(canonical, group, progress=False)
-    if frame.objective != "gaussian":
-        return frame
-    near = align_many(canonical, group, cost="wasserstein", max_rounds=NEAR_ROUNDS, progress=False)
-    other = align_many(near.aligned, group, progress=False)
-    return min(frame, other, key=lambda end: float(end.cost.mean()))
 
 
 def _squared_norms(weights: Mapping[str, Tensor]) -> Tensor:

@@ -77,11 +77,16 @@ def _unknown(frame: Frame, group: Group) -> list[str]:
 
 
 def _doubt(frame: Frame, group: Group) -> list[str]:
-    """A line if the labels could as well be others."""
-    share = uncertain_share(frame.posterior.samples, group)
-    if share <= RARE:
-        return []
-    return [
-        f"labels are uncertain: in {share:.0%} of the draws units could as well change places or signs (odds under "
-        "3 : 1), so means and deviations of single units depend on how they were labelled"
-    ]
+    """Lines if the labels could as well be others, or other starts found others."""
+    lines, share = [], uncertain_share(frame.posterior.samples, group)
+    if share > RARE:
+        lines.append(
+            f"labels are uncertain: in {share:.0%} of the draws units could as well change places or signs (odds "
+            "under 3 : 1), so means and deviations of single units depend on how they were labelled"
+        )
+    if not frame.starts_agree:
+        lines.append(
+            f"starts disagree: their frames cost {', '.join(f'{end:.4g}' for end in frame.ends)}; the least is kept, "
+            "and more restarts may find a better one"
+        )
+    return lines

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_symmetric.groups.stacks import Stacks, stacked, unstacked
 from pyro_symmetric.groups.units import MOVES, Axis, Move, Units
 from pyro_symmetric.groups.views import views_of
-from pyro_symmetric.weights import Weights, batch_shape, require_same_network, require_sites
+from pyro_symmetric.weights import Weights, batch_shape, is_bias, require_same_network, require_sites
 
 
 class Arrangement:
@@ -137,17 +137,17 @@ class Arrangement:
 
         A site that multipliers touch along its only axis is a bias if they enter with positive exponents, unless its
         name ends in ``weight`` (the affine weight of a normalisation). A site that isn't touched is a weight if it has
-        two axes or more, or if its name ends in ``weight``. A site whose name says ``bias`` in its last part never is.
+        two axes or more, or if its name ends in ``weight``. What :func:`~pyro_symmetric.weights.is_bias` calls a bias
+        never is.
         """
         return tuple(site for site in self.site_shapes if self._is_weight(site))
 
     def _is_weight(self, site: str) -> bool:
         axes = [axis for members in self.members(site).values() for _, axis in members]
-        last = site.rsplit(".", 1)[-1]
-        if "bias" in last or any(axis.buffer for axis in axes):
+        if is_bias(site) or any(axis.buffer for axis in axes):
             return False
         own_axes = len(self.site_shapes[site]) - (site in self.stacks)
-        return own_axes >= 2 or last.endswith("weight") or any(axis.exponent < 0 for axis in axes)
+        return own_axes >= 2 or site.endswith("weight") or any(axis.exponent < 0 for axis in axes)
 
     def epsilon(self, site: str) -> float:
         """The summand that is added to a site's values before they are multiplied, and subtracted afterwards."""

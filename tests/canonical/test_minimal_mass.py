@@ -16,6 +16,7 @@ from torch.func import functional_call
 from pyro_symmetric.canonical.balancing import Array, Balance
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
+from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 
 SEEDS = st.integers(0, 2**31 - 1)
@@ -453,3 +454,30 @@ def test_large_and_deep_networks_are_solved_in_time(mlp, widths, seconds):
         times.append(time.process_time() - start)
     assert min(times) < seconds
     assert float(found.imbalance) < 1e-12
+
+
+def test_a_weight_called_unbiased_is_a_weight():
+    group = group_of({"h": [("unbiased", 0, 1), ("out", 1, -1)]}, {"unbiased": (2, 3), "out": (1, 2)})
+    weights = {"unbiased": torch.full((2, 3), 2.0), "out": torch.ones(1, 2)}
+    assert group.weight_sites == ("unbiased", "out")
+    assert float(minimal_mass(weights, group).mass) == pytest.approx(2 * 2 * 12**0.5)
+
+
+def test_weights_of_normalisations_count_and_their_biases_do_not():
+    net = nn.Sequential(nn.Linear(2, 3, bias=False), nn.LayerNorm(3), nn.ReLU(), nn.Linear(3, 2, bias=False))
+    weights = {name: torch.randn_like(value) for name, value in net.named_parameters()}
+    found = minimal_mass(weights, find_symmetry(net, torch.randn(4, 2)))
+    first = weights["0.weight"].square().sum() if not found.pinned_factors else 0.0
+    pairs = weights["1.weight"].abs() * weights["3.weight"].norm(dim=0)
+    assert float(found.mass) == pytest.approx(float(first + 2 * pairs.sum()), rel=1e-5)
+    moved = norm(found.weights, [site for site in weights if site != "1.bias"])
+    assert not found.pinned_factors
+    assert float(found.mass) == pytest.approx(moved, rel=1e-5)
+
+
+def test_parameters_that_require_gradients_take_no_graph_along():
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    symmetry = find_symmetry(net, torch.randn(4, 2))
+    found = minimal_mass(dict(net.named_parameters()), symmetry)
+    assert not any(value.requires_grad for value in (found.mass, found.imbalance, *found.weights.values()))
+    assert all(value.requires_grad for value in minimal_mass(net, symmetry).weights.parameters())
