@@ -91,7 +91,7 @@ class Frame:
 
     @property
     def starts_agree(self) -> bool:
-        """Whether all starts ended at the same cost, to one part in a thousand: then it is hardly a local optimum."""
+        """True if all starts ended at the same cost, to one part in a thousand: then it is hardly a local optimum."""
         return all(math.isclose(end, min(self.ends), rel_tol=SAME) for end in self.ends)
 
     @property

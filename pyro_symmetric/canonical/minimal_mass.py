@@ -87,7 +87,7 @@ def minimal_mass(
 ) -> MinimalMass:
     """Minimise the squared L2 norm of weights, biases left out, over all positive scalings; the function stays.
 
-    The weights of normalisations count, as in the paper. The result is detached.
+    The weights of normalisations count, as in the paper. No gradients flow through it.
 
     *Pinned units.* A unit whose incoming or outgoing weights are all zero, and one whose output is free of scale
     (before batch normalisation), has no best scale: the mass falls for ever as it grows or shrinks. So does a unit that

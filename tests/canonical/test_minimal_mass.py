@@ -479,5 +479,6 @@ def test_parameters_that_require_gradients_take_no_graph_along():
     net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     symmetry = find_symmetry(net, torch.randn(4, 2))
     found = minimal_mass(dict(net.named_parameters()), symmetry)
-    assert not any(value.requires_grad for value in (found.mass, found.imbalance, *found.weights.values()))
+    moved = [found.weights[site] for site in ("0.weight", "0.bias", "2.weight")]
+    assert not any(value.requires_grad for value in (found.mass, found.imbalance, *found.log_scales.values(), *moved))
     assert all(value.requires_grad for value in minimal_mass(net, symmetry).weights.parameters())
