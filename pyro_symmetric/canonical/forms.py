@@ -2,13 +2,11 @@ r"""Canonical forms: one representative per orbit, so that equal functions get e
 
 What is removed, in this order, each step leaving the function as it is:
 
-1. *mixtures*: units between linear maps alone (of queries and keys, values and outputs, factors of low rank) are
-   balanced, see :mod:`~pyro_symmetric.canonical.mixing`;
-2. *scalings*: every unit's incoming weights get norm (or standard deviation) one, or the network its minimal mass or
+1. *scalings*: every unit's incoming weights get norm (or standard deviation) one, or the network its minimal mass or
    norm;
-3. *signs*: every odd unit's largest incoming weight, by magnitude, becomes positive;
-4. *permutations*: units are sorted by a key that is read off their weights;
-5. *shifts*: the biases in front of a softmax get mean zero.
+2. *signs*: every odd unit's largest incoming weight, by magnitude, becomes positive;
+3. *permutations*: units are sorted by a key that is read off their weights;
+4. *shifts*: the biases in front of a softmax get mean zero.
 
 Two sets of weights of one orbit get the same canonical form, up to rounding: what a step reads is either unchanged by
 everything that later steps remove, or was put in canonical form before (units nearer the input come first).
@@ -27,7 +25,6 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
-from pyro_symmetric.canonical.mixing import without_mixes
 from pyro_symmetric.canonical.overlap import warn_of_overlap
 from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
 from pyro_symmetric.canonical.unit_measures import largest_sign, norm, removing_element, rounding, spread
@@ -48,7 +45,6 @@ def canonicalize(
     scalings: ScalingRule | None = ...,
     signs: bool = ...,
     shifts: bool = ...,
-    mixtures: bool = ...,
     warn: bool = ...,
 ) -> Weights: ...
 @overload
@@ -59,7 +55,6 @@ def canonicalize(
     scalings: ScalingRule | None = ...,
     signs: bool = ...,
     shifts: bool = ...,
-    mixtures: bool = ...,
     warn: bool = ...,
 ) -> nn.Module: ...
 def canonicalize(
@@ -69,7 +64,6 @@ def canonicalize(
     scalings: ScalingRule | None = "unit_norm",
     signs: bool = True,
     shifts: bool = True,
-    mixtures: bool = True,
     warn: bool = True,
 ) -> Weights | nn.Module:
     """One representative of the orbit of each set of weights; the function that they compute stays the same.
@@ -82,7 +76,8 @@ def canonicalize(
 
     *Incoming* weights of a unit are the matrix entries of its row, biases left out (for a permutation: axis 0 of sites
     with two axes or more). If weights are shared in circles (recurrent nets, residual streams), only those incoming
-    weights count whose other side is canonical already: a recurrent unit goes by its input weights.
+    weights count whose other side is canonical already: a recurrent unit goes by its input weights. Signs of units that
+    can only be measured by one another (those of rows and columns of one matrix) stay.
 
     *Dead units.* A unit whose incoming weights are all zero takes its scale and sign from its bias. If that is zero too
     the unit says nothing: it is left out of what the units behind it are measured by, and its outgoing weights get norm
@@ -92,14 +87,6 @@ def canonicalize(
     biases, then the largest and smallest outgoing weight, then those of each axis along which they lie, and its sum of
     squares; if all of these tie they stay in the order in which they came. Keys tie if they differ by no more than
     rounding.
-
-    *Mixtures.* Of queries and keys, of values and outputs, and of factors of low rank only a product matters, so that
-    any invertible linear map of a head's units is a symmetry, GL(d), which ``find_symmetry`` notes as the move
-    ``"mix"``. The form has the factors of the product's singular value decomposition. Directions that have a singular
-    value of zero get weights of zero: both factors at the start of a fine-tuning by factors of low rank are. Equal
-    singular values leave a rotation of their units open. Gradients pass if no two values are equal and none is zero. A
-    density of weights is invariant under permutations and signs, if its prior is isotropic under rotations, too, but
-    under no other linear map: a form compares functions, and isn't a mode of the posterior.
 
     *Running statistics.* If the symmetry moves buffers (batch normalisation), ``weights`` must hold them: moved without
     them, the network computes something else. A posterior over parameters alone, of a network whose statistics stay,
@@ -125,25 +112,20 @@ def canonicalize(
         norm than it came with, and such units go to zero continuously.
     :param signs: whether to remove the signs of odd units.
     :param shifts: whether to remove the shift of a softmax.
-    :param mixtures: whether to balance units that mix.
     :param warn: whether to warn if labels are mixed; not needed for forms that are only compared.
     :raises ValueError: if an option is unknown, weights are missing, misshaped, NaN or infinite, or another network's.
     """
     arguments.one_of("permutations", permutations, (*get_args(PermutationKey), None))
     arguments.one_of("scalings", scalings, (*get_args(ScalingRule), None))
-    for name, flag in {"signs": signs, "shifts": shifts, "mixtures": mixtures, "warn": warn}.items():
+    for name, flag in {"signs": signs, "shifts": shifts, "warn": warn}.items():
         arguments.flag(name, flag)
     group = group_of(symmetry)
     if isinstance(weights, nn.Module):
         own = plain_weights(weights, group)
-        return with_weights(weights, canonicalize(own, group, permutations, scalings, signs, shifts, mixtures, warn))
+        return with_weights(weights, canonicalize(own, group, permutations, scalings, signs, shifts, warn))
     require_finite(weights)
     acted_shape(group, weights)
     form: Weights = group.stacked(weights)
-    if mixtures and group.names("mix"):
-        rule = scalings if scalings in ("minimal_mass", "minimal_norm") else None
-        rescaled = None if rule is None else partial(_without_scales, group=group, rule=rule)
-        form = without_mixes(form, group, rescaled, scalings is not None)
     if scalings and group.names("scale"):
         if scalings == "unit_std" and signs and group.names("flip"):
             # A deviation depends on the signs of the units behind: these are fixed first, at scales that don't.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.canonical.balancing import Array, Balance, least_logs
-from pyro_symmetric.canonical.circles import Entries, agreed_signs
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.places import offsets, owners, rows
@@ -76,12 +75,10 @@ def removing_element(
             free = None if only is None else only[one.name].reshape(size.shape)
             seen.learn(one.name, size, (one.axes or one.biases)[0].exponent, free)
         names = tuple(one.name for one in ready)
-        if not ready:  # the rest is a circle: its units are measured by one another
+        if not ready:  # the rest is a circle: its units are measured by one another, but for signs
             names = tuple(sorted(set(group.names(move)) - done))
             if move == "scale":
                 seen.settle(names, only)
-            else:
-                seen.agree(names)
             seen.known |= set(names)
         steps.append(names)
         done |= set(names)
@@ -179,20 +176,6 @@ class _Seen:
         found = least_logs(Balance(logs, len(free)), Balance(counts, len(free)), every)
         found = found.reshape(self.numbers[..., :-1].shape)
         self.numbers[..., :-1] = torch.where(every.reshape(found.shape), found, self.numbers[..., :-1])
-
-    def agree(self, names: Collection[str]) -> None:
-        """Give units that can only be measured by one another the signs that make the largest weights positive."""
-        at = torch.cat(
-            [torch.arange(self.offsets[name].start, self.offsets[name].stop, device="cpu") for name in names]
-        )
-        number = torch.full((self.numbers.shape[-1],), len(at), device="cpu")
-        number[at] = torch.arange(len(at), device="cpu")
-        entries = []
-        for site in sorted({axis.site for name in names for axis in _touched(self.group, name, self.move)}):
-            dims = range(len(self.group.view_shapes[site]))
-            units = [number.to(self.device)[owners(self.group, site, dim, self.move, self.device)[0]] for dim in dims]
-            entries.append(Entries(self._multiplied(site).double(), units))
-        self.numbers[..., at.to(self.device)] = agreed_signs(entries, len(at), rounding(self.weights))
 
     def rouse(self, name: str, measure: Measure) -> None:
         """Give dead units the multipliers that make the size of what leaves them one."""

@@ -140,7 +140,6 @@ CALLS = (
             "scalings": ("unit", 3, True),
             "signs": FLAGS,
             "shifts": FLAGS,
-            "mixtures": FLAGS,
             "warn": FLAGS,
         },
     ),

@@ -1,4 +1,4 @@
-"""Units that mix: queries and keys, values and outputs, factors of low rank, in canonical form."""
+"""Units that mix: queries and keys, values and outputs, factors of low rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import functools
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 import pyro_symmetric as ps
-from pyro_symmetric.groups.mixing import mixed, sides
 
 
 class Attention(nn.Module):
@@ -101,100 +99,12 @@ def built(name: str) -> tuple[nn.Module, Tensor, ps.Symmetry, dict[str, Tensor]]
     return net.requires_grad_(False), x.double(), symmetry, symmetry.weights_of(net)
 
 
-def copies(symmetry: ps.Symmetry, weights: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-    """Random elements and random linear maps of all units that mix, in turn."""
-    weights = {site: value.detach().expand(number, *value.shape) for site, value in weights.items()}
-    group = symmetry.group
-    for _ in range(2):
-        for name in group.names("mix"):
-            one = group[name]
-            matrix = torch.randn(number, one.copies, one.size, one.size, dtype=torch.float64)
-            turned, _ = torch.linalg.qr(matrix)
-            matrix = (
-                turned * (0.5 + torch.rand(number, one.copies, 1, one.size, dtype=torch.float64)) @ turned.mT.roll(1, 0)
-            )
-            weights = mixed(group, name, weights, matrix)
-        weights = group.sample((number,), 0.5, dtype=torch.float64)(weights)
-    return weights
-
-
-def outputs(net: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    number = len(next(iter(weights.values())))
-    return torch.stack(
-        [functional_call(net, {s: value[i] for s, value in weights.items()}, (x,)) for i in range(number)]
-    )
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_units_between_linear_maps_mix_and_no_others(name):
     symmetry = built(name)[2]
     found = [(symmetry.group[one].copies, symmetry.group[one].size) for one in symmetry.group.names("mix")]
     assert sorted(found) == NETWORKS[name][2]
     assert symmetry.log_order() == symmetry.without(list(symmetry.group.units), "mix").log_order()
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("scalings", ["unit_norm", "unit_std", "minimal_norm"])
-def test_copies_have_one_form_and_compute_the_same(name, scalings):
-    net, x, symmetry, weights = built(name)
-    many = copies(symmetry, weights, 50)
-    before = outputs(net, {site: value[None] for site, value in weights.items()}, x)
-    assert float((outputs(net, many, x) - before).abs().max()) < 1e-9
-    form = ps.canonicalize(many, symmetry, scalings=scalings, warn=False)
-    assert float((outputs(net, form, x) - before).abs().max()) < 1e-9
-    worst = max(float((value - value[:1]).abs().max() / value.abs().max()) for value in form.values())
-    assert worst < 1e-9
-    plain = ps.canonicalize(many, symmetry, scalings=scalings, mixtures=False, warn=False)
-    assert max(float((value - value[:1]).abs().max()) for value in plain.values()) > 1e-2
-
-
-@pytest.mark.parametrize("name", ["attention", "low rank", "shared keys"])
-def test_without_other_steps_the_form_has_the_factors_of_the_product(name):
-    """Both sides have orthogonal rows of the same norms, whose squares are the product's singular values."""
-    _, _, symmetry, weights = built(name)
-    group = symmetry.group
-    form = ps.canonicalize(weights, symmetry, permutations=None, scalings=None, signs=False)
-    for one in group.names("mix"):
-        entering, leaving = sides(group, one, form)
-        before = sides(group, one, weights)
-        product = before.entering.mT @ before.leaving
-        values = torch.linalg.svdvals(product)[..., : group[one].size]
-        torch.testing.assert_close(entering.mT @ leaving, product)
-        torch.testing.assert_close(entering @ entering.mT, torch.diag_embed(values))
-        torch.testing.assert_close(leaving @ leaving.mT, torch.diag_embed(values))
-
-
-def test_the_least_norm_is_least():
-    """The squared norm of balanced factors is twice the nuclear norm of their product, less than any copy's."""
-    net, _, symmetry, weights = built("low rank")
-    form = ps.canonicalize(copies(symmetry, weights, 20), symmetry, scalings="minimal_norm", warn=False)
-    nuclear = torch.linalg.svdvals(net.outer.detach() @ net.inner.detach()).sum()
-    size = sum(form[site].square().sum((-1, -2)) for site in ("inner", "outer"))
-    torch.testing.assert_close(size, (2 * nuclear).expand(20))
-
-
-def test_factors_that_start_with_zeros_are_zero():
-    net, x, symmetry, weights = built("low rank")
-    weights = {**weights, "outer": torch.zeros(5, 3).double()}
-    form = ps.canonicalize(weights, symmetry)
-    assert not torch.cat([form["inner"].flatten(), form["outer"].flatten()]).any()
-    torch.testing.assert_close(functional_call(net, form, (x,)), functional_call(net, weights, (x,)))
-
-
-def test_gradients_pass():
-    """Of a function of the product alone, the gradient through the form is the gradient itself."""
-    _, _, symmetry, weights = built("low rank")
-    own = {site: value.detach().clone().requires_grad_() for site, value in weights.items()}
-    form = ps.canonicalize(own, symmetry, permutations=None, scalings=None, signs=False)
-    pull = torch.randn(5, 6, dtype=torch.float64)
-    through = torch.autograd.grad(((form["outer"] @ form["inner"]) * pull).sum(), [own["outer"], own["inner"]])
-    torch.testing.assert_close(through, (pull @ own["inner"].mT, own["outer"].mT @ pull))
-    assert torch.autograd.gradcheck(
-        lambda outer, inner: ps.canonicalize({"outer": outer, "inner": inner}, symmetry, None, None, False)[
-            "inner"
-        ].abs(),
-        (own["outer"], own["inner"]),
-    )
 
 
 def test_a_wrong_mixture_fails_verification():
