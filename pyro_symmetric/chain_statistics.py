@@ -6,13 +6,12 @@ Carpenter & Bürkner 2021, arXiv 1903.08008, with Geyer's initial monotone seque
 of missing information, Betancourt 2016, arXiv 1604.00695, equation 3.
 
 The numbers are ArviZ's, which takes one weight at a time. A network has thousands of weights; here they are taken in
-parts that fit the cache, on as many threads as PyTorch uses, each with one sort (folded values are merged, not sorted
-again), normal scores from a table, and autocovariances averaged over chains before they are transformed back.
+parts that fit the cache, on as many threads as PyTorch uses, and autocovariances are averaged over chains before they
+are transformed back.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import fft, special
+from scipy import fft, special, stats
 from torch import Tensor
 
 from pyro_symmetric import arguments
@@ -167,24 +166,6 @@ def missing_energy(energy: Tensor) -> Tensor:
     return energy.diff(dim=1).square().mean(1) / energy.var(1)
 
 
-def spacing(draws: Tensor) -> Tensor:
-    r"""Distance of neighbouring numbers of the draws' dtype, in deviations within a chain, ``(K,)`` of moving entries.
-
-    Numbers near :math:`x` are multiples of :math:`\varepsilon\, 2^{\lfloor \log_2 |x| \rfloor}`; of an entry the
-    largest :math:`|x|` counts.
-
-    :param draws: ``(chains, draws, *event_shape)``, floating.
-    """
-    if draws.numel() == 0 or draws.shape[1] < 2:
-        return torch.empty(0, dtype=torch.float64, device="cpu")
-    entries = draws.flatten(2) if draws.dim() > 2 else draws[..., None]
-    lowest, highest = torch.aminmax(entries, dim=1)
-    _, exponent = torch.frexp(torch.maximum(-lowest, highest).amax(0).double())
-    unit = torch.finfo(draws.dtype).eps * torch.exp2((exponent - 1).double())
-    spread = entries.var(1).double().mean(0).sqrt()
-    return (unit / spread)[spread > 0].cpu()
-
-
 def rounding(energy: Tensor) -> Tensor:
     """The distance that rounding may move sums as large as these, in their shape: four units of the last place."""
     return ROUNDING * torch.finfo(energy.dtype).eps * energy.abs()
@@ -243,60 +224,20 @@ def _usable_part(series: Array) -> tuple[Array, Array, Array]:
     count, chains, length = series.shape
     half = length // 2
     split = np.concatenate([series[..., :half], series[..., -half:]], axis=1)  # of an odd length, without the middle
-    rows = split.reshape(count, -1)
-    order = np.argsort(rows, axis=1)
-    order += np.arange(count)[:, None] * rows.shape[1]  # places in all rows laid end to end
-    ordered = rows.ravel().take(order)
-    scores = _normal_scores(ordered, order).reshape(split.shape)
-    all_draws = ordered if length % 2 == 0 else series.reshape(count, -1)
-    limits = np.quantile(all_draws, TAILS, axis=1)
+    scores = _normal_scores(split)
+    limits = np.quantile(series.reshape(count, -1), TAILS, axis=1)
     tails = [effective_size(split <= limit[:, None, None]) for limit in limits]
     r_hat = np.full(count, np.nan)
     if chains > 1:
-        bulk = _r_hat(scores)
-        folded = _r_hat(_folded_scores(ordered, order).reshape(split.shape))
-        r_hat = np.where(folded > bulk, folded, bulk)
+        median = np.median(split, axis=(1, 2), keepdims=True)
+        r_hat = np.fmax(_r_hat(scores), _r_hat(_normal_scores(np.abs(split - median))))
     return r_hat, effective_size(scores), np.minimum(*tails)
 
 
-def _normal_scores(ordered: Array, places: NDArray[np.intp]) -> Array:
-    """Quantiles of the standard normal at every draw's rank, ties at their mean rank; laid at the draws' places."""
-    size = ordered.shape[1]
-    table = _score_table(size)
-    values = np.tile(table[::2], len(ordered))
-    is_tied = np.zeros(ordered.shape, dtype=bool)  # with the draw before it
-    np.equal(ordered[:, 1:], ordered[:, :-1], out=is_tied[:, 1:])
-    if is_tied.any():
-        tied = is_tied.ravel()
-        before = np.append(tied[1:], False)  # with the draw after it; rows begin untied, so no tie spans two
-        first, last = np.flatnonzero(before & ~tied), np.flatnonzero(tied & ~before)
-        values[tied | before] = np.repeat(table[first % size + last % size], last - first + 1)
-    scores = np.empty(ordered.size)
-    scores[places.ravel()] = values
-    return scores
-
-
-@functools.lru_cache(maxsize=8)
-def _score_table(size: int) -> Array:
-    """Normal scores of the ranks 1, 1.5, 2 ... ``size`` (Blom 1958)."""
-    ranks = 1 + np.arange(2 * size - 1) / 2
-    return special.ndtri((ranks - 3 / 8) / (size + 1 / 4))
-
-
-def _folded_scores(ordered: Array, places: NDArray[np.intp]) -> Array:
-    """Normal scores of the distances from the median: two sorted runs, which a stable sort merges in linear time."""
-    count, size = ordered.shape
-    middle = size // 2
-    median = 0.5 * (ordered[:, middle - 1] + ordered[:, middle])  # a split has an even number of draws
-    distance = np.abs(ordered - median[:, None])
-
-    def runs(values: NDArray[Any]) -> NDArray[Any]:
-        return np.concatenate([values[:, :middle][:, ::-1], values[:, middle:]], axis=1)
-
-    distance, places = runs(distance), runs(places)
-    merged = np.argsort(distance, axis=1, kind="stable")
-    merged += np.arange(count)[:, None] * size
-    return _normal_scores(distance.ravel().take(merged), places.ravel().take(merged))
+def _normal_scores(split: Array) -> Array:
+    """Quantiles of the standard normal at every draw's rank among all of its quantity (Blom 1958)."""
+    ranks = stats.rankdata(split.reshape(len(split), -1), axis=1).reshape(split.shape)
+    return special.ndtri((ranks - 3 / 8) / (split[0].size + 1 / 4))
 
 
 def _r_hat(split: Array) -> Array:

@@ -5,6 +5,7 @@ Tables name the entries of a site as posterior's and Pyro's summaries do: ``w[0,
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
     import pandas
 
 INDEX = ("chain", "draw")
+
+
+class Metadata(dict[str, Any]):
+    """Metadata of a run, which print short: of long lists the first entries."""
+
+    _short = reprlib.Repr()
+    _short.maxdict, _short.maxlist, _short.maxlevel, _short.maxstring = 40, 4, 3, 80
+
+    def __repr__(self) -> str:
+        return self._short.repr(dict(self))
 
 
 def require_draws(samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> None:

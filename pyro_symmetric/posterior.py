@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.chain_tables import counts, description, diagnostics, entries_table, sites_table
-from pyro_symmetric.draws import beside, in_chains, long_frame, redrawn, require_draws, wide_frame
+from pyro_symmetric.draws import Metadata, beside, in_chains, long_frame, redrawn, require_draws, wide_frame
 from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
 from pyro_symmetric.store import joint_metadata, metadata_of_some, read_folder
 from pyro_symmetric.weights import Weights
@@ -82,6 +82,7 @@ class Posterior:
     def __post_init__(self) -> None:
         for name, what in HELD.items():
             object.__setattr__(self, name, dict(arguments.mapping(name, getattr(self, name), what)))
+        object.__setattr__(self, "metadata", Metadata(self.metadata))
         if self.rows not in ROWS:
             raise ValueError(
                 f"rows is {self.rows!r}; it must be 'chains' (successive states of Markov chains) or 'independent'"

@@ -570,3 +570,11 @@ def test_draws_with_replacement_are_the_same_ones_of_every_site():
     assert grouped["a"].shape == (4, 7)
     assert torch.equal(grouped["a"] // 10, torch.arange(4.0)[:, None].expand(4, 7))
     assert torch.equal(grouped["b"][..., 0], grouped["a"])
+
+
+def test_metadata_print_short():
+    trace = {"energy": list(range(2000)), "step_size": [0.1] * 2000}
+    posterior = Posterior({"w": torch.randn(2, 3)}, {}, {"kernel": "NUTS", "trace": trace}, rows="chains")
+    assert len(str(posterior.metadata)) < 200
+    assert posterior.metadata["trace"] == trace
+    assert json.loads(json.dumps(posterior.metadata)) == posterior.metadata

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import pyro_symmetric as ps
 from benchmarks.harness import Results, Row, parse, parser, print_table, spread
-from pyro_symmetric.chain_findings import R_HAT
+from pyro_symmetric.diagnostics import R_HAT
 
 Weights = dict[str, Tensor]
 INPUTS, NOISE = 4, 0.2
@@ -122,13 +122,12 @@ def compared(
     """R-hat in every frame."""
     rows: list[Row] = []
     before = ps.diagnose(posterior, symmetry, model, x=x).statistics
-    spaces = {"weights": before["weights"], "canonical": before["canonical"]}
+    spaces = {"weights": before["weights"], "aligned draws of canonical forms": before["modulo symmetry"]}
     for each in ("draw", "chain"):
         start = time.perf_counter()
         frame = ps.align_many(posterior, symmetry, each=each, progress=options.progress)
         seconds = time.perf_counter() - start
-        found = ps.diagnose(posterior, None, model, x=x, aligned=frame.posterior).statistics
-        spaces[f"aligned {each}s"] = found["aligned"]
+        spaces[f"aligned {each}s"] = ps.diagnose(frame.posterior, None, model, x=x).statistics["weights"]
         same = one_frame(frame.element, starts, posterior.num_samples)
         row: Row = {"kind": "frame", "draws": name, "each": each, "seconds": seconds, "undone": same}
         row |= {"first": frame.history[0], "last": frame.history[-1]}

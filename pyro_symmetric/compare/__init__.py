@@ -1,6 +1,5 @@
 """Comparison of two sets of weights, or of their predictions: distances, tests, diagnosis, diversity, scores."""
 
-from pyro_symmetric.chain_findings import Finding
 from pyro_symmetric.compare import scores
 from pyro_symmetric.compare.diagnosis import Diagnosis, diagnose
 from pyro_symmetric.compare.diversity import (
@@ -26,12 +25,13 @@ from pyro_symmetric.compare.predictive_distance import total_variation
 from pyro_symmetric.compare.results import DistanceResult, SignificanceTest
 from pyro_symmetric.compare.summary import summary
 from pyro_symmetric.compare.wasserstein import marginal_wasserstein
+from pyro_symmetric.diagnostics import Check
 
 __all__ = [
+    "Check",
     "Diagnosis",
     "DistanceResult",
     "EquivalentModes",
-    "Finding",
     "FunctionalCollapse",
     "SignificanceTest",
     "SortingTracker",

@@ -1,73 +1,89 @@
-r"""Can these draws be trusted? Do the chains agree, on what, and what went wrong on the way.
+r"""Can these draws be trusted? Convergence of chains: raw, modulo symmetry, and of predictions.
 
 Chains in different copies of a mode give a raw R-hat far above 1 although they predict alike, so R-hat on raw weights
-says nothing of a model with symmetries. Three looks together do: at the weights as drawn; at the weights brought to one
-frame, each draw to the canonical form of its orbit (Laurent et al. 2024, arXiv 2310.08287), and all of them aligned to
-each other; and at what no symmetry touches, predictions and the log density. R-hat and effective sample sizes are those
-of :mod:`pyro_symmetric.chain_statistics`, limits those of :mod:`pyro_symmetric.chain_findings`.
+says nothing of a model with symmetries. Three looks together do: at the weights as drawn; modulo symmetry, all draws
+aligned to each other; and at what no symmetry touches, predictions and the log density. R-hat and effective sample
+sizes are those of :mod:`pyro_symmetric.chain_statistics`, limits those of :mod:`pyro_symmetric.diagnostics`.
 
-A frame is a function of a draw's orbit and of all draws together, never of the chain that the draw belongs to. So if
-the chains' orbits are distributed alike, they are so in every frame, and disagreement in any one is real. Agreement in
-one alone proves little: a canonical form sorts units by a key, and if two units' keys overlap it mixes them, which
-hides that chains are apart.
+The aligned frame is a function of the draws' orbits and of all draws together, never of the chain that a draw belongs
+to. So if the chains' orbits are distributed alike, they are so in it, and disagreement there is real.
 
-If model and data are known, the energy is looked at, too (see :mod:`pyro_symmetric.compare.energy`).
+If model and data are known, the energy is looked at, too. Integration by parts gives :math:`\mathbb E[(z - a) \cdot
+\nabla U(z)] = D` for every posterior over :math:`z \in \mathbb R^D` whose density vanishes at infinity, and every point
+:math:`a` that doesn't depend on :math:`z` (the virial theorem); here it is the mean of the other chains. Its average
+over :math:`D` is the *temperature* of the draws: above 1 they spread too widely, below 1 too little. It holds for the
+coordinates of each site by themselves, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import without_warnings
 from pyro_symmetric.calls import described
-from pyro_symmetric.chain_findings import (
-    EFFECTIVE_DRAWS,
-    R_HAT,
-    Finding,
-    Status,
-    graded,
-    sampler_findings,
-    starts,
-    warm_up,
+from pyro_symmetric.chain_statistics import (
+    ChainStatistics,
+    chain_statistics,
+    evenly_spaced,
+    exceeded_by_few,
+    halves,
 )
-from pyro_symmetric.chain_statistics import copied_chains, evenly_spaced
-from pyro_symmetric.compare.agreement import Statistics, agreement, constant_entries, known, statistics_of
-from pyro_symmetric.compare.energy import energy_findings
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.results import plain, table
-from pyro_symmetric.compare.verdict import verdict
+from pyro_symmetric.diagnostics import (
+    EFFECTIVE_DRAWS,
+    R_HAT,
+    Check,
+    Status,
+    checked,
+    copies,
+    finite,
+    graded,
+    moving,
+    sampler_checks,
+    starts,
+    temperature,
+)
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.draw_findings import finite, moving, resolved
 from pyro_symmetric.groups.group import Group
+from pyro_symmetric.mcmc.density import Density
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import predict
 
 MOST_ROWS = 256
-RELOCATED = (0.25, 1.0)  # share of the chains that took over others' places
+MOST_NUMBERS, LEAST_ENTRIES = 2**28, 256  # of a site
+LEAST_DRAWS = 8  # of a chain: halves of four
+STANDS_OUT = 1.1  # the R-hat of a single entry that isn't left out as one of the few that exceed a limit by chance
+CHUNK = 32  # chains whose energy is evaluated at once
+WEIGHTS, MODULO, PREDICTIONS, DENSITY = "weights", "modulo symmetry", "predictions", "log density"
+HEAD = ("site", "entries", "R-hat worst", "median", "ESS bulk worst", "median", "ESS tail worst", "median")
+
+Spaces = Mapping[str, Mapping[str, Tensor]]  # space -> site -> (chains, draws, ...)
+Statistics = dict[str, dict[str, ChainStatistics]]  # space -> site -> numbers of every entry
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """The verdict on a posterior's draws, and what it rests on; see :func:`diagnose`.
+    """Checks of a posterior's draws, and the numbers that they rest on; see :func:`diagnose`.
 
     >>> diagnosis["weights"].status
     'pass'
 
-    :param verdict: what it comes to, in a few sentences.
-    :param findings: everything that was looked at; ``diagnosis[name]`` is one of them.
-    :param statistics: ``"weights"``, ``"canonical"``, ``"aligned"``, ``"predictions"``, ``"log density"``, as far as
-        they are known -> site -> R-hat and effective sample sizes of every entry.
+    :param checks: everything that was looked at; ``diagnosis[name]`` is one of them.
+    :param statistics: ``"weights"``, ``"modulo symmetry"``, ``"predictions"``, ``"log density"``, as far as they are
+        known -> site -> R-hat and effective sample sizes of every entry.
     """
 
-    verdict: str
-    findings: tuple[Finding, ...]
+    checks: tuple[Check, ...]
     statistics: Statistics
     num_chains: int
     num_samples: int
@@ -75,63 +91,74 @@ class Diagnosis:
     @property
     def ok(self) -> bool:
         """True if nothing failed and all could be told. Chains in different copies of a mode are warned of only."""
-        return all(finding.status in ("pass", "warn") for finding in self.findings)
+        return all(check.status in ("pass", "warn") for check in self.checks)
 
-    def __getitem__(self, name: str) -> Finding:
-        for finding in self.findings:
-            if finding.name == name:
-                return finding
-        raise KeyError(f"no finding {name!r}; there are {[finding.name for finding in self.findings]}")
+    @property
+    def failed(self) -> list[Check]:
+        """The checks that didn't pass, the worst first."""
+        order: list[Status] = ["fail", "unknown", "warn"]
+        return [check for status in order for check in self.checks if check.status == status]
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a line."""
+        apart = [name for name in self.statistics if name in self and self[name].value > R_HAT[1]]
+        function = [name for name in (PREDICTIONS, DENSITY) if name in self.statistics]
+        if not self.statistics:
+            return "ok" if self.ok else f"not ok: {', '.join(check.name for check in self.failed)}"
+        if apart == [WEIGHTS] and MODULO in self.statistics:
+            found = "the chains sit in different copies of a mode, and agree modulo symmetry"
+        elif apart and self.ok:
+            found = f"the chains agree ({', '.join(function)}), but for {', '.join(apart)}"
+        else:
+            found = f"the chains disagree ({', '.join(apart)})" if apart else "the chains agree"
+        spoken_of = [*self.statistics, *(["effective draws"] if apart else [])]
+        others = [check.name for check in self.checks if check.status == "fail" and check.name not in spoken_of]
+        failed = f"; failed: {', '.join(others)}" if others else ""
+        return f"{'ok' if self.ok else 'not ok'}: {found}{failed}"
+
+    def __getitem__(self, name: str) -> Check:
+        for check in self.checks:
+            if check.name == name:
+                return check
+        raise KeyError(f"no check {name!r}; there are {[check.name for check in self.checks]}")
 
     def __contains__(self, name: str) -> bool:
-        return any(finding.name == name for finding in self.findings)
+        return any(check.name == name for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
-        found = {f.name: {"status": f.status, "words": f.words, "value": f.value} for f in self.findings}
+        found = {check.name: {k: v for k, v in vars(check).items() if k != "name"} for check in self.checks}
         summaries = {
             space: {site: numbers.summary() for site, numbers in by_site.items()}
             for space, by_site in self.statistics.items()
         }
-        return plain({"verdict": self.verdict, "ok": self.ok, "findings": found, "statistics": summaries})
+        return plain({"verdict": self.verdict, "ok": self.ok, "checks": found, "statistics": summaries})
 
     def plot(self) -> Any:
         """R-hat and bulk effective sample sizes of all entries, sorted: a curve for each space."""
         from pyro_symmetric.plots import chain_agreement  # which loads matplotlib
 
-        curves: dict[str, dict[str, Any]] = {"r_hat": {}, "ess_bulk": {}}
+        r_hats, sizes = (
+            {space: _known(by_site, name).numpy() for space, by_site in self.statistics.items()}
+            for name in ("r_hat", "ess_bulk")
+        )
+        return chain_agreement(r_hats, sizes, R_HAT[1])
+
+    def full(self) -> str:
+        """All checks, and a table of each space by site."""
+        parts = [self._head(), _rows(self.checks)]
         for space, by_site in self.statistics.items():
-            for name, by_space in curves.items():
-                by_space[space] = known(by_site, name).numpy()
-        return chain_agreement(curves["r_hat"], curves["ess_bulk"], R_HAT[1])
+            parts.append(f"{space}\n{table([HEAD, *(_numbers(*entry) for entry in by_site.items())])}")
+        return "\n\n".join(parts)
 
     def __repr__(self) -> str:
-        counts = {status: sum(f.status == status for f in self.findings) for status in get_args(Status)}
-        counted = ", ".join(f"{n} {status}" for status, n in counts.items() if n or status != "unknown")
+        """The verdict and the checks that didn't pass."""
+        return "\n".join([self._head(), *([_rows(self.failed)] if self.failed else [])])
+
+    def _head(self) -> str:
         chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
-        parts = [
-            f"Diagnosis of {chains} of {self.num_samples} draws: {self.verdict}",
-            f"Findings: {counted}",
-            table([(finding.status, finding.name, finding.words) for finding in self.findings], left=(0, 1, 2)),
-        ]
-        if self.statistics:
-            parts.append(table([HEAD, *self._rows()], left=(0, 1)))
-        return "\n".join(parts)
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = []
-        for space, by_site in self.statistics.items():
-            for site, statistics in by_site.items():
-                numbers = statistics.summary()
-                r_hats = (f"{numbers[f'r_hat{kind}']:.3f}" for kind in ("", "_median"))
-                sizes = (
-                    f"{numbers[f'ess_{part}{kind}']:,.0f}" for part in ("bulk", "tail") for kind in ("", "_median")
-                )
-                rows.append((space, site, f"{statistics.r_hat.numel():,}", *r_hats, *sizes))
-        return rows
-
-
-HEAD = ("space", "site", "entries", "R-hat worst", "median", "ESS bulk worst", "median", "ESS tail worst", "median")
+        return f"{chains} of {self.num_samples} draws: {self.verdict}"
 
 
 def diagnose(
@@ -141,10 +168,10 @@ def diagnose(
     *,
     x: Tensor | None = None,
     predictions: Tensor | None = None,
-    aligned: Posterior | None = None,
     num_draws: int = 256,
 ) -> Diagnosis:
-    """Judge whether draws can be trusted: one verdict, and everything that it rests on.
+    """Judge whether draws can be trusted. Printed, it is a verdict and the checks that didn't pass; ``print(d.full())``
+    shows all of them, and the tables that they rest on.
 
     >>> draws = torch.randn(4, 200, 3)  # of four chains
     >>> ps.diagnose(ps.Posterior({"w": draws}, rows="chains")).ok
@@ -154,122 +181,75 @@ def diagnose(
     (False, 'fail')
 
     Of independent rows (an ensemble, draws of a guide) it is told how many they are, and whether they are finite. The
-    findings for chains, of which a posterior gets those that it has the numbers for:
+    checks of chains, of which a posterior gets those that it has the numbers for:
 
     * ``finite``: no draw is NaN or infinite, nor its log density. If one is, nothing else is looked at.
     * ``copies``, a failure: chains that equal others draw for draw. If there are any, nothing else is looked at.
     * ``moving``: every chain moves, and spreads as widely as the others.
-    * ``resolution``: numbers of the draws' dtype lie densely enough for the chains' spread. If they lie more than half
-      a deviation apart it fails, and nothing else is looked at.
-    * ``constant entries``: entries that never change in any chain. Those that are the same in all chains are left out
-      of everything else.
-    * ``weights``, ``canonical``, ``aligned``, ``predictions``, ``log density``: whether the chains agree there: the
-      R-hat that one entry in a hundred exceeds (of fewer, the largest), of the worst site. Above 1.02 it is a warning,
-      above 1.05 a failure. If something else decides, disagreement is no more than a warning: weights may sit in
-      copies of one mode, and modes may predict alike. One chain is compared with itself, half by half. Of sites of more
-      than 2²⁸ numbers some entries are looked at, evenly spaced ones.
-    * ``settled``: if chains disagree, whether each stays the same from its first half to its second.
+    * ``weights``, ``modulo symmetry``, ``predictions``, ``log density``: whether the chains agree there: the R-hat that
+      one entry in a hundred exceeds (of fewer, the largest), of the worst site. Above 1.02 it is a warning, above 1.05
+      a failure. If something else decides, disagreement is no more than a warning: weights may sit in copies of one
+      mode, and modes may predict alike. One chain is compared with itself, half by half. Entries that never change are
+      left out; of sites of more than 2²⁸ numbers some entries are looked at, evenly spaced ones.
     * ``effective draws``: the worst bulk or tail effective sample size of what decides. 400 are enough for means,
-      deviations and this diagnosis to be trusted; below that it warns, below 50 it fails.
+      standard deviations and this diagnosis to be trusted; below that it warns, below 50 it fails.
     * ``starts``: a warning if all chains of a run started at one point, as none of them may know of other modes.
-    * ``relocated``: chains that warm-up took to be lost and moved to where others were. It warns if they are more than
-      a quarter.
-    * ``acceptance``, ``divergences``, ``tree depth``, ``energy`` (the fraction E-BFMI), ``level`` (no chain's log
-      density stays far below the others'): the sampler's own numbers.
+    * ``acceptance``, ``divergences``, ``energy error``, ``tree depth``, ``energy`` (the fraction E-BFMI): the sampler's
+      own numbers.
     * ``kinetic temperature``: mean squared momentum, 1 if a stochastic-gradient sampler's steps are small enough.
-    * ``temperature`` and ``virial``: how widely draws spread, in units of how widely they should: the mean of
-      ``z · ∇U(z) / D`` over ``D`` unconstrained coordinates, 1 under every posterior (the virial theorem). ``virial``
-      is the sampler's own average over its mini-batches, ``temperature`` is computed here from all data.
+    * ``temperature`` and ``virial``: how widely draws spread, in units of how widely they should: 1 under every
+      posterior. ``virial`` is the sampler's own average over its mini-batches, ``temperature`` is computed here from
+      all data.
     * ``mini-batch scale``: mini-batches count their likelihood ``N / B`` times.
 
-    A symmetry takes memory for a canonical and an aligned copy of all draws, and time to align them: some seconds for
-    4,000 draws of 50 units. ``posterior.thin(k)`` takes less.
+    A symmetry takes memory for a copy of all draws, and time to align them: some seconds for 4,000 draws of 50 units.
+    ``posterior.thin(k)`` takes less.
 
     :param posterior: the draws, with the sampler's statistics, of which ``lp`` stands for the log density. If it
         remembers its model and data (as ``sample`` returns it; after loading, ``posterior.attach(model, x, y)``), the
         energy is looked at, and the function at the data.
-    :param symmetry: what to remove, e.g. ``find_symmetry(net, x)``: by canonical form, and by alignment of all draws.
+    :param symmetry: what to remove, e.g. ``find_symmetry(net, x)``.
     :param model: the network's model, to predict with; by default the one that the posterior remembers.
     :param x: inputs to predict at, of more than 256 rows 256 evenly spaced ones; by default the data.
     :param predictions: instead of ``model`` and ``x``: anything that is a function of the weights alone, ``(chains,
         draws, ...)``, such as ``predict(posterior.samples, any_model, x, kind="mean")``.
-    :param aligned: the same draws, brought to one frame otherwise, to stand for the alignment that is done here. Each
-        draw must have been moved by itself: an element for each chain (``each="chain"``) looks at the chain.
     :param num_draws: at how many draws, of all chains together, to evaluate the gradient of the energy.
     :raises TypeError: if ``model`` is no ``BayesianModel``, or predictions are complex.
     :raises ValueError: if arguments don't fit, there are no draws, or the model lacks a declared group.
     """
-    _check_arguments(posterior, x, predictions, aligned, num_draws)
+    _check_arguments(posterior, x, predictions, num_draws)
     require_of_posterior(symmetry, posterior)
     model, x = _to_predict(posterior, model, x)
-    density = {"log density": posterior.statistics["lp"]} if "lp" in posterior.statistics else {}
+    density = {DENSITY: posterior.statistics["lp"]} if "lp" in posterior.statistics else {}
     drawn = {**{f"site {site!r}": value for site, value in posterior.samples.items()}, **density}
-    found = finite({**drawn, **({} if predictions is None else {"predictions": predictions})})
-    if found.status == "fail":
-        return _diagnosis(posterior, [found])
-    if posterior.rows == "independent":
-        return _of_independent_draws(posterior, found)
-    if copies := copied_chains(posterior.samples):
-        words = f"the chains {copies} equal others draw for draw; were they drawn with the same seed? Leave them out"
-        return _diagnosis(posterior, [found, Finding("copies", "fail", words, float(len(copies)))])
-    resolution = list(resolved(drawn))
-    if any(finding.status == "fail" for finding in resolution):
-        return _diagnosis(posterior, [found, *resolution])
-    spaces = _spaces(posterior, symmetry, model, x, predictions, aligned)
-    made = {space: by_site for space, by_site in spaces.items() if space not in ("weights", "log density")}
-    found = finite({f"{space} {site!r}": v for space, by_site in made.items() for site, v in by_site.items()})
-    if found.status == "fail":
-        return _diagnosis(posterior, [found])
-    statistics = statistics_of(spaces)
-    agreed = agreement(spaces, statistics, _is_network(posterior))
-    arrived = all(finding.status != "fail" for finding in agreed)
-    frames = [finding for finding in agreed if finding.name in ("canonical", "aligned")]
-    in_copies = bool(frames) and all(finding.status == "pass" for finding in frames)
+    first = [finite({**drawn, **({} if predictions is None else {PREDICTIONS: predictions})})]
+    if first[0].status == "pass":
+        first += copies(posterior.samples) if posterior.rows == "chains" else [_enough(posterior)]
+    if posterior.rows == "independent" or any(check.status == "fail" for check in first):
+        return Diagnosis(tuple(first), {}, posterior.num_chains, posterior.num_samples)
+    spaces = _spaces(posterior, symmetry, model, x, predictions)
+    made = finite(
+        {f"{space} {site!r}": v for space in (MODULO, PREDICTIONS) for site, v in spaces.get(space, {}).items()}
+    )
+    if made.status == "fail":
+        return Diagnosis((made,), {}, posterior.num_chains, posterior.num_samples)
+    statistics = _statistics_of(spaces)
+    agreed = _agreement(statistics, _is_network(posterior))
+    arrived = all(check.status != "fail" for check in agreed)
     guess = "acceptance_rate" not in posterior.statistics
     subsampled = getattr(posterior.kernel, "subsampled", guess) if posterior.is_attached else guess
-    findings = [
-        found,
-        *resolution,
+    checks = [
+        *first,
         moving(posterior.samples),
-        *constant_entries(posterior.samples),
         *agreed,
         *starts(posterior.metadata),
-        *warm_up(posterior.metadata, in_copies),
-        *_relocated(posterior),
-        *sampler_findings(posterior.statistics, subsampled, arrived),
-        *energy_findings(posterior, num_draws, subsampled, arrived),
+        *sampler_checks(posterior.statistics, subsampled, arrived),
+        *_of_energy(posterior, num_draws, subsampled, arrived),
     ]
-    return _diagnosis(posterior, findings, statistics)
+    return Diagnosis(tuple(checks), statistics, posterior.num_chains, posterior.num_samples)
 
 
-def _relocated(posterior: Posterior) -> Iterator[Finding]:
-    """Tell of chains that warm-up took to be lost."""
-    chains = posterior.metadata.get("relocated_chains")
-    if not chains:
-        return
-    share = len(chains) / posterior.num_chains
-    words = (
-        f"in warm-up {len(chains)} of {posterior.num_chains} chains, far above the others in energy, stood still, were "
-        "still on their way, or were in a mode that holds next to nothing, and continued from where others were: modes "
-        "that only these had found may be lost, and their R-hat is kinder than that of chains with starts of their own"
-    )
-    yield Finding("relocated", graded(share, RELOCATED), words, share)
-
-
-def _of_independent_draws(posterior: Posterior, found: Finding) -> Diagnosis:
-    """Of an ensemble or a guide: there are no chains that could agree."""
-    count = posterior.num_chains * posterior.num_samples
-    few = count < EFFECTIVE_DRAWS[0]
-    advice = f", fewer than {EFFECTIVE_DRAWS[0]:.0f}: means and deviations are rough" if few else ""
-    words = f"{count} independent draws{advice}"
-    findings = (found, Finding("effective draws", "warn" if few else "pass", words, float(count)))
-    verdict = f"{words[0].upper()}{words[1:]}, all finite. There are no chains that could agree or disagree."
-    return Diagnosis(verdict, findings, {}, posterior.num_chains, posterior.num_samples)
-
-
-def _diagnosis(posterior: Posterior, findings: list[Finding], statistics: Statistics | None = None) -> Diagnosis:
-    words = verdict({finding.name: finding for finding in findings}, posterior.num_chains)
-    return Diagnosis(words, tuple(findings), statistics or {}, posterior.num_chains, posterior.num_samples)
+# do the chains agree ------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -279,50 +259,197 @@ def _spaces(
     model: BayesianModel | None,
     x: Tensor | None,
     predictions: Tensor | None,
-    aligned: Posterior | None,
 ) -> dict[str, dict[str, Tensor]]:
-    """The spaces in which chains are compared: weights as drawn and without symmetries, log density, predictions."""
-    spaces = {"weights": posterior.samples}
+    """The spaces in which chains are compared."""
+    spaces = {WEIGHTS: posterior.samples}
     if symmetry is not None:
-        canonical = canonical_frame(posterior, symmetry)
-        spaces["canonical"] = canonical.samples
-        aligned = aligned or one_frame(canonical, symmetry)
-    if aligned is not None:
-        spaces["aligned"] = aligned.samples
+        spaces[MODULO] = one_frame(canonical_frame(posterior, symmetry), symmetry).samples
     if "lp" in posterior.statistics:
-        spaces["log density"] = {"log density": posterior.statistics["lp"]}
+        spaces[DENSITY] = {DENSITY: posterior.statistics["lp"]}
     if predictions is None and model is not None and x is not None:
         rows = x if len(x) <= MOST_ROWS else x[evenly_spaced(len(x), MOST_ROWS)]
         predictions = predict(posterior.samples, model, rows, kind="mean", progress=False)
     if predictions is not None:
-        spaces["predictions"] = {"predictions": predictions}
+        spaces[PREDICTIONS] = {PREDICTIONS: predictions}
     return {space: {site: v for site, v in by_site.items() if v.numel()} for space, by_site in spaces.items()}
 
 
-# arguments ----------------------------------------------------------------------------------------------------------
+def _statistics_of(spaces: Spaces) -> Statistics:
+    """R-hat and effective sample sizes in each space; nothing if there are too few draws for them."""
+    if next(iter(next(iter(spaces.values())).values())).shape[1] < LEAST_DRAWS:
+        return {}
+    return {
+        space: {
+            site: chain_statistics(drawn if len(drawn) > 1 else halves(drawn).squeeze(1))
+            for site, drawn in ((site, _looked_at(value)) for site, value in by_site.items())
+        }
+        for space, by_site in spaces.items()
+    }
 
 
-def _check_arguments(posterior: Any, x: Any, predictions: Any, aligned: Any, num_draws: Any) -> None:
+def _agreement(statistics: Statistics, is_network: bool) -> list[Check]:
+    """The R-hat of each space, and the effective draws of those that decide: what no symmetry touches, else modulo
+    symmetry, else the weights. The log density alone says little, unless symmetries forbid to look at the weights."""
+    if not statistics:
+        words = f"too few draws to tell whether chains agree: it takes {LEAST_DRAWS} of each"
+        return [Check(WEIGHTS, "unknown", words)]
+    density = [DENSITY] if DENSITY in statistics else []
+    best = next((name for name in (PREDICTIONS, MODULO) if name in statistics), None)
+    decisive = [best, *density] if best else density if density and is_network else [WEIGHTS, *density]
+    # A network's weights that disagree tell nothing: they may sit in copies of a mode.
+    blind: Status = "unknown" if is_network and decisive == [WEIGHTS] else "warn"
+    grave = [name for name in decisive if name != WEIGHTS or not is_network]
+    hint = "" if MODULO in statistics else ", or sit in copies of a mode (symmetry= tells)"
+    checks = [
+        _r_hat(name, by_site, "fail" if name in grave else blind, hint if name == WEIGHTS else "")
+        for name, by_site in statistics.items()
+    ]
+    return [*checks, _effective({name: statistics[name] for name in decisive})]
+
+
+def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], at_worst: Status, hint: str) -> Check:
+    """The R-hat of the worst site.
+
+    :param at_worst: the status of chains that disagree.
+    :param hint: what else it may come of.
+    """
+    worst = {site: _beyond_chance(_known({site: numbers}, "r_hat")) for site, numbers in by_site.items()}
+    told = {site: value for site, value in worst.items() if not math.isnan(value)}
+    if not told:
+        return Check(space, "unknown", "R-hat can't be told: the draws never change")
+    site = max(told, key=told.__getitem__)
+    of = "" if site == space else f" of site {site!r}"
+    advice = "run longer" if graded(told[site], R_HAT) == "warn" else "the chains disagree"
+    found = checked(space, told[site], R_HAT, f"R-hat{of} {told[site]:.3f}", advice + hint)
+    return Check(space, at_worst if found.status == "fail" else found.status, found.words, found.value)
+
+
+def _beyond_chance(r_hats: Tensor) -> float:
+    """The R-hat that few exceed, or the largest if it is over 1.1 and five times as far from 1 as that.
+
+    Of chains that agree the largest of 2,000 entries is at most three times as far (two chains of 8 draws, the worst
+    case)."""
+    usual = exceeded_by_few(r_hats)
+    largest = float(r_hats.max()) if len(r_hats) else usual
+    return largest if largest > STANDS_OUT and largest - 1 > 5 * (usual - 1) else usual
+
+
+def _effective(measured: Statistics) -> Check:
+    least = {
+        (space, site): -exceeded_by_few(-torch.minimum(*(_known({site: n}, f"ess_{k}") for k in ("bulk", "tail"))))
+        for space, by_site in measured.items()
+        for site, n in by_site.items()
+    }
+    told = {name: size for name, size in least.items() if not math.isnan(size)}
+    if not told:
+        return Check("effective draws", "unknown", "they can't be told: the draws never change")
+    space, site = min(told, key=told.__getitem__)
+    of = space if site == space else f"site {site!r} ({space})"
+    advice = "more draws, or more chains"
+    return checked("effective draws", told[space, site], EFFECTIVE_DRAWS, f"{told[space, site]:.0f} of {of}", advice)
+
+
+def _enough(posterior: Posterior) -> Check:
+    """Of an ensemble or a guide: there are no chains that could agree."""
+    count = posterior.num_chains * posterior.num_samples
+    limits = (EFFECTIVE_DRAWS[0], 0.0)
+    return checked("effective draws", float(count), limits, f"{count} independent draws", "means are rough")
+
+
+def _looked_at(draws: Tensor) -> Tensor:
+    """All entries; of very many draws evenly spaced ones, as many as take some seconds."""
+    most = max(LEAST_ENTRIES, MOST_NUMBERS // max(1, draws.shape[:2].numel()))
+    entries = draws.shape[2:].numel()
+    return draws if entries <= most else draws.flatten(2)[..., evenly_spaced(entries, most)]
+
+
+def _known(by_site: Mapping[str, ChainStatistics], name: str) -> Tensor:
+    """The values of all entries that have one, ``(K,)``."""
+    values = torch.cat([getattr(statistics, name).flatten() for statistics in by_site.values()])
+    return values[~values.isnan()]
+
+
+# the energy ---------------------------------------------------------------------------------------------------------
+
+
+def _of_energy(posterior: Posterior, num_draws: int, subsampled: bool, arrived: bool) -> Iterator[Check]:
+    """The temperature of the draws, and the scale of mini-batches; nothing if the posterior doesn't know its model."""
+    if not posterior.is_attached:
+        return
+    origin = posterior.model, posterior._args, posterior._kwargs
+    dtype = next(iter(posterior.samples.values())).dtype
+    options: dict[str, Any] = {"device": posterior.origin_device, "dtype": dtype, "chain_chunk": CHUNK}
+    options["subsampled"] = True
+    with without_warnings(UserWarning):  # of a mini-batch's scale: that is looked at here
+        full = Density(*origin, **options)
+    if full.row_counts:
+        return  # the model draws its own mini-batches, which Pyro's plates scale themselves
+    per_chain = max(1, min(posterior.num_samples, num_draws // posterior.num_chains))
+    draws = posterior.thin(max(1, posterior.num_samples // per_chain))
+    z = full.unconstrain({site: draws.samples[site] for site in full.layout.site_shapes})
+    _, gradient = full.energy_and_gradient(z.flatten(0, 1))
+    others = (z.mean(1, keepdim=True).sum(0) - z.mean(1, keepdim=True)) / max(1, len(z) - 1)  # means of other chains
+    own = ((z - others) * gradient.reshape(z.shape)).detach().double().cpu()
+    sizes = [shape.numel() for shape in full.layout.unconstrained_shapes.values()]
+    found = [temperature("temperature", own.mean(-1), subsampled, arrived)]
+    for site, value in zip(full.layout.unconstrained_shapes, own.split(sizes, dim=-1), strict=True):
+        if len(sizes) > 1 and value.shape[-1]:
+            found.append(temperature("temperature", value.mean(-1), subsampled, arrived, site))
+    grave = [check for check in found if check.status in ("warn", "fail")]
+    yield max(grave, key=lambda check: (check.status == "fail", abs(check.value - 1)), default=found[0])
+    if (batch_size := getattr(posterior.kernel, "batch_size", None)) is not None:
+        with without_warnings(UserWarning):
+            parts = Density(*origin, batch_size=batch_size, **options)
+        if parts.row_counts:
+            yield _batch_scale(full, parts, z[:8, -1])
+
+
+@torch.no_grad()
+def _batch_scale(full: Density, parts: Density, z: Tensor) -> Check:
+    """Mean energy over the mini-batches of one pass through the data, which is that of all data if each counts its
+    likelihood ``N / B`` times; in an order of its own for each of a few chains' last draws."""
+    ((name, (total, size)),) = parts.row_counts.items()
+    orders = torch.rand(len(z), total, device=z.device).argsort(-1)
+    batches = orders.split(size, dim=1)[: min(64, total // size)]
+    by_batch = torch.stack([parts.energy(z, {name: rows}).double() for rows in batches])
+    whole = full.energy(z).double()
+    gap, scale = float((by_batch.mean(0) - whole).mean()), float(whole.abs().mean())
+    spread = float(by_batch.std(0).mean()) if len(batches) > 1 else scale
+    limit = 5 * spread / math.sqrt(by_batch.numel()) + 0.01 * scale
+    words = f"mini-batches of {size} of {total} rows have an energy {gap:+.4g} nats off that of all data ({scale:.4g})"
+    advice = f": the likelihood should count N / B times; use pyro.plate(name, {total}, subsample=...)"
+    return Check("mini-batch scale", *(("pass", words) if abs(gap) <= limit else ("fail", words + advice)), gap)
+
+
+# as text, and arguments ---------------------------------------------------------------------------------------------
+
+
+def _rows(checks: Sequence[Check]) -> str:
+    return table([(check.status, check.name, check.words) for check in checks], left=(0, 1, 2))
+
+
+def _numbers(site: str, statistics: ChainStatistics) -> tuple[str, ...]:
+    numbers = statistics.summary()
+    r_hats = (f"{numbers[f'r_hat{kind}']:.3f}" for kind in ("", "_median"))
+    sizes = (f"{numbers[f'ess_{part}{kind}']:,.0f}" for part in ("bulk", "tail") for kind in ("", "_median"))
+    return (site, f"{statistics.r_hat.numel():,}", *r_hats, *sizes)
+
+
+def _check_arguments(posterior: Any, x: Any, predictions: Any, num_draws: Any) -> None:
     arguments.instance("posterior", posterior, Posterior, "a Posterior")
     arguments.whole("num_draws", num_draws, 1)
-    if aligned is not None:
-        arguments.instance("aligned", aligned, Posterior, "a Posterior, or None")
-    for name, value in {"x": x, "predictions": predictions}.items():
+    for name, value in {"x": x, PREDICTIONS: predictions}.items():
         if value is not None:
             arguments.real(name, value)
     shape = (posterior.num_chains, posterior.num_samples)
     if not any(value.numel() for value in posterior.samples.values()):
         shapes = {site: tuple(value.shape) for site, value in posterior.samples.items()}
         raise ValueError(f"posterior holds no numbers; it must have a chain, a draw and an entry, and has {shapes}")
-    compared = {} if predictions is None else {"predictions": [predictions]}
-    compared |= {} if aligned is None else {"aligned": list(aligned.samples.values())}
-    for name, values in compared.items():
-        for value in values:
-            if tuple(value.shape[:2]) != shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(value.shape)}; it must begin with the posterior's {shape} chains and "
-                    "draws"
-                )
+    if predictions is not None and tuple(predictions.shape[:2]) != shape:
+        raise ValueError(
+            f"predictions has shape {tuple(predictions.shape)}; it must begin with the posterior's {shape} chains and "
+            "draws"
+        )
 
 
 def _to_predict(

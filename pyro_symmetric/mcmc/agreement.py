@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_findings import R_HAT
 from pyro_symmetric.chain_statistics import also_of_one
+from pyro_symmetric.diagnostics import R_HAT
 from pyro_symmetric.mcmc.curves import Thinned
 
 LIMIT = R_HAT[1]

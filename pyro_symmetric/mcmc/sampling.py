@@ -14,18 +14,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import model_arguments
-from pyro_symmetric.chain_findings import (
-    LEAST_DRAWS,
-    Finding,
-    acceptance,
-    divergences,
-    energy_error,
-    of_densities,
-    of_energy,
-    of_temperatures,
-    warm_up,
-)
-from pyro_symmetric.draw_findings import at_the_edge, disagreement
+from pyro_symmetric.diagnostics import LEAST_DRAWS, Check, disagreement, sampler_checks, warm_up
 from pyro_symmetric.mcmc.choice import FEWEST_CHAINS, chosen
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
@@ -204,16 +193,16 @@ def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:
     agreeing = None if isinstance(settings.kernel.model, BayesianModel) else drawn
     found = sampler_failures(posterior.statistics, settings.kernel.subsampled, agreeing)
     early = list(warm_up(posterior.metadata)) if isinstance(settings.num_warmup, str) else []
-    if any(finding.status != "pass" for finding in early):  # which says it all
-        found = [*early, *(finding for finding in found if finding.name != "weights")]
-    for finding in found:
-        warnings.warn(finding.words, RuntimeWarning, stacklevel=3)
+    if any(check.status != "pass" for check in early):  # which says it all
+        found = [*early, *(check for check in found if check.name != "weights")]
+    for check in found:
+        warnings.warn(check.words, RuntimeWarning, stacklevel=3)
 
 
 def sampler_failures(
     statistics: Mapping[str, Tensor], subsampled: bool, samples: Mapping[str, Tensor] | None = None
-) -> list[Finding]:
-    """The findings that a sampler warns of at once: chains that hardly move, and many divergences.
+) -> list[Check]:
+    """The checks that a sampler warns of at once: chains that hardly move, and many divergences.
 
     If chains must agree, also disagreement, and momenta that hardly change the energy. Of a sampler of
     mini-batches, which accepts and rejects nothing, also temperatures that are off.
@@ -221,19 +210,12 @@ def sampler_failures(
     :param statistics: the sampler's own numbers of every draw, ``(chains, draws)`` each.
     :param samples: the draws, if chains must agree on them.
     """
-    found = [acceptance(statistics["acceptance_rate"])] if "acceptance_rate" in statistics else []
-    found += (
-        [divergences(statistics["diverging"], subsampled, "energy_error" not in statistics)]
-        if "diverging" in statistics
-        else []
-    )
-    found += [energy_error(statistics["energy_error"])] if "energy_error" in statistics else []
-    found += of_densities(statistics)
-    if subsampled and found and next(iter(statistics.values())).shape[1] >= LEAST_DRAWS:
-        apart = [] if samples is None else [disagreement(samples, subsampled)]
-        arrived = all(finding.status != "fail" for finding in apart)
-        found += [*apart, *of_temperatures(statistics, subsampled, arrived)]
-    elif samples is not None and next(iter(samples.values())).shape[1] >= LEAST_AGREEING:
-        found += [disagreement(samples, subsampled), *of_energy(statistics), *at_the_edge(samples)]
-        return [one for one in found if one.status == "fail" or (one.status == "warn" and one.name == "energy")]
-    return [finding for finding in found if finding.status == "fail"]
+    length = min((value.shape[1] for value in statistics.values()), default=0)
+    enough = length >= (LEAST_DRAWS if subsampled else LEAST_AGREEING)
+    apart = [disagreement(samples, subsampled)] if samples is not None and enough else []
+    arrived = all(check.status != "fail" for check in apart)
+    told = {"acceptance", "divergences", "energy error", "weights"}
+    told |= {"virial", "kinetic temperature"} if enough else set()
+    told |= {"energy"} if apart else set()
+    checks = [*sampler_checks(statistics, subsampled, arrived), *apart]
+    return [c for c in checks if c.name in told and (c.status == "fail" or (c.status == "warn" and c.name == "energy"))]

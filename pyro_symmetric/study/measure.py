@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_findings import R_HAT
 from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.compare import (
     DistanceResult,
@@ -24,6 +23,7 @@ from pyro_symmetric.compare import (
 from pyro_symmetric.compare.frames import pooled_frame
 from pyro_symmetric.compare.predictive_distance import Prediction
 from pyro_symmetric.compare.results import plain
+from pyro_symmetric.diagnostics import R_HAT
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods import Fit

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from pyro_symmetric.chain_findings import R_HAT
+from pyro_symmetric.diagnostics import R_HAT
 
 if TYPE_CHECKING:
     from pyro_symmetric.study.compare import Study

@@ -116,7 +116,6 @@ CALLS = (
         {
             "posterior": (*THINGS, ARRAY, Made("weights", lambda: weights(2, 8))),
             "symmetry": NO_SYMMETRY,
-            "aligned": (3, "banana", Made("weights", lambda: weights(2, 8)), Made("other", lambda: posterior(3, 8))),
             "model": (3, "banana", Made("network", network)),
             "predictions": (3, "banana", ARRAY, torch.zeros(3, 8, 2), torch.tensor(1.0)),
             "num_draws": (*COUNTS, None),

@@ -65,10 +65,9 @@ def in_copies(weights, symmetry):
 @pytest.mark.stochastic
 def test_chains_of_one_mode_agree_everywhere(model, x, symmetry):
     result = diagnose(Posterior(one_mode(), rows="chains"), symmetry, model=model, x=x)
-    assert list(result.statistics) == ["weights", "canonical", "aligned", "predictions"]
+    assert list(result.statistics) == ["weights", "modulo symmetry", "predictions"]
     assert all(result[space].status == "pass" for space in result.statistics)
-    assert result.verdict == "The chains agree on the function and on the weights."
-    assert "settled" not in result
+    assert result.verdict == "ok: the chains agree"
 
 
 @pytest.mark.stochastic
@@ -76,18 +75,10 @@ def test_chains_in_copies_of_a_mode_agree_on_the_function_and_in_every_common_fr
     weights = in_copies(one_mode(), symmetry)
     result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
     found = {name: result[name].status for name in result.statistics}
-    assert found == {"weights": "warn", "canonical": "pass", "aligned": "pass", "predictions": "pass"}
-    assert "different copies of a mode" in result.verdict
+    assert found == {"weights": "warn", "modulo symmetry": "pass", "predictions": "pass"}
+    assert result.verdict == "ok: the chains sit in different copies of a mode, and agree modulo symmetry"
     assert result["weights"].value > 1.5
-    assert "give symmetry=" in diagnose(Posterior(weights, rows="chains"), model=model, x=x).verdict
-
-
-@pytest.mark.stochastic
-def test_an_aligned_posterior_is_a_frame_too(model, x, symmetry):
-    posterior = Posterior(in_copies(one_mode(), symmetry), rows="chains")
-    result = diagnose(posterior, aligned=posterior.map(canonicalize, symmetry), model=model, x=x)
-    assert result["aligned"].status == "pass"
-    assert "different copies" in result.verdict
+    assert "symmetry= tells" in diagnose(Posterior(weights, rows="chains"), model=model, x=x)["weights"].words
 
 
 @pytest.mark.stochastic
@@ -96,20 +87,18 @@ def test_chains_in_modes_that_predict_differently_are_told_apart_from_copies(mod
     weights["2.bias"] = weights["2.bias"] + torch.tensor([0.0, 0.0, 5.0, 0.0])[:, None, None]
     result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
     assert result["predictions"].status == "fail"
-    assert result["settled"].status == "pass"
-    assert "modes that predict differently" in result.verdict
+    assert "disagree (weights, modulo symmetry, predictions)" in result.verdict
 
 
 @pytest.mark.stochastic
 def test_drifting_and_stuck_chains_are_told_to_run_longer(model, x):
     weights = one_mode()
     weights["2.bias"] = weights["2.bias"] + torch.linspace(0, 3, DRAWS)[:, None] * torch.arange(1.0, 5)[:, None, None]
-    assert "still drift or stand still" in diagnose(Posterior(weights, rows="chains"), model=model, x=x).verdict
+    assert diagnose(Posterior(weights, rows="chains"), model=model, x=x)["predictions"].status == "fail"
     stuck = {site: value.clone() for site, value in one_mode().items()}
     for value in stuck.values():
         value[1] = value[1, :1]
-    words = diagnose(Posterior(stuck, rows="chains"), model=model, x=x).verdict
-    assert words.startswith("The chains don't agree: chain 1 is stuck")
+    assert diagnose(Posterior(stuck, rows="chains"), model=model, x=x)["moving"].words.startswith("chain 1 stuck")
 
 
 @pytest.mark.stochastic
@@ -122,8 +111,8 @@ def test_modes_that_predict_alike_are_not_called_copies(model, x, symmetry):
     weights["0.bias"][..., 2] += 4 * torch.arange(CHAINS)[:, None]
     result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
     assert result["predictions"].status == "pass"
-    assert result["canonical"].status == "warn"
-    assert "different modes that predict alike" in result.verdict
+    assert result["modulo symmetry"].status == "warn"
+    assert "agree (predictions), but for weights, modulo symmetry" in result.verdict
 
 
 # exchangeable units about known centres ------------------------------------------------------------------------------
@@ -152,8 +141,7 @@ def test_chains_apart_are_not_called_copies_where_units_tie_in_the_key():
     # far above 1.05; in canonical forms a fifth of the shift is left.
     for shift in torch.linspace(1, 3, 6):
         result = diagnose(planted("tied", torch.tensor([0.0, 0.0, shift, shift])), UNITS)
-        assert result["aligned"].status == "fail"
-        assert "not even with their symmetries removed" in result.verdict
+        assert result["modulo symmetry"].status == "fail"
         assert "copies" not in result.verdict
 
 
@@ -164,17 +152,19 @@ def test_copies_of_one_mode_agree_however_their_units_overlap(kind):
     for _ in range(6):
         result = diagnose(planted(kind, torch.zeros(4)), UNITS)
         assert "different copies of a mode" in result.verdict
-        assert "too few" not in result.verdict  # of the 1,000 independent draws, as seen in the aligned frame
+        assert (
+            result["effective draws"].status == "pass"
+        )  # of the 1,000 independent draws, as seen in the aligned frame
 
 
 @pytest.mark.stochastic
 def test_agreement_as_drawn_is_not_enough():
     # Chains that change copies with every draw have a law of weights that hides which unit is shifted.
     posterior = planted("tied", torch.tensor([0.0, 0.0, 2.0, 2.0]), switching="draw")
-    assert "The chains agree on the weights." in diagnose(posterior).verdict
-    assert "not even with their symmetries removed" in diagnose(posterior, UNITS).verdict
+    assert diagnose(posterior).verdict == "ok: the chains agree"
+    assert diagnose(posterior, UNITS).verdict == "not ok: the chains disagree (modulo symmetry)"
     seen = {"predictions": torch.randn(4, 250)}
-    assert "function, but not on the weights (aligned:" in diagnose(posterior, UNITS, **seen).verdict
+    assert "agree (predictions), but for modulo symmetry" in diagnose(posterior, UNITS, **seen).verdict
 
 
 def test_the_aligned_frame_depends_on_orbits_alone():
@@ -197,12 +187,12 @@ def test_draws_that_are_not_finite_are_named_and_never_agree(value):
     draws = torch.randn(CHAINS, DRAWS, 3)
     draws[2, 250:, :2] = value  # half of a chain, two of three weights
     result = diagnose(Posterior({"w": draws, "v": torch.randn(CHAINS, DRAWS)}, rows="chains"))
-    assert [finding.status for finding in result.findings] == ["fail"]
-    assert "Nothing can be said" in result.verdict
-    assert "'w' in 250 of 2,000 draws (chain 2)" in result.verdict
+    assert [check.status for check in result.checks] == ["fail"]
+    assert result.verdict == "not ok: finite"
+    assert "'w' in 250 of 2,000 draws (chain 2)" in repr(result)
     draws[:, :, 1] = value
     everywhere = diagnose(Posterior({"w": draws}, rows="chains"))
-    assert "'w' in 2,000 of 2,000 draws (chains 0, 1, 2, 3)" in everywhere.verdict
+    assert "'w' in 2,000 of 2,000 draws (chains 0, 1, 2, 3)" in repr(everywhere)
     json.dumps(result.to_dict())
 
 
@@ -210,21 +200,20 @@ def test_draws_that_are_not_finite_are_named_with_a_symmetry_and_a_model_too(mod
     weights = one_mode()
     weights["2.bias"][1, 7] = torch.nan
     result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
-    assert "'2.bias' in 1 of 2,000 draws (chain 1)" in result.verdict
+    assert "'2.bias' in 1 of 2,000 draws (chain 1)" in repr(result)
 
 
 def test_predictions_that_are_not_finite_are_named():
     predictions = torch.randn(CHAINS, DRAWS, 2)
     predictions[0, :10, 1] = torch.inf
     result = diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS)}, rows="chains"), predictions=predictions)
-    assert "values of predictions in 10 of 2,000 draws (chain 0)" in result.verdict
+    assert "values of predictions in 10 of 2,000 draws (chain 0)" in repr(result)
 
 
 def test_chains_of_which_none_moves_are_told_so():
     for still in (torch.ones(CHAINS, 1, 2), torch.randn(CHAINS, 1, 2)):
         result = diagnose(Posterior({"w": still.expand(CHAINS, DRAWS, 2)}, rows="chains"))
-        assert result.verdict.startswith("No chain moves")
-        assert "too large for all" in result.verdict
+        assert "too large for all" in result["moving"].words
         assert result["moving"].status == "fail"
 
 
@@ -233,13 +222,11 @@ def test_entries_that_never_change_are_left_out_and_told():
     triangle = torch.randn(CHAINS, DRAWS, 3, 3).tril()
     result = diagnose(Posterior({"L": triangle}, rows="chains"))
     assert result["weights"].status == "pass"
-    assert "Left out: 3 entries of 'L'" in result.verdict
+    assert result.ok
     stuck = triangle.clone()
     stuck[:, :, 0, 2] = torch.arange(float(CHAINS))[:, None]  # one value in each chain
     apart = diagnose(Posterior({"L": stuck}, rows="chains"))
     assert apart["weights"].status == "fail"
-    assert "Left out: 2 entries of 'L'" in apart.verdict
-    assert "stuck: 1 entry of 'L'" in apart.verdict
 
 
 @pytest.mark.parametrize("shape", [(4, 0, 3), (0, 10, 3), (4, 10, 0)])
@@ -264,25 +251,13 @@ def test_complex_draws_and_predictions_are_refused():
         diagnose(Posterior({"w": draws}, rows="chains"), predictions=draws.to(torch.complex64))
 
 
-def test_numbers_too_far_apart_for_the_spread_get_no_confident_verdict():
-    # Near 2^27 numbers of float32 lie 16 apart.
-    for spread, status in ((16.0, "fail"), (100.0, "warn"), (2000.0, "pass")):
-        draws = (2.0**27 + 2.0**25 + spread * torch.randn(CHAINS, DRAWS, 2, dtype=torch.float64)).float()
-        result = diagnose(Posterior({"w": draws}, rows="chains"))
-        assert result["resolution"].status == status
-        assert ("agree" in result.verdict) == (status != "fail")
-        assert ("rounding" in result.verdict) == (status != "pass")
-    assert diagnose(Posterior({"w": draws.long()}, rows="chains")).ok
-
-
 @pytest.mark.stochastic
 def test_chains_that_stand_still_have_an_infinite_r_hat_and_a_sentence():
     draws = torch.randn(CHAINS, DRAWS, 2)
     draws[..., 0] = torch.arange(float(CHAINS))[:, None]
     result = diagnose(Posterior({"w": draws}, rows="chains"))
     assert result["weights"].value == torch.inf
-    assert "R-hat infinite, of site 'w'" in result.verdict
-    assert "Stuck: 1 entry of 'w'" in result.verdict
+    assert "R-hat of site 'w' inf" in result["weights"].words
     json.dumps(result.to_dict(), allow_nan=False)
     assert "inf: " in Posterior({"w": draws}, rows="chains").summary_table()
 
@@ -309,36 +284,26 @@ def test_the_model_that_it_was_drawn_from_is_the_default(model, x):
     attached = diagnose(posterior.attach(model, x, y)).to_dict()
     given = diagnose(posterior, model=model, x=x).to_dict()
     assert attached["statistics"] == given["statistics"]
-    assert set(attached["findings"]) - set(given["findings"]) == {"temperature"}
+    assert set(attached["checks"]) - set(given["checks"]) == {"temperature"}
 
 
 def test_without_a_model_the_samplers_log_density_stands_for_the_function():
     weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
     result = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"))
     assert list(result.statistics) == ["weights", "log density"]
-    assert result.verdict == "The chains agree on the log density and on the weights."
+    assert result.verdict == "ok: the chains agree"
     weights["w"][..., 1] = 5.0 * torch.arange(CHAINS)[:, None] + torch.randn(CHAINS, DRAWS)
     group = Group.declare({"w": ("k",)}, {"w": torch.Size((2,))})
     apart = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"), group).verdict
-    assert "different modes of like density" in apart
-    assert "predict alike" not in apart.replace("Give predictions= to see whether they predict alike", "")
+    assert apart == "not ok: the chains disagree (weights, modulo symmetry)"
     weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
     assert list(diagnose(Posterior(weights, rows="chains")).statistics) == ["weights"]
-    assert "The chains agree on the weights." in diagnose(Posterior(weights, rows="chains")).verdict
-
-
-def test_few_draws_that_differ_by_chance_are_not_sent_to_a_longer_warm_up():
-    # Of 40 independent draws R-hat exceeds 1.05 by chance in far more than one of 300 entries in a hundred.
-    result = diagnose(Posterior({"w": torch.randn(4, 10, 300)}, rows="chains"))
-    assert result["weights"].value > 1.05
-    assert result["settled"].status == "unknown"
-    assert "may be chance" in result.verdict
-    assert "warm-up" not in result.verdict
+    assert diagnose(Posterior(weights, rows="chains")).verdict == "ok: the chains agree"
 
 
 def test_of_very_many_draws_some_entries_are_looked_at(monkeypatch):
-    monkeypatch.setattr("pyro_symmetric.compare.agreement.MOST_NUMBERS", 4 * 50 * 30)
-    monkeypatch.setattr("pyro_symmetric.compare.agreement.LEAST_ENTRIES", 20)
+    monkeypatch.setattr("pyro_symmetric.compare.diagnosis.MOST_NUMBERS", 4 * 50 * 30)
+    monkeypatch.setattr("pyro_symmetric.compare.diagnosis.LEAST_ENTRIES", 20)
     draws = torch.randn(4, 50, 10, 10)
     found = diagnose(Posterior({"w": draws, "v": draws[..., :3, 0]}, rows="chains")).statistics["weights"]
     assert torch.equal(found["w"].r_hat, chain_statistics(draws.flatten(2)[..., evenly_spaced(100, 30)]).r_hat)
@@ -346,8 +311,8 @@ def test_of_very_many_draws_some_entries_are_looked_at(monkeypatch):
 
 
 def test_one_chain_and_few_draws_are_named():
-    assert "One chain can't be compared" in diagnose(Posterior({"w": torch.randn(1, 100, 2)}, rows="chains")).verdict
-    assert "too few (< 400)" in diagnose(Posterior({"w": torch.randn(2, 40, 2)}, rows="chains")).verdict
+    assert "1 chain of 100" in repr(diagnose(Posterior({"w": torch.randn(1, 100, 2)}, rows="chains")))
+    assert "above 400" in diagnose(Posterior({"w": torch.randn(2, 40, 2)}, rows="chains"))["effective draws"].words
 
 
 def test_troubles_of_the_sampler_enter_the_verdict():
@@ -358,14 +323,15 @@ def test_troubles_of_the_sampler_enter_the_verdict():
     result = diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, statistics, rows="chains"))
     assert result["divergences"].value == pytest.approx(20 / (CHAINS * DRAWS))
     assert result["acceptance"].value == pytest.approx(0.8)
-    assert "1.00% of the draws diverged" in result.verdict
-    assert "E-BFMI of the worst chain 0.0" in result.verdict
+    assert "diverged 1.00%, should be 0" in result["divergences"].words
+    assert "E-BFMI of the worst chain 0.0" in repr(result)
+    assert "energy" in result.verdict
 
 
 def test_it_prints_plots_and_goes_to_json(model, x, symmetry, tmp_path):
     result = diagnose(Posterior(one_mode(), rows="chains").thin(20), symmetry, model=model, x=x)
-    assert "canonical" in repr(result)
-    assert "predictions" in repr(result)
+    assert [line.strip() for line in result.full().splitlines()].count("predictions") == 1
+    assert len(repr(result)) < len(result.full()) / 2
     json.dumps(result.to_dict())
     result.plot().savefig(tmp_path / "figure.png")
 
@@ -374,7 +340,6 @@ def test_it_prints_plots_and_goes_to_json(model, x, symmetry, tmp_path):
     ("options", "message"),
     [
         ({"predictions": torch.zeros(4, 3)}, r"predictions has shape \(4, 3\)"),
-        ({"aligned": Posterior({"w": torch.zeros(2, 500, 2)}, rows="chains")}, "aligned has shape"),
         ({"x": torch.zeros(3, 1)}, "no model"),
     ],
 )
@@ -390,7 +355,7 @@ def test_a_model_that_is_no_network_is_sent_to_predict():
 
 def test_one_chain_is_compared_with_itself():
     words = repr(diagnose(Posterior({"a": torch.randn(1, 200)}, rows="chains")))
-    assert words.startswith("Diagnosis of 1 chain of 200 draws: The halves of the chain agree.")
+    assert words.startswith("1 chain of 200 draws: ok: the chains agree")
 
 
 def test_copies_of_a_chain_are_named_and_count_for_nothing() -> None:
@@ -434,7 +399,5 @@ def test_chains_whose_first_entries_never_change_are_no_copies_and_move() -> Non
     draws[..., :20] = 0.0  # a unit that was pruned, or the zeros of a triangle
     found = diagnose(Posterior({"w": draws}, rows="chains"))
     assert found.ok
-    assert "agree on the weights" in found.verdict
     draws[3] = draws[1]
-    verdict = diagnose(Posterior({"w": draws}, rows="chains")).verdict
-    assert verdict.count("[3]") == 1
+    assert "[3]" in diagnose(Posterior({"w": draws}, rows="chains"))["copies"].words

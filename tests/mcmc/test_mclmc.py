@@ -11,7 +11,7 @@ from scipy import stats
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.chain_findings import energy_error
+from pyro_symmetric.diagnostics import energy_error
 from pyro_symmetric.mcmc import MCLMC
 from pyro_symmetric.mcmc.kernels.mclmc import CORRELATION, GRADIENTS
 from pyro_symmetric.mcmc.sampling import sampler_failures

@@ -122,7 +122,7 @@ def energy_error(after: Tensor, before: Tensor) -> Tensor:
 
     Far out, energies may be so large that rounding hides more than a unit. There what it may hide counts as none, or
     chains would be stuck: rounding alone would refuse every other step, however short. If that lasts while chains are
-    sampled, :func:`~pyro_symmetric.chain_findings.blurred` says so.
+    sampled, :func:`~pyro_symmetric.diagnostics.blurred` says so.
     """
     error = after - before
     if error.dtype == torch.float32:

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_findings import ACCEPTANCE
+from pyro_symmetric.diagnostics import ACCEPTANCE
 
 DECAY = 0.6  # of the search's gain; averaging asks for more than 1/2 and less than 1
 LARGEST_GAIN = 8.0  # near a target of 1 the curve is flat and Newton's step knows no bounds

@@ -1,4 +1,4 @@
-"""The findings: sound draws pass, each fault is found and named."""
+"""The checks: sound draws pass, each fault is found and named."""
 
 import json
 from dataclasses import dataclass
@@ -9,9 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
-from torch.distributions import constraints
 
-from pyro_symmetric.chain_findings import arrival
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc.sampling import sampler_failures
@@ -61,8 +59,8 @@ def sound(**statistics) -> Posterior:
 def test_exact_draws_of_a_conjugate_model_pass(data):
     posterior = Posterior({"w": exact_draws(*data)}, rows="chains").attach(Sampler(conjugate, batch_size=10), *data)
     result = diagnose(posterior)
-    assert [f.name for f in result.findings] == [
-        *("finite", "resolution", "moving", "weights", "effective draws", "temperature", "mini-batch scale")
+    assert [check.name for check in result.checks] == [
+        *("finite", "moving", "weights", "effective draws", "temperature", "mini-batch scale")
     ]
     assert result.ok, result
     assert diagnose(posterior).ok
@@ -106,11 +104,11 @@ def test_stuck_and_slow_chains_are_named():
     posterior = sound()
     posterior.samples["w"][3] = posterior.samples["w"][3, :1]
     assert diagnose(posterior)["moving"].status == "fail"
-    assert "chain 3 is stuck" in diagnose(posterior)["moving"].words
+    assert "chain 3 stuck" in diagnose(posterior)["moving"].words
     slow = sound()
     slow.samples["w"][[1, 5]] *= 0.05
     assert diagnose(slow)["moving"].status == "warn"
-    assert "chains 1, 5 are slow" in diagnose(slow)["moving"].words
+    assert "chains 1, 5 slow" in diagnose(slow)["moving"].words
 
 
 def test_chains_of_which_none_moves_get_advice_that_fits():
@@ -143,20 +141,17 @@ def test_chains_far_apart_fail_and_the_site_is_named():
     result = diagnose(posterior)
     assert result["weights"].status == "fail"
     assert "site 'b'" in result["weights"].words
-    assert result["settled"].status == "pass"
-    assert "each by itself has settled" in result.verdict
     assert diagnose(posterior)["effective draws"].status == "fail"
     drifting = Posterior({"a": torch.randn(1, DRAWS) + torch.linspace(0, 20, DRAWS)}, rows="chains")
     result = diagnose(drifting)
     assert result["weights"].status == "fail"  # one chain, by its halves
-    assert "longer warm-up" in result.verdict
 
 
 def test_a_networks_weights_in_copies_are_a_warning_and_its_log_density_decides():
     weights = {"0.weight": torch.randn(CHAINS, DRAWS, 3) + 10 * torch.arange(CHAINS)[:, None, None]}
     result = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"))
     assert (result["log density"].status, result["weights"].status) == ("pass", "warn")
-    assert "give symmetry=" in result.verdict
+    assert "symmetry= tells" in result["weights"].words
     assert result["effective draws"].status == "pass"
     apart = torch.randn(CHAINS, DRAWS) + 3 * torch.arange(CHAINS)[:, None]
     assert diagnose(Posterior(weights, {"lp": apart}, rows="chains"))["log density"].status == "fail"
@@ -221,14 +216,13 @@ def test_few_draws_are_a_warning():
     assert result["effective draws"].status == "warn"
     few = diagnose(Posterior({"w": torch.randn(4, 5)}, rows="chains"))
     assert few["weights"].status == "unknown"
-    counts = [int(part.split()[0]) for part in repr(few).splitlines()[1].removeprefix("Findings: ").split(", ")]
-    assert sum(counts) == len(few.findings)  # those that can't be told are counted as well
+    assert few["weights"] in few.failed
 
 
 def test_draws_that_are_not_finite_end_the_battery():
     posterior = sound()
     posterior.samples["w"][0, 0, 0] = torch.nan
-    assert [f.status for f in diagnose(posterior).findings] == ["fail"]
+    assert [check.status for check in diagnose(posterior).checks] == ["fail"]
 
 
 @pytest.mark.parametrize(
@@ -248,13 +242,11 @@ def test_the_samplers_own_numbers_are_read(statistics, name, status):
     assert diagnose(sound(**statistics))[name].status == status
 
 
-def test_independent_energies_pass_and_a_chain_left_behind_is_named():
+def test_independent_energies_pass_and_a_chain_left_behind_disagrees():
     statistics = {"energy": torch.randn(CHAINS, DRAWS), "lp": torch.randn(CHAINS, DRAWS)}
     assert diagnose(sound(**statistics)).ok
     statistics["lp"][6] -= 40
-    finding = diagnose(sound(**statistics))["level"]
-    assert finding.status == "warn"
-    assert "chain 6 is" in finding.words
+    assert diagnose(sound(**statistics))["log density"].status == "fail"
 
 
 @pytest.mark.stochastic
@@ -272,86 +264,7 @@ def test_temperatures_are_compared_with_one_within_their_error(name):
 
 
 def test_an_unknown_finding_is_named():
-    with pytest.raises(KeyError, match="no finding 'speed'"):
+    with pytest.raises(KeyError, match="no check 'speed'"):
         diagnose(sound())["speed"]
     with pytest.raises(ValueError, match="num_draws is 0"):
         diagnose(sound(), num_draws=0)
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype", "status"),
-    [
-        (3e6, torch.float32, "fail"),
-        (1e6, torch.float32, "pass"),
-        (3e6, torch.float64, "pass"),
-    ],
-)
-def test_energies_that_rounding_blurs_are_told_and_warned_of(size, dtype, status):
-    lp = torch.full((CHAINS, DRAWS), -size, dtype=dtype)
-    statistics = {"lp": lp, "acceptance_rate": torch.full((CHAINS, DRAWS), 0.8)}
-    (found,) = [own for own in diagnose(sound(**statistics)).findings if own.name == "rounding"]
-    assert found.status == status
-    assert [own.name for own in sampler_failures(statistics, False)] == ["rounding"] * (status == "fail")
-    few = lp.index_fill(1, torch.arange(5), -torch.inf)  # nowhere in the support: told by the acceptance, not here
-    assert [own.name for own in sampler_failures({**statistics, "lp": few}, False)] == ["rounding"] * (status == "fail")
-
-
-def test_a_few_draws_that_rounding_blurs_are_told_but_not_warned_of():
-    lp = torch.full((CHAINS, DRAWS), -1.0)
-    lp[0, 200:210] = -3e6
-    statistics = {"lp": lp, "acceptance_rate": torch.full((CHAINS, DRAWS), 0.8)}
-    (found,) = [own for own in diagnose(sound(**statistics)).findings if own.name == "rounding"]
-    assert (found.status, found.value) == ("warn", 10 / (CHAINS * DRAWS))
-    assert sampler_failures(statistics, False) == []
-
-
-@pytest.mark.parametrize(("chains", "status"), [([2], "pass"), ([0, 3, 5], "warn")])
-def test_chains_that_warm_up_moved_to_the_places_of_others_are_told(chains, status, generator):
-    draws = torch.randn(CHAINS, DRAWS, 2, generator=generator)
-    sound = Posterior({"w": draws}, rows="chains")
-    assert "relocated" not in diagnose(sound)
-    moved = Posterior({"w": draws}, rows="chains", metadata={"relocated_chains": chains})
-    found = diagnose(moved)
-    assert found["relocated"].status == status
-    assert found["relocated"].value == len(chains) / CHAINS
-    assert f"{len(chains)} of {CHAINS} chains" in repr(found)
-    assert "relocated" not in diagnose(moved.select(chains=[1, 4, 6, 7]))
-
-
-def log_densities(chains: int, draws: int, dim: int, correlation: float = 0.0) -> torch.Tensor:
-    """Of a standard normal, along chains that have converged."""
-    z = torch.randn(chains, draws, dim)
-    for i in range(1, draws if correlation else 0):
-        z[:, i] = correlation * z[:, i - 1] + (1 - correlation**2) ** 0.5 * z[:, i]
-    return -0.5 * z.square().sum(2)
-
-
-@pytest.mark.parametrize(("draws", "dim", "correlation"), [(100, 1, 0.0), (100, 50, 0.0), (400, 2, 0.9)])
-def test_chains_of_converged_draws_have_arrived(draws, dim, correlation):
-    # of 400,000 independent chains 2 failed at most, and 21 were warned of: a false alarm in 1 of 1,000 runs
-    assert arrival(log_densities(200, draws, dim, correlation)).status != "fail"
-
-
-def test_a_chain_that_arrives_in_its_first_draws_is_told_with_their_number():
-    lp = log_densities(4, 1000, 2)
-    lp[2, :3] = torch.tensor([-800.0, -300.0, -90.0])  # as 40 deviations away, at first
-    finding = arrival(lp)
-    assert (finding.status, finding.value) == ("fail", pytest.approx(1.19, abs=0.01))
-    assert "chain 2 had" in finding.words
-    assert "first 3 draws" in finding.words
-    assert finding in sampler_failures({"lp": lp}, subsampled=False)
-    assert arrival(lp[:, 3:]).status == "pass"
-    assert sampler_failures({"lp": lp[:, :60]}, subsampled=False) == []  # too few to tell
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_draws_as_near_to_1_as_numbers_go_are_told(dtype: torch.dtype) -> None:
-    """Of Beta(0.1, 0.1), of which a tenth lies nearer to 1 in single precision, a hundredth in double; of Beta(2, 2)
-    nothing does."""
-    fine = {"energy": torch.randn(4, 2000)}
-    logits = torch.distributions.Gamma(torch.tensor(0.1).double(), 1.0).sample((2, 4, 2000)).clamp(min=1e-300).log()
-    near = {"p": torch.distributions.biject_to(constraints.unit_interval)((logits[0] - logits[1]).to(dtype))}
-    assert [found.name for found in sampler_failures(fine, False, near)] == ["edge"]
-    assert ("float64, or" in sampler_failures(fine, False, near)[0].words) == (dtype == torch.float32)
-    far = {"p": torch.distributions.Beta(torch.tensor(2.0, dtype=dtype), 2.0).sample((4, 2000))}
-    assert sampler_failures(fine, False, far) == []
