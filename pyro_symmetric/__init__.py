@@ -31,7 +31,7 @@ Posteriors
     Posterior predict diagnose summary relabel to_arviz
 
 Ensembles and checkpoints
-    ensemble read_checkpoints write_checkpoints
+    ensemble read_checkpoints
 
 Alignment
     align align_many push_forward interpolate barycentre wasserstein loss_barrier to_gaussian
@@ -70,7 +70,7 @@ from pyro_symmetric.arviz_export import to_arviz
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.sorting import sorting_permutation
-from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
+from pyro_symmetric.checkpoints import read_checkpoints
 from pyro_symmetric.compare import (
     DistanceResult,
     SortingTracker,
@@ -246,5 +246,4 @@ __all__ = [
     "verify",
     "verify_model",
     "wasserstein",
-    "write_checkpoints",
 ]

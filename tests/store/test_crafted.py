@@ -12,7 +12,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.mcmc.run import packed, unpacked
 from pyro_symmetric.posterior import Posterior
@@ -198,15 +197,6 @@ def test_a_joined_copy_that_lies_elsewhere_is_not_read(path, tmp_path):
     shutil.move(folder / "joined", tmp_path / "moved")
     (folder / "joined").symlink_to(tmp_path / "moved")
     assert torch.equal(Posterior.load(folder).samples["w"], expected)
-
-
-def test_a_dtype_of_statistics_is_a_dtype(tmp_path):
-    posterior = Posterior({"w": torch.zeros(1, 2)}, {"lp": torch.zeros(1, 2)}, rows="chains")
-    write_checkpoints(posterior, tmp_path / "c", progress=False)
-    head = load_json(tmp_path / "c/checkpoints.json", "list")
-    save_json(tmp_path / "c/checkpoints.json", head | {"dtypes": {"lp": "load"}}, "list")
-    with pytest.raises(StoreError, match="unknown dtype, 'load'"):
-        read_checkpoints(tmp_path / "c", progress=False)
 
 
 def test_a_json_text_that_nests_too_deep_is_told(tmp_path):

@@ -18,7 +18,6 @@ import torch
 from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import nn
 
-from pyro_symmetric.checkpoints import read_checkpoints, write_checkpoints
 from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.guides.files import load_guide, save_guide
 from pyro_symmetric.mcmc import HMC, sample
@@ -79,11 +78,6 @@ def parameters(path: Path) -> Values:
     return {name: value.detach() for name, value in load_guide(path / "guide").named_parameters()}
 
 
-def write_some_checkpoints(path: Path, seed: int) -> None:
-    draws = torch.randn(1, 3, 2, generator=torch.Generator(torch.empty(0).device).manual_seed(seed))
-    write_checkpoints(Posterior({"w": draws}, {"lp": draws[..., 0]}, {}, rows="chains"), path, progress=False)
-
-
 @dataclass(frozen=True)
 class Kind:
     """A maker and a reader of a folder of files; ``files``: those of which each is damaged in turn."""
@@ -103,7 +97,6 @@ KINDS = {
     "a joined copy": Kind(run_tasks, lambda p: values_of(Posterior.load(p)), "joined/**/*.*", run_tasks, True),
     "an ensemble": Kind(train, lambda path: values_of(Posterior.load(path)), "*.safetensors", train),
     "a guide": Kind(save_a_guide, parameters, "guide"),
-    "checkpoints": Kind(write_some_checkpoints, lambda p: values_of(read_checkpoints(p, progress=False)), "*"),
 }
 
 
