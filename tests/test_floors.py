@@ -50,7 +50,6 @@ FLOORS = [
 ]
 # Floors inside a room, likewise.
 INSIDE = {
-    "infer": [["kernels"], ["chains"], [WHOLE]],
     "discovery": [
         ["nodes"],
         ["branches", "invariance", "labels", "nullspace", "parametrised", "remainder", "sizes", "tensors_only"],

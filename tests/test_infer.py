@@ -3,15 +3,11 @@
 import functools
 import inspect
 import math
-import os
-from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide.initialization import init_to_sample, init_to_value
-from torch.distributions.transforms import ExpTransform
 
 import pyro_symmetric as ps
 from pyro_symmetric.chain_statistics import chain_statistics
@@ -59,45 +55,6 @@ def test_draws_are_those_of_the_posterior(kernel):
     assert standard_errors_off((draws - truth).square(), deviation**2, math.sqrt(2) * deviation**2) < 4
 
 
-@pytest.mark.cpu
-@pytest.mark.filterwarnings("ignore:.* of the draws diverged")  # in so short a run
-def test_a_potential_is_sampled_as_the_model_that_has_it():
-    def potential(values):
-        z, shift = values["scale"], values["shift"]
-        return (z.exp() - z).sum() + 0.5 * shift.square()  # of positive(), with the Jacobian of exp
-
-    start = {"scale": torch.tensor([0.1, -0.3, 0.7]), "shift": torch.tensor(0.4)}
-    of_model, of_potential = (
-        quiet(kernel, 20, 30, start, seed=1, dtype=torch.float64, **more)
-        for kernel, more in (
-            (NUTS(positive), {}),
-            (NUTS(potential_fn=potential), {"transforms": {"scale": ExpTransform().inv}}),
-        )
-    )
-    of_model.run()
-    of_potential.run()
-    for site, draws in of_model.get_samples().items():
-        torch.testing.assert_close(of_potential.get_samples()[site], draws)
-
-
-def test_a_potential_may_run_a_model_and_give_a_tensor_of_one_number():
-    def model():
-        pyro.sample("z", dist.Normal(5.0, 1.0))
-
-    def potential(values):
-        return -pyro.poutine.trace(pyro.condition(model, data=values)).get_trace().log_prob_sum()[None]
-
-    mcmc = quiet(NUTS(potential_fn=potential), 100, 200, {"z": torch.zeros(16)}, num_chains=16)
-    mcmc.run()
-    assert standard_errors_off(mcmc.get_samples(group_by_chain=True)["z"], 5.0, 1.0) < 4
-
-
-def test_a_potential_of_several_numbers_is_refused():
-    mcmc = quiet(NUTS(potential_fn=lambda values: values["z"]), 1, 1, {"z": torch.zeros(2)})
-    with pytest.raises(ValueError, match="potential_fn"):
-        mcmc.run()
-
-
 def test_our_own_kernels_are_run_as_sample_runs_them():
     y = torch.randn(5)
     ours = ps.NUTS(conjugate)
@@ -118,25 +75,32 @@ def test_our_own_kernels_are_run_as_sample_runs_them():
         ({"trajectory_length": 1.5}, 1.5),
         ({"trajectory_length": 1.5, "num_steps": 7}, 1.5),
         ({"num_steps": 4, "step_size": 0.25}, 1.0),
-        ({"num_steps": 3, "step_size": None}, 3.0),
     ],
 )
 def test_the_length_of_trajectories_is_pyros(asked, length):
-    theirs = pyro.infer.HMC(conjugate, **{**asked, "step_size": asked.get("step_size", 1) or 1})
+    theirs = pyro.infer.HMC(conjugate, **asked)
     assert theirs.trajectory_length == pytest.approx(length)
-    assert HMC(conjugate, **asked).kernel.trajectory_length == pytest.approx(length)
+    assert HMC(conjugate, **asked).trajectory_length == pytest.approx(length)
 
 
-def test_arguments_have_pyros_order_and_defaults():
+def test_arguments_have_pyros_names_and_defaults():
     for ours, theirs in ((HMC, pyro.infer.HMC), (NUTS, pyro.infer.NUTS), (MCMC, pyro.infer.MCMC)):
         expected = inspect.signature(theirs).parameters
-        found = inspect.signature(ours).parameters
-        assert [name for name in found if name != "options"] == list(expected)
-        assert {n: p.default for n, p in found.items() if n != "options"} == {n: p.default for n, p in expected.items()}
+        for name, parameter in inspect.signature(ours).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD and name != "model":
+                assert parameter.default == expected[name].default, name
 
 
 def test_settings_reach_our_kernels():
-    kernel = NUTS(conjugate, None, 0.3, False, False, True, max_tree_depth=4, target_accept_prob=0.9).kernel
+    kernel = NUTS(
+        conjugate,
+        step_size=0.3,
+        adapt_step_size=False,
+        adapt_mass_matrix=False,
+        full_mass=True,
+        max_tree_depth=4,
+        target_accept_prob=0.9,
+    )
     assert type(kernel) is ps.NUTS
     assert kernel.settings() == {
         **ps.NUTS(conjugate).settings(),
@@ -163,28 +127,13 @@ def test_initial_params_are_unconstrained(num_chains):
     torch.testing.assert_close(found["shift"].reshape(batch), start["shift"], atol=1e-4, rtol=1e-4)
 
 
-def test_a_strategy_draws_the_starting_points():
-    strategy = init_to_value(values={"scale": torch.tensor([1.0, 2.0, 3.0]), "shift": torch.tensor(-1.5)})
-    mcmc = quiet(HMC(positive, init_strategy=strategy, **STILL), 1, 0, num_chains=2)
-    mcmc.run()
-    expected = torch.tensor([1.0, 2.0, 3.0]).expand(2, 3)
-    torch.testing.assert_close(mcmc.get_samples()["scale"], expected, atol=1e-4, rtol=1e-4)
-    mcmc = quiet(HMC(functools.partial(positive, 1e-3), init_strategy=init_to_sample, **STILL), 1, 0, num_chains=50)
-    mcmc.run()  # exponentials of mean 1000, 150 of them: their mean is under 600 once in a million runs
-    assert mcmc.get_samples()["scale"].mean() > 600
-
-
 def test_starts_that_do_not_fit_are_refused():
     for start in ({"scale": torch.zeros(3)}, {"scale": torch.zeros(2), "shift": torch.zeros(())}):
         mcmc = quiet(NUTS(positive), 1, 1, start)
-        with pytest.raises(ValueError, match="initial_params"):
+        with pytest.raises(ValueError, match="initial"):
             mcmc.run()
     with pytest.raises(ValueError, match="initial_params"):
-        quiet(NUTS(positive), 1, 1, {"shift": torch.zeros(3)}, num_chains=2)
-    with pytest.raises(ValueError, match="initial_params"):
-        quiet(NUTS(potential_fn=lambda values: values["z"]), 1)
-    with pytest.raises(ValueError, match="initial"):
-        quiet(NUTS(positive), 1, 1, {"shift": torch.zeros(())}, initial="prior")
+        quiet(NUTS(positive), 1, 1, {"shift": torch.zeros(3)}, num_chains=2).run()
 
 
 # what is made of the draws ------------------------------------------------------------------------------------------
@@ -251,7 +200,6 @@ def test_it_is_shown_by_its_kernel_and_what_it_holds():
     assert repr(mcmc) == f"MCMC({ps.NUTS(positive, mass='dense')!r}, 2 chains, not run yet)"
     held = mcmc.run()
     assert repr(mcmc).endswith(f"2 chains, holding {str(held).splitlines()[0]})")
-    assert repr(HMC(potential_fn=standard_errors_off)) == "HMC(potential_fn=standard_errors_off)"
 
 
 def test_who_passes_it_for_its_posterior_is_told_so():
@@ -263,9 +211,11 @@ def test_who_passes_it_for_its_posterior_is_told_so():
         ps.predict(mcmc, positive)
 
 
-def test_a_misspelt_option_is_answered_with_those_of_pyro_and_of_sample():
-    with pytest.raises(TypeError, match=r"warmup_step'.* warmup_steps, .*seed"):
-        quiet(NUTS(positive), 5, warmup_step=5)
+def test_a_misspelt_option_is_refused():
+    with pytest.raises(TypeError, match="warmup_step"):
+        quiet(NUTS(positive), 5, warmup_step=5).run()
+    with pytest.raises(TypeError, match="max_treedepth"):
+        NUTS(positive, max_treedepth=5)
 
 
 def test_predictive_takes_the_draws():
@@ -319,71 +269,8 @@ def test_a_modules_arguments_are_those_of_its_forward():
         quiet(NUTS(Forward()), 1, 1).run(torch.zeros(2), num_samples=5)
 
 
-# what isn't done is said --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: MCMC(NUTS(conjugate), 1, mp_context="spawn"), "mp_context"),
-        (lambda: NUTS(conjugate, use_multinomial_sampling=False), "use_multinomial_sampling"),
-        (lambda: NUTS(conjugate, full_mass=[("mean",)]), "full_mass"),
-        (lambda: HMC(conjugate, jit_options={"optimize": True}), "jit_options"),
-        (lambda: HMC(conjugate, min_stepsize=1e-3), "min_stepsize"),
-        (lambda: HMC(conjugate, max_stepsize=1.0), "max_stepsize"),
-        (lambda: quiet(HMC(potential_fn=lambda values: values["z"] ** 2), 1, 1, {"z": torch.zeros(())}).run(3), "run"),
-    ],
-)
-def test_what_has_no_meaning_is_warned_of_by_name(make, name):
-    with pytest.warns(RuntimeWarning, match=name) as caught:
-        make()
-    assert (caught[0].filename, caught[0].lineno) == (__file__, make.__code__.co_firstlineno)
-
-
 @pytest.mark.filterwarnings("error")
-def test_what_is_done_anyway_is_taken_in_silence():
-    NUTS(conjugate, max_plate_nesting=1, jit_compile=True, ignore_jit_warnings=True)
-    HMC(conjugate, full_mass=[], jit_options={}, ignore_jit_warnings=True)
-    MCMC(NUTS(conjugate), 1, disable_validation=None)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: MCMC(NUTS(conjugate), 1, disable_validation=False), "disable_validation"),
-        (lambda: MCMC(NUTS(conjugate), 1, transforms={"mean": ExpTransform()}), "transforms"),
-        (lambda: NUTS(conjugate, transforms={"mean": ExpTransform()}), "transforms"),
-        (lambda: NUTS(), "model and potential_fn"),
-        (lambda: NUTS(conjugate, lambda values: values["mean"]), "model and potential_fn"),
-        (lambda: MCMC(ps.NUTS(None), 1), "model and potential_fn"),
-    ],
-)
-def test_what_would_change_the_draws_is_refused_by_name(make, name):
-    with pytest.raises(ValueError, match=name):
-        make()
-
-
-# Pyro's own tests ---------------------------------------------------------------------------------------------------
-
-
-def test_the_import_is_changed_and_nothing_else():
-    from benchmarks.pyro_tests import changed
-
-    text = "from pyro.infer import SVI\nfrom pyro.infer.mcmc import MCMC, NUTS, ArrowheadMassMatrix\nNUTS()\n"
-    text += "from pyro.infer.mcmc.util import (\n    initialize_model,\n)\n"
-    assert changed(text) == (
-        "from pyro.infer import SVI\nfrom pyro_symmetric.infer import MCMC, NUTS\n"
-        "from pyro.infer.mcmc import ArrowheadMassMatrix\nNUTS()\n"
-        "from pyro.infer.mcmc.util import initialize_model\n"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("PYRO_SOURCE" not in os.environ, reason="PYRO_SOURCE names no checkout of Pyro")
-def test_pyros_own_tests_pass_with_the_import_changed():
-    from benchmarks.pyro_tests import outcomes
-
-    found = outcomes(Path(os.environ["PYRO_SOURCE"]))
-    failed = [f"{o.name}: {o.words}" for o in found if o.result == "failed" and not o.internal]
-    assert sum(o.result == "passed" for o in found) > 100
-    assert not failed, "\n".join(failed)
+def test_arguments_that_have_nothing_to_say_are_taken():
+    NUTS(conjugate, max_plate_nesting=1, jit_compile=True, ignore_jit_warnings=True, use_multinomial_sampling=True)
+    HMC(conjugate, full_mass=False, jit_options={}, ignore_jit_warnings=True)
+    MCMC(NUTS(conjugate), 1, disable_validation=None, mp_context="spawn")

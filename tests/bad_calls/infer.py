@@ -2,12 +2,11 @@
 
 import pyro
 import torch
-from torch.distributions.transforms import ExpTransform
 
 import pyro_symmetric as ps
 from pyro_symmetric.infer import HMC, NUTS
 
-from .table import ARRAY, COUNTS, DEVICES, FLAGS, FRACTIONS, NOT_NEGATIVE, POSITIVE, THINGS, Calls
+from .table import ARRAY, COUNTS, DEVICES, FLAGS, FRACTIONS, NOT_NEGATIVE, THINGS, Calls
 
 
 def plain(y=0.0):
@@ -25,59 +24,34 @@ def chains(**options):
 
 SHARED = {
     "model": (3, "banana", ARRAY, ps.BayesianModel),
-    "potential_fn": (3, lambda values: values["z"]),
-    "step_size": POSITIVE,
     "adapt_step_size": FLAGS,
     "adapt_mass_matrix": FLAGS,
-    "full_mass": (3, None, "z", ["z"], [(3,)]),
-    "transforms": (3, {"z": 3}, {"z": ExpTransform()}),
-    "max_plate_nesting": NOT_NEGATIVE,
-    "jit_compile": FLAGS,
-    "jit_options": (3, "banana"),
-    "ignore_jit_warnings": FLAGS,
+    "full_mass": (3, None, "z", ["z"]),
     "target_accept_prob": (*FRACTIONS, None),
-    "init_strategy": THINGS,
 }
+OURS = {"adapt_mass_matrix": "adapt_mass", "target_accept_prob": "target_accept", "max_tree_depth": "max_treedepth"}
 
 CALLS = (
-    Calls(
-        "infer.HMC",
-        HMC,
-        lambda: {"model": plain},
-        {
-            **SHARED,
-            "trajectory_length": POSITIVE,
-            "num_steps": COUNTS,
-            "min_stepsize": (*POSITIVE, None),
-            "max_stepsize": (0.0, -1.0, "1", None),
-        },
-    ),
-    Calls(
-        "infer.NUTS",
-        NUTS,
-        lambda: {"model": plain},
-        {**SHARED, "use_multinomial_sampling": FLAGS, "max_tree_depth": (*COUNTS, None)},
-    ),
+    Calls("infer.HMC", HMC, lambda: {"model": plain}, {**SHARED, "trajectory_length": (0.0, -1.0, "1")}, words=OURS),
+    Calls("infer.NUTS", NUTS, lambda: {"model": plain}, {**SHARED, "max_tree_depth": (*COUNTS, None)}, words=OURS),
     Calls(
         "MCMC",
         chains,
         dict,
         {
-            "kernel": (*THINGS, plain, ps.NUTS, ps.NUTS(None)),
+            "kernel": (*THINGS, plain, ps.NUTS),
             "num_samples": (*COUNTS, None),
             "warmup_steps": NOT_NEGATIVE,
             "initial_params": (3, {}, {"z": 0.0}, {"y": torch.zeros(())}, {"z": torch.zeros(2)}),
             "num_chains": (*COUNTS, None),
             "hook_fn": (3, "banana"),
             "disable_progbar": FLAGS,
-            "disable_validation": (False, 1, "yes"),
-            "transforms": (3, {"z": ExpTransform()}),
             "save_params": (3, "z", [3], ["banana"]),
             "seed": (1.5, "3", True, -1),
             "device": DEVICES,
             "engine": (1, "yes", None),
         },
-        words={"kernel": ""},
+        words={"kernel": "", "initial_params": "initial"},
     ),
     Calls(
         "MCMC.run",
