@@ -19,7 +19,6 @@ from pyro_symmetric.weights import Weights
 Loss = Callable[[Tensor, Tensor], Tensor]
 # parameters, buffers, inputs, targets of one network -> its loss
 MemberLoss = Callable[[Weights, Weights, Tensor, Tensor], Tensor]
-Perturb = Callable[[Weights], Weights]
 
 
 def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -122,20 +121,16 @@ def network_loss(net: nn.Module, loss: Loss) -> MemberLoss:
     return evaluate
 
 
-def map_loss(model: BayesianModel, num_data: int, perturb: Perturb | None) -> MemberLoss:
+def map_loss(model: BayesianModel, num_data: int) -> MemberLoss:
     r"""The objective that a mode of the posterior minimises, by row of the data:
-    :math:`-\frac1N \log p(w) - \frac1B \sum_{i \in \text{batch}} \frac1T \log p(y_i \mid x_i, \tilde w)`.
-
-    :param perturb: weights -> :math:`\tilde w`, the weights at which the likelihood is evaluated; by default these.
-    """
+    :math:`-\frac1N \log p(w) - \frac1B \sum_{i \in \text{batch}} \frac1T \log p(y_i \mid x_i, w)`."""
     in_net = _names(model.net)
     log_prior = _log_prior(model.priors())
 
     def evaluate(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
-        seen = weights if perturb is None else perturb(weights)
-        network = {site: value for site, value in seen.items() if site in in_net}
+        network = {site: value for site, value in weights.items() if site in in_net}
         outputs = model.call({**network, **buffers}, x)
-        latents = {site: value for site, value in seen.items() if site not in in_net}
+        latents = {site: value for site, value in weights.items() if site not in in_net}
         rows = _unvalidated(model.likelihood.distribution(outputs, latents)).log_prob(model.likelihood.targets(y))
         return -rows.sum() / (len(x) * model.likelihood.temperature) - log_prior(weights) / num_data
 

@@ -11,40 +11,47 @@ the posterior (figures 1, 13 and 14, table 1).
 
 from __future__ import annotations
 
-import math
+import copy
+import functools
+import time
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Transform, biject_to
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import drawn_seed
-from pyro_symmetric.ensembles.members import Loss, Perturb
-from pyro_symmetric.ensembles.parts import Parts
-from pyro_symmetric.ensembles.trainer import MakeOptimizer, OutlierRule, Trainer, Watch
+from pyro_symmetric._process import drawn_seed, forked
+from pyro_symmetric.calls import described, over_weights
+from pyro_symmetric.ensembles.descent import batches_of, descend
+from pyro_symmetric.ensembles.members import (
+    LOSSES,
+    Loss,
+    MemberLoss,
+    evaluating,
+    fresh_members,
+    fresh_starts,
+    kept_sites,
+    map_loss,
+    network_loss,
+    stacked_buffers,
+)
+from pyro_symmetric.mcmc.density.data_checks import require_data
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.storage import PathLike
-from pyro_symmetric.store import FolderRecorder, MemoryRecorder
 from pyro_symmetric.weights import Weights
 
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+Watch = Callable[[int, Weights], None]
 
-def far_off(deviations: float = 10.0) -> OutlierRule:
-    """A rule for outliers: a loss more than so many robust standard deviations above the median of the members.
-
-    The robust deviation is 1.4826 times the median absolute deviation; it is that of a normal law.
-    """
-    if not deviations > 0:
-        raise ValueError(f"deviations is {deviations}; it must be positive")
-
-    def rule(losses: Tensor) -> Tensor:
-        middle = losses.median()
-        return losses > middle + deviations * 1.4826 * (losses - middle).abs().median().clamp(min=1e-12)
-
-    return rule
+ENTRIES = 2**22  # inputs of all members of a part in one step, about
+STEPS, EPOCHS = 2_000, 20  # at least, by default
 
 
 def ensemble(
@@ -58,12 +65,8 @@ def ensemble(
     optimizer: MakeOptimizer | None = None,
     cosine: bool = True,
     initial: Callable[[int], Weights] | None = None,
-    perturb: Perturb | None = None,
-    outliers: OutlierRule | None = None,
-    redraw: bool = True,
     members_at_once: int | None = None,
     watch: Watch | None = None,
-    store: PathLike | None = None,
     seed: int | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
@@ -76,21 +79,13 @@ def ensemble(
     >>> posterior.get_samples()["0.weight"].shape
     torch.Size([500, 2, 2])
 
-    Each part of the members has a random generator of its own. With ``store`` the members go to disk part by part;
-    after Ctrl-C or ``kill -9`` the same call resumes, and gives the members of an unbroken run.
-    ``Posterior.load(store)`` reads those that there are at any time.
-
-    *Outliers.* A member whose mean loss over an epoch isn't finite, or that ``outliers`` names, stops at once; the
-    others continue. The losses after the last step are judged likewise, and the weights must be finite. Members that
-    stopped are left out; with ``redraw`` another takes the place of each. ``metadata["stopped"]`` says in which epoch
-    and at which loss; a warning says how many diverged.
-
-    *Running statistics* (batch normalisation) are kept as sites, since removing symmetries moves them.
+    A member whose loss or weights aren't finite at the end is left out, with a warning. Running statistics (batch
+    normalisation) are kept as sites, since removing symmetries moves them.
 
     :param net: the network, trained in train mode; parameters that require no gradient keep its values in all members.
         Or a ``BayesianModel``, of which every member becomes a mode of the posterior, sites of the likelihood included
         (``loss`` is then minus its log-joint density, per row).
-    :param data: inputs ``(N, ...)`` and targets ``(N, ...)``.
+    :param data: inputs ``(N, ...)`` and targets ``(N, ...)``; standardise them, as for any network.
     :param num_members: how many networks.
     :param loss: ``"cross_entropy"``, ``"binary_cross_entropy"`` (of logits), ``"mse"``, or a function of one network's
         outputs ``(B, ...)`` and targets that returns their mean loss.
@@ -98,86 +93,220 @@ def ensemble(
         own order; rows that don't fill a batch are left out of that pass.
     :param batch_size: rows of a mini-batch; ``None`` takes all data at every step.
     :param optimizer: makes an element-wise PyTorch optimiser (SGD, Adam, AdamW, RMSprop ...) of stacked parameters:
-        ``functools.partial(torch.optim.Adam, lr=1e-2, weight_decay=1e-4)``; it moves the weights as they are. Default:
-        Adam at a learning rate of 0.01, in coordinates in which a table's columns and real targets have mean 0 and
-        deviation 1 (:mod:`pyro_symmetric.ensembles.coordinates`), so that data needn't be standardised.
+        ``functools.partial(torch.optim.Adam, lr=1e-2, weight_decay=1e-4)``. Default: Adam at a learning rate of 0.01.
     :param cosine: whether the learning rate falls to zero along a cosine.
     :param initial: number of members -> their initial parameters ``(members, *shape)``, or
         :func:`~pyro_symmetric.ensembles.initialised_by` of a function that builds a network. Default: the modules' own
         initialisation, see :func:`~pyro_symmetric.ensembles.fresh_members`.
-    :param perturb: of a ``BayesianModel``: one member's weights -> the weights at which its likelihood is evaluated in
-        training (dropout, say).
-    :param outliers: losses ``(members,)``, on the CPU -> which of them to stop; see :func:`far_off`.
-    :param redraw: whether to train others in place of those that stopped.
-    :param members_at_once: size of a part, trained together and written together. Default: by the size of a step's
-        inputs, about 4 million numbers; with ``store`` a tenth of the members at most (and 25 at least), so that
-        little is lost. Each part has a seed of its own: another size gives other members.
+    :param members_at_once: size of a part that is trained together. Default: by the size of a step's inputs, about 4
+        million numbers. Each part has a seed of its own: another size gives other members.
     :param watch: called after every step of a part with the step's number and all its members' weights, to record
         their path, say.
-    :param store: a folder for the members, new or of this very ensemble.
     :param seed: of all random numbers. ``None``: one is drawn from PyTorch's global generator, which is otherwise left
-        alone; ``metadata["seed"]`` says which. A stored ensemble that ``None`` resumes keeps its seed.
-    :param device: where to train; by default where the network is. Members are moved to the CPU when their part is
-        trained.
+        alone; ``metadata["seed"]`` says which.
+    :param device: where to train; by default where the network is.
     :return: samples of shape ``(1, num_members, ...)``, on the CPU; the statistic ``loss`` is each member's on all
         data, in eval mode; ``metadata["losses"]`` holds the members' mean loss in each epoch.
-    :raises ValueError: if arguments or data don't fit, every member of a part stops, or the store holds another run.
-    :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
+    :raises ValueError: if arguments or data don't fit, or every member diverges.
     """
-    trainer = Trainer(
-        net,
-        data,
-        loss=loss,
-        epochs=epochs,
-        batch_size=batch_size,
-        optimizer=optimizer,
-        cosine=cosine,
-        initial=initial,
-        perturb=perturb,
-        outliers=outliers,
-        watch=watch,
-        device=device,
-    )
+    for name, value, none in (("epochs", epochs, "2,000 steps"), ("batch_size", batch_size, "all data")):
+        arguments.whole(name, value, 1, none=none)
     arguments.whole("num_members", num_members, 1)
     arguments.whole("members_at_once", members_at_once, 1, none="a number that suits")
     arguments.whole("seed", seed, 0, none="one from PyTorch's generator")
-    arguments.flag("redraw", redraw)
-    comfortable = trainer.comfortable_size()
-    if store is not None:
-        comfortable = min(comfortable, max(25, num_members // 10))
+    arguments.flag("cosine", cosine)
+    arguments.function("optimizer", optimizer, "a function that makes an optimiser of parameters", none="Adam")
+    arguments.function("initial", initial, "a function of a number of members", none="the modules' own")
+    arguments.function("watch", watch, "a function of a step's number and the weights", none="none")
+    x, y = _checked_data(data)
+    objective = _objective(net, loss, x, y, arguments.device("device", device, none="the network's own"))
+    x, y = x.to(objective.device), y.to(objective.device)
+    batch_size = min(batch_size or len(x), len(x))
+    epochs = epochs or max(EPOCHS, -(-STEPS // (len(x) // batch_size)))
+    course = Course(objective, x, y, epochs, batch_size, optimizer or functools.partial(torch.optim.Adam, lr=0.01))
+    seed = drawn_seed() if seed is None else seed
+    weights_each = sum(shape.numel() for shape in objective.shapes.values())
+    comfortable = max(1, min(2_500, ENTRIES // max(batch_size * x[0].numel(), weights_each, len(x))))
     size = min(num_members, members_at_once or comfortable)
-    counts = [min(size, num_members - start) for start in range(0, num_members, size)]
-    more = {"num_members": num_members, "members_at_once": size, "redraw": redraw}
-    with _recorder(store, num_members) as recorder:  # its lock comes first: who is refused has touched no generator
-        parts = Parts(recorder, trainer.fingerprint(more, drawn_seed() if seed is None else seed), seed)
-        bar = tqdm(
-            total=num_members * trainer.epochs, desc="ensemble", unit="epoch", unit_scale=True, disable=not progress
+    began, parts = time.perf_counter(), []
+    with tqdm(total=num_members, desc="ensemble", unit="network", disable=not progress) as bar:
+        for index, start in enumerate(range(0, num_members, size)):
+            count = min(size, num_members - start)
+            generator = torch.Generator(objective.device).manual_seed((seed + index) % 2**63)
+            with forked(generator, objective.device):  # which initial values, dropout and users' functions draw from
+                parts.append(course.train(_started(objective, initial, count), cosine, generator, watch, bar))
+    samples = {site: torch.cat([weights[site] for weights, _, _ in parts]) for site in parts[0][0]}
+    losses = torch.cat([losses for _, losses, _ in parts])
+    kept = losses.isfinite()
+    for draws in samples.values():
+        kept &= draws.reshape(num_members, -1).isfinite().all(1)
+    _tell_divergence(int((~kept).sum()), num_members)
+    metadata = {
+        "kernel": "ensemble",
+        "settings": {"num_members": num_members, "members_at_once": size, "epochs": epochs, "batch_size": batch_size},
+        "seed": seed,
+        "diverged": int((~kept).sum()),
+        "losses": torch.stack([len(own) * curve for _, own, curve in parts]).sum(0).div(num_members).tolist(),
+        "seconds": time.perf_counter() - began,
+    }
+    members = {site: value[kept][None] for site, value in samples.items()}
+    return Posterior(members, {"loss": losses[kept][None]}, metadata, rows="independent")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What members minimise.
+
+    :param net: the network, in the mode in which it is trained.
+    :param shapes: site -> its shape in one member.
+    :param transforms: site with bounds -> the map from the free values that optimisers move.
+    :param frozen: sites that stay as they are, with their values.
+    :param fresh: initial values of so many members.
+    """
+
+    net: nn.Module
+    loss: MemberLoss
+    shapes: Mapping[str, torch.Size]
+    transforms: Mapping[str, Transform]
+    frozen: Weights
+    fresh: Callable[[int], Weights]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the members."""
+        return next(self.net.parameters()).device
+
+    def constrain(self, free: Weights) -> Weights:
+        """The weights at free values."""
+        return {site: self.transforms[site](v) if site in self.transforms else v for site, v in free.items()}
+
+    def losses(self, free: Weights, buffers: Weights, x: Tensor, y: Tensor, rows: Tensor | None) -> Tensor:
+        """The losses of all members ``(M,)``, on rows of their own ``(M, B)`` or on the same ones."""
+
+        def evaluate(free: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
+            return self.loss(self.constrain(free), buffers, x, y)
+
+        batch, axis = ((x, y), None) if rows is None else ((x[rows], y[rows]), 0)
+        options: dict[str, Any] = {"in_dims": (0, 0, axis, axis), "randomness": "different"}
+        return over_weights(self.net, evaluate, free, buffers, *batch, **options)
+
+
+@dataclass(frozen=True)
+class Course:
+    """The course of training that all parts of an ensemble take."""
+
+    objective: Objective
+    x: Tensor
+    y: Tensor
+    epochs: int
+    batch_size: int
+    optimizer: MakeOptimizer
+
+    def train(
+        self, start: Weights, cosine: bool, generator: torch.Generator, watch: Watch | None, bar: tqdm
+    ) -> tuple[Weights, Tensor, Tensor]:
+        """Members' weights ``(M, *shape)`` and losses ``(M,)`` at the end, on the CPU; mean losses of epochs."""
+        objective, count = self.objective, len(next(iter(start.values())))
+        parameters = {name: value.requires_grad_(name not in objective.frozen) for name, value in start.items()}
+        buffers = stacked_buffers(objective.net, count)
+        optimizer = self.optimizer([value for value in parameters.values() if value.requires_grad])
+        arguments.instance("what optimizer made", optimizer, Optimizer, "an optimiser of torch.optim")
+        steps, curve, before = len(self.x) // self.batch_size, [], bar.n
+        schedule = CosineAnnealingLR(optimizer, steps * self.epochs) if cosine else None
+
+        def losses(rows: Tensor | None) -> Tensor:
+            return objective.losses(parameters, buffers, self.x, self.y, rows)
+
+        @torch.no_grad()
+        def watching(step: int) -> None:
+            if watch is not None:
+                watch(step, objective.constrain(parameters))
+
+        for epoch in range(self.epochs):
+            batches = batches_of(len(self.x), self.batch_size, count)
+            now = range(epoch * steps, (epoch + 1) * steps)
+            found = descend(losses, optimizer, now, batches, generator, schedule, watching)
+            curve.append(found[found.isfinite()].mean().cpu())
+            bar.update(before + round(count * (epoch + 1) / self.epochs) - bar.n)
+            bar.set_postfix(loss=f"{curve[-1]:.4g}", refresh=False)
+        with torch.no_grad(), evaluating(objective.net):
+            final = torch.zeros(count, device=objective.device)
+            for x, y in zip(self.x.split(self.batch_size), self.y.split(self.batch_size), strict=True):
+                final += objective.losses(parameters, buffers, x, y, None) * len(x) / len(self.x)
+            weights = kept_sites(objective.constrain(parameters), buffers)
+        return {site: value.cpu() for site, value in weights.items()}, final.cpu(), torch.stack(curve)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _objective(
+    net: nn.Module | BayesianModel, loss: str | Loss, x: Tensor, y: Tensor, device: torch.device | None
+) -> Objective:
+    arguments.instance("net", net, nn.Module, "an nn.Module or a BayesianModel")
+    own = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)
+    if isinstance(own, BayesianModel):
+        require_data(own, x.to(next(own.net.parameters()).device), y)
+        own.net.eval().requires_grad_(False)
+        transforms = {site: biject_to(prior.support) for site, prior in own.priors().items()}
+        start = functools.partial(fresh_starts, own)
+        return Objective(own.net, map_loss(own, len(x)), dict(own.site_shapes), transforms, {}, start)
+    parameters = dict(own.named_parameters())
+    frozen = {name: p.detach() for name, p in parameters.items() if not p.requires_grad}
+    if len(frozen) == len(parameters):
+        raise ValueError("net has no parameter that requires a gradient; there is nothing to train")
+    if not isinstance(loss, str):
+        arguments.function("loss", loss, "the name of a loss, or a function of outputs and targets")
+    function = LOSSES[arguments.one_of("loss", loss, LOSSES, "or a function")] if isinstance(loss, str) else loss
+    _require_alike(own, loss, x, y)
+    own.train().requires_grad_(False)
+    shapes = {name: p.shape for name, p in parameters.items()}
+    return Objective(own, network_loss(own, function), shapes, {}, frozen, functools.partial(fresh_members, own))
+
+
+def _require_alike(net: nn.Module, loss: str | Loss, x: Tensor, y: Tensor) -> None:
+    """Refuse targets that a loss of values would pair with outputs of another shape, and train on in silence."""
+    with evaluating(net), torch.no_grad():
+        outputs = net(x[:2].to(next(net.parameters()).device))
+    if loss not in ("mse", "binary_cross_entropy") or y.shape[1:] == outputs.shape[1:]:
+        return
+    if (*y.shape[1:], 1) != tuple(outputs.shape[1:]):
+        raise ValueError(
+            f"data: a target has shape {tuple(y.shape[1:])}, but an output of the network {tuple(outputs.shape[1:])}; "
+            "they must be alike"
         )
-        with bar:
-            for index, count in enumerate(counts):
-                if index < len(parts.done):
-                    bar.update(count * trainer.epochs)
-                else:
-                    parts.put(*trainer.part(count, (parts.seed + index) % 2**63, redraw, bar))
-        posterior = parts.posterior()
-    _warn_of_divergence(posterior, num_members)
-    return posterior
 
 
-def _recorder(store: PathLike | None, count: int) -> AbstractContextManager[MemoryRecorder | FolderRecorder]:
-    if store is None:
-        return nullcontext(MemoryRecorder(count))
-    return FolderRecorder(arguments.path("store", store).absolute(), count)
+def _started(objective: Objective, initial: Callable[[int], Weights] | None, count: int) -> Weights:
+    """Free values of so many members at the start."""
+    start = arguments.weights("what initial gave", (initial or objective.fresh)(count))
+    start = {**start, **{name: value.expand(count, *value.shape) for name, value in objective.frozen.items()}}
+    for name, shape in objective.shapes.items():
+        if name not in start or start[name].shape != (count, *shape):
+            found = "is missing" if name not in start else f"has shape {tuple(start[name].shape)}"
+            raise ValueError(f"initial: {name!r} {found}; it must be {(count, *shape)}")
+    free = {
+        n: objective.transforms[n].inv(start[n]) if n in objective.transforms else start[n] for n in objective.shapes
+    }
+    return {name: value.detach().to(objective.device).clone() for name, value in free.items()}
 
 
-def _warn_of_divergence(posterior: Posterior, num_members: int) -> None:
-    diverged = sum(not math.isfinite(entry["loss"]) for entry in posterior.metadata["stopped"])
+def _checked_data(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+        raise TypeError(f"data must be a pair of tensors with all rows, inputs and targets; found {described(data)}")
+    x, y = data
+    if len(x) != len(y) or not len(x):
+        raise ValueError(f"data holds {len(x)} inputs and {len(y)} targets; they must be equally many, at least one")
+    return x, y
+
+
+def _tell_divergence(diverged: int, num_members: int) -> None:
+    if diverged == num_members:
+        raise ValueError(f"all {num_members} members diverged; is the learning rate too high, are the data finite?")
     if diverged:
-        left = posterior.num_samples
-        held = "others were trained in their place" if left == num_members else f"{left} of {num_members} are left"
         warnings.warn(
-            f"{diverged} members diverged, to a loss or weights that aren't finite; {held}. A smaller learning rate "
-            "may help",
+            f"{diverged} members diverged, to a loss or weights that aren't finite; {num_members - diverged} of "
+            f"{num_members} are left. A smaller learning rate may help",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -1,6 +1,5 @@
 import functools
 import json
-import warnings
 from typing import Any
 
 import numpy as np
@@ -9,16 +8,11 @@ import scipy.optimize
 import torch
 from torch import nn
 
-from pyro_symmetric.ensembles import ensemble, far_off, fresh_members, initialised_by, trainer
-from pyro_symmetric.ensembles.coordinates import standardising
-from pyro_symmetric.ensembles.data_checks import require_data
+from pyro_symmetric.ensembles import ensemble, fresh_members, initialised_by
 from pyro_symmetric.ensembles.members import LOSSES
-from pyro_symmetric.ensembles.trainer import Trainer
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.storage import StoreError
-from pyro_symmetric.store import FolderRecorder
 
 
 def blobs(rows=60):
@@ -98,28 +92,6 @@ def test_initial_values_follow_the_modules_own_law():
     assert float(members["3.weight"].var()) == pytest.approx(1, rel=0.06)  # normal, by the module's own reset
 
 
-def test_a_member_that_diverges_stops_alone_and_is_redrawn():
-    (x, y), net = blobs(), perceptron()
-    calls = []
-
-    def start(count):
-        calls.append(count)
-        members = fresh_members(net, count)
-        if len(calls) == 1:
-            members["2.weight"][1] = float("nan")
-        return members
-
-    with pytest.warns(RuntimeWarning, match=r"1 members diverged.*; others were trained in their place"):
-        found = ensemble(net, (x, y), 5, epochs=4, initial=start, progress=False)
-    assert calls == [5, 1]
-    assert found.num_samples == 5
-    assert bool(torch.isfinite(found.get_samples()["0.weight"]).all())
-    assert [entry["epoch"] for entry in found.metadata["stopped"]] == [0]
-    calls.clear()
-    with pytest.warns(RuntimeWarning, match=r"1 members diverged.*; 4 of 5 are left"):
-        assert ensemble(net, (x, y), 5, epochs=4, initial=start, redraw=False, progress=False).num_samples == 4
-
-
 class Cliff(torch.optim.SGD):
     """SGD whose very last step leads the second of several members too far."""
 
@@ -135,26 +107,6 @@ class Cliff(torch.optim.SGD):
         super().step()
 
 
-@pytest.mark.parametrize("rate", [float("inf"), 1e39, float("nan")])
-@pytest.mark.parametrize("redraw", [True, False])
-@pytest.mark.filterwarnings("ignore:1 members diverged:RuntimeWarning")
-def test_a_member_that_diverges_in_the_last_step_stops_like_any_other(rate, redraw):
-    (x, y), net = blobs(), perceptron()
-    make = functools.partial(Cliff, steps=3 * 4, rate=rate)
-    options = {"epochs": 3, "batch_size": 15, "redraw": redraw, "progress": False}
-    torch.manual_seed(3)
-    with pytest.warns(RuntimeWarning, match="1 members diverged"):
-        found = ensemble(net, (x, y), 5, optimizer=make, **options)
-    assert found.num_samples == (5 if redraw else 4)
-    assert [entry["epoch"] for entry in found.metadata["stopped"]] == [2]
-    assert bool(torch.isfinite(found.statistics["loss"]).all())
-    assert all(bool(torch.isfinite(value).all()) for value in found.samples.values())
-    torch.manual_seed(3)
-    whole = ensemble(net, (x, y), 5, optimizer=functools.partial(Cliff, steps=3 * 4, rate=1.0), **options)
-    for name, value in whole.samples.items():
-        assert torch.equal(found.samples[name][:, :4], value[:, [0, 2, 3, 4]])
-
-
 def test_weights_that_are_not_finite_stop_a_member_whose_loss_hides_them():
     (x, y), net = blobs(), perceptron()
 
@@ -163,20 +115,8 @@ def test_weights_that_are_not_finite_stop_a_member_whose_loss_hides_them():
 
     make = functools.partial(Cliff, steps=4, rate=float("nan"))
     with pytest.warns(RuntimeWarning, match="1 members diverged.*4 of 5 are left"):
-        found = ensemble(
-            net, (x, y), 5, loss=hiding, epochs=1, batch_size=15, optimizer=make, redraw=False, progress=False
-        )
+        found = ensemble(net, (x, y), 5, loss=hiding, epochs=1, batch_size=15, optimizer=make, progress=False)
     assert all(bool(torch.isfinite(value).all()) for value in found.samples.values())
-
-
-def test_the_rule_for_outliers_sees_the_loss_after_the_last_step():
-    x, y, net = torch.randn(60, 2), torch.arange(60) % 2, perceptron()  # labels by chance: no weights fit them
-    make = functools.partial(Cliff, steps=4, rate=1e9)
-    options = {"epochs": 1, "batch_size": 15, "optimizer": make, "redraw": False, "progress": False}
-    assert float(ensemble(net, (x, y), 5, **options).statistics["loss"].max()) > 1e3
-    found = ensemble(net, (x, y), 5, outliers=far_off(1e3), **options)
-    assert found.num_samples == 4
-    assert found.metadata["stopped"][0]["loss"] > 1e3
 
 
 def test_members_that_go_on_are_untouched_by_those_that_stop():
@@ -187,59 +127,9 @@ def test_members_that_go_on_are_untouched_by_those_that_stop():
     options = {"epochs": 10, "batch_size": None, "optimizer": functools.partial(torch.optim.Adam, lr=0.05)}
     whole = ensemble(net, (x, y), 3, initial=lambda n: start, progress=False, **options).get_samples()
     with pytest.warns(RuntimeWarning, match="2 of 3 are left"):
-        left = ensemble(net, (x, y), 3, initial=lambda n: broken, redraw=False, progress=False, **options).get_samples()
+        left = ensemble(net, (x, y), 3, initial=lambda n: broken, progress=False, **options).get_samples()
     for name, value in left.items():
         torch.testing.assert_close(value, whole[name][[0, 2]])
-
-
-def test_far_off_losses_are_outliers():
-    rule = far_off(10)
-    losses = torch.tensor([0.10, 0.11, 0.09, 0.105, 0.7])
-    assert rule(losses).tolist() == [False, False, False, False, True]
-    (x, y), net = blobs(), perceptron()
-    with pytest.raises(ValueError, match="all of 3 members stopped as outliers, the first in epoch 0"):
-        ensemble(net, (x, y), 3, outliers=lambda values: values > -1, progress=False)
-    with pytest.raises(ValueError, match="deviations is 0"):
-        far_off(0)
-
-
-def interrupted(monkeypatch, parts, *args, **options):
-    """An ensemble that is stopped after so many parts."""
-    train, made = Trainer.part, []
-
-    def stopping(*arguments):
-        if len(made) == parts:
-            raise KeyboardInterrupt
-        made.append(1)
-        return train(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "part", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            ensemble(*args, **options)
-
-
-def test_a_stopped_run_is_taken_up_and_gives_the_same_members(tmp_path, monkeypatch):
-    (x, y), net = blobs(), perceptron()
-    options = {"epochs": 2, "members_at_once": 3, "progress": False}
-    whole = ensemble(net, (x, y), 8, seed=5, **options)
-    options["store"] = tmp_path / "run"
-    interrupted(monkeypatch, 2, net, (x, y), 8, seed=5, **options)
-    so_far = Posterior.load(tmp_path / "run")
-    assert so_far.num_samples == 6
-    assert so_far.rows == "independent"
-    torch.manual_seed(99)  # the store knows its seed
-    again = ensemble(perceptron(), (x, y), 8, **options)  # whose own values decide nothing
-    for read in (again, Posterior.load(tmp_path / "run")):
-        assert all(torch.equal(read.samples[name], value) for name, value in whole.samples.items())
-        assert torch.equal(read.statistics["loss"], whole.statistics["loss"])
-        assert read.metadata["losses"] == whole.metadata["losses"]
-    with pytest.raises(StoreError, match=r"epochs: 2 there, 3 here"):
-        ensemble(net, (x, y), 8, **{**options, "epochs": 3})
-    with pytest.raises(StoreError, match=r"data\.x: their hash is another"):
-        ensemble(net, (x + 1, y), 8, **options)
-    with pytest.raises(StoreError, match=r"seed: 5 there, 6 here"):
-        ensemble(net, (x, y), 8, seed=6, **options)
 
 
 def test_a_seed_decides_the_members_and_leaves_the_global_generator_alone():
@@ -257,53 +147,6 @@ def test_a_seed_decides_the_members_and_leaves_the_global_generator_alone():
     assert torch.equal(drawn.samples["0.weight"], given.samples["0.weight"])
 
 
-def test_another_gpu_is_told_when_an_ensemble_resumes(tmp_path, monkeypatch):
-    """Its members can't be told from an unbroken run's by their loss, and yet may be others."""
-    (x, y), net = blobs(), perceptron()
-    options = {"epochs": 1, "members_at_once": 2, "progress": False, "store": tmp_path / "e"}
-
-    def on(gpu):
-        found = {"versions": {"torch": "2.0"}, "rounding": {"threads": 1, "gpu": gpu}}
-        monkeypatch.setattr(trainer, "surroundings", lambda device: found)
-
-    on("H100")
-    interrupted(monkeypatch, 1, net, (x, y), 4, seed=5, **options)
-    on("H200")
-    with pytest.warns(RuntimeWarning, match=r"gpu: 'H100' there, 'H200' here"):
-        ensemble(net, (x, y), 4, **options)
-    on("H200")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ensemble(net, (x, y), 4, **{**options, "store": tmp_path / "other"})
-        ensemble(net, (x, y), 4, **{**options, "store": tmp_path / "other"})
-
-
-def test_a_second_writer_is_refused(tmp_path):
-    with FolderRecorder(tmp_path / "e", 2), pytest.raises(BlockingIOError):
-        ensemble(perceptron(), blobs(), 2, epochs=1, store=tmp_path / "e", progress=False)
-
-
-def test_members_that_are_left_out_are_left_out_of_the_store(tmp_path):
-    (x, y), net = blobs(), perceptron()
-
-    def start(count):
-        members = fresh_members(net, count)
-        members["2.weight"][1] = float("nan")
-        return members
-
-    options = {"epochs": 2, "initial": start, "redraw": False, "members_at_once": 3, "progress": False}
-    with pytest.warns(RuntimeWarning, match="4 of 6 are left"):
-        found = ensemble(net, (x, y), 6, store=tmp_path / "e", **options)
-    assert found.num_samples == Posterior.load(tmp_path / "e").num_samples == 4
-    assert bool(torch.isfinite(found.samples["2.weight"]).all())
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(FileExistsError, match="holds thesis"):
-        ensemble(perceptron(), blobs(), 2, store=tmp_path, progress=False)
-
-
 def test_a_member_whose_likelihood_diverges_stops_alone():
     """A learnt scale of noise that isn't a number any more is no error of the model."""
     x = torch.randn(20, 2)
@@ -313,44 +156,8 @@ def test_a_member_whose_likelihood_diverges_stops_alone():
         return {"noise_scale": torch.tensor([1.0, float("nan"), 1.0])[:count], **fresh_members(model.net, count)}
 
     with pytest.warns(RuntimeWarning, match="1 members diverged"):
-        found = ensemble(model, (x, x[:, 0]), 3, epochs=2, initial=start, redraw=False, progress=False)
+        found = ensemble(model, (x, x[:, 0]), 3, epochs=2, initial=start, progress=False)
     assert found.num_samples == 2
-
-
-def crossing(outputs, targets):
-    return (outputs - targets).square().mean()
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        crossing,
-        lambda outputs, targets: -torch.distributions.Normal(outputs, 1.0).log_prob(targets).mean(),
-        lambda outputs, targets: torch.nn.functional.l1_loss(outputs, targets),
-        lambda outputs, targets: (targets > outputs).float().mul(outputs - targets).mean(),
-    ],
-)
-def test_a_loss_that_pairs_every_output_with_every_target_is_refused(loss):
-    x, net = torch.randn(12, 2), perceptron(1)
-    state = torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"loss pairs every output with every target"):
-        ensemble(net, (x, x[:, 0]), 2, loss=loss, epochs=1, seed=0, progress=False)
-    assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(ValueError, match=r"loss pairs every output"):
-        ensemble(nn.Sequential(perceptron(1), nn.Flatten(0)), (x, x[:, :1]), 2, loss=crossing, progress=False)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda outputs, targets: (outputs.squeeze(-1) - targets).square().mean(),
-        lambda outputs, targets: (outputs - targets[:, None]).square().mean(),
-        lambda outputs, targets: ((outputs - outputs.T) - (targets[:, None] - targets)).square().mean(),  # of pairs
-    ],
-)
-def test_a_loss_that_doesnt_is_taken(loss):
-    x = torch.randn(12, 2)
-    ensemble(perceptron(1), (x, x[:, 0]), 2, loss=loss, epochs=1, progress=False)
 
 
 def test_map_members_end_at_the_mode_of_a_linear_model():
@@ -399,7 +206,7 @@ def test_losses_of_one_output_take_flat_targets(loss):
 
 def test_result_is_a_posterior_that_can_be_stored(tmp_path):
     posterior = ensemble(perceptron(), blobs(), 3, epochs=1, progress=False)
-    assert json.loads(json.dumps(posterior.metadata))["settings"]["optimizer"].startswith("Adam(lr=0.01")
+    assert json.loads(json.dumps(posterior.metadata))["settings"]["epochs"] == 1
     posterior.save(tmp_path / "e.safetensors")
     assert Posterior.load(tmp_path / "e.safetensors").num_samples == 3
 
@@ -426,60 +233,12 @@ def test_data_that_do_not_fit_are_refused():
         ensemble(perceptron(), (torch.randn(3, 2), torch.zeros(2)), 2, progress=False)
     with pytest.raises(TypeError, match="pair of tensors"):
         ensemble(perceptron(), torch.randn(3, 2), 2, progress=False)
-    with pytest.raises(ValueError, match="no parameters"):
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         ensemble(nn.ReLU(), blobs(), 2, progress=False)
 
 
 X = torch.randn(20, 2, generator=torch.Generator(torch.empty(0).device).manual_seed(0))
 LABELS = torch.arange(20) % 2
-
-
-@pytest.mark.parametrize(
-    ("outputs", "loss", "x", "y", "message"),
-    [
-        (2, "cross_entropy", X[:, :1], LABELS, r"can't take a tensor \(3, 1\)"),
-        (2, "cross_entropy", X.double(), LABELS, r"pass inputs\.to\(torch\.float32\)"),
-        (2, "cross_entropy", X.log(), LABELS, r"\d+ rows of the inputs aren't finite"),
-        (2, "cross_entropy", X, LABELS + 1, "labels from 1 to 2, but the network has 2 outputs"),
-        (2, "cross_entropy", X, LABELS - 101, "labels from -101 to -101"),
-        (1, "mse", X, X[:, 0].log(), r"\d+ rows of the targets aren't finite"),
-        (2, "cross_entropy", X, LABELS.float(), r"whole numbers: pass y\.long"),
-        (2, "cross_entropy", X, LABELS[:, None], r"class labels must have shape \(20,\)"),
-        (1, "cross_entropy", X, LABELS, "loss='binary_cross_entropy'"),
-        (1, "mse", X, X, r"shape \(20, 2\), but the network's outputs are \(20, 1\)"),
-        (2, "mse", X, X[:, 0], r"shape \(20,\), but the network's outputs are \(20, 2\)"),
-        (1, "binary_cross_entropy", X, 2 * LABELS, "must lie in 0 to 1"),
-    ],
-)
-def test_data_that_do_not_fit_the_network_or_the_loss_are_refused(outputs, loss, x, y, message):
-    with pytest.raises(ValueError, match=message):
-        ensemble(perceptron(outputs), (x, y), 2, loss=loss, progress=False)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "loss", "y"),
-    [
-        (2, "cross_entropy", LABELS.int()),
-        (2, "cross_entropy", X.softmax(-1)),
-        (2, "mse", X),
-        (1, "mse", X[:, 0]),
-        (1, "binary_cross_entropy", LABELS[:, None]),
-        (1, "binary_cross_entropy", X[:, 0].sigmoid()),
-        (2, "cross_entropy", torch.where(torch.arange(20) < 3, -100, LABELS)),
-        (1, lambda outputs, targets: (outputs[:, 0] - targets).nan_to_num(0.0).square().mean(), X[:, 0].log()),
-        (3, lambda outputs, targets: (outputs[:, :2] - targets).abs().mean(), X),
-    ],
-)
-def test_data_that_fit_are_taken(outputs, loss, y):
-    posterior = ensemble(perceptron(outputs), (X, y), 2, loss=loss, epochs=1, progress=False)
-    assert bool(torch.isfinite(posterior.statistics["loss"]).all())
-
-
-def test_the_check_of_the_data_leaves_running_statistics_alone():
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    require_data(net, "cross_entropy", X, LABELS)
-    assert net.training
-    assert torch.equal(net[1].running_mean, torch.zeros(3))
 
 
 def test_labels_of_a_bayesian_model_are_checked_too():
@@ -541,65 +300,13 @@ def test_frozen_parameters_stay_as_they_are_in_all_members(init):
     for name in ("0.weight", "0.bias"):
         assert torch.equal(draws[name], net.get_parameter(name).detach().expand_as(draws[name]))
     assert not torch.equal(draws["2.weight"][0], draws["2.weight"][1])
-    with pytest.raises(ValueError, match="no parameter of net requires a gradient"):
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         ensemble(net.requires_grad_(False), (x, y), 3, progress=False)
 
 
-@pytest.mark.filterwarnings("ignore:no module resets the parameters")
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"optimizer": lambda p: torch.optim.Adam(p, lr=0.5)}, "optimizer"),
-        ({"loss": lambda o, y: 2 * nn.functional.cross_entropy(o, y)}, "loss: "),
-        ({"net": Positions(torch.relu)}, "at the same weights it is another"),
-    ],
-)
-def test_a_folder_is_not_taken_up_by_functions_that_only_look_alike(tmp_path, change, what):
-    options = {
-        "net": Positions(),
-        "optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
-        "loss": lambda o, y: nn.functional.cross_entropy(o, y),
-    }
-    options |= {"data": blobs(), "num_members": 2, "epochs": 1, "store": tmp_path, "progress": False}
-    first, again = ensemble(**options), ensemble(**options)
-    assert torch.equal(first.samples["places"], again.samples["places"])
-    with pytest.raises(ValueError, match=what):
-        ensemble(**{**options, **change})
-
-
 def test_something_that_makes_no_optimiser_of_members_is_refused():
-    net = perceptron()
-    with pytest.raises(TypeError, match=r"functools\.partial\(torch\.optim\.Adam, lr="):
-        ensemble(net, blobs(), 2, optimizer=torch.optim.Adam(net.parameters()), progress=False)
-    with pytest.raises(ValueError, match="LBFGS"):
-        ensemble(net, blobs(), 2, optimizer=torch.optim.LBFGS, progress=False)
-
-
-def test_with_a_store_a_part_is_a_tenth_of_the_members(tmp_path):
-    found = ensemble(perceptron(), blobs(), 60, epochs=1, store=tmp_path, progress=False)
-    assert found.metadata["settings"]["members_at_once"] == 25
-
-
-def test_an_optimiser_may_have_groups_and_a_loss_noise_and_both_are_taken_up(tmp_path):
-    def groups(rate):
-        def make(parameters):
-            weight, bias, *others = parameters
-            return torch.optim.SGD([{"params": [weight, bias], "lr": rate}, {"params": others}], lr=0.1)
-
-        return make
-
-    def noisy(outputs, targets):
-        return nn.functional.cross_entropy(outputs + 0.1 * torch.randn_like(outputs), targets)
-
-    options = {"loss": noisy, "epochs": 1, "store": tmp_path, "progress": False}
-    torch.manual_seed(0)
-    first = ensemble(perceptron(), blobs(), 2, optimizer=groups(0.01), **options)
-    torch.manual_seed(0)
-    net, data = perceptron(), blobs()
-    again = ensemble(net, data, 2, optimizer=groups(0.01), **options)
-    assert torch.equal(first.samples["0.weight"], again.samples["0.weight"])
-    with pytest.raises(ValueError, match="optimizer"):
-        ensemble(net, data, 2, optimizer=groups(0.5), **options)
+    with pytest.raises(TypeError, match="what optimizer made"):
+        ensemble(perceptron(), blobs(), 2, optimizer=lambda parameters: 3, progress=False)
 
 
 def test_a_site_of_the_likelihood_is_trained_within_its_support() -> None:
@@ -627,64 +334,22 @@ def test_a_site_of_the_likelihood_is_trained_within_its_support() -> None:
     assert np.allclose(found.samples["noise_scale"][0], np.exp(best.x[1]), atol=1e-4)
 
 
-def test_a_watch_sees_every_step_and_a_perturbation_moves_the_likelihood_alone() -> None:
+def test_a_watch_sees_every_step_and_all_members() -> None:
     x, y = torch.randn(12, 2), torch.randint(2, (12,))
-    model = BayesianModel(nn.Linear(2, 2), 1.0)
-    steps: list[int] = []
+    seen: list[tuple[int, torch.Size]] = []
 
     def watch(step: int, weights: dict[str, torch.Tensor]) -> None:
-        steps.append(step)
-        assert weights["weight"].shape == (3, 2, 2)
+        seen.append((step, weights["weight"].shape))
 
-    def without_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {site: 0.0 * value for site, value in weights.items()}
-
-    sgd = functools.partial(torch.optim.SGD, lr=1.0)
-    options: dict[str, Any] = {"epochs": 200, "batch_size": 6, "optimizer": sgd, "progress": False}
-    found = ensemble(model, (x, y), 3, perturb=without_weights, watch=watch, cosine=False, **options)
-    assert steps == list(range(400))
-    # The likelihood doesn't depend on the weights, so that the prior alone draws them to its mode, zero.
-    assert float(found.samples["weight"].abs().max()) < 1e-5
-    with pytest.raises(ValueError, match="perturb"):
-        ensemble(model.net, (x, y), 3, perturb=without_weights, progress=False)
+    ensemble(nn.Linear(2, 2), (x, y), 3, epochs=5, batch_size=6, watch=watch, progress=False)
+    assert seen == [(step, (3, 2, 2)) for step in range(10)]
 
 
-def test_coordinates_are_those_of_a_network_on_standardised_data():
-    net = perceptron(1).double()
-    x = torch.randn(50, 2, dtype=torch.float64) * torch.tensor([100.0, 0.01]) + torch.tensor([700.0, 3.0])
-    y = 5 + 20 * torch.randn(50, dtype=torch.float64)
-    frame = standardising(net, x, y)
-    free = {name: torch.randn(4, *p.shape, dtype=torch.float64) for name, p in net.named_parameters()}
-    weights = frame.weights(free)
-    for member in range(4):
-        own, there = ({name: value[member] for name, value in w.items()} for w in (weights, free))
-        found = torch.func.functional_call(net, own, (x,))[:, 0]
-        standard = torch.func.functional_call(net, there, ((x - x.mean(0)) / x.std(0, correction=0),))[:, 0]
-        torch.testing.assert_close(found, y.mean() + y.std(correction=0) * standard)
-    again = frame.free(weights)
-    assert all(torch.allclose(again[name], value) for name, value in free.items())
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize("bayesian", [False, True])
-def test_defaults_fit_a_regression_whatever_its_units(bayesian):
-    """Noise 1 of a target of deviation 10: 5 members of 8 units come under 4, where the mean alone has 10."""
-    x = torch.rand(300, 2) * 2 - 1
-    y = (3 * x[:, 0]).sin() + 0.7 * x[:, 1]
-    y = (y - y.mean()) / y.std() + 0.1 * torch.randn(300)
-    data = (x * torch.tensor([200.0, 0.01]) + torch.tensor([700.0, 3.0]), 10 * y + 20)
-    net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
-    model = BayesianModel(net, prior=300.0, likelihood=GaussianLikelihood(prior_scale=10.0), num_data=300)
-    draws = ensemble(model if bayesian else net, data, 5, loss="mse", seed=1, progress=False).get_samples()
-    weights = {name: draws[name] for name, _ in net.named_parameters()}
-    outputs = torch.func.vmap(lambda w: torch.func.functional_call(net, w, (data[0],)))(weights)
-    assert float((outputs[..., 0] - data[1]).square().mean().sqrt()) < 4
-
-
-def test_layers_that_dont_see_the_data_keep_their_coordinates():
-    x, y = torch.randn(10, 2), torch.randn(10)
-    frame = standardising(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1), nn.Sigmoid()).eval(), x, y)
-    assert (frame.first, frame.last) == (None, None)
-    assert standardising(perceptron(1), x, None).last is None
-    assert standardising(perceptron(1), x, y, {"0.weight"}).first is None
-    assert standardising(nn.Linear(2, 1), x, y).first is None  # a network that is itself the layer
+@pytest.mark.parametrize("loss", ["mse", "binary_cross_entropy"])
+def test_targets_that_a_loss_would_pair_with_all_outputs_are_refused(loss):
+    """A loss alone would broadcast ``(B,)`` against ``(B, 2)``, and train on in silence."""
+    x = torch.randn(12, 2)
+    with pytest.raises(ValueError, match=r"a target has shape \(\), but an output of the network \(2,\)"):
+        ensemble(perceptron(2), (x, x[:, 0]), 2, loss=loss, progress=False)
+    for y in (x[:, 0].sigmoid(), x[:, :1].sigmoid()):
+        assert ensemble(perceptron(1), (x, y), 2, loss=loss, epochs=1, progress=False).num_samples == 2

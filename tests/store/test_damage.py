@@ -18,7 +18,6 @@ import torch
 from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import nn
 
-from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.guides.files import load_guide, save_guide
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.posterior import Posterior
@@ -58,13 +57,6 @@ def save(path: Path, seed: int) -> None:
     Posterior(draws, {"lp": draws["b"]}, {"seed": seed}, rows="chains").save(path / "draws")
 
 
-def train(path: Path, seed: int) -> Posterior:
-    x = torch.linspace(-1, 1, 20).reshape(10, 2)
-    y = (x[:, 0] > 0).long()
-    options = {"members_at_once": 2, "store": path, "seed": seed, "progress": False}
-    return ensemble(NET, (x, y), 4, epochs=1, batch_size=5, **options)
-
-
 def save_a_guide(path: Path, seed: int) -> None:
     pyro.clear_param_store()
     torch.manual_seed(seed)
@@ -95,7 +87,6 @@ KINDS = {
     "a store's draws": Kind(run, lambda p: values_of(Posterior.load(p)), "draws-*.safetensors", run),
     "a list of tasks": Kind(run_tasks, lambda p: values_of(Posterior.load(p)), "tasks.json", run_tasks),
     "a joined copy": Kind(run_tasks, lambda p: values_of(Posterior.load(p)), "joined/**/*.*", run_tasks, True),
-    "an ensemble": Kind(train, lambda path: values_of(Posterior.load(path)), "*.safetensors", train),
     "a guide": Kind(save_a_guide, parameters, "guide"),
 }
 

@@ -339,22 +339,11 @@ def test_an_interrupt_keeps_the_methods_that_finished(tmp_path: Path, monkeypatc
     assert [line.split()[1] for line in said if line.startswith(("Reusing", "Fitting"))] == ["mean-field", "ensemble"]
 
 
-@pytest.mark.parametrize(
-    ("method", "patched", "calls"),
-    [
-        # 12 networks, four at a time; 10 + 10 iterations
-        ("ensemble", "pyro_symmetric.ensembles.trainer.Trainer.part", 3),
-        ("hmc", "pyro_symmetric.mcmc.HMC.step", 20),
-    ],
-)
 @pytest.mark.filterwarnings("ignore:interrupted:RuntimeWarning")
-def test_a_method_that_was_stopped_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, patched: str, calls: int
-) -> None:
-    monkeypatch.setattr("pyro_symmetric.study.methods.networks.TOGETHER", 4)
+def test_a_method_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, calls = "hmc", 20  # 10 + 10 iterations
     whole, _ = run(tmp_path / "whole", methods=(method,), reference=method)
-    original = pkgutil.resolve_name(patched)
-    made, delay = [], [0.05]
+    original, made, delay = ps.HMC.step, [], [0.05]
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
@@ -363,7 +352,7 @@ def test_a_method_that_was_stopped_goes_on_where_it_was(
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(patched, stopping)
+    monkeypatch.setattr(ps.HMC, "step", stopping)
     stopped = tmp_path / "stopped"
     began = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
@@ -381,13 +370,11 @@ def test_a_method_that_was_stopped_goes_on_where_it_was(
 
 
 @pytest.mark.filterwarnings("ignore:interrupted:RuntimeWarning")
-@pytest.mark.parametrize("method", ["ensemble", "hmc"])
 def test_what_a_stopped_method_left_is_made_anew_only_if_it_is_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyro_symmetric.study.methods.networks.TOGETHER", 4)
-    patched = {"ensemble": "pyro_symmetric.ensembles.trainer.Trainer.part", "hmc": "pyro_symmetric.mcmc.HMC.step"}
-    original, made = pkgutil.resolve_name(patched[method]), []
+    method = "hmc"
+    original, made = ps.HMC.step, []
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
@@ -397,7 +384,7 @@ def test_what_a_stopped_method_left_is_made_anew_only_if_it_is_damaged(
             raise ValueError("the method's own")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(patched[method], stopping)
+    monkeypatch.setattr(ps.HMC, "step", stopping)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, methods=(method,), reference=method)
     with pytest.raises(ValueError, match="the method's own"):

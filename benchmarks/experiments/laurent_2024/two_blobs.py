@@ -166,7 +166,7 @@ def run(seed: int, options: Any) -> dict[str, Any]:
         "cpu_seconds": cpu,
         "cpu_ratio": loop_cpu * options.networks * options.epochs / cpu,
         "loss": float(posterior.statistics["loss"].mean()),
-        "stopped": len(posterior.metadata["stopped"]),
+        "stopped": posterior.metadata["diverged"],
         "in_best_mode": float(best.double().mean()),
         "mixtures": rows,
         "distances": distances,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from pyro_symmetric.study.settings import StudySettings
 from pyro_symmetric.weights import Weights
 
 LOSS = "negative log-posterior (nats)"
-TOGETHER = 100  # networks of an ensemble that are trained and written at once
+TOGETHER = 100  # networks of an ensemble that are trained at once
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Ensemble(_Networks):
         return self.modes
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        trained = self._train(problem, progress, store=problem.scratch)
+        trained = self._train(problem, progress)
         yield Fit(self.name, trained, losses_of(trained, problem), LOSS)
 
 
@@ -99,16 +100,14 @@ class Dropout(_Networks):
     )
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        group = problem.symmetry.permutations
-
-        def perturb(weights: Weights) -> Weights:
-            return dropped(weights, group, self.rate)
-
-        trained = self._train(problem, progress, perturb=perturb)
+        group, model = problem.symmetry.permutations, copy.deepcopy(problem.model)
+        call = model.call
+        model.call = lambda weights, x: call(dropped(weights, group, self.rate), x)  # type: ignore[method-assign]
+        trained = self._train(replace(problem, model=model), progress)
         weights, losses = weights_of(trained, problem), losses_of(trained, problem)
         count = self._draws_each(problem)
         repeated = {site: value[:, None].expand(self.modes, count, *value.shape[1:]) for site, value in weights.items()}
-        yield Fit(self.name, Posterior(_on_cpu(perturb(repeated)), rows="independent"), losses, LOSS)
+        yield Fit(self.name, Posterior(_on_cpu(dropped(repeated, group, self.rate)), rows="independent"), losses, LOSS)
 
 
 @register
@@ -144,7 +143,6 @@ class SwagNetworks(_Networks):
             initial=lambda count: start,
             optimizer=functools.partial(torch.optim.SGD, lr=self.descent_rate, momentum=0.9),
             cosine=False,
-            redraw=False,
             members_at_once=self.modes,
             watch=watch,
         )
