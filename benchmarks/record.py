@@ -1,9 +1,9 @@
 """Run a benchmark and keep what it printed, with the command, the machine and the commit.
 
     python -m benchmarks.record performance.mmd --threads 2
-    python -m benchmarks.record --part yacht performance.guides_that_pay --problems yacht-8
+    python -m benchmarks.record --part factors performance.evidence --only factors
 
-The results are ``benchmarks/results/performance.mmd.json`` and ``performance.guides_that_pay.yacht.json``; the last run
+The results are ``benchmarks/results/performance.mmd.json`` and ``performance.evidence.factors.json``; the last run
 of each benchmark, or of each named part of it, stands there. Everything that
 the benchmark prints to the terminal is kept, line by line, so that a table can be read in the file as it was shown.
 Uncommitted changes are noted beside the commit: such figures can't be reproduced from it.

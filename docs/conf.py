@@ -118,7 +118,8 @@ def results(folder: Path) -> str:
     parts = [
         "# Results",
         "",
-        "What the benchmarks printed when they were last recorded, by `python -m benchmarks.record`.",
+        "What the benchmarks printed when they were last recorded, by `python -m benchmarks.record`. Those that have",
+        "gone since are at the commit that is named.",
     ]
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text())

@@ -29,7 +29,6 @@ EXPERIMENTS = {
     "experiments.beyond.trial": ["--seeds", "1"],
     "performance.mmd": [],
     "performance.test_levels": [],
-    "performance.level_and_power": ["--only", "tied"],
     "performance.evidence": ["--only", "factors 1", "--seeds", "2"],
 }
 

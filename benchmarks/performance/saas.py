@@ -6,7 +6,7 @@ The model of BoTorch 0.16.1's ``SaasPyroModel`` (Eriksson & Jankowiak 2021, arXi
 NumPyro run it: a Matérn-5/2 kernel whose inverse squared lengthscales have half-Cauchy priors, in float64. If BoTorch
 is installed, its own model's density is compared with this one's first. Pyro runs with ``jit_compile=True`` and a
 dense mass matrix, as BoTorch asks for with ``jit_compile``, one chain of as many iterations as asked. Columns as those
-of ``ordinary_models``: the worst coordinate's effective draws over seconds of processor time, of sampling alone, with
+here: the worst coordinate's effective draws over seconds of processor time, of sampling alone, with
 warm-up, and with compiling.
 """
 

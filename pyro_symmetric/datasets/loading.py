@@ -87,7 +87,7 @@ def load(
 
     train_x, y = _inputs(raw.x[train], raw.pixel_range), torch.from_numpy(raw.y)
     x_mean, x_scale = _moments(train_x, dims=(0, 2, 3) if train_x.dim() == 4 else (0,))
-    y_mean, y_scale = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    y_mean, y_scale = y.new_zeros((), dtype=torch.float64), y.new_ones((), dtype=torch.float64)
     if raw.task == "regression":
         y_mean, y_scale = _moments(y[train], dims=(0,))
         y = (y - y_mean) / y_scale

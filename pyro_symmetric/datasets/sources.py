@@ -1,4 +1,4 @@
-"""Where data come from: scikit-learn, torchvision, a CSV file, a UCI folder in the layout of the literature."""
+"""Readers of data: scikit-learn, torchvision, a CSV file, a UCI folder in the layout of the literature."""
 
 from __future__ import annotations
 

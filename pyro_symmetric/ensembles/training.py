@@ -155,7 +155,7 @@ def ensemble(
 
 @dataclass(frozen=True)
 class Objective:
-    """What members minimise.
+    """The function that members minimise.
 
     :param net: the network, in the mode in which it is trained.
     :param shapes: site -> its shape in one member.

@@ -212,7 +212,7 @@ def test_several_aligned_runs_lie_in_the_frame_of_the_first() -> None:
 
 
 def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two tanh units: q(w) summed over 2! orders and 2^2 signs, written out by hand, at the same draws."""
+    """Of two tanh units: q(w) summed over 2! orders and 2^2 signs, written out by hand."""
     problem = build_problem(StudySettings(data="wine", hidden=(2,), activation="tanh", num_draws=8))
     method = make_method("mean-field", budget={"steps": 20})
     guides, estimate = [], variational.evidence
@@ -246,5 +246,6 @@ def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monk
                 copies.append(base.log_prob(torch.cat([moved[site.name].flatten(1) for site in layout], -1)).double())
         density = torch.stack(copies).logsumexp(0) - math.log(8)
         expected.append(problem.model.log_joint(weights, problem.x, problem.y).double() - density)
-    assert fit.evidence["symmetrized_elbo"] == pytest.approx(float(torch.cat(expected).detach().mean()), rel=1e-6)
+    error = 2**0.5 * fit.evidence["symmetrized_error"]  # of the difference of two means; six of them: 1 in 10^9 runs
+    assert fit.evidence["symmetrized_elbo"] == pytest.approx(float(torch.cat(expected).detach().mean()), abs=6 * error)
     assert fit.evidence["symmetrized_elbo"] - fit.evidence["elbo"] <= math.log(8) + 1e-6
