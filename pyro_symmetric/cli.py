@@ -168,7 +168,6 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     run.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
     run.add_argument("--dtype", default="float32", help="float32 (default) or float64")
     run.add_argument("--out", metavar="FOLDER", help="where everything is written (default: runs/<data>)")
-    run.add_argument("--overwrite", action="store_true", help="start anew in a folder that holds another study")
     run.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
     run.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=compare)
@@ -187,7 +186,7 @@ def compare(options: argparse.Namespace) -> int:
         print(list_budgets(options.quick))
         return 0
     out = options.out or f"runs/{options.data.replace('csv:', '').replace('/', '-')}{'-quick' if options.quick else ''}"
-    study = run_study(settings_of(options), out, overwrite=options.overwrite, progress=options.progress)
+    study = run_study(settings_of(options), out, progress=options.progress)
     print(f"\n{summary_table(study)}\n\nReport: {study.report}")
     return 0
 

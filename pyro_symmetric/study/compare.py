@@ -36,7 +36,6 @@ from pyro_symmetric.study.folder import (
 )
 from pyro_symmetric.study.measure import MIN_REFERENCE, Draws, concerns, draws_of, measure, reference_of
 from pyro_symmetric.study.methods import Method, make_method
-from pyro_symmetric.study.methods.base import require_fits
 from pyro_symmetric.study.problem import Problem, build_problem
 from pyro_symmetric.study.settings import StudySettings
 
@@ -72,14 +71,12 @@ class Study:
         return self.out / REPORT
 
 
-def run_study(
-    settings: StudySettings, out: str | Path, *, overwrite: bool = False, progress: bool = True, say: Say = print
-) -> Study:
+def run_study(settings: StudySettings, out: str | Path, *, progress: bool = True, say: Say = print) -> Study:
     """Do the study that ``settings`` describe, in the folder ``out``.
 
     Every method is written to ``out/samples`` when it finishes; chains and ensembles are written to ``out/unfinished``
     as they go. Run again with the same settings and folder, the study resumes where it stopped; with other settings it
-    is refused, unless ``overwrite``. A folder that holds other things in their place is refused in any case.
+    is refused, and so is a folder that holds other things in their place.
 
     The caller's random generators and Pyro parameters stay as they are: see :func:`own_randomness`.
 
@@ -96,12 +93,12 @@ def run_study(
     with own_randomness(settings.seed, settings.torch_device):
         problem = build_problem(settings)
     with threads_for(problem):
-        return _run(problem, methods, Path(out), overwrite, progress, say)
+        return _run(problem, methods, Path(out), progress, say)
 
 
-def _run(problem: Problem, methods: Sequence[Method], out: Path, overwrite: bool, progress: bool, say: Say) -> Study:
+def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool, say: Say) -> Study:
     settings = problem.settings
-    out, mark = prepare_folder(out, problem, overwrite), problem.fingerprint()
+    out, mark = prepare_folder(out, problem), problem.fingerprint()
     for line in problem.describe():
         say(line)
     methods = suited(methods, problem, say)
@@ -196,7 +193,6 @@ def _fit(method: Method, problem: Problem, out: Path, progress: bool, say: Say) 
     own = own_randomness(seed, problem.x.device) if method.draws_globally else contextlib.nullcontext()
     with own:
         found = list(method.fit(replace(problem, seed=seed, scratch=scratch), progress))
-    require_fits(method, found, problem.model.site_shapes)
     fits = [replace(one, label=method.prefix + one.label) for one in found]
     if problem.x.is_cuda:
         torch.cuda.synchronize()

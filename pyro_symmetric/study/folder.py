@@ -8,7 +8,6 @@ no study's.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -43,20 +42,17 @@ class Finished:
         return cls(Fit(posterior=posterior, **{name: about[name] for name in KEPT}), about["seconds"])
 
 
-def prepare_folder(out: Path, problem: Problem, overwrite: bool) -> Path:
+def prepare_folder(out: Path, problem: Problem) -> Path:
     """Make the folder and note in it whose it is, or check that it is this study's.
 
-    :param overwrite: whether to delete what another study wrote there.
     :raises ValueError: if the folder is another study's.
     :raises OSError: if it holds files of these names that no study wrote, or can't be made.
     """
     noted = _noted(out)
     if noted is None:
         _require_room(out)
-    elif overwrite:
-        _clear(out)
     elif differing := differences(noted.get("fingerprint"), problem.fingerprint()):
-        raise ValueError(f"{out} holds another study ({'; '.join(differing)}); choose another --out, or --overwrite")
+        raise ValueError(f"{out} holds another study ({'; '.join(differing)}); choose another --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
         note = {"format": FORMAT, "settings": problem.settings.to_dict(), "fingerprint": problem.fingerprint()}
@@ -100,12 +96,9 @@ def load_fits(out: Path, method: Method, mark: Mapping[str, Any], say: Callable[
         except (StoreError, KeyError) as error:
             say(f"{path} is damaged and will be made anew: {error}")
             return {}
-        origin = [posterior.metadata.get(name) for name in ("study", "method", "label")]
-        if origin != [mark, method.title, label]:
-            say(f"{path} is of another study or method, as if it had been copied there, and will be made anew.")
-            return {}
-        if posterior.metadata["budget"] != method.budget:
-            say(f"{path} was made on another budget and will be made anew.")
+        there = [posterior.metadata.get(name) for name in ("study", "method", "label", "budget")]
+        if there != [mark, method.title, label, method.budget]:
+            say(f"{path} is of another study, method or budget and will be made anew.")
             return {}
     shutil.rmtree(scratch_path(out, method), ignore_errors=True)  # of a stop just before it was removed
     seconds = found[method.rows[0]].seconds
@@ -142,21 +135,3 @@ def _require_room(out: Path) -> None:
             f"{out} is no study's folder, but holds {', '.join(found)}, where a study would write; choose another "
             "--out. It was left as it is"
         )
-
-
-def _clear(out: Path) -> None:
-    """Delete the draws that a study wrote, and only these."""
-    for file in (out / SAMPLES).glob("*.safetensors"):
-        if _is_fit(out, file):
-            file.unlink()
-    for left in (out / UNFINISHED).glob("*"):
-        if re.fullmatch(r".+-[0-9a-f]{8}", left.name) and left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_fit(out: Path, file: Path) -> bool:
-    try:
-        metadata = Posterior.load(file).metadata
-        return "method" in metadata and store_path(out, metadata["label"]) == file
-    except (StoreError, KeyError, OSError):  # another file, or a damaged one, which is made anew if it is in the way
-        return False

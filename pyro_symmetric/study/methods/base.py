@@ -11,13 +11,6 @@
 ...         weights = {site: prior.sample((self.draws,)) for site, prior in problem.model.priors().items()}
 ...         yield Fit(self.name, Posterior.from_samples(weights, rows="independent"))
 
-An installed package adds its own by an entry point, which bears the method's name; no ``@register`` is needed then:
-
-.. code-block:: toml
-
-    [project.entry-points."pyro_symmetric.methods"]
-    prior = "my_package.methods:Prior"
-
 A method of several independent runs says how many by the field that ``counted`` names: ``modes``, or ``chains``. Those
 that know it by ``many`` can be asked for as ``single-<name>`` (one run) and ``multi-<name>`` (``many`` runs), too.
 """
@@ -25,16 +18,13 @@ that know it by ``many`` can be asked for as ``single-<name>`` (one run) and ``m
 from __future__ import annotations
 
 import textwrap
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
 import torch
 
-from pyro_symmetric import arguments
 from pyro_symmetric.calls import did_you_mean
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.problem import Problem
@@ -142,55 +132,16 @@ class Method(ABC):
 
 
 METHODS: dict[str, type[Method]] = {}
-GROUP = "pyro_symmetric.methods"  # of entry points
 
 
 def register(cls: type[Method]) -> type[Method]:
     """Make a method known by its name.
 
-    :raises TypeError: if it is no complete class of a method.
     :raises ValueError: if another method has its name.
     """
-    arguments.instance("cls", cls, type, "a class of a method")
-    if not issubclass(cls, Method):
-        raise TypeError(f"cls is {cls.__qualname__}; it must be a subclass of pyro_symmetric.study.Method")
-    for what in ("name", "summary"):
-        if not isinstance(getattr(cls, what, None), str):
-            raise TypeError(f"{cls.__qualname__} has no {what}; it needs {what}: ClassVar[str] = ...")
-    parts = [name for name, kind in vars(cls).get("__annotations__", {}).items() if "ClassVar" not in str(kind)]
-    if parts and "__dataclass_fields__" not in vars(cls):
-        raise TypeError(f"{cls.__qualname__} has a budget ({', '.join(parts)}); put @dataclass(frozen=True) above it")
     if METHODS.setdefault(cls.name, cls) is not cls:
         raise ValueError(f"there is a method {cls.name!r} already; give {cls.__qualname__} another name")
     return cls
-
-
-def known_methods() -> dict[str, type[Method]]:
-    """All methods by name, those of installed packages included; one that can't be used is warned of."""
-    for point in entry_points(group=GROUP):
-        if point.name not in METHODS:
-            try:
-                name = register(point.load()).name
-                if name != point.name:
-                    raise ValueError(f"its name is {name!r}, which the entry point must bear")
-            except Exception as error:  # whatever another package's module raises
-                warnings.warn(f"the method {point.name!r} of {point.value} can't be used: {error}", stacklevel=2)
-    return METHODS
-
-
-def require_fits(method: Method, fits: Sequence[Fit], shapes: Mapping[str, torch.Size]) -> None:
-    """:raises ValueError: if a method didn't yield what it says, or draws of other sites than the model's."""
-    found = tuple(fit.label for fit in fits)
-    if tuple(method.prefix + label for label in found) != method.rows:
-        raise ValueError(
-            f"the method {method.title!r} yielded fits of {found}; it must yield one of each of its labels"
-        )
-    for fit in fits:
-        there = {site: value.shape[2:] for site, value in fit.posterior.samples.items()}
-        if wrong := [site for site, shape in shapes.items() if there.get(site) != shape]:
-            told = {site: tuple(there[site]) if site in there else "no draws" for site in wrong}
-            needed = {site: tuple(shapes[site]) for site in wrong}
-            raise ValueError(f"the method {method.title!r} gave {told}; the model's sites are of shape {needed}")
 
 
 def make_method(name: str, quick: bool = False, budget: Mapping[str, Any] | None = None) -> Method:
@@ -213,13 +164,12 @@ def make_method(name: str, quick: bool = False, budget: Mapping[str, Any] | None
 
 def _make(name: str, quick: bool) -> Method:
     prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-    methods = known_methods()
-    kind = methods.get(name.removeprefix(prefix))
+    kind = METHODS.get(name.removeprefix(prefix))
     if kind is None or (prefix and kind.many is None):
-        both = ", ".join(known for known in methods if methods[known].many is not None)
+        both = [prefix + known for prefix in PREFIXES for known in METHODS if METHODS[known].many is not None]
         raise ValueError(
-            f"there is no method {name!r}; known are {', '.join(methods)}, and with single- or multi- before it: {both}"
-            f"{did_you_mean(name, [*methods, *(prefix + known for known in methods for prefix in PREFIXES)])}"
+            f"there is no method {name!r}; known are {', '.join([*METHODS, *both])}"
+            f"{did_you_mean(name, [*METHODS, *both])}"
         )
     method = kind().quick() if quick else kind()
     if not prefix:
@@ -230,22 +180,21 @@ def _make(name: str, quick: bool) -> Method:
 
 def list_methods() -> str:
     """All methods and what they are, for a person to read."""
-    lines = []
-    for name, kind in known_methods().items():
-        forms = "" if kind.many is None else f" Also as single-{name} and multi-{name}."
-        lines.append(textwrap.fill(kind.summary + forms, 110, initial_indent=f"{name:<20}", subsequent_indent=" " * 20))
-    return "\n".join(lines)
+    forms = {name: f" Also as single-{name} and multi-{name}." for name, kind in METHODS.items() if kind.many}
+    return _listed({name: kind.summary + forms.get(name, "") for name, kind in METHODS.items()})
 
 
 def list_budgets(quick: bool = False) -> str:
     """The budget of every method, for a person to read: each part with its default."""
-    lines = []
-    for name in known_methods():
-        parts = ", ".join(
-            f"{part}={value}" for part, value in make_method(name, quick).budget.items() if part != "prefix"
-        )
-        lines.append(textwrap.fill(parts or "none", 110, initial_indent=f"{name:<20}", subsequent_indent=" " * 20))
-    return "\n".join(lines)
+    budgets = {name: make_method(name, quick).budget for name in METHODS}
+    return _listed({n: ", ".join(f"{k}={v}" for k, v in own.items() if k != "prefix") for n, own in budgets.items()})
+
+
+def _listed(entries: Mapping[str, str]) -> str:
+    return "\n".join(
+        textwrap.fill(text or "none", 110, initial_indent=f"{name:<20}", subsequent_indent=" " * 20)
+        for name, text in entries.items()
+    )
 
 
 def pooled(fits: list[Fit]) -> Fit:
