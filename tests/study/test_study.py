@@ -1,7 +1,6 @@
 """The study end to end on tiny budgets: what it writes, what it reuses, what it refuses."""
 
 import json
-import pkgutil
 import random
 import re
 import time
@@ -20,7 +19,6 @@ from pyro_symmetric import cli
 from pyro_symmetric._process import drawn_seed
 from pyro_symmetric.study import METHODS, Fit, Method, StudySettings, register, report, run_study
 from pyro_symmetric.study.measure import between, concerns, draws_of, reference_of
-from pyro_symmetric.study.methods import make_method
 from pyro_symmetric.study.methods.chains import _Chains
 from pyro_symmetric.study.methods.variational import _Variational
 from pyro_symmetric.study.network import build_net, settle_statistics
