@@ -40,7 +40,7 @@ Alignment
 Distances, tests and scores
     common_frame mmd mmd_test marginal_wasserstein total_variation scores
     DistanceResult
-    invariance_tests equivalent_modes excess_mass functional_collapse SortingTracker
+    invariance_tests excess_mass functional_collapse SortingTracker
 
 Data
     datasets
@@ -76,7 +76,6 @@ from pyro_symmetric.compare import (
     SortingTracker,
     common_frame,
     diagnose,
-    equivalent_modes,
     excess_mass,
     functional_collapse,
     invariance_tests,
@@ -211,7 +210,6 @@ __all__ = [
     "diagnose",
     "distinct",
     "ensemble",
-    "equivalent_modes",
     "evidence",
     "excess_mass",
     "find_symmetry",

@@ -11,9 +11,7 @@ from pyro_symmetric.compare.diversity import (
     predictive_entropy,
 )
 from pyro_symmetric.compare.dynamics import (
-    EquivalentModes,
     SortingTracker,
-    equivalent_modes,
     excess_mass,
     kendall_tau,
 )
@@ -31,13 +29,11 @@ __all__ = [
     "Check",
     "Diagnosis",
     "DistanceResult",
-    "EquivalentModes",
     "FunctionalCollapse",
     "SignificanceTest",
     "SortingTracker",
     "common_frame",
     "diagnose",
-    "equivalent_modes",
     "excess_mass",
     "functional_collapse",
     "independent_draws",

@@ -12,10 +12,8 @@ step to the next tells whether units keep changing places (Laurent et al. 2024, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +22,6 @@ from pyro_symmetric import arguments
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
 from pyro_symmetric.compare.layers import Samples, samples_of
-from pyro_symmetric.compare.results import table
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
@@ -132,61 +129,6 @@ class SortingTracker:
         if not history:
             raise ValueError("the group permutes no two units; there is no order to follow")
         return torch.stack([pairs[name] * value for name, value in history.items()]).sum(0) / sum(pairs.values())
-
-
-@dataclass(frozen=True)
-class EquivalentModes:
-    """The number of modes of a posterior that are copies of one; see :func:`equivalent_modes`.
-
-    :param log_number: natural logarithm of the number.
-    :param permutations: units -> (their number in all copies, log of their number of orders).
-    :param signs: units -> (likewise, log of their number of signs; flips that others do together don't count).
-    """
-
-    log_number: float
-    permutations: dict[str, tuple[int, float]] = field(default_factory=dict)
-    signs: dict[str, tuple[int, float]] = field(default_factory=dict)
-
-    @property
-    def log10_number(self) -> float:
-        """Decimal logarithm of the number."""
-        return self.log_number / math.log(10)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        return {
-            "log_number": self.log_number,
-            "log10_number": self.log10_number,
-            "permutations": {name: list(entry) for name, entry in self.permutations.items()},
-            "signs": {name: list(entry) for name, entry in self.signs.items()},
-        }
-
-    def __repr__(self) -> str:
-        rows = [("units", "number", "kind", "log number")]
-        for kind, entries in (("orders", self.permutations), ("signs", self.signs)):
-            rows += [(name, f"{size:,}", kind, f"{log:,.1f}") for name, (size, log) in entries.items()]
-        head = f"exp({self.log_number:,.1f}) = 10^{self.log10_number:,.1f} equivalent modes"
-        return f"{head}\n{table(rows, left=(0, 2))}" if len(rows) > 1 else head
-
-
-def equivalent_modes(symmetry: Symmetry | Group) -> EquivalentModes:
-    """The number of equivalent modes of an architecture's posterior: the order of its finite symmetry group.
-
-    It is that of modes without symmetry of their own; if two units of a mode are alike it has fewer copies. Scalings
-    are left out: a proper prior allows one scale of each unit only.
-
-    >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)}, moves=("permute", "flip"))
-    >>> round(10 ** ps.equivalent_modes(group).log10_number)  # 4! * 2 ** 4
-    384
-
-    :param symmetry: the group, or a network's symmetry.
-    """
-    group = group_of(symmetry, "symmetry").finite
-    permuted = {name: group[name] for name in group.names("permute")}
-    orders = {name: (units.count, units.copies * math.lgamma(units.size + 1)) for name, units in permuted.items()}
-    free = group.independent("flip")
-    flips = {name: (units.numel(), int(units.sum()) * math.log(2)) for name, units in free.items()}
-    return EquivalentModes(group.log_order(), orders, flips)
 
 
 def excess_mass(weights: Samples, symmetry: Symmetry | Group) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.compare.diversity import members_of
-from pyro_symmetric.compare.regression import gaussians
 from pyro_symmetric.compare.results import DistanceResult
+from pyro_symmetric.compare.scores import gaussians
 
 Prediction = Tensor | tuple[Tensor, Tensor | float]
 

@@ -35,13 +35,6 @@ class Labelled:
     settings: Mapping[str, Any] = field(default_factory=dict)
     columns: Sequence[str] = ()
 
-    def __post_init__(self) -> None:
-        arguments.instance("title", self.title, str, "a text")
-        arguments.listed("num_samples", self.num_samples, int, "whole numbers")
-        arguments.listed("columns", self.columns, str, "arrays' names")
-        for name in ("labels", "arrays", "settings"):
-            arguments.mapping(name, getattr(self, name), "with names as keys")
-
     @functools.cached_property
     def data(self) -> Any:
         """All arrays as one :class:`xarray.Dataset`.
@@ -114,14 +107,6 @@ class DistanceResult(Labelled):
     """
 
     totals: Mapping[str, float]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        arguments.mapping("totals", self.totals, "name -> number")
-        for name, value in self.totals.items():
-            arguments.instance(f"totals[{name!r}]", value, float, "a float")
-        if not self.totals:
-            raise ValueError("totals is empty; it must hold at least one number")
 
     @property
     def value(self) -> float:

@@ -130,20 +130,6 @@ CALLS = (
         misspelt=False,
     ),
     Calls(
-        "DistanceResult",
-        ps.DistanceResult,
-        lambda: {"title": "mine", "num_samples": (3, 4), "totals": {"value": 0.5}},
-        {
-            "title": (3, None),
-            "num_samples": (3, "banana", None, (1.5, 2)),
-            "totals": (3, "banana", None, {}, {"value": "0.5"}, {3: 0.5}, {"value": None}),
-            "labels": (3, "banana", None),
-            "arrays": (3, "banana", None),
-            "settings": (3, "banana", None),
-            "columns": (3, "mean", None),
-        },
-    ),
-    Calls(
         "DistanceResult.of",
         lambda **o: ps.mmd(weights(20), weights(20)).of(**o),
         lambda: {"part": "0"},
@@ -154,12 +140,6 @@ CALLS = (
         ps.total_variation,
         lambda: {"p": PROBABILITIES, "q": PROBABILITIES},
         {"p": BAD_PROBABILITIES, "q": (*BAD_PROBABILITIES, torch.full((4, 5, 2), 0.5))},
-    ),
-    Calls(
-        "equivalent_modes",
-        ps.equivalent_modes,
-        lambda: {"symmetry": symmetry()},
-        {"symmetry": (None, *NO_SYMMETRY)},
     ),
     Calls(
         "excess_mass",

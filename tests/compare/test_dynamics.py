@@ -1,6 +1,3 @@
-import json
-import math
-
 import pytest
 import torch
 from scipy.stats import kendalltau
@@ -8,7 +5,7 @@ from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.compare import dynamics
-from pyro_symmetric.compare.dynamics import SortingTracker, equivalent_modes, excess_mass, kendall_tau
+from pyro_symmetric.compare.dynamics import SortingTracker, excess_mass, kendall_tau
 
 
 def orders(*shape):
@@ -106,23 +103,6 @@ def test_the_order_of_units_in_several_copies_is_averaged_over_copies():
     assert tracker.mean.tolist() == pytest.approx([(6 * 2 / 3 + 1) / 7] * 2)  # 6 pairs of rows and one of heads
 
 
-def test_equivalent_modes_of_nested_units_count_every_copy():
-    found = equivalent_modes(nested_group())
-    assert found.log_number == pytest.approx(math.log(2 * 6**2))
-    assert found.permutations == {"head": (2, pytest.approx(math.log(2))), "row": (6, pytest.approx(2 * math.log(6)))}
-
-
-def test_equivalent_modes_are_the_orders_and_signs_of_the_hidden_units():
-    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
-    found = equivalent_modes(ps.find_symmetry(net, torch.randn(3, 2)))
-    assert found.log_number == pytest.approx(math.log(math.factorial(4) * math.factorial(3) * 2**4))
-    assert found.log10_number == pytest.approx(math.log10(24 * 6 * 16))
-    parts = [log for entries in (found.permutations, found.signs) for _, log in entries.values()]
-    assert sum(parts) == pytest.approx(found.log_number)
-    assert "equivalent modes" in repr(found)
-    assert json.loads(json.dumps(found.to_dict()))["signs"]
-
-
 def test_excess_mass_is_what_the_closed_form_says_for_one_unit():
     # |a|^2 s^2 + |b|^2 / s^2 is least at 2 |a| |b|
     net = nn.Sequential(nn.Linear(2, 1), nn.ReLU(), nn.Linear(1, 1))
@@ -145,9 +125,8 @@ def test_what_is_no_symmetry_or_no_weights_is_named():
     net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     symmetry = ps.find_symmetry(net, torch.randn(3, 2))
     weights = {name: value.detach()[None] for name, value in net.named_parameters()}
-    for call in (SortingTracker, equivalent_modes):
-        with pytest.raises(TypeError, match=r"symmetry is a .*Sequential; it must be a Group or a Symmetry"):
-            call(net)
+    with pytest.raises(TypeError, match=r"symmetry is a .*Sequential; it must be a Group or a Symmetry"):
+        SortingTracker(net)
     with pytest.raises(TypeError, match="symmetry is 3; it must be a Group or a Symmetry"):
         excess_mass(weights, 3)
     assert excess_mass(weights, symmetry.permutations).tolist() == [0]  # nothing can be scaled
