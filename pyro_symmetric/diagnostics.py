@@ -199,12 +199,12 @@ def sampler_checks(statistics: Mapping[str, Tensor], subsampled: bool, arrived: 
             f"parts of the posterior are missed. Use {smaller}, a longer warm-up, dtype=torch.float64, or "
             "reparametrise the model"
         )
-        yield checked("divergences", share, DIVERGING, f"share of draws that diverged {share:.2%}", advice)
+        yield checked("divergences", share, DIVERGING, f"{share:.2%} of the draws diverged", advice)
     if "energy_error" in statistics:
         yield energy_error(statistics["energy_error"])
     if "reached_max_treedepth" in statistics:
         share = float(statistics["reached_max_treedepth"].double().mean())
-        found = f"share of trajectories cut off at the largest tree {share:.1%}"
+        found = f"{share:.1%} of the trajectories were cut off at the largest tree"
         yield checked("tree depth", share, CUT_OFF, found, "raise max_treedepth, or reparametrise")
     if "energy" in statistics and statistics["energy"].shape[1] > 2:
         least = float(missing_energy(statistics["energy"]).min())
@@ -220,17 +220,18 @@ def acceptance(rates: Tensor) -> Check:
     by_chain = rates.double().mean(1).nan_to_num(0.0)  # NaN is no move
     stuck = (by_chain < ACCEPTANCE[1]).nonzero().flatten().tolist()
     found = f"mean acceptance {float(by_chain.mean()):.2f}, of the worst chain {float(by_chain.min()):.2f}"
-    if not stuck or rates.shape[1] < LEAST_DRAWS:
-        advice = "use a smaller step_size, or a longer warm-up"
-    elif len(stuck) == len(by_chain):
-        advice = f"{TOO_LARGE}; use a smaller step_size, a longer warm-up or dtype=torch.float64"
-    else:
+    advice, limits = "use a smaller step_size, or a longer warm-up", ACCEPTANCE
+    if rates.shape[1] < LEAST_DRAWS:
+        limits = (ACCEPTANCE[0], -math.inf)  # so few draws are no failure
+    elif stuck:
         found = f"{len(stuck)} of {len(by_chain)} chains hardly move ({named(stuck)}): {found}"
         advice = (
-            "give them a longer warm-up (num_warmup=), start them elsewhere (initial=), use a smaller step_size, or "
-            "reparametrise the model; posterior.select leaves them out"
+            f"{TOO_LARGE}; use a smaller step_size, a longer warm-up or dtype=torch.float64"
+            if len(stuck) == len(by_chain)
+            else "give them a longer warm-up (num_warmup=), start them elsewhere (initial=), use a smaller step_size, "
+            "or reparametrise the model; posterior.select leaves them out"
         )
-    return checked("acceptance", float(by_chain.min()), ACCEPTANCE, found, advice)
+    return checked("acceptance", float(by_chain.min()), limits, found, advice)
 
 
 def energy_error(ratios: Tensor) -> Check:

@@ -115,28 +115,31 @@ class Run:
         settings = self.settings
         if self.at.draws >= settings.num_samples:
             return
-        sampling = settings.num_samples * settings.thinning
-        bar = tqdm(
-            total=self.at.num_warmup + sampling, initial=self.at.iteration, disable=not progress, mininterval=0.2
-        )
+        total = self.at.num_warmup + settings.num_samples
+        bar = tqdm(total=total, initial=self._counted, disable=not progress, mininterval=0.2)
         try:
             while self.at.draws < settings.num_samples:
                 before = self.at.iteration
                 bar.set_description("warm-up" if before < self.at.num_warmup else "sampling", refresh=False)
                 self._advance()
-                bar.total = self.at.num_warmup + sampling
+                bar.total = self.at.num_warmup + settings.num_samples
                 if hook is not None:
                     hook(self.at.iteration - 1, self.density.layout.constrain(self.at.state.z))
                 if self.recorder.is_due:
                     self._commit()
                 if stop is not None and stop.is_set():
                     raise KeyboardInterrupt
-                if bar.update(self.at.iteration - before):
+                if bar.update(self._counted - bar.n):
                     bar.set_postfix_str(self._postfix(), refresh=False)
         finally:
             bar.close()
             if not (isinstance(self.recorder, FolderRecorder) and self.recorder.failed):
                 self._commit()
+
+    @property
+    def _counted(self) -> int:
+        """Iterations of warm-up, then draws, as they were asked for."""
+        return min(self.at.iteration, self.at.num_warmup) + min(self.at.draws, self.settings.num_samples)
 
     def metadata(self) -> dict[str, Any]:
         """The course of the run so far."""

@@ -323,7 +323,7 @@ def test_troubles_of_the_sampler_enter_the_verdict():
     result = diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, statistics, rows="chains"))
     assert result["divergences"].value == pytest.approx(20 / (CHAINS * DRAWS))
     assert result["acceptance"].value == pytest.approx(0.8)
-    assert "diverged 1.00%, should be 0" in result["divergences"].words
+    assert "1.00% of the draws diverged, should be 0" in result["divergences"].words
     assert "E-BFMI of the worst chain 0.0" in repr(result)
     assert "energy" in result.verdict
 

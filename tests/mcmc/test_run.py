@@ -10,6 +10,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule
 from torch import nn
+from tqdm import tqdm
 
 from pyro_symmetric.arviz_export import to_arviz
 from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, SGHMC, SGLD, AdaptiveHMC, pSGLD, sample
@@ -363,3 +364,17 @@ def test_deterministic_sites_may_be_as_near_to_one_as_numbers_are():
 
     posterior = sample(NUTS(model), num_samples=100, num_warmup=50, num_chains=2, seed=0, progress=False)
     assert (posterior.samples["near"] < 1).all()
+
+
+def test_the_progress_bar_counts_draws_however_thin_they_are(monkeypatch):
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            bars.append(self)
+
+    monkeypatch.setattr("pyro_symmetric.mcmc.run.tqdm", Bar)
+
+    sample(NUTS(model), num_samples=10, num_warmup=6, thinning=5, num_chains=2, progress=True)
+    assert (bars[0].total, bars[0].n) == (16, 16)
