@@ -70,11 +70,11 @@ INSIDE = {
         [WHOLE],
     ],
     "alignment": [
-        ["assignment", "elements", "gaussian", "textbook"],
+        ["assignment", "elements", "gaussian"],
         ["exchanges"],
         ["costs", "paths"],
         ["decision", "moments", "relabel"],
-        ["exhaustive", "members"],
+        ["members"],
         ["descent"],
         ["matching", "rounds"],
         ["many"],

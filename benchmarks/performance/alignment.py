@@ -36,10 +36,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from benchmarks.performance.weight_matching import weight_matching
 from pyro_symmetric._torchvision import import_torchvision
 from pyro_symmetric.alignment import GaussianWeights, align, align_many, decision
 from pyro_symmetric.alignment.assignment import assign
-from pyro_symmetric.alignment.textbook import weight_matching
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.networks import resnet20

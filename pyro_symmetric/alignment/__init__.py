@@ -4,15 +4,13 @@ What a user calls: ``matching`` (:func:`align`), ``many`` (:func:`align_many`, w
 ``relabel`` (:func:`relabel`), and ``paths.barrier`` (:func:`loss_barrier`). Each floor below knows only those beneath
 it:
 
-* ``descent``: coordinate descent over the units of a group, by a cost, the best of several; ``exhaustive``: the whole
-  of small groups; ``decision``: one step;
+* ``descent``: coordinate descent over the units of a group, by a cost, the best of several; ``decision``: one step;
 * ``moments``: what was given, site by site; ``gaussian``: what was given, as Gaussian moments;
 * ``costs``: how well units go together, and what a match costs: write your own by ``costs.protocol``;
 * ``exchanges``: units that lie on two axes of one site, a quadratic assignment problem;
 * ``assignment``: linear assignment problems.
 
-Beside them, ``textbook``, weight matching in forty lines, and ``paths``: distances and paths between Gaussians, and
-what is lost along the way.
+Beside them, ``paths``: distances and paths between Gaussians, and what is lost along the way.
 """
 
 from pyro_symmetric.alignment.costs.activation import ActivationCost

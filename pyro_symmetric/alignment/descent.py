@@ -3,12 +3,13 @@ r"""Coordinate descent over permutations, signs and scales, for a batch of sourc
 With all but one set of units held, the best permutation of that one solves a linear assignment problem; its signs and
 scales follow (:mod:`~pyro_symmetric.alignment.decision`).
 
-Two habits make this fast and good (compare ``textbook``, which starts at the identity and visits all units in every
-sweep): the *forward start* matches each set of units by that alone whose other units are placed already, so that
-nothing is compared with what lies in no meaningful order yet; the *work-list* then looks again only at those units
-whose neighbours have changed. Further descents visit units in random order, from a *kick* of the best element so far
-(iterated local search). Sets of units that lie on two axes of one site have a search of their own
-(:mod:`~pyro_symmetric.alignment.exchanges`): assignments, which are steps of a linearisation, seldom suffice.
+Two habits make this fast and good, where the textbook (Ainsworth et al. 2023, arXiv 2209.04836, Algorithm 1) starts at
+the identity and visits all units in every sweep: the *forward start* matches each set of units by that alone whose
+other units are placed already, so that nothing is compared with what lies in no meaningful order yet; the *work-list*
+then looks again only at those units whose neighbours have changed. Further descents visit units in random order, from a
+*kick* of the best element so far (iterated local search). Sets of units that lie on two axes of one site have a search
+of their own (:mod:`~pyro_symmetric.alignment.exchanges`): assignments, which are steps of a linearisation, seldom
+suffice.
 
 All sources of a batch go through the same steps together; those for which there is nothing to do sit out.
 """
@@ -26,7 +27,6 @@ from pyro_symmetric.alignment.costs.protocol import SETTLED, MatchCost
 from pyro_symmetric.alignment.decision import Decision
 from pyro_symmetric.alignment.elements import differing, joined, put, replaced, some
 from pyro_symmetric.alignment.exchanges import Quadratic
-from pyro_symmetric.alignment.exhaustive import Exhaustive
 from pyro_symmetric.groups.element import Element
 
 # How many units a kick shuffles. On random networks of widths 16 to 256, shares of 0.2 and 0.3 ended lowest among
@@ -118,13 +118,10 @@ class Search:
 
     def _of_batch(self, cost: MatchCost, tick: Callable[[], object]) -> Found:
         descent = Descent(cost, self.max_sweeps, self.tolerance)
-        small = descent.exhaustive()
-        best = (
-            descent.descend(*descent.forward_start()) if small is None else descent.descend(small, descent.everything)
-        )
+        best = descent.descend(*descent.forward_start())
         ends = [best.cost]
         tick()
-        for _ in range(self.restarts if descent.kickable and small is None else 0):
+        for _ in range(self.restarts if descent.kickable else 0):
             element, first, later = descent.kicked_start(best.element)
             end = descent.descend(element, first, later=later, shuffled=True)
             ends.append(end.cost)
@@ -178,11 +175,6 @@ class Descent:
     def _moves_of(self, name: str) -> set[str]:
         """All that may happen to some units and what is decided with them."""
         return set().union(*(self.group[own].moves for own in self._decide.families[name]))
-
-    def exhaustive(self) -> Element | None:
-        """The best element of each source of a small group; None of a large one."""
-        search = Exhaustive(self.cost, self._decide)
-        return search.best() if search.applies else None
 
     @property
     def everything(self) -> Tensor:

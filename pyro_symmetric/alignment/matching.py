@@ -120,8 +120,7 @@ def align(
         :class:`~pyro_symmetric.alignment.costs.protocol.MatchCost`. What it doesn't see, signs and scales that it
         leaves as they are, is fitted to the weights afterwards.
     :param restarts: further descents, each from the best matching so far with some units of one layer shuffled, drawn
-        from PyTorch's generator. The best is kept. There are none where units share no site, which is solved exactly,
-        or the group is so small that it is searched through: without scales the optimum is then certain.
+        from PyTorch's generator. The best is kept. There are none where units share no site, which is solved exactly.
         ``None``: three, or none if there are more than 256 units of a kind: in wide networks they take most of the
         time, and gain less than a thousandth of the cost.
     :param max_sweeps: how often one descent goes through what waits at most.

@@ -1,4 +1,4 @@
-"""Small groups: the best match of all there are, against the distances of all elements."""
+"""Small groups: restarts find the best match of all there are, against the distances of all elements."""
 
 import itertools
 
@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from pyro_symmetric.alignment import GaussianWeights, align
-from pyro_symmetric.alignment.costs.weights import WeightCost
-from pyro_symmetric.alignment.decision import Decision
-from pyro_symmetric.alignment.exhaustive import Exhaustive
 from pyro_symmetric.groups import Axis, Group, Units
+
+RESTARTS = 30
 
 
 def mlp(*widths, moves=("permute",)):
@@ -44,12 +43,6 @@ def squared_distance(a, b, batch_dims=0):
     return sum((a[site] - b[site]).square().flatten(batch_dims).sum(-1) for site in b)
 
 
-def searches(group):
-    source, reference = weights_of(group, 1, 1), weights_of(group, 1, 1)
-    cost = WeightCost(group, reference, source)
-    return Exhaustive(cost, Decision(cost)).applies
-
-
 SMALL = {
     "two layers": mlp(3, 5, 4, 2),
     "two layers with signs": mlp(3, 3, 2, 2, moves=("permute", "flip")),
@@ -60,21 +53,24 @@ SMALL = {
 }
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("group", SMALL.values(), ids=SMALL)
-def test_small_groups_reach_the_enumerated_optimum(group):
-    elements = group.enumerate()
-    for _ in range(20):
-        source, reference = weights_of(group), weights_of(group)
-        result = align(source, reference, group)
-        optimum = float(squared_distance(elements(source), reference, 1).min())
-        assert result.cost == pytest.approx(optimum, rel=1e-10)
-        assert result.converged
-        assert len(result.start_costs) == 1
+def test_restarts_reach_the_enumerated_optimum(group):
+    """Of 40 matches at most 5 missed it; of 20, more than 8 would by chance in one run of 5,000."""
+    elements, sources, reference = group.enumerate(), weights_of(group, 20), weights_of(group)
+    moved = elements({site: value.unsqueeze(1) for site, value in sources.items()})
+    optima = squared_distance(moved, reference, 2).amin(1)
+    result = align(sources, reference, group, restarts=RESTARTS)
+    assert bool(result.converged.all())
+    assert bool((result.cost >= optima * (1 - 1e-10)).all())
+    assert int((result.cost > optima * (1 + 1e-10)).sum()) <= 8
 
 
+@pytest.mark.stochastic
 @pytest.mark.parametrize("name", ["two layers", "heads"])
-def test_small_groups_reach_the_enumerated_optimum_of_gaussians(name):
-    group = SMALL[name]
+def test_restarts_reach_the_enumerated_optimum_of_gaussians(name):
+    """Missed by one of 40 at most; by more than three of five in one run of 100,000."""
+    group, missed = SMALL[name], 0
     elements = group.enumerate()
     for _ in range(5):
         source, reference = (
@@ -83,15 +79,8 @@ def test_small_groups_reach_the_enumerated_optimum_of_gaussians(name):
         )
         parts = ((source.loc, reference.loc), (source.scale, reference.scale))
         distances = sum(squared_distance(elements(one), other, 1) for one, other in parts)
-        assert align(source, reference, group).cost == pytest.approx(float(distances.min()), rel=1e-10)
-
-
-def test_every_source_of_a_batch_reaches_its_own_optimum():
-    group = mlp(3, 5, 4, 2)
-    elements, sources, reference = group.enumerate(), weights_of(group, 30), weights_of(group)
-    moved = elements({site: value.unsqueeze(1) for site, value in sources.items()})
-    optima = squared_distance(moved, reference, 2).amin(1)
-    assert torch.allclose(align(sources, reference, group).cost, optima, rtol=1e-10)
+        missed += align(source, reference, group, restarts=RESTARTS).cost > float(distances.min()) * (1 + 1e-10)
+    assert missed <= 3
 
 
 def test_scales_are_fitted_to_every_match():
@@ -125,10 +114,4 @@ def test_scales_are_fitted_to_every_match():
             return total
 
         optimiser.step(closure)
-        assert align(source, reference, group).cost <= float(distance().detach().min()) * (1 + 1e-6)
-
-
-def test_only_what_others_do_not_settle_is_tried():
-    assert searches(mlp(3, 64, 4, 64, 2))  # 24 matches of the layer between, for 64!^2 * 24
-    assert not searches(mlp(3, 12, 12, 2))
-    assert not searches(mlp(3, 12, 2))  # one assignment problem is exact
+        assert align(source, reference, group, restarts=RESTARTS).cost <= float(distance().detach().min()) * (1 + 1e-6)
