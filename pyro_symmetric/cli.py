@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from pyro_symmetric._version import __version__
@@ -74,7 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``compare``: the study."""
+    """``compare``: the study, an option for each of its settings."""
+    from pyro_symmetric.study.settings import StudySettings
+
     parser = commands.add_parser(
         "compare",
         help="fit one Bayesian network several ways and report how close each comes to a reference posterior",
@@ -84,74 +87,18 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--data",
-        default="digits",
-        metavar="NAME",
-        help="digits (default), wine, breast-cancer, diabetes; mnist, fashion-mnist, cifar10, cifar100, svhn; "
-        "uci/<name>; csv:FILE",
-    )
-    data.add_argument("--data-root", default="data", metavar="FOLDER", help="where data sets lie (default: data)")
-    data.add_argument("--download", action="store_true", help="download a missing data set to the data root")
-    data.add_argument("--target", metavar="COLUMN", help="target column of csv:FILE")
-    data.add_argument("--split", type=int, default=0, metavar="K", help="number of the train/test split (default: 0)")
-    data.add_argument("--max-train", type=int, metavar="N", help="use at most N training rows")
-    data.add_argument(
-        "--max-test", type=int, metavar="N", help="use at most N test rows, and as many out-of-distribution rows"
-    )
-    data.add_argument(
-        "--ood", metavar="NAME", help="data set of out-of-distribution inputs (default: held-out classes)"
-    )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--hidden", type=widths, default=(16,), metavar="N[,N...]", help="widths of the hidden layers (default: 16)"
-    )
-    model.add_argument(
-        "--activation", default="relu", help="relu (default), tanh, leaky-relu, gelu, silu, sigmoid, elu"
-    )
-    model.add_argument(
-        "--net",
-        metavar="NAME",
-        help="optunet, resnet20 (filter-response normalisation), resnet18, or package.module:callable, called as "
-        "callable(input_shape, num_outputs)",
-    )
-    model.add_argument(
-        "--prior-scale",
-        type=prior_scale,
-        action="append",
-        default=[],
-        metavar="[PATTERN=]S",
-        help="standard deviation of the Gaussian prior (default: 1); with a pattern on parameters' names, such as "
-        "1.*=0.5, for these; may be repeated",
-    )
-    model.add_argument(
-        "--prior-fan-in",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="divide it, for weight matrices, by the square root of the layer's number of inputs (default: yes)",
-    )
-    model.add_argument(
-        "--noise", type=float, metavar="S", help="fixed noise of a regression on standardised targets (default: learnt)"
-    )
-    model.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="likelihood temperature (default: 1)"
-    )
-    run = parser.add_argument_group("run")
-    run.add_argument(
-        "--methods",
-        type=names,
-        metavar="A[,B...]",
-        help="methods to compare (default: mean-field,symmetrized,symmetrized-blocks,aligned,ensemble,sghmc,hmc); help "
-        "lists all of them",
-    )
-    run.add_argument(
-        "--reference",
-        default="hmc",
-        metavar="METHOD",
-        help="the method that the others are compared with (default: hmc)",
-    )
-    run.add_argument(
+    for one in fields(StudySettings):
+        name, help_, metavar = f"--{one.name.replace('_', '-')}", one.metadata.get("help"), one.metadata.get("metavar")
+        kind = {"int": int, "float": float}.get(one.type.split(" |")[0], str)
+        if one.name == "prior_scale":
+            parser.add_argument(name, type=prior_scale, action="append", default=[], metavar=metavar, help=help_)
+        elif one.type == "bool":
+            action = argparse.BooleanOptionalAction if one.default else "store_true"
+            parser.add_argument(name, action=action, default=one.default, help=help_)
+        elif help_ is not None:
+            kind = {"hidden": widths, "methods": names}.get(one.name, kind)
+            parser.add_argument(name, type=kind, default=one.default, metavar=metavar, help=help_)
+    parser.add_argument(
         "--budget",
         type=budget,
         action="append",
@@ -160,16 +107,9 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="change a part of a method's budget, e.g. ensemble.modes=1000 or hmc.chains=64; may be repeated; "
         "help lists all parts with their defaults",
     )
-    run.add_argument(
-        "--draws", type=int, default=400, metavar="N", help="weight samples of each method to compare (default: 400)"
-    )
-    run.add_argument("--quick", action="store_true", help="small budgets: see that all works in under two minutes")
-    run.add_argument("--seed", type=int, default=0, metavar="N", help="seed of everything random (default: 0)")
-    run.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
-    run.add_argument("--dtype", default="float32", help="float32 (default) or float64")
-    run.add_argument("--out", metavar="FOLDER", help="where everything is written (default: runs/<data>)")
-    run.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
-    run.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--out", metavar="FOLDER", help="where everything is written (default: runs/<data>)")
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=compare)
 
 
@@ -195,33 +135,15 @@ def settings_of(options: argparse.Namespace) -> StudySettings:
     """The settings that the options of ``compare`` describe."""
     from pyro_symmetric.study import StudySettings
 
+    given = {one.name: getattr(options, one.name, None) for one in fields(StudySettings)}
     overall = [scale for pattern, scale in options.prior_scale if pattern is None]
-    default = StudySettings()
     return StudySettings(
-        data=options.data,
-        data_root=options.data_root,
-        download=options.download,
-        target=options.target,
-        split=options.split,
-        max_train=options.max_train,
-        max_test=options.max_test,
-        ood=options.ood,
-        hidden=options.hidden,
-        activation=options.activation,
-        net=options.net,
-        prior_scale=overall[-1] if overall else default.prior_scale,
-        prior_scales={pattern: scale for pattern, scale in options.prior_scale if pattern is not None},
-        prior_fan_in=options.prior_fan_in,
-        noise=options.noise,
-        temperature=options.temperature,
-        methods=default.methods if options.methods is None else options.methods,
-        reference=options.reference,
-        budgets=by_method(options.budget),
-        num_draws=options.draws,
-        quick=options.quick,
-        seed=options.seed,
-        device=options.device,
-        dtype=options.dtype,
+        **given
+        | {
+            "prior_scale": overall[-1] if overall else StudySettings().prior_scale,
+            "prior_scales": {pattern: scale for pattern, scale in options.prior_scale if pattern is not None},
+            "budgets": by_method(options.budget),
+        }
     )
 
 

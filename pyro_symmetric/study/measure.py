@@ -96,7 +96,7 @@ def draws_of(posterior: Posterior, problem: Problem) -> Draws:
     """The draws that are compared, thinned evenly over all chains, on the study's device."""
     flat = posterior.get_samples()
     total = posterior.num_chains * posterior.num_samples
-    keep = evenly_spaced(total, problem.settings.num_draws)
+    keep = evenly_spaced(total, problem.settings.draws)
     raw = {site: value[keep].to(problem.x.device) for site, value in flat.items()}
     return Draws(raw, problem.canonical(raw))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,62 +31,68 @@ DEFAULT_METHODS = ("mean-field", "symmetrized", "symmetrized-blocks", "aligned",
 FREE_TO_CHANGE = frozenset({"methods", "reference", "budgets", "device", "data_root", "download"})
 
 
+def option(default: Any, text: str, metavar: str | None = None) -> Any:
+    """A setting that the command line offers under its name.
+
+    :param text: the option's help.
+    """
+    return field(default=default, metadata={"help": text, "metavar": metavar})
+
+
 @dataclass(frozen=True)
 class StudySettings:
-    """Everything that determines a study.
+    """Everything that determines a study; each field is an option of ``pyro-symmetric compare``, whose help is its.
 
-    :param data: name of the data set, see :func:`pyro_symmetric.datasets.load`.
-    :param data_root: folder that holds data sets.
-    :param download: whether missing data may be downloaded.
-    :param target: target column of ``csv:FILE``.
-    :param split: number of the split, where the data have several.
-    :param max_train: use at most so many training rows.
-    :param max_test: use at most so many test rows, and as many out-of-distribution rows.
-    :param ood: data set of out-of-distribution inputs; ``None`` holds classes out.
-    :param hidden: widths of the hidden layers.
-    :param activation: of the hidden layers, one of :data:`ACTIVATIONS`.
-    :param net: instead of the MLP, the name of one of :data:`pyro_symmetric.networks.NETWORKS`, or
-        ``package.module:callable`` that builds the network from ``(input_shape, num_outputs)``.
-    :param prior_scale: standard deviation of the Gaussian prior.
-    :param prior_scales: overrides for parameters by pattern on their name, e.g. ``{"1.*": 0.5}``.
-    :param prior_fan_in: divide the standard deviation of weight matrices by the square root of their number of inputs.
-    :param noise: standard deviation of a regression's noise (standardised targets), ``None`` to learn it.
-    :param temperature: of the likelihood.
-    :param methods: names of the methods, see :mod:`pyro_symmetric.study.methods`.
-    :param reference: the method that the others are compared with.
+    :param prior_scales: overrides of ``prior_scale`` for parameters by pattern on their name, e.g. ``{"1.*": 0.5}``.
     :param budgets: overrides of methods' budgets, e.g. ``{"ensemble": {"modes": 1000}}``; a finished method whose
         budget changes is made anew.
-    :param num_draws: weight samples of each method that are kept and compared.
-    :param quick: smaller budgets everywhere: to see that all works, not to draw conclusions.
-    :param seed: of everything random.
-    :param device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
-    :param dtype: ``"float32"`` or ``"float64"``.
     """
 
-    data: str = "digits"
-    data_root: str = "data"
-    download: bool = False
-    target: str | None = None
-    split: int = 0
-    max_train: int | None = None
-    max_test: int | None = None
-    ood: str | None = None
-    hidden: tuple[int, ...] = (16,)
-    activation: str = "relu"
-    net: str | None = None
-    prior_scale: float = 1.0
+    data: str = option(
+        "digits",
+        "digits (default), wine, breast-cancer, diabetes; mnist, fashion-mnist, cifar10, cifar100, svhn; uci/<name>; "
+        "csv:FILE",
+        "NAME",
+    )
+    data_root: str = option("data", "where data sets lie (default: data)", "FOLDER")
+    download: bool = option(False, "download a missing data set to the data root")
+    target: str | None = option(None, "target column of csv:FILE", "COLUMN")
+    split: int = option(0, "number of the train/test split (default: 0)", "K")
+    max_train: int | None = option(None, "use at most N training rows", "N")
+    max_test: int | None = option(None, "use at most N test rows, and as many out-of-distribution rows", "N")
+    ood: str | None = option(None, "data set of out-of-distribution inputs (default: held-out classes)", "NAME")
+    hidden: tuple[int, ...] = option((16,), "widths of the hidden layers (default: 16)", "N[,N...]")
+    activation: str = option("relu", "relu (default), tanh, leaky-relu, gelu, silu, sigmoid, elu")
+    net: str | None = option(
+        None,
+        "optunet, resnet20 (filter-response normalisation), resnet18, or package.module:callable, called as "
+        "callable(input_shape, num_outputs)",
+        "NAME",
+    )
+    prior_scale: float = option(
+        1.0,
+        "standard deviation of the Gaussian prior (default: 1); with a pattern on parameters' names, such as 1.*=0.5, "
+        "for these; may be repeated",
+        "[PATTERN=]S",
+    )
     prior_scales: Mapping[str, float] = field(default_factory=dict)
-    prior_fan_in: bool = True
-    noise: float | None = None
-    temperature: float = 1.0
-    methods: tuple[str, ...] = DEFAULT_METHODS
-    reference: str = "hmc"
+    prior_fan_in: bool = option(
+        True, "divide it, for weight matrices, by the square root of the layer's number of inputs (default: yes)"
+    )
+    noise: float | None = option(None, "fixed noise of a regression on standardised targets (default: learnt)", "S")
+    temperature: float = option(1.0, "likelihood temperature (default: 1)", "T")
+    methods: tuple[str, ...] = option(
+        DEFAULT_METHODS,
+        f"methods to compare (default: {','.join(DEFAULT_METHODS)}); help lists all of them",
+        "A[,B...]",
+    )
+    reference: str = option("hmc", "the method that the others are compared with (default: hmc)", "METHOD")
     budgets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    num_draws: int = 400
-    quick: bool = False
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "float32"
+    draws: int = option(400, "weight samples of each method to compare (default: 400)", "N")
+    quick: bool = option(False, "small budgets: see that all works in under two minutes")
+    seed: int = option(0, "seed of everything random (default: 0)", "N")
+    device: str = option("auto", "cpu, cuda or auto (default)")
+    dtype: str = option("float32", "float32 (default) or float64")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
@@ -107,7 +113,7 @@ class StudySettings:
         _require(self.activation in ACTIVATIONS, "--activation", self.activation, f"one of {names}{hint}")
         _require(self.dtype in DTYPES, "--dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         _require(self.device in ("cpu", "cuda", "auto"), "--device", self.device, "cpu, cuda or auto")
-        _require(self.num_draws >= 8, "--draws", self.num_draws, "at least 8")
+        _require(self.draws >= 8, "--draws", self.draws, "at least 8")
         _require(self.max_train is None or self.max_train >= 2, "--max-train", self.max_train, "at least 2")
         _require(self.max_test is None or self.max_test >= 2, "--max-test", self.max_test, "at least 2")
         _require(0 <= self.seed < 2**31, "--seed", self.seed, "a whole number from 0 to 2147483647")
@@ -139,21 +145,20 @@ class StudySettings:
 
     def command(self, out: str | Path) -> str:
         """The command line that repeats the study, as one types it: what differs from the defaults."""
-        given = {name: value for name, value in self.to_dict().items() if value != getattr(StudySettings(), name)}
-        given["hidden"] = None if self.hidden == StudySettings().hidden else ",".join(map(str, self.hidden))
-        given["methods"] = None if self.methods == DEFAULT_METHODS else ",".join(self.methods)
         words = ["pyro-symmetric", "compare"]
-        for name, value in given.items():
-            option = f"--{ {'num_draws': 'draws'}.get(name, name).replace('_', '-') }"
-            if name == "prior_scales":
+        for one in fields(self):
+            value, option = getattr(self, one.name), f"--{one.name.replace('_', '-')}"
+            if one.name == "prior_scales":
                 words += [word for pattern, scale in value.items() for word in ("--prior-scale", f"{pattern}={scale}")]
-            elif name == "budgets":
+            elif one.name == "budgets":
                 parts = [(method, *part) for method, budget in value.items() for part in budget.items()]
                 words += [word for method, part, number in parts for word in ("--budget", f"{method}.{part}={number}")]
+            elif value == one.default:
+                continue
             elif isinstance(value, bool):
                 words.append(option if value else f"--no-{option[2:]}")
-            elif value is not None:
-                words += [option, str(value)]
+            else:
+                words += [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
         return shlex.join([*words, "--out", str(out)])
 
     def deciding(self) -> dict[str, Any]:

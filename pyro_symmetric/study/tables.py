@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
 from pyro_symmetric.diagnostics import R_HAT
 
 if TYPE_CHECKING:
@@ -89,6 +87,8 @@ class Table:
 
     def as_text(self, methods: Mapping[str, Row]) -> str:
         """For a terminal."""
+        import pandas as pd
+
         rows = [[text for text, _ in row] for row in self.rows(methods).values()]
         frame = pd.DataFrame(rows, index=list(self.rows(methods)), columns=[column.title for column in self.columns])
         return f"{self.title}\n{frame.to_string()}"

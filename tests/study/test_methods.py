@@ -120,7 +120,7 @@ def linear_problem() -> tuple[Any, torch.Tensor, torch.Tensor]:
     likelihood = ps.GaussianLikelihood(scale=0.5)
     model = ps.BayesianModel(nn.Linear(2, 1), ps.GaussianPrior(0.7), likelihood, num_data=40)
     problem = SimpleNamespace(
-        model=model, x=x, y=y, is_classification=False, settings=SimpleNamespace(num_draws=20000), seed=0
+        model=model, x=x, y=y, is_classification=False, settings=SimpleNamespace(draws=20000), seed=0
     )
     features = torch.cat([x, torch.ones(40, 1)], 1).double()
     covariance = torch.linalg.inv(features.T @ features / 0.25 + torch.eye(3).double() / 0.49)
@@ -193,7 +193,7 @@ def test_single_and_multi_forms_differ_in_their_modes_only(monkeypatch: pytest.M
 
 
 def test_several_aligned_runs_lie_in_the_frame_of_the_first() -> None:
-    settings = StudySettings(data="digits", max_train=60, max_test=40, hidden=(5,), num_draws=400)
+    settings = StudySettings(data="digits", max_train=60, max_test=40, hidden=(5,), draws=400)
     problem = build_problem(settings)
     assert len(problem.dataset.test_x) == 40
     method = make_method("multi-aligned", budget={"modes": 3, "steps": 5, "path_points": 3, "path_draws": 2})
@@ -213,7 +213,7 @@ def test_several_aligned_runs_lie_in_the_frame_of_the_first() -> None:
 
 def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two tanh units: q(w) summed over 2! orders and 2^2 signs, written out by hand."""
-    problem = build_problem(StudySettings(data="wine", hidden=(2,), activation="tanh", num_draws=8))
+    problem = build_problem(StudySettings(data="wine", hidden=(2,), activation="tanh", draws=8))
     method = make_method("mean-field", budget={"steps": 20})
     guides, estimate = [], variational.evidence
 

@@ -49,7 +49,7 @@ def quick_studies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(**changes: Any) -> StudySettings:
-    return StudySettings(**{"data": "wine", "hidden": (4,), "quick": True, "num_draws": 24, "device": "cpu", **changes})
+    return StudySettings(**{"data": "wine", "hidden": (4,), "quick": True, "draws": 24, "device": "cpu", **changes})
 
 
 def run(out: Path, **changes: Any) -> tuple[Any, list[str]]:

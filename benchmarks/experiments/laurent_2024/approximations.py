@@ -117,7 +117,7 @@ def study(seed: int, options: argparse.Namespace) -> Mapping[str, Any]:
         methods=methods,
         reference=REFERENCE,
         budgets=budgets_of(methods, seed, options),
-        num_draws=options.draws,
+        draws=options.draws,
         quick=options.quick,
         seed=seed,
         device=options.device,

@@ -72,7 +72,7 @@ def settings_of(options: Any) -> StudySettings:
         methods=METHODS,
         reference=REFERENCE,
         budgets={} if options.quick else budgets,
-        num_draws=options.draws,
+        draws=options.draws,
         quick=options.quick,
         device="cpu",
     )

@@ -102,7 +102,7 @@ class Method(ABC):
 
     def num_draws(self, settings: StudySettings) -> int:
         """The draws that it gives at most; a reference needs some."""
-        return settings.num_draws
+        return settings.draws
 
     def quick(self) -> Method:
         """The same method on a small budget."""

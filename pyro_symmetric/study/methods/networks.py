@@ -52,7 +52,7 @@ class _Networks(Method):
 
     def _draws_each(self, problem: Problem) -> int:
         """Draws from each mode, so that all together are as many as are compared."""
-        return -(-problem.settings.num_draws // self.modes)
+        return -(-problem.settings.draws // self.modes)
 
 
 def losses_of(trained: Posterior, problem: Problem) -> list[float]:

@@ -64,7 +64,7 @@ class _Variational(Method):
         return gaussian_copy(stock), losses
 
     def _fit(self, problem: Problem, guide: WeightsGuide, label: str, losses: list[float], **more: Any) -> Fit:
-        shape, group = (problem.settings.num_draws,), problem.symmetry.finite
+        shape, group = (problem.settings.draws,), problem.symmetry.finite
         # A symmetrised guide is compared as what it is: with all its copies.
         if isinstance(guide, AutoSymmetrized):
             draws = guide.sample_posterior(shape, orbit=True)
