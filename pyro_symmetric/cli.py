@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     for one in fields(StudySettings):
         name, help_, metavar = f"--{one.name.replace('_', '-')}", one.metadata.get("help"), one.metadata.get("metavar")
-        kind = {"int": int, "float": float}.get(one.type.split(" |")[0], str)
+        kind: Callable[[str], Any] = {"int": int, "float": float}.get(one.type.split(" |")[0], str)
         if one.name == "prior_scale":
             parser.add_argument(name, type=prior_scale, action="append", default=[], metavar=metavar, help=help_)
         elif one.type == "bool":
