@@ -47,7 +47,7 @@ Data
 
 Errors
     BrokenSymmetry UnverifiedSymmetry InconclusiveError UntraceableError UnknownOperator
-    NotADensityError StoreError OtherRun TaskError
+    NotADensityError StoreError OtherRun
 """
 
 from pyro_symmetric import datasets
@@ -136,7 +136,6 @@ from pyro_symmetric.mcmc import (
     Kernel,
     OtherRun,
     State,
-    TaskError,
     log_joint,
     pSGLD,
     sample,
@@ -193,7 +192,6 @@ __all__ = [
     "SymmetrizedMeanField_ELBO",
     "Symmetry",
     "TableCost",
-    "TaskError",
     "Units",
     "UnknownOperator",
     "UntraceableError",

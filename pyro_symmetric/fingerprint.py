@@ -9,19 +9,26 @@ A fingerprint holds settings as they are and data by their hash. What the hash (
 * other objects by the name of their class and what pickle would keep of them, without what they have only cached;
 * classes, built-in functions and modules by name; what can't be pickled (open files, locks, generators) by its class.
 
-It is the same in every process. Every part is hashed by itself, with a tag and its length, so that no two structures
+:func:`digest_of_code` follows what a model refers to: the globals that its functions read, helpers, classes.
+
+Both are the same in every process. Every part is hashed by itself, with a tag and its length, so that no two structures
 run together.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import hashlib
 import inspect
 import json
 import platform
+import sys
+import sysconfig
 import types
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +41,7 @@ HASH_BYTES = 16
 PROTOCOL = 4  # of pickle
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # of numbers that were computed in these dtypes, relative
 COARSE = 1e-2  # in others
+LIBRARIES = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent)}
 ELSEWHERE = 100.0  # times as much where other threads, processors or versions round otherwise
 
 
@@ -96,7 +104,66 @@ def digest(value: Any) -> str:
     return _digest(value, ()).hex()
 
 
+def digest_of_code(model: Any) -> str:
+    """The hash of a model's code and of all that it refers to: closures, the globals that its functions read, and these
+    ones' own. Code of installed libraries counts by its name; another version of Python writes other code."""
+    queue, met, parts = [model], set[int](), list[str]()
+    while queue:
+        value = queue.pop(0)
+        if id(value) not in met and not _is_of_library(value):
+            met.add(id(value))
+            parts.append(digest(value))
+            queue += _referred(value)
+    return digest(parts)
+
+
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _is_of_library(value: Any) -> bool:
+    """True if it is a class or function of an installed library, or of Python's own."""
+    if isinstance(value, types.FunctionType):
+        return not value.__closure__ and _is_installed(value.__code__.co_filename)
+    if isinstance(value, type):
+        module = sys.modules.get(value.__module__)
+        return value.__module__ != "__main__" and _is_installed(getattr(module, "__file__", None) or "<frozen>")
+    return False
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
+
+
+def _referred(value: Any) -> list[Any]:
+    """List the parts of a model, and the values that it reads from outside."""
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        if _is_installed(value.__code__.co_filename):  # a wrapper
+            return cells
+        names = sorted(_globals_of(value.__code__) & value.__globals__.keys())
+        return [*cells, *(value.__globals__[name] for name in names)]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    if isinstance(value, type):
+        kinds = types.FunctionType | property | staticmethod | classmethod
+        return [*value.__bases__, *(part for part in vars(value).values() if isinstance(part, kinds))]
+    if isinstance(value, Mapping | list | tuple):
+        return list(value.values() if isinstance(value, Mapping) else value)
+    if isinstance(value, nn.Module):
+        return [type(value), *value.children(), *vars(value).get("_pyro_samples", {}).values()]
+    return [type(value), *([] if _is_of_library(type(value)) else getattr(value, "__dict__", {}).values())]
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """The names of globals that code reads, with that of functions inside."""
+    inner = [_globals_of(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return {str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}.union(*inner)
 
 
 def _is_hash(value: Any) -> bool:

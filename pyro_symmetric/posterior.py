@@ -372,8 +372,8 @@ class Posterior:
     def load(cls, path: PathLike, *, verify: bool = True) -> Posterior:
         """Read what :meth:`save` wrote, or the folder that ``sample(store=...)`` writes, also while it does.
 
-        On the CPU; draws are mapped from the files, so that they needn't fit into memory. Only those of tasks of which
-        some haven't finished are copied side by side; those tasks are left out, unless none has finished.
+        On the CPU; draws are mapped from the files, so that they needn't fit into memory. Only those of tasks are
+        copied side by side; tasks that haven't finished are left out, unless none has.
 
         :param verify: read everything once and compare it with its checksums, at some 4 GB a second if the disk
             gives so many. ``False``: open at once, and read draws when they are touched, right or damaged.

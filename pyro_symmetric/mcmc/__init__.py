@@ -11,7 +11,6 @@ from pyro_symmetric.mcmc.kernels.psgld import pSGLD
 from pyro_symmetric.mcmc.kernels.sghmc import SGHMC
 from pyro_symmetric.mcmc.kernels.sgld import SGLD
 from pyro_symmetric.mcmc.sampling import sample
-from pyro_symmetric.mcmc.tasks import TaskError
 
 __all__ = [
     "HMC",
@@ -24,7 +23,6 @@ __all__ = [
     "Kernel",
     "OtherRun",
     "State",
-    "TaskError",
     "log_joint",
     "pSGLD",
     "sample",

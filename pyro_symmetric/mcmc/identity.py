@@ -2,7 +2,9 @@
 
 Runs are the same if all that decides their draws is: the kernel and its settings, sites, counts, seed, dtype, data
 (compared by their hash, see :mod:`~pyro_symmetric.fingerprint`), and the density itself: whatever changed it, be it a
-prior, a network's buffer or a parameter that isn't sampled, shows there. It is compared at fixed points near 0 and up
+prior, a network's buffer or a parameter that isn't sampled, shows there, unless many data hide it; so the digest of the
+model's code and of the values that it reads is compared, too. ``resume=True`` resumes though the digest differs. The
+density is compared at fixed points near 0 and up
 to 5 from it, of models that subsample their data on batches that go through them, and at places that the run itself
 has passed. ``num_samples`` is left out, so that more may be added.
 
@@ -12,6 +14,7 @@ been yet, a row among millions in single precision, rows of a plate beyond the f
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +31,7 @@ from pyro_symmetric.fingerprint import (
     as_json,
     differences,
     digest,
+    digest_of_code,
     surroundings,
 )
 from pyro_symmetric.mcmc.curves import Thinned
@@ -35,12 +39,14 @@ from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.targets import ROWS, Rows
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import described
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.storage import StoreError
 
 NEAR, FAR, NUMBERS = 16, 14, 2**24  # points to compare densities at, and how many numbers the far ones may have in all
 PIECES = 64  # of NEAR batches each, at most
 PASSED, PASSED_NUMBERS = 64, 2**18  # places that the run has passed, and numbers of all of them, but 4 at least
 OTHER_MODEL = "the model (its density at the same weights is another)"
+OTHER_CODE = "the model's code, or a value that it reads from outside (their digest is another)"
 
 
 class OtherRun(StoreError):
@@ -91,7 +97,8 @@ def identify(settings: Settings, density: Density | None, seed: int) -> dict[str
     around = surroundings(device)
     if density is not None:
         around["versions"] = density.versions
-    return as_json(call=call, seed=seed, energies=energies, density=found, **around)
+    code = digest_of_code(_without_weights(settings.kernel.model))
+    return as_json(call=call, seed=seed, code=code, energies=energies, density=found, **around)
 
 
 def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -104,6 +111,8 @@ def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str,
         differing = [OTHER_MODEL]
     chunk = differences(found["density"].get("chain_chunk"), now["density"].get("chain_chunk"), "chain_chunk")
     newer = differences(found["versions"], now["versions"])
+    if not differing and found.get("code", now["code"]) != now["code"]:
+        newer.append(OTHER_CODE)
     if differing or chunk or (newer and settings.resume is not True):
         hint = "" if differing or chunk else "; or pass resume=True to resume in spite of it"
         raise OtherRun.of(path, differing + chunk + newer, hint)
@@ -116,7 +125,7 @@ def warn_of_rounding(path: Path | None, differing: Sequence[str]) -> None:
     if differing:
         warnings.warn(
             f"the draw store {path} is resumed, but from here its draws may differ from an unbroken run's, since what "
-            f"decides their rounding has changed: {'; '.join(differing)}",
+            f"decides them or their rounding has changed: {'; '.join(differing)}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -185,6 +194,17 @@ class Passed:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _without_weights(model: Any) -> Any:
+    """A network whose weights, which are sampled, have no values of their own; any other model as it is."""
+    if not isinstance(model, BayesianModel):
+        return model
+    model = copy.deepcopy(model)
+    for name, weight in model.net.named_parameters():
+        if name in model.priors():
+            weight.data = torch.zeros_like(weight)
+    return model
 
 
 def _energies_at_fixed_points(density: Density, at_once: int) -> list[float]:

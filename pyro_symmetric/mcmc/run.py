@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,21 +36,9 @@ KERNELS = Kernel.__module__.rpartition(".")[0]
 Hook = Callable[[int, Weights], Any]  # takes an iteration's number and the weights of all chains
 
 
-class Stop:
-    """A wish that a run end early, which reaches the threads of this process; other processes get one of their own."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.set, self.is_set = self._event.set, self._event.is_set
-
-    def __reduce__(self) -> tuple[type[Stop], tuple[()]]:
-        return Stop, ()
-
-
-def run(settings: Settings, progress: bool = False, stop: Stop | None = None, hook: Hook | None = None) -> Contents:
+def run(settings: Settings, progress: bool = False, hook: Hook | None = None) -> Contents:
     """Start, or resume, chains and move them. Ctrl-C while sampling returns what there is, marked as interrupted.
 
-    :param stop: has the effect of Ctrl-C.
     :param hook: is called after every iteration.
     :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
@@ -60,7 +47,7 @@ def run(settings: Settings, progress: bool = False, stop: Stop | None = None, ho
         with _recorder(settings) as recorder:  # its lock comes first: who is refused has touched no generator
             chains = Run(settings, recorder)
             try:
-                chains.go(progress, stop, hook)
+                chains.go(progress, hook)
             except KeyboardInterrupt:
                 if chains.at.draws == 0:
                     raise KeyboardInterrupt(*_how_to_resume(settings, chains.at)) from None
@@ -110,7 +97,7 @@ class Run:
             self.density = settings.density()
             self._start()
 
-    def go(self, progress: bool, stop: Stop | None, hook: Hook | None = None) -> None:
+    def go(self, progress: bool, hook: Hook | None = None) -> None:
         """Run all iterations that are left. However that ends, the recorder commits what was done."""
         settings = self.settings
         if self.at.draws >= settings.num_samples:
@@ -127,8 +114,6 @@ class Run:
                     hook(self.at.iteration - 1, self.density.layout.constrain(self.at.state.z))
                 if self.recorder.is_due:
                     self._commit()
-                if stop is not None and stop.is_set():
-                    raise KeyboardInterrupt
                 if bar.update(self._counted - bar.n):
                     bar.set_postfix_str(self._postfix(), refresh=False)
         finally:

@@ -16,12 +16,12 @@ from pyro_symmetric import arguments
 from pyro_symmetric.calls import model_arguments
 from pyro_symmetric.diagnostics import LEAST_DRAWS, Check, disagreement, sampler_checks, warm_up
 from pyro_symmetric.mcmc.choice import FEWEST_CHAINS, chosen
+from pyro_symmetric.mcmc.executor import run_tasks
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
 from pyro_symmetric.mcmc.run import Hook, run
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import Initial
-from pyro_symmetric.mcmc.tasks import run_tasks
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Origin, Posterior
 from pyro_symmetric.storage import PathLike
@@ -84,10 +84,9 @@ def sample(
     during warm-up, when there is nothing to return, it ends the program as usual.
 
     With ``executor`` or ``chains_per_task``, chains are cut into tasks that warm up by themselves and have seeds of
-    their own, so the draws depend on ``chains_per_task`` but not on the workers. Tasks whose worker died are done
-    again in this process. Kernel, model and data travel by the executor's own means, which is usually pickle; on other
-    machines ``store`` must be a folder that all of them see. It takes twice the room of the draws: when all tasks are
-    done, their chains are laid side by side there, to be mapped from one file.
+    their own, so the draws depend on ``chains_per_task`` but not on the workers. Kernel, model and data travel by the
+    executor's own means, which is usually pickle; on other machines ``store`` must be a folder that all of them see.
+    After an error, or if a worker died, the same call with a store does what is left.
 
     :param kernel_or_model: the sampler, which holds the model; or the model.
     :param args: the model's positional arguments, data included: ``model(*args, **kwargs)``.
@@ -136,7 +135,6 @@ def sample(
         acceptance and step size over all iterations, warm-up included. With ``store``, draws are mapped from its files.
     :raises ValueError: naming the argument, or what differs if the store holds another run.
     :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
-    :raises TaskError: if tasks failed, with the posterior of the others.
     """
     if others:
         raise TypeError(_no_option(next(iter(others))))

@@ -1,28 +1,22 @@
-"""A folder of runs, each of some of the chains, and a copy of their draws side by side once all have finished.
+"""A folder of runs, each of some of the chains.
 
 The folder::
 
     tasks.json          how the chains were shared out, with the fingerprint of the whole run
     task-0000, ...      a store for each task
-    joined              a store of all chains, which is what readers map; made anew if it is damaged
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pyro_symmetric.storage import StoreError, flush, inside, load_json, make_folder
-from pyro_symmetric.store.files import CHECKPOINT, KIND, TASKS, VERSION, Checkpoint, Contents, DrawsFile, read_store
-from pyro_symmetric.store.recorders import copy_rows
-
-JOINED = "joined"
+from pyro_symmetric.storage import StoreError, inside, load_json
+from pyro_symmetric.store.files import CHECKPOINT, KIND, TASKS, VERSION, Checkpoint, Contents, read_store
 
 
 def task_folder(folder: Path, task: int) -> Path:
@@ -73,15 +67,13 @@ def stores_of_tasks(folder: Path) -> tuple[list[Path], bool]:
 def read_folder(folder: Path, *, verify: bool = True) -> Contents:
     """The committed draws of a run, whether it was cut into tasks or not.
 
-    Of tasks of which some haven't finished, the chains are copied side by side, as far as all of them have come.
+    The chains of tasks that have finished are copied side by side; if none has, as far as all of them have come.
 
     :param verify: as of :func:`~pyro_symmetric.store.files.read_store`, which says what is raised.
     """
     stores, are_all = stores_of_tasks(folder)
     if not stores:
         return read_store(folder, verify=verify)
-    if (joined := read_joined(folder, stores, verify=verify)) is not None:
-        return joined
     found = [read_store(store, verify=verify) for store in stores]
     held = [{(kind, n, v.shape[2:], v.dtype) for kind in (0, 1) for n, v in part[kind].items()} for part in found]
     if differing := {entry[1] for own in held for entry in own ^ held[0]}:
@@ -91,42 +83,9 @@ def read_folder(folder: Path, *, verify: bool = True) -> Contents:
         {name: torch.cat([part[kind][name][:, : min(draws)] for part in found]) for name in found[0][kind]}
         for kind in (0, 1)
     )
-    metadata = joint_metadata([part.metadata for part in found], chains)
-    return Contents(samples, statistics, {**metadata, "interrupted": not are_all})
-
-
-def read_joined(folder: Path, stores: Sequence[Path], *, verify: bool = True) -> Contents | None:
-    """The copy of these tasks' chains side by side; ``None`` if there is none, or if it is damaged or of others."""
-    with contextlib.suppress(StoreError):
-        joined = inside(folder, JOINED)
-        if (joined / CHECKPOINT).exists():
-            sums = torch.cat([Checkpoint.read(store).sums for store in stores], 1)
-            if torch.equal(Checkpoint.read(joined).sums, sums):
-                return read_store(joined, verify=verify)
-    return None
-
-
-def join_tasks(folder: Path, stores: Sequence[Path], metadata: dict[str, Any]) -> Contents:
-    """Lay the draws of some tasks side by side.
-
-    :raises OSError: if there is no room for them; nothing is lost then.
-    """
-    found = [Checkpoint.read(store) for store in stores]
-    files = [checkpoint.file for checkpoint in found if checkpoint.file is not None]
-    draws, joined = min(checkpoint.draws for checkpoint in found), folder / JOINED
-    file = DrawsFile(0, sum(part.chains for part in files), draws, files[0].entries)
-    if joined.is_symlink():
-        joined.unlink()
-    make_folder(joined)
-    (joined / CHECKPOINT).unlink(missing_ok=True)
-    descriptor = file.make(joined)
-    try:
-        sums = copy_rows(list(zip(stores, files, strict=True)), descriptor, file, draws)
-        flush(descriptor)
-    finally:
-        os.close(descriptor)
-    Checkpoint(file, draws, torch.tensor(sums, device="cpu"), {}, metadata).write(joined)
-    return read_store(joined, verify=False)
+    call = read_tasks(folder)["fingerprint"]
+    facts = {"seed": call["seed"], "chains_per_task": call["call"]["chains_per_task"], "interrupted": not are_all}
+    return Contents(samples, statistics, {**joint_metadata([part.metadata for part in found], chains), **facts})
 
 
 def joint_metadata(every: Sequence[dict[str, Any]], chains: Sequence[int]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ PUBLIC = {"datasets": ("load", "ood"), "scores": ("classification", "detect", "r
 NOT_CALLED_BY_USERS = {
     *("Alignment", "BarrierCurve", "Frame", "Matched", "NotADensityError", "MatchCost"),
     *("BrokenSymmetry", "InconclusiveError", "UnknownOperator", "UntraceableError", "UnverifiedSymmetry"),
-    *("OtherRun", "StoreError", "TaskError"),
+    *("OtherRun", "StoreError"),
     *("Kernel", "State"),  # what the kernels, which are tried, derive from and hand on
 }
 # What the library calls itself, in its inner loops: the contracts of kernels, likelihoods, distributions and elements.

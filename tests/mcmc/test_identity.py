@@ -19,6 +19,7 @@ from pyro_symmetric.fingerprint import digest
 from pyro_symmetric.mcmc import HMC, SGHMC, identity, sample
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.identity import OtherRun, Passed
+from pyro_symmetric.models import BayesianModel
 
 QUICK = {"num_chains": 3, "num_warmup": 10, "num_samples": 40, "seed": 1, "progress": False}
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")
@@ -80,6 +81,7 @@ def test_another_model_is_refused_and_the_same_goes_on(name, resume, tmp_path):
 @pytest.mark.parametrize("name", list(PAIRS)[:3])
 def test_another_model_is_known_by_the_runs_own_draws_alone(name, tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "_energies_at_fixed_points", lambda *arguments: [0.0])
+    monkeypatch.setattr(identity, "digest_of_code", lambda model: "")
     kernel, settings, first, other = PAIRS[name]
     sample(kernel(first, **settings), store=tmp_path / "s", **QUICK)
     before = {file: file.read_bytes() for file in (tmp_path / "s").rglob("*.*") if file.is_file()}
@@ -87,6 +89,62 @@ def test_another_model_is_known_by_the_runs_own_draws_alone(name, tmp_path, monk
         sample(kernel(other, **settings), store=tmp_path / "s", **QUICK)
     changed = [file.name for file, content in before.items() if file.read_bytes() != content]
     assert set(changed) <= {".pyro_symmetric.lock"}
+
+
+MANY = torch.tensor([5.0, -5.0]).repeat(50_000)
+WIDTH = [10.0]
+
+
+def of_closure(width: float):
+    def model():
+        mean = pyro.sample("mean", dist.Normal(0.0, width))
+        pyro.sample("y", dist.Normal(mean, 1.0).expand([len(MANY)]).to_event(1), obs=MANY)
+
+    return model
+
+
+def of_globals():
+    prior = prior_of_globals()
+    mean = pyro.sample("mean", prior)
+    pyro.sample("y", dist.Normal(mean, 1.0).expand([len(MANY)]).to_event(1), obs=MANY)
+
+
+def prior_of_globals():
+    return dist.Normal(0.0, WIDTH[0])
+
+
+class OfMethods:
+    def __call__(self):
+        mean = pyro.sample("mean", dist.Normal(0.0, self.width()))
+        pyro.sample("y", dist.Normal(mean, 1.0).expand([len(MANY)]).to_event(1), obs=MANY)
+
+    def width(self):
+        return 10.0
+
+
+class Narrower(OfMethods):
+    def width(self):
+        return 3.0
+
+
+@pytest.mark.parametrize("kind", ["a closure", "a global", "a method"])
+def test_a_prior_that_many_data_hide_is_told_before_anything_is_drawn(kind, tmp_path, monkeypatch):
+    models = {"a closure": (of_closure(10.0), of_closure(3.0)), "a global": (of_globals,) * 2}
+    first, other = models.get(kind, (OfMethods(), Narrower()))
+    sample(HMC(first, num_steps=3), store=tmp_path / "s", **QUICK)
+    longer = {**QUICK, "num_samples": 50, "store": tmp_path / "s"}
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.mcmc.test_identity.WIDTH", [3.0])
+        with pytest.raises(OtherRun, match=r"the model's code, or a value that it reads.*pass resume=True"):
+            sample(HMC(other, num_steps=3), **longer)
+        with pytest.warns(RuntimeWarning, match="the model's code, or a value that it reads"):
+            assert sample(HMC(other, num_steps=3), resume=True, **longer).num_samples == 50
+
+
+def test_networks_with_other_initial_weights_are_one_model_and_with_other_priors_another():
+    models = [BayesianModel(nn.Linear(2, 1), prior, "gaussian") for prior in (1.0, 1.0, 2.0)]
+    first, second, other = (identity.digest_of_code(identity._without_weights(model)) for model in models)
+    assert first == second != other
 
 
 def test_another_model_is_refused_by_tasks_before_any_goes_on(tmp_path):
@@ -244,8 +302,19 @@ from pyro_symmetric.mcmc import HMC, sample
 class Settings:
     names: frozenset
 
+WORDS, WIDTH = {"a", "b", "c"}, 1.0
+
+class Prior(nn.Module):
+    def width(self):
+        return WIDTH * len(WORDS) / 3
+
+held = Prior()
+
+def prior():
+    return dist.Normal(torch.zeros(2), held.width()).to_event(1) if "a" in {"a", "b", "c"} else held.prior()
+
 def model(y, link, net, settings):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    w = pyro.sample("w", prior())
     pyro.sample("y", dist.Normal(link(w).sum(-1), 1.0).expand([len(y)]).to_event(1), obs=y)
 
 torch.manual_seed(0)

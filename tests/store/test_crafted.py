@@ -19,7 +19,6 @@ from pyro_symmetric.storage import StoreError, inside, load_json, load_tensors, 
 from pyro_symmetric.store import FolderRecorder, read_store
 from pyro_symmetric.store.files import CHECKPOINT, KIND, TASKS, VERSION, Checkpoint
 from pyro_symmetric.store.recorders import LOCK
-from pyro_symmetric.store.tasks import join_tasks
 
 SECRET = b"secret" * 100
 links = pytest.mark.skipif(os.name != "posix", reason="symbolic links of POSIX")
@@ -165,9 +164,8 @@ def test_two_entries_of_one_name_are_told_by_their_name(path):
 def tasks(path: Path, **changes: object) -> Path:
     for k in range(2):
         fill(path / f"task-{k:04d}", 10.0 * k)
-    save_json(path / TASKS, {"version": VERSION, "num_tasks": 2, "fingerprint": {}}, "list of tasks")
-    join_tasks(path, [path / f"task-{k:04d}" for k in range(2)], {"interrupted": False})
-    save_json(path / TASKS, load_json(path / TASKS, "list") | changes, "list of tasks")
+    note = {"version": VERSION, "num_tasks": 2, "fingerprint": {"seed": 0, "call": {"chains_per_task": 2}}}
+    save_json(path / TASKS, note | changes, "list of tasks")
     return path
 
 
@@ -188,15 +186,6 @@ def test_a_task_that_lies_elsewhere_is_refused(path, tmp_path):
     (folder / "task-0001").symlink_to(tmp_path / "moved")
     with pytest.raises(StoreError, match=r"isn't a file inside of it"):
         Posterior.load(folder)
-
-
-@links
-def test_a_joined_copy_that_lies_elsewhere_is_not_read(path, tmp_path):
-    folder = tasks(tmp_path / "t")
-    expected = Posterior.load(folder).samples["w"].clone()
-    shutil.move(folder / "joined", tmp_path / "moved")
-    (folder / "joined").symlink_to(tmp_path / "moved")
-    assert torch.equal(Posterior.load(folder).samples["w"], expected)
 
 
 def test_a_json_text_that_nests_too_deep_is_told(tmp_path):

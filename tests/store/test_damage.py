@@ -1,4 +1,4 @@
-"""Whatever happens to a file by itself is told, with the file's name, or mended; never are other draws given for it."""
+"""Whatever happens to a file by itself is told, with the file's name; never are other draws given for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from pyro_symmetric.guides.files import load_guide, save_guide
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.storage import StoreError
-from pyro_symmetric.store import read_store
 from pyro_symmetric.store.recorders import LOCK
 
 Values = dict[str, torch.Tensor]
@@ -78,7 +77,6 @@ class Kind:
     read: Callable[[Path], Values]
     files: str
     again: Callable[[Path, int], Posterior] | None = None  # the call that goes on with it
-    mended: bool = False  # rather than refused
 
 
 KINDS = {
@@ -86,7 +84,6 @@ KINDS = {
     "a store's checkpoint": Kind(run, lambda p: values_of(Posterior.load(p)), "checkpoint.safetensors", run),
     "a store's draws": Kind(run, lambda p: values_of(Posterior.load(p)), "draws-*.safetensors", run),
     "a list of tasks": Kind(run_tasks, lambda p: values_of(Posterior.load(p)), "tasks.json", run_tasks),
-    "a joined copy": Kind(run_tasks, lambda p: values_of(Posterior.load(p)), "joined/**/*.*", run_tasks, True),
     "a guide": Kind(save_a_guide, parameters, "guide"),
 }
 
@@ -181,12 +178,11 @@ def test_no_damage_gives_other_draws(name, damage, root, tmp_path):
             found, message = outcome(attempt)
             if found is None:
                 told += 1
-                assert not kind.mended
                 assert named in message
             else:
                 assert same(found, expected), f"{file.name} gave other draws"
-                assert kind.mended or harmless
-    assert told or kind.mended
+                assert harmless
+    assert told
 
 
 def test_a_store_whose_draws_are_another_runs_is_refused(root, tmp_path):
@@ -197,17 +193,6 @@ def test_a_store_whose_draws_are_another_runs_is_refused(root, tmp_path):
     for use in (Posterior.load, lambda path: run(path, 1)):
         with pytest.raises(StoreError, match=r"draws-0001\.safetensors, samples/mean of 4 chains .* differs"):
             use(tmp_path / "s")
-
-
-def test_a_joined_copy_of_another_run_is_made_anew(root, tmp_path):
-    whole = made("a joined copy", 1, root)
-    expected = values_of(Posterior.load(whole))
-    shutil.copytree(whole, tmp_path / "s")
-    shutil.rmtree(tmp_path / "s/joined")
-    shutil.copytree(made("a joined copy", 2, root) / "joined", tmp_path / "s/joined")
-    assert same(values_of(Posterior.load(tmp_path / "s")), expected)
-    assert same(values_of(run_tasks(tmp_path / "s", 1)), expected)
-    assert same(values_of(Posterior(*read_store(tmp_path / "s/joined"), rows="chains")), expected)
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -225,7 +210,7 @@ def test_checks_may_be_left_out(verify, root, tmp_path):
 
 
 def test_a_task_that_is_a_copy_of_another_is_told(root, tmp_path):
-    shutil.copytree(made("a joined copy", 1, root), tmp_path / "s")
+    shutil.copytree(made("a list of tasks", 1, root), tmp_path / "s")
     first, second = sorted((tmp_path / "s").glob("task-*"))
     shutil.rmtree(second)
     shutil.copytree(first, second)
