@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.canonical.balancing import Array, Balance, minimise, reached, receding, without
+from pyro_symmetric.canonical.scales import Array, Balance, minimise, receding, without
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
@@ -229,13 +229,14 @@ def _receding(group: Group, sites: tuple[str, ...], held: frozenset[str]) -> tup
 def _one_sided(arrays: list[Array], like: Tensor) -> Tensor:
     """Units that mass pulls to one side only, ``(samples, units)``."""
     balance = Balance(arrays, like.shape[1])
-    marginals = balance.marginals(torch.ones_like(balance.lay_out(like.double())))
-    return ~((balance.collect(marginals, 1) > 0) & (balance.collect(marginals, -1) > 0))
+    masses = balance.masses_at(torch.ones_like(balance.lay_out(like.double())))
+    return ~((balance.collect(masses, 1) > 0) & (balance.collect(masses, -1) > 0))
 
 
 def _between(arrays: list[Array], start: Tensor) -> Tensor:
     """Units that lie between what isn't rescaled before and behind them."""
-    return reached(arrays, start) & reached(arrays, start, outgoing=True) & ~start
+    balance = Balance(arrays, start.shape[1])
+    return balance.reached(start) & balance.reached(start, outgoing=True) & ~start
 
 
 def _array(value: Tensor, site: str, group: Group) -> Array:

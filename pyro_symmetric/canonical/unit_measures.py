@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pyro_symmetric.canonical.balancing import Array, Balance, least_logs
+from pyro_symmetric.canonical.scales import Array, Balance, least_logs
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.places import offsets, owners, rows

@@ -13,9 +13,9 @@ from scipy.optimize import minimize
 from torch import nn
 from torch.func import functional_call
 
-from pyro_symmetric.canonical.balancing import Array, Balance
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
+from pyro_symmetric.canonical.scales import Array, Balance
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 
@@ -385,14 +385,14 @@ def test_bad_input_is_refused_by_name(mlp):
 
 def test_an_answer_that_is_not_exact_comes_with_a_warning(mlp, monkeypatch):
     net = mlp([3, 8, 8, 8, 2])
-    monkeypatch.setattr("pyro_symmetric.canonical.balancing.STEPS", 1)
+    monkeypatch.setattr("pyro_symmetric.canonical.scales.STEPS", 1)
     with pytest.warns(UserWarning, match="relative imbalance"):
         minimal_mass(net.weights(), net)
 
 
 @pytest.mark.parametrize("entries", [1, 300, 2**17])
 def test_in_stacks_of_any_size_what_enters_a_unit_weighs_as_much_as_what_leaves_it(mlp, monkeypatch, entries):
-    monkeypatch.setattr("pyro_symmetric.canonical.balancing.STACKED", entries)
+    monkeypatch.setattr("pyro_symmetric.canonical.scales.STACKED", entries)
     net = mlp([3, *[5] * 8, 2])
     found = minimal_mass(net.weights(4), net)
     squares = [found.weights[f"{k}.weight"].square() for k in range(9)]

@@ -6,7 +6,7 @@ by :math:`e^{a_t \cdot u}`, the squared distance is
 .. math:: F(u) = \sum_t (A_t - e^{a_t \cdot u} B_t)^2 = \sum_t b_t e^{2 a_t \cdot u} - 2 c_t e^{a_t \cdot u} + A_t^2,
     \qquad b_t = B_t^2,\ c_t = A_t B_t,
 
-a difference of two sums of exponentials (:mod:`~pyro_symmetric.canonical.balancing`). Scales of neighbouring layers
+a difference of two sums of exponentials (:mod:`~pyro_symmetric.canonical.scales`). Scales of neighbouring layers
 pull at one another: unit by unit, what one gains the next one gives back, for hundreds of rounds. Newton's method with
 conjugate gradients goes there in a few steps; each is shortened until it lowers the distance.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from pyro_symmetric.canonical.balancing import Array, Balance
+from pyro_symmetric.canonical.scales import Array, Balance, conjugate_gradients, slope_of
 from pyro_symmetric.groups.group import Group
 
 Multiplied = Mapping[str, Mapping[int, tuple[Tensor, Tensor]]]
@@ -50,34 +50,28 @@ class Distance:
             arrays.append(Array(torch.cat(masses), units, exponents))
         self._both = Balance(arrays, count)
 
-    def _at(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The distance, but for the reference's own norm, ``(B, units)`` -> ``(B,)``; what multiplies the squares and
-        products at each position, and their sums there, ``(2 B, positions)``."""
-        laid = self._both.lay_out(u)
-        factors = torch.cat([2 * laid, laid]).exp()
-        sums = self._both.marginals(factors)
-        squares, products = self._both.total(sums).chunk(2)
-        return squares - 2 * products, factors, sums
+    def _at(self, laid: Tensor) -> Tensor:
+        """The distance, but for the reference's own norm: log-scales at all positions -> ``(B,)``."""
+        squares, products = self._both.total(torch.cat([2 * laid, laid]).exp()).chunk(2)
+        return squares - 2 * products
 
     def least(self, u: Tensor, settled: float) -> Tensor:
         """The log-scales where the distance is least, from given ones; no source ends farther than it was.
 
         :param settled: the part of the distance below which a step no longer counts.
         """
-        reached, factors, sums = self._at(u)
+        reached = self._at(self._both.lay_out(u))
         for _ in range(STEPS):
-            step = self._newton_step(factors, sums)
+            step = self._newton_step(self._both.lay_out(u))
             before, part = reached, 1.0
             waiting = torch.ones_like(reached, dtype=torch.bool)
             # Near the optimum rounding hides the gain of a step, but not the step.
             enough = torch.where(step.abs().amax(-1) < SHORT, reached + HIDDEN * reached.abs(), reached)
             for _ in range(SHORTER):
                 trial = (u + part * step).clamp(-LIMIT, LIMIT)
-                found, *there = self._at(trial)
+                found = self._at(self._both.lay_out(trial))
                 better = waiting & (found < enough)
                 u, reached = torch.where(better.unsqueeze(-1), trial, u), torch.where(better, found, reached)
-                both = better.repeat(2).unsqueeze(-1)
-                factors, sums = torch.where(both, there[0], factors), torch.where(both, there[1], sums)
                 waiting = waiting & ~better
                 if not bool(waiting.any()):
                     break
@@ -88,37 +82,20 @@ class Distance:
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    def _newton_step(self, factors: Tensor, sums: Tensor) -> Tensor:
+    def _newton_step(self, laid: Tensor) -> Tensor:
         """Newton's step by conjugate gradients, cut off where the distance curves downwards."""
-        both = self._both
-        b, c = sums.chunk(2)
+        both, slope = self._both, slope_of(self._at, laid)
+        sums = both.masses_at(torch.cat([2 * laid, laid]).exp())
         # What pulls nowhere stays; so does what would shrink for ever.
         (up, pulled_up), (down, pulled_down) = (both.collect(sums, side).chunk(2) for side in (1, -1))
         held = torch.where(up > 0, pulled_up, pulled_down) > 0  # the pull of one side only keeps it away from zero
         free = ((up > 0) & (down > 0)) | ((up + down > 0) & (pulled_up != pulled_down) & held)
-        gradient = both.collect(b - c)
-        diagonal = (up + down).clamp_min(1e-300)
-        residual = torch.where(free, -gradient, 0.0)
-        z = residual / diagonal
-        p, direction = torch.zeros_like(z), z
-        rho = (residual * z).sum(-1, keepdim=True)
-        goal = rho * z.abs().amax(-1, keepdim=True).clamp_max(0.1).square().clamp_min(1e-20)
-        running = rho > 0
-        for number in range(CG_STEPS):
-            running = running & (rho > goal)
-            if not bool(running.any()):
-                break
-            change = both.lay_out(direction)
-            squares, products = both.marginals(factors, replaced=factors * torch.cat([change, change])).chunk(2)
-            h = free * both.collect(change * (2 * b - c) + 2 * squares - products)
-            curvature = (direction * h).sum(-1, keepdim=True)
-            if number == 0:
-                p = torch.where(running & (curvature <= 0), direction, p)
-            running = running & (curvature > 0)
-            alpha = torch.where(running, rho / curvature.clamp_min(1e-300), 0.0)
-            p, residual = p + alpha * direction, residual - alpha * h
-            z = residual / diagonal
-            before, rho = rho, (residual * z).sum(-1, keepdim=True)
-            direction = z + torch.where(before > 0, rho / before.clamp_min(1e-300), 0.0) * direction
-        steepest = p.abs().amax(-1, keepdim=True)
-        return p * (1.0 / steepest.clamp_min(1.0))
+        downhill, diagonal = torch.where(free, -both.collect(slope.gradient), 0.0), 2 * (up + down).clamp_min(1e-300)
+        p = conjugate_gradients(
+            lambda p: free * both.collect(slope.hessian(both.lay_out(p))),
+            downhill,
+            diagonal,
+            (downhill / diagonal).abs().amax(-1, keepdim=True).clamp_max(0.1).square().clamp_min(1e-20),
+            CG_STEPS,
+        )
+        return p / p.abs().amax(-1, keepdim=True).clamp_min(1.0)

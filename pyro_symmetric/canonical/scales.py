@@ -1,8 +1,8 @@
 r"""Sums of exponentials over units, :math:`f(u) = \sum_t m_t \exp(2 a_t \cdot u)`, minimised for a batch at once.
 
 Every entry :math:`m_t` of an array (a squared weight) is multiplied by :math:`\exp(2 e\, u_i)` for each unit ``i`` that
-its row, column, ... belongs to. Because the multipliers factorise over the axes, a value, a gradient and a product with
-the Hessian each cost a few matrix-vector products with the arrays of :math:`m`; no array is ever exponentiated.
+its row, column, ... belongs to. The multipliers factorise over the axes, so that the sum is a product of arrays with
+vectors; autograd gives its gradient and products with its Hessian. No array is ever exponentiated.
 
 The minimum is found by steps that are exact for each unit by itself, until no unit is far off, then by Newton's
 method with conjugate gradients. Along a direction ``p`` the function obeys :math:`|\varphi'''| \le L \varphi''` with
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -57,6 +58,26 @@ class Array:
     exponents: tuple[Tensor, ...]
 
 
+class Slope(NamedTuple):
+    """The gradient of a function of positions, and its Hessian as a function of directions, ``(samples, P)`` each."""
+
+    gradient: Tensor
+    hessian: Callable[[Tensor], Tensor]
+
+
+def slope_of(function: Callable[[Tensor], Tensor], positions: Tensor) -> Slope:
+    """The derivatives of a function ``(samples, P) -> (samples,)`` somewhere."""
+    with torch.inference_mode(False), torch.enable_grad():
+        here = positions.detach().clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(here).sum(), here, create_graph=True)
+
+    def hessian(change: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.autograd.grad(gradient, here, change.clone(), retain_graph=True)[0]
+
+    return Slope(gradient.detach(), hessian)
+
+
 class Balance:
     """The function ``f`` of a batch of samples, as a sum over arrays.
 
@@ -78,12 +99,9 @@ class Balance:
         self.num_units = num_units
         # The most units that multiply one entry.
         self.order = max(sum(len(units) for units in array.units) for array in arrays)
-        self._masses = [torch.stack([a.mass for a in own], 1) if own[1:] else own[0].mass[:, None] for own in stacks]
-        self._has_volumes = any(mass.dim() > 4 for mass in self._masses)  # with three axes or more
+        with torch.inference_mode(False):  # autograd takes nothing that was made in that mode
+            self._masses = [torch.stack([a.mass.detach() for a in own], 1) for own in stacks]
         self._lengths = [len(own) * length for own in stacks for length in own[0].mass.shape[1:]]
-        firsts = [i == 0 for own in stacks for i, n in enumerate(own[0].mass.shape[1:]) for _ in range(len(own) * n)]
-        # Positions of one axis of each stack: their marginals count every entry once.
-        self._once = torch.tensor(firsts, device="cpu").nonzero().flatten().to(arrays[0].mass.device)
         depth = max(units.shape[0] for array in arrays for units in array.units)
         units, exponents = (
             [
@@ -118,29 +136,23 @@ class Balance:
             total.index_add_(1, units, positions * exponents)
         return total[:, :-1]
 
-    def marginals(self, multipliers: Tensor, replaced: Tensor | None = None) -> Tensor:
-        """Sums over all other axes of each array, at each position: ``(samples, positions)``.
+    def total(self, multipliers: Tensor) -> Tensor:
+        """The sum of all entries of each sample, each times what multiplies its positions: ``(samples,)``."""
+        sums = []
+        for mass, axes in zip(self._masses, self._by_stack(multipliers), strict=True):
+            left = mass
+            for own in axes[:0:-1]:  # vectors from the left: as columns a batch of them takes up to twenty times as long
+                left = (own.unsqueeze(-2) @ left.flatten(2, -2).mT).reshape(left.shape[:-1])
+            sums.append((left * axes[0]).sum((-1, -2)))
+        return torch.stack(sums).sum(0)
 
-        :param multipliers: what multiplies each position.
-        :param replaced: if given, this stands for the multipliers of each *other* axis in turn, and the sums of these
-            are added up; the position's own axis keeps its multiplier.
-        """
-        given = self._by_stack(multipliers if replaced is None else replaced)
-        kept = given if replaced is None or not self._has_volumes else self._by_stack(multipliers)
-        sums = [
-            value
-            for mass, xs, ys in zip(self._masses, kept, given, strict=True)
-            for value in _sums_over_others(mass, xs, None if replaced is None else ys)
-        ]
-        return multipliers * torch.cat(sums, 1)
+    def masses_at(self, multipliers: Tensor) -> Tensor:
+        """Sums over all other axes of each array, at each position: ``(samples, positions)``."""
+        return multipliers * slope_of(self.total, multipliers).gradient
 
     def value(self, u: Tensor) -> Tensor:
         """:math:`f(u)` of each sample."""
-        return self.total(self.marginals((2 * self.lay_out(u)).exp()))
-
-    def total(self, marginals: Tensor) -> Tensor:
-        """The sum of all entries of each sample, from sums at each position."""
-        return marginals[:, self._once].sum(-1)
+        return self.total((2 * self.lay_out(u)).exp())
 
     def steepest(self, change: Tensor) -> Tensor:
         """A bound of :math:`|2 a_t \\cdot p|` over all entries, ``(samples, 1)``; exact if no entry is zero.
@@ -154,38 +166,28 @@ class Balance:
         ]
         return 2 * torch.stack(sides, -1).amax(-1, keepdim=True)
 
+    def reached(self, start: Tensor, outgoing: bool = False) -> Tensor:
+        """Units to which mass flows from outside (``outgoing``: from which mass flows out), ``(samples, units)``.
+
+        An entry lets mass flow from the units with negative exponents to those with positive ones. A unit that is not
+        reached can shrink (or grow) with all that lies before (behind) it, for nothing: its best scale is not finite.
+
+        :param start: units that count as reached from the start.
+        """
+        sign, found, count = -1 if outgoing else 1, start, -1
+        while count < (count := int(found.sum())):
+            known = torch.cat([found, torch.ones_like(found[:, :1])], -1)
+            passes = (known[:, self._units] | (sign * self._exponents >= 0)).all(1).double()
+            flow = self.masses_at(passes) > 0
+            found = found | (self.collect(flow.double(), sign) > 0)
+        return found
+
     def _by_stack(self, positions: Tensor) -> list[list[Tensor]]:
         """Positions by stack, then by axis: ``(samples, arrays, length)`` each."""
         pieces = iter(positions.split(self._lengths, 1))
         return [
             [next(pieces).unflatten(1, (mass.shape[1], length)) for length in mass.shape[2:]] for mass in self._masses
         ]
-
-
-def reached(arrays: Sequence[Array], start: Tensor, outgoing: bool = False) -> Tensor:
-    """Units to which mass flows from outside (``outgoing``: from which mass flows out), ``(samples, units)``.
-
-    An entry lets mass flow from the units with negative exponents to those with positive ones. A unit that is not
-    reached can shrink (or grow) with all that lies before (behind) it, for nothing: its best scale is not finite.
-
-    :param start: units that count as reached from the start.
-    """
-    sign = -1 if outgoing else 1
-    found = torch.cat([start, torch.ones_like(start[:, :1])], -1)
-    count = -1
-    while count < (count := int(found.sum())):
-        for array in reversed(arrays) if outgoing else arrays:
-            axes = list(zip(array.units, array.exponents, strict=True))
-            passes = [(found[:, units] | (sign * powers >= 0)).all(1)[:, None].to(array.mass) for units, powers in axes]
-            sums = _sums_over_others(array.mass[:, None], passes)
-            for (units, powers), own, others in zip(axes, passes, sums, strict=True):
-                flow = own[:, 0] * others > 0
-                for row, exponents in zip(units, sign * powers, strict=True):
-                    found |= (
-                        torch.zeros_like(found, dtype=torch.long).index_add_(1, row, (flow & (exponents > 0)).long())
-                        > 0
-                    )
-    return found[:, :-1]
 
 
 def without(array: Array, removed: Tensor) -> Array:
@@ -248,50 +250,69 @@ def minimise(balance: Balance, free: Tensor, tolerance: float = 1e-12) -> tuple[
     u = torch.zeros_like(free, dtype=torch.float64)
     worst = math.inf
     for _ in range(STEPS):
-        x = (2 * balance.lay_out(u)).exp()
-        marginals = balance.marginals(x)
-        sides = (balance.collect(marginals, side).clamp_min(1e-300) for side in (1, -1))
+        slope = slope_of(lambda laid: balance.total((2 * laid).exp()), balance.lay_out(u))
+        sides = (balance.collect(slope.gradient, side).clamp_min(1e-300) for side in (1, -1))
         up, down = (torch.where(free, mass, 1.0) for mass in sides)
         imbalance = ((up - down).abs() / (up + down)).amax(-1)
         before, worst = worst, float(imbalance.max()) if len(imbalance) else 0.0
         # One step more than the tolerance asks for mostly reaches what rounding leaves.
         if worst <= ROUNDED or max(worst, before) <= tolerance:
             break
-        u = u + (_own_steps(balance, up, down) if worst > FAR else _newton_step(balance, x, marginals, up, down, free))
+        u = u + (_own_steps(balance, up, down) if worst > FAR else _newton_step(balance, slope, up, down, free))
     return u, imbalance
 
 
 def least_logs(logs: Balance, counts: Balance, free: Tensor) -> Tensor:
     """The minimum of :math:`\\sum_t n_t (l_t / n_t + a_t \\cdot u)^2` over the free units: a linear problem.
 
-    It is solved by conjugate gradients; units that no entry tells anything of stay at zero.
+    Units that no entry tells anything of stay at zero.
 
     :param logs: its masses are sums :math:`l_t` of logarithms.
     :param counts: its masses are the numbers :math:`n_t` of what was summed.
     :param free: bool ``(samples, units)``; the others stay at zero.
     """
-    ones = torch.ones_like(counts.lay_out(torch.zeros_like(free, dtype=torch.float64)))
-    numbers = counts.marginals(ones)
+    none = counts.lay_out(torch.zeros_like(free, dtype=torch.float64))
+    numbers = counts.masses_at(none.exp())
     diagonal = counts.collect(numbers, 1) + counts.collect(numbers, -1)
-    diagonal = torch.where(diagonal > 0, diagonal, 1.0)
-    residual = torch.where(free, -logs.collect(logs.marginals(ones)), 0.0)
-    u, z = torch.zeros_like(residual), residual / diagonal
-    direction, rho = z, (residual * z).sum(-1, keepdim=True)
-    goal = ROUNDED**2 * rho
-    for _ in range(CG_STEPS):
-        if bool((rho <= goal).all()):
+    # Squares of sums are what exponentials of them have as second derivatives at zero.
+    hessian = slope_of(lambda laid: counts.total(laid.exp()), none).hessian
+    return conjugate_gradients(
+        lambda p: free * counts.collect(hessian(counts.lay_out(p))),
+        torch.where(free, -logs.collect(logs.masses_at(none.exp())), 0.0),
+        torch.where(diagonal > 0, diagonal, 1.0),
+        torch.full_like(diagonal[:, :1], ROUNDED**2),
+    )
+
+
+def conjugate_gradients(
+    hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal: Tensor, goal: Tensor, steps: int = CG_STEPS
+) -> Tensor:
+    """Solve ``H p = downhill`` for each sample, preconditioned by (about) the diagonal.
+
+    A sample whose next direction doesn't bend upwards is left where it is; the very first one is taken if it bends
+    downwards. Units that scale the same entries have directions that change nothing, and only rounding to follow.
+
+    :param goal: the part of the squared residual that may remain, ``(samples, 1)``.
+    """
+    residual, z = downhill, downhill / diagonal
+    p, direction = torch.zeros_like(z), z
+    rho = (residual * z).sum(-1, keepdim=True)
+    goal, running = rho * goal, rho > 0
+    for number in range(steps):
+        running = running & (rho > goal)
+        if not bool(running.any()):
             break
-        change = counts.lay_out(direction)
-        h = free * counts.collect(change * numbers + counts.marginals(ones, replaced=change))
+        h = hessian(direction)
         curvature = (direction * h).sum(-1, keepdim=True)
-        alpha = torch.where(
-            _bends(curvature, diagonal, direction) & (rho > goal), rho / curvature.clamp_min(1e-300), 0.0
-        )
-        u, residual = u + alpha * direction, residual - alpha * h
+        if number == 0:
+            p = torch.where(running & (curvature < 0), direction, p)
+        running = running & (curvature > ROUNDED * (diagonal * direction.square()).sum(-1, keepdim=True))
+        alpha = torch.where(running, rho / curvature.clamp_min(1e-300), 0.0)
+        p, residual = p + alpha * direction, residual - alpha * h
         z = residual / diagonal
-        before, rho = rho, torch.where(alpha > 0, (residual * z).sum(-1, keepdim=True), 0.0)
+        before, rho = rho, (residual * z).sum(-1, keepdim=True)
         direction = z + torch.where(before > 0, rho / before.clamp_min(1e-300), 0.0) * direction
-    return u
+    return p
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -307,68 +328,18 @@ def _own_steps(balance: Balance, up: Tensor, down: Tensor) -> Tensor:
     return (down.log() - up.log()) / (2 * balance.span * balance.order)
 
 
-def _newton_step(balance: Balance, x: Tensor, marginals: Tensor, up: Tensor, down: Tensor, free: Tensor) -> Tensor:
-    """Newton's step, damped so that it never raises the sum.
-
-    Conjugate gradients, preconditioned by (about) the diagonal, solve ``H p = -g`` for ``f / 2``, whose gradient is
-    :math:`g = \\sum m a` and whose Hessian is :math:`H = 2 \\sum m a a^T`.
-    """
-    diagonal, residual = up + down, down - up
-    z = residual / diagonal
-    p, direction = torch.zeros_like(z), z
-    rho = (residual * z).sum(-1, keepdim=True)
+def _newton_step(balance: Balance, slope: Slope, up: Tensor, down: Tensor, free: Tensor) -> Tensor:
+    """Newton's step, damped so that it never raises the sum."""
     # Solving ever more exactly as the gradient falls makes the outer iteration converge faster than linearly.
-    size = z.abs().amax(-1, keepdim=True).clamp_min(1e-300)
-    goal = rho * torch.maximum(size, 0.1 * ROUNDED / size).clamp_max(0.1) ** 2
-    for _ in range(CG_STEPS):
-        if bool((rho <= goal).all()):
-            break
-        change = balance.lay_out(direction)
-        h = 2 * free * balance.collect(change * marginals + balance.marginals(x, replaced=x * change))
-        curvature = (direction * h).sum(-1, keepdim=True)
-        alpha = torch.where(_bends(curvature, diagonal, direction), rho / curvature.clamp_min(1e-300), 0.0)
-        p, residual = p + alpha * direction, residual - alpha * h
-        z = residual / diagonal
-        before, rho = rho, torch.where(alpha > 0, (residual * z).sum(-1, keepdim=True), 0.0)
-        direction = z + torch.where(before > 0, rho / before.clamp_min(1e-300), 0.0) * direction
+    size = ((down - up) / (up + down)).abs().amax(-1, keepdim=True).clamp_min(1e-300)
+    p = conjugate_gradients(
+        lambda p: free * balance.collect(slope.hessian(balance.lay_out(p))),
+        down - up,
+        2 * (up + down),
+        torch.maximum(size, 0.1 * ROUNDED / size).clamp_max(0.1) ** 2,
+    )
     steepest = balance.steepest(balance.lay_out(p))
     return p * torch.where(steepest > 0, steepest.log1p() / steepest, 1.0)
-
-
-def _bends(curvature: Tensor, diagonal: Tensor, direction: Tensor) -> Tensor:
-    """True if conjugate gradients may follow a direction. Units that scale the same entries have directions that change
-    nothing, along which there is only rounding to follow."""
-    return curvature > ROUNDED * (diagonal * direction.square()).sum(-1, keepdim=True)
-
-
-def _sums_over_others(mass: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """For each axis of a stack: its entries times ``xs`` (``ys`` on each other axis in turn), summed over the others.
-
-    :param mass: ``(samples, arrays, length_1, ...)``.
-    :param xs: for each axis ``(samples, arrays, length)``; of one or two axes only needed if ``ys`` isn't given.
-    :return: for each axis ``(samples, arrays * length)``.
-    """
-    k = len(xs)
-    if k == 1:
-        return [(mass if ys is None else torch.zeros_like(mass)).flatten(1)]
-    if k == 2:
-        rows, columns = xs if ys is None else ys
-        # Vectors as rows from the left: the other way round, a batch of matrices takes up to twenty times as long.
-        flat = mass.flatten(0, 1)
-        rows, columns = rows.reshape(len(flat), 1, -1), columns.reshape(len(flat), 1, -1)
-        samples = mass.shape[0]
-        return [torch.bmm(columns, flat.mT).reshape(samples, -1), torch.bmm(rows, flat).reshape(samples, -1)]
-    if ys is None:
-        return [_contract(mass, xs, d).flatten(1) for d in range(k)]
-    mixed = [[ys[i] if i == j else xs[i] for i in range(k)] for j in range(k)]
-    terms = [[_contract(mass, mixed[j], d) for j in range(k) if j != d] for d in range(k)]
-    return [torch.stack(own).sum(0).flatten(1) for own in terms]
-
-
-def _contract(mass: Tensor, vectors: Sequence[Tensor], kept: int) -> Tensor:
-    """Multiply by a vector along each axis but one, and sum over these axes."""
-    operands = [part for i, v in enumerate(vectors) if i != kept for part in (v, [0, 1, i + 2])]
-    return torch.einsum(mass, list(range(mass.dim())), *operands, [0, 1, kept + 2])
 
 
 def _padded(value: Tensor, depth: int, filler: float) -> Tensor:
