@@ -141,7 +141,9 @@ class Balance:
         sums = []
         for mass, axes in zip(self._masses, self._by_stack(multipliers), strict=True):
             left = mass
-            for own in axes[:0:-1]:  # vectors from the left: as columns a batch of them takes up to twenty times as long
+            for own in axes[
+                :0:-1
+            ]:  # vectors from the left: as columns a batch of them takes up to twenty times as long
                 left = (own.unsqueeze(-2) @ left.flatten(2, -2).mT).reshape(left.shape[:-1])
             sums.append((left * axes[0]).sum((-1, -2)))
         return torch.stack(sums).sum(0)
