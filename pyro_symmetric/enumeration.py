@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistributionMixin
@@ -310,7 +311,10 @@ class _AtMost(TorchDispatchMode):
 
 def _require_whole(site: Any) -> None:
     """:raises ValueError: if the probabilities of the values that a site lists don't add up to 1."""
-    log_prob, dim = site["fn"].log_prob(site["value"], *site["args"]), site["infer"]["_enumerate_dim"]
+    fn, dim = site["fn"], site["infer"]["_enumerate_dim"]
+    while isinstance(fn, dist.MaskedDistribution):  # whose density is 1 for each value where it is masked
+        fn = fn.base_dist
+    log_prob = fn.log_prob(site["value"], *site["args"])
     apart = log_prob.dim() >= -dim and log_prob.shape[dim] == site["value"].shape[dim - site["fn"].event_dim]
     if not apart or (site["mask"] is None and not bool((log_prob.logsumexp(dim).abs() < CLOSE).all())):
         raise ValueError(

@@ -242,7 +242,7 @@ def _energies(density: Density, z: Tensor, rows: Rows | None, at_once: int) -> T
     """Energies ``(C,)`` of states, so many at a time, in double precision on the CPU."""
     cuts = [slice(start, start + at_once) for start in range(0, len(z), at_once)]
     with torch.no_grad():
-        parts = [density.energy(z[s], rows and {name: index[s] for name, index in rows.items()}) for s in cuts]
+        parts = [density.without_compiling(z[s], rows and {name: i[s] for name, i in rows.items()})[0] for s in cuts]
     return torch.cat(parts).to("cpu", torch.float64) if parts else torch.empty(0, dtype=torch.float64, device="cpu")
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
-from torch.distributions import Distribution
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
@@ -22,6 +21,7 @@ from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 INITIALISATIONS = ("prior", "uniform")
 RADIUS = 2.0  # of the box that "uniform" draws from, on the unconstrained scale, as Pyro's MCMC has it
+ROUNDING = 1e-3  # of initial weights that go to unconstrained coordinates and back, relative
 Drawer = Callable[[int], Mapping[str, Tensor]]
 Initial = str | Mapping[str, Tensor] | Posterior | AutoGuide | Drawer | None
 
@@ -134,9 +134,12 @@ def _draws_of(guide: AutoGuide, count: int, args: tuple[Any, ...], kwargs: Mappi
 
 
 def _drawn(density: Density, draw: Drawer, count: int) -> Tensor:
-    z = density.unconstrain(arguments.weights("what initial gave", draw(count)))
+    weights = arguments.weights("what initial gave", draw(count))
+    z = density.unconstrain(weights)
     if z.shape != (count, density.dim):
         raise ValueError(f"initial gave weights of batch shape {tuple(z.shape[:-1])} for {count} chains")
+    known = z.isfinite().all(-1)  # chains that start nowhere are drawn anew
+    _require_inside(density, {site: weights[site].to(z.device)[known] for site in density.layout.site_shapes}, z[known])
     return z.clone()
 
 
@@ -149,22 +152,21 @@ def _given(density: Density, num_chains: int, weights: Mapping[str, Tensor], gen
             f"initial weights have batch shape {tuple(found)}; it must be ({num_chains},), one for each "
             "chain, or () for one start of all"
         )
+    _require_inside(density, weights, z)
     z = z.expand(num_chains, density.dim).clone()
     if bad := (~_is_finite(density, z, generator)).nonzero().flatten().tolist():
-        sites = density.target.sites
-        outside = [site for site, fn in sites.items() if not _is_inside(fn, weights[site].to(density.device))]
-        why = f"outside of its support, or not finite, is {', '.join(map(repr, outside))}"
         raise ValueError(
-            f"the initial weights of chains {bad[:10]} have no finite energy and gradient; "
-            f"{why if outside else _where_to_look(density)}"
+            f"the initial weights of chains {bad[:10]} have no finite energy and gradient; {_where_to_look(density)}"
         )
     return z
 
 
-def _is_inside(fn: Distribution, value: Tensor) -> bool:
-    """True if constrained values are finite and lie in their support."""
-    support: Any = fn.support
-    return bool(torch.isfinite(value).all()) and bool(support.check(value).all())
+def _require_inside(density: Density, weights: Mapping[str, Tensor], z: Tensor) -> None:
+    """:raises ValueError: if chains at ``z`` would start elsewhere than at these weights."""
+    for site, value in density.layout.constrain(z).items():
+        given = weights[site].to(value)
+        if not bool(((value - given).abs() <= ROUNDING * (1 + given.abs())).all()):
+            raise ValueError(f"no chain can start at initial: outside of its support, or not finite, is {site!r}")
 
 
 def _where_to_look(density: Density) -> str:

@@ -401,3 +401,42 @@ def test_a_likelihood_that_is_not_scaled_to_the_full_data_is_warned_of():
         Density(unscaled, args=(X, Y), batch_size=2, subsampled=True)
     Density(scaled_by_its_plate, args=(X, Y), batch_size=2, subsampled=True)
     Density(PlateModel(), args=(X, Y), batch_size=2, subsampled=True)  # warnings are errors: none may come here
+
+
+def test_complex_observations_are_refused_rather_than_cut_to_their_real_parts():
+    y = torch.randn(6, dtype=torch.complex64)
+
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mean, 1.0, validate_args=False).expand([6]).to_event(1), obs=y)
+
+    network = BayesianModel(torch.nn.Linear(2, 1), likelihood="gaussian")
+    for own, data in ((model, (y,)), (network, (torch.randn(6, 2), y))):
+        with pytest.raises(ValueError, match="complex numbers"):
+            Density(own, data)
+
+
+def test_a_priors_scale_as_long_as_the_data_is_not_cut_into_mini_batches():
+    def model(x, y, scale, whole=False):
+        w = pyro.sample("w", dist.Normal(0.0, scale.sum() if whole else scale).to_event(int(not whole)))
+        with pyro.plate("data", 8, subsample=torch.arange(len(y))):
+            pyro.sample("y", dist.Normal(x * w.sum(), 1.0), obs=y)
+
+    for whole in (False, True):
+        data = torch.ones(8), torch.ones(8), torch.ones(8), whole
+        with pytest.raises(ValueError, match=r"priors of the sites \['w'\] change with the mini-batch.*8 rows"):
+            Density(model, data, batch_size=4, subsampled=True)
+    held = Density(lambda x, y: model(x, y, torch.ones(8)), data[:2], batch_size=4, subsampled=True)
+    assert held.dim == 8
+
+
+def test_energies_come_from_the_engine_that_the_metadata_name():
+    network = BayesianModel(
+        torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)), 1.0, "gaussian"
+    )
+    density = Density(network, (torch.randn(20, 2), torch.randn(20)))
+    assert density._fast is not None
+    z = density.draw_prior(4, torch.Generator().manual_seed(0))
+    assert torch.equal(density.energy(z), density.energy_and_gradient(z)[0])
+    density._fast.energy_and_gradient = lambda z, rows: (z[:, 0], z)
+    assert torch.equal(density.energy(z), z[:, 0])

@@ -101,3 +101,17 @@ def test_the_last_draw_counts_too():
     z = starting_points(Density(model), 2, draw, max_tries=2)  # a first draw, and two more
     assert calls == [2, 2, 2]
     assert torch.isfinite(z).all()
+
+
+@pytest.mark.parametrize("given", ["weights", "a function"])
+def test_starts_outside_of_a_simplex_are_refused_rather_than_moved(given):
+    def model():
+        pyro.sample("shares", dist.Dirichlet(torch.ones(3)))
+
+    start = {"shares": torch.tensor([[0.5, 0.3, 0.2], [2.0, 1.0, 1.0]])}
+    initial = start if given == "weights" else lambda count: start
+    with pytest.raises(ValueError, match="outside of its support, or not finite, is 'shares'"):
+        starting_points(Density(model), 2, initial)
+    start["shares"] /= start["shares"].sum(-1, keepdim=True)
+    z = starting_points(Density(model), 2, initial)
+    assert torch.allclose(Density(model).layout.constrain(z)["shares"], start["shares"], atol=1e-6)

@@ -30,6 +30,8 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
     for name, value in {"x": x, "y": y}.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             raise TypeError(f"{name} is {described(value)}; it must be a tensor whose first axis are the rows")
+        if name == "y" and value.is_complex():
+            raise ValueError("y holds complex numbers, of which the imaginary part would be lost; pass real targets")
     if len(x) != len(y):
         raise ValueError(f"x has {len(x)} rows but y has {len(y)}; they must be equally many")
     if x.device != y.device:

@@ -204,6 +204,8 @@ class Density:
 
     def energy(self, z: Tensor, rows: Rows | None = None) -> Tensor:
         """Energy ``(C,)`` of chains at ``z`` of shape ``(C, D)``; see :meth:`energy_and_gradient`."""
+        if self._fast is not None and self._fast.serves(z, rows):
+            return self.energy_and_gradient(z, rows)[0]
 
         def evaluate(z: Tensor, rows: Rows | None) -> tuple[Tensor, ...]:
             return (self._energy(z, rows),)

@@ -69,6 +69,11 @@ class TracedTarget:
         self.with_stand_ins = False
         """True if parts of Pyro that can't be mapped over chains are replaced meanwhile."""
         observed = _observed_sites(trace)
+        if several := [site["name"] for site in observed if as_tensor(site["value"]).is_complex()]:
+            raise ValueError(
+                f"the observed sites {several} hold complex numbers, whose imaginary parts would be lost; observe real "
+                "and imaginary parts, as torch.view_as_real gives them"
+            )
         counts = [
             torch.Size(site["fn"].batch_shape).numel() * as_tensor(site["scale"]).double().mean() for site in observed
         ]
@@ -77,6 +82,7 @@ class TracedTarget:
         if batch_size is None and self.row_counts:
             warn_of_plate_scale(observed)
         if batch_size is not None and batch_size < self._data_rows:
+            self._require_same_priors(trace)
             warn_of_batch_scale(observed, batch_size, self._data_rows)
             self.row_counts = {**self.row_counts, ROWS: (self._data_rows, batch_size)}
         self._probes: dict[str, tuple[Tensor, Tensor]] = {}
@@ -198,6 +204,24 @@ class TracedTarget:
         except (TypeError, ValueError):  # whose names can't be told
             return {**{str(i): value for i, value in enumerate(self.args)}, **self.kwargs}
 
+    def _require_same_priors(self, trace: poutine.Trace) -> None:
+        """:raises ValueError: if a latent site's prior on a mini-batch isn't the one on all data."""
+        given = {name: _value(trace, name) for name in self.sites}
+        try:
+            every = [self._prior_trace()]
+            if all(_value(every[0], name).shape == value.shape for name, value in given.items()):
+                with PYRO, torch.no_grad():
+                    every += [poutine.trace(poutine.condition(self.model, given)).get_trace(*self.args, **self.kwargs)]
+            laws = {name: (every[-1].nodes[name]["fn"], trace.nodes[name]["fn"]) for name in given}
+            same = [name for name, (whole, part) in laws.items() if _is_same_law(whole, part, given[name])]
+        except Exception:  # a model that is made for mini-batches alone
+            return
+        if changed := sorted(given.keys() - same):
+            raise ValueError(
+                f"the priors of the sites {changed} change with the mini-batch: an argument that they depend on is as "
+                f"long as the data, {self._data_rows} rows, and is cut with them. Hold it outside of the arguments"
+            )
+
     def _require_fixed_layout(self, trace: poutine.Trace, rows: Rows | None) -> None:
         """:raises ValueError: if sites, shapes or supports depend on what was drawn; several draws are compared, and
         all values of discrete sites."""
@@ -273,6 +297,10 @@ def _value(trace: poutine.Trace, site: str) -> Tensor:
     value = trace.nodes[site]["value"]
     assert value is not None  # a finished trace holds a value at every sample site
     return value
+
+
+def _is_same_law(one: Any, other: Any, value: Tensor) -> bool:
+    return one.shape() == other.shape() and torch.allclose(one.log_prob(value), other.log_prob(value), equal_nan=True)
 
 
 def _chain(values: Mapping[str, Tensor], chain: int) -> dict[str, Tensor]:
