@@ -9,7 +9,7 @@ of its own with a limit of processor time, on one thread. Columns: parameters in
 the log of the order of the group of permutations, free scales and signs; processor seconds to find and to verify, and
 how many forward passes of a batch that is; the largest relative change of an output under random elements of the whole
 group in float64 (eval and train mode); of networks with few weights, the directions that the Jacobian's null space
-holds: found, known but not acted on, unexplained. Networks that can't be traced, fail, or take too long are listed with
+holds: found, and others. Networks that can't be traced, fail, or take too long are listed with
 the reason.
 """
 
@@ -91,12 +91,12 @@ def measure(case: Case) -> Iterator[Any]:
 
 
 def completeness(symmetry: Symmetry, net: nn.Module, inputs: tuple[Any, ...]) -> str | None:
-    """Null directions of the Jacobian: found, known but not acted on, unexplained; None if nothing can be told."""
+    """Null directions of the Jacobian: found, and others; None if nothing can be told."""
     try:
         report = ps.completeness(symmetry, net, *inputs)
     except Exception:
         return None
-    return f"{report.found} + {report.known} + {report.unexplained}{'?' if report.doubts else ''}"
+    return f"{report.found} + {report.null - report.found}{'?' if report.doubts else ''}"
 
 
 def work(case: Case, pipe: Connection, limit: float, silent: bool) -> None:
@@ -177,8 +177,8 @@ def table(results: list[dict[str, Any]]) -> str:
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, with {versions()}.",
         "",
         "Seconds are of one core's time, of a busy machine. Null directions: directions in which weights can move "
-        "without changing outputs to first order: found as scales and shifts, of known families that the library "
-        f"doesn't act with, and unexplained; for networks of at most {FEW} weights (`?`: with a doubt). Last comes "
+        "without changing outputs to first order: found as scales and shifts, and others; "
+        f"for networks of at most {FEW} weights (`?`: with a doubt). Last comes "
         "the largest relative change of an output, in float64, under random elements of the whole group.",
         "",
         f"{len(results)} networks: {sound} found and verified, {len(results) - sound - len(failed)} with a move that "

@@ -21,7 +21,6 @@ from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
 from pyro_symmetric import arguments
-from pyro_symmetric.groups import Group
 from pyro_symmetric.groups.action import is_real
 from pyro_symmetric.placement import together
 from pyro_symmetric.posterior import Posterior
@@ -94,22 +93,6 @@ class GaussianWeights:
         """Weights from such values as these moments are of."""
         bijections = {site: self.bijection(site) for site in values}
         return {site: value if (b := bijections[site]) is None else b(value) for site, value in values.items()}
-
-    def stacked(self, group: Group) -> GaussianWeights:
-        """The same with a group's stacks in place of the sites in them, all of which have one support."""
-        if not group.stacks:
-            return self
-        supports: dict[str, Constraint] = {}
-        stack_of = {site: name for name, sites in group.stacks.items() for site in sites}
-        for site, support in self.supports.items():
-            if str(supports.setdefault(stack_of.get(site, site), support)) != str(support):
-                raise ValueError(f"{site!r} has the support {support}, but sites that it is exchanged with another")
-        return GaussianWeights(group.stacked(self.loc), group.stacked(self.scale), supports)
-
-    def unstacked(self, group: Group) -> GaussianWeights:
-        """The inverse of :meth:`stacked`."""
-        supports = {own: support for site, support in self.supports.items() for own in group.plain_sites([site])}
-        return GaussianWeights(group.unstacked(self.loc), group.unstacked(self.scale), supports)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> GaussianWeights:
         """The same with all means and deviations changed alike."""

@@ -142,7 +142,6 @@ def align(
         (to_gaussian(own, name), None) if callable(cost) else on_host(own, name)
         for own, name in ((reference, "reference"), (source, "source"))
     )
-    first, second = first.stacked(group), second.stacked(group)
     kind = PlainCost if callable(cost) else COSTS[cost]
     require_fit(kind, group, first)
     if several := batch_shape_of(first, group, "reference"):
@@ -197,7 +196,7 @@ def _given(
 ) -> MatchCost:
     """The user's own cost of some sources."""
     every = second.each(lambda value: value.reshape(-1, *value.shape[len(shape) :])[rows.to(value.device)])
-    sources, reference = (group.unstacked(own.constrained(own.loc)) for own in (every, first))
+    sources, reference = (own.constrained(own.loc) for own in (every, first))
     given = cost(sources, reference, group)
     if not isinstance(given, MatchCost):
         raise TypeError(

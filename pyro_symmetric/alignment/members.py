@@ -68,7 +68,7 @@ class Members:
         # Elements are affine, weight by weight: deviations go with what is linear, without its sign.
         scale, shift = (act(own.scale), act(none)) if self.vary else (loc, loc)
         moved = GaussianWeights(loc, {site: (v - shift[site]).abs() for site, v in scale.items()}, own.supports)
-        return moved.unstacked(element.group)
+        return moved
 
     def after(self, element: Element, gaussian: GaussianWeights) -> Any:
         """The members as they were given, moved.
@@ -103,13 +103,11 @@ def read_members(sources: Any, group: Group, each: str) -> Members:
             )
         )
         gaussian, device = on_host(read, "posterior")
-        gaussian = gaussian.stacked(group)
         named = {"sources": gaussian}
     elif isinstance(sources, Mapping | GaussianWeights):
         gaussian, device = on_host(
             _with_moments(sources, group) if isinstance(sources, Mapping) else sources, "sources"
         )
-        gaussian = gaussian.stacked(group)
         shape = tuple(batch_shape_of(gaussian, group, "sources"))
         if len(shape) != 1:
             raise ValueError(f"sources has batch shape {shape}; it must be (number of members,), or a list of members")
@@ -120,7 +118,7 @@ def read_members(sources: Any, group: Group, each: str) -> Members:
             raise ValueError("sources is an empty list; it must hold at least one set of weights, network or guide")
         names = [f"sources[{k}]" for k in range(len(sources))]
         read = {name: on_host(own, name) for name, own in zip(names, sources, strict=True)}
-        named = {name: one.stacked(group) for name, (one, _) in read.items()}
+        named = {name: one for name, (one, _) in read.items()}
         device = read[names[0]][1]
         for name, one in named.items():
             if batch_shape_of(one, group, name):
@@ -138,7 +136,7 @@ def read_members(sources: Any, group: Group, each: str) -> Members:
 def _with_moments(weights: Mapping[str, Tensor], group: Group) -> Weights:
     """Without the sites that a group knows nothing of and that have no mean: counters, labels."""
     arguments.weights("sources", weights)
-    return {s: value for s, value in weights.items() if value.is_floating_point() or s in group.plain_shapes}
+    return {s: value for s, value in weights.items() if value.is_floating_point() or s in group.site_shapes}
 
 
 def _moved(own: Any, element: Element, gaussian: GaussianWeights) -> Any:

@@ -125,7 +125,7 @@ def canonicalize(
         return with_weights(weights, canonicalize(own, group, permutations, scalings, signs, shifts, warn))
     require_finite(weights)
     acted_shape(group, weights)
-    form: Weights = group.stacked(weights)
+    form: Weights = dict(weights)
     if scalings and group.names("scale"):
         if scalings == "unit_std" and signs and group.names("flip"):
             # A deviation depends on the signs of the units behind: these are fixed first, at scales that don't.
@@ -140,7 +140,7 @@ def canonicalize(
     if warn:
         removed: dict[Literal["permute", "flip"], bool] = {"permute": permutations is not None, "flip": signs}
         warn_of_overlap(form, group, *(move for move, done in removed.items() if done))
-    return group.unstacked(form, weights)
+    return form
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -120,7 +120,6 @@ def minimal_mass(
         return replace(found, weights=with_weights(weights, found.weights))
     require_finite(weights)
     shape = acted_shape(group, weights)
-    given, weights = weights, group.stacked(weights)
     counted = _counted(weights, whole, sites)
     samples = math.prod(shape)
     flat = {site: weights[site].reshape(samples, *group.view_shapes[site]) for site in counted}
@@ -146,7 +145,7 @@ def minimal_mass(
         {name: value[:, at].reshape(*shape, *group[name].shape) for name, at in offsets(group, "scale").items()}
         for value in (u, pinned)
     )
-    scaled = Element(group, log_scales=log_scales, batch_shape=shape)(given)
+    scaled = Element(group, log_scales=log_scales, batch_shape=shape)(weights)
     return MinimalMass(mass.reshape(shape), log_scales, scaled, held, imbalance.reshape(shape))
 
 

@@ -96,7 +96,6 @@ def uncertain_share(aligned: Mapping[str, Tensor], group: Group) -> float:
 def _units(form: Mapping[str, Tensor], group: Group, move: Move) -> Iterator[list[Tensor]]:
     """For each set of units their weights along each axis, ``(draws, copies, units, weights)``, of some draws."""
     group = group.restricted(move)
-    form = group.stacked(form)
     shape = group.batch_shape(form)
     numbers = sum(form[site].numel() for site in group.required_sites) // shape.numel()
     every = -(-shape.numel() // max(FEW, min(LOOKED_AT, NUMBERS // max(1, numbers))))

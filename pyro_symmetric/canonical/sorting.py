@@ -17,7 +17,7 @@ from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.tensors import along_axis
 from pyro_symmetric.groups.units import Axis
-from pyro_symmetric.weights import Weights, require_same_network
+from pyro_symmetric.weights import Weights
 
 # Keys closer than this many roundings tie: after unit norm, units with one incoming weight all have 1 or -1 there.
 TIE = 16
@@ -46,8 +46,7 @@ def sorting_permutation(
     group = whole.permutations
     weights = plain_weights(weights, whole) if isinstance(weights, nn.Module) else weights
     arguments.weights("weights", weights)
-    weights = group.stacked(weights)
-    require_same_network(weights, group.site_shapes)
+    group.require_own(weights)
     shape = group.batch_shape(weights)
     device = next(iter(weights.values())).device
     images = dict(group.identity(shape, device=device).permutations)

@@ -93,11 +93,7 @@ class SortingTracker:
         if isinstance(weights, nn.Module):
             weights = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
         arguments.weights("weights", weights, "a network")
-        held = {
-            site: weights[site].detach()
-            for site in self.group.plain_sites(self.group.required_sites)
-            if site in weights
-        }
+        held = {site: weights[site].detach() for site in self.group.required_sites if site in weights}
         require_finite(held)
         now = sorting_permutation(held, self.group, self.key)
         if self._last is not None:
@@ -154,7 +150,7 @@ def excess_mass(weights: Samples, symmetry: Symmetry | Group) -> Tensor:
     minimum = minimal_mass(weights, group, scale_free="hold").mass
     dims = minimum.dim()
     mass = torch.zeros_like(minimum)
-    for site in group.plain_sites(group.weight_sites):
+    for site in group.weight_sites:
         if site in weights:
             squared = weights[site].double().square()
             mass += squared.flatten(dims).sum(-1) if squared.dim() > dims else squared

@@ -90,9 +90,9 @@ def invariance_tests(
     group = group_of(group).permutations
     samples = weights.samples if isinstance(weights, Posterior) else samples_of(weights)
     group.batch_shape(samples)
-    needed = {site: samples[site] for site in group.plain_sites(group.required_sites)}
+    needed = {site: samples[site] for site in group.required_sites}
     known: Samples = Posterior(needed, rows=weights.rows) if needed and isinstance(weights, Posterior) else needed
-    kept = group.stacked(thinned(known)) if needed else {}
+    kept = thinned(known) if needed else {}
     draws = len(next(iter(kept.values()))) if kept else 0
     found: list[_Units] = []
     for name, size in group.factors.items():

@@ -78,7 +78,7 @@ def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str,
 
 def require_site_shapes(weights: Mapping[str, Tensor], symmetry: Symmetry | Group, name: str) -> None:
     """:raises ValueError: if samples ``(n,) + site_shape`` of a site don't have the shape that the symmetry knows."""
-    for site, shape in group_of(symmetry, "symmetry").plain_shapes.items():
+    for site, shape in group_of(symmetry, "symmetry").site_shapes.items():
         if site in weights and weights[site].shape[1:] != shape:
             raise ValueError(
                 f"{name}[{site!r}] has shape {tuple(weights[site].shape)}; it must be the number of samples, then "

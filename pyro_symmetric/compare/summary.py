@@ -67,7 +67,7 @@ def _head(frame: Frame, group: Group) -> str:
 
 def _unknown(frame: Frame, group: Group) -> list[str]:
     """The sites that a declaration forgot, or that no unit has."""
-    unknown = [site for site in frame.posterior.samples if site not in group.plain_shapes]
+    unknown = [site for site in frame.posterior.samples if site not in group.site_shapes]
     if not unknown:
         return []
     return [

@@ -13,7 +13,6 @@ from pyro_symmetric.discovery.labels import Array, distinct_rows, rank_within
 from pyro_symmetric.discovery.slices import Run, Slices, narrowed
 from pyro_symmetric.discovery.structure import Structure
 from pyro_symmetric.groups import Axis, Units
-from pyro_symmetric.groups.stacks import is_stack, list_name
 
 Place = tuple[str, int, int, bool]  # site, axis, how many axes it spans, whether the site is a buffer
 Lying = dict[int, Array]  # cell -> for each position, the unit of this cell that it belongs to, or -1
@@ -179,9 +178,7 @@ class _Assembly:
             size, direct = int(self.rank[mover].max()) + 1, self.cells[mover].direct
             parent = built[direct[0]].name if direct else None
             name = module_name(axes[0].site)
-            if is_stack(name):
-                name = list_name(name, inner=parent is not None) if (axes[0].dim, axes[0].span) == (0, 1) else name
-            elif mover in has_inner:  # units with an inner life are heads of attention, or groups of channels
+            if mover in has_inner:  # units with an inner life are heads of attention, or groups of channels
                 name += ".groups" if mover in self.of_images else ".heads"
             name = unused(name, [one.name for one in built.values()])
             built[mover] = Units(name, size, axes, parent, self.cells[mover].size // size)

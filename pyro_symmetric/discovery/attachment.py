@@ -38,8 +38,8 @@ def attached(
     found: Mapping[Move, Sequence[Axes]],
     others: Sequence[Units],
     site_shapes: Mapping[str, torch.Size],
-) -> tuple[Group, set[str]]:
-    """The group of units that permute, with multipliers, and the sites of multipliers that are left out of it.
+) -> Group:
+    """The group of units that permute, with multipliers.
 
     :param units: the units that permute.
     :param found: ``"scale"`` and ``"flip"`` -> the axes of each set of multipliers.
@@ -49,8 +49,7 @@ def attached(
     for move, every in found.items():
         for axes in every:
             attachment.add(move, axes)
-    group = attachment.group(others)
-    return group, attachment.left_out
+    return attachment.group(others)
 
 
 class _Attachment:
@@ -63,7 +62,6 @@ class _Attachment:
         self.shapes = site_shapes
         every = [*(a for u in units for a in u.axes), *(a for own in found.values() for axes in own for a in axes)]
         self.views = views_of({(a.site, a.dim, a.span) for a in every if a.span > 1}, site_shapes)
-        self.left_out: set[str] = set()
         self.tables: dict[Place, dict[str, _Table]] = {}
         for name in self.permuting:
             own, lifted = self.units[name].axes, [self._spanning(axis) for axis in self.units[name].axes]
@@ -111,10 +109,8 @@ class _Attachment:
             sites = doubtful & {axis.site for axis in one.axes}
             if before.get(name) is not one and sites and not self._are_carried([one], sites, proposed):
                 self.units = before
-                self.left_out |= _multiplied(one)
         with contextlib.suppress(ValueError):
             return Group([*self.units.values(), *others], self.shapes, of_network=True)
-        self.left_out |= {site for one in self.units.values() for site in _multiplied(one)}
         return Group(self.given.values(), self.shapes, of_network=True)
 
     # small steps ----------------------------------------------------------------------------------------------------
@@ -281,10 +277,6 @@ def _side_by_side(every: Sequence[Axes]) -> list[Axes]:
         )
         for together in alike.values()
     ]
-
-
-def _multiplied(one: Units) -> set[str]:
-    return {axis.site for axis in one.axes if axis.exponent}
 
 
 def _place(axis: Axis) -> Place:

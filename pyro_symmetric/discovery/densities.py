@@ -83,7 +83,7 @@ class JointDensity:
         frames = [frame for site in nodes.values() for frame in site["cond_indep_stack"]]
         self.plate_nesting = -min([0, *(frame.dim for frame in frames if frame.vectorized)])
         weights = {name: site["value"] for name, site in latent.items() if name not in self.summed_out}
-        if missing := sorted(set(group.plain_sites(group.required_sites)) - set(weights)):
+        if missing := sorted(set(group.required_sites) - set(weights)):
             raise ValueError(
                 f"the model lacks the sites {missing} that the group moves; its continuous latent sites are "
                 f"{list(weights)}" + (f", and its discrete ones {self.summed_out}" if self.summed_out else "")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from pyro_symmetric import arguments
-from pyro_symmetric.discovery.facts import Facts, Leaf
+from pyro_symmetric.discovery.facts import Facts
 from pyro_symmetric.discovery.labels import Array
 from pyro_symmetric.discovery.selection import named
 from pyro_symmetric.discovery.structure import Structure
@@ -87,18 +87,16 @@ class Explanation(tuple[AxisExplanation, ...]):
         return cls(AxisExplanation(**{**axis, **{name: tuple(axis[name]) for name in tuples}}) for axis in data)
 
 
-def explain(
-    facts: Facts, structure: Structure, names: Mapping[int, str], stacks: Mapping[str, Sequence[str]]
-) -> Explanation:
+def explain(facts: Facts, structure: Structure, names: Mapping[int, str]) -> Explanation:
     """For every axis of every site: who moves it, or which operator pinned it.
 
     :param names: cell -> name of its units; cells that ride along with others have none.
-    :param stacks: the sites of each leaf that is a stack.
     """
     first = _first_reasons(facts, structure)
     axes = []
-    every = (own for site, leaf in facts.leaves.items() for own in _labels(site, leaf, stacks.get(site, ())))
-    for site, dim, atoms in every:
+    every = ((leaf.site, *own) for leaf in facts.leaves.values() for own in enumerate(leaf.labels))
+    for site, dim, labels in every:
+        atoms = labels.reshape(-1)
         cells = structure.cell[structure.unit_class[atoms]]
         permuted = np.isin(cells, list(structure.cells))
         movers = {up for cell in np.unique(cells[permuted]).tolist() for up in (cell, *structure.cells[cell].parents)}
@@ -106,18 +104,6 @@ def explain(
         reasons = _reasons(atoms[~permuted], facts, structure, first)
         axes.append(AxisExplanation(site, dim, len(permuted), int(permuted.sum()), own, reasons))
     return Explanation(axes)
-
-
-def _labels(site: str, leaf: Leaf, stack: Sequence[str]) -> Iterator[tuple[str, int, Array]]:
-    """(site, axis, atoms) for each axis; of a stack, for those of the sites in it."""
-    first = len(leaf.shape) - len(leaf.labels) if not stack else int(leaf.slices is not None)
-    for k, own in enumerate(stack or [site]):
-        for dim, labels in enumerate(leaf.labels[first:]):
-            atoms = labels.reshape(-1)
-            if stack and (dim == 0 or first):  # the first axis holds the labels of all sites, other axes of all owners
-                pieces = len(stack) if dim == 0 else len(labels)
-                atoms = atoms.reshape(pieces, -1)[k * pieces // len(stack)]
-            yield own, dim, atoms
 
 
 def _first_reasons(facts: Facts, structure: Structure) -> Array:

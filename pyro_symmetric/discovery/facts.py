@@ -69,8 +69,7 @@ class Refinement:
 class Facts:
     """All facts about one network, in the order in which they were found.
 
-    Facts have numbers: those about the same operator of branches that may be exchanged (see :mod:`branches`) have the
-    same, all others one of their own. What has different numbers isn't alike.
+    Each has a number of its own.
 
     :param plan: site -> the slices that it is cut into; None if it mustn't be.
     :param statistics: the buffers that move along with units, and how they are used.
@@ -98,30 +97,14 @@ class Facts:
         self.lost: dict[str, None] = {}  # where units were left out that might move, and why
         self.common: list[int] = []  # atoms that are no unit's, but a multiplier that all units of something share
         self._occurrences: dict[int, tuple[Array, int]] = {}
-        self._place: object = None
-        self._told: int | None = 0  # about this place
-        self._numbers: dict[tuple[object, int | None], int] = {}
+        self._count = 0
         self._still: dict[int, Array] = {}
         self._unscaled: dict[int, Array] = {}
         self._copies: list[tuple[int, Array, Array]] = []
 
-    def at(self, place: object, told: int | None = 0) -> tuple[object, int | None]:
-        """From now on facts are about this place in the graph; the same for operators of branches that are alike.
-
-        :param told: how many facts about it were told before; None: all facts about it have one number.
-        :return: what they were about before, to go back there.
-        """
-        before = self._place, self._told
-        self._place, self._told = place, told
-        return before
-
-    def place_of(self, number: int) -> object:
-        """The place that facts of a number are about."""
-        return next(place for (place, _), own in self._numbers.items() if own == number)
-
     def _number(self) -> int:
-        self._told = None if self._told is None else self._told + 1
-        return self._numbers.setdefault((self._place, self._told), len(self._numbers))
+        self._count += 1
+        return self._count
 
     def fresh(self, shape: Sequence[int]) -> Array:
         """New atoms, never seen before."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +27,9 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.assembly import permuted_units
 from pyro_symmetric.discovery.attachment import attached
-from pyro_symmetric.discovery.explain import explain
+from pyro_symmetric.discovery.explain import Explanation, explain
 from pyro_symmetric.discovery.export import UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.facts import Facts
-from pyro_symmetric.discovery.leaf_stacks import Stack, idle_sites
 from pyro_symmetric.discovery.multipliers import multipliers
 from pyro_symmetric.discovery.selection import Names, held_sites, hold
 from pyro_symmetric.discovery.structure import solve
@@ -113,37 +112,15 @@ def find_symmetry(
         with contextlib.suppress(ValueError):  # what only the training branch uses then stays as it is
             traces += _traces(traced.train(), inputs, kwargs)
     used = _used(traces)
-    symmetry = _found(traced, traces, used, shifted - set(held), held, logits, strict)
+    facts, _ = walked(traces)
+    for site, why in held.items():
+        if site in facts.leaves:
+            hold(facts, facts.leaves[site], why)
+    symmetry = Symmetry(*_solved(traced, facts, used, shifted - set(held), set(held)), logits)
+    _report_lost(facts, strict)
     symmetry = replace(symmetry, at_least=any(trace.calls_again() for trace in traces))
     symmetry = symmetry if buffers else symmetry.holding(net)
     return repaired(symmetry, net, inputs, kwargs) if verify else symmetry
-
-
-def _found(
-    net: nn.Module,
-    traces: Sequence[Trace],
-    used: set[str],
-    shifted: set[str],
-    held: Mapping[str, str],
-    logits: bool,
-    strict: bool,
-) -> Symmetry:
-    """The symmetry that labels show; branches stay if exchanging them moves nothing, or costs multipliers inside."""
-    apart: set[str] = set()
-    while True:
-        facts, _, stacks = walked(traces, {*held, *apart})
-        if idle := idle_sites(facts, stacks):
-            apart |= idle
-            continue
-        for site, why in held.items():
-            if site in facts.leaves:
-                hold(facts, facts.leaves[site], why)
-        symmetry, left_out = _solved(net, facts, stacks, used, shifted, set(held), logits)
-        costly = {site for name in left_out & stacks.keys() for site in stacks[name].sites}
-        if not costly:
-            _report_lost(facts, strict)
-            return symmetry
-        apart |= costly
 
 
 def _require_parameters(net: nn.Module) -> None:
@@ -209,51 +186,30 @@ def _report_lost(facts: Facts, strict: bool) -> None:
 
 
 def _solved(
-    net: nn.Module,
-    facts: Facts,
-    stacks: Mapping[str, Stack],
-    used: set[str],
-    shifted: set[str],
-    held: set[str],
-    logits: bool,
-) -> tuple[Symmetry, set[str]]:
-    """The symmetry, and the sites of multipliers that permutations don't carry onto one another."""
+    net: nn.Module, facts: Facts, used: set[str], shifted: set[str], held: set[str]
+) -> tuple[Group, Explanation]:
     for site in list(facts.leaves):
-        if site not in used and site not in stacks:  # nothing is known about what no forward pass has touched
+        if site not in used:  # nothing is known about what no forward pass has touched
             for atoms in facts.leaves[site].labels:
                 facts.pin(atoms, "because no forward pass uses it")
     structure = solve(facts)
-    leaf_shapes = {site: leaf.shape for site, leaf in facts.leaves.items()}
     buffers = {site for site, leaf in facts.leaves.items() if leaf.buffer}
-    buffers |= {site for name in buffers & stacks.keys() for site in stacks[name].sites}
     shapes = {name: value.shape for name, value in net.named_parameters()}
     shapes |= {name: value.shape for name, value in net.named_buffers() if name in buffers}
-    stack_of = {site: name for name, stack in stacks.items() for site in stack.sites}
-    shapes = {
-        stack_of.get(site, site): stacks[stack_of[site]].shape if site in stack_of else shape
-        for site, shape in shapes.items()
-    }
-
-    def on_stacks(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-        return tuple(stacks[a.site].axis(a, leaf_shapes[a.site]) if a.site in stacks else a for a in axes)
-
     moves: tuple[Move, ...] = ("scale", "flip")
     # At sites that stay, multipliers of different axes cancel out.
     found = {
         move: [
-            on_stacks(own)
+            own
             for axes in multipliers(facts, structure, move)
-            if (own := [a for a in axes if a.site not in held])
+            if (own := tuple(axis for axis in axes if axis.site not in held))
         ]
         for move in moves
     }
     shifts = [_shift(site, shapes[site]) for site in sorted(shifted) if site in shapes]
-    units = {cell: replace(one, axes=on_stacks(one.axes)) for cell, one in permuted_units(facts, structure).items()}
-    group, left_out = attached(list(units.values()), found, shifts, shapes)
-    names, sites = {cell: one.name for cell, one in units.items()}, {name: own.sites for name, own in stacks.items()}
-    if stacks:
-        group = Group(group.units.values(), group.site_shapes, group.spans, sites, of_network=True)
-    return Symmetry(group, explain(facts, structure, names, sites), logits), left_out
+    units = permuted_units(facts, structure)
+    names = {cell: one.name for cell, one in units.items()}
+    return attached(list(units.values()), found, shifts, shapes), explain(facts, structure, names)
 
 
 def _shift(site: str, shape: torch.Size) -> Units:

@@ -16,12 +16,12 @@ import torch
 
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import HELD, Move
+from pyro_symmetric.groups.units import MOVES, Move
 
 Part = tuple[Move, str]  # one move of some units
 SiteAndDim = tuple[str, int]
 BITS = 20  # a wrong move passes less than once in two to the power of so many times
-DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": "shifted", "mix": "mixed"}
+DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": "shifted"}
 
 
 class InconclusiveError(ValueError):
@@ -70,7 +70,7 @@ class FunctionOfWeights(Protocol):
 class BrokenMove:
     """A move of some units that changes the function.
 
-    :param move: ``"permute"``, ``"flip"``, ``"scale"``, ``"shift"`` or ``"mix"``.
+    :param move: ``"permute"``, ``"flip"``, ``"scale"`` or ``"shift"``.
     :param name: the name of the units.
     :param change: the largest change: of an output, relative to the largest output; of a log-density, in nats (infinite
         outside of a support).
@@ -147,7 +147,7 @@ class Verification:
 
 def parts_of(group: Group) -> list[Part]:
     """Every move of every set of units that elements hold."""
-    return [(move, name) for move in HELD for name in group.names(move)]
+    return [(move, name) for move in MOVES for name in group.names(move)]
 
 
 def tried(group: Group, parts: Collection[Part], trials: int | None = None) -> Iterator[Element]:
@@ -173,7 +173,7 @@ def only(element: Element, parts: Collection[Part]) -> Element:
     """The same element without all moves but these."""
     chosen = (
         {name: value for name, value in numbers.items() if (move, name) in parts}
-        for move, numbers in zip(HELD, element.parts, strict=True)
+        for move, numbers in zip(MOVES, element.parts, strict=True)
     )
     permutations, signs, log_scales, shifts = chosen
     return Element(element.group, permutations, signs, log_scales, shifts, element.batch_shape, dtype=torch.float64)
@@ -208,7 +208,7 @@ def guilty(parts: Sequence[Part], fails: Callable[[Sequence[Part]], bool]) -> li
 
 
 def _enough(group: Group, parts: Collection[Part]) -> tuple[int, list[str]]:
-    """How many elements a wrong move passes less than once in a million times; and the single units that flip.
+    """Number of elements that a wrong move passes less than once in a million times; and the single units that flip.
 
     Few are enough for large sets: a proper subgroup holds a random cycle of n units, and then a uniform permutation,
     with a probability of two over (n over n / 2) at most. (That of even permutations is left aside: no network minds

@@ -23,7 +23,6 @@ from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, re
 from pyro_symmetric.weights import Weights
 
 ROWS = 256  # rows of the Jacobian that are computed at once
-FEW = 16  # inputs, where outputs themselves are compared
 PICKED = 16  # of the outputs for one draw of the inputs: other draws tell more than other outputs
 SIZES = torch.tensor([1.0, 3.0, 10.0, 0.1], dtype=torch.float64, device="cpu")  # of random inputs, in turn
 CENTRED = 0.9  # the part of their mean that centred rows lose; without any, offsets that all units share are unread
@@ -109,15 +108,6 @@ class Jacobian:
         if not any(map(len, found)):
             raise ValueError("no output of the network depends on these weights; there is no Jacobian to look at")
         return torch.cat(found)
-
-    def outputs(self, weights: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
-        """All outputs for a few random inputs, as one vector."""
-        flat, drawn = self.flat(weights).to(self.device), [_like(leaf, FEW, generator) for leaf in self._leaves]
-        every = [
-            [own if new is None else new[k] for own, new in zip(self._leaves, drawn, strict=True)] for k in range(FEW)
-        ]
-        with torch.no_grad(), without_fast_attention(), without_warnings():
-            return torch.cat([self._outputs(flat, leaves) for leaves in every])
 
     # small steps ----------------------------------------------------------------------------------------------------
 

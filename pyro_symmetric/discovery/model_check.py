@@ -111,7 +111,7 @@ def check_priors(symmetry: Any, priors: Any, *args: Any, **kwargs: Any) -> Verif
             raise TypeError(
                 f"priors holds distributions, which take no arguments; found {described_call(args, kwargs)}"
             )
-        moved = group.plain_sites(group.required_sites)
+        moved = group.required_sites
         if missing := sorted(set(moved) - set(given)):
             raise ValueError(f"priors lacks the sites {missing}; it has {sorted(given)}")
         model = functools.partial(_sampled, {site: given[site] for site in moved})
@@ -202,8 +202,8 @@ def _with_hint(broken: BrokenMove, group: Group, density: JointDensity | Functio
     for less, more in itertools.islice(_alternatives(declared, free), MOST_REPAIRS):
         kept_axes = tuple(axis for axis in units.axes if (axis.site, axis.dim) not in less)
         other = replace(units, axes=(*kept_axes, *(Axis(site, dim, index, 1) for site, dim in more)))
-        shapes = group.site_shapes | {s: n for s, n in density.shapes.items() if s not in group.plain_shapes}
-        elements = tried(Group([other], shapes, stacks=group.stacks), [(broken.move, broken.name)])
+        shapes = group.site_shapes | {s: n for s, n in density.shapes.items() if s not in group.site_shapes}
+        elements = tried(Group([other], shapes), [(broken.move, broken.name)])
         if not any(density.change(element).broken for element in elements):
             return replace(broken, superfluous=less, missing=more)
     return broken

@@ -166,12 +166,7 @@ class Outputs:
             value = self.weights[site]
             return self.origin[site].to(value.device, in_precision(value.dtype, torch.float64))
 
-        exchanged = element.on_sites({site: own(site) for sites in element.group.stacks.values() for site in sites})
-
-        def acted(site: str, value: Tensor) -> Tensor:
-            return exchanged[site] if site in exchanged else element.on_site(site, own(site))
-
-        return self._change(acted, train)
+        return self._change(lambda site, value: element.on_site(site, own(site)), train)
 
     def _change(self, changed: Callable[[str, Tensor], Tensor], train: bool) -> float:
         """Largest relative change of an output if each site is changed, site by site from the untouched values."""

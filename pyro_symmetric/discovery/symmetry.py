@@ -96,12 +96,12 @@ class Symmetry:
     @property
     def site_shapes(self) -> dict[str, torch.Size]:
         """Shape of every site, buffers with running statistics included."""
-        return self.group.plain_shapes
+        return self.group.site_shapes
 
     @property
     def buffers(self) -> tuple[str, ...]:
         """The buffers (running statistics) that the symmetry moves along with the parameters."""
-        return self.group.plain_sites(self.group.buffers)
+        return self.group.buffers
 
     def log_order(self) -> float:
         """Natural logarithm of the number of permutations with signs.
@@ -194,7 +194,7 @@ class Symmetry:
                     "symmetry; is it the network that the symmetry was found for?"
                 )
         group = self.group
-        own = group.stacked({site: held[site].detach() for site in self.buffers})
+        own = {site: held[site].detach() for site in self.buffers}
         for move in ("permute", "flip", "scale"):
             group = group.without([name for name in group.names(move) if not _leaves(group, name, move, own)], move)
         return replace(self, group=group.leaving(self.buffers))

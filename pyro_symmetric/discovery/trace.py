@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +13,10 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.conv import _ConvNd
 
 from pyro_symmetric._process import drawn_seed
-from pyro_symmetric.discovery.branches import Branches, BranchSearch
-from pyro_symmetric.discovery.exchange import Exchange, NotExchangeable, kept
 from pyro_symmetric.discovery.export import exported, site_names
 from pyro_symmetric.discovery.facts import Entangled, Facts
 from pyro_symmetric.discovery.labeller import Labeller
 from pyro_symmetric.discovery.labels import Part, Value, opaque
-from pyro_symmetric.discovery.leaf_stacks import Stack
 from pyro_symmetric.discovery.nodes import arguments_of, operator_name
 from pyro_symmetric.discovery.operators import applied, index_map, module_of
 from pyro_symmetric.discovery.plan import planned, stacked
@@ -85,49 +81,18 @@ class Trace:
         self._noise = _noise(self.program.graph)
         self._constants = (self.program.state_dict, self.program.constants)
 
-    def branches(self, statistics: Collection[str]) -> list[Branches]:
-        """Sets of branches of the graph that may be exchanged.
-
-        :param statistics: the buffers that may move along with parameters.
-        """
-        nodes = list(self.program.graph.nodes)
-        sites = {node: self._exchangeable_site(node, statistics) for node in nodes if node.op == "placeholder"}
-        read = Counter(site for site in sites.values() if site)
-
-        def site_of(node: torch.fx.Node) -> str | None:
-            site = sites.get(node)
-            return site if site and read[site] == 1 else None
-
-        def constant_of(node: torch.fx.Node) -> Any:
-            spec = self._specs.get(node.name)
-            known = spec is not None and spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-            return self.constant(spec.target) if spec is not None and known else None
-
-        return BranchSearch(nodes, site_of, constant_of, self.returned).found()
-
-    def _exchangeable_site(self, node: torch.fx.Node, statistics: Collection[str]) -> str | None:
-        spec = self._specs.get(node.name)
-        if spec is None or spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
-            return None
-        site = self._sites.get(spec.target, spec.target)
-        return site if spec.kind == InputKind.PARAMETER or site in statistics else None
-
-    def propagate(self, facts: Facts, exchange: Exchange) -> dict[torch.fx.Node, Any]:
+    def propagate(self, facts: Facts) -> dict[torch.fx.Node, Any]:
         """Carry labels through the graph, recording facts; returns the labels of every node's value."""
         values: dict[torch.fx.Node, Any] = {}
         labeller = Labeller(facts)
         for node in self.program.graph.nodes:
             if node not in self._lives:
                 continue
-            start = facts.size
-            exchange.enter(node, values)
             if node.op in ("placeholder", "get_attr"):
                 values[node] = self._input(node, facts)
             elif node.op == "call_function":
                 labeller.where = f"{operator_name(node.target)} in {module_of(node)}{self._circumstances(node)}"
-                values[node] = applied(node, exchange.operands(node, values), labeller, self.returned)
-            exchange.made[node] = range(start, facts.size)
-        facts.at(None)
+                values[node] = applied(node, values, labeller, self.returned)
         labeller.where = "the network's output"
         for node in self.returned:
             if isinstance(values[node], Value):
@@ -230,15 +195,10 @@ class Trace:
 Labels = dict[torch.fx.Node, Any]
 
 
-def walked(
-    traces: Sequence[Trace], held: Collection[str] | None = None
-) -> tuple[Facts, list[Labels], dict[str, Stack]]:
-    """The facts of one forward pass, or of several, all values' labels, and stacks of parameters of like branches.
+def walked(traces: Sequence[Trace]) -> tuple[Facts, list[Labels]]:
+    """The facts of one forward pass, or of several, and all values' labels.
 
-    If a first walk shows stacks of matrices, a second gives each matrix rows and columns of its own. If there are
-    branches that may be exchanged, a last one lets their labels be alike.
-
-    :param held: the sites that stay, so that branches with them do; None: no branches are looked for.
+    If a first walk shows stacks of matrices, a second gives each matrix rows and columns of its own.
     """
     plan: dict[str, Slices | None] = {}
     uses: dict[str, set[Use | None]] = {}
@@ -249,7 +209,7 @@ def walked(
     while True:
         facts = Facts(plan, moving)
         try:
-            labels = _labels(traces, facts)
+            labels = [trace.propagate(facts) for trace in traces]
         except Entangled as error:
             if not any(plan.get(site, True) for site in error.sites):
                 raise RuntimeError(f"labels of {error} got entangled though they have no slices") from error
@@ -257,29 +217,8 @@ def walked(
             continue
         found = stacked(facts)
         if not found:
-            break
+            return facts, labels
         plan |= found
-    if held is None:
-        return facts, labels, {}
-    sets = kept([trace.branches(moving) for trace in traces], facts, set(held))
-    while sets[0]:
-        sites = {site for own in sets[0] for branch in own.sites for site in branch}
-        again = Facts(plan | dict.fromkeys(sites), moving)
-        exchange = Exchange(sets, again)
-        try:
-            alike = _labels(traces, again, exchange)
-            return again, alike, exchange.settle({node: value for own in alike for node, value in own.items()})
-        except NotExchangeable as error:
-            given_up = next(k for k, own in enumerate(sets[0]) if own.key == error.branches.key)
-            sets = [every[:given_up] + every[given_up + 1 :] for every in sets]
-        except Entangled:
-            break
-    return facts, labels, {}
-
-
-def _labels(traces: Sequence[Trace], facts: Facts, exchange: Exchange | None = None) -> list[Labels]:
-    exchange = exchange or Exchange([], facts)
-    return [trace.propagate(facts, exchange) for trace in traces]
 
 
 def _kernel_groups(node: torch.fx.Node) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from pyro_symmetric.discovery.invariance import (
     parts_of,
     tried,
 )
-from pyro_symmetric.discovery.mixing import broken_mixes, mixing_units
-from pyro_symmetric.discovery.outputs import Outputs, prepared
+from pyro_symmetric.discovery.outputs import prepared
 from pyro_symmetric.discovery.symmetry import Symmetry
 
 
@@ -111,19 +109,18 @@ def verify(
 def repaired(
     symmetry: Symmetry, net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Symmetry:
-    """The symmetry without the moves that fail, of which a warning names them, and with units that mix.
+    """The symmetry without the moves that fail, of which a warning names them.
 
     Another warning says if nothing can be told.
     """
     dropped: list[BrokenMove] = []
     try:
-        result, host_draws, outputs = _compared(symmetry, net, inputs, kwargs)
+        result, host_draws = _compared(symmetry, net, inputs, kwargs)
         while result.broken:
             found, dropped = result, [*dropped, *result.broken]
             for one in result.broken:
                 symmetry = symmetry.without([one.name], one.move)
-            result, host_draws, outputs = _compared(symmetry, net, inputs, kwargs)
-        symmetry = replace(symmetry, group=symmetry.group.mixing(mixing_units(symmetry.group, outputs)))
+            result, host_draws = _compared(symmetry, net, inputs, kwargs)
     except InconclusiveError as error:
         warnings.warn(
             f"{error}. The group is what the rules prove; no element of it was tried.", UnverifiedSymmetry, stacklevel=3
@@ -156,8 +153,8 @@ def _compared(
     tolerance: float | None = None,
     trials: int | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[Verification, bool, Outputs]:
-    """The result, whether the network draws random numbers that tracing can't see, and its outputs."""
+) -> tuple[Verification, bool]:
+    """The result, and whether the network draws random numbers that tracing can't see."""
     outputs = prepared(symmetry, net, inputs, kwargs, dtype)
     outputs.tolerance = outputs.tolerance if tolerance is None else tolerance
     error, train_error, rounded = 0.0, 0.0, tolerance is not None
@@ -172,8 +169,6 @@ def _compared(
                 break
     holds = max(error, train_error) < outputs.tolerance
     broken = () if holds else broken_moves(symmetry.group, outputs)
-    mixes = broken_mixes(symmetry.group, outputs, symmetry.group.names("mix"))
-    broken += tuple(BrokenMove("mix", name, change, unit=outputs.unit) for name, change in mixes.items())
     passes = f"{outputs.tolerance:.1g} {outputs.unit} would pass as rounding"
     found = Verification(outputs.name, broken, error, outputs.tolerance, train_error, passes)
-    return found, outputs.host_draws, outputs
+    return found, outputs.host_draws

@@ -26,7 +26,6 @@ from pyro_symmetric import arguments
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.places import owners
-from pyro_symmetric.groups.stacks import stacked, unstacked
 from pyro_symmetric.layout import Layout
 from pyro_symmetric.placement import as_tensor
 
@@ -62,14 +61,12 @@ class Action:
         self.sites = tuple(arguments.listed("sites", list(sites) if supports else sites, str, "sites"))
         if len(set(self.sites)) < len(self.sites) or not self.sites:
             raise ValueError(f"sites is {list(self.sites)}; it must name at least one site, and each once")
-        values = {**(shapes or {}), **self.group.plain_shapes}
+        values = {**(shapes or {}), **self.group.site_shapes}
         if unknown := [site for site in self.sites if site not in values]:
-            raise ValueError(f"the group doesn't know the sites {unknown}; it knows {sorted(self.group.plain_shapes)}")
-        moved = self.group.plain_sites(self.group.required_sites)
+            raise ValueError(f"the group doesn't know the sites {unknown}; it knows {sorted(self.group.site_shapes)}")
+        moved = self.group.required_sites
         if left_out := [site for site in moved if site not in self.sites]:
             raise ValueError(f"the group moves the sites {left_out}, which the vector doesn't hold: {list(self.sites)}")
-        self._stacks = {name: own for name, own in self.group.stacks.items() if set(own) <= set(self.sites)}
-        self._stack_of = {site: name for name, own in self._stacks.items() for site in own}
         for site, support in supports.items():
             arguments.instance(f"sites[{site!r}]", support, Constraint, "a support, such as constraints.positive")
             self._require_real(site, support)
@@ -77,10 +74,6 @@ class Action:
         self.layout = Layout({site: values[site] for site in self.sites}, transforms)
         self.dim = self.layout.dim
         self._shapes = self.layout.unconstrained_shapes
-        self._stack_shapes = {name: torch.Size((len(own), *self._shapes[own[0]])) for name, own in self._stacks.items()}
-        for name, own in self._stacks.items():
-            if len({str(supports.get(site)) for site in own}) > 1:
-                raise ValueError(f"the sites of {name!r} are exchanged, but have different supports")
         curved = [site for site, support in supports.items() if not is_real(support)]
         self.nonlinear_sites = tuple(site for site in curved if not self._commutes(site, supports[site]))
         simplex = type(constraints.simplex)
@@ -99,20 +92,15 @@ class Action:
             raise ValueError(f"vector has shape {tuple(vector.shape)}, but this action needs a last axis of {self.dim}")
         batch = torch.broadcast_shapes(vector.shape[:-1], element.batch_shape)
         parts = []
-        moved = {}
-        for site, piece in stacked(self.layout.unflatten(vector), self._stacks, self._stack_shapes).items():
-            one = self._stacks[site][0] if site in self._stacks else site
-            if one in self.nonlinear_sites:
-                bijection = self.layout.transforms[one]
-                moved[site] = bijection.inv(element.on_site(site, bijection(piece.double()))).to(vector.dtype)
+        for site, piece in self.layout.unflatten(vector).items():
+            dims = len(self._shapes[site])
+            if site in self.nonlinear_sites:
+                bijection = self.layout.transforms[site]
+                moved = bijection.inv(element.on_site(site, bijection(piece.double()))).to(vector.dtype)
             else:
-                dims = len(self._shapes[one]) + (site in self._stacks)
-                reshaped = self._shapes[one] != self.layout.site_shapes[one]
-                moved[site] = element.on_site(site, piece, dims if reshaped else None)
-        plain = unstacked(moved, self._stacks, self._stack_shapes)
-        for site in self.sites:
-            own = plain[site].shape[: plain[site].dim() - len(self._shapes[site])]
-            parts.append(plain[site].reshape(*own, -1).expand(*batch, -1))
+                reshaped = self._shapes[site] != self.layout.site_shapes[site]
+                moved = element.on_site(site, piece, dims if reshaped else None)
+            parts.append(moved.reshape(*moved.shape[: moved.dim() - dims], -1).expand(*batch, -1))
         return torch.cat(parts, -1)
 
     def log_abs_det(self, vector: Tensor, element: Element) -> Tensor:
@@ -120,7 +108,7 @@ class Action:
         total = vector.new_zeros(torch.broadcast_shapes(vector.shape[:-1], element.batch_shape))
         if self.nonlinear_sites:
             total = total + (self._log_det(vector) - self._log_det(self(vector.double(), element))).to(total)
-        for site in dict.fromkeys(self._stack_of.get(s, s) for s in self.sites) if element.log_scales else ():
+        for site in self.sites if element.log_scales else ():
             total = total + self._log_scale(site, element).to(total)
         return total
 
@@ -143,7 +131,7 @@ class Action:
 
     def _require_real(self, site: str, support: Constraint) -> None:
         """:raises ValueError: if units flip, scale or shift a site that can't take every real number."""
-        members = [pair for axes in self.group.members(self._stack_of.get(site, site)).values() for pair in axes]
+        members = [pair for axes in self.group.members(site).values() for pair in axes]
         changing = {name for name, axis in members if axis.exponent and self.group[name].moves & {"flip", "scale"}}
         changing |= {name for name, _ in members if "shift" in self.group[name].moves}
         if changing and not is_real(support):
@@ -154,8 +142,7 @@ class Action:
 
     def _commutes(self, site: str, support: Constraint) -> bool:
         """True if the group moves single entries, or whole constrained blocks (topics, each on its simplex)."""
-        acted, across = self._stack_of.get(site, site), site in self._stack_of
-        if not self.group.members(acted):
+        if not self.group.members(site):
             return True
         base = _of_entries(support)
         bounds = (as_tensor(getattr(base, name, 0.0)) for name in ("lower_bound", "upper_bound"))
@@ -164,8 +151,8 @@ class Action:
         if base.event_dim == 0 and biject_to(base).domain.event_dim == 0:
             return True
         blocks = len(self.layout.site_shapes[site]) - base.event_dim  # leading axes, along which all blocks are alike
-        flattened = self.group.view_shapes[acted] != self.group.site_shapes[acted]
-        return not flattened and all(dim < blocks + across for dim in self.group.dims(acted))
+        flattened = self.group.view_shapes[site] != self.group.site_shapes[site]
+        return not flattened and all(dim < blocks for dim in self.group.dims(site))
 
 
 def is_real(support: Constraint) -> bool:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.groups.stacks import Stacks, stacked, unstacked
 from pyro_symmetric.groups.units import MOVES, Axis, Move, Units
 from pyro_symmetric.groups.views import views_of
 from pyro_symmetric.weights import Weights, batch_shape, is_bias, require_same_network, require_sites
@@ -22,10 +20,8 @@ class Arrangement:
     :attr:`view_shapes` are the shapes, and :meth:`members` and :meth:`axes` count axes in this view. All other sites
     are viewed as they are.
 
-    :ivar site_shapes: shape of every site of the model, touched or not (without batch dimensions), with stacks in place
-        of the sites in them.
+    :ivar site_shapes: shape of every site of the model, touched or not (without batch dimensions).
     :ivar spans: the axes ``(site, dim, span)`` that are flattened in the view.
-    :ivar stacks: name of a stack -> the sites that lie behind one another in it.
     :ivar of_network: whether the sites are all parameters of a network; a model may have others.
     """
 
@@ -34,11 +30,9 @@ class Arrangement:
         units: Iterable[Units],
         site_shapes: Mapping[str, torch.Size],
         spans: Iterable[tuple[str, int, int]] = (),
-        stacks: Stacks | None = None,
         of_network: bool = False,
     ):
         self.site_shapes, self.of_network = dict(site_shapes), of_network
-        self.stacks = {name: tuple(sites) for name, sites in (stacks or {}).items() if name in self.site_shapes}
         self._units = _outer_first(units)
         every = [axis for one in self._units.values() for axis in one.axes]
         self.spans = frozenset(spans) | {(axis.site, axis.dim, axis.span) for axis in every if axis.span > 1}
@@ -146,8 +140,8 @@ class Arrangement:
         axes = [axis for members in self.members(site).values() for _, axis in members]
         if is_bias(site) or any(axis.buffer for axis in axes):
             return False
-        own_axes = len(self.site_shapes[site]) - (site in self.stacks)
-        return own_axes >= 2 or site.endswith("weight") or any(axis.exponent < 0 for axis in axes)
+        many = len(self.site_shapes[site]) >= 2
+        return many or site.endswith("weight") or any(axis.exponent < 0 for axis in axes)
 
     def epsilon(self, site: str) -> float:
         """The summand that is added to a site's values before they are multiplied, and subtracted afterwards."""
@@ -198,49 +192,16 @@ class Arrangement:
         return value.reshape((*value.shape[: value.dim() - len(self.view_shapes[site])], *self.site_shapes[site]))
 
     def viewed(self, weights: Mapping[str, Tensor]) -> Weights:
-        """All sites as :meth:`view` shows them, stacked."""
-        return {site: self.view(site, value) for site, value in self.stacked(weights).items()}
-
-    def stacked(self, weights: Mapping[str, Tensor]) -> Weights:
-        """Weights with stacks in place of the sites in them; those that have stacks already stay as they are.
-
-        :raises ValueError: if a stack's sites aren't all there, or don't fit.
-        """
-        return stacked(weights, self.stacks, self.site_shapes) if self.stacks else dict(weights)
-
-    def unstacked(self, weights: Mapping[str, Tensor], like: Mapping[str, Any] | None = None) -> Weights:
-        """The inverse of :meth:`stacked`.
-
-        :param like: what the weights came from: what was stacked in it stays so, and the sites have its order.
-        """
-        if not self.stacks:
-            return dict(weights)
-        stacks = {name: sites for name, sites in self.stacks.items() if like is None or name not in like}
-        result = unstacked(weights, stacks, self.site_shapes)
-        return result if like is None else {site: result[site] for site in like}
-
-    @cached_property
-    def plain_shapes(self) -> dict[str, torch.Size]:
-        """Shape of every site itself, rather than of the stacks."""
-        return {
-            own: shape[1:] if site in self.stacks else shape
-            for site, shape in self.site_shapes.items()
-            for own in self.stacks.get(site, (site,))
-        }
-
-    def plain_sites(self, sites: Iterable[str]) -> tuple[str, ...]:
-        """The sites themselves, of some that may be stacks."""
-        return tuple(own for site in sites for own in self.stacks.get(site, (site,)))
+        """All sites as :meth:`view` shows them."""
+        return {site: self.view(site, value) for site, value in weights.items()}
 
     def require_own(self, sites: Iterable[str], name: str = "weights") -> None:
         """:raises ValueError: if there are parameters that a network's group doesn't know: another network's."""
         if self.of_network:
-            stacked = not self.stacks.keys().isdisjoint(sites)
-            require_same_network(sites, self.site_shapes if stacked else self.plain_shapes, name)
+            require_same_network(sites, self.site_shapes, name)
 
     def batch_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
         """The batch shape of ``weights`` that are only looked at, checked against the sites' shapes."""
-        weights = self.stacked(weights) if self.stacks else weights
         require_sites(weights, self.required_sites)
         return batch_shape(weights, self.site_shapes)
 

@@ -25,7 +25,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.groups.arrangement import Arrangement
 from pyro_symmetric.groups.numbers import neutral
 from pyro_symmetric.groups.tensors import along_axis, gather_last, lay_out, lift, permute_axes
-from pyro_symmetric.groups.units import HELD, Move, Units
+from pyro_symmetric.groups.units import MOVES, Move, Units
 from pyro_symmetric.weights import Weights
 
 ByName = dict[str, Tensor]
@@ -72,7 +72,7 @@ class Element:
         device = device or (known[0].device if known else torch.device("cpu"))
         real = dtype or next((v.dtype for v in known if v.is_floating_point()), torch.get_default_dtype())
         parts = []
-        for move, part in zip(HELD, given, strict=True):
+        for move, part in zip(MOVES, given, strict=True):
             names = group.names(move)
             parts.append({n: part[n] if n in part else neutral(move, group[n], device, real) for n in names})
         shapes = {v.shape[: v.dim() - len(group[name].shape)] for part in parts for name, v in part.items()}
@@ -135,7 +135,7 @@ class Element:
         """The element of another group that has the same numbers for the units of both, and leaves all others."""
         parts = [
             {name: own[name] if name in own else self._still(move, group[name]) for name in group.names(move)}
-            for move, own in zip(HELD, self.parts, strict=True)
+            for move, own in zip(MOVES, self.parts, strict=True)
         ]
         return Element._of_parts(group, parts, self.batch_shape)
 
@@ -266,13 +266,10 @@ class Element:
 
     def on_sites(self, weights: Mapping[str, Tensor]) -> Weights:
         """Act on the sites that are there, whatever is missing; those that nothing moves keep their batch shape."""
-        if not self.group.stacks:
-            return {site: self.on_site(site, value) for site, value in weights.items()}
-        acted = {site: self.on_site(site, value) for site, value in self.group.stacked(weights).items()}
-        return self.group.unstacked(acted, weights)
+        return {site: self.on_site(site, value) for site, value in weights.items()}
 
     def on_site(self, site: str, value: Tensor, site_dims: int | None = None) -> Tensor:
-        """Act on one site alone, or on one stack; batch shapes broadcast. Large networks are moved so, without a second
+        """Act on one site alone; batch shapes broadcast. Large networks are moved so, without a second
         copy.
 
         :param site_dims: the number of trailing axes that are the site's, if its shape isn't that which the group knows
@@ -361,7 +358,6 @@ def acted_shape(group: Arrangement, weights: Mapping[str, Tensor]) -> torch.Size
     :raises ValueError: if sites are missing, running statistics included, or don't fit; if there are another network's.
     """
     arguments.weights("weights", weights)
-    weights = group.stacked(weights)
     require_buffers(weights, group.buffers)
     group.require_own(weights)
     return group.batch_shape(weights)

@@ -29,7 +29,6 @@ from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.enumeration import cycles_and_exchanges, enumerated, sampled
 from pyro_symmetric.groups.numbers import checked
 from pyro_symmetric.groups.parts import with_axes, with_moves
-from pyro_symmetric.groups.stacks import Stacks, check_stacks, stack_name
 from pyro_symmetric.groups.table import table
 from pyro_symmetric.groups.units import MOVES, Axis, Move, Units, moves_of
 from pyro_symmetric.weights import shapes_of
@@ -46,11 +45,8 @@ class Group(Arrangement):
     ({'component': 3}, torch.Size([4, 3, 2]))
 
     :param units: the units; their order, outer ones before what lies inside them, is the order of all that visits them.
-    :param site_shapes: shape of every site of the model, touched or not (without batch dimensions); of sites in a stack
-        that of the stack instead, ``(number of sites, *site_shape)``, under the stack's name.
+    :param site_shapes: shape of every site of the model, touched or not (without batch dimensions).
     :param spans: further axes ``(site, dim, span)`` to flatten in the view.
-    :param stacks: name of a stack -> the sites that lie behind one another in it. Units lie along the stack's axes;
-        weights hold the sites.
     :param of_network: whether the sites are all parameters of a network, so that weights with others are another's.
     :ivar whole: the group that this one is a restriction of; itself, if it is none.
     :raises ValueError: if two sets share a name, an axis doesn't fit its site, units don't lie inside their parent's,
@@ -62,21 +58,14 @@ class Group(Arrangement):
         units: Iterable[Units],
         site_shapes: Mapping[str, torch.Size],
         spans: Iterable[tuple[str, int, int]] = (),
-        stacks: Stacks | None = None,
         of_network: bool = False,
     ):
         shapes = shapes_of(site_shapes, "site_shapes")
-        arguments.mapping("stacks", stacks, "name -> the sites of a stack", none="none")
-        stacks = {
-            name: tuple(arguments.listed(f"stacks[{name!r}]", sites, str, "sites"))
-            for name, sites in (stacks or {}).items()
-        }
-        check_stacks(stacks, shapes)
         listed = arguments.listed("units", units, Units, "Units, each with its axes")
         for one in listed:
             for axis in one.axes:
                 check_axis(one.name, axis, shapes)
-        self._begin(listed, shapes, spans, stacks, arguments.flag("of_network", of_network))
+        self._begin(listed, shapes, spans, arguments.flag("of_network", of_network))
         check_group(self)
 
     def _begin(
@@ -84,11 +73,10 @@ class Group(Arrangement):
         units: Iterable[Units],
         shapes: Mapping[str, torch.Size],
         spans: Iterable[tuple[str, int, int]],
-        stacks: Stacks,
         of_network: bool,
         whole: Group | None = None,
     ) -> Group:
-        super().__init__(units, shapes, spans, stacks, of_network)
+        super().__init__(units, shapes, spans, of_network)
         self.whole = whole or self
         self._restrictions: dict[frozenset[Move], Group] = {}
         self._independent: dict[str, dict[str, Tensor]] = {}
@@ -96,7 +84,7 @@ class Group(Arrangement):
 
     def _part(self, units: Iterable[Units], whole: Group | None = None) -> Group:
         """A group of parts of this one, which has been checked, in the same view."""
-        return Group.__new__(Group)._begin(units, self.site_shapes, self.spans, self.stacks, self.of_network, whole)
+        return Group.__new__(Group)._begin(units, self.site_shapes, self.spans, self.of_network, whole)
 
     @classmethod
     def declare(
@@ -213,26 +201,12 @@ class Group(Arrangement):
         units = [replace(u, moves=u.moves - taken) if u.name in names else u for u in self._units.values()]
         return self._part(with_moves(units))
 
-    def mixing(self, names: Iterable[str]) -> Group:
-        """The same group, of which these units mix besides; see :mod:`~pyro_symmetric.groups.mixing`.
-
-        :param names: those of the units.
-        :raises ValueError: if units are unknown, or don't permute, flip and scale.
-        """
-        names = arguments.listed("names", names, str, "names of units")
-        for name in names:
-            if not {"permute", "flip", "scale"} <= self[name].moves:
-                raise ValueError(f"the units {name!r} can't mix: they must permute, flip and scale")
-        units = [replace(u, moves=u.moves | {"mix"}) if u.name in names else u for u in self._units.values()]
-        return self._part(units)
-
     def leaving(self, sites: Iterable[str]) -> Group:
         """The same units without their axes along ``sites``, of which the group then knows nothing.
 
-        Units that lie along no other sites are gone. If one site of a stack is left, so are the others.
+        Units that lie along no other sites are gone.
         """
-        given = set(arguments.listed("sites", sites, str, "sites"))
-        left = given & set(self.site_shapes) | {name for name, own in self.stacks.items() if given & set(own)}
+        left = set(arguments.listed("sites", sites, str, "sites")) & set(self.site_shapes)
         if not left:
             return self
         axes = {name: [axis for axis in one.axes if axis.site not in left] for name, one in self._units.items()}
@@ -250,7 +224,7 @@ class Group(Arrangement):
         shapes = {site: shape for site, shape in self.site_shapes.items() if site in sites}
         spans = (span for span in self.spans if span[0] in sites)
         units = with_axes(list(self._units.values()), axes)
-        return Group.__new__(Group)._begin(units, shapes, spans, self.stacks, self.of_network)
+        return Group.__new__(Group)._begin(units, shapes, spans, self.of_network)
 
     def without_buffers(self) -> Group:
         """The same units acting on parameters alone; buffers (running statistics) stay as they are.
@@ -263,18 +237,15 @@ class Group(Arrangement):
     def renamed(self, rename: Callable[[str], str]) -> Group:
         """The same group for weights whose sites have other names."""
         arguments.function("rename", rename, "a function of a site's name")
-        plain = {site: rename(site) for site in self.plain_shapes}
-        for name in plain.values():
+        new = {site: rename(site) for site in self.site_shapes}
+        for name in new.values():
             arguments.instance("what rename returns", name, str, "a site's name")
-        if len(set(plain.values())) < len(plain):
+        if len(set(new.values())) < len(new):
             raise ValueError("rename gives two sites the same name")
-        stacks = {name: tuple(plain[site] for site in sites) for name, sites in self.stacks.items()}
-        new = plain | {name: stack_name(sites) for name, sites in stacks.items()}
         shapes = {new[site]: shape for site, shape in self.site_shapes.items()}
         units = [replace(u, axes=tuple(replace(a, site=new[a.site]) for a in u.axes)) for u in self._units.values()]
         spans = ((new[site], dim, span) for site, dim, span in self.spans)
-        stacks = {new[name]: own for name, own in stacks.items()}
-        return Group.__new__(Group)._begin(units, shapes, spans, stacks, self.of_network)
+        return Group.__new__(Group)._begin(units, shapes, spans, self.of_network)
 
     # its elements ---------------------------------------------------------------------------------------------------
 
@@ -349,22 +320,19 @@ class Group(Arrangement):
     # the same group -------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: the sites' shapes, the units with their axes, and the stacks."""
+        """As JSON: the sites' shapes, and the units with their axes."""
         return {
             "site_shapes": {site: list(shape) for site, shape in self.site_shapes.items()},
             "units": [one.to_dict(self.site_shapes) for one in self._units.values()],
-            "stacks": {name: list(sites) for name, sites in self.stacks.items()},
             "of_network": self.of_network,
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Group:
         """The inverse of :meth:`to_dict`."""
-        arguments.entries("data", data, ("site_shapes", "units", "stacks", "of_network"))
+        arguments.entries("data", data, ("site_shapes", "units", "of_network"))
         shapes = {site: torch.Size(shape) for site, shape in data["site_shapes"].items()}
-        return cls(
-            (Units.from_dict(one, shapes) for one in data["units"]), shapes, (), data["stacks"], data["of_network"]
-        )
+        return cls((Units.from_dict(one, shapes) for one in data["units"]), shapes, (), data["of_network"])
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -48,4 +48,4 @@ def _touched(axis: Axis, moves: frozenset[Move]) -> bool:
     """True if moves of the units change what lies along an axis."""
     if "permute" in moves or "shift" in moves:
         return True
-    return bool(axis.exponent) if moves & {"scale", "mix"} else "flip" in moves and bool(axis.exponent % 2)
+    return bool(axis.exponent) if "scale" in moves else "flip" in moves and bool(axis.exponent % 2)

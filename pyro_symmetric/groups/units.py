@@ -13,9 +13,8 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 
-Move = Literal["permute", "flip", "scale", "shift", "mix"]
+Move = Literal["permute", "flip", "scale", "shift"]
 MOVES: tuple[Move, ...] = get_args(Move)
-HELD: tuple[Move, ...] = MOVES[:4]  # those that an element holds numbers for; canonical forms remove the others, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +122,8 @@ class Units:
     :param parent: the units inside which these lie, if any.
     :param copies: the number of the parent's units; without a parent, of copies that move independently.
     :param moves: what the units may do: exchange places within their copy (``"permute"``), flip their sign
-        (``"flip"``), be multiplied by a positive number (``"scale"``), be shifted by a constant (``"shift"``), be
-        replaced by linear combinations of the units of their copy (``"mix"``, which no element does, but
-        ``canonicalize`` undoes); nothing, if they only say what lies inside what.
+        (``"flip"``), be multiplied by a positive number (``"scale"``), be shifted by a constant (``"shift"``); nothing,
+        if they only say what lies inside what.
     """
 
     name: str

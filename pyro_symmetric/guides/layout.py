@@ -66,17 +66,17 @@ class GuideLayout(Layout):
 
         :raises ValueError: if the group moves sites that aren't there, or whose shapes or supports don't fit.
         """
-        for site in group.plain_sites(group.required_sites):
+        for site in group.required_sites:
             if site not in self.site_shapes:
                 raise ValueError(
                     f"the group moves the site {site!r}, which the guide doesn't have; the guide's sites are "
                     f"{list(self.site_shapes)}. If the network is an attribute 'net' of the model, take "
                     "symmetry.prefixed('net')"
                 )
-            if self.site_shapes[site] != group.plain_shapes[site]:
+            if self.site_shapes[site] != group.site_shapes[site]:
                 raise ValueError(
                     f"site {site!r} has shape {tuple(self.site_shapes[site])} in the guide, but "
-                    f"{tuple(group.plain_shapes[site])} in the group"
+                    f"{tuple(group.site_shapes[site])} in the group"
                 )
         return Action(group, {site.name: site.support for site in self}, self.site_shapes)
 

@@ -131,7 +131,7 @@ def _affine(element: Any, layout: GuideLayout) -> Action:
         )
     group = element.group
     group.require_own(layout.site_shapes, "the guide")
-    require_buffers(layout.site_shapes, group.plain_sites(group.buffers), "the guide")
+    require_buffers(layout.site_shapes, group.buffers, "the guide")
     action = layout.action(group)
     for site in action.nonlinear_sites:
         raise ValueError(

@@ -111,7 +111,7 @@ class AutoSymmetrized(WeightsGuide):
         arguments.flag("sticking_the_landing", sticking_the_landing)
         arguments.function("init_loc_fn", init_loc_fn, "a function of a site", none="the usual starts")
         arguments.whole("num_starts", num_starts, 1)
-        exchanged = self.group.plain_sites(self.group.required_sites)
+        exchanged = self.group.required_sites
         if base is AutoModes:
             base_arguments |= {"init_loc_fn": init_loc_fn, "num_starts": num_starts, "exchanged": exchanged}
         if base is AutoUnitBlocks:
@@ -136,7 +136,7 @@ class AutoSymmetrized(WeightsGuide):
         if isinstance(self.base, AutoModes) or given:
             self.starts = self.base.setup(*args, **kwargs).starts
         else:
-            exchanged = self.group.plain_sites(self.group.required_sites)
+            exchanged = self.group.required_sites
             self.starts = starts.set_up_at_best(self.base, model, init_loc_fn, exchanged, self.num_starts, args, kwargs)
         self._adopt(self.base)
         try:

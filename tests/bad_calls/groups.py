@@ -109,9 +109,9 @@ CALLS = (
         {
             "units": (*THINGS, ["0"], Made("twice", lambda: [units(), units()]), Made("orphan", lambda: [orphan()])),
             "site_shapes": (*THINGS, {}, {"0.weight": "32"}, {"0.weight": 3}),
-            "stacks": (3, "banana", {"0.weight": 3}, {"0.weight": ["a"]}, {"other": ["a", "b"]}),
+            "of_network": FLAGS,
         },
-        words={"units": "", "site_shapes": "site", "stacks": "stack"},
+        words={"units": "", "site_shapes": "site"},
     ),
     Calls(
         "Group.declare",
@@ -203,13 +203,6 @@ CALLS = (
         lambda **o: symmetry().group.without(**o),
         lambda: {"names": ["0"]},
         {"names": (*THINGS, "0", ["1"], [3]), "moves": (3, "turn", [])},
-        words={"names": ""},
-    ),
-    Calls(
-        "Group.mixing",
-        lambda **o: group().mixing(**o),
-        lambda: {"names": []},
-        {"names": (*THINGS, "0", ["1"], [3], [next(iter(group().units))])},
         words={"names": ""},
     ),
     Calls(

@@ -99,8 +99,6 @@ CONTRACTS = {
     *(
         "on_site",
         "on_sites",
-        "stacked",
-        "unstacked",
         "select",
         "expand",
         "within",

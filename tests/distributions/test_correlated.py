@@ -191,19 +191,12 @@ def test_few_units_are_drawn_from_the_posterior_of_the_element(group: Group, fam
 
 
 @pytest.mark.parametrize("family", [full_rank, low_rank])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_sites_of_one_number_are_matched_like_others(family: Callable[[int], Any], stacked: bool) -> None:
-    """One that stays, first among the sites, so that it shifts all entries; and units that are sites of one number."""
+def test_sites_of_one_number_are_matched_like_others(family: Callable[[int], Any]) -> None:
+    """One that stays, first among the sites, so that it shifts all entries."""
     three = torch.arange(3)[None]
     shapes = {"still": torch.Size([]), "w": torch.Size([3, 2])}
-    if stacked:
-        shapes["{a,b,c}"] = torch.Size([3])
-        units = Units("k", 3, (Axis("w", 0, three), Axis("{a,b,c}", 0, three)))
-        group = Group([units], shapes, stacks={"{a,b,c}": ("a", "b", "c")})
-        action = Action(group, ["still", "b", "w", "a", "c"])
-    else:
-        group = Group([Units("k", 3, (Axis("w", 0, three),))], shapes)
-        action = Action(group, ["still", "w"])
+    group = Group([Units("k", 3, (Axis("w", 0, three),))], shapes)
+    action = Action(group, ["still", "w"])
     q = family(action.dim)
     w = q.sample((5,))
     exact = by_enumeration(q, action, w)

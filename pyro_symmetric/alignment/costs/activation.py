@@ -24,7 +24,6 @@ from torch.export.graph_signature import InputKind
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.costs.table import TableCost
-from pyro_symmetric.discovery.apart import every_axis, pieces_of, plain_axes
 from pyro_symmetric.discovery.export import site_names, try_out
 from pyro_symmetric.discovery.facts import Leaf
 from pyro_symmetric.discovery.labels import Array, Value
@@ -80,7 +79,7 @@ class ActivationCost:
         self._net = copied(net).eval()
         try_out(self._net, inputs)
         self._trace = Trace(self._net, inputs)
-        self._facts, (self._values,), _ = walked([self._trace])
+        self._facts, (self._values,) = walked([self._trace])
         _, self._classes = self._facts.classes()
 
     def __repr__(self) -> str:
@@ -115,41 +114,36 @@ class ActivationCost:
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    def _shows(self, group: Group) -> dict[str, list[tuple[Tensor, _Show]]]:
-        """Operators in which each set's units show: in different sites of a stack, different operators."""
-        found: dict[str, list[tuple[Tensor, _Show]]] = {}
+    def _shows(self, group: Group) -> dict[str, _Show]:
+        """The operator in which each set's units show."""
+        found: dict[str, _Show] = {}
         for name in group.names("permute"):
-            for _, numbers in pieces_of(group, group[name]):
-                unit, block = self._owners(name, group, numbers.flatten())
-                shows = [
-                    show
-                    for node, value in self._values.items()
-                    for show in self._candidates(node, value, unit, block, numbers.numel())
-                ]
-                if shows:
-                    best = max(enumerate(shows), key=lambda pair: (pair[1][0], pair[0]))[1][1]
-                    found.setdefault(name, []).append((numbers.flatten(), best))
-                elif bool((unit >= 0).any()):
-                    raise ValueError(
-                        f"no operator's result shows all {numbers.numel()} units {name!r} (a layer inside "
-                        "nn.LSTM(num_layers=...), say); align over a group without them, or by cost 'l2'"
-                    )
+            unit, block = self._owners(name, group)
+            shows = [
+                show
+                for node, value in self._values.items()
+                for show in self._candidates(node, value, unit, block, group[name].count)
+            ]
+            if shows:
+                found[name] = max(enumerate(shows), key=lambda pair: (pair[1][0], pair[0]))[1][1]
+            elif bool((unit >= 0).any()):
+                raise ValueError(
+                    f"no operator's result shows all {group[name].count} units {name!r} (a layer inside "
+                    "nn.LSTM(num_layers=...), say); align over a group without them, or by cost 'l2'"
+                )
         return found
 
-    def _owners(self, name: str, group: Group, numbers: Tensor) -> tuple[Array, Array]:
+    def _owners(self, name: str, group: Group) -> tuple[Array, Array]:
         """For each class of atoms, which of some units it belongs to and its number among that unit's; -1 for none."""
         unit, block = np.full(self._facts.size, -1), np.full(self._facts.size, -1)
         inside = [
-            axis
-            for child in group.children(name)
-            if "permute" in group[child].moves
-            for axis in every_axis(group, child)
+            axis for child in group.children(name) if "permute" in group[child].moves for axis in group[child].axes
         ]
         number = 0
-        for axis in (plain for own in group[name].axes for plain in plain_axes(group, own, numbers)):
+        for axis in group[name].axes:
             if axis.site not in self._facts.leaves:
                 raise ValueError(f"the network has no site {axis.site!r}, along which the units {name!r} lie")
-            leaf, count = self._facts.leaves[axis.site], len(numbers)
+            leaf, count = self._facts.leaves[axis.site], group[name].count
             taken = [a.index.reshape(-1) for a in inside if (a.site, a.dim, a.span) == (axis.site, axis.dim, axis.span)]
             for atoms in _atoms_along(leaf, axis):
                 for row in axis.index:
@@ -181,15 +175,12 @@ class ActivationCost:
             found.append((entries, _Show(node.name, part.axes, index)))
         return found
 
-    def _activations(
-        self, many: Sequence[Weights], shows: Mapping[str, Sequence[tuple[Tensor, _Show]]]
-    ) -> dict[str, Tensor]:
+    def _activations(self, many: Sequence[Weights], shows: Mapping[str, _Show]) -> dict[str, Tensor]:
         """Standardised activations of every set, ``(B, blocks, count, entries)``; zero where a unit never changes."""
-        results = self._results(many, {show.node for every in shows.values() for _, show in every})
+        results = self._results(many, {show.node for show in shows.values()})
         found = {}
-        for name, every in shows.items():
-            rows = torch.cat([_rows(results[show.node], show) for _, show in every], 2)
-            rows = rows[:, :, torch.cat([numbers for numbers, _ in every]).argsort().to(rows.device)]
+        for name, show in shows.items():
+            rows = _rows(results[show.node], show)
             rows = rows - rows.mean(-1, keepdim=True)
             norms = rows.norm(dim=-1, keepdim=True)
             found[name] = torch.where(norms > 0, rows / norms.clamp_min(1e-300), 0.0)
@@ -267,14 +258,14 @@ def _signed(group: Group) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in group.names("permute"):
         for own in (name, *(child for child in group.children(name) if group[child].size == 1)):
-            if "flip" in group[own].moves and any(_takes_back(group, axis) for axis in every_axis(group, own)):
+            if "flip" in group[own].moves and any(_takes_back(group, axis) for axis in group[own].axes):
                 found.setdefault(name, own)
     return found
 
 
 def _takes_back(group: Group, axis: Axis) -> bool:
     """True if columns of a matrix lie along an axis, or rows that are multiplied by the units: keys, of queries."""
-    rows = axis.exponent < 0 and len(group.plain_shapes[axis.site]) > 1
+    rows = axis.exponent < 0 and len(group.site_shapes[axis.site]) > 1
     return bool(axis.exponent % 2) and (axis.dim > 0 or rows)
 
 
