@@ -185,7 +185,9 @@ def _null_space(rows: Tensor) -> tuple[Tensor, float]:
 
 
 def _rank(tangents: list[Tensor]) -> int:
-    rows = torch.cat(tangents) if tangents else torch.empty(0, 1)
+    if not tangents:
+        return 0
+    rows = torch.cat(tangents)
     rows = rows[rows.norm(dim=1) > 0]
     return int(torch.linalg.matrix_rank(rows / rows.norm(dim=1, keepdim=True), rtol=1e-6)) if len(rows) else 0
 

@@ -201,3 +201,11 @@ def test_what_a_network_refuses_in_its_own_precision_is_said() -> None:
         find_symmetry(net, torch.randn(4, 2))
     with pytest.raises(ValueError, match="on the example inputs"):
         verify(find_symmetry(net, torch.randn(4, 3)), net, torch.randn(4, 2))
+
+
+def test_complex_parameters_have_real_scales_and_signs() -> None:
+    net = nn.Sequential(nn.Linear(3, 4, dtype=torch.complex64), nn.Linear(4, 2, dtype=torch.complex64))
+    x = torch.randn(5, 3, dtype=torch.complex64)
+    symmetry = find_symmetry(net, x)
+    assert symmetry.finite.order() == 24 * 2**4
+    assert verify(symmetry, net, x)
