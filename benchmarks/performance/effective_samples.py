@@ -40,7 +40,7 @@ from benchmarks.harness import print_table
 from benchmarks.performance.sampler_gradients import Problem, PyroNet, numpyro_model, problem
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC, Density, State
-from pyro_symmetric.mcmc.kernels.learning import StepSearch
+from pyro_symmetric.mcmc.kernels.adaptation import StepSizeAdaptation
 from pyro_symmetric.mcmc.starts import starting_points
 
 HELD_OUT = 10  # every tenth row
@@ -80,7 +80,7 @@ class Setting:
 def ours(setting: Setting, kernel: HMC | NUTS | AdaptiveHMC) -> Step:
     fresh = kernel.init(setting.density, setting.warm.z, 0, setting.warm.generator).tuning
     step_size = setting.warm.tuning.step_size
-    search = StepSearch.start(step_size, kernel.target_accept)
+    search = StepSizeAdaptation.start(step_size, kernel.target_accept)
     tuning = replace(fresh, step_size=step_size, search=search, mass=setting.warm.tuning.mass, learns=True)
     if isinstance(kernel, AdaptiveHMC):
         tuning = replace(tuning, length=setting.warm.tuning.length)
@@ -89,7 +89,7 @@ def ours(setting: Setting, kernel: HMC | NUTS | AdaptiveHMC) -> Step:
         held[0] = kernel.step(setting.density, held[0])
         held[0] = kernel.adapt(setting.density, held[0], iteration, setting.settle)
     if isinstance(kernel, NUTS):
-        setting.step_size = float(held[0].tuning.step_size)
+        setting.step_size = float(held[0].tuning.step_size[0])
 
     def step() -> tuple[Tensor, int]:
         held[0] = kernel.step(setting.density, held[0])

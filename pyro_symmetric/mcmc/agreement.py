@@ -1,14 +1,17 @@
-r"""The agreement of a warm-up's chains: by that it ends, if its length is ``"auto"``.
+r"""The end of a warm-up whose length is ``"auto"``: when every chain has settled.
 
 A kernel names lengths at which its warm-up may end (:attr:`~pyro_symmetric.mcmc.kernels.kernel.Kernel.warmups`). At
-each of them the second half of the iterations is looked at: the rank-normalised split :math:`\hat R` of every
-unconstrained coordinate and of the energy. If the largest is below :data:`LIMIT`, warm-up ends there; at the last
-length it ends in any case. So a run that ended after 300 iterations is, draw for draw, the run that was asked for 300.
+each of them the second half of the iterations is looked at, by the rank-normalised split :math:`\hat R`: of every
+unconstrained coordinate, seen from each chain's own mean, and of the energy. If the largest is below :data:`LIMIT`,
+warm-up ends there; at the last length it ends in any case. So a run that ended after 300 iterations is, draw for draw,
+the run that was asked for 300.
 
-One number says all that has to have settled. Means of half chains of :math:`n` effective draws have :math:`\hat R
-\approx \sqrt{1 + 1/n}`, so that the limit asks for about ten of each half chain, 80 of four chains together: their
-variances, which the mass matrix holds, are known to a sixth. Chains on their way, chains that are stuck, and a spread
-that still grows (it is the larger one of values and folded values) have a larger :math:`\hat R`.
+Chains needn't be at the same place: those of a mixture or a network sit in copies of one mode, which no waiting brings
+together, and whether they may is for :func:`~pyro_symmetric.compare.diagnose` to say. But each must have stopped
+travelling, all must spread alike (:math:`\hat R` is the larger one of values and folded values), and their energies
+must have one law. Means of half chains of :math:`n` effective draws have :math:`\hat R^2 \approx 1 + 1/n`, so that the
+limit asks for about ten of each half chain: their variances, which the mass matrix holds, are known to a sixth. Seen
+from the mean of its own chain a half is half as far away, squared, which is undone.
 """
 
 from __future__ import annotations
@@ -60,6 +63,8 @@ class Agreement(Thinned):
         draws = torch.stack(kept[len(kept) // 2 :], 1).cpu()
         if not bool(draws.isfinite().all()):
             return LARGEST
-        found = also_of_one(draws).r_hat
+        places = draws[..., :-1]
+        found = also_of_one(torch.cat([places - places.mean(1, keepdim=True), draws[..., -1:]], -1)).r_hat
+        found[:-1] = (1 + 2 * (found[:-1].square() - 1).clamp(min=0)).sqrt()
         found = found[~found.isnan()]  # coordinates that have one value everywhere
         return min(float(found.max()), LARGEST) if len(found) else LARGEST

@@ -148,7 +148,6 @@ class Run:
             "seconds": dict(self._seconds),
             "interrupted": self.at.draws < settings.num_samples,
             "trace": self._curves.curves(done),
-            **settings.kernel.remarks(self.at.state),
         }
 
     # small steps ----------------------------------------------------------------------------------------------------

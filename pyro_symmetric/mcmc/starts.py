@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,7 +79,9 @@ def starting_points(
     if generator is None:
         generator = torch.Generator(density.device).manual_seed(drawn_seed())
     if isinstance(initial, Mapping):
-        return _given(density, num_chains, initial, generator)
+        z = _given(density, num_chains, initial, generator)
+        _tell_of_flat_sites(density, z)
+        return z
     if initial is None:
         initial = "prior" if isinstance(density.target, NetworkTarget) else "uniform"
     if isinstance(initial, str) and initial not in INITIALISATIONS:
@@ -97,6 +100,7 @@ def starting_points(
     bad = ~_is_finite(density, z, generator)
     for _ in range(max_tries):
         if not bool(bad.any()):
+            _tell_of_flat_sites(density, z)
             return z
         z[bad] = draw(int(bad.sum()))
         bad = ~_is_finite(density, z, generator)
@@ -178,6 +182,26 @@ def _where_to_look(density: Density) -> str:
     if outside := density.target.unsupported():
         return f"the data lie outside of the support of {', '.join(map(repr, outside))}"
     return "the data hold no NaN; give initial= weights where the model's density is finite"
+
+
+def _tell_of_flat_sites(density: Density, z: Tensor) -> None:
+    """Warn of entries on which the density doesn't depend, as its gradient is exactly zero at all starts and beside
+    them. Proper priors have no such entries, and chains would go on along them for ever."""
+    if density.row_counts:
+        return
+    points = torch.cat([z, 0.9 * z + 0.1])
+    flat = (evaluated_once(density, points)[1] == 0).all(0)
+    if not bool(flat.any()):
+        return
+    entries = density.layout.unflatten(flat[None])
+    found = {site: (int(value.sum()), value.numel()) for site, value in entries.items() if bool(value.any())}
+    words = ", ".join(f"{count} of {size} entries of {site!r}" for site, (count, size) in found.items())
+    warnings.warn(
+        f"the density doesn't depend on {words}: no chain can settle there. Give the site a proper prior, or leave "
+        "it out; instead of obs_mask, observe the rows that are known alone",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _is_finite(density: Density, z: Tensor, generator: torch.Generator) -> Tensor:

@@ -34,8 +34,7 @@ GRADIENT = {
     "target_accept": FRACTIONS,
     "adapt_step_size": FLAGS,
     "adapt_mass": FLAGS,
-    "mass": ("full", None, 3, True),
-    "rank": (*COUNTS, None),
+    "mass": ("full", "low-rank", None, 3, True),
 }
 STOCHASTIC = {
     **KERNEL,
@@ -83,7 +82,7 @@ CALLS = (
     ),
     kernel(
         ps.AdaptiveHMC,
-        {"trajectory_length": POSITIVE, "adapt_length": FLAGS, "max_steps": (*COUNTS, None), "rank": COUNTS},
+        {"trajectory_length": POSITIVE, "adapt_length": FLAGS, "max_steps": (*COUNTS, None)},
     ),
     kernel(
         ps.MCLMC,
@@ -92,7 +91,6 @@ CALLS = (
             "adapt_step_size": FLAGS,
             "adapt_mass": FLAGS,
             "mass": ("full", None),
-            "rank": (*COUNTS, None),
             "energy_error": (*POSITIVE, None),
             "length": (*POSITIVE, None),
             "adapt_length": FLAGS,

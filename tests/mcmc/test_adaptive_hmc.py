@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC, LengthTuning, expected_square, radical_inverse
+from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC, TrajectoryLength, expected_square, radical_inverse
 from pyro_symmetric.mcmc.kernels.mass import Mass
 
 
@@ -60,9 +60,9 @@ def test_a_step_judges_whitened_distances_from_each_chains_own_centre(gaussian, 
     assert after.tuning.length.counts.sum() == 1
 
 
-def curve(square: Callable[[float], float], longest: float) -> LengthTuning:
+def curve(square: Callable[[float], float], longest: float) -> TrajectoryLength:
     """A curve that is known at 2,000 times up to the longest."""
-    length = LengthTuning.start(torch.tensor(longest), torch.zeros(2, 3))
+    length = TrajectoryLength.start(torch.tensor(longest), torch.zeros(2, 3))
     for k in torch.randperm(2000).tolist():
         time = (k + 0.5) / 2000 * longest
         length = length.seen(torch.tensor(time), torch.tensor(square(time), dtype=torch.float64))
@@ -96,7 +96,7 @@ def test_the_advice_counts_whole_steps(step, whole):
     def rounded(time: float) -> float:
         return math.ceil(time / step) * step
 
-    length = LengthTuning.start(torch.tensor(5.0), torch.zeros(2, 3))
+    length = TrajectoryLength.start(torch.tensor(5.0), torch.zeros(2, 3))
     for k in np.random.default_rng(0).permutation(2000):
         time = rounded((k + 0.5) / 2000 * 5)
         length = length.seen(torch.tensor(time), torch.tensor(math.sin(time) ** 2, dtype=torch.float64))
@@ -108,7 +108,7 @@ def test_what_gains_more_than_in_proportion_to_time_advises_the_longest_that_was
     torch.manual_seed(0)
     advice = curve(lambda time: time**1.5, 10.0).advised().exp()
     assert 10 <= advice < 10 * math.sqrt(2)
-    assert LengthTuning.start(torch.tensor(1.5), torch.zeros(2, 3)).advised().exp() == pytest.approx(1.5)
+    assert TrajectoryLength.start(torch.tensor(1.5), torch.zeros(2, 3)).advised().exp() == pytest.approx(1.5)
 
 
 def test_the_length_goes_towards_the_advice_below_its_limit():
@@ -141,7 +141,7 @@ def test_a_new_mass_matrix_starts_the_curve_anew():
 
 
 def test_the_centre_is_an_average_weighted_to_the_last_draws():
-    length, draws = LengthTuning.start(torch.tensor(1.0), torch.zeros(1, 1)), torch.arange(1.0, 7.0) ** 2
+    length, draws = TrajectoryLength.start(torch.tensor(1.0), torch.zeros(1, 1)), torch.arange(1.0, 7.0) ** 2
     for draw in draws:
         length = length.recentred(draw.reshape(1, 1))
     weights = torch.arange(1.0, 7.0)
@@ -156,7 +156,7 @@ def test_the_length_learnt_on_a_gaussian_is_about_a_quarter_of_a_turn(gaussian, 
     z = torch.randn(32, 50, dtype=torch.float64)
     _, statistics, state = drive(AdaptiveHMC(None), density, z, 300, 5)
     assert 1.57 / math.sqrt(2) < state.tuning.length.log_length.exp() < 1.57 * math.sqrt(2)
-    assert 0.6 < statistics["acceptance_rate"].mean() < 0.95
+    assert 0.8 < statistics["acceptance_rate"].mean() < 0.97
 
 
 @pytest.mark.stochastic

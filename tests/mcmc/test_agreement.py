@@ -1,6 +1,7 @@
-"""Warm-up that goes on until the chains agree."""
+"""Warm-up that goes on until every chain has settled."""
 
 import json
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from pyro_symmetric.compare import diagnose
 from pyro_symmetric.groups import Group
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, AdaptiveHMC, Kernel, sample
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, window_ends
+from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianKernel, window_ends
 from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
@@ -28,8 +29,9 @@ def normal():
 
 
 def two_modes():
-    mixture = dist.Categorical(torch.ones(2))
-    pyro.sample("w", dist.MixtureSameFamily(mixture, dist.Normal(torch.tensor([-30.0, 30.0]), 1.0)))
+    """No copies of each other: one is narrower, and its energies are lower."""
+    mixture, scales = dist.Categorical(torch.ones(2)), torch.tensor([1.0, 0.01])
+    pyro.sample("w", dist.MixtureSameFamily(mixture, dist.Normal(torch.tensor([-30.0, 30.0]), scales)))
 
 
 def recorded(draws: torch.Tensor) -> Agreement:
@@ -62,12 +64,33 @@ def assert_same(found: Posterior, expected: Posterior) -> None:
 
 
 @pytest.mark.parametrize("shift", [0.0, 1.0])
-def test_r_hat_is_the_largest_over_the_second_half(shift):
+@pytest.mark.parametrize("when", [76, 114])
+def test_r_hat_is_the_largest_over_the_second_half_seen_from_each_chains_own_mean(shift, when):
     draws = torch.randn(4, 152, 3, generator=torch.Generator(torch.empty(0).device).manual_seed(0), dtype=torch.float64)
-    draws[0, 76:, 1] += shift
+    draws[0, when:, 1] += shift
     draws[:, :76] += 100 * torch.arange(4.0)[:, None, None]  # long forgotten
-    half = torch.cat([draws, draws.square().sum(-1, keepdim=True)], -1)[:, 76:].numpy()
-    assert recorded(draws).r_hat(152) == pytest.approx(max(r_hat(half[..., k]) for k in range(4)), rel=1e-6)
+    half = draws[:, 76:]
+    energies = half.square().sum(-1).numpy()
+    places = (half - half.mean(1, keepdim=True)).numpy()
+    own = max(r_hat(places[..., k]) for k in range(3))
+    expected = max(np.sqrt(1 + 2 * max(own**2 - 1, 0)), r_hat(energies))
+    assert recorded(draws).r_hat(152) == pytest.approx(expected, rel=1e-6)
+
+
+def test_chains_at_several_places_have_settled_and_chains_on_their_way_have_not():
+    torch.manual_seed(0)
+    draws = torch.randn(4, 300, 3)
+    far = draws + 100 * torch.arange(4.0)[:, None, None]
+    noise = torch.randn(4, 300)
+
+    def found(places: torch.Tensor) -> float:
+        kept = Agreement(places[:, 0])
+        for iteration in range(300):
+            kept.record(iteration, places[:, iteration], noise[:, iteration])
+        return kept.r_hat(300)
+
+    assert found(far) < LIMIT
+    assert found(far + 0.02 * torch.arange(300.0)[:, None]) > LIMIT
 
 
 def test_halves_of_a_single_chain_stand_for_chains():
@@ -89,7 +112,7 @@ def test_what_is_kept_stays_bounded_and_a_coordinate_that_differs_is_seen():
     kept = recorded(wide)
     assert torch.stack(kept.kept).numel() <= 2**22
     assert kept.r_hat(300) < LIMIT
-    wide[:50, :, 19] += 2.0
+    wide[:50, 225:, 19] += 2.0  # on its way
     assert recorded(wide).r_hat(300) > 1.1
 
 
@@ -124,7 +147,7 @@ class Brief(HMC):
     warmups = (24, 32, 40)
 
 
-def test_chains_that_do_not_agree_end_at_the_cap_and_say_so():
+def test_chains_whose_energies_differ_end_at_the_cap_and_say_so():
     with pytest.warns(RuntimeWarning, match=r"the chains didn't agree when warm-up ended: .* 40 iterations"):
         found = sample(Brief(two_modes), initial={"w": torch.tensor([-30.0, 30.0, 30.0, -30.0])}, seed=0, **RUN)
     assert found.metadata["num_warmup"] == 40
@@ -144,20 +167,34 @@ def mirrored():
         pyro.sample("w", dist.MixtureSameFamily(dist.Categorical(torch.ones(1, 2)), modes))
 
 
-def test_chains_in_copies_of_one_mode_are_not_sent_to_a_longer_warm_up():
+def test_chains_in_copies_of_one_mode_end_their_warm_up_when_each_has_settled():
     group = Group.declare({"w": ("units",)}, {"w": torch.zeros(1)}, moves="flip")
     start = {"w": torch.tensor([[-30.0], [30.0], [30.0], [-30.0]])}
-    run = RUN | {"num_samples": 400}
-    with pytest.warns(RuntimeWarning, match="mass='dense' or a larger num_warmup"):
-        found = sample(Brief(mirrored), initial=start, seed=0, **run)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = sample(HMC(mirrored), initial=start, seed=0, **RUN | {"num_samples": 400})
+    assert found.metadata["num_warmup"] <= 300
+    assert not any("warm-up ended" in str(warning.message) for warning in told)
     assert diagnose(found)["weights"].status == "fail"
     assert diagnose(found, group)["modulo symmetry"].status == "pass"
-    with pytest.warns(RuntimeWarning, match="didn't agree") as told:
-        sample(Brief(mirrored, mass="dense"), initial=start, seed=0, **RUN)
-    assert "mass='dense'" not in str(told[0].message)
-    # Of modes that are no copies, one frame shows no agreement, so that the warning stays.
-    other = Group.declare({"w": ("units",)}, {"w": torch.zeros(1)}, moves="permute")
-    assert diagnose(found, other)["modulo symmetry"].status == "fail"
+
+
+@pytest.mark.parametrize(("count", "most"), [(2, 300), pytest.param(5, 500, marks=pytest.mark.slow)])
+def test_the_warm_up_of_a_label_switched_mixture_ends_when_chains_have_settled(count, most):
+    torch.manual_seed(0)
+    y = torch.cat([0.7 * torch.randn(40) + 4 * k for k in range(count)])
+
+    def mixture(y):
+        weights = pyro.sample("weights", dist.Dirichlet(torch.ones(count)))
+        means = pyro.sample("means", dist.Normal(0.0, 5.0).expand([count]).to_event(1))
+        scale = pyro.sample("scale", dist.HalfNormal(2.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(means, scale)), obs=y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # positions differ
+        found = sample(mixture, y, num_samples=1, seed=0, engine="torch", progress=False)
+    assert found.metadata["num_warmup"] <= most
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # so few draws disagree

@@ -38,7 +38,7 @@ def test_it_leaves_a_bent_law_invariant_in_the_limit_of_small_steps(banana):
         torch.manual_seed(0)
         kernel = MCLMC(None, step_size=step, length=1.0)
         state = kernel.init(banana, banana_draws(20_000), 0, torch.Generator(torch.empty(0).device).manual_seed(1))
-        state = replace(state, tuning=replace(state.tuning, step_size=torch.tensor(step).double()))
+        state = replace(state, tuning=replace(state.tuning, step_size=torch.full((20_000,), step).double()))
         for _ in range(8):
             state = kernel.step(banana, state)
         found.append(p_value(state.z))

@@ -54,37 +54,30 @@ def any_subtree_turns(mass: Mass, momenta: list[Tensor]) -> bool:
     return turns(mass, momenta) or any(any_subtree_turns(mass, part) for part in parts)
 
 
-def split_mix(seed: int, place: int) -> float:
-    """SplitMix64's number at a place, by Python's own whole numbers."""
-    most = 2**64 - 1
-    bits = seed + place * 0x9E3779B97F4A7C15 & most
-    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & most
-    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & most
-    return ((bits ^ bits >> 31) >> 11) / 2**53
-
-
 def reference(
     density, z: Tensor, mass: Mass, step: Tensor, max_depth: int, generator: torch.Generator
 ) -> dict[str, object]:
     """One transition of one chain, plainly: a list of states, whose subtrees are searched anew by recursion.
 
-    It takes random numbers as the kernel does: momentum, then a seed, of which come for each doubling one for each
-    leaf, the direction, and whether to take the doubling's state.
+    It takes random numbers as the kernel does: momentum, then for each doubling the direction, one for each leaf, and
+    whether to take the doubling's state.
     """
+
+    def chance() -> float:
+        return torch.empty(1, dtype=torch.double).uniform_(generator=generator).item()
+
     first = PhasePoint(z[None], mass.draw(z[None], generator), *density.energy_and_gradient(z[None]))
-    seed = int(torch.empty(1, dtype=torch.long).random_(generator=generator))
     start = first.energy + mass.kinetic(first.momentum)
     states = [first]
     chosen, log_weight, depth, steps, accepted = (z, start.item()), 0.0, 0, 0, 0.0
     diverging = False
     while depth < max_depth:
-        chances = [split_mix(seed, 2**depth + leaf) for leaf in range(2**depth)]
-        direction, joint = (split_mix(seed, -1 - 2 * depth - k) for k in range(2))
-        forward = direction < 0.5
+        forward = chance() < 0.5
         new: list[PhasePoint] = []
         weights: list[float] = []
         candidate = chosen
-        for chance in chances:
+        for _ in range(2**depth):
+            taken = chance()
             origin = new[-1] if new else (states[-1] if forward else states[0])
             end = leapfrog(density.energy_and_gradient, origin, step if forward else -step, mass)
             total = end.energy + mass.kinetic(end.momentum)
@@ -93,7 +86,7 @@ def reference(
             new.append(end)
             weights.append(-error)
             share = math.exp(-error - torch.tensor(weights).double().logsumexp(0).item())
-            if chance < share:
+            if taken < share:
                 candidate = (end.z[0], total.item())
             diverging = error > 1000
             # all aligned subtrees that are complete by now
@@ -106,7 +99,7 @@ def reference(
             break
         depth += 1
         branch = torch.tensor(weights).double().logsumexp(0).item()
-        if joint < math.exp(min(0.0, branch - log_weight)):
+        if chance() < math.exp(min(0.0, branch - log_weight)):
             chosen = candidate
         log_weight = float(torch.logaddexp(torch.tensor(log_weight).double(), torch.tensor(branch).double()))
         states = states + new if forward else new[::-1] + states
@@ -127,7 +120,7 @@ def reference(
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(gaussian, banana, step, rotated, masked):
     covariance = torch.tensor([[1.0, 0.6], [0.6, 2.0]], dtype=torch.float64)
-    mass = DenseMass.of(covariance, torch.linalg.cholesky(covariance))
+    mass = DenseMass.of(covariance)
     density = gaussian(torch.tensor([0.3, 4.0], dtype=torch.float64)) if rotated else banana
     if masked:
         density.programs = AsTheyAre(density)

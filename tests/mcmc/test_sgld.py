@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc import SGLD
-from pyro_symmetric.mcmc.kernels.landscape import Landscape
+from pyro_symmetric.mcmc.kernels.curvature import CurvatureEstimate
 
 CURVATURES = torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64)
 
@@ -61,11 +61,9 @@ def test_the_step_falls_as_a_power_after_warm_up(generator):
 def test_the_step_that_is_found_keeps_the_excess_of_the_stiffest_direction_to_the_tolerance(generator):
     kernel = SGLD(None, tolerance=0.08)
     z = torch.zeros(4, 3, dtype=torch.float64)
-    flat = Landscape.start(z, generator)
-    landscape = replace(
-        flat, curvature=torch.tensor([3.0, 9.0, 1.0, 2.0]).double(), noise=torch.tensor([1.0, 2.0, 3.0])
-    )
-    step = kernel.best_step(landscape).item()
+    flat = CurvatureEstimate.start(z, generator)
+    estimate = replace(flat, curvature=torch.tensor([3.0, 9.0, 1.0, 2.0]).double(), noise=torch.tensor([1.0, 2.0, 3.0]))
+    step = kernel.best_step(estimate).item()
     assert step * (9.0 + 2.0) / 4 == pytest.approx(0.08)  # the excess of the module's description, to first order
 
 
@@ -77,5 +75,5 @@ def test_warm_up_finds_curvature_and_noise_and_the_step_that_suits_them(generato
         state = kernel.adapt(Quadratic(noisy=True), state, iteration, 10)
     # Each measurement is 0 or 14 with a chance of a half: the mean of 16 x 400 has a standard error of 0.09, a little
     # more by their weights; 0.7 is five of them and more: false alarms below 1e-6.
-    assert state.tuning.landscape.noise.mean().item() == pytest.approx(7.0, abs=0.7)
+    assert state.tuning.curvature.noise.mean().item() == pytest.approx(7.0, abs=0.7)
     assert state.tuning.base_step_size.item() == pytest.approx(0.2 / (9 + 7), rel=0.05)

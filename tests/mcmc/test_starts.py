@@ -1,5 +1,7 @@
 """The starts of chains: each kind of ``initial`` gives the points that it names."""
 
+import warnings
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -115,3 +117,41 @@ def test_starts_outside_of_a_simplex_are_refused_rather_than_moved(given):
     start["shares"] /= start["shares"].sum(-1, keepdim=True)
     z = starting_points(Density(model), 2, initial)
     assert torch.allclose(Density(model).layout.constrain(z)["shares"], start["shares"], atol=1e-6)
+
+
+def with_an_unused_site() -> None:
+    pyro.sample("used", dist.Normal(0.0, 1.0))
+    pyro.sample("free", dist.ImproperUniform(dist.constraints.real, (), (3,)))
+
+
+def with_a_mask() -> None:
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", 4):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=torch.ones(4), obs_mask=torch.tensor([True, True, False, True]))
+
+
+def with_a_flat_prior() -> None:
+    rate = pyro.sample("rate", dist.ImproperUniform(dist.constraints.positive, (), ()))
+    pyro.sample("count", dist.Poisson(rate), obs=torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("initial", [None, "prior", "weights"])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(with_an_unused_site, "3 of 3 entries of 'free'"), (with_a_mask, "3 of 4 entries of 'y_unobserved'")],
+)
+def test_entries_on_which_the_density_does_not_depend_are_named_once_before_sampling(model, words, initial):
+    density = Density(model)
+    if initial == "prior" and model is with_an_unused_site:
+        return  # of which nothing can be drawn
+    if initial == "weights":
+        initial = density.layout.constrain(torch.randn(density.dim))
+    with pytest.warns(RuntimeWarning, match=f"doesn't depend on {words}") as told:
+        starting_points(density, 4, initial)
+    assert len(told) == 1
+
+
+def test_a_flat_prior_of_what_the_data_tell_is_no_such_entry():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        starting_points(Density(with_a_flat_prior), 4)

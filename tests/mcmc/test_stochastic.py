@@ -232,7 +232,7 @@ def test_sghmc_takes_away_the_noise_that_it_has_measured():
         regression(), step_size=step, friction=friction, batch_size=BATCH, replacement=True, noise_estimate="auto"
     )
     state = run(kernel, 6, num_warmup=8)
-    found = state.tuning.landscape.noise.numpy()
+    found = state.tuning.curvature.noise.numpy()
     predicted = hamiltonian_covariance(
         step, friction, BATCH, removed=step**2 * found * (0.5 * (1 + math.exp(-0.8))) ** 2
     )[:D, :D]

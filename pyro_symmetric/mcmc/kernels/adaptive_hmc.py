@@ -33,7 +33,7 @@ The paper's sampler is another one, in four points:
   down (to three quarters of the step, on eight schools). Here it is the mean, with the target of the other Hamiltonian
   kernels.
 
-Warmed up by itself, it gives for 1,000 gradients 104 and 111 effective draws of the worst position or square on eight
+Warmed up by itself, it gave for 1,000 gradients 104 and 111 effective draws of the worst position or square on eight
 schools, the paper's sampler 119 and 117; on a rotated Gaussian of 50 dimensions and condition number 1,000, 6.9 and
 11.6 beside 4.1 and 2.2. (``benchmarks/performance/trajectory_length.py``: 16 chains, two seeds each. The worst of so
 many figures is known to about 20 %.)
@@ -49,10 +49,9 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.hmc import limit, moved, reached, whole_steps
-from pyro_symmetric.mcmc.kernels.integrator import Outcome
+from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianKernel, HamiltonianTuning, tuned
+from pyro_symmetric.mcmc.kernels.hmc import longest, trajectory, typical, whole_steps
 from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning, tuned
 
 START = math.pi  # for which uniform times leave draws of a standard Gaussian uncorrelated
 BINS, BINS_OF_TWO, SHORTEST = 64, 2, 2.0**-20  # of the curve: two for each doubling of the time, from 1e-6 to 4096
@@ -62,7 +61,7 @@ MIN_CHAINS = 2  # below, each square is a single trajectory's
 
 
 @dataclass(frozen=True, eq=False)
-class LengthTuning:
+class TrajectoryLength:
     """The expected square as a function of time, and the longest trajectory that it advises.
 
     :param log_length: :math:`\\log T`, of the next iteration, ``()``; times are in units of the whitened coordinates.
@@ -86,25 +85,25 @@ class LengthTuning:
     draws: Tensor
 
     @classmethod
-    def start(cls, length: Tensor, z: Tensor) -> LengthTuning:
+    def start(cls, length: Tensor, z: Tensor) -> TrajectoryLength:
         """Start from this length, ``()``, with chains at ``z``."""
         log_length = length.double().log()
         empty, none = log_length.new_zeros(BINS), torch.zeros_like(log_length)
         return cls(log_length, log_length, empty, empty, empty, z, none, none)
 
-    def recentred(self, z: Tensor) -> LengthTuning:
+    def recentred(self, z: Tensor) -> TrajectoryLength:
         """Take this draw of all chains into their averages, with weight in proportion to its number."""
         weight = (2 / (self.draws + 2)).to(z.dtype)
         return replace(self, centre=torch.lerp(self.centre, z, weight), draws=self.draws + 1)
 
-    def seen(self, time: Tensor, square: Tensor) -> LengthTuning:
+    def seen(self, time: Tensor, square: Tensor) -> TrajectoryLength:
         """Count an iteration: how long its trajectories lasted, and their estimate of the expected square, ``()``."""
         place = (BINS_OF_TWO * (time / SHORTEST).log2()).clamp(0, BINS - 1).long()
         here = (torch.arange(BINS, device=place.device) == place).to(self.counts)
         sums, times = FADING * self.sums + here * square, FADING * self.times + here * time
         return replace(self, sums=sums, times=times, counts=FADING * self.counts + here)
 
-    def restarted(self, length: float) -> LengthTuning:
+    def restarted(self, length: float) -> TrajectoryLength:
         """Start the curve anew in other units of time, from this length or the present one, whichever is shorter."""
         log_length, none = self.log_length.clamp(max=math.log(length)), torch.zeros_like(self.updates)
         empty = torch.zeros_like(self.counts)
@@ -129,7 +128,7 @@ class LengthTuning:
             tried.any(), edges[1:].index_select(0, worth.argmax().reshape(1)).squeeze(0).log(), self.log_length
         )
 
-    def update(self, highest: Tensor) -> LengthTuning:
+    def update(self, highest: Tensor) -> TrajectoryLength:
         """Go towards what is advised, and a bin beyond it, below a limit of the log length.
 
         There need be none from below: a trajectory has one step at least, and nothing shorter is tried or advised.
@@ -146,7 +145,7 @@ class AdaptiveTuning(HamiltonianTuning):
     """The tuning of every Hamiltonian kernel, the trajectories' length, and how many there have been: the place in the
     Halton sequence."""
 
-    length: LengthTuning
+    length: TrajectoryLength
     iteration: int = 0
 
 
@@ -180,6 +179,24 @@ class AdaptiveHMC(HamiltonianKernel):
         arguments.positive("trajectory_length", self.trajectory_length)
         arguments.whole("max_steps", self.max_steps, 1)
 
+    def step(self, density: Density, state: State) -> State:
+        tuning: AdaptiveTuning = state.tuning
+        unit, share = typical(tuning), radical_inverse(tuning.iteration + 1)
+        found = trajectory(
+            density, state, whole_steps(share * tuning.length.log_length.exp() / unit, self.max_steps, tuning)
+        )
+        if tuning.learns:
+            length = tuning.length
+            first, last = (tuning.mass.whiten(z - length.centre) for z in (state.z, found.end.z))
+            length = length.seen(found.num_steps * unit, expected_square(first, last, found.acceptance))
+            if self._learns_length(state.z) and not tuning.blind:
+                # By the average: a single small step would cut off what took long to learn.
+                average = tuning.search.log_average.median()
+                length = length.update(average + math.log(longest(self.max_steps, tuning)))
+            tuning = replace(tuning, length=length.recentred(found.after.z))
+        tuning = replace(tuning, iteration=tuning.iteration + 1)
+        return found.state(state, self._learnt(tuning, found.acceptance))
+
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         before: AdaptiveTuning = state.tuning
         if iteration + 1 == num_warmup and self._learns_length(state.z):
@@ -188,46 +205,17 @@ class AdaptiveHMC(HamiltonianKernel):
         if after.tuning.mass is before.mass:
             return after
         # Squares and times in other units say nothing of those to come.
-        restarted = after.tuning.length.restarted(self.trajectory_length)
-        moved = (after.z != state.z).any(-1)
-        if before.blind or bool(moved.any()):  # so do the places that chains come from
-            centre = torch.where((moved | before.blind)[:, None], after.z, restarted.centre)
-            restarted = replace(restarted, centre=centre)
-        return tuned(after, length=restarted)
+        length = after.tuning.length.restarted(self.trajectory_length)
+        if before.blind:  # so do the places that chains come from
+            length = replace(length, centre=after.z)
+        return tuned(after, length=length)
 
     def _tuning(self, tuning: HamiltonianTuning, z: Tensor) -> AdaptiveTuning:
-        return AdaptiveTuning(**vars(tuning), length=LengthTuning.start(z.new_tensor(self.trajectory_length), z))
+        length = TrajectoryLength.start(z.new_tensor(self.trajectory_length), z)
+        return AdaptiveTuning(**vars(tuning), length=length)
 
     def _learns_length(self, z: Tensor) -> bool:
         return self.adapt_length and len(z) >= MIN_CHAINS
-
-    def _moved(self, density: Density, state: State, most: int | None) -> State:
-        tuning: AdaptiveTuning = state.tuning
-        most, place = limit(self.max_steps, most), tuning.iteration + 1
-        num_steps = steps_of(tuning, radical_inverse(place), most)
-        found = moved(density, state, num_steps)
-        tuning = self._learnt_length(tuning, state.z, found, num_steps, most)
-        return reached(state, found, num_steps, replace(tuning, iteration=place))
-
-    def _learnt_length(
-        self, tuning: AdaptiveTuning, start: Tensor, found: Outcome, num_steps: Tensor, most: int
-    ) -> AdaptiveTuning:
-        """The tuning after an iteration from ``start`` of so many steps ``()``."""
-        if not tuning.learns:
-            return tuning
-        length = tuning.length
-        first, last = (tuning.mass.whiten(z - length.centre) for z in (start, found.end.z))
-        square = expected_square(first, last, found.acceptance)
-        length = length.seen(num_steps * tuning.step_size.double(), square)
-        if self._learns_length(start) and not tuning.blind:
-            # By the average: a single small step would cut off what took long to learn.
-            length = length.update(tuning.search.log_average + math.log(most))
-        return replace(self._learnt(tuning, found.acceptance), length=length.recentred(found.after.z))
-
-
-def steps_of(tuning: AdaptiveTuning, share: float, most: int) -> Tensor:
-    """The steps ``()`` of a trajectory that has this share of the longest."""
-    return whole_steps(share * tuning.length.log_length.exp() / tuning.step_size.double(), most)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -1,97 +1,78 @@
-r"""A first dense mass matrix, from positions and gradients of chains that may have yet to arrive.
+r"""Curvature and noise, which a stochastic-gradient sampler's step size depends on, measured from the chains' gradients
+in warm-up.
 
-Of a Gaussian with covariance :math:`\Sigma`, gradients of the energy are :math:`g = \Sigma^{-1} (z - \mu)`. So the
-covariances of any positions and of the gradients there are bound by :math:`\Sigma C_g \Sigma = C_z`, wherever the
-positions lie and however little they have spread, and
-
-.. math:: \Sigma = C_z \mathbin{\#} C_g^{-1} = L \, (L^\top C_g L)^{-1/2} L^\top, \qquad C_z = L L^\top,
-
-the geometric mean of two positive matrices, is the covariance. In general it is the matrix for which whitened positions
-and whitened gradients vary alike, which makes the Fisher divergence from a Gaussian least (Seyboldt, Carlson &
-Carpenter 2026, "Preconditioning Hamiltonian Monte Carlo by minimizing Fisher divergence", arXiv 2603.18845).
-
-Covariances alone can't do this: with the unit matrix, chains of a regression on unscaled columns would take as
-many steps to spread as the root of the condition number, and that is 1,000 and
-more.
+The largest curvature is found by power iteration (one more product with the Hessian at every measurement, by a finite
+difference of gradients on one mini-batch); the mini-batches' noise is half the mean squared difference between the
+gradients of two independent batches, :math:`V = \tfrac12 \mathbb E (g_1 - g_2)^2`, coordinate by coordinate.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.kernels.mass import LEAST, MANY_DRAWS, DenseMass, dense_mass
-
-LOST = 3.0  # deviations from 0 of a mean gradient
-WIDER = 1e4  # than another mode of the same weight: no step that suits both would cross it
+from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.kernels.randomness import independent_rows, normal
 
 
 @dataclass(frozen=True, eq=False)
-class Curvature:
-    """The positions and gradients that chains have passed since the mass matrix was last learnt.
+class CurvatureEstimate:
+    r"""Curvature and gradient noise where the chains are, averaged over warm-up with weights that grow linearly.
 
-    :param positions: of all chains, ``(C, D)`` each.
-    :param gradients: of the energy there, likewise.
-    :param renewals: how often it was.
+    With a preconditioner ``G`` both are those of the coordinates :math:`G^{-1/2} z`, in which the sampler is plain.
+
+    :param direction: each chain's direction of largest curvature, unit vectors ``(C, D)``.
+    :param curvature: each chain's largest curvature, ``(C,)``.
+    :param noise: variance of the mini-batches' gradients, averaged over chains, ``(D,)``; 0 without mini-batches.
+    :param count: measurements so far.
     """
 
-    positions: tuple[Tensor, ...] = ()
-    gradients: tuple[Tensor, ...] = ()
-    renewals: int = 0
+    direction: Tensor
+    curvature: Tensor
+    noise: Tensor
+    count: int = 0
 
-    def update(self, z: Tensor, gradient: Tensor) -> Curvature:
-        """Take in one draw of every chain and its gradient, ``(C, D)`` each."""
-        return Curvature((*self.positions, z), (*self.gradients, gradient), self.renewals)
+    @property
+    def stiffest(self) -> Tensor:
+        """The largest of the chains' curvatures, ``()``."""
+        return self.curvature.max()
 
-    def lost(self, energy: Tensor) -> tuple[Tensor, Tensor]:
-        """Which chains are lost, and which have arrived, ``(C,)`` each.
+    @classmethod
+    def start(cls, z: Tensor, generator: torch.Generator) -> CurvatureEstimate:
+        """Nothing measured yet, for chains ``(C, D)``: directions at random."""
+        direction = torch.nn.functional.normalize(normal(z, generator), dim=-1)
+        return cls(direction, torch.zeros_like(z[:, 0]), torch.zeros_like(z[0]))
 
-        The mean gradient is 0 for a chain that has arrived, in whichever mode (integrate by parts). Lost is a chain
-        whose gradients, in some coordinate, lie further from 0 than ``LOST`` of their deviations, while its energy is
-        higher than that of all chains of which this isn't so, by ``D log WIDER`` at least. These must be half of all.
+    def update(
+        self, density: Density, z: Tensor, generator: torch.Generator, preconditioner: Tensor
+    ) -> CurvatureEstimate:
+        """Measure once more, at ``z`` of shape ``(C, D)``: three gradients of each chain.
 
-        A few draws of a chain that crosses a wide mode slowly have such gradients, too, and energies that are higher
-        by ``D log s`` than in a mode of the same weight that is ``s`` times narrower. So chains leave a mode of that
-        weight only if it is ``WIDER`` times wider in every coordinate.
-
-        :param energy: of the chains now, ``(C,)``.
+        :param preconditioner: its diagonal, ``(C, D)`` or ``(D,)``.
         """
-        gradients = torch.stack(self.gradients).double()
-        settled = (gradients.mean(0).abs() <= LOST * gradients.std(0)).all(-1)
-        highest = torch.where(settled, energy, -torch.inf).max() + gradients.shape[-1] * math.log(WIDER)
-        return ~settled & (energy > highest) & (2 * settled.sum() >= len(energy)), settled
-
-    def mass(self, energy: Tensor) -> DenseMass | None:
-        """The mass matrix that the draws so far suggest, or ``None`` if some coordinate hardly moved.
-
-        Of fewer draws than twice the coordinates it is diagonal: :math:`\\Sigma_{ii}^2 = C_{z,ii} / C_{g,ii}`.
-
-        :param energy: of the chains now, ``(C,)``. The half of them with the higher energies doesn't count: some may be
-            far out, where gradients are steeper by orders of magnitude.
-        """
-        ahead = energy.argsort()[: (len(energy) + 1) // 2]
-        draws = torch.stack([torch.stack(self.positions), torch.stack(self.gradients)])[:, :, ahead].double()
-        rows = (draws - draws.mean(1, keepdim=True)).flatten(1, 2)
-        degrees, squares = len(ahead) * (len(self.positions) - 1), rows.square().sum(1)
-        if not bool((squares.isfinite() & (squares > 0)).all()):
-            return None
-        deviations = (squares[0] / squares[1]).sqrt().sqrt()
-        eye = torch.eye(len(deviations), dtype=deviations.dtype, device=deviations.device)
-        if degrees < MANY_DRAWS * len(eye):
-            return dense_mass(eye, deviations, energy.dtype)
-        # In units of these deviations both covariances have the same diagonal.
-        rows = rows * torch.stack([1 / deviations, deviations])[:, None]
-        positions, gradients = rows.mT @ rows
-        scale = positions.diagonal().sqrt()
-        correlations = torch.lerp(positions / scale / scale[:, None], eye, LEAST)
-        factor = scale[:, None] * torch.linalg.cholesky(correlations)
-        values, vectors = torch.linalg.eigh(factor.mT @ gradients @ factor)
-        roots = values.clamp(min=values.max() * LEAST**2).rsqrt().sqrt()
-        half = factor @ vectors * roots
-        covariance = half @ half.mT
-        found = covariance.diagonal().sqrt()
-        correlation = torch.lerp(covariance / found / found[:, None], eye, LEAST)
-        return dense_mass(correlation, found * deviations, energy.dtype)
+        scale = preconditioner.sqrt()
+        rows = independent_rows(density.row_counts, len(z), generator)
+        _, gradient = density.energy_and_gradient(z, rows)
+        along = scale * self.direction
+        # The cube root of the precision balances the rounding of a difference against the curvature's own change.
+        length = torch.finfo(z.dtype).eps ** (1 / 3) * (1 + z.square().mean(-1, keepdim=True).sqrt())
+        distance = length / along.norm(dim=-1, keepdim=True)
+        product = along.mul_(distance).add_(z)  # from here on in place: chains of networks are large
+        product = density.energy_and_gradient(product, rows)[1].sub(gradient).mul_(scale).div_(distance)
+        curvature = product.norm(dim=-1, keepdim=True)
+        usable = torch.isfinite(curvature) & (curvature > 0)
+        noise = torch.zeros_like(z[0])
+        if rows is not None:
+            others = independent_rows(density.row_counts, len(z), generator)
+            change = gradient - density.energy_and_gradient(z, others)[1]
+            # What is no number counts as 0.
+            noise = (scale * change).square_().mul_(0.5).nan_to_num_(0.0, 0.0, 0.0).mean(0)
+        weight = 2 / (self.count + 2)
+        return CurvatureEstimate(
+            torch.where(usable, product.div_(curvature), self.direction),
+            self.curvature.lerp(torch.where(usable[:, 0], curvature[:, 0], self.curvature), weight),
+            self.noise.lerp(noise, weight),
+            self.count + 1,
+        )

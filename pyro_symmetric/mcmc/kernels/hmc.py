@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.programs import run
-from pyro_symmetric.mcmc.kernels.integrator import Outcome, trajectory
+from pyro_symmetric.mcmc.kernels.adaptation import BLIND_STEPS, HamiltonianKernel, HamiltonianTuning
+from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, leapfrog
 from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
+from pyro_symmetric.mcmc.kernels.randomness import uniform
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,46 +59,78 @@ class HMC(HamiltonianKernel):
         arguments.whole("max_steps", self.max_steps, 1)
         arguments.number("jitter", self.jitter, least=0, most=1)
 
-    def _moved(self, density: Density, state: State, most: int | None) -> State:
+    def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
-        fraction = uniform(tuning.step_size, state.generator).double()
+        fraction = uniform(tuning.step_size[0], state.generator).double()
         steps = (1 + self.jitter * (2 * fraction - 1)) * (self.num_steps or self.trajectory_length)
         if self.num_steps is None:
-            steps = steps / tuning.step_size.double()
-        num_steps = whole_steps(steps, limit(self.max_steps, most))
-        found = moved(density, state, num_steps)
-        return reached(state, found, num_steps, self._learnt(tuning, found.acceptance))
+            steps = steps / typical(tuning)
+        found = trajectory(density, state, whole_steps(steps, self.max_steps, tuning))
+        return found.state(state, self._learnt(tuning, found.acceptance))
 
 
-def limit(max_steps: int, most_now: int | None) -> int:
-    """The most steps of a trajectory."""
-    return max_steps if most_now is None else min(max_steps, most_now)
+class Outcome(NamedTuple):
+    """The outcome of an iteration, for C chains.
+
+    :param after: where the chains are now.
+    :param end: where their trajectories ended.
+    :param acceptance: the probability of going there, ``(C,)``.
+    :param energy: total energy of what was chosen, ``(C,)``.
+    :param diverging: ``(C,)``.
+    :param num_steps: of the trajectories.
+    """
+
+    after: PhasePoint
+    end: PhasePoint
+    acceptance: Tensor
+    energy: Tensor
+    diverging: Tensor
+    num_steps: int
+
+    def state(self, before: State, tuning: HamiltonianTuning) -> State:
+        """The state afterwards, with what was learnt."""
+        statistics = {
+            "lp": -self.after.energy,
+            "acceptance_rate": self.acceptance,
+            "energy": self.energy,
+            "diverging": self.diverging,
+            "step_size": before.tuning.step_size,
+            "n_steps": self.diverging.long().fill_(self.num_steps),
+        }
+        return State(*self.after, tuning.noted(self.after.z), before.generator, statistics)
 
 
-def whole_steps(steps: Tensor, most: int) -> Tensor:
-    """A number of leapfrog steps ``()``, rounded up, of at least 1 and at most what is allowed."""
-    return (steps - 1e-9).ceil().clamp(max=most).clamp(min=1).long()
+def trajectory(density: Density, state: State, num_steps: int) -> Outcome:
+    """An iteration: fresh momenta, so many steps, and Metropolis' decision."""
+    mass, steps = state.tuning.mass, state.tuning.steps
+    start = end = PhasePoint(state.z, mass.draw(state.z, state.generator), state.energy, state.gradient)
+    for _ in range(num_steps):
+        end = run(density, leapfrog, end, steps, mass)
+    before, after = start.total_energy(mass), end.total_energy(mass)
+    error = energy_error(after, before)
+    acceptance = (-error).clamp(max=0).exp()
+    accept = uniform(error, state.generator) < acceptance
+    return Outcome(
+        choose(accept, end, start),
+        end,
+        acceptance,
+        after.where(accept, before),
+        error > MAX_ENERGY_ERROR,
+        num_steps,
+    )
 
 
-def moved(density: Density, state: State, num_steps: Tensor) -> Outcome:
-    """An iteration of so many steps ``()``."""
-    tuning: HamiltonianTuning = state.tuning
-    start = state.z, state.energy, state.gradient
-    numbers = normal(state.z, state.generator), uniform(state.energy, state.generator)
-    # The one place where an iteration waits for the device: a loop needs its length.
-    found: Outcome = run(density, trajectory, *start, *numbers, tuning.steps, tuning.mass, num_steps.cpu())
-    return found
+def typical(tuning: HamiltonianTuning) -> Tensor:
+    """The step size ``()`` by which trajectories are measured, in double precision."""
+    return tuning.step_size.median().double()
 
 
-def reached(before: State, found: Outcome, num_steps: Tensor, tuning: HamiltonianTuning) -> State:
-    """The state after an iteration that found this, in so many steps ``()``, with what was learnt of it."""
-    after, energy = found.after, found.energy
-    statistics = {
-        "lp": -after.energy,
-        "acceptance_rate": found.acceptance,
-        "energy": energy,
-        "diverging": found.diverging,
-        "step_size": before.tuning.steps[:, 0],
-        "n_steps": num_steps.expand_as(energy),
-    }
-    return State(*after, tuning.noted(*after), before.generator, statistics)
+def whole_steps(steps: Tensor, max_steps: int, tuning: HamiltonianTuning) -> int:
+    """A number of steps ``()``, rounded up, of at least 1 and at most what is allowed. The one place where an iteration
+    waits for the device: a loop needs its length."""
+    return max(1, min(math.ceil(float(steps) - 1e-9), longest(max_steps, tuning)))
+
+
+def longest(max_steps: int, tuning: HamiltonianTuning) -> int:
+    """The most steps that a trajectory may have now."""
+    return min(max_steps, BLIND_STEPS) if tuning.blind else max_steps

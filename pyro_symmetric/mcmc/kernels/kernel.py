@@ -12,7 +12,7 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Never, Self, TypeVar
 
 import numpy as np
@@ -151,12 +151,6 @@ class Kernel(ABC):
         """Learn from warm-up's iteration ``iteration`` (counted from 0) of ``num_warmup``; by default nothing."""
         return state
 
-    def remarks(self, state: State) -> dict[str, Any]:
-        """Entries of a posterior's metadata, as JSON, that only the state tells; by default the chains that warm-up
-        relocated, if the tuning notes them."""
-        moved = getattr(state.tuning, "relocated", None)
-        return {} if moved is None else {"relocated_chains": moved.nonzero().flatten().tolist()}
-
     def settings(self) -> dict[str, Any]:
         """The settings, for the metadata of a posterior."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}  # type: ignore[arg-type]
@@ -187,39 +181,3 @@ def _parted(doc: str) -> tuple[str, dict[str, str]]:
 
 def _default(kind: type, name: str) -> str:
     return f" Default: ``{getattr(kind, name)!r}``." if hasattr(kind, name) else ""
-
-
-# chains that are lost in warm-up -----------------------------------------------------------------------------------
-
-
-def stranded(began: Tensor, z: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
-    """Which chains moved not once since they were at ``began``, while most did and have lower energies; and which did.
-
-    :param z: where they are, ``(C, D)``.
-    :param energy: there, ``(C,)``.
-    :return: ``(C,)`` each.
-    """
-    still = (began == z).all(-1)
-    highest = torch.where(still, -torch.inf, energy).max()
-    return still & (energy > highest) & (2 * still.sum() < len(still)), ~still
-
-
-def relocated(
-    state: State, lost: Tensor, arrived: Tensor, remember: Callable[[Any, Tensor], Any] = lambda tuning, sources: tuning
-) -> State:
-    """Lost chains at the places of those that have arrived, which take turns; ``(C,)`` each.
-
-    The tuning's field ``relocated`` notes which chains were lost.
-
-    :param remember: the tuning, and whose place each chain takes, ``(C,)`` -> the tuning with the memories of those.
-    """
-    if not bool(lost.any() & arrived.any()):
-        return state
-    every, others = torch.arange(len(lost), device=lost.device), arrived.nonzero().flatten()
-    sources = torch.where(lost, others[every % len(others)], every)
-    z, momentum, energy, gradient = (
-        value[sources] for value in (state.z, state.momentum, state.energy, state.gradient)
-    )
-    before = state.tuning.relocated
-    tuning = replace(remember(state.tuning, sources), relocated=lost if before is None else before | lost)
-    return replace(state, z=z, momentum=momentum, energy=energy, gradient=gradient, tuning=tuning)

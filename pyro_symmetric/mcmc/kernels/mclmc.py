@@ -53,6 +53,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,14 +61,13 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.flat import Evaluate
-from pyro_symmetric.mcmc.density.programs import run
-from pyro_symmetric.mcmc.kernels.hmc import limit, whole_steps
+from pyro_symmetric.mcmc.density.programs import evaluated_once, run
+from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianTuning, StepSizeAdaptation, TunedKernel, tuned
+from pyro_symmetric.mcmc.kernels.hmc import typical, whole_steps
 from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, choose
 from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.learning import StepSearch
 from pyro_symmetric.mcmc.kernels.mass import Mass
 from pyro_symmetric.mcmc.kernels.randomness import normal
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianTuning, TunedKernel, tuned
 
 OUTER = 0.1931833275037836  # lambda, for which the leading error is least
 GRADIENTS = 2  # of a step
@@ -141,7 +141,7 @@ class MicrocanonicalTuning(HamiltonianTuning):
     :param count: iterations that the centre is of.
     """
 
-    length: StepSearch
+    length: StepSizeAdaptation
     centre: Tensor
     count: int = 0
 
@@ -197,10 +197,8 @@ class MCLMC(TunedKernel):
 
     def step(self, density: Density, state: State) -> State:
         tuning: MicrocanonicalTuning = state.tuning
-        length = tuning.length.log_step.exp()
-        # The one place where an iteration waits for the device: a loop needs its length.
-        most, steps = limit(self.max_steps, tuning.most_steps), tuning.steps
-        num_steps = int(whole_steps(length / tuning.step_size.double() - 0.5, most))
+        length, steps = tuning.length.log_step.exp(), tuning.steps
+        num_steps = whole_steps(length / typical(tuning) - 0.5, self.max_steps, tuning)
         spread = torch.expm1(2 * steps / length.to(steps.dtype)).sqrt()
         start = at = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
         squares = torch.zeros_like(state.energy)
@@ -216,62 +214,54 @@ class MCLMC(TunedKernel):
             "lp": -at.energy,
             "energy_error": torch.where(kept, ratio, torch.nan),
             "diverging": ~kept,
-            "step_size": steps[:, 0],
+            "step_size": tuning.step_size,
             "n_steps": torch.full_like(ratio, GRADIENTS * num_steps, dtype=torch.long),
         }
         if tuning.learns:
-            tuning = self._learnt(tuning, correlation(state.z, at.z, tuning), at, ratio, kept)
+            tuning = self._with_length(tuning, state.z, at.z).noted(at.z)
+            ratio = torch.where(kept, ratio, LARGEST_RATIO).clamp(max=LARGEST_RATIO)
+            ratio = ratio if tuning.blind else ratio.mean().expand_as(ratio)
+            tuning = self._learnt(tuning, (1 - ratio).clamp(min=-LARGEST_EXCESS))
         return State(*at, tuning, state.generator, statistics)
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
-        length: StepSearch = state.tuning.length
+        length: StepSizeAdaptation = state.tuning.length
         if self.adapt_length and iteration + 1 == num_warmup:
             state = tuned(state, length=replace(length, log_step=length.log_average))
         return super().adapt(density, state, iteration, num_warmup)
+
+    # small steps ----------------------------------------------------------------------------------------------------
 
     @property
     def _least_acceptance(self) -> float:
         return math.exp(-1)
 
     def _accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
-        mass, steps = state.tuning.mass, step_size.expand(len(state.z), 1).contiguous()
+        mass = state.tuning.mass
         momentum = directed(mass.draw(state.z, state.generator), mass)
         start = PhasePoint(state.z, momentum, state.energy, state.gradient)
-        error = run(density, isokinetic, start, steps, mass)[1].nan_to_num(torch.inf, torch.inf, torch.inf)
+        error = isokinetic(partial(evaluated_once, density), start, step_size[:, None], mass)[1]
+        error = error.nan_to_num(torch.inf, torch.inf, torch.inf)
         return (-error.square() / (state.z.shape[-1] * self.energy_error)).exp()
 
-    def _search(self, step_size: Tensor, target: float | None, follow: bool) -> StepSearch:
-        return StepSearch.start(step_size, 0.0, follow, STEP_GAIN)
+    def _search(self, step_size: Tensor, follow: bool) -> StepSizeAdaptation:
+        return StepSizeAdaptation.start(step_size, 0.0, follow, STEP_GAIN)
 
     def _tuning(self, tuning: HamiltonianTuning, z: Tensor) -> MicrocanonicalTuning:
-        length = StepSearch.start(z.new_tensor(self.length), CORRELATION, gain=LENGTH_GAIN)
+        length = StepSizeAdaptation.start(z.new_tensor(self.length), CORRELATION, gain=LENGTH_GAIN)
         return MicrocanonicalTuning(**vars(tuning), length=length, centre=z)
 
-    def _learnt(
-        self, tuning: MicrocanonicalTuning, correlation: Tensor, at: PhasePoint, ratio: Tensor, kept: Tensor
-    ) -> MicrocanonicalTuning:
-        """The tuning after an iteration that ended there, with draws of this correlation ``()`` and these energy
-        errors in units of what is asked ``(C,)``."""
-        if self.adapt_length:
-            length, log_step = tuning.length, tuning.search.log_step
-            if not tuning.blind:
-                length = length.update(correlation)
-                longest = log_step + math.log(self.max_steps)
-                length = replace(length, log_step=length.log_step.clamp(min=log_step, max=longest))
-            centre = torch.lerp(tuning.centre, at.z, 2 / (tuning.count + 2))
-            tuning = replace(tuning, length=length, centre=centre, count=tuning.count + 1)
-        tuning = tuning.noted(*at)
-        return (
-            self._with_learnt_step(tuning, torch.where(kept, ratio, LARGEST_RATIO)) if self.adapt_step_size else tuning
-        )
-
-    def _with_learnt_step(self, tuning: MicrocanonicalTuning, ratio: Tensor) -> MicrocanonicalTuning:
-        ratio = ratio.clamp(max=LARGEST_RATIO)
-        pooled, pace = tuning.pace.pooled(ratio), tuning.pace
-        if tuning.blind:
-            pace = pace.update(1 / (1 + ratio), pooled.new_tensor(0.5))
-        search = tuning.search.update((1 - pooled).clamp(min=-LARGEST_EXCESS))
-        return replace(tuning, search=search, step_size=search.log_step.exp().to(ratio.dtype), pace=pace)
+    def _with_length(self, tuning: MicrocanonicalTuning, before: Tensor, after: Tensor) -> MicrocanonicalTuning:
+        """The tuning after draws ``(C, D)`` of two successive iterations."""
+        if not self.adapt_length:
+            return tuning
+        length, shortest = tuning.length, typical(tuning).log()
+        if not tuning.blind:
+            length = length.update(correlation(before, after, tuning))
+            longest = shortest + math.log(self.max_steps)
+            length = replace(length, log_step=length.log_step.clamp(min=shortest, max=longest))
+        centre = torch.lerp(tuning.centre, after, 2 / (tuning.count + 2))
+        return replace(tuning, length=length, centre=centre, count=tuning.count + 1)
 
 
 def correlation(before: Tensor, after: Tensor, tuning: MicrocanonicalTuning) -> Tensor:

@@ -16,6 +16,7 @@ Lao et al. 2020, arXiv 2002.01184). A chain that has finished leaves the batch, 
 lost is that an iteration's last chains run in smaller batches; the statistic ``occupancy`` says how much: the mean
 share of the chains that is in a batch. To look who has finished, the host waits for the device. So elsewhere than on a
 CPU it looks once in ``PATIENCE`` batches, and chains that have finished stay, masked, until half of the batch has.
+If a leaf is a program, which serves one number of chains, they stay until all have.
 """
 
 from __future__ import annotations
@@ -28,24 +29,22 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.flat import Evaluate, loop
+from pyro_symmetric.mcmc.density.flat import Evaluate
 from pyro_symmetric.mcmc.density.programs import compiles, run
+from pyro_symmetric.mcmc.kernels.adaptation import BLIND_STEPS, HamiltonianKernel, HamiltonianTuning
 from pyro_symmetric.mcmc.kernels.integrator import (
     MAX_ENERGY_ERROR,
     PhasePoint,
     choose,
     energy_error,
+    leapfrog,
     mapped,
-    one_step,
 )
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.mass import Mass
-from pyro_symmetric.mcmc.kernels.randomness import hashed, normal
-from pyro_symmetric.mcmc.kernels.warmup import HamiltonianKernel, HamiltonianTuning
+from pyro_symmetric.mcmc.kernels.randomness import uniform
 
 AT_HAND = ("cpu",)  # kinds of devices that the host needn't wait for
-# Places of a trajectory's uniform numbers: of its first doubling, two less with each later one; leaves' are 1, 2, ...
-DIRECTION, JOINT = -1, -2
 PATIENCE = 7  # batches, at least, between two looks at a device: three doublings before the first
 
 
@@ -68,50 +67,26 @@ class NUTS(HamiltonianKernel):
         super().__post_init__()
         arguments.whole("max_treedepth", self.max_treedepth, 1)
 
-    def _moved(self, density: Density, state: State, most: int | None) -> State:
+    def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
-        doublings = self.max_treedepth if most is None else min(self.max_treedepth, most.bit_length())
-        chain = torch.arange(len(state.z), device=state.z.device)
-        noise, seeds = normal(state.z, state.generator), chain.random_(generator=state.generator)
-        start = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
-        tree, batches = self._grown(density, start, noise, seeds, tuning.steps, tuning.mass, doublings)
+        most = min(self.max_treedepth, BLIND_STEPS.bit_length()) if tuning.blind else self.max_treedepth
+        start = PhasePoint(state.z, tuning.mass.draw(state.z, state.generator), state.energy, state.gradient)
+        batches = _Batches(density, _planted(start, tuning), tuning.mass, state.generator)
+        tree = batches.grown(most)
         at, cost = tree.draw, tree.cost
+        acceptance = cost.acceptance / cost.steps
         statistics = {
             "lp": -at.energy,
-            "acceptance_rate": cost.acceptance / cost.steps,
+            "acceptance_rate": acceptance,
             "energy": at.total_energy(tuning.mass),
             "diverging": cost.diverging,
-            "step_size": tuning.steps[:, 0],
+            "step_size": tuning.step_size,
             "n_steps": cost.steps,
             "tree_depth": tree.depth,
             "reached_max_treedepth": tree.depth >= self.max_treedepth,
-            "occupancy": (cost.steps.to(at.energy).mean() / batches).expand_as(at.energy),
+            "occupancy": (cost.steps.to(at.energy).mean() / batches.count).expand_as(at.energy),
         }
-        tuning = self._learnt(tuning, statistics["acceptance_rate"]).noted(*at)
-        return State(*at, tuning, state.generator, statistics)
-
-    def _grown(
-        self,
-        density: Density,
-        at: PhasePoint,
-        noise: Tensor,
-        seeds: Tensor,
-        steps: Tensor,
-        mass: Mass,
-        max_depth: int,
-    ) -> tuple[_Tree, Tensor]:
-        """Trajectories from here, and of how many batches they are, ``()``."""
-        tree = _planted(at, noise, steps, mass)
-        if not compiles(density):
-            return _Batches(density, tree, mass, seeds).grown(max_depth)
-        batches = torch.zeros((), dtype=torch.long, device=steps.device)
-        for depth in range(max_depth):
-            place = torch.tensor(depth, device=steps.device)
-            tree, more = run(density, _doubled, tree.left.z, tree, place, seeds, mass, levels=self.max_treedepth)
-            batches = batches + more
-            if not bool(tree.growing.any()):
-                break
-        return tree, batches
+        return State(*at, self._learnt(tuning, acceptance).noted(at.z), state.generator, statistics)
 
 
 # what a trajectory consists of; A chains ---------------------------------------------------------------------------
@@ -152,160 +127,90 @@ class _Tree(NamedTuple):
 class _Branch(NamedTuple):
     """The half that is added by a doubling, while it grows."""
 
-    valid: Tensor  # (A,), whether it has neither turned nor diverged
-    step: Tensor  # (A, 1), negative where it grows backwards in time
     end: PhasePoint
-    log_weight: Tensor  # as above
     draw: PhasePoint
+    step: Tensor  # (A, 1), negative where it grows backwards in time
+    valid: Tensor  # (A,), whether it has neither turned nor diverged
+    log_weight: Tensor  # as above
 
 
 class _Batches:
     """Trajectories that grow in batches of those that haven't finished."""
 
-    def __init__(self, density: Density, tree: _Tree, mass: Mass, seeds: Tensor):
-        self.density, self.tree, self.mass, self.seeds = density, tree, mass, seeds
+    def __init__(self, density: Density, tree: _Tree, mass: Mass, generator: torch.Generator):
+        self.density, self.tree, self.mass, self.generator = density, tree, mass, generator
         self.finished: list[_Tree] = []
         self.count = self.looked = 0
+        self.everyone = tree.start_energy
         self.waits = tree.chain.device.type not in AT_HAND
+        self.parts = not compiles(density)
 
-    def grown(self, max_depth: int) -> tuple[_Tree, Tensor]:
-        """Let all grow; what they have become, and by how many batches."""
+    def grown(self, max_depth: int) -> _Tree:
+        """Let all grow; what they have become."""
         for depth in range(max_depth):
-            branch, spans = self._grow(depth)
-            if spans:
-                joint = hashed(self.seeds[self.tree.chain], JOINT - 2 * depth, self.tree.start_energy)
-                self.tree = _joined(self.tree, branch, spans[0], joint, self.mass)
-                if depth + 1 < max_depth:
-                    self._part(self.tree.growing)
-            else:  # no trajectory is left
+            branch, span = self._grow(depth)
+            if span is None:  # no trajectory is left
                 self.tree = self.tree._replace(growing=branch.valid)
-            if len(self.tree.growing) == 0:
+                break
+            self.tree = _joined(self.tree, branch, span, self._chance(), self.mass)
+            if depth + 1 < max_depth and not self._part(self.tree.growing)[0]:
                 break
         trees = mapped(lambda *parts: torch.cat(parts), *self.finished, self.tree)
-        trees = _select(trees, trees.chain.argsort()) if self.finished else trees
-        return trees, self.seeds.new_full((), self.count)
+        return _select(trees, trees.chain.argsort()) if self.finished else trees
 
-    def _grow(self, depth: int) -> tuple[_Branch, list[_Span]]:
+    def _chance(self) -> Tensor:
+        """A uniform number for each trajectory; one is drawn for each chain, whoever is in the batch."""
+        return uniform(self.everyone, self.generator)[self.tree.chain]
+
+    def _grow(self, depth: int) -> tuple[_Branch, _Span | None]:
         """Add ``2 ** depth`` states; chains whose branch turns or diverges on the way finish without it.
 
-        :return: the branch, and its one span; none if no chain is left.
+        :return: the branch, and its span; ``None`` if no chain is left.
         """
-        like, leaves = self.tree.start_energy, torch.arange(2**depth, 2 ** (depth + 1), device=self.seeds.device)
-        branch = _branched(self.tree, hashed(self.seeds[self.tree.chain], DIRECTION - 2 * depth, like))
-        chances = hashed(self.seeds, leaves[:, None], like)
+        branch = _branched(self.tree, self._chance())
         spans: list[_Span] = []
         for leaf in range(2**depth):
-            end = one_step(self.density.energy_and_gradient, branch.end, branch.step, self.mass)
-            if self.waits:
-                end = choose(branch.valid, end, branch.end)  # a trajectory that has ended doesn't run away
-            chance = chances[leaf, self.tree.chain]
-            branch, cost = _counted(branch, self.tree.cost, self.tree.start_energy, end, chance, self.mass)
-            span, self.tree, self.count = (
-                _Span(end.momentum, end.momentum, end.momentum),
-                self.tree._replace(cost=cost),
-                self.count + 1,
+            tree = self.tree
+            branch, cost = run(
+                self.density, _with_leaf, branch, tree.cost, tree.start_energy, self._chance(), self.mass
             )
+            self.tree, self.count = tree._replace(cost=cost), self.count + 1
+            span = _Span(branch.end.momentum, branch.end.momentum, branch.end.momentum)
             for level in range((~leaf & leaf + 1).bit_length() - 1):  # the subtrees that this leaf completes
                 valid, span = _merged(branch.valid, spans.pop(), span, self.mass, is_pair=level == 0)
                 branch = branch._replace(valid=valid)
             spans.append(span)
             # Looking costs a wait for the device: at every other leaf, when the counter holds no single leaves.
             if leaf % 2 == 1 or depth == 0:
-                branch, spans = self._part(branch.valid, branch, spans)
-                if len(branch.valid) == 0:
-                    return branch, []
-        return branch, spans
+                left, (branch, spans) = self._part(branch.valid, branch, spans)
+                if not left:
+                    return branch, None
+        return branch, spans[0]
 
-    def _part(self, going_on: Tensor, *others: Any) -> Any:
-        """Take chains that have finished out of the batch; what is left of ``others``."""
+    def _part(self, going_on: Tensor, *others: Any) -> tuple[bool, Any]:
+        """Take chains that have finished out of the batch: whether any is left, and what is left of ``others``."""
         if self.waits and self.count - self.looked < PATIENCE:
-            return others
+            return True, others
         left, everyone, self.looked = int(going_on.sum()), len(going_on), self.count
-        if left == everyone or (self.waits and 2 * left > everyone):
-            return others
+        if left in (0, everyone) or not self.parts or (self.waits and 2 * left > everyone):
+            return left > 0, others
         stay, done = (~going_on).byte().argsort(stable=True).split([left, everyone - left])
         self.finished.append(_select(self.tree, done))
         self.tree = _select(self.tree, stay)
-        return tuple(_select(other, stay) for other in others)
+        return True, tuple(_select(other, stay) for other in others)
 
 
-# growth as one program: all chains stay, masked where they have finished -----------------------------------------
+# small steps --------------------------------------------------------------------------------------------------------
 
 
-class _Leaves(NamedTuple):
-    leaf: Tensor  # (), how many there are
-    branch: _Branch
-    cost: _Cost
-    pending: _Span  # (levels, A, D), of the complete subtrees, by their depth
-
-
-def _doubled(
-    evaluate: Evaluate, z: Tensor, tree: _Tree, depth: Tensor, seeds: Tensor, mass: Mass, levels: int
-) -> tuple[_Tree, Tensor]:
-    """The trees after their doubling of this depth, ``()``, and by how many batches.
-
-    :param z: any points, in the shape in which energies are asked for.
-    :param levels: more than any depth.
-    """
-    branch = _branched(tree, hashed(seeds, DIRECTION - 2 * depth, tree.start_energy))
-    none = tree.momenta.new_zeros(levels, *tree.momenta.shape)
-    leaves = _Leaves(torch.zeros_like(depth), branch, tree.cost, _Span(none, none, none))
-    others = (torch.ones_like(depth) << depth, torch.arange(levels, device=z.device))
-    leaves = loop(evaluate, _leaves_are_left, _with_a_leaf, leaves, *others, tree.start_energy, seeds, mass)
-    span = _Span(*[_row(part, depth) for part in leaves.pending])
-    joint = hashed(seeds, JOINT - 2 * depth, tree.start_energy)
-    return _joined(tree._replace(cost=leaves.cost), leaves.branch, span, joint, mass), leaves.leaf
-
-
-def _leaves_are_left(leaves: _Leaves, size: Tensor, *others: Any) -> Tensor:
-    return (leaves.leaf < size) & leaves.branch.valid.any()
-
-
-def _with_a_leaf(
-    evaluate: Evaluate,
-    leaves: _Leaves,
-    size: Tensor,
-    levels: Tensor,
-    start_energy: Tensor,
-    seeds: Tensor,
-    mass: Mass,
-) -> _Leaves:
-    """One more leaf, and the subtrees that it completes."""
-    leaf, branch = leaves.leaf, leaves.branch
-    end = one_step(evaluate, branch.end, branch.step, mass)
-    end = choose(branch.valid, end, branch.end)  # a trajectory that has ended doesn't run away
-    branch, cost = _counted(branch, leaves.cost, start_energy, end, hashed(seeds, size + leaf, start_energy), mass)
-
-    def completed(values: Any, leaf: Tensor, *others: Any) -> Tensor:
-        return (leaf >> values[0]) & 1 == 1
-
-    def merge(evaluate: Evaluate, values: Any, leaf: Tensor, pending: _Span, mass: Mass) -> Any:
-        level, valid, span = values
-        one = _Span(*[_row(part, level) for part in pending])
-        return level + 1, *_merged(valid, one, span, mass, is_pair=False)
-
-    values = (torch.zeros_like(leaf), branch.valid, _Span(end.momentum, end.momentum, end.momentum))
-    level, valid, span = loop(evaluate, completed, merge, values, leaf, leaves.pending, mass)
-    here = (levels == level)[:, None, None]
-    pending = _Span(*[torch.where(here, new, old) for new, old in zip(span, leaves.pending, strict=True)])
-    return _Leaves(leaf + 1, branch._replace(valid=valid), cost, pending)
-
-
-def _row(values: Tensor, index: Tensor) -> Tensor:
-    return values.index_select(0, index.reshape(1)).squeeze(0)
-
-
-# arithmetic, of all chains at once ----------------------------------------------------------------------------------
-
-
-def _planted(at: PhasePoint, noise: Tensor, step: Tensor, mass: Mass) -> _Tree:
-    """Trajectories of a single state, with momenta of standard normal noise ``(A, D)``."""
-    start = at._replace(momentum=mass.momentum(noise))
-    energy = start.total_energy(mass)
-    zero = torch.zeros_like(energy)
-    none, chain, growing = zero.long(), torch.arange(len(zero), device=zero.device), torch.ones_like(zero.bool())
-    cost = _Cost(none, zero, ~growing)
-    return _Tree(energy, chain, step, start, start, start.momentum, zero, start, cost, none, growing)
+def _planted(start: PhasePoint, tuning: HamiltonianTuning) -> _Tree:
+    """Trajectories of one state each."""
+    energy, chain = start.total_energy(tuning.mass), torch.arange(len(start.z), device=start.z.device)
+    zero, none = torch.zeros_like(energy), torch.zeros_like(chain)
+    cost = _Cost(none, zero, none > 0)
+    return _Tree(
+        energy, chain, tuning.steps, start, start, start.momentum, zero, start, cost, none, torch.ones_like(none) > 0
+    )
 
 
 def _branched(tree: _Tree, chance: Tensor) -> _Branch:
@@ -313,24 +218,25 @@ def _branched(tree: _Tree, chance: Tensor) -> _Branch:
     forward = chance < 0.5
     step = torch.where(forward[:, None], tree.step, -tree.step)
     nothing = torch.full_like(tree.log_weight, -torch.inf)
-    return _Branch(tree.growing, step, choose(forward, tree.right, tree.left), nothing, tree.draw)
+    return _Branch(choose(forward, tree.right, tree.left), tree.draw, step, tree.growing, nothing)
 
 
-def _counted(
-    branch: _Branch, cost: _Cost, start_energy: Tensor, end: PhasePoint, chance: Tensor, mass: Mass
+def _with_leaf(
+    evaluate: Evaluate, branch: _Branch, cost: _Cost, start_energy: Tensor, chance: Tensor, mass: Mass
 ) -> tuple[_Branch, _Cost]:
     """The branch with one more state, and what the trajectory has cost by now."""
+    valid, end = branch.valid, leapfrog(evaluate, branch.end, branch.step, mass)
+    end = choose(valid, end, branch.end)  # a trajectory that has ended doesn't run away
     error = energy_error(end.total_energy(mass), start_energy)
-    diverging = branch.valid & (error > MAX_ENERGY_ERROR)
+    diverging = valid & (error > MAX_ENERGY_ERROR)
     cost = _Cost(
-        cost.steps + branch.valid,
-        cost.acceptance + branch.valid * (-error).clamp(max=0).exp(),
+        cost.steps + valid,
+        cost.acceptance + valid * (-error).clamp(max=0).exp(),
         cost.diverging | diverging,
     )
     log_weight = torch.logaddexp(branch.log_weight, -error)
     take = chance.log() < -error - log_weight
-    after = _Branch(branch.valid & ~diverging, branch.step, end, log_weight, choose(take, end, branch.draw))
-    return after, cost
+    return _Branch(end, choose(take, end, branch.draw), branch.step, valid & ~diverging, log_weight), cost
 
 
 def _merged(valid: Tensor, one: _Span, two: _Span, mass: Mass, is_pair: bool) -> tuple[Tensor, _Span]:
@@ -368,9 +274,6 @@ def _turns(one: _Span, two: _Span, mass: Mass, is_pair: bool) -> Tensor:
     if is_pair:
         return whole
     return whole | turns(one.first, two.first, one.total + two.first) | turns(one.last, two.last, one.last + two.total)
-
-
-# small steps --------------------------------------------------------------------------------------------------------
 
 
 def _select(value: Any, index: Tensor) -> Any:

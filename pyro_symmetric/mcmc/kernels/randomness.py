@@ -13,10 +13,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-# Of SplitMix64, as int64; products are taken modulo 2 ** 64.
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-MIXING = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
-
 # Numbers of rows up to which orders are kept as they are used. Beyond, they are the largest part of a
 # stochastic-gradient sampler's state.
 FEW_ROWS = 2**16
@@ -42,27 +38,6 @@ def normals(like: Tensor, count: int, generator: torch.Generator) -> Iterator[Te
     drawn = like.new_empty(most, *like.shape)
     for begin in range(0, count, most):
         yield from drawn[: count - begin].normal_(generator=generator)
-
-
-def hashed(seeds: Tensor, place: int | Tensor, like: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1) that seeds have at a place: arithmetic, which a program may do on its way.
-
-    SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators", OOPSLA), whose state after
-    :math:`n` draws is the seed and :math:`n` times a constant.
-
-    :param seeds: int64.
-    :param place: a number, or int64 of a shape that broadcasts.
-    :param like: of the dtype that the numbers are to have.
-    """
-    if isinstance(place, int):
-        bits = seeds + ((place * GOLDEN + 2**63) % 2**64 - 2**63)
-    else:
-        bits = seeds + place * GOLDEN
-    for shift, factor in MIXING:
-        bits = (bits ^ (bits >> shift & (1 << 64 - shift) - 1)) * factor
-    bits = bits ^ (bits >> 31 & (1 << 33) - 1)
-    digits = 24 if like.dtype == torch.float32 else 53
-    return (bits >> 64 - digits & (1 << digits) - 1).to(like.dtype) * 2.0**-digits
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.kernels.curvature import CurvatureEstimate
 from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.landscape import Landscape
 from pyro_symmetric.mcmc.kernels.randomness import normals
 from pyro_symmetric.mcmc.kernels.stochastic import Gradients, StochasticGradientKernel, StochasticTuning
 
@@ -100,8 +100,8 @@ class SGHMC(StochasticGradientKernel):
     def measures(self) -> bool:
         return self.step_size is None or self.friction is None or self.noise_estimate == "auto"
 
-    def best_step(self, landscape: Landscape) -> Tensor:
-        return (4 * self.tolerance / torch.maximum(landscape.stiffest, 4 * landscape.noise.mean())).sqrt()
+    def best_step(self, estimate: CurvatureEstimate) -> Tensor:
+        return (4 * self.tolerance / torch.maximum(estimate.stiffest, 4 * estimate.noise.mean())).sqrt()
 
     def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
         state = super().init(density, z, num_warmup, generator)
@@ -129,7 +129,7 @@ class SGHMC(StochasticGradientKernel):
 
     def _momentum_shares(self, tuning: StochasticTuning, step: Tensor) -> tuple[Tensor, Tensor]:
         """The share of the momentum that a step keeps, and the variance that it injects: each ``()`` or ``(D,)``."""
-        noise = step.new_zeros(()) if tuning.landscape is None else tuning.landscape.noise
+        noise = step.new_zeros(()) if tuning.curvature is None else tuning.curvature.noise
         if self.friction is not None:
             keep = (-step * self.friction).exp()
         else:

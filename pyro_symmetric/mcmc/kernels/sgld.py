@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pyro_symmetric.mcmc.kernels.landscape import Landscape
+from pyro_symmetric.mcmc.kernels.curvature import CurvatureEstimate
 from pyro_symmetric.mcmc.kernels.randomness import normals
 from pyro_symmetric.mcmc.kernels.stochastic import Gradients, StochasticGradientKernel, StochasticTuning
 
@@ -39,8 +39,8 @@ class SGLD(StochasticGradientKernel):
     by coordinate; warm-up measures both.
     """
 
-    def best_step(self, landscape: Landscape) -> Tensor:
-        return 4 * self.tolerance / (landscape.stiffest + landscape.noise.mean())
+    def best_step(self, estimate: CurvatureEstimate) -> Tensor:
+        return 4 * self.tolerance / (estimate.stiffest + estimate.noise.mean())
 
     def move(self, z: Tensor, momentum: Tensor, gradient: Gradients, tuning: StochasticTuning) -> StochasticTuning:
         step = tuning.step_size * self.preconditioner(tuning)

@@ -2,8 +2,8 @@ r"""The common part of the stochastic-gradient samplers: mini-batches, warm-up, 
 
 They follow a diffusion whose stationary law is the posterior, in steps that nothing accepts or rejects. Two things move
 the law that they reach away from it, and both vanish with the step: the discretisation, by curvature, and the variance
-``V`` of the mini-batches' gradients. :class:`~pyro_symmetric.mcmc.kernels.landscape.Landscape` measures both, so a
-kernel that is given no ``step_size`` takes one that keeps the predicted excess of the variance to a ``tolerance``.
+``V`` of the mini-batches' gradients. Warm-up measures both (:mod:`~pyro_symmetric.mcmc.kernels.curvature`), so a kernel
+that is given no ``step_size`` takes one that keeps the predicted excess of the variance to a ``tolerance``.
 
 Such a step is short where posteriors are narrow or data many, and then the wide directions take forever. So warm-up
 learns the posterior's variances, too, pooled over the chains, at the ends of the windows in which Hamiltonian kernels
@@ -32,14 +32,13 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.kernels.adaptation import MassEstimate, window_ends
+from pyro_symmetric.mcmc.kernels.curvature import CurvatureEstimate
 from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
-from pyro_symmetric.mcmc.kernels.landscape import Landscape
-from pyro_symmetric.mcmc.kernels.mass import MassEstimate
 from pyro_symmetric.mcmc.kernels.randomness import Batches, normal
-from pyro_symmetric.mcmc.kernels.warmup import window_ends
 
-FIRST_ROUNDS = 6  # measurements of the landscape before the first step in new units
+FIRST_ROUNDS = 6  # measurements of the curvature before the first step in new units
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +48,7 @@ class StochasticTuning:
     :param step_size: of the latest gradient step, ``()``.
     :param base_step_size: of warm-up, ``()``; found there, or given.
     :param batches: the stream of mini-batches.
-    :param landscape: what warm-up has measured, or ``None`` if nothing is left to find.
+    :param curvature: what warm-up has measured, or ``None`` if nothing is left to find.
     :param variance: what steps are preconditioned by, ``(D,)``: the posterior's variances as warm-up has found them;
         ones before that.
     :param estimate: of the variances in the current window; ``None`` if they aren't learnt.
@@ -63,7 +62,7 @@ class StochasticTuning:
     step_size: Tensor
     base_step_size: Tensor
     batches: Batches
-    landscape: Landscape | None
+    curvature: CurvatureEstimate | None
     variance: Tensor
     estimate: MassEstimate | None
     centre: Tensor
@@ -156,7 +155,7 @@ class StochasticGradientKernel(Kernel):
         """Move chains in place, through ``num_steps`` steps of size ``tuning.step_size``; returns the tuning."""
 
     @abstractmethod
-    def best_step(self, landscape: Landscape) -> Tensor:
+    def best_step(self, estimate: CurvatureEstimate) -> Tensor:
         """The step size ``()`` that keeps the tolerance."""
 
     @property
@@ -187,7 +186,7 @@ class StochasticGradientKernel(Kernel):
             base,
             base,
             batches,
-            Landscape.start(z, generator) if self.measures else None,
+            CurvatureEstimate.start(z, generator) if self.measures else None,
             variance=torch.ones_like(z[0]),
             estimate=MassEstimate.start(z) if self.step_size is None else None,
             centre=z.new_zeros(()),
@@ -242,16 +241,16 @@ class StochasticGradientKernel(Kernel):
     # small steps ----------------------------------------------------------------------------------------------------
 
     def _measured(self, density: Density, state: State, tuning: StochasticTuning, rounds: int = 1) -> StochasticTuning:
-        """Look at the landscape, and take the step that it suggests."""
-        if tuning.landscape is None:
+        """Look at the curvature, and take the step that it suggests."""
+        if tuning.curvature is None:
             return tuning
-        landscape = tuning.landscape
+        estimate = tuning.curvature
         for _ in range(rounds):
-            landscape = landscape.update(density, state.z, state.generator, self.preconditioner(tuning))
-        tuning = replace(tuning, landscape=landscape)
+            estimate = estimate.update(density, state.z, state.generator, self.preconditioner(tuning))
+        tuning = replace(tuning, curvature=estimate)
         if self.step_size is not None:
             return tuning
-        step = self.best_step(landscape)
+        step = self.best_step(estimate)
         return replace(tuning, base_step_size=step, step_size=step)
 
     def _renewed(
@@ -264,6 +263,6 @@ class StochasticGradientKernel(Kernel):
             variance=window.mass().variance,
             estimate=MassEstimate.start(state.z),
             centre=(window.mean.sum(0) - window.mean) / others if others else tuning.centre,
-            landscape=Landscape.start(state.z, state.generator),
+            curvature=CurvatureEstimate.start(state.z, state.generator),
         )
         return self._measured(density, state, tuning, FIRST_ROUNDS)
