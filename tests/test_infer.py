@@ -197,7 +197,7 @@ def test_draws_before_a_run_are_refused():
 
 def test_it_is_shown_by_its_kernel_and_what_it_holds():
     mcmc = quiet(NUTS(positive, full_mass=True), 5, 5, num_chains=2)
-    assert repr(mcmc) == f"MCMC({ps.NUTS(positive, mass='dense')!r}, 2 chains, not run yet)"
+    assert repr(mcmc) == f"MCMC({ps.NUTS(positive, mass='dense', target_accept=0.8)!r}, 2 chains, not run yet)"
     held = mcmc.run()
     assert repr(mcmc).endswith(f"2 chains, holding {str(held).splitlines()[0]})")
 

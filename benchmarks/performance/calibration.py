@@ -38,7 +38,7 @@ import pyro_symmetric as ps
 from benchmarks.harness import Results, parse, parser, print_table
 from pyro_symmetric.mcmc import Density
 from pyro_symmetric.mcmc.density.targets import ROWS
-from pyro_symmetric.mcmc.kernels import integrator, nuts
+from pyro_symmetric.mcmc.kernels import hmc, nuts
 
 NUM_ROWS, NUM_FEATURES, BATCH, BINS = 12, 3, 4, 16
 PRIOR = torch.distributions.LogNormal(0.0, 0.5)
@@ -161,8 +161,8 @@ def accepting(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     def wrong(*args: Any) -> Tensor:
         return change(right(*args))
 
-    right = integrator.energy_error
-    with mock.patch.object(integrator, "energy_error", wrong):
+    right = hmc.energy_error
+    with mock.patch.object(hmc, "energy_error", wrong):
         yield
 
 
