@@ -16,7 +16,7 @@ CHECK := $(addprefix tests/, \
   distributions/test_symmetrized.py \
   ensembles/test_training.py \
   groups/test_action.py groups/test_element.py \
-  guides/test_bound_tensor.py guides/test_evidence.py guides/test_transport.py \
+  guides/test_objectives.py guides/test_evidence.py guides/test_transport.py \
   mcmc/test_curves.py mcmc/test_integrator.py mcmc/test_mass.py mcmc/test_network.py mcmc/test_density.py \
   store/test_damage.py \
   study/test_methods.py)

@@ -17,12 +17,12 @@ Models
     log_joint
 
 Guides
-    AutoSymmetrized Symmetrized SinkhornImportance ExactOrbit InfoNCE SymmetrizedMeanField_ELBO
-    AutoUnitBlocks AutoModes Modes_ELBO AutoFlow AutoGaussian SWAG
-    suggest_guide suggest_estimator sample_posterior distinct save_guide load_guide
+    AutoSymmetrized symmetrize Symmetrized SinkhornImportance ExactOrbit InfoNCE
+    AutoUnitBlocks AutoGaussian SWAG
+    sample_posterior distinct save_guide load_guide
 
 Evidence
-    evidence compare_models
+    evidence
 
 Samplers
     sample NUTS HMC AdaptiveHMC MCLMC SGHMC SGLD pSGLD Kernel State MCMC
@@ -47,7 +47,7 @@ Data
 
 Errors
     BrokenSymmetry UnverifiedSymmetry InconclusiveError UntraceableError UnknownOperator
-    NotADensityError StoreError OtherRun
+    StoreError OtherRun
 """
 
 from pyro_symmetric import datasets
@@ -103,16 +103,10 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis, Units
 from pyro_symmetric.guides import (
     SWAG,
-    AutoFlow,
     AutoGaussian,
-    AutoModes,
     AutoSymmetrized,
     AutoUnitBlocks,
-    Modes_ELBO,
-    NotADensityError,
-    SymmetrizedMeanField_ELBO,
     barycentre,
-    compare_models,
     distinct,
     evidence,
     interpolate,
@@ -120,8 +114,7 @@ from pyro_symmetric.guides import (
     push_forward,
     sample_posterior,
     save_guide,
-    suggest_estimator,
-    suggest_guide,
+    symmetrize,
     wasserstein,
 )
 from pyro_symmetric.infer import MCMC
@@ -157,9 +150,7 @@ __all__ = [
     "ActivationCost",
     "AdaptiveHMC",
     "Alignment",
-    "AutoFlow",
     "AutoGaussian",
-    "AutoModes",
     "AutoSymmetrized",
     "AutoUnitBlocks",
     "Axis",
@@ -180,8 +171,6 @@ __all__ = [
     "InfoNCE",
     "Kernel",
     "MatchCost",
-    "Modes_ELBO",
-    "NotADensityError",
     "OtherRun",
     "Posterior",
     "SinkhornImportance",
@@ -189,7 +178,6 @@ __all__ = [
     "State",
     "StoreError",
     "Symmetrized",
-    "SymmetrizedMeanField_ELBO",
     "Symmetry",
     "TableCost",
     "Units",
@@ -202,7 +190,6 @@ __all__ = [
     "canonicalize",
     "check_priors",
     "common_frame",
-    "compare_models",
     "completeness",
     "datasets",
     "diagnose",
@@ -233,9 +220,8 @@ __all__ = [
     "save_guide",
     "scores",
     "sorting_permutation",
-    "suggest_estimator",
-    "suggest_guide",
     "summary",
+    "symmetrize",
     "to_arviz",
     "to_gaussian",
     "total_variation",

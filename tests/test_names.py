@@ -41,9 +41,6 @@ WEIGHTS = {name: torch.randn(4, *shape) for name, shape in BAYESIAN.site_shapes.
         (lambda: ps.AutoSymmetrized(model, GROUP, base=AutoIAFNormal, estimater=ps.ExactOrbit()), "estimator"),
         (lambda: ps.AutoSymmetrized(model, GROUP, base=set_up(), estimater=ps.ExactOrbit()), "estimator"),
         (lambda: ps.AutoSymmetrized(model, GROUP, init_scal=0.1), "init_scale"),
-        (lambda: ps.AutoSymmetrized(model, GROUP, base=ps.AutoModes, num_mode=3), "num_modes"),
-        (lambda: ps.AutoModes(model, num_mode=3), "num_modes"),
-        (lambda: ps.AutoFlow(model, init_scal=0.1), "init_scale"),
         (lambda: ps.predict(WEIGHTS, BAYESIAN, torch.zeros(3, 2), avrage=True), "average"),
         (lambda: ps.predict(WEIGHTS, NET, torch.zeros(3, 2), avrage=True), "average"),
         (lambda: ps.verify_model(GROUP, model, tolerence=1e-3), "tolerance"),
@@ -76,7 +73,6 @@ PASSED_ON = {
     "example_inputs",
     "operators",
     "base_arguments",
-    "flow_arguments",
     "alignment",
     "options",
 }
@@ -95,7 +91,7 @@ def test_the_signature_of_a_public_name_names_its_arguments(name: str) -> None:
         assert any(word in p.name for p in parameters for word in ("model", "priors")), name
 
 
-@pytest.mark.parametrize("guide", [ps.AutoSymmetrized(model, GROUP), ps.AutoModes(model), ps.AutoFlow(model)])
+@pytest.mark.parametrize("guide", [ps.AutoSymmetrized(model, GROUP), ps.AutoUnitBlocks(model, GROUP)])
 def test_torch_save_of_a_guide_points_to_save_guide_and_processes_are_not_bothered(guide: Any) -> None:
     guide()
     with pytest.warns(UserWarning, match="save_guide"):
@@ -112,7 +108,6 @@ def test_objects_say_what_they_are_in_words() -> None:
     for value, words in (
         (units, "Units('k', 3, permute, flip; w[0]^1)"),
         (units.axes[0], "Axis(w[0]^1, 3 positions)"),
-        (ps.SymmetrizedMeanField_ELBO(3), "SymmetrizedMeanField_ELBO(3 draws a step)"),
         (table, "TableCost(2 sources, units of k)"),
         (ps.ActivationCost(NET, torch.zeros(2, 2)), "ActivationCost(Linear)"),
         (ps.SortingTracker(GROUP), "SortingTracker(0 sets of weights, units of k)"),

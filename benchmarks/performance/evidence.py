@@ -14,8 +14,6 @@ signs of factors is free.
 
 *units*: networks of tanh units for 20 points of a sine wave, weights N(0, 1.5²), noise 0.3.
 
-The last table of each is that of ``compare_models``: all models alike but for the number.
-
 ``annealed`` is the mean over seeds of sequential Monte Carlo over powers of the likelihood, from 0 to 1:
 rises that keep 95 % of particles effective, systematic resampling, trajectories of HMC of five steps each, their
 step size adapted to accept 80 %; ± its standard error. The others: a Gaussian fitted to the first halves of 16 chains,
@@ -231,10 +229,6 @@ def main() -> None:
         ["problem", "published", "annealed", "ELBO", "symmetrised", "importance", "Pareto-k", "bridge", "doubts"],
         [line(row) for row in found.values()],
     )
-    for family, members in FAMILIES.items():
-        evidences = {name: remembered(found[name]) for name in members if name in found}
-        if len(evidences) > 1:
-            print(f"\n{family}\n{ps.compare_models(evidences)}")
 
 
 def line(row: Row) -> list[str]:

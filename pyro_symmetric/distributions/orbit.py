@@ -22,7 +22,7 @@ is what serves there. Both belong to one distribution of ``w`` and its elements 
 variational inference, Sobolev & Vetrov 2019, arXiv 1905.03290; Grosse, Ghahramani & Adams 2015, arXiv 1511.02543).
 
 Each estimator has a module of its own. A new one is a frozen dataclass that inherits from :class:`OrbitEstimator`; that
-alone makes it known to saved guides and to :func:`~pyro_symmetric.guides.suggest_estimator`.
+alone makes it known to saved guides.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class SinkhornImportance(OrbitEstimator):
     Sinkhorn's algorithm (:mod:`~pyro_symmetric.distributions.proposal`): if units are far apart it finds all of the
     :math:`\log|G|` nats, whatever the width, and if they are alike it knows that; in between a larger ``K`` helps.
     The default suits training if units are independent and in one layer; otherwise take 16, and four times as many to
-    report, as :func:`~pyro_symmetric.guides.suggest_estimator` does.
+    report, as guides do by default.
 
     *Gradients* are those of :math:`\log \bar q`, not of the estimate ``L`` as it stands. With the proposals held
     fixed, ``∇L`` is the mean of :math:`\nabla \log q(g_k \cdot w)` by the terms' shares of the sum, which are
@@ -80,7 +80,7 @@ class SinkhornImportance(OrbitEstimator):
     units, 0.1 under a flow. *Tied units*, whose weights from state to state belong to two of them, lose far more: eight
     recurrent ones 0.46 with ``K = 16`` and 0.72 with ``K = 4``; ``ExactOrbit`` loses nothing there.
     Sums of up to 25,000 terms are better added up:
-    :func:`~pyro_symmetric.guides.suggest_estimator` then picks ``ExactOrbit``, which loses nothing.
+    ``ExactOrbit``, which loses nothing, is then the default.
     :func:`~pyro_symmetric.guides.evidence` doubts an estimate whose bounds from both sides, ``log_prob`` and
     ``log_prob_elsewhere``, lie more than half a nat apart, and a training by such an estimate if it is a twentieth
     of :math:`\log|G|`: then take a larger ``K``, or ``ExactOrbit`` if the group allows.

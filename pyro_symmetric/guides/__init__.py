@@ -15,39 +15,25 @@ one guide by PyTorch's own tool (start the script by ``torchrun --nproc-per-node
 """
 
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.bound_tensor import NotADensityError
 from pyro_symmetric.guides.bounds import Evidence, evidence
 from pyro_symmetric.guides.files import load_guide, save_guide
-from pyro_symmetric.guides.flow import AutoFlow
 from pyro_symmetric.guides.gaussian import AutoGaussian, sample_posterior
-from pyro_symmetric.guides.model_comparison import ModelComparison, compare_models
-from pyro_symmetric.guides.modes import AutoModes
-from pyro_symmetric.guides.objectives import Modes_ELBO, SymmetrizedMeanField_ELBO
 from pyro_symmetric.guides.own_parameters import distinct
-from pyro_symmetric.guides.pilot import GuideSuggestion, suggest_guide
 from pyro_symmetric.guides.push_forward import push_forward
-from pyro_symmetric.guides.suggest import suggest_estimator
 from pyro_symmetric.guides.swag import SWAG
+from pyro_symmetric.guides.symmetrize import symmetrize
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.guides.transport import barycentre, interpolate, wasserstein
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 
 __all__ = [
     "SWAG",
-    "AutoFlow",
     "AutoGaussian",
-    "AutoModes",
     "AutoSymmetrized",
     "AutoUnitBlocks",
     "Evidence",
-    "GuideSuggestion",
-    "ModelComparison",
-    "Modes_ELBO",
-    "NotADensityError",
-    "SymmetrizedMeanField_ELBO",
     "WeightsGuide",
     "barycentre",
-    "compare_models",
     "distinct",
     "evidence",
     "interpolate",
@@ -55,7 +41,6 @@ __all__ = [
     "push_forward",
     "sample_posterior",
     "save_guide",
-    "suggest_estimator",
-    "suggest_guide",
+    "symmetrize",
     "wasserstein",
 ]

@@ -34,12 +34,7 @@ class WeightsGuide(AutoContinuous):
     :meth:`sample_posterior` draws weights and needs no data. Pickles and copies leave the guide as it is, and have
     parameters of their own in whatever process. A guide that has been set up is pickled without its model, which it
     needs no longer.
-
-    :ivar starts: log-densities of the starts that were compared, ``log p(w, D)`` of unconstrained sites; the guide
-        began at the largest. A guide that was told where to start compared none.
     """
-
-    starts: tuple[float, ...] = ()
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any):
         super().__init__(arguments.function("model", model, "a Pyro model"), *args, **kwargs)
@@ -126,9 +121,7 @@ class WeightsGuide(AutoContinuous):
         if self.prototype_trace is None:
             return f"{type(self).__name__}(not set up)"
         parameters = sum(p.numel() for p in self.parameters())
-        spread = f"{min(self.starts):.1f} to {max(self.starts):.1f}" if self.starts else ""
-        starts = f", starts={len(self.starts)} of log-density {spread}" if self.starts else ""
-        return f"{type(self).__name__}(latent_dim={self.latent_dim}, parameters={parameters}{starts})"
+        return f"{type(self).__name__}(latent_dim={self.latent_dim}, parameters={parameters})"
 
     def _adopt(self, guide: AutoContinuous) -> None:
         """Know of the model what a guide that was set up on it knows."""

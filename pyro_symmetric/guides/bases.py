@@ -1,4 +1,4 @@
-"""The guides that other guides hold: the base of a symmetrised guide, the modes of a mixture."""
+"""The guides that other guides hold: the base of a symmetrised guide."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide, AutoNormal, AutoNormalizingFlow
+from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide, AutoNormal
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import did_you_mean
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.flow import AutoFlow
 from pyro_symmetric.guides.gaussian import plain
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.guides.starts import InitLocFn
@@ -25,7 +24,7 @@ def held_guide(
     """A guide for another one to hold.
 
     :param holder: the class of that one, which passes ``options`` on.
-    :param base: its class (``AutoNormal`` is taken as ``AutoDiagonalNormal``, a flow as an ``AutoFlow``), or a guide
+    :param base: its class (``AutoNormal`` is taken as ``AutoDiagonalNormal``), or a guide
         that has been set up, of which a copy is made.
     :param start: where its means start, unless ``options`` hold ``init_loc_fn``.
     :param options: arguments of the class.
@@ -44,9 +43,7 @@ def held_guide(
         base = AutoDiagonalNormal
     if not (isinstance(base, type) and issubclass(base, AutoContinuous)):
         raise TypeError(f"base is {arguments.shown(base)}; it must be AutoDiagonalNormal or another AutoContinuous")
-    arguments.options(holder, options, AutoFlow if issubclass(base, AutoNormalizingFlow) else base)
-    if issubclass(base, AutoNormalizingFlow):
-        return AutoFlow(model, base, init_loc_fn=start, **options)
+    arguments.options(holder, options, base)
     if "init_loc_fn" in inspect.signature(base.__init__).parameters:
         options = {"init_loc_fn": start, **options}
     return base(model, **options)

@@ -32,7 +32,7 @@ from pyro_symmetric.guides.fitted import halves
 from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
 from pyro_symmetric.guides.layout import GuideLayout, layout_of
 from pyro_symmetric.guides.log_ratios import Estimate, bridge, chains_agree, importance, in_nats, pareto_k
-from pyro_symmetric.guides.suggest import suggest_estimator
+from pyro_symmetric.guides.suggest import usual_estimator
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite, require_sites
@@ -146,8 +146,8 @@ def evidence(
     :param log_joint: e.g. :func:`log_joint(model, *args) <pyro_symmetric.mcmc.log_joint>`; weights of batch shape
         ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``.
     :param group: the symmetry of the model: permutations, signs, or both. Of a symmetry, the finite part.
-    :param estimator: of the symmetrised log-density; by default what
-        :func:`~pyro_symmetric.guides.suggest_estimator` picks for reports.
+    :param estimator: of the symmetrised log-density; by default exact where that is cheap, else
+        ``SinkhornImportance(16)`` or more.
     :param posterior: draws of the posterior, which the guide wasn't fitted to.
     :param num_samples: Monte Carlo samples of the guide, at least 2, and about as many of the posterior, evenly spaced.
     :param chunk: how many are evaluated at once.
@@ -163,6 +163,7 @@ def evidence(
         raise TypeError(f"log_joint is {arguments.shown(log_joint)}; it must be {kind}")
     arguments.function("log_joint", log_joint, kind)
     arguments.instance("posterior", posterior, (Posterior, type(None)), "a Posterior or None")
+    arguments.instance("guide", guide, (AutoGuide, Posterior), "an automatic guide, or a Posterior")
     held = guide.samples.values() if isinstance(guide, Posterior) else [*guide.parameters(), *guide.buffers()]
     # Draws come from PyTorch's generator, which the checks put back: of two threads at once both would have the same.
     with torch.no_grad(), forked(drawn_seed(), next((value.device for value in held), None)):
@@ -180,7 +181,7 @@ def _evidence(
 ) -> Evidence:
     if isinstance(guide, Posterior):
         guide, posterior = halves(guide, group, posterior)
-    estimator = estimator or suggest_estimator(guide, group, training=False).estimator
+    estimator = estimator or usual_estimator(guide, group, training=False)
     if posterior is not None and not estimator.knows_elsewhere:
         raise TypeError(
             f"estimator is {estimator!r}, which knows no density at draws of a posterior; take ExactOrbit, InfoNCE or "

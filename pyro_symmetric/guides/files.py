@@ -3,24 +3,19 @@ data."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
-import pyro.infer.autoguide
 import torch
-from pyro.distributions import transforms
-from pyro.infer.autoguide import AutoGuide, AutoNormalizingFlow
+from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.distributions.orbit import ESTIMATORS, estimator_from_dict
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.flow import AutoFlow
 from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of
 from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
-from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks, gaussian_copy
 from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
@@ -32,9 +27,9 @@ VERSION = 3
 def save_guide(guide: AutoGuide, path: PathLike) -> None:
     """Write a set-up guide to one ``.safetensors`` file, atomically and without pickle.
 
-    Takes our guides, symmetrised over whatever base, mixtures, unit blocks and flows included, and the stock Gaussian
-    ones (``AutoNormal``, ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``, ``AutoMultivariateNormal``). A
-    flow must be made of Pyro's own transforms: a file holds no functions. Of others write ``guide.state_dict()``.
+    Takes our guides, symmetrised over a Gaussian base, and the stock Gaussian ones (``AutoNormal``,
+    ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``, ``AutoMultivariateNormal``). Of others write
+    ``guide.state_dict()``.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -48,7 +43,7 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     :raises OSError: if the file can't be written.
     """
     layout = layout_of(guide)
-    if not isinstance(guide, AutoSymmetrized | AutoModes | AutoFlow):
+    if not isinstance(guide, AutoSymmetrized):
         guide = gaussian_copy(guide)
     header = {"sites": layout.to_dict(), "guide": _described(guide)}
     save_tensors(path, KIND, VERSION, guide.state_dict(), header)
@@ -62,9 +57,7 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    >>> guide = ps.AutoModes(model, num_modes=2)
-    >>> guide()["w"].shape
-    torch.Size([3])
+    >>> guide = ps.AutoSymmetrized(model, ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)})).setup()
     >>> ps.save_guide(guide, "guide.safetensors")
     >>> ps.load_guide("guide.safetensors").sample_posterior((20,))["w"].shape
     torch.Size([20, 3])
@@ -103,17 +96,6 @@ def _described(guide: Any) -> dict[str, Any]:
             "sticking_the_landing": guide.sticking_the_landing,
             "estimator": guide.estimator.to_dict(),
         }
-    if isinstance(guide, AutoModes):
-        return {
-            "class": kind,
-            "modes": [_described(mode) for mode in guide.modes],
-            "train_weights": guide.train_weights,
-        }
-    if isinstance(guide, AutoFlow):
-        flow = type(guide.flow).__name__
-        if getattr(pyro.infer.autoguide, flow, None) is not type(guide.flow):
-            raise TypeError(f"a guide over {flow} can't be written to a file, only over Pyro's own flows")
-        return {"class": kind, "flow": flow, "arguments": _as_json(guide.flow_arguments)}
     if isinstance(guide, AutoUnitBlocks):
         return {"class": kind, "group": guide.group.to_dict()}
     return {"class": "AutoGaussian", "moments": {name: list(value.shape) for name, value in moments_of(guide).items()}}
@@ -131,44 +113,7 @@ def _built(described: Mapping[str, Any], layout: GuideLayout, like: Tensor) -> A
             sticking_the_landing=described["sticking_the_landing"],
         )
         return guide.setup()
-    if kind == "AutoModes":
-        modes = [_built(mode, layout, like) for mode in described["modes"]]
-        return AutoModes.from_guides(modes, train_weights=described["train_weights"])
-    if kind == "AutoFlow":
-        flow: type[AutoNormalizingFlow] = getattr(pyro.infer.autoguide, described["flow"])
-        options = _from_json(described["arguments"])
-        return AutoFlow(model, flow, init_loc_fn=model.init_loc_fn, **options).setup()
     if kind == "AutoUnitBlocks":
         return AutoUnitBlocks(model, Group.from_dict(described["group"]), init_loc_fn=model.init_loc_fn).setup()
     moments = {name: like.new_ones(shape) for name, shape in described["moments"].items()}
     return AutoGaussian(layout, **{name: v.tril() if name == "scale_tril" else v for name, v in moments.items()})
-
-
-def _as_json(value: Any) -> Any:
-    """The arguments of a flow; functions are Pyro's own transforms, by name, with the arguments that they are given."""
-    if isinstance(value, functools.partial):
-        arguments_of = {"args": _as_json(list(value.args)), "kwargs": _as_json(value.keywords)}
-        return {**_as_json(value.func), **arguments_of}
-    if isinstance(value, dict):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    if callable(value) and getattr(value, "__name__", "") in transforms.__all__:
-        return {"transform": value.__name__}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(
-        f"a flow made with {value!r} can't be written to a file; functions of pyro.distributions.transforms can, also "
-        "within functools.partial. Write guide.state_dict() instead"
-    )
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, dict) and "transform" in value:
-        function = {name: getattr(transforms, name) for name in transforms.__all__}[value["transform"]]
-        if "args" not in value:
-            return function
-        return functools.partial(function, *_from_json(value["args"]), **_from_json(value["kwargs"]))
-    if isinstance(value, dict):
-        return {key: _from_json(item) for key, item in value.items()}
-    return [_from_json(item) for item in value] if isinstance(value, list) else value

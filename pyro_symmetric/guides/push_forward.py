@@ -26,12 +26,11 @@ from pyro_symmetric.groups import Action, Element
 from pyro_symmetric.groups.element import require_buffers
 from pyro_symmetric.guides.gaussian import AutoGaussian, Moments, moments_of, plain, triangular
 from pyro_symmetric.guides.layout import GuideLayout, layout_of
-from pyro_symmetric.guides.modes import AutoModes
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 
 
 @torch.no_grad()
-def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian | AutoUnitBlocks | AutoModes:
+def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian | AutoUnitBlocks:
     """The distribution of ``element(w)`` for ``w`` drawn from a Gaussian guide, as a guide of its own.
 
     >>> def model():
@@ -47,24 +46,20 @@ def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian | AutoUnitB
     Running statistics aren't sites of a guide: elements that move some are refused; those of ``symmetry.holding(net)``
     don't.
 
-    :param guide: a set-up Gaussian guide, stock or ours; of a symmetrised guide, its base is pushed forward. All modes
-        of an :class:`AutoModes` are moved alike.
+    :param guide: a set-up Gaussian guide, stock or ours; of a symmetrised guide, its base is pushed forward.
     :param element: permutations, scales, signs and shifts. Permutations may also move sites that are constrained entry
         by entry (positive ones), the others move real sites only.
     :raises TypeError: if the guide isn't Gaussian, or ``element`` is no element of a group.
     :raises ValueError: for a batch of elements, for sites that the guide lacks or whose supports don't fit.
     """
     layout, guide = layout_of(guide), plain(guide)
-    if isinstance(guide, AutoModes):
-        modes = [push_forward(mode, element) for mode in guide.modes]
-        return AutoModes._holding(layout, modes, guide.logits.detach().clone(), guide.train_weights)
     if isinstance(guide, AutoUnitBlocks):
         return _pushed_blocks(guide, layout, element)
     return AutoGaussian(layout, **_pushed(moments_of(guide), element, _affine(element, layout)))
 
 
 @acted_on.register(AutoGuide)
-def _(target: AutoGuide, element: Element, symmetry: Symmetry) -> AutoGaussian | AutoUnitBlocks | AutoModes:
+def _(target: AutoGuide, element: Element, symmetry: Symmetry) -> AutoGaussian | AutoUnitBlocks:
     return push_forward(target, element)
 
 

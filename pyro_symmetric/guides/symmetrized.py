@@ -15,27 +15,24 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import pyro
+import torch
 from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized
 from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
-from pyro_symmetric.guides import starts
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.bases import held_guide
-from pyro_symmetric.guides.bound_tensor import GuideDensity
-from pyro_symmetric.guides.flow import AutoFlow
 from pyro_symmetric.guides.gaussian import require_spread
 from pyro_symmetric.guides.layout import LayoutModel, layout_of
-from pyro_symmetric.guides.modes import AutoModes
-from pyro_symmetric.guides.starts import InitLocFn
-from pyro_symmetric.guides.suggest import suggest_estimator
+from pyro_symmetric.guides.starts import InitLocFn, Start
+from pyro_symmetric.guides.suggest import usual_estimator
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 from pyro_symmetric.weights import Weights
 
@@ -58,11 +55,10 @@ class AutoSymmetrized(WeightsGuide):
     base, one copy of every mode: predictions, being invariant, are distributed as under the symmetrised guide. Only the
     density, and so the ELBO, differs. (``sample_posterior(..., orbit=True)`` visits all copies.) If units lie far
     apart, as in trained networks, the gain is nearly constant: training ends about where the base alone does, and only
-    the evidence changes. If they overlap, and the base is rich enough to reach them, the fit gets better, too:
-    :func:`~pyro_symmetric.guides.suggest_guide` tells which base that is. If the estimator's ``bound`` is ``"upper"``
-    (of the log-density), the ELBO that SVI reports is a lower bound of the symmetrised guide's. Objectives that weight
-    draws by the density (``RenyiELBO``, ``ReweightedWakeSleep``) need ``ExactOrbit`` and refuse a bound;
-    :func:`~pyro_symmetric.guides.evidence` takes both.
+    the evidence changes. If they overlap, and the base is rich enough to reach them, the fit gets better, too. If the
+    estimator's ``bound`` is ``"upper"`` (of the log-density), the ELBO that SVI reports is a lower bound of the
+    symmetrised guide's. Weights ``p / q̄`` of objectives such as ``RenyiELBO`` are unbiased for the evidence by an
+    estimate, too.
 
     The model must be invariant under the group: exchangeable priors and likelihood; set-up checks it at draws from the
     prior and names what is wrong. Local latent variables (inside a subsampled plate) are not supported.
@@ -73,23 +69,19 @@ class AutoSymmetrized(WeightsGuide):
         real number. Sites of the model that the group doesn't know stay as they are.
     :param base: the class of the base: ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``,
         ``AutoMultivariateNormal``, :class:`~pyro_symmetric.guides.AutoUnitBlocks` (correlations within each unit, of
-        this group), ``AutoNormalizingFlow``, ``AutoIAFNormal``, :class:`~pyro_symmetric.guides.AutoModes` for several
-        modes, or another
+        this group), ``AutoNormalizingFlow``, ``AutoIAFNormal``, or another
         :class:`~pyro.infer.autoguide.AutoContinuous`. ``AutoNormal`` is taken as ``AutoDiagonalNormal``, the same
-        family. A flow is held as an :class:`~pyro_symmetric.guides.AutoFlow`, which starts where other bases do. Or a
+        family. A flow starts around zero, as Pyro has it. Or a
         guide that has been set up: a copy of it is the base.
-    :param estimator: of the symmetrised log-density; by default what
-        :func:`~pyro_symmetric.guides.suggest_estimator` picks: exact for small groups, else
+    :param estimator: of the symmetrised log-density; by default exact where that is cheap, else
         ``SinkhornImportance(K)``.
     :param sticking_the_landing: leave the score of the guide out of its gradients (Gaussian bases only): noise that
         vanishes as the guide fits better. See :class:`~pyro_symmetric.distributions.Symmetrized` on when gradients
         stay unbiased.
     :param init_loc_fn: where the means start. By default sites that the group moves start at the network's own values
-        for a :class:`BayesianModel`, else at a draw from the prior, never at the group's fixed point (all units equal),
-        where the gradient can't tell units apart; other sites, such as a scale of noise, at their prior's median.
-    :param num_starts: how many starts are compared by the joint density there; the best is kept. The others are drawn
-        from the prior (a network's weights stay at their own values). ``starts`` and the repr tell their log-densities.
-        With ``init_loc_fn``, or a base that has been set up, there is nothing to compare.
+        for a :class:`BayesianModel`, else at their prior's mean with a little noise, never at the group's fixed point
+        (all units equal), where the gradient can't tell units apart; other sites, such as a scale of noise, at their
+        prior's median.
     :param base_arguments: further arguments of the base, such as ``init_scale`` or ``rank``.
     """
 
@@ -102,7 +94,6 @@ class AutoSymmetrized(WeightsGuide):
         *,
         sticking_the_landing: bool = False,
         init_loc_fn: InitLocFn | None = None,
-        num_starts: int = 4,
         **base_arguments: Any,
     ):
         self.group = group_of(group).finite
@@ -110,19 +101,12 @@ class AutoSymmetrized(WeightsGuide):
             require_estimator(estimator)
         arguments.flag("sticking_the_landing", sticking_the_landing)
         arguments.function("init_loc_fn", init_loc_fn, "a function of a site", none="the usual starts")
-        arguments.whole("num_starts", num_starts, 1)
-        exchanged = self.group.required_sites
-        if base is AutoModes:
-            base_arguments |= {"init_loc_fn": init_loc_fn, "num_starts": num_starts, "exchanged": exchanged}
         if base is AutoUnitBlocks:
             base_arguments = {"group": self.group, **base_arguments}
-        start = init_loc_fn or starts.Start(model, exchanged)
+        start = init_loc_fn or Start(model, self.group.required_sites)
         super().__init__(model, start)
-        self.num_starts, self._given = num_starts, (model, init_loc_fn)
         self.base = held_guide(AutoSymmetrized, base, model, start, base_arguments)
-        if sticking_the_landing and isinstance(self.base, AutoFlow):
-            raise TypeError(f"sticking_the_landing needs a Gaussian base; found {type(self.base.flow).__name__}")
-        self.estimator = estimator or suggest_estimator(self.base, self.group).estimator
+        self.estimator = estimator or usual_estimator(self.base, self.group)
         self._suggested = None if estimator else self.estimator
         self.sticking_the_landing = sticking_the_landing
         self._action: Action | None = None
@@ -132,12 +116,9 @@ class AutoSymmetrized(WeightsGuide):
         return self.base
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        (model, init_loc_fn), given = self._given or (None, None), self.base.prototype_trace is not None
-        if isinstance(self.base, AutoModes) or given:
-            self.starts = self.base.setup(*args, **kwargs).starts
-        else:
-            exchanged = self.group.required_sites
-            self.starts = starts.set_up_at_best(self.base, model, init_loc_fn, exchanged, self.num_starts, args, kwargs)
+        (model,), given = self._given or (None,), self.base.prototype_trace is not None
+        if not given:
+            self.base._setup_prototype(*args, **kwargs)
         self._adopt(self.base)
         try:
             self._check(model, *args, **kwargs)
@@ -166,27 +147,30 @@ class AutoSymmetrized(WeightsGuide):
                 )
         self._action = layout.action(self.group)
         if self.estimator is self._suggested:  # now that the sites and their supports are known
-            self.estimator = self._suggested = suggest_estimator(self.base, self.group).estimator
-        if isinstance(self.base, AutoFlow):
-            self.base.require_inverse()
+            self.estimator = self._suggested = usual_estimator(self.base, self.group)
+        self._require_density_elsewhere()
         if not isinstance(model, LayoutModel):
             with suppress(InconclusiveError, NotImplementedError):
                 verify_model(self.group, functools.partial(model, *args, **kwargs)).require()
 
-    def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
-        """One flat unconstrained draw as a Pyro site, whose log-density is refused if a bound won't do."""
-        density = self._symmetrized(GuideDensity, *args, **kwargs)
-        return pyro.sample(f"_{self._pyro_name}_latent", density, infer={"is_auxiliary": True})
+    def _require_density_elsewhere(self) -> None:
+        base = self.base.get_posterior()
+        try:
+            with torch.no_grad(), forked():
+                base.log_prob(base.sample() + 1e-3)
+        except (KeyError, NotImplementedError) as error:
+            raise TypeError(
+                f"{type(self.base).__name__} knows the density of its own draws only, but symmetrising asks for that "
+                "of their copies; take a flow that inverts everywhere: AutoIAFNormal (as many passes as there are "
+                "weights), or affine_coupling or spline_coupling (one pass)"
+            ) from error
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Symmetrized:
         """The symmetrised distribution over flat unconstrained vectors. Its base is ``guide.base.get_posterior()``."""
-        return self._symmetrized(Symmetrized, *args, **kwargs)
-
-    def _symmetrized(self, kind: type[Symmetrized], *args: Any, **kwargs: Any) -> Symmetrized:
         if self._action is None:
             layout_of(self)  # says what to do
         base = self.base.get_posterior(*args, **kwargs)
-        return kind(base, self._action, self.estimator, self.sticking_the_landing)  # type: ignore[arg-type]
+        return Symmetrized(base, self._action, self.estimator, self.sticking_the_landing)  # type: ignore[arg-type]
 
     def sample_posterior(self, sample_shape: Sequence[int] = (), orbit: bool = False) -> Weights:
         """Draws of the weights, ``sample_shape + site_shape``, detached and on the guide's device. Needs no data.

@@ -29,11 +29,10 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.distributions.unit_sets import unit_sets
 from pyro_symmetric.groups import Action, Group, group_of
-from pyro_symmetric.guides import starts
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of, plain
 from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
-from pyro_symmetric.guides.starts import InitLocFn
+from pyro_symmetric.guides.starts import InitLocFn, Start
 
 
 class AutoUnitBlocks(WeightsGuide):
@@ -66,7 +65,7 @@ class AutoUnitBlocks(WeightsGuide):
         self.group = group_of(group).finite
         arguments.function("init_loc_fn", init_loc_fn, "a function of a site", none="the usual starts")
         self._init_scale = arguments.positive("init_scale", init_scale)
-        super().__init__(model, init_loc_fn or starts.Start(model, tuple(self.group.required_sites)))
+        super().__init__(model, init_loc_fn or Start(model, tuple(self.group.required_sites)))
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)

@@ -1,12 +1,10 @@
 """Bad calls of guides, of what is made of them and of what they are judged by."""
 
 import torch
-from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoIAFNormal
+from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
 import pyro_symmetric as ps
-from pyro_symmetric.guides import Evidence
 from pyro_symmetric.guides.layout import layout_of
-from pyro_symmetric.guides.log_ratios import Estimate
 
 from .table import (
     ARRAY,
@@ -24,7 +22,6 @@ from .table import (
     group,
     guide,
     model,
-    modes,
     network,
     posterior,
     unused_guide,
@@ -50,22 +47,10 @@ def log_joint(weights):
     return model().log_joint(weights, *data())
 
 
-def worth(value):
-    """An evidence."""
-    return Evidence(value, 0.1, value, 0.1, "ExactOrbit()", "exact", 0.7, Estimate(value, 0.1, 100, 50.0), 0.2)
-
-
 def delta():
     """A point, which has no density."""
     result = AutoDelta(model())
     result(*data())
-    return result
-
-
-def flow():
-    """A set-up guide with a flow."""
-    result = ps.AutoFlow(model(), hidden_dim=[20])
-    result.setup(*data())
     return result
 
 
@@ -103,33 +88,6 @@ CALLS = (
         scale_tril=(*THINGS[1:], ARRAY, torch.eye(16), -torch.eye(17), torch.ones(17), torch.ones(17, 17)),
     ),
     Calls(
-        "AutoModes",
-        ps.AutoModes,
-        lambda: {"model": model()},
-        {
-            "model": (*THINGS, ARRAY),
-            "num_modes": (*COUNTS, None),
-            "base": (*THINGS, AutoDelta, AutoIAFNormal, ps.AutoGaussian),
-            "rank": COUNTS,
-            "init_loc_fn": (3, "banana"),
-            "num_starts": (*COUNTS, None),
-            "exchanged": (3, "0.weight", [3]),
-            "init_scale": (*POSITIVE, None),
-            "train_weights": FLAGS,
-        },
-    ),
-    Calls(
-        "AutoModes.from_guides",
-        ps.AutoModes.from_guides,
-        lambda: {"guides": [guide(), guide()]},
-        {
-            "guides": (*THINGS, [], [3], Made("one", guide), Made("unused", lambda: [unused_guide()])),
-            "weights": ([1.0], [0.0, 1.0], [-1.0, 2.0], [NAN, 1.0], "11", 3, ["1", "2"], [INF, 1.0]),
-            "train_weights": FLAGS,
-        },
-        words={"guides": "guide"},
-    ),
-    Calls(
         "AutoUnitBlocks",
         ps.AutoUnitBlocks,
         lambda: {"model": model(), "group": group()},
@@ -142,17 +100,7 @@ CALLS = (
         words={"group": ""},
     ),
     Calls("AutoUnitBlocks.get_posterior", lambda **o: blocks().get_posterior(**o), dict, {}, misspelt=False),
-    Calls("AutoModes.get_posterior", lambda **o: modes().get_posterior(**o), dict, {}, misspelt=False),
     Calls("AutoGaussian.get_posterior", lambda **o: guide().get_posterior(**o), dict, {}, misspelt=False),
-    Calls("AutoFlow.get_posterior", lambda **o: flow().get_posterior(**o), dict, {}, misspelt=False),
-    Calls("AutoModes.median", lambda **o: modes().median(**o), dict, {}, misspelt=False),
-    Calls(
-        "AutoModes.quantiles",
-        lambda **o: modes().quantiles(**o),
-        lambda: {"quantiles": [0.1, 0.5]},
-        {"quantiles": QUANTILES},
-        misspelt=False,
-    ),
     Calls(
         "WeightsGuide.quantiles",
         lambda **o: guide().quantiles(**o),
@@ -171,7 +119,6 @@ CALLS = (
             "estimator": (3, "InfoNCE", ps.InfoNCE),
             "sticking_the_landing": FLAGS,
             "init_loc_fn": (3, "banana"),
-            "num_starts": (*COUNTS, None),
             "init_scale": (0.0, -1.0, NAN, "1"),
         },
         words={"group": ""},
@@ -187,18 +134,6 @@ CALLS = (
         lambda **o: symmetrized().quantiles(**o),
         lambda: {"quantiles": [0.1, 0.5]},
         {"quantiles": QUANTILES},
-        misspelt=False,
-    ),
-    Calls(
-        "AutoFlow",
-        ps.AutoFlow,
-        lambda: {"model": model(), "hidden_dim": [20]},
-        {
-            "model": (*THINGS, ARRAY),
-            "flow": (*THINGS, AutoDelta, AutoDiagonalNormal),
-            "init_loc_fn": (3, "banana", None),
-            "init_scale": (*POSITIVE, None),
-        },
         misspelt=False,
     ),
     *(
@@ -217,25 +152,6 @@ CALLS = (
         lambda: {"guide": guide(), "element": group().identity()},
         {"guide": NO_GUIDE, "element": NO_ELEMENT},
         words={"guide": ""},
-    ),
-    Calls(
-        "Modes_ELBO",
-        ps.Modes_ELBO,
-        dict,
-        {"num_particles": (*COUNTS, None), "vectorize_particles": FLAGS, "max_plate_nesting": (-1, "1", 0.5, None)},
-    ),
-    Calls(
-        "SymmetrizedMeanField_ELBO",
-        ps.SymmetrizedMeanField_ELBO,
-        dict,
-        {"num_particles": (*COUNTS, None), "vectorize_particles": FLAGS, "max_plate_nesting": (-1, "1", 0.5, None)},
-    ),
-    Calls(
-        "Modes_ELBO",
-        lambda guide: ps.Modes_ELBO().loss(model(), guide, *data()),
-        lambda: {"guide": modes()},
-        {"guide": (3, "banana", Made("one mode", guide))},
-        misspelt=False,
     ),
     Calls(
         "distinct",
@@ -272,29 +188,6 @@ CALLS = (
         misspelt=False,
     ),
     Calls(
-        "suggest_estimator",
-        ps.suggest_estimator,
-        lambda: {"guide": guide(), "group": group()},
-        {"guide": (*THINGS, ARRAY, torch.nn.Linear), "group": NO_GROUP, "training": FLAGS},
-        words={"group": ""},
-    ),
-    Calls(
-        "suggest_guide",
-        lambda model, group, **o: ps.suggest_guide(model, group, *data(), **{"steps": 1, "progress": False, **o}),
-        lambda: {"model": model(), "group": group()},
-        {
-            "model": (*THINGS, ARRAY),
-            "group": NO_GROUP,
-            "steps": (*COUNTS, None),
-            "num_particles": (*COUNTS, None),
-            "learning_rate": (*POSITIVE, None),
-            "least_gain": (-1.0, NAN, INF, "1", None),
-            "progress": FLAGS,
-        },
-        words={"group": ""},
-        misspelt=False,
-    ),
-    Calls(
         "evidence",
         ps.evidence,
         lambda: {"guide": guide(), "log_joint": log_joint, "group": group(), "num_samples": 4},
@@ -308,23 +201,6 @@ CALLS = (
             "chunk": (*COUNTS, None),
         },
         words={"guide": "", "group": ""},
-    ),
-    Calls(
-        "compare_models",
-        ps.compare_models,
-        lambda: {"evidences": {"2": worth(-3.0), "3": worth(-4.0)}},
-        {
-            "evidences": (
-                *THINGS,
-                ARRAY,
-                {},
-                {2: 1.0},
-                {"2": 1.0},
-                {"2": 1.0, "3": 2.0},
-                Made("NaN", lambda: {"2": worth(NAN)}),
-            ),
-            "prior": (3, "2", {}, {"2": 1.0}, {"2": 1.0, "3": 0.0}, {"2": 1.0, "3": NAN}, {"2": 1.0, "3": "1"}),
-        },
     ),
     Calls(
         "wasserstein",

@@ -165,11 +165,6 @@ def guide() -> Any:
     return ps.push_forward(stock, group().identity())
 
 
-def modes() -> ps.AutoModes:
-    """A mixture of two of them."""
-    return ps.AutoModes.from_guides([guide(), guide()])
-
-
 def unused_guide() -> Any:
     """A guide that isn't set up."""
     return pyro.infer.autoguide.AutoDiagonalNormal(model())

@@ -86,7 +86,7 @@ def test_there_are_at_least_four_hundred_bad_calls():
 PUBLIC = {"datasets": ("load", "ood"), "scores": ("classification", "detect", "regression")}  # of modules
 # Results, errors and warnings of the library.
 NOT_CALLED_BY_USERS = {
-    *("Alignment", "BarrierCurve", "Frame", "Matched", "NotADensityError", "MatchCost"),
+    *("Alignment", "BarrierCurve", "Frame", "Matched", "MatchCost"),
     *("BrokenSymmetry", "InconclusiveError", "UnknownOperator", "UntraceableError", "UnverifiedSymmetry"),
     *("OtherRun", "StoreError"),
     *("Kernel", "State"),  # what the kernels, which are tried, derive from and hand on

@@ -9,13 +9,13 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer import Trace_ELBO
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.distributions import SinkhornImportance
-from pyro_symmetric.guides import AutoSymmetrized, SymmetrizedMeanField_ELBO
+from pyro_symmetric.guides import AutoSymmetrized
 from pyro_symmetric.models import BayesianModel
 
 ROWS = 12  # of a mini-batch, the same number on every rank
@@ -29,7 +29,7 @@ def train(rank: int | None, ranks: int, analytic: bool) -> dict[str, Any]:
     x, y = torch.randn(40, 2, dtype=torch.float64), torch.randint(3, (40,))
     model = BayesianModel(net, num_data=40)
     guide = AutoSymmetrized(model, find_symmetry(net, x), estimator=SinkhornImportance(4)).setup(x, y)
-    elbo: Any = (SymmetrizedMeanField_ELBO() if analytic else Trace_ELBO())(model, guide)
+    elbo: Any = (TraceMeanField_ELBO() if analytic else Trace_ELBO())(model, guide)
     loss_of = elbo if rank is None else DistributedDataParallel(elbo)
     optimizer = torch.optim.SGD(guide.parameters(), lr=0.01)
     losses = []

@@ -93,14 +93,11 @@ def test_every_base_is_set_up_trained_and_drawn_from(base: type, options: dict[s
     assert shapes == {site: (2, 5, *shape) for site, shape in model.site_shapes.items()}
 
 
-@pytest.mark.parametrize(("base", "options"), EVERY)
-def test_every_base_starts_at_the_networks_own_values_and_off_the_fixed_point(
-    base: type, options: dict[str, Any]
-) -> None:
-    """Means of 400 draws of scale about 0.1 (flows: of that order): far within 0.1 of the values, which are further
-    apart."""
+@pytest.mark.parametrize("base", GAUSSIAN)
+def test_every_base_starts_at_the_networks_own_values_and_off_the_fixed_point(base: type) -> None:
+    """Means of 400 draws of scale 0.02: far within 0.1 of the values, which are further apart."""
     model, symmetry, x, y = network()
-    guide = AutoSymmetrized(model, symmetry, base=base, estimator=InfoNCE(1), init_scale=0.02, **options).setup(x, y)
+    guide = AutoSymmetrized(model, symmetry, base=base, estimator=InfoNCE(1), init_scale=0.02).setup(x, y)
     start = guide.unpack(guide.base.loc.detach())["0.weight"]
     torch.testing.assert_close(start, model.initial_weights()["0.weight"])
     draws = guide.sample_posterior((400,))["0.weight"]
@@ -108,11 +105,11 @@ def test_every_base_starts_at_the_networks_own_values_and_off_the_fixed_point(
     torch.testing.assert_close(draws.mean(0), start, atol=0.1, rtol=0)
 
 
-@pytest.mark.parametrize(("base", "options"), EVERY)
-def test_every_base_starts_off_the_fixed_point_of_a_hand_written_network(base: type, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("base", GAUSSIAN)
+def test_every_base_starts_off_the_fixed_point_of_a_hand_written_network(base: type) -> None:
     model = HandWritten()
     x = torch.linspace(-2, 2, 20)[:, None]
-    guide = AutoSymmetrized(model, HAND_WRITTEN_GROUP, base=base, estimator=InfoNCE(1), **options).setup(x, x[:, 0])
+    guide = AutoSymmetrized(model, HAND_WRITTEN_GROUP, base=base, estimator=InfoNCE(1)).setup(x, x[:, 0])
     start = guide.unpack(guide.base.loc.detach())
     for site in HAND_WRITTEN_GROUP.required_sites:
         values = start[site].flatten()
@@ -128,7 +125,7 @@ def test_a_fresh_guide_takes_the_parameters_of_another(base: type, options: dict
         AutoSymmetrized(model, symmetry, base=base, estimator=InfoNCE(1), **options).setup(x, y) for _ in range(2)
     )
     with torch.no_grad():
-        first.base.loc.add_(1.0)
+        next(first.base.parameters()).add_(1.0)
     second.load_state_dict(first.state_dict())
     draws = []
     for one in (first, second):
@@ -260,8 +257,9 @@ def test_gradients_vanish_where_the_guide_is_the_posterior(base: type) -> None:
 
 
 def test_a_flow_cannot_stick_the_landing() -> None:
+    guide = AutoSymmetrized(exchangeable, THREE, base=AutoIAFNormal, hidden_dim=[8], sticking_the_landing=True)
     with pytest.raises(TypeError, match="Gaussian base"):
-        AutoSymmetrized(exchangeable, THREE, base=AutoIAFNormal, hidden_dim=[8], sticking_the_landing=True)
+        guide()
     cauchy = dist.Cauchy(torch.zeros(3), 1.0).to_event(1)
     with pytest.raises(TypeError, match="Gaussian base"):
         Symmetrized(cauchy, Action(THREE, ["w"]), ExactOrbit(), sticking_the_landing=True)

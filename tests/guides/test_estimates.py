@@ -110,8 +110,10 @@ def test_a_guide_that_misses_a_mode_is_noticed(missed: bool) -> None:
     group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
     layout = one_site_layout()
     near = ps.AutoGaussian(layout, torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
-    far = ps.AutoGaussian(layout, torch.tensor([6.0, 9.0]), torch.full((2,), 0.33))
-    guide = near if missed else ps.AutoModes.from_guides([near, far], [2.0, 1.0])
+    apart = torch.tensor([6.0, 7.0])
+    root = torch.linalg.cholesky(2 / 9 * torch.outer(apart, apart) + 0.2 * torch.eye(2))
+    wider = ps.AutoGaussian(layout, torch.tensor([2.0, 4.33]), scale_tril=root)
+    guide = near if missed else wider
     mean = torch.where(torch.rand(4, 500, 1) < 2 / 3, torch.tensor([0.0, 2.0]), torch.tensor([6.0, 9.0]))
     draws = mean + 0.3 * torch.randn(4, 500, 2)
     posterior = ps.Posterior({"w": draws}, rows="chains")

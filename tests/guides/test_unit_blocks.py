@@ -92,9 +92,6 @@ def test_at_the_posterior_of_separate_regressions_the_elbo_is_the_evidence() -> 
     marginal = torch.distributions.MultivariateNormal(torch.zeros(12).double(), x @ x.mT + 0.09 * torch.eye(12))
     evidence = float(marginal.log_prob(y.mT).sum())
     assert Trace_ELBO().loss(model, guide) == pytest.approx(-evidence, rel=1e-6)  # whatever the draw
-    # With the divergence from the prior by its formula, the likelihood's draws are left, of deviation 2.5: 5 errors.
-    by_formula = ps.SymmetrizedMeanField_ELBO(4000, vectorize_particles=True, max_plate_nesting=0)
-    assert by_formula.loss(model, guide) == pytest.approx(-evidence, abs=0.2)
 
 
 def test_the_symmetrised_density_is_the_sum_over_all_elements() -> None:
@@ -135,14 +132,12 @@ def test_a_push_forward_that_would_tear_units_apart_is_refused() -> None:
         ps.push_forward(guide, other.element({"entry": torch.tensor([1, 0, 2])}))
 
 
-@pytest.mark.parametrize("wrap", [lambda model, base, group: base, ps.AutoSymmetrized, ps.AutoModes])
+@pytest.mark.parametrize("wrap", [lambda model, base, group: base, ps.AutoSymmetrized])
 def test_files_pickles_and_copies_have_the_same_density(wrap, tmp_path) -> None:
     torch.manual_seed(3)
     model = network()
     base, group = drawn(model)
-    if wrap is ps.AutoModes:
-        guide = ps.AutoModes.from_guides([base, ps.push_forward(base, group.sample())])
-    elif wrap is ps.AutoSymmetrized:
+    if wrap is ps.AutoSymmetrized:
         guide = ps.AutoSymmetrized(model, group, base=base, estimator=ExactOrbit()).setup(X.double(), Y.double())
     else:
         guide = base
@@ -154,18 +149,6 @@ def test_files_pickles_and_copies_have_the_same_density(wrap, tmp_path) -> None:
         assert {site: value.shape for site, value in other.sample_posterior((2,)).items()} == {
             site: (2, *shape) for site, shape in layout_of(guide).site_shapes.items()
         }
-
-
-def test_modes_of_unit_blocks_start_apart_and_train() -> None:
-    torch.manual_seed(4)
-    model = network()
-    group = ps.find_symmetry(model.net, X.double()).finite
-    guide = ps.AutoModes(model, 2, base=ps.AutoUnitBlocks, group=group).setup(X.double(), Y.double())
-    assert not torch.allclose(guide.modes[0].loc, guide.modes[1].loc)
-    loss = ps.Modes_ELBO().differentiable_loss(model, guide, X.double(), Y.double())
-    loss.backward()
-    assert all(bool(p.grad.isfinite().all()) for p in guide.modes.parameters())
-    assert any(bool(p.grad.tril(-1).any()) for p in guide.modes.parameters() if p.dim() == 3)
 
 
 def test_wasserstein_distance_and_barycentre_are_those_of_the_dense_gaussians() -> None:

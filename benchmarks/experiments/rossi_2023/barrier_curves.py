@@ -19,7 +19,7 @@ cross-entropy and aligned by weight matching (Ainsworth et al. 2023, arXiv 2209.
 Perceptrons are trained with the local reparametrisation (Kingma, Salimans & Welling 2015, arXiv 1506.02557) and the
 analytic divergence from the prior N(0, --prior-variance): the ELBO that SVI has, with less noise, on one core in
 minutes. ``--net resnet20`` is ResNet-20 with filter-response normalisation, ``--width`` channels wide at the stem (16
-is the full one), trained by stock SVI on :class:`~pyro_symmetric.SymmetrizedMeanField_ELBO`; its vectors (of
+is the full one), trained by stock SVI on :class:`~pyro.infer.Trace_ELBO`; its vectors (of
 normalisation, and the last bias) have a standard normal prior.
 
 What a barrier says depends on how well the ends fit: a posterior that the prior holds back (784 inputs, three hidden
@@ -41,7 +41,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer import SVI
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
@@ -154,7 +154,7 @@ def fit_by_svi(
     start = init_to_value(values=model.initial_weights())
     guide = ps.distinct(AutoDiagonalNormal(model, init_loc_fn=start, init_scale=options.init_scale))
     optimiser = pyro.optim.ClippedAdam({"lr": options.lr, "lrd": 0.02 ** (1 / options.steps)})
-    svi = SVI(model, guide, optimiser, ps.SymmetrizedMeanField_ELBO())
+    svi = SVI(model, guide, optimiser, Trace_ELBO())
     losses = [svi.step(x[rows], y[rows]) / len(x) for rows in batches(x, options, seed)]
     return ps.to_gaussian(guide), last(losses)
 

@@ -21,7 +21,6 @@ from pyro_symmetric.guides import (
     distinct,
     evidence,
     push_forward,
-    suggest_estimator,
 )
 from pyro_symmetric.guides.unit_blocks import gaussian_copy, unit_positions
 from pyro_symmetric.posterior import Posterior
@@ -74,7 +73,6 @@ class _Variational(Method):
             guide,
             lambda weights: problem.model.log_joint(weights, problem.x, problem.y),
             group,
-            suggest_estimator(guide, group, training=False).estimator,
         )
         return Fit(
             label,

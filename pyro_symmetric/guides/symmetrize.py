@@ -1,0 +1,145 @@
+r"""Guides written by hand, averaged over a group: their own draws, and one factor more.
+
+With :math:`w` the values that a guide draws and :math:`q` their density,
+
+.. math:: \bar q(w) = \frac1{|G|} \sum_{g \in G} q(g \cdot w), \qquad
+    \text{factor} = \log \bar q(w) - \log q(w),
+
+so that the guide's log-density is that of :math:`\bar q`. Reference: Gelberg et al. 2024 (arXiv 2408.05496), Section 4.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import Distribution, constraints
+
+from pyro_symmetric import arguments
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.distributions import OrbitEstimator
+from pyro_symmetric.distributions.orbit import require_estimator, suggested
+from pyro_symmetric.groups import Action, Group, group_of
+
+Guide = Callable[..., Any]
+
+
+def symmetrize(guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator | None = None) -> Guide:
+    """Average a guide that was written by hand over the orbits of a group.
+
+    >>> def guide():
+    ...     loc = pyro.param("loc", torch.tensor([-1.0, 0.0, 1.0]))
+    ...     pyro.sample("w", dist.Normal(loc, 0.5).to_event(1))
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+    >>> svi = pyro.infer.SVI(model, ps.symmetrize(guide, group), pyro.optim.Adam({"lr": 0.01}), pyro.infer.Trace_ELBO())
+    >>> loss = svi.step()
+
+    The guide draws as it did, one copy of every mode, and gets one factor more, so that any objective of Pyro sees the
+    symmetrised density. Its other sites stay as they are. Automatic guides go by
+    :class:`~pyro_symmetric.guides.AutoSymmetrized`, which also checks that the model has the symmetry: here check
+    yours by ``ps.verify_model(group, model, *args)``.
+
+    :param guide: a function with ``pyro.sample`` statements. The sites that the group moves must be independent of
+        each other and of all others, and lie in no subsampled plate. It is run twice for each draw.
+    :param group: permutations and signs that the model has.
+    :param estimator: of the symmetrised density; by default exact where that is cheap, else ``SinkhornImportance``.
+    :raises ValueError: in a step: if a site is missing, has another shape, or depends on another one.
+    """
+    arguments.function("guide", guide, "a guide with pyro.sample statements")
+    group = group_of(group).finite
+    if estimator is not None:
+        require_estimator(estimator)
+    sites = group.required_sites
+    shapes = {site: group.site_shapes[site] for site in sites}
+    action = Action(group, sites)
+
+    @functools.wraps(guide)
+    def symmetrized(*args: Any, **kwargs: Any) -> Any:
+        trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        with poutine.block():  # without the plates of particles, and unseen
+            alone = poutine.trace(guide).get_trace(*args, **kwargs)
+        _require_sites(trace, alone, shapes)
+        outer, batch = _outer_shape(trace.nodes[sites[0]], alone.nodes[sites[0]])
+        values = {site: trace.nodes[site]["value"].reshape(*batch, *shape) for site, shape in shapes.items()}
+        laws = {site: alone.nodes[site]["fn"] for site in sites}
+        base, flat = _flat(laws, shapes), torch.cat([v.flatten(len(batch)) for v in values.values()], -1)
+        chosen = estimator or suggested(group, "other" if isinstance(base, _Product) else "mean field", True)[0]
+        change = chosen.log_prob(base, action, flat) - base.log_prob(flat)
+        pyro.factor("symmetrized", change.reshape(outer), has_rsample=True)
+        return trace.nodes["_RETURN"]["value"]
+
+    return symmetrized
+
+
+class _Product(TorchDistribution):
+    """Independent sites as one vector of their values."""
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
+    support = constraints.real_vector
+
+    def __init__(self, laws: Mapping[str, Any], shapes: Mapping[str, torch.Size]):
+        self.laws, self.shapes = laws, shapes
+        super().__init__(torch.Size(), torch.Size([sum(shape.numel() for shape in shapes.values())]))
+
+    def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        shape = torch.Size(sample_shape)
+        drawn = [law.sample(shape).reshape(*shape, -1) for law in self.laws.values()]
+        return torch.cat(drawn, -1)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        batch, total = value.shape[:-1], torch.zeros((), dtype=value.dtype, device=value.device)
+        pieces = value.split([shape.numel() for shape in self.shapes.values()], -1)
+        for piece, (site, shape) in zip(pieces, self.shapes.items(), strict=True):
+            terms = self.laws[site].log_prob(piece.reshape(*batch, *shape))
+            total = total + terms.reshape(*batch, -1).sum(-1)
+        return total
+
+
+def _flat(laws: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Any:
+    """The joint law of all sites: a normal vector, of which estimators know more, if all are normal."""
+    inner = {site: _unwrapped(law) for site, law in laws.items()}
+    if not all(isinstance(law, torch.distributions.Normal) for law in inner.values()):
+        return _Product(laws, shapes)
+    moments = [
+        torch.cat([getattr(inner[site], name).expand(shape).reshape(-1) for site, shape in shapes.items()])
+        for name in ("loc", "scale")
+    ]
+    return dist.Normal(*moments).to_event(1)
+
+
+def _unwrapped(law: Distribution) -> Distribution:
+    return _unwrapped(law.base_dist) if isinstance(law, torch.distributions.Independent) else law
+
+
+def _outer_shape(node: Any, alone: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of what the plates around the guide, those of particles, make of one number; and their sizes alone."""
+    own = {frame.name for frame in alone["cond_indep_stack"]}
+    plates = {f.dim: int(f.size) for f in node["cond_indep_stack"] if f.vectorized and f.name not in own}
+    outer = tuple(plates.get(dim, 1) for dim in range(min(plates, default=0), 0))
+    return outer, tuple(plates[dim] for dim in sorted(plates))
+
+
+def _require_sites(trace: Any, alone: Any, shapes: Mapping[str, torch.Size]) -> None:
+    """:raises ValueError: for a site that isn't there, of another shape, subsampled, or depends on others."""
+    for site, shape in shapes.items():
+        if site not in trace.nodes:
+            raise ValueError(f"the group moves the site {site!r}, which the guide doesn't draw")
+        node, other = trace.nodes[site], alone.nodes[site]
+        if other["value"].shape != shape:
+            raise ValueError(f"site {site!r} has shape {tuple(other['value'].shape)}; the group's is {tuple(shape)}")
+        if other["scale"] != 1.0:
+            raise ValueError(f"site {site!r} lies in a subsampled plate; a symmetrised guide takes no local variables")
+        with torch.no_grad():
+            same, found = (float(law.log_prob(node["value"]).sum()) for law in (node["fn"], other["fn"]))
+        if not math.isclose(same, found, rel_tol=1e-4, abs_tol=1e-4):
+            raise ValueError(f"site {site!r} depends on another site of the guide; those that the group moves must not")
