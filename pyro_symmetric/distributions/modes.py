@@ -35,7 +35,7 @@ class Modes(TorchDistribution):
     :param components: ``M`` reparametrised distributions without batch shape.
     :param logits: log-weights of the components, up to a constant, ``(M,)``.
     :param stratum: draw ``i`` of a batch comes from component ``(stratum + i) mod M`` instead; for objectives that
-        weight the components themselves, see :class:`~pyro_symmetric.guides.Modes_ELBO`.
+        weight the components themselves.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)

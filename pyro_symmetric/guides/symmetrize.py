@@ -69,14 +69,15 @@ def symmetrize(guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator 
         with poutine.block():  # without the plates of particles, and unseen
             alone = poutine.trace(guide).get_trace(*args, **kwargs)
         _require_sites(trace, alone, shapes)
-        outer, batch = _outer_shape(trace.nodes[sites[0]], alone.nodes[sites[0]])
-        values = {site: trace.nodes[site]["value"].reshape(*batch, *shape) for site, shape in shapes.items()}
+        nodes: Any = trace.nodes
+        outer, batch = _outer_shape(nodes[sites[0]], alone.nodes[sites[0]])
+        values = {site: nodes[site]["value"].reshape(*batch, *shape) for site, shape in shapes.items()}
         laws = {site: alone.nodes[site]["fn"] for site in sites}
         base, flat = _flat(laws, shapes), torch.cat([v.flatten(len(batch)) for v in values.values()], -1)
         chosen = estimator or suggested(group, "other" if isinstance(base, _Product) else "mean field", True)[0]
         change = chosen.log_prob(base, action, flat) - base.log_prob(flat)
         pyro.factor("symmetrized", change.reshape(outer), has_rsample=True)
-        return trace.nodes["_RETURN"]["value"]
+        return nodes["_RETURN"]["value"]
 
     return symmetrized
 
@@ -110,11 +111,11 @@ def _flat(laws: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Any:
     inner = {site: _unwrapped(law) for site, law in laws.items()}
     if not all(isinstance(law, torch.distributions.Normal) for law in inner.values()):
         return _Product(laws, shapes)
-    moments = [
+    loc, scale = (
         torch.cat([getattr(inner[site], name).expand(shape).reshape(-1) for site, shape in shapes.items()])
         for name in ("loc", "scale")
-    ]
-    return dist.Normal(*moments).to_event(1)
+    )
+    return dist.Normal(loc, scale).to_event(1)
 
 
 def _unwrapped(law: Distribution) -> Distribution:

