@@ -127,7 +127,7 @@ def evidence(
     doubt held the truth in 80 of 100 reports, not in 95. More draws, a richer guide and the bridge do better.
 
     The answer is worth something only if ``log_joint`` is invariant under the group: that is compared at draws of the
-    guide, up to the function's own noise (rounding, subsampled data), at the price of about 20 more evaluations.
+    guide, up to the function's own noise (rounding, subsampled data), at the price of about 60 more evaluations.
 
     >>> def model():  # two components; the evidence is log(1/2) + 2 log N(5; 0, sqrt(10))
     ...     locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 3.0).to_event(1))

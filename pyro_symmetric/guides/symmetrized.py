@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide
+from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 
 from pyro_symmetric import arguments
@@ -105,6 +106,7 @@ class AutoSymmetrized(WeightsGuide):
             base_arguments = {"group": self.group, **base_arguments}
         start = init_loc_fn or Start(model, self.group.required_sites)
         super().__init__(model, start)
+        self._given = (model, start)
         self.base = held_guide(AutoSymmetrized, base, model, start, base_arguments)
         self.estimator = estimator or usual_estimator(self.base, self.group)
         self._suggested = None if estimator else self.estimator
@@ -116,8 +118,9 @@ class AutoSymmetrized(WeightsGuide):
         return self.base
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        (model,), given = self._given or (None,), self.base.prototype_trace is not None
+        (model, start), given = self._given or (None, None), self.base.prototype_trace is not None
         if not given:
+            self.base._model = (InitMessenger(start)(model),)  # stock guides lose theirs when they are pickled
             self.base._setup_prototype(*args, **kwargs)
         self._adopt(self.base)
         try:

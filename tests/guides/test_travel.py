@@ -115,7 +115,7 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 
 def test_a_fresh_process_gives_the_same_names(pool: ProcessPoolExecutor) -> None:
-    bases = ("diagonal", "modes", "IAF")
+    bases = ("diagonal", "full rank")
     assert list(pool.map(names_in_store, bases)) == [names_in_store(base) for base in bases]
 
 
