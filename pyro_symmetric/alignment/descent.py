@@ -16,7 +16,7 @@ All sources of a batch go through the same steps together; those for which there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -127,6 +127,8 @@ class Search:
             ends.append(end.cost)
             best = best.better(end)
             tick()
+        best, tried = descent.whole_signs(best)
+        ends += tried
         worse = best.cost > descent.initial
         if bool(worse.any()):
             end = descent.descend(descent.identity(), worse.unsqueeze(1).expand(-1, len(descent.moves)))
@@ -185,17 +187,19 @@ class Descent:
         """Nothing is changed."""
         return self.group.identity((self.cost.batch,), self.cost.device, torch.float64)
 
-    def forward_start(self) -> tuple[Element, Tensor]:
+    def forward_start(self, signs: Mapping[str, Tensor] | None = None) -> tuple[Element, Tensor]:
         """Match one set of units after the other, each by that alone whose other units are placed already.
 
         Next comes the set of which the largest part is known, so a chain of layers is walked from its wide end.
 
+        :param signs: of whole vectors, which are known from the start.
         :return: the element, and the moves ``(B, moves)`` that others to which they are coupled came after.
         """
         unsettled = torch.zeros_like(self.everything)
-        known: set[str] = set()
+        known = set(signs or ())
         element, left = self.identity(), torch.ones(len(self.moves), dtype=torch.bool, device="cpu")
-        for name in self._decide.in_order(self.moves, known):
+        element = replaced(element, signs=dict(signs)) if signs else element
+        for name in self._decide.in_order([name for name in self.moves if name not in known], known):
             m = self.moves.index(name)
             unsettled[:, m] = bool((self.coupled[:, m] & left).any())
             left[m] = False
@@ -203,6 +207,26 @@ class Descent:
             known |= set(self._decide.families[name])
             element = self._placed_anew(m, element, known)
         return element, unsettled
+
+    def whole_signs(self, best: Ended) -> tuple[Ended, list[Tensor]]:
+        """Try the other sign of each whole vector, and match all units anew under it.
+
+        Under the wrong sign of a normalised vector its units fit nowhere, so that no single step leads to the other.
+
+        :return: the best ends, and the costs of all that were tried.
+        """
+        whole = [name for name in self.moves if self.group[name].moves == {"flip"} and self.group[name].count == 1]
+        ends: list[Tensor] = []
+        for _ in range(len(whole)):
+            before = best.cost
+            for name in whole:
+                signs = {one: best.element.signs[one] * (-1.0 if one == name else 1.0) for one in whole}
+                end = self.descend(*self.forward_start(signs))
+                ends.append(end.cost)
+                best = best.better(end)
+            if not bool((best.cost < before - self.threshold).any()):
+                break
+        return best, ends
 
     def kicked_start(self, element: Element) -> tuple[Element, Tensor, Tensor]:
         """Shuffle some units (or flip some signs) of one random set of each source: starts near a good matching.
