@@ -2,7 +2,6 @@
 
 from pyro_symmetric.distributions.exact import ExactOrbit
 from pyro_symmetric.distributions.infonce import InfoNCE
-from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.orbit import ESTIMATORS, OrbitEstimator, Suggestion
 from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
 from pyro_symmetric.distributions.symmetrized import Symmetrized
@@ -12,7 +11,6 @@ __all__ = [
     "ESTIMATORS",
     "ExactOrbit",
     "InfoNCE",
-    "Modes",
     "OrbitEstimator",
     "SinkhornImportance",
     "Suggestion",

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
 from pyro_symmetric import arguments
-from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.normals import (
     Normals,
     blocks_of,
@@ -82,8 +81,6 @@ class ExactOrbit(OrbitEstimator):
         arguments.whole("limit", self.limit, 1)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        if isinstance(base, Modes):
-            return base.mixed([self.log_prob(component, action, value) for component in base.components])
         summed, enumerated = _divided(action.group.finite, _independent_units(base, action))
         order = enumerated.order()
         if order > self.limit:

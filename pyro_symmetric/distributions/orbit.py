@@ -45,7 +45,7 @@ from pyro_symmetric.groups.group import Group
 Bound = Literal["upper", "exact"]
 # What a base is, as far as estimators care, from the easiest on: a product of normals; normals that are correlated
 # inside units, which are independent; any other normal; anything else (a flow), or one whose constrained values are
-# moved. A mixture is what the hardest of its modes is.
+# moved.
 BaseKind = Literal["mean field", "unit blocks", "normal", "other"]
 
 # Moved copies of the weights that are held at once, in numbers; beyond, the orbit is scored chunk by chunk.

@@ -13,7 +13,6 @@ from torch.distributions import Distribution
 
 from pyro_symmetric import arguments
 from pyro_symmetric.distributions.density_gain import log_density_gain
-from pyro_symmetric.distributions.modes import Modes
 from pyro_symmetric.distributions.normals import is_mean_field, mean_field_log_prob, normals_of, sites_of
 from pyro_symmetric.distributions.orbit import (
     BaseKind,
@@ -94,15 +93,6 @@ class SinkhornImportance(OrbitEstimator):
     worth, and those inside follow; there, means and deviations alone count. A conditional walk costs one factorisation
     of the covariance, and at most five steps of ``n²`` densities of units; a step for all that is left if few are.
 
-    Of a mixture (:class:`~pyro_symmetric.distributions.Modes`) each component is matched by itself: ``K + 1`` elements
-    for each, the identity among those of the component that made the draw. Drawing the component that made it, too,
-    from its posterior given the draw, keeps the bound; as all cases are at hand, gradients average over them. (Each
-    component's own bound wouldn't do: at a draw of another component the identity is no draw from the posterior of the
-    element.) With exact proposals all cases agree, component ``k`` has the share
-    :math:`R_k = \pi_k \bar q_k(w) / \bar q(w)` of each, and what ``∇L`` has too much is
-    :math:`\sum_k r_k R_k \nabla (\log q_k - \log \bar q_k) / (K+1)`, with :math:`r_k` the probability that ``k`` made
-    the draw. In that case only the sum over component ``k`` holds the identity, and it gets the gradient above.
-
     Reference: the bound, Sobolev & Vetrov 2019 (arXiv 1905.03290); the scaling, Sinkhorn & Knopp 1967.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(10)})
@@ -131,39 +121,15 @@ class SinkhornImportance(OrbitEstimator):
         if not action.group.finite.sites or own.numel() == 0:
             return own
         with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits
-            if isinstance(base, Modes):
-                total = self._log_sum_of_modes(base, action, value, own)
-            else:
-                total = _log_sum_with_identity(_log_ratios(base, action, value, own, self.K))
+            total = _log_sum_with_identity(_log_ratios(base, action, value, own, self.K))
         return (total - math.log(self.K + 1)).to(own.dtype).reshape(own.shape)
 
     def log_prob_elsewhere(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        if isinstance(base, Modes):
-            return base.mixed([self.log_prob_elsewhere(component, action, value) for component in base.components])
         own = base.log_prob(value)
         if not action.group.finite.sites or own.numel() == 0:
             return own
         ratios = _log_ratios(base, action, value, own, self.K + 1)[1:]
         return log_mean_exp(ratios).to(own.dtype).reshape(own.shape)
-
-    def _log_sum_of_modes(self, base: Modes, action: Action, value: Tensor, own: Tensor) -> Tensor:
-        r""":math:`\log S_k`, the sum as it is if component ``k`` made the draw, with probability :math:`r_k(w)`, and
-        the gradient of :math:`\sum_k r_k(w) \log S_k`, ``(N,)``."""
-        made, others = [], []
-        for component in base.components:
-            mine = component.log_prob(value).expand(own.shape)
-            ratios = _log_ratios(component, action, value, mine, self.K + 1)
-            made.append(_log_sum_with_identity(ratios[:-1]))  # the identity, and K proposals
-            others.append(torch.logsumexp(ratios[1:], 0))  # K + 1 proposals
-        known = torch.stack(others).repeat(len(made), 1, 1)
-        this = torch.eye(len(made), dtype=torch.bool, device=own.device).unsqueeze(-1)
-        cases = torch.where(this, torch.stack(made), known)  # (who made it, component, N)
-        log_sums = torch.logsumexp(cases + base.log_weights.double().unsqueeze(-1), 1)
-        # Held fixed in gradients, like the proposals: if those are exact, all cases agree.
-        responsibilities = base.responsibilities(value).detach().expand(*own.shape, -1).reshape(-1, len(made))
-        mean = (responsibilities.double().mT * log_sums).sum(0)
-        maker = torch.multinomial(responsibilities, 1).mT
-        return mean + (log_sums.gather(0, maker)[0] - mean).detach()
 
     @classmethod
     def suggested(cls, group: Group, base: BaseKind, training: bool) -> Suggestion:

@@ -21,7 +21,6 @@ from torch.distributions import constraints
 from torch.distributions.kl import register_kl
 
 from pyro_symmetric import arguments
-from pyro_symmetric.distributions.modes import Modes, score_parts
 from pyro_symmetric.distributions.orbit import CHUNK_NUMBERS, OrbitEstimator, require_estimator
 from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
@@ -154,7 +153,8 @@ class Symmetrized(TorchDistribution):
         the gradient of ``log_prob`` itself, whose mean is zero, is left out."""
         if not self.has_rsample:
             return ScoreParts(self.log_prob(x), self.base_distribution.log_prob(x), 0)  # type: ignore[arg-type]
-        return score_parts(self.base_distribution, self.log_prob(x), x)
+        log_prob = self.log_prob(x)
+        return ScoreParts(log_prob, 0, log_prob)  # type: ignore[arg-type]
 
     # moments and information ----------------------------------------------------------------------------------------
 
@@ -212,12 +212,10 @@ class Symmetrized(TorchDistribution):
 
 
 def detached(base: TorchDistribution) -> TorchDistribution:
-    """The same Gaussian, or mixture of Gaussians, without gradient to its parameters.
+    """Return the same Gaussian without gradient to its parameters.
 
-    :raises TypeError: for a base that is neither normal (in blocks, multivariate, of low rank) nor a mixture of such.
+    :raises TypeError: for a base that isn't normal (in blocks, multivariate, of low rank).
     """
-    if isinstance(base, Modes):
-        return Modes(list(map(detached, base.components)), base.log_weights.detach(), base.stratum)
     if isinstance(base, UnitBlocks):
         return base.detach()
     if isinstance(base, torch.distributions.Independent):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.distributions import ExactOrbit, Modes, SinkhornImportance, UnitBlocks, conditional_walk
+from pyro_symmetric.distributions import ExactOrbit, SinkhornImportance, UnitBlocks, conditional_walk
 from pyro_symmetric.distributions.conditional_walk import ConditionalWalk
 from pyro_symmetric.distributions.normals import normals_of, sites_of
 from pyro_symmetric.distributions.orbit import suggested
@@ -284,10 +284,6 @@ def mean_field(dim: int) -> Any:
     return dist.Normal(loc, torch.full((dim,), 0.7, dtype=torch.float64)).to_event(1)
 
 
-def mixture(dim: int) -> Modes:
-    return Modes([mean_field(dim), mean_field(dim)], torch.tensor([0.3, -0.3], dtype=torch.float64))
-
-
 @pytest.mark.parametrize(
     ("group", "family", "kind"),
     [
@@ -295,7 +291,6 @@ def mixture(dim: int) -> Modes:
         (one_layer(5), low_rank, "normal"),
         (one_layer(6, inputs=1), full_rank, "normal"),
         (one_layer(4), flow, "other"),
-        (one_layer(4), mixture, "other"),
         (one_layer(3, moves=BOTH), mean_field, "mean field"),
         (signed("one layer"), full_rank, "normal"),
         (two_layers(4, 3), mean_field, "mean field"),

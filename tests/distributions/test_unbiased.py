@@ -6,23 +6,22 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE, Modes, SinkhornImportance
+from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance
 from pyro_symmetric.groups import Action, Group
 
 from .groups import action_of, heads, one_layer, signed, two_layers
 
 GROUPS = {"one layer": one_layer(3), "two layers": two_layers(3, 2), "heads": heads(), "signs": signed("one layer")}
-BASES = ("mean-field", "low rank", "modes")
+BASES = ("mean-field", "low rank")
 
 
 def base_of(kind: str, dim: int) -> Any:
     """Units that overlap: estimates are far from certain."""
     double = {"dtype": torch.float64}
-    loc, factor = 0.5 * torch.randn(3, dim, **double), 0.4 * torch.randn(dim, 2, **double)
+    loc, factor = 0.5 * torch.randn(dim, **double), 0.4 * torch.randn(dim, 2, **double)
     if kind == "low rank":
-        return dist.LowRankMultivariateNormal(loc[0], factor, torch.full((dim,), 0.6, **double))
-    parts = [dist.Normal(m, 0.8 + 0.4 * torch.rand(dim, **double)).to_event(1) for m in loc]
-    return Modes(parts, torch.tensor([0.5, 0.0, -0.5], **double)) if kind == "modes" else parts[0]
+        return dist.LowRankMultivariateNormal(loc, factor, torch.full((dim,), 0.6, **double))
+    return dist.Normal(loc, 0.8 + 0.4 * torch.rand(dim, **double)).to_event(1)
 
 
 def assert_mean_is_one(ratios: torch.Tensor) -> None:
