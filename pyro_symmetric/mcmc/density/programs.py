@@ -4,9 +4,6 @@ A kernel writes a part of its step as a function of tensors, :func:`run` calls i
 program of it: traced once, with the density in its place, then run without Pyro, without ``torch.func.vmap``, without
 autograd and with hardly any Python. A program serves one number of chains. Compiled files are kept by PyTorch in its
 own cache, so that the next process takes a fraction of the time.
-
-Every call of a program costs some ten microseconds, so a kernel's iteration is one program, with its loops inside
-(:func:`~pyro_symmetric.mcmc.density.flat.loop`).
 """
 
 from __future__ import annotations
