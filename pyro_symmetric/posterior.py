@@ -25,7 +25,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.chain_tables import counts, description, diagnostics, entries_table, sites_table
 from pyro_symmetric.draws import Metadata, beside, in_chains, long_frame, redrawn, require_draws, wide_frame
 from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
-from pyro_symmetric.store import joint_metadata, metadata_of_some, read_folder
+from pyro_symmetric.store import joint_metadata, read_folder
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
@@ -256,8 +256,7 @@ class Posterior:
         def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: value[chains][:, draws] for name, value in entries.items()}
 
-        metadata = metadata_of_some(self.metadata, torch.arange(self.num_chains, device="cpu")[chains].tolist())
-        return replace(self, samples=cut(self.samples), statistics=cut(self.statistics), metadata=metadata)
+        return replace(self, samples=cut(self.samples), statistics=cut(self.statistics), metadata=dict(self.metadata))
 
     def thin(self, every: int) -> Posterior:
         """Every ``every``-th draw of each chain, as a view; the last draw is kept."""

@@ -487,20 +487,6 @@ def test_concat_lays_chains_side_by_side_with_mean_traces_and_summed_seconds():
     json.dumps(whole.metadata)
 
 
-def test_the_numbers_of_relocated_chains_follow_the_chains():
-    def part(chains, relocated):
-        metadata = {"kernel": "NUTS"} if relocated is None else {"kernel": "NUTS", "relocated_chains": relocated}
-        return Posterior({"w": torch.zeros(chains, 5)}, {}, metadata, rows="chains")
-
-    whole = Posterior.concat([part(3, [0]), part(2, None), part(2, [0, 1])])
-    assert whole.metadata["relocated_chains"] == [0, 5, 6]
-    assert Posterior.concat([part(2, [0]), part(2, [0])]).metadata["relocated_chains"] == [0, 2]
-    assert "relocated_chains" not in Posterior.concat([part(2, None), part(2, None)]).metadata
-    for chains, expected in (([5, 1, -7], [0, 2]), (slice(4, None), [1, 2]), (slice(1, 3), []), (6, [0])):
-        assert whole.select(chains=chains).metadata["relocated_chains"] == expected
-    assert whole.thin(2).metadata["relocated_chains"] == [0, 5, 6]
-
-
 def test_concat_refuses_parts_that_do_not_belong_together(posterior):
     independent = Posterior(posterior.samples, posterior.statistics, rows="independent")
     bare = Posterior(posterior.samples, rows="chains")

@@ -16,7 +16,7 @@ the draws that it counts have reached the disk. If more draws are asked for than
 from pyro_symmetric.store.blocks import Blocks
 from pyro_symmetric.store.files import Checkpoint, Contents, read_store
 from pyro_symmetric.store.recorders import FolderRecorder, MemoryRecorder, Recorder
-from pyro_symmetric.store.tasks import joint_metadata, metadata_of_some, read_folder
+from pyro_symmetric.store.tasks import joint_metadata, read_folder
 
 __all__ = [
     "Blocks",
@@ -26,7 +26,6 @@ __all__ = [
     "MemoryRecorder",
     "Recorder",
     "joint_metadata",
-    "metadata_of_some",
     "read_folder",
     "read_store",
 ]

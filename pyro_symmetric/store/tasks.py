@@ -8,8 +8,7 @@ The folder::
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +92,7 @@ def joint_metadata(every: Sequence[dict[str, Any]], chains: Sequence[int]) -> di
 
     :param chains: of each.
     :return: what they agree in; ``seconds`` are added up, ``trace`` is the chains' mean, ``interrupted`` is true if any
-        was, ``relocated_chains`` are counted through; ``parts`` keeps for each its ``chains``, ``seed``, ``seconds``,
-        ``trace`` and whatever else differs.
+        was; ``parts`` keeps for each its ``chains``, ``seed``, ``seconds``, ``trace`` and whatever else differs.
     """
     names = [name for name in every[0] if name not in SUMMED]
     agreed = {name: every[0][name] for name in names if all(own.get(name) == every[0][name] for own in every)}
@@ -109,23 +107,10 @@ def joint_metadata(every: Sequence[dict[str, Any]], chains: Sequence[int]) -> di
         metadata["trace"] = _mean_trace([own["trace"] for own in every], chains)
     if any("interrupted" in own for own in every):
         metadata["interrupted"] = any(own.get("interrupted", False) for own in every)
-    if any(RELOCATED in own for own in every):
-        firsts = itertools.accumulate(chains, initial=0)
-        metadata[RELOCATED] = [
-            first + k for first, own in zip(firsts, every, strict=False) for k in own.get(RELOCATED, ())
-        ]
     return metadata
 
 
-RELOCATED = "relocated_chains"  # numbers of chains, by which they change with the chains
-SUMMED = ("seconds", "trace", "interrupted", RELOCATED)
-
-
-def metadata_of_some(metadata: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """The metadata of some of a run's chains, in this order."""
-    if RELOCATED not in metadata:
-        return dict(metadata)
-    return {**metadata, RELOCATED: [place for place, chain in enumerate(kept) if chain in metadata[RELOCATED]]}
+SUMMED = ("seconds", "trace", "interrupted")
 
 
 def _mean_trace(traces: Sequence[dict[str, list[Any]]], chains: Sequence[int]) -> dict[str, list[Any]]:

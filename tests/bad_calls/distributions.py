@@ -39,6 +39,12 @@ CALLS = (
     Calls("Symmetrized.sample", lambda **o: symmetrized().sample(**o), dict, {"sample_shape": SHAPES}),
     Calls("Symmetrized.rsample", lambda **o: symmetrized().rsample(**o), dict, {"sample_shape": SHAPES}),
     Calls("Symmetrized.sample_orbit", lambda **o: symmetrized().sample_orbit(**o), dict, {"sample_shape": SHAPES}),
+    Calls(
+        "Symmetrized.mutual_information",
+        lambda **o: symmetrized().mutual_information(**o),
+        lambda: {"num_samples": 8},
+        {"num_samples": (1, *COUNTS)},
+    ),
     Calls("Symmetrized.__call__", lambda **o: symmetrized()(**o), dict, {"sample_shape": SHAPES}),
     Calls(
         "Symmetrized.expand",

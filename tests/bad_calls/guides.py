@@ -124,6 +124,13 @@ CALLS = (
         words={"group": ""},
     ),
     Calls(
+        "symmetrize",
+        ps.symmetrize,
+        lambda: {"guide": lambda: None, "group": group()},
+        {"guide": THINGS, "group": NO_GROUP, "estimator": (3, "InfoNCE", ps.InfoNCE)},
+        words={"group": ""},
+    ),
+    Calls(
         "AutoSymmetrized.sample_posterior",
         lambda **o: symmetrized().sample_posterior(**o),
         dict,

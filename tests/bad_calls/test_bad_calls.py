@@ -86,16 +86,16 @@ def test_there_are_at_least_four_hundred_bad_calls():
 PUBLIC = {"datasets": ("load", "ood"), "scores": ("classification", "detect", "regression")}  # of modules
 # Results, errors and warnings of the library.
 NOT_CALLED_BY_USERS = {
-    *("Alignment", "BarrierCurve", "Frame", "Matched", "MatchCost"),
+    *("Alignment", "BarrierCurve", "DistanceResult", "Frame", "Matched", "MatchCost"),
     *("BrokenSymmetry", "InconclusiveError", "UnknownOperator", "UntraceableError", "UnverifiedSymmetry"),
     *("OtherRun", "StoreError"),
     *("Kernel", "State"),  # what the kernels, which are tried, derive from and hand on
 }
 # What the library calls itself, in its inner loops: the contracts of kernels, likelihoods, distributions and elements.
 CONTRACTS = {
-    *("step", "steps", "steps_of", "init", "adapt", "walk", "best_step", "first_moment", "preconditioner"),
+    *("step", "steps", "steps_of", "init", "adapt", "walk", "best_step", "move", "first_moment", "preconditioner"),
     *("latents", "distribution", "targets", "mean", "call", "scale_of", "require_matches"),
-    *("suggested", "bijection", "log_prob", "log_prob_elsewhere", "score_parts", "entropy", "stratified"),
+    *("suggested", "bijection", "log_prob", "log_prob_elsewhere", "score_parts", "entropy"),
     *(
         "on_site",
         "on_sites",

@@ -80,7 +80,7 @@ def test_few_draws_aren_t_judged_and_comparisons_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         canonicalize(scattered(SQUARE, 99), GROUP)
-        ps.mmd(scattered(SQUARE, 120), scattered(SQUARE, 120), symmetry=GROUP)
+        ps.mmd(*ps.common_frame(scattered(SQUARE, 120), scattered(SQUARE, 120), GROUP))
         ps.diagnose(Posterior(scattered(SQUARE, 4, 50), rows="chains"), GROUP)
 
 

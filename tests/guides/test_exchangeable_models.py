@@ -96,7 +96,7 @@ def test_the_symmetrised_elbo_of_a_conjugate_mixture_stays_below_the_evidence(se
     group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
     guide = AutoSymmetrized(known_mixture, group, estimator=estimator, init_scale=0.5).setup(data)
     truth, density = known_evidence(data), log_joint(known_mixture, data)
-    for number in (0, 150):
+    for number in (0, 400):
         train(known_mixture, guide, data, number=number)
         worth = evidence(guide, density, group, estimator, num_samples=2000, chunk=2000)
         assert worth.symmetrized_elbo < truth + 5 * worth.symmetrized_error

@@ -76,8 +76,8 @@ def test_nothing_noted_is_nothing_kept():
 
 def numbers(energy: list[float], **statistics: list[float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Of a single iteration."""
-    found = {name: torch.tensor([value]) for name, value in statistics.items()}
-    return torch.tensor([energy], dtype=torch.float64), found
+    found = {name: torch.tensor(value) for name, value in statistics.items()}
+    return torch.tensor(energy, dtype=torch.float64), found
 
 
 def test_curves_are_the_chains_means_and_numbers_that_json_lacks_are_none():

@@ -15,6 +15,7 @@ from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import Tensor, nn
 
 from pyro_symmetric import Group
+from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE
 from pyro_symmetric.guides import AutoSymmetrized, evidence
 from pyro_symmetric.likelihoods import GaussianLikelihood
@@ -94,9 +95,10 @@ def test_a_fixed_guide_gains_what_enumeration_says() -> None:
     guide = AutoSymmetrized(model, GROUP, estimator=ExactOrbit(), init_scale=0.7).setup(x, y)
     pyro.set_rng_seed(1)
     worth = evidence(guide, lambda w: model.log_joint(w, x, y), GROUP, ExactOrbit(), num_samples=64)
-    pyro.set_rng_seed(1)
     base = guide.base.get_posterior()
-    latent = base.sample((64,))
+    pyro.set_rng_seed(1)
+    with forked(drawn_seed()):  # the same draws
+        latent = base.sample((64,))
     log_joint = model.log_joint({"hidden.weight": latent[..., None]}, x, y)
     both = torch.stack([base.log_prob(latent), base.log_prob(latent.flip(-1))]).logsumexp(0) - math.log(2)
     assert worth.elbo == pytest.approx(float((log_joint - base.log_prob(latent)).mean().detach()), rel=1e-5)
