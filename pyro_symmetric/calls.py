@@ -195,12 +195,16 @@ def did_you_mean(found: Any, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+class Undrawable(ValueError):
+    """An improper prior, of which there are no draws."""
+
+
 def require_drawable(site: str, prior: Any) -> None:
-    """:raises ValueError: if a site's prior is improper, so that it has no draws."""
+    """:raises Undrawable: if a site's prior is improper, so that it has no draws."""
     while hasattr(prior, "base_dist"):
         prior = prior.base_dist
     if isinstance(prior, ImproperUniform):
-        raise ValueError(
+        raise Undrawable(
             f"the prior of site {site!r} is ImproperUniform, which can't be drawn from; give it a proper one, such as "
             "Normal(0, 10)"
         )

@@ -20,8 +20,7 @@ def summary(
     Without a symmetry it is ``posterior.summary()``, of the draws as they are. With one, the lines above the table say
     how many draws were moved, which sites the symmetry doesn't know and so leaves as they were drawn, and in how many
     draws labels are uncertain: units that are alike get means of their own all the same. The labels are those in which
-    most draws came. A declared group is taken as it is: :func:`~pyro_symmetric.discovery.model_check.verify_model`
-    tests it.
+    most draws came. A declared group that the posterior's model lacks is refused.
 
     >>> group = ps.Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
     >>> locs = torch.tensor([-3.0, 5.0]) + 0.01 * torch.randn(4, 50, 2)

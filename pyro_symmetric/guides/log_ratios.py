@@ -51,6 +51,8 @@ SEEN = 1000
 ONE_DEVIATION = NormalDist().cdf(1.0)
 # Tails of fewer draws tell no shape; those of chains, no autocorrelation.
 FEWEST = 25
+# Nats of an error beyond which none is known.
+LARGEST_ERROR = 20.0
 # Nats of rounding, which has no shape.
 ROUNDING = 1e-5
 # Nats of which hundredths say nothing more.
@@ -62,7 +64,7 @@ class Estimate:
     """One estimate of the log-evidence.
 
     :param log_evidence: in nats.
-    :param error: its standard error, in nats.
+    :param error: its standard error, in nats; infinite beyond 20, where none is known.
     :param num_draws: how many draws it is made of: those of the guide, or those of the chains.
     :param effective_draws: how many independent draws, of equal weight, these are worth.
     """
@@ -103,7 +105,7 @@ def importance(log_ratios: Tensor) -> Estimate:
     variance = max(0.0, 1 / effective - 1 / count)
     if effective < SEEN:
         variance = max(variance, _log_normal_variance(values) / count)
-    return Estimate(total - math.log(count), math.sqrt(variance), count, 1 / (variance + 1 / count))
+    return Estimate(total - math.log(count), _known(math.sqrt(variance)), count, 1 / (variance + 1 / count))
 
 
 def pareto_k(log_ratios: Tensor) -> float:
@@ -154,7 +156,11 @@ def bridge(of_guide: Tensor, of_chains: Tensor, independent: bool = False) -> Es
     of_mean, of_chain_mean = _scaled(log_expit(guide - x - shift)), _scaled(log_expit(x + shift - chains))
     effective = _effective(of_chain_mean, independent)
     variance = _relative_variance(of_mean) / len(guide) + _relative_variance(of_chain_mean) / effective
-    return Estimate(x, math.sqrt(variance), chains.size, effective)
+    return Estimate(x, _known(math.sqrt(variance)), chains.size, effective)
+
+
+def _known(error: float) -> float:
+    return error if error < LARGEST_ERROR else math.inf
 
 
 def chains_agree(of_chains: Tensor) -> float:

@@ -20,6 +20,7 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
+from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
@@ -56,6 +57,8 @@ def symmetrize(guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator 
     :raises ValueError: in a step: if a site is missing, has another shape, or depends on another one.
     """
     arguments.function("guide", guide, "a guide with pyro.sample statements")
+    if isinstance(guide, AutoGuide):
+        raise TypeError("guide is an automatic one; take ps.AutoSymmetrized(model, group, base=guide)")
     group = group_of(group).finite
     if estimator is not None:
         require_estimator(estimator)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
+from pyro_symmetric.calls import Undrawable
 from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -153,7 +154,7 @@ class AutoSymmetrized(WeightsGuide):
             self.estimator = self._suggested = usual_estimator(self.base, self.group)
         self._require_density_elsewhere()
         if not isinstance(model, LayoutModel):
-            with suppress(InconclusiveError, NotImplementedError):
+            with suppress(InconclusiveError, NotImplementedError, Undrawable):
                 verify_model(self.group, functools.partial(model, *args, **kwargs)).require()
 
     def _require_density_elsewhere(self) -> None:

@@ -134,3 +134,14 @@ def test_no_start_of_a_mixture_ends_more_than_a_nat_below_that_of_a_stock_guide(
                 svi.step(data)
             ends.append(-Trace_ELBO(num_particles=200, vectorize_particles=False).loss(clusters, guide, data))
         assert ends[1] > ends[0] - 1.0, f"seed {seed}: {ends}"
+
+
+def test_an_improper_site_that_the_group_doesn_t_move_is_no_obstacle_if_its_start_is_given() -> None:
+    def model(data: Tensor) -> None:
+        level = pyro.sample("level", dist.ImproperUniform(dist.constraints.real, (), ()))
+        locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(level + locs.sum(), 1.0).expand(data.shape).to_event(1), obs=data)
+
+    starts = {"level": torch.tensor(0.0), "locs": torch.arange(3.0)}
+    guide = AutoSymmetrized(model, GROUP, init_loc_fn=lambda site: starts[site["name"]]).setup(DATA)
+    assert math.isfinite(Trace_ELBO().loss(model, guide, DATA))
