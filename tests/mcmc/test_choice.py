@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.mcmc import NUTS, AdaptiveHMC, sample
 from pyro_symmetric.mcmc.choice import DENSE, chosen
 from pyro_symmetric.mcmc.settings import Settings
@@ -115,3 +116,20 @@ def test_chains_that_are_evaluated_one_after_another_are_few():
             pyro.factor("f", torch.tensor(1.0))
 
     assert choice(branching).num_chains == 4
+
+
+@pytest.mark.slow
+@pytest.mark.stochastic
+@pytest.mark.filterwarnings("ignore")
+def test_a_banana_s_second_moment_is_right_or_diagnose_says_that_it_may_not_be():
+    """E[b^2] = E[a^4] + 0.2^2 = 3.04, within 5 standard errors, or divergences fail: false alarms below 1 in 10^5."""
+
+    def banana():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        pyro.sample("b", dist.Normal(a**2, 0.2))
+
+    posterior = sample(banana, num_samples=100, num_warmup=200, num_chains=16, progress=False)
+    square = posterior.samples["b"].square()
+    found = Posterior({"square": square}, rows="chains").diagnostics()["square"]
+    error = square.std() / float(found["n_eff"]) ** 0.5
+    assert abs(square.mean() - 3.04) < 5 * error or diagnose(posterior)["divergences"].status == "fail"
