@@ -210,6 +210,18 @@ def require_drawable(site: str, prior: Any) -> None:
         )
 
 
+def refuse_complex_observations(observed: Iterable[Any]) -> None:
+    """:raises ValueError: naming the observed sites that hold complex numbers."""
+    values = {site["name"]: site["value"] for site in observed}
+    if several := [
+        name for name, v in values.items() if isinstance(v, complex) or (torch.is_tensor(v) and v.is_complex())
+    ]:
+        raise ValueError(
+            f"the observed sites {several} hold complex numbers, whose imaginary parts would be lost; observe real "
+            "and imaginary parts, as torch.view_as_real gives them"
+        )
+
+
 def refuse_training_batch_norm(model: Any) -> None:
     """:raises ValueError: naming the module."""
     if not isinstance(model, nn.Module):

@@ -13,7 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_symmetric._process import forked, running_pyro, without_warnings
-from pyro_symmetric.calls import explaining
+from pyro_symmetric.calls import explaining, refuse_complex_observations
 from pyro_symmetric.discovery.invariance import Change, InconclusiveError
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
@@ -77,6 +77,7 @@ class JointDensity:
         with explaining(self.model, (), {}):
             trace = poutine.trace(self.model).get_trace()
         nodes: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+        refuse_complex_observations(site for site in nodes.values() if site["is_observed"])
         unseen = {name: site for name, site in nodes.items() if not site["is_observed"]}
         latent = {name: site for name, site in unseen.items() if not site_is_subsample(site)}
         self.summed_out = [name for name, site in latent.items() if getattr(site["fn"].support, "is_discrete", False)]

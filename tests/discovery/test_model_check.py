@@ -304,3 +304,13 @@ def test_copies_that_only_move_together_do_not_pass() -> None:
 
     (broken,) = verify_model(nested(within=True), model).broken
     assert broken.name == "row"
+
+
+def test_complex_observations_are_refused_rather_than_called_invariant() -> None:
+    def waves() -> None:
+        locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(locs[0], 1.0), obs=torch.tensor(1.0 + 2.0j))
+
+    group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
+    with pyro.validation_enabled(False), pytest.raises(ValueError, match=r"\['x'\] hold complex numbers"):
+        verify_model(group, waves)

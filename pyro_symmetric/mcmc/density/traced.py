@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import PYRO, running_pyro, without_warnings
-from pyro_symmetric.calls import WRAP, described, described_call, explaining, is_deterministic, is_enumerated, name_of
+from pyro_symmetric.calls import (
+    WRAP,
+    described,
+    described_call,
+    explaining,
+    is_deterministic,
+    is_enumerated,
+    name_of,
+    refuse_complex_observations,
+)
 from pyro_symmetric.enumeration import Enumeration
 from pyro_symmetric.layout import transform_of
 from pyro_symmetric.mcmc.density.batch_scale import warn_of_batch_scale, warn_of_plate_scale
@@ -69,11 +78,7 @@ class TracedTarget:
         self.with_stand_ins = False
         """True if parts of Pyro that can't be mapped over chains are replaced meanwhile."""
         observed = _observed_sites(trace)
-        if several := [site["name"] for site in observed if as_tensor(site["value"]).is_complex()]:
-            raise ValueError(
-                f"the observed sites {several} hold complex numbers, whose imaginary parts would be lost; observe real "
-                "and imaginary parts, as torch.view_as_real gives them"
-            )
+        refuse_complex_observations(observed)
         counts = [
             torch.Size(site["fn"].batch_shape).numel() * as_tensor(site["scale"]).double().mean() for site in observed
         ]
