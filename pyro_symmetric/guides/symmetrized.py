@@ -159,6 +159,11 @@ class AutoSymmetrized(WeightsGuide):
 
     def _require_density_elsewhere(self) -> None:
         base = self.base.get_posterior()
+        if not base.has_rsample:  # Pyro leaves the score of a guide's flat site out of the gradient
+            raise TypeError(
+                f"{type(self.base).__name__} draws without rsample, so that its training would lack a term; give the "
+                "law a reparametrised one, or symmetrise a guide written by hand by ps.symmetrize"
+            )
         try:
             with torch.no_grad(), forked():
                 base.log_prob(base.sample() + 1e-3)

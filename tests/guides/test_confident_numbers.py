@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
-from pyro.infer.autoguide import AutoLaplaceApproximation
+from pyro.infer.autoguide import AutoContinuous, AutoLaplaceApproximation
 
 import pyro_symmetric as ps
 from pyro_symmetric.guides.bounds import Evidence
@@ -207,3 +207,17 @@ def test_tied_units_are_trained_with_more_elements_whatever_their_number() -> No
 
         assert ps.AutoSymmetrized(model, apart).estimator == ps.SinkhornImportance(4)
         assert ps.AutoSymmetrized(model, tied).estimator == ps.SinkhornImportance(16)
+
+
+def test_a_guide_whose_law_has_no_rsample_is_refused_as_its_training_would_lack_the_score() -> None:
+    class Modes(AutoContinuous):
+        def get_posterior(self, *args, **kwargs):
+            parts = dist.Normal(torch.randn(2, self.latent_dim), 1.0).to_event(1)
+            return dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), parts)
+
+    def model() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    with pytest.raises(TypeError, match="draws without rsample"):
+        ps.AutoSymmetrized(model, group, base=Modes).setup()
