@@ -203,7 +203,8 @@ def test_one_chain_that_starts_far_out_is_not_left_behind(kernel):
 def test_chains_that_stay_stuck_are_named():
     start = {"z": torch.cat([torch.full((1,), -1.2), torch.rand(39) + 0.5])}
     kernel = HMC(walled, step_size=0.03, num_steps=20, adapt_step_size=False, adapt_mass=False)
-    with pytest.warns(RuntimeWarning, match=r"1 of 40 chains hardly move \(chain 0\)"):
+    words = r"1 of 40 chains hardly move \(chain 0\)"
+    with pytest.warns(RuntimeWarning, match="diverged"), pytest.warns(RuntimeWarning, match=words):
         sample(kernel, initial=start, **{**WALLED, "num_warmup": 0})
 
 
