@@ -136,17 +136,6 @@ def inside(folder: PathLike, name: Any) -> Path:
     raise StoreError(f"{folder} refers to {name!r}, which isn't a file inside of it; nothing else is read or written")
 
 
-def dtype_of(name: Any) -> torch.dtype:
-    """The dtype that a file names, without ``torch.``.
-
-    :raises StoreError: if there is none of that name.
-    """
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise StoreError(f"a file names an unknown dtype, {name!r}")
-    return dtype
-
-
 def write_whole(path: PathLike, write: Callable[[str], None], kind: str = "file") -> None:
     """Let ``write`` make a file beside ``path``, sync it, and only then move it into its place."""
     path = arguments.path("path", path)

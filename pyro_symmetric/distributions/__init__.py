@@ -2,7 +2,7 @@
 
 from pyro_symmetric.distributions.exact import ExactOrbit
 from pyro_symmetric.distributions.infonce import InfoNCE
-from pyro_symmetric.distributions.orbit import ESTIMATORS, OrbitEstimator, Suggestion
+from pyro_symmetric.distributions.orbit import ESTIMATORS, OrbitEstimator
 from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
 from pyro_symmetric.distributions.symmetrized import Symmetrized
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
@@ -13,7 +13,6 @@ __all__ = [
     "InfoNCE",
     "OrbitEstimator",
     "SinkhornImportance",
-    "Suggestion",
     "Symmetrized",
     "UnitBlocks",
 ]

@@ -26,7 +26,6 @@ from pyro_symmetric.distributions.orbit import (
     BaseKind,
     Bound,
     OrbitEstimator,
-    Suggestion,
     in_chunks,
     log_mean_exp,
     log_prob_on_orbit,
@@ -108,7 +107,7 @@ class ExactOrbit(OrbitEstimator):
         return log_mean_exp(terms).to(dtype)
 
     @classmethod
-    def suggested(cls, group: Group, base: BaseKind, training: bool) -> Suggestion | None:
+    def suggested(cls, group: Group, base: BaseKind, training: bool) -> ExactOrbit | None:
         summed, enumerated = _divided(group, _independent_sets(group, base))
         listed, most = math.exp(min(enumerated.log_order(), 700.0)), LISTED if training else LISTED_TO_REPORT
         numbers = max(1, sum(shape.numel() for shape in group.site_shapes.values()))
@@ -119,11 +118,7 @@ class ExactOrbit(OrbitEstimator):
         terms = listed * sum(u.copies**2 * u.size * 2.0 ** (u.size - 1) for u in summed.units.values())
         if listed > most * (1 + 1e-9) or terms > (TERMS if training else TERMS_TO_REPORT):
             return None
-        how = f"all {listed:.0f} elements of the group can be added up"
-        if summed.units:
-            besides = f" for each of {listed:.0f} elements of the other units" if listed > 1.5 else ""
-            how = f"the permanents of {list(summed.units)} have {terms:.0f} terms{besides}"
-        return Suggestion(cls(), f"{how}: exact, without chance")
+        return cls()
 
 
 # small steps --------------------------------------------------------------------------------------------------------

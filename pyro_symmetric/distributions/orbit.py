@@ -31,7 +31,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -53,16 +53,6 @@ CHUNK_NUMBERS = 2**25
 
 # All estimators by the names of their classes, in the order of their definition.
 ESTIMATORS: dict[str, type[OrbitEstimator]] = {}
-
-
-class Suggestion(NamedTuple):
-    """An estimator, and the reason for it."""
-
-    estimator: OrbitEstimator
-    reason: str
-
-    def __repr__(self) -> str:
-        return f"{self.estimator!r}: {self.reason}"
 
 
 class OrbitEstimator(ABC):
@@ -104,8 +94,8 @@ class OrbitEstimator(ABC):
         return self.bound == "exact" or type(self).log_prob_elsewhere is not OrbitEstimator.log_prob_elsewhere
 
     @classmethod
-    def suggested(cls, group: Group, base: BaseKind, training: bool) -> Suggestion | None:
-        """The estimator of this class that suits a group, and why; ``None``, as here, if another one suits better.
+    def suggested(cls, group: Group, base: BaseKind, training: bool) -> OrbitEstimator | None:
+        """The estimator of this class that suits a group; ``None``, as here, if another one suits better.
 
         :param group: permutations and signs.
         :param base: what the base is over the coordinates that the group moves.
@@ -130,8 +120,8 @@ def estimator_from_dict(data: Mapping[str, Any]) -> OrbitEstimator:
     return ESTIMATORS[name](**fields)
 
 
-def suggested(group: Group, base: BaseKind, training: bool) -> Suggestion:
-    """The estimators' suggestion: exact ones are asked first, then those that were defined last."""
+def suggested(group: Group, base: BaseKind, training: bool) -> OrbitEstimator:
+    """The estimator that suits a group: exact ones are asked first, then those that were defined last."""
     asked = sorted(reversed(ESTIMATORS.values()), key=lambda kind: getattr(kind, "bound", "upper") != "exact")
     suggestions = (kind.suggested(group, base, training) for kind in asked)
     return next(suggestion for suggestion in suggestions if suggestion is not None)

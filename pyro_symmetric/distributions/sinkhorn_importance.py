@@ -18,7 +18,6 @@ from pyro_symmetric.distributions.orbit import (
     BaseKind,
     Bound,
     OrbitEstimator,
-    Suggestion,
     log_mean_exp,
     log_prob_on_orbit,
 )
@@ -132,15 +131,9 @@ class SinkhornImportance(OrbitEstimator):
         return log_mean_exp(ratios).to(own.dtype).reshape(own.shape)
 
     @classmethod
-    def suggested(cls, group: Group, base: BaseKind, training: bool) -> Suggestion:
-        reason = (
-            f"the group has exp({group.log_order():.1f}) elements, too many to add up; elements proposed by matching "
-            f"units find most of those nats at any width, of which InfoNCE(K) can see no more than log(K + 1)"
-        )
-        if base == "other":
-            reason += "; this base is matched by a normal fitted to its draws, which more elements make up for"
+    def suggested(cls, group: Group, base: BaseKind, training: bool) -> SinkhornImportance:
         count = 4 if training else 16
-        return Suggestion(cls(count if _matched_well(group, base) else 4 * count), reason)
+        return cls(count if _matched_well(group, base) else 4 * count)
 
 
 def _matched_well(group: Group, base: BaseKind) -> bool:

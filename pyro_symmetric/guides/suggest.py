@@ -27,8 +27,8 @@ def usual_estimator(guide: AutoGuide, group: Group, *, training: bool = True) ->
     """
     guide = plain(guide)
     if guide.prototype_trace and layout_of(guide).action(group).nonlinear_sites:
-        return suggested(group, "other", training).estimator
-    return suggested(group, _kind_of(guide), training).estimator
+        return suggested(group, "other", training)
+    return suggested(group, _kind_of(guide), training)
 
 
 def _kind_of(guide: Any) -> BaseKind:

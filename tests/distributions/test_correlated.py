@@ -299,7 +299,7 @@ def mean_field(dim: int) -> Any:
     ],
 )
 def test_the_default_s_gradient_is_that_of_enumeration(group: Group, family: Callable[[int], Any], kind: Any) -> None:
-    estimator = suggested(group, kind, True).estimator
+    estimator = suggested(group, kind, True)
     action = Action(group, SUPPORTS if group is COMPONENTS else list(group.site_shapes))
     torch.manual_seed(0)
     q = family(action.dim)
