@@ -236,7 +236,7 @@ def shape(name: str, value: Any) -> torch.Size:
 
 
 def places(name: str, index: Any, length: int) -> Any:
-    """Which entries of an axis of this length are meant: a slice, or whole numbers or a mask as a tensor ``(n,)``."""
+    """Entries of an axis of this length that are meant: a slice, or whole numbers or a mask as a tensor ``(n,)``."""
     if isinstance(index, slice):
         return index
     known = isinstance(index, Tensor | np.ndarray | list | tuple | range | Integral)

@@ -36,7 +36,7 @@ _PART_ENTRIES = 2**18  # what a thread works on at a time: a few megabytes, whic
 
 @dataclass(frozen=True, eq=False)
 class ChainStatistics:
-    """Of each of the quantities; NaN if it can't be told.
+    """Statistics of each of the quantities; NaN where they can't be told.
 
     :param r_hat: rank-normalised split R-hat, ``event_shape``, float64; 1 if chains agree.
     :param ess_bulk: effective sample size for the location, of all chains together, likewise.

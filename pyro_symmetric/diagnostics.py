@@ -276,7 +276,7 @@ def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool, site
 
 
 def _standard_error(values: Tensor) -> float:
-    """Of the mean of correlated draws; never below that of the chains' means."""
+    """Error of the mean of correlated draws; never below that of the chains' means."""
     size = float(chain_statistics(values).ess_bulk)
     within = float(values.std()) / math.sqrt(size) if size == size else float(values.std())
     between = float(values.mean(1).std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0

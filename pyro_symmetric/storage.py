@@ -302,7 +302,7 @@ def _take(descriptor: int) -> bool:
 
 
 def _errno(error: OSError | SafetensorError) -> int | None:
-    """Which error of the system it was; safetensors says it in words only."""
+    """The system's error that it was; safetensors says it in words only."""
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"os error (\d+)", str(error))

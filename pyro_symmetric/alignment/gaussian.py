@@ -153,7 +153,7 @@ def moved_to(gaussian: GaussianWeights, device: torch.device) -> GaussianWeights
 
 
 def plain(weights: Any) -> Any:
-    """Of a network its parameters and running statistics; all else (a guide, say) as it is."""
+    """Parameters and running statistics of a network; all else (a guide, say) as it is."""
     if not isinstance(weights, nn.Module) or isinstance(weights, AutoGuide) or hasattr(weights, "prototype_trace"):
         return weights
     buffers = {name: value for name, value in weights.named_buffers() if value.is_floating_point()}

@@ -96,7 +96,7 @@ class Frame:
 
     @property
     def displaced(self) -> Tensor:
-        """Which members did not come in the copy in which most came, bool, of the element's batch shape, on the CPU."""
+        """Members that did not come in the copy in which most came, bool, of the element's batch shape, on the CPU."""
         here = self.element.group.identity()
         result = torch.zeros(self.element.batch_shape, dtype=torch.bool, device="cpu")
         for mine, neutral in ((self.element.permutations, here.permutations), (self.element.signs, here.signs)):

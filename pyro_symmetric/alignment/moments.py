@@ -65,7 +65,7 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
 def moments_of(
     given: Sequence[GaussianWeights], sites: Sequence[str], group: Group, kind: type[WeightCost]
 ) -> list[Moments]:
-    """Of each, site -> moments ``(channels, B, *site_shape)``, on the device of the last.
+    """Moments of each, site -> ``(channels, B, *site_shape)``, on the device of the last.
 
     Numbers have the widest dtype of all, at least float32, in which inner products are meaningful.
     """

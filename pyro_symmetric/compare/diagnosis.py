@@ -350,7 +350,7 @@ def _effective(measured: Statistics) -> Check:
 
 
 def _enough(posterior: Posterior) -> Check:
-    """Of an ensemble or a guide: there are no chains that could agree."""
+    """Count the draws of an ensemble or a guide: there are no chains that could agree."""
     count = posterior.num_chains * posterior.num_samples
     limits = (EFFECTIVE_DRAWS[0], 0.0)
     return checked("effective draws", float(count), limits, f"{count} independent draws", "means are rough")

@@ -128,7 +128,7 @@ def pooled_frame(samples: Sequence[Mapping[str, Tensor]], symmetry: Symmetry | G
 
 
 def _squared_norms(weights: Mapping[str, Tensor]) -> Tensor:
-    """Of each draw, ``(S,)``: what no permutation and no sign changes."""
+    """An invariant of each draw, ``(S,)``: what no permutation and no sign changes."""
     parts = [value.flatten(1) if value.dim() > 1 else value[:, None] for value in weights.values()]
     return torch.stack([part.square().sum(1, dtype=torch.float64) for part in parts]).sum(0)
 

@@ -1,4 +1,4 @@
-"""Which rows train, which test, and which lie outside: all before anything is standardised."""
+"""The rows that train, test, and lie outside: all before anything is standardised."""
 
 from __future__ import annotations
 

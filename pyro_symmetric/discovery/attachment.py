@@ -1,4 +1,4 @@
-"""Which units the multipliers belong to: the last step from solved facts to a group.
+"""The units that multipliers belong to: the last step from solved facts to a group.
 
 Multipliers that belong one to one to units that permute are recorded on these units, once: their axes get exponents.
 The second multiplier of the same units (batch normalisation leaves one before it and one after it) is one unit inside

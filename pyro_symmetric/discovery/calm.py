@@ -126,7 +126,7 @@ def _mean_of_noise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _written(func: Any) -> list[int]:
-    """Which of an operator's positional arguments it writes to."""
+    """The positional arguments that an operator writes to."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []

@@ -196,7 +196,7 @@ def broken_moves(group: Group, function: FunctionOfWeights) -> tuple[BrokenMove,
 
 
 def guilty(parts: Sequence[Part], fails: Callable[[Sequence[Part]], bool]) -> list[Part]:
-    """Of parts that fail together those that fail by themselves; if no half of them does, all."""
+    """The parts that fail by themselves, of those that fail together; if no half of them does, all."""
     if len(parts) <= 1:
         return list(parts)
     half = len(parts) // 2

@@ -22,7 +22,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Passes:
-    """Which multipliers an operation lets through: ``scale`` if positively homogeneous, ``sign`` if odd."""
+    """The multipliers that an operation lets through: ``scale`` if positively homogeneous, ``sign`` if odd."""
 
     scale: bool
     sign: bool

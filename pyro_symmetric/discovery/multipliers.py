@@ -80,7 +80,7 @@ def multipliers(facts: Facts, structure: Structure, move: str) -> list[tuple[Axi
 
 
 def _still(size: int, equations: Sequence[Sequence[Multiple]]) -> Array:
-    """Which atoms have multiplier one, as the only unknown that is left in some equation, again and again."""
+    """Find the atoms that have multiplier one, as the only unknown that is left in some equation, again and again."""
     zero = np.zeros(size, dtype=bool)
     todo = list(equations)
     while todo:

@@ -118,7 +118,7 @@ def _constants(call: Call, args: Any, kwargs: Any) -> list[Tensor | None]:
 
 
 def _read(node: torch.fx.Node, count: int, returned: Sequence[torch.fx.Node]) -> tuple[bool, ...]:
-    """Which results something reads, or the network returns (and not only buffers keep)."""
+    """The results that something reads, or the network returns (and not only buffers keep)."""
     if count == 1:
         return (True,)
     items: dict[Any, Any] = {user.args[1]: user for user in node.users if user.target is operator.getitem}

@@ -224,7 +224,7 @@ def _given(value: Tensor, dtype: torch.dtype | None, redraw: bool) -> Tensor:
 
 
 def _enough(inputs: list[Tensor]) -> list[Tensor]:
-    """Of a batch of images the first few that hold a hundred thousand numbers: in eval mode more tell no more.
+    """The first few of a batch of images, which hold a hundred thousand numbers: in eval mode more tell no more.
 
     Other inputs stay whole, for nothing says which of their axes is the batch.
     """

@@ -1,4 +1,4 @@
-"""Which parameters are cut into slices with rows and columns of their own, by what reads them.
+"""The parameters that are cut into slices with rows and columns of their own, by what reads them.
 
 A parameter of which operators only read slices, all of which are read, is cut at the ends of these. A stack of matrices
 is known by an axis along which products go side by side, or of which the data choose entries; a stack of vectors by two

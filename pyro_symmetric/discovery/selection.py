@@ -1,4 +1,4 @@
-"""Which parameters and buffers of a network may move, and what is left of a symmetry if others stay."""
+"""The parameters and buffers of a network that may move, and what is left of a symmetry if others stay."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def walked(traces: Sequence[Trace]) -> tuple[Facts, list[Labels]]:
 
 
 def _kernel_groups(node: torch.fx.Node) -> int:
-    """Of how many groups the convolutions are that this is the kernel of; 1 if anything else reads it."""
+    """Number of groups of the convolutions that this is the kernel of; 1 if anything else reads it."""
     found = set()
     for user in node.users:
         if rule_for(user.target) is not convolution:

@@ -1,4 +1,4 @@
-"""Which units lie along which axes of which sites: what a group and its elements read off."""
+"""Index from axes of sites to units: what a group and its elements read off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Which multipliers of a group are independent: some may do together what others do.
+r"""The multipliers of a group that are independent: some may do together what others do.
 
 In ``einsum("b,hk,kh->b", x, w, v)`` each row of ``w`` can be flipped with its column of ``v``, and so can each column;
 but flipping all rows is flipping all columns. A unit's multiplier :math:`f_u` enters an entry of a site with the power

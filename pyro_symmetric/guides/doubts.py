@@ -27,7 +27,7 @@ LOST = 0.01
 
 
 def of_importance(found: Estimate, k: float, elbo: float, bridged: bool) -> list[str]:
-    """Of the weights' tail, and of the guide's distance from the posterior. If there is a bridge, they are its check.
+    """Doubts of the weights' tail and the guide's distance from the posterior. They check a bridge, if there is one.
 
     :param elbo: of the guide, symmetrised.
     """
@@ -38,7 +38,7 @@ def of_importance(found: Estimate, k: float, elbo: float, bridged: bool) -> list
 
 
 def of_spread(draws: Tensor) -> list[str]:
-    """Of a guide that has no density in some direction, at least in the digits that there are.
+    """Doubts of a guide that has no density in some direction, at least in the digits that there are.
 
     :param draws: of the guide, unconstrained, ``(N, D)``.
     """
@@ -58,8 +58,8 @@ def of_density(estimator: OrbitEstimator, gap: float) -> list[str]:
 
 
 def of_training(estimator: OrbitEstimator, gap: float, most: float) -> list[str]:
-    """Of the estimator by which a guide is trained, which may miss a part of what symmetrising adds, of ``most`` nats,
-    and of its gradient."""
+    """Doubts of the estimator by which a guide is trained, which may miss a part of what symmetrising adds, of ``most``
+    nats, and of its gradient."""
     if not gap > LEFT_OPEN * most:
         return []
     return [
@@ -104,7 +104,7 @@ def of_border(posterior: Posterior, layout: GuideLayout) -> list[str]:
 
 
 def of_both(found: Estimate, connected: Estimate, trusted: bool) -> list[str]:
-    """Of the bridge, and of the two methods together.
+    """Doubts of the bridge, and of the two methods together.
 
     :param trusted: whether importance sampling is. If not, it should be too low: the largest weights are missing.
     """
@@ -122,7 +122,7 @@ def of_both(found: Estimate, connected: Estimate, trusted: bool) -> list[str]:
 
 
 def of_weights(found: Estimate, k: float) -> list[str]:
-    """Of the tail of the weights, and of their number; reasons, not sentences."""
+    """Doubts of the tail of the weights, and of their number; reasons, not sentences."""
     most = largest_reliable_k(found.num_draws)
     if not math.isfinite(found.log_evidence):
         return [f"log_joint is {found.log_evidence} at draws of the guide"]
@@ -136,9 +136,9 @@ def of_weights(found: Estimate, k: float) -> list[str]:
 
 
 def _of_distance(found: Estimate, elbo: float, bridged: bool) -> list[str]:
-    """Of a guide so far from the posterior that the largest weights are rare: log-normal weights whose log-mean lies
-    ``gap`` above the mean of their logarithms are worth ``exp(-2 gap)`` of a draw each. The weights' own effective size
-    doesn't know those that are missing."""
+    """Doubts of a guide so far off that the largest weights are rare: log-normal weights whose log-mean lies ``gap``
+    above the mean of their logarithms are worth ``exp(-2 gap)`` of a draw each. The weights' own effective size doesn't
+    know those that are missing."""
     gap = max(0.0, found.log_evidence - elbo)
     if not found.num_draws * math.exp(-2 * gap) < FEWEST_BY_DISTANCE:
         return []

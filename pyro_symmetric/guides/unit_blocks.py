@@ -84,7 +84,7 @@ class AutoUnitBlocks(WeightsGuide):
 
     @property
     def positions(self) -> tuple[Tensor, ...]:
-        """Of each set of units, the places of their weights in the flat vector, ``(units, weights of a unit)``."""
+        """The places of the weights of each set of units in the flat vector, ``(units, weights of a unit)``."""
         return tuple(getattr(self, f"positions_{number}") for number in range(self.num_sets))
 
     @property

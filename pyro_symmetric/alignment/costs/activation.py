@@ -251,7 +251,7 @@ def _atoms_along(leaf: Leaf, axis: Axis) -> list[Array]:
 
 
 def _signed(group: Group) -> dict[str, str]:
-    """Of which units, they or riders, activations show the sign: another layer's matrix takes it back.
+    """Units, themselves or riders, whose sign activations show: another layer's matrix takes it back.
 
     A sign that is undone before it leaves (in front of a normalisation) shows in no activation.
     """

@@ -176,7 +176,7 @@ class Density:
 
     @property
     def engine(self) -> str:
-        """Which of :data:`ENGINES` serves. They round differently."""
+        """The one of :data:`ENGINES` that serves. They round differently."""
         return "torch" if self._fast is None else self._fast.name
 
     @property

@@ -70,7 +70,7 @@ class Loss(Protocol):
     """Evaluates a :class:`NetworkProblem`, which it is made of, for many weights at once."""
 
     name: str
-    """Of the engine: ``"native"`` or ``"torch"``."""
+    """The engine's name: ``"native"`` or ``"torch"``."""
 
     def __init__(self, problem: NetworkProblem) -> None:
         """:raises Unavailable: if it can't evaluate such a problem."""

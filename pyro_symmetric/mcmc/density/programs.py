@@ -64,7 +64,7 @@ def run(density: Any, function: Compute, *inputs: Any, **static: Any) -> Any:
 
 @dataclass(frozen=True)
 class Price:
-    """Of an evaluation of energy and gradient without a program.
+    """The price of an evaluation of energy and gradient without a program.
 
     :param operations: of PyTorch, that it consists of.
     :param written: bytes of their results, for all chains at once.

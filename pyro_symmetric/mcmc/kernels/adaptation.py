@@ -249,7 +249,7 @@ class TunedKernel(Kernel):
     @property
     @abstractmethod
     def _least_acceptance(self) -> float:
-        """Of one step: a first step size is doubled or halved until it crosses this."""
+        """Acceptance of one step: a first step size is doubled or halved until it crosses this."""
 
     @abstractmethod
     def _search(self, step_size: Tensor, follow: bool) -> StepSizeAdaptation:

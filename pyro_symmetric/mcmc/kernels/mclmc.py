@@ -265,7 +265,7 @@ class MCLMC(TunedKernel):
 
 
 def correlation(before: Tensor, after: Tensor, tuning: MicrocanonicalTuning) -> Tensor:
-    """Of draws ``(C, D)`` of two successive iterations, ``()`` in double precision; 0 if nothing moved yet."""
+    """Correlation of draws ``(C, D)`` of two successive iterations, ``()``, in double precision; 0 if nothing moved."""
     first, last = (tuning.mass.whiten(z - tuning.centre) for z in (before, after))
     squares = (first.square().sum() + last.square().sum()).double() / 2
     return torch.where(squares > 0, torch.linalg.vecdot(first, last).sum().double() / squares, 0.0)
