@@ -19,7 +19,7 @@ Models
 Guides
     AutoSymmetrized symmetrize Symmetrized SinkhornImportance ExactOrbit InfoNCE
     AutoUnitBlocks AutoGaussian SWAG
-    sample_posterior distinct save_guide load_guide
+    sample_posterior save_guide load_guide
 
 Evidence
     evidence
@@ -34,7 +34,7 @@ Ensembles and checkpoints
     ensemble read_checkpoints
 
 Alignment
-    align align_many push_forward interpolate barycentre wasserstein loss_barrier to_gaussian
+    align align_many push_forward interpolate barycentre loss_barrier to_gaussian
     MatchCost ActivationCost TableCost Alignment Frame BarrierCurve GaussianWeights
 
 Distances, tests and scores
@@ -107,7 +107,6 @@ from pyro_symmetric.guides import (
     AutoSymmetrized,
     AutoUnitBlocks,
     barycentre,
-    distinct,
     evidence,
     interpolate,
     load_guide,
@@ -115,7 +114,6 @@ from pyro_symmetric.guides import (
     sample_posterior,
     save_guide,
     symmetrize,
-    wasserstein,
 )
 from pyro_symmetric.infer import MCMC
 from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, HeteroscedasticLikelihood
@@ -193,7 +191,6 @@ __all__ = [
     "completeness",
     "datasets",
     "diagnose",
-    "distinct",
     "ensemble",
     "evidence",
     "excess_mass",
@@ -227,5 +224,4 @@ __all__ = [
     "total_variation",
     "verify",
     "verify_model",
-    "wasserstein",
 ]

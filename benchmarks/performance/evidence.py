@@ -36,7 +36,7 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from benchmarks.harness import Results, Row, parse, parser, print_table
-from pyro_symmetric.guides.bounds import Evidence
+from pyro_symmetric.guides.evidence import Evidence
 from pyro_symmetric.guides.log_ratios import Estimate
 from pyro_symmetric.mcmc.density.density import Density
 
@@ -191,7 +191,9 @@ def estimate(name: str, options: Any) -> Row:
         ps.HMC(model, num_steps=10), data, num_samples=draws, num_warmup=draws, num_chains=chains, seed=0,
         progress=False,
     )  # fmt: skip
-    found = ps.evidence(posterior, ps.log_joint(model, data), group, ps.ExactOrbit(), num_samples=8 * draws, chunk=1000)
+    first, second = (posterior.select(draws=half) for half in (slice(0, draws // 2), slice(draws // 2, None)))
+    guide = ps.guides.fit_gaussian(first, group)
+    found = ps.evidence(guide, data, posterior=second, estimator=ps.ExactOrbit(), num_samples=8 * draws, chunk=1000)
     print(f"{name}\n{found}", flush=True)
     return {
         "truth": statistics.fmean(truths),

@@ -31,7 +31,8 @@ def step_of(width: int, state: str | None, estimator: Any, x: torch.Tensor, y: t
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
     model = ps.BayesianModel(net, ps.GaussianPrior(), ps.CategoricalLikelihood(), 60_000)
     if state is None:
-        guide = ps.distinct(AutoDiagonalNormal(model, init_scale=0.02))
+        pyro.clear_param_store()
+        guide = AutoDiagonalNormal(model, init_scale=0.02)
     else:
         group = ps.find_symmetry(net, x[:2]).permutations
         guide = ps.AutoSymmetrized(model, group, estimator=estimator, init_scale=0.02)

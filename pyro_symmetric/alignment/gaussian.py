@@ -33,8 +33,8 @@ class GaussianWeights:
 
     >>> first = ps.GaussianWeights({"w": torch.zeros(2)}, {"w": torch.ones(2)})
     >>> second = ps.GaussianWeights({"w": torch.tensor([3.0, 4.0])}, {"w": torch.ones(2)})
-    >>> ps.wasserstein(first, second)
-    5.0
+    >>> ps.interpolate(first, second, 0.5).loc
+    {'w': tensor([1.5000, 2.0000])}
 
     :param loc: site -> means, of the site's shape.
     :param scale: site -> standard deviations of the same shape; zero where a weight is known exactly.

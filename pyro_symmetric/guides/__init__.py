@@ -15,15 +15,15 @@ one guide by PyTorch's own tool (start the script by ``torchrun --nproc-per-node
 """
 
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.bounds import Evidence, evidence
+from pyro_symmetric.guides.evidence import Evidence, evidence
 from pyro_symmetric.guides.files import load_guide, save_guide
+from pyro_symmetric.guides.fit_gaussian import fit_gaussian
 from pyro_symmetric.guides.gaussian import AutoGaussian, sample_posterior
-from pyro_symmetric.guides.own_parameters import distinct
 from pyro_symmetric.guides.push_forward import push_forward
 from pyro_symmetric.guides.swag import SWAG
 from pyro_symmetric.guides.symmetrize import symmetrize
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
-from pyro_symmetric.guides.transport import barycentre, interpolate, wasserstein
+from pyro_symmetric.guides.transport import barycentre, interpolate
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 
 __all__ = [
@@ -34,13 +34,12 @@ __all__ = [
     "Evidence",
     "WeightsGuide",
     "barycentre",
-    "distinct",
     "evidence",
+    "fit_gaussian",
     "interpolate",
     "load_guide",
     "push_forward",
     "sample_posterior",
     "save_guide",
     "symmetrize",
-    "wasserstein",
 ]

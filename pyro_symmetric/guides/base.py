@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,9 +20,11 @@ from torch.distributions import biject_to, register_kl
 
 from pyro_symmetric import arguments
 from pyro_symmetric.guides.layout import layout_of
-from pyro_symmetric.guides.own_parameters import distinct
 from pyro_symmetric.layout import is_identity
 from pyro_symmetric.weights import Weights
+
+# Pyro's store holds parameters under names that start with the guide's: two guides of one name would share them.
+_NUMBERS = itertools.count(1)
 
 # What a guide knows of its model after it has been set up.
 _PROTOTYPE = ("prototype_trace", "_prototype_frames", "_unconstrained_shapes", "_cond_indep_stacks", "latent_dim")
@@ -39,7 +42,15 @@ class WeightsGuide(AutoContinuous):
     def __init__(self, model: Any, *args: Any, **kwargs: Any):
         super().__init__(arguments.function("model", model, "a Pyro model"), *args, **kwargs)
         self._given: tuple[Any, ...] | None = (model,)  # in a tuple, so that a module isn't a part of the guide
-        distinct(self, type(self).__name__)
+        self._take_name()
+
+    def _take_name(self) -> None:
+        """Take a name that no other guide of this process has."""
+        for part in self.modules():
+            if isinstance(part, PyroModule):
+                part._pyro_context = self._pyro_context  # which dask, unlike pickle, copies for each part
+        self._pyro_context.used = False
+        self._pyro_set_supermodule(f"{type(self).__name__}_{next(_NUMBERS)}", self._pyro_context)
 
     @property
     def plain(self) -> AutoContinuous:
@@ -137,6 +148,7 @@ class WeightsGuide(AutoContinuous):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
+        self._take_name()
         for value in (*self.parameters(), *self.buffers()):
             if value.is_shared():  # pools of processes send tensors by reference
                 value.data = value.data.clone()

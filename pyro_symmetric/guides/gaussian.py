@@ -18,7 +18,6 @@ from pyro_symmetric.alignment.gaussian import to_gaussian
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
-from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
 Moments = Mapping[str, Tensor]
@@ -180,22 +179,6 @@ def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weig
         return layout.constrain(plain_posterior(guide).sample(shape))
 
 
-def shares_of(weights: Sequence[float] | Tensor | None, count: int, *, zero: bool) -> Tensor:
-    """Weights of several guides, scaled to sum to one, ``(count,)`` in float64; equal by default.
-
-    :param zero: whether some may be zero.
-    :raises ValueError: naming ``weights``, unless there is one for each guide, and none is negative.
-    """
-    given = [1.0] * count if weights is None else weights
-    arguments.numbers("weights", given)
-    shares = as_tensor(given, dtype=torch.float64)  # numbers() would round them to float32 first
-    allowed = ((shares >= 0) if zero else (shares > 0)) & shares.isfinite()
-    if shares.shape != (count,) or not bool(allowed.all()) or not bool(shares.sum() > 0):
-        what = "numbers, none negative" if zero else "positive numbers"
-        raise ValueError(f"weights are {weights}; there must be {count} {what}, one for each guide")
-    return shares / shares.sum()
-
-
 def triangular(rows: Tensor) -> Tensor:
     """The Cholesky factors of ``rows @ rows.mT``, ``batch_shape + (n, k)`` -> ``batch_shape + (n, n)``, by a QR
     decomposition in float64: no squares, no lost digits."""
@@ -213,12 +196,11 @@ def _require_moments(layout: GuideLayout, moments: Mapping[str, Any]) -> None:
     if set(moments) - {"loc"} not in ({"scale"}, {"scale", "cov_factor"}, {"scale_tril"}):
         raise ValueError(f"found {sorted(moments)}; give loc and scale, cov_factor with them, or loc and scale_tril")
     for name, value in moments.items():
-        shape = arguments.tensor(name, value).shape
-        wanted = {"cov_factor": (dim, *shape[1:2]), "scale_tril": (dim, dim)}.get(name, (dim,))
-        if shape != wanted or (name == "cov_factor" and value.dim() != 2):
-            raise ValueError(f"{name} has shape {tuple(shape)}; of the layout's {dim} weights it must tell {wanted}")
-        positive = {"scale": value, "scale_tril": value.diagonal() if value.dim() == 2 else value}.get(name)
-        if not bool(value.isfinite().all()) or (positive is not None and not bool((positive > 0).all())):
-            raise ValueError(f"{name} must hold finite numbers{'' if positive is None else ', deviations above 0'}")
-        if name == "scale_tril" and bool(value.triu(1).any()):
-            raise ValueError("scale_tril holds numbers above its diagonal; it must be lower triangular")
+        rank = value.shape[-1] if value.dim() == 2 else 1
+        wanted = {"cov_factor": (dim, rank), "scale_tril": (dim, dim)}.get(name, (dim,))
+        if value.shape != wanted or not bool(value.isfinite().all()):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must hold finite numbers of shape {wanted}")
+    deviations = moments.get("scale", moments.get("scale_tril"))
+    deviations = deviations.diagonal() if deviations.dim() == 2 else deviations
+    if not bool((deviations > 0).all()) or ("scale_tril" in moments and bool(moments["scale_tril"].triu(1).any())):
+        raise ValueError("scale (or the diagonal of scale_tril) must be positive, and scale_tril lower triangular")

@@ -2,30 +2,20 @@ r"""The evidence from log-ratios of the joint density to a guide's, at draws of 
 
 With :math:`\ell(w) = \log p(w, D) - \log \bar q(w)`:
 
-*Importance sampling* averages :math:`e^{\ell}` over draws of the guide. It has no bias, and an error to be trusted
-if the weights' tail is light: the Pareto shape ``k`` of the largest ones tells (Vehtari, Simpson, Gelman, Yao & Gabry
-2024, arXiv 1507.02646).
+*Importance sampling* averages :math:`e^{\ell}` over draws of the guide. Its error can be trusted if the tail of the
+weights is light, as their Pareto shape ``k`` tells (Vehtari et al. 2024, arXiv 1507.02646). If the largest weights
+happen to be missing, tail and error are too small together; the bulk knows more: log-normal weights whose logarithms
+have the deviation :math:`\sigma`, here from the median to the 84 % quantile, have a relative variance of
+:math:`(e^{\sigma^2} - 1) / N`. With fewer than 1,000 effective draws the larger error counts.
 
-If the largest weights happen to be missing, the tail, the error and the estimate are too small together, so that the
-runs that look best are the worst. The bulk of the weights knows more: if their logarithms are normal with deviation
-:math:`\sigma`, here that from the median to the 84 % quantile, the mean weight has the relative variance
-:math:`(e^{\sigma^2} - 1) / N`. With fewer than 1,000 effective draws the larger of both errors counts.
-
-*Bridge sampling* (Meng & Wong 1996) uses draws :math:`w_i` of the guide and :math:`w_j` of the posterior. For every
-function ``h``, :math:`p(D) = \mathbb E_{\bar q}[p(w, D)\,h(w)] / \mathbb E_{p}[\bar q(w)\,h(w)]`; the best one of
-independent draws depends on the answer, :math:`h = 1 / (s_1 p(w, D) / p(D) + s_2 \bar q(w))`, which makes the estimate
-:math:`e^x` the only root of
+*Bridge sampling* (Meng & Wong 1996; Gronau et al. 2017, arXiv 1703.05984) uses draws :math:`w_i` of the guide and
+:math:`w_j` of the posterior, in any copies. Its estimate is the only root ``x`` of
 
 .. math:: \frac1{s_1} \operatorname{mean}_i\, \sigma(\ell(w_i) - x - c) = \frac1{s_2} \operatorname{mean}_j\,
     \sigma(x + c - \ell(w_j)), \qquad c = \log\frac{s_2}{s_1},
 
-:math:`\sigma` the logistic function, and :math:`s_1, s_2` the shares of effective draws (Gronau et al. 2017,
-arXiv 1703.05984, whose iteration has this fixed point). Terms are at most one, whatever the tails. The error adds the
-relative variances of both means, that of chains by their autocorrelation (Frühwirth-Schnatter 2004).
-
-An estimate of :math:`\log \bar q` instead of its value leaves all of this as it is if it is that of
-:mod:`~pyro_symmetric.distributions.orbit`: then :math:`e^{\ell}` is the ratio of two densities of the weights together
-with the elements that the estimate drew.
+:math:`\sigma` the logistic function, and :math:`s_1, s_2` the shares of effective draws. Terms are at most
+one, whatever the tails. The error adds the relative variances of both means, that of chains by their autocorrelation.
 """
 
 from __future__ import annotations
@@ -43,20 +33,10 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.chain_statistics import chain_statistics, effective_size
 
-# A weight whose logarithm lies so far below that of the largest is 0 beside it.
-NONE = -650.0
-# So many effective draws have seen the largest weights.
-SEEN = 1000
-# Of a normal, the part below one deviation above the mean.
-ONE_DEVIATION = NormalDist().cdf(1.0)
-# Tails of fewer draws tell no shape; those of chains, no autocorrelation.
-FEWEST = 25
-# Nats of an error beyond which none is known.
-LARGEST_ERROR = 20.0
-# Nats of rounding, which has no shape.
-ROUNDING = 1e-5
-# Nats of which hundredths say nothing more.
-HUGE = 1e7
+ONE_DEVIATION = NormalDist().cdf(1.0)  # of a normal, the part below one deviation above the mean
+SEEN = 1000  # so many effective draws have seen the largest weights
+FEWEST = 25  # effective draws, below which neither a tail's shape nor an error is known
+UNKNOWN = 20.0  # nats of an error beyond which none is known
 
 
 @dataclass(frozen=True)
@@ -74,26 +54,16 @@ class Estimate:
     num_draws: int
     effective_draws: float
 
-    @property
-    def shown_draws(self) -> str:
-        """The numbers of draws as they are printed."""
-        return f"{self.effective_draws:.0f} effective of {self.num_draws} draws"
-
     def interval(self, prob: float = 0.95) -> tuple[float, float]:
         """The ends of the interval that holds the log-evidence with this probability, by the normal approximation."""
         half = self.error * NormalDist().inv_cdf(0.5 + arguments.fraction("prob", prob) / 2)
         return self.log_evidence - half, self.log_evidence + half
 
 
-def in_nats(value: float) -> str:
-    """A number of nats as it is printed."""
-    return f"{value:.2f}" if abs(value) < HUGE else f"{value:.1e}"
-
-
 def importance(log_ratios: Tensor) -> Estimate:
-    r"""The log of the mean weight; the error is that of the mean, divided by it: :math:`\sqrt{1/N_{eff} - 1/N}`.
+    r"""Return the log of the mean weight; its error is that of the mean, divided by it: :math:`\sqrt{1/N_e - 1/N}`.
 
-    :math:`N_{eff}` is that of the weights, or of log-normal ones that spread as their upper half does, if that is less.
+    :math:`N_e` is that of the weights, or of log-normal ones that spread as their upper half does, if that is less.
 
     :param log_ratios: at draws of the guide, ``(N,)``.
     """
@@ -104,13 +74,14 @@ def importance(log_ratios: Tensor) -> Estimate:
     effective = math.exp(2 * total - float((2 * values).logsumexp(0)))
     variance = max(0.0, 1 / effective - 1 / count)
     if effective < SEEN:
-        variance = max(variance, _log_normal_variance(values) / count)
+        low, high = values[values.isfinite()].quantile(values.new_tensor([0.5, ONE_DEVIATION])).tolist()
+        variance = max(variance, math.expm1(min((high - low) ** 2, 700.0)) / count)
     return Estimate(total - math.log(count), _known(math.sqrt(variance)), count, 1 / (variance + 1 / count))
 
 
 def pareto_k(log_ratios: Tensor) -> float:
-    """The shape of the largest weights' tail; ``-inf`` if they are all equal, ``inf`` if most of them are 0 beside the
-    largest, NaN if there are too few to tell.
+    """Return the shape of the largest weights' tail; ``-inf`` if they are all equal, ``inf`` if most of them are 0
+    beside the largest, NaN if there are too few to tell.
 
     :param log_ratios: at draws of the guide, ``(N,)``.
     """
@@ -120,21 +91,23 @@ def pareto_k(log_ratios: Tensor) -> float:
     from arviz_stats.base import array_stats  # which takes a second to load
 
     tail = np.sort(values)[-math.ceil(min(len(values) / 5, 3 * len(values) ** 0.5)) :]
-    if tail[-1] - tail[0] < ROUNDING:
+    if tail[-1] - tail[0] < 1e-5:  # rounding, which has no shape
         return -math.inf
-    if tail[(len(tail) + 2) // 4 - 1] - tail[-1] < NONE:  # the fit divides by this one, and would say that all is well
+    if (
+        tail[(len(tail) + 2) // 4 - 1] - tail[-1] < -650.0
+    ):  # the fit divides by this one, and would say that all is well
         return math.inf
     with np.errstate(over="ignore"):
         return float(array_stats.psislw(-values)[1])
 
 
 def largest_reliable_k(num_draws: int) -> float:
-    """Up to this Pareto shape the error of so many draws can be trusted: 0.7, and less for fewer than 2,200 draws."""
+    """Return the Pareto shape up to which the error of so many draws can be trusted: at most 0.7."""
     return min(0.7, 1 - 1 / math.log10(num_draws)) if num_draws > 10 else 0.0
 
 
 def bridge(of_guide: Tensor, of_chains: Tensor, independent: bool = False) -> Estimate:
-    """The bridge between a guide and a posterior; ``effective_draws`` are the chains', of the bridge's own mean.
+    """Return the bridge between a guide and a posterior; ``effective_draws`` are the chains', of its own mean.
 
     :param of_guide: log-ratios at draws of the guide, ``(N,)``.
     :param of_chains: log-ratios at draws of the posterior, ``(chains, draws)``.
@@ -150,21 +123,17 @@ def bridge(of_guide: Tensor, of_chains: Tensor, independent: bool = False) -> Es
         right = logsumexp(log_expit(x + shift - chains)) - math.log(chains.size * (1 - share))
         return float(left - right)
 
-    known = np.concatenate([guide[np.isfinite(guide)], chains.ravel()])
-    room = 50.0 + abs(shift)
+    known, room = np.concatenate([guide[np.isfinite(guide)], chains.ravel()]), 50.0 + abs(shift)
     x = float(brentq(excess, known.min() - room, known.max() + room, xtol=1e-10))
-    of_mean, of_chain_mean = _scaled(log_expit(guide - x - shift)), _scaled(log_expit(x + shift - chains))
-    effective = _effective(of_chain_mean, independent)
-    variance = _relative_variance(of_mean) / len(guide) + _relative_variance(of_chain_mean) / effective
-    return Estimate(x, _known(math.sqrt(variance)), chains.size, effective)
-
-
-def _known(error: float) -> float:
-    return error if error < LARGEST_ERROR else math.inf
+    # Terms up to a common factor: ratios of their moments are all that counts.
+    terms = [np.exp(v - v.max()) for v in (log_expit(guide - x - shift), log_expit(x + shift - chains))]
+    counts = len(guide), _effective(terms[1], independent)
+    variance = sum(t.var(ddof=1) / t.mean() ** 2 / n for t, n in zip(terms, counts, strict=True))
+    return Estimate(x, _known(math.sqrt(variance)), chains.size, counts[1])
 
 
 def chains_agree(of_chains: Tensor) -> float:
-    """R-hat of the log-ratio, a function of the orbit: chains in copies of one mode agree; 1 if they do.
+    """Return R-hat of the log-ratio, a function of the orbit, so that chains in copies of one mode agree.
 
     One chain is compared with itself, half by half. NaN for fewer than 4 draws of each.
 
@@ -176,29 +145,15 @@ def chains_agree(of_chains: Tensor) -> float:
     return float(chain_statistics(of_chains.double()).r_hat) if of_chains.shape[1] >= 4 else math.nan
 
 
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _log_normal_variance(values: Tensor) -> float:
-    """Relative variance of log-normal weights whose logarithms spread above their median as these do."""
-    low, high = values[values.isfinite()].quantile(values.new_tensor([0.5, ONE_DEVIATION])).tolist()
-    return math.expm1(min((high - low) ** 2, 700.0))
+def _known(error: float) -> float:
+    return error if error < UNKNOWN else math.inf
 
 
 def _effective(values: NDArray[np.float64], independent: bool) -> float:
     """The number of independent draws that the mean of these ``(chains, draws)`` is worth."""
-    length = values.shape[1]
     if independent:
         return float(values.size)
+    length = values.shape[1]
     split = np.concatenate([values[:, : length // 2], values[:, length - length // 2 :]])
     with np.errstate(invalid="ignore", divide="ignore"):  # of values that are all alike
         return min(float(effective_size(split[None])[0]), float(values.size))
-
-
-def _scaled(log_terms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Terms up to a common factor, none of them above 1: ratios of their moments are all that counts."""
-    return np.exp(log_terms - log_terms.max())
-
-
-def _relative_variance(terms: NDArray[np.float64]) -> float:
-    return float(terms.var(ddof=1) / terms.mean() ** 2)

@@ -10,13 +10,15 @@ Reference: Gelberg et al. 2024 (arXiv 2408.05496), Section 4.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide
+from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide, AutoNormal
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 
@@ -30,12 +32,11 @@ from pyro_symmetric.distributions import OrbitEstimator, Symmetrized
 from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.bases import held_guide
-from pyro_symmetric.guides.gaussian import require_spread
+from pyro_symmetric.guides.gaussian import plain, require_spread
 from pyro_symmetric.guides.layout import LayoutModel, layout_of
 from pyro_symmetric.guides.starts import InitLocFn, Start
 from pyro_symmetric.guides.suggest import usual_estimator
-from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
+from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks, gaussian_copy
 from pyro_symmetric.weights import Weights
 
 
@@ -108,7 +109,7 @@ class AutoSymmetrized(WeightsGuide):
         start = init_loc_fn or Start(model, self.group.required_sites)
         super().__init__(model, start)
         self._given = (model, start)
-        self.base = held_guide(AutoSymmetrized, base, model, start, base_arguments)
+        self.base = _base(base, model, start, base_arguments)
         self.estimator = estimator or usual_estimator(self.base, self.group)
         self._suggested = None if estimator else self.estimator
         self.sticking_the_landing = sticking_the_landing
@@ -201,3 +202,23 @@ class AutoSymmetrized(WeightsGuide):
             return self.base._loc_scale(*args, **kwargs)
         except NotImplementedError:
             return super()._loc_scale()  # says what to do
+
+
+def _base(base: Any, model: Any, start: InitLocFn, options: Mapping[str, Any]) -> AutoContinuous:
+    """A guide of the class ``base``, whose means start by ``start``; or a copy of the set-up guide ``base``."""
+    if isinstance(base, AutoGuide):
+        if options:
+            raise ValueError(f"base is a guide, which takes no more arguments; found {sorted(options)}")
+        layout_of(base)
+        inner = plain(base)
+        copied = copy.deepcopy(inner) if isinstance(inner, WeightsGuide) else gaussian_copy(inner)
+        copied._pyro_context.used = False  # it hasn't run under any name yet
+        return copied
+    if base is AutoNormal:
+        base = AutoDiagonalNormal
+    if not (isinstance(base, type) and issubclass(base, AutoContinuous)):
+        raise TypeError(f"base is {arguments.shown(base)}; it must be AutoDiagonalNormal or another AutoContinuous")
+    arguments.options(AutoSymmetrized, options, base)
+    if "init_loc_fn" in inspect.signature(base.__init__).parameters:
+        options = {"init_loc_fn": start, **options}
+    return base(model, **options)

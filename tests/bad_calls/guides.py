@@ -76,16 +76,16 @@ def gaussian(words=None, **moments):
     )
 
 
-LOCS = (*THINGS, ARRAY, torch.zeros(16), torch.zeros(2, 17), torch.full((17,), NAN))
-SCALES = (*THINGS, ARRAY, torch.ones(16), torch.zeros(17), -torch.ones(17), torch.full((17,), NAN))
+LOCS = (torch.zeros(16), torch.zeros(2, 17), torch.full((17,), NAN))
+SCALES = (torch.ones(16), torch.zeros(17), -torch.ones(17), torch.full((17,), NAN))
 NO_PATH = (None, 3, "", "missing/folder/guide")
 
 CALLS = (
     gaussian(loc=LOCS, scale=SCALES),
-    gaussian(loc=LOCS, scale=SCALES, cov_factor=(*THINGS[1:], ARRAY, torch.ones(17), torch.ones(16, 2))),
+    gaussian(loc=LOCS, scale=SCALES, cov_factor=(torch.ones(17), torch.ones(16, 2))),
     gaussian(
         loc=LOCS,
-        scale_tril=(*THINGS[1:], ARRAY, torch.eye(16), -torch.eye(17), torch.ones(17), torch.ones(17, 17)),
+        scale_tril=(torch.eye(16), -torch.eye(17), torch.ones(17), torch.ones(17, 17)),
     ),
     Calls(
         "AutoUnitBlocks",
@@ -119,7 +119,6 @@ CALLS = (
             "estimator": (3, "InfoNCE", ps.InfoNCE),
             "sticking_the_landing": FLAGS,
             "init_loc_fn": (3, "banana"),
-            "init_scale": (0.0, -1.0, NAN, "1"),
         },
         words={"group": ""},
     ),
@@ -161,12 +160,6 @@ CALLS = (
         words={"guide": ""},
     ),
     Calls(
-        "distinct",
-        ps.distinct,
-        lambda: {"guide": unused_guide()},
-        {"guide": (*THINGS, AutoDiagonalNormal, Made("used", guide)), "name": (3, 0.5, ["a"])},
-    ),
-    Calls(
         "sample_posterior",
         ps.sample_posterior,
         lambda: {"guide": guide()},
@@ -196,29 +189,17 @@ CALLS = (
     ),
     Calls(
         "evidence",
-        ps.evidence,
-        lambda: {"guide": guide(), "log_joint": log_joint, "group": group(), "num_samples": 4},
+        lambda guide, **options: ps.evidence(guide, *data(), **options),
+        lambda: {"guide": ps.AutoSymmetrized(model(), group(), base=guide()).setup(*data()), "num_samples": 4},
         {
-            "guide": (*NO_GUIDE, Made("delta", delta)),
-            "log_joint": (*THINGS, lambda weights: 1.0, lambda weights: torch.zeros(3, 3)),
-            "group": NO_GROUP,
+            "guide": (*NO_GUIDE, Made("delta", delta), Made("not symmetrised", guide)),
             "estimator": (3, "InfoNCE", ps.InfoNCE),
             "posterior": (3, ARRAY, {}, Made("network", network)),
             "num_samples": (*COUNTS, 1, None),
             "chunk": (*COUNTS, None),
         },
-        words={"guide": "", "group": ""},
-    ),
-    Calls(
-        "wasserstein",
-        ps.wasserstein,
-        lambda: {"first": weights(), "second": weights()},
-        {
-            "first": (*THINGS, ARRAY, {}, {"w": ARRAY}, Made("other", lambda: changed("0.weight", lambda v: v.mT))),
-            "second": (*THINGS, ARRAY, {}, Made("NaN", lambda: changed("0.weight", lambda v: v * NAN))),
-            "correlations": FLAGS,
-        },
-        words={"first": "", "second": ""},
+        words={"guide": ""},
+        misspelt=False,
     ),
     Calls(
         "interpolate",
@@ -228,7 +209,6 @@ CALLS = (
             "guide_0": (*NO_GUIDE, Made("weights", weights)),
             "guide_1": THINGS,
             "t": (-0.1, 1.1, NAN, "0.5", None, True),
-            "correlations": FLAGS,
         },
         words={"guide_0": "", "guide_1": ""},
     ),
@@ -238,8 +218,7 @@ CALLS = (
         lambda: {"guides": [guide(), guide()]},
         {
             "guides": (*THINGS, [], [3], Made("one", guide), Made("mixed", lambda: [guide(), weights()])),
-            "weights": ([1.0], [-1.0, 2.0], [0.0, 0.0], [NAN, 1.0], [INF, 1.0], "11", 3, ["1", "2"]),
-            "correlations": FLAGS,
+            "weights": ([1.0], [-1.0, 2.0], [0.0, 0.0], [NAN, 1.0], [INF, 1.0], 3),
         },
         words={"guides": ""},
     ),

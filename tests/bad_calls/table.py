@@ -160,7 +160,8 @@ def posterior(chains: int = 2, draws: int = 8) -> ps.Posterior:
 def guide() -> Any:
     """A set-up Gaussian guide of the model."""
     torch.manual_seed(3)
-    stock = ps.distinct(pyro.infer.autoguide.AutoDiagonalNormal(model()))
+    pyro.clear_param_store()
+    stock = pyro.infer.autoguide.AutoDiagonalNormal(model())
     stock(*data())
     return ps.push_forward(stock, group().identity())
 

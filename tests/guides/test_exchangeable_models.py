@@ -14,7 +14,8 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE
 from pyro_symmetric.groups import Group
-from pyro_symmetric.guides import AutoSymmetrized, evidence
+from pyro_symmetric.guides import AutoSymmetrized
+from pyro_symmetric.guides.evidence import evidence_of
 from pyro_symmetric.mcmc import log_joint
 
 
@@ -54,7 +55,7 @@ def test_a_mixture_is_declared_verified_and_trained_and_gains_log_6(base: type) 
         )
     losses = train(mixture, guide, data, number=60)
     assert sum(losses[-20:]) < sum(losses[:20])
-    worth = evidence(guide, log_joint(mixture, data), MIXTURE_GROUP, ExactOrbit(), num_samples=64)
+    worth = evidence_of(guide, log_joint(mixture, data), MIXTURE_GROUP, ExactOrbit(), num_samples=64)
     assert worth.symmetrized_elbo - worth.elbo == pytest.approx(math.log(6), abs=1e-3)
 
 
@@ -98,7 +99,7 @@ def test_the_symmetrised_elbo_of_a_conjugate_mixture_stays_below_the_evidence(se
     truth, density = known_evidence(data), log_joint(known_mixture, data)
     for number in (0, 400):
         train(known_mixture, guide, data, number=number)
-        worth = evidence(guide, density, group, estimator, num_samples=2000, chunk=2000)
+        worth = evidence_of(guide, density, group, estimator, num_samples=2000, chunk=2000)
         assert worth.symmetrized_elbo < truth + 5 * worth.symmetrized_error
     assert worth.symmetrized_elbo > truth - 1.0
     assert worth.symmetrized_elbo >= worth.elbo - 5 * worth.elbo_error
@@ -182,7 +183,7 @@ def test_the_symmetrised_elbo_of_a_factor_analysis_stays_below_the_evidence(seed
     assert truth == pytest.approx(factor_evidence(data, 33), abs=1e-3)
     guide = AutoSymmetrized(factors_marginalised, group, estimator=ExactOrbit(), init_scale=0.3).setup(data)
     train(factors_marginalised, guide, data, number=150, loss=loss())
-    worth = evidence(guide, log_joint(factors_marginalised, data), group, ExactOrbit(), num_samples=2000, chunk=2000)
+    worth = evidence_of(guide, log_joint(factors_marginalised, data), group, ExactOrbit(), num_samples=2000, chunk=2000)
     assert worth.symmetrized_elbo < truth + 5 * worth.symmetrized_error
     assert worth.symmetrized_elbo > truth - 2.0
     assert worth.elbo + 0.3 < worth.symmetrized_elbo < worth.elbo + math.log(8) + 1e-6

@@ -26,14 +26,13 @@ from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import (
     AutoGaussian,
     AutoSymmetrized,
-    distinct,
-    evidence,
     interpolate,
     load_guide,
     push_forward,
     sample_posterior,
     save_guide,
 )
+from pyro_symmetric.guides.evidence import evidence_of
 from pyro_symmetric.mcmc import log_joint
 from pyro_symmetric.models import BayesianModel
 
@@ -214,34 +213,14 @@ def test_wrong_bases_and_groups_are_refused() -> None:
 # parameters of their own --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make", [lambda model, group: AutoSymmetrized(model, group), lambda model, group: distinct(AutoNormal(model))]
-)
-def test_training_one_guide_leaves_another_of_its_class_alone(make: Any) -> None:
+def test_training_one_guide_leaves_another_of_its_class_alone() -> None:
     model, group, x, y = network()
-    first, second = make(model, group), make(model, group)
+    first, second = AutoSymmetrized(model, group), AutoSymmetrized(model, group)
     second(x, y)
     before = {site: value.clone() for site, value in second.median().items()}
     steps(model, first, x, y, number=5)
     assert all(torch.equal(value, before[site]) for site, value in second.median().items())
     assert not torch.equal(first.median()["0.weight"], before["0.weight"])
-
-
-def test_stock_guides_share_parameters_unless_they_are_made_distinct() -> None:
-    """The trap that distinct() is for; if Pyro mends it, it can go."""
-    model, _, x, y = network()
-    first, second = AutoNormal(model), AutoNormal(model)
-    second(x, y)
-    steps(model, first, x, y, number=3)
-    assert torch.equal(first.median()["0.weight"], second.median()["0.weight"])
-
-
-def test_a_used_guide_cannot_be_renamed() -> None:
-    model, _, x, y = network()
-    guide = AutoNormal(model)
-    guide(x, y)
-    with pytest.raises(ValueError, match="used already"):
-        distinct(guide)
 
 
 def test_setup_creates_what_an_optimiser_needs() -> None:
@@ -289,7 +268,7 @@ def test_pack_is_the_inverse_of_unpack() -> None:
 
 def trained_pair() -> tuple[Any, ...]:
     model, group, x, y = network()
-    guides = [distinct(kind(model, init_scale=0.1)) for kind in (AutoNormal, AutoDiagonalNormal)]
+    guides = [kind(model, init_scale=0.1) for kind in (AutoNormal, AutoDiagonalNormal)]
     for guide in guides:
         steps(model, guide, x, y, number=40)
     return model, group, x, y, *guides
@@ -314,7 +293,7 @@ def test_the_push_forward_has_the_same_elbo_and_can_be_trained() -> None:
     original = push_forward(first, group.identity())
 
     def loss(guide: Any) -> float:
-        return evidence(guide, lambda w: model.log_joint(w, x, y), group, ExactOrbit(), num_samples=4000).elbo
+        return evidence_of(guide, lambda w: model.log_joint(w, x, y), group, ExactOrbit(), num_samples=4000).elbo
 
     # The two estimates share no draws; their standard errors are below 0.1 nats here, so 1 is 7 sigma.
     assert loss(moved) == pytest.approx(loss(original), abs=1.0)
@@ -352,6 +331,7 @@ def test_a_batch_of_permutations_and_a_simplex_cannot_push_forward() -> None:
         push_forward(first, align(first, first, group))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch of shape"):
         push_forward(first, group.sample((2,)))
+    pyro.clear_param_store()  # of the guide of this class above
     guide = AutoDiagonalNormal(mixture)
     guide(torch.randn(20))
     with pytest.raises(ValueError, match="constrained together"):
@@ -432,7 +412,7 @@ def test_evidence_of_a_hand_written_model_lies_below_that_of_importance_sampling
     group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
     guide = AutoSymmetrized(model, group, estimator=ExactOrbit())
     steps(model, guide, data, number=300)
-    worth = evidence(guide, log_joint(model, data), group, ExactOrbit(), num_samples=2000)
+    worth = evidence_of(guide, log_joint(model, data), group, ExactOrbit(), num_samples=2000)
     locs, scale = torch.randn(200_000, 2, 1), (0.3 * torch.randn(200_000, 1, 1)).exp()
     likelihood = dist.Normal(locs, scale).log_prob(data).logsumexp(1).sub(math.log(2)).sum(-1).exp().double()
     log_evidence = float(likelihood.mean().log())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_symmetric.guides.doubts import of_weights
+from pyro_symmetric.guides.evidence import doubts_of_weights
 from pyro_symmetric.guides.log_ratios import bridge, chains_agree, importance, largest_reliable_k, pareto_k
 
 TRUTH = 7.5  # the target is e^7.5 times a standard normal
@@ -48,7 +48,7 @@ def test_weights_without_a_doubt_hold_the_truth_though_the_largest_may_be_missin
     1,600 and 680 do. Up to 4.5 deviations of a count: 1 in 10^5 fails."""
     values = deviation * torch.randn(2000, 512, dtype=torch.float64) - deviation**2 / 2
     found = [(row, importance(row)) for row in values]
-    plain = [estimate for row, estimate in found if not of_weights(estimate, pareto_k(row))]
+    plain = [estimate for row, estimate in found if not doubts_of_weights(estimate, pareto_k(row))]
     assert len(plain) <= most * len(found)
     if most == 1.0:
         held = [low < 0.0 < high for low, high in (estimate.interval() for estimate in plain)]

@@ -27,7 +27,6 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.guides import (
     AutoSymmetrized,
-    distinct,
     load_guide,
     push_forward,
     save_guide,
@@ -71,7 +70,7 @@ def steps(model: Any, guide: Any, *data: Tensor, number: int = 15) -> list[float
 
 
 def trained(kind: Any, model: BayesianModel, x: Tensor, y: Tensor) -> Any:
-    guide = distinct(kind(model, init_scale=0.3))
+    guide = kind(model, init_scale=0.3)
     steps(model, guide, x, y)
     return guide
 

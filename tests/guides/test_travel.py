@@ -1,9 +1,8 @@
-"""Guides go to other processes and come back: pickles, pools, dask, copies, files; names that depend on nothing."""
+"""Guides go to other processes and come back: pickles, pools, dask, copies, files."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -29,7 +28,6 @@ from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import (
     AutoSymmetrized,
     AutoUnitBlocks,
-    distinct,
     load_guide,
     push_forward,
     save_guide,
@@ -91,22 +89,6 @@ def differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return any(not torch.equal(one[name], other[name]) for name in one)
 
 
-# names --------------------------------------------------------------------------------------------------------------
-
-
-def names_in_store(base: str) -> list[str]:
-    pyro.clear_param_store()
-    train(*symmetrized(base), steps=1)
-    return sorted(pyro.get_param_store().keys())
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_parameters_are_named_alike_whatever_guides_were_made_before(base: str) -> None:
-    first, second = names_in_store(base), names_in_store(base)
-    assert first == second
-    assert all(name.startswith("AutoSymmetrized.base.") for name in first)
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
     """One process, which imports everything anew."""
@@ -114,14 +96,9 @@ def pool() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-def test_a_fresh_process_gives_the_same_names(pool: ProcessPoolExecutor) -> None:
-    bases = ("diagonal", "full rank")
-    assert list(pool.map(names_in_store, bases)) == [names_in_store(base) for base in bases]
-
-
 @pytest.mark.parametrize("base", BASES)
-def test_guides_of_one_name_train_in_turns_without_touching_each_other(base: str) -> None:
-    """Each as if it were alone, although the store lists the parameters of the one that ran last."""
+def test_guides_of_one_class_train_in_turns_without_touching_each_other(base: str) -> None:
+    """Each as if it were alone."""
     rates, alone = (0.02, 0.05), []
     for rate in rates:
         model, guide = symmetrized(base)
@@ -140,56 +117,6 @@ def test_guides_of_one_name_train_in_turns_without_touching_each_other(base: str
             step(svi, number)
     for number, (_, guide) in enumerate(pairs):
         assert_same(state(guide), alone[number])
-
-
-def test_a_guide_that_was_thrown_away_leaves_its_parameters_to_no_other() -> None:
-    """The store still lists them, as SVI left them."""
-    model, guide = symmetrized("diagonal")
-    start = state(copy.deepcopy(guide.setup(X, Y)))
-    train(model, guide)
-    del guide
-    gc.collect()
-    model, fresh = symmetrized("diagonal")
-    fresh(X, Y)
-    assert_same(state(fresh), start)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda model: distinct(AutoNormal(model)),
-        blocks,
-        lambda model: blocks(model).setup(X, Y),
-    ],
-    ids=["stock", "blocks", "blocks that are set up"],
-)
-def test_what_the_store_loads_goes_to_the_next_guide_of_the_name(make: Any, tmp_path: Path) -> None:
-    model = network()
-    pyro.set_rng_seed(3)
-    guide, _ = train(model, make(model))
-    pyro.get_param_store().save(tmp_path / "store.pt")
-    pyro.clear_param_store()
-    pyro.get_param_store().load(tmp_path / "store.pt")
-    pyro.set_rng_seed(3)
-    fresh = make(model)
-    pyro.set_rng_seed(3)
-    fresh(X, Y)
-    assert_same(state(fresh), state(guide))
-
-
-def test_stock_guides_of_another_name_are_left_alone() -> None:
-    model = network()
-    stock, _ = train(model, AutoNormal(model))
-    before = state(stock)
-    train(model, distinct(AutoNormal(model)))
-    train(model, distinct(AutoNormal(model), "second"))
-    stock(X, Y)
-    assert_same(state(stock), before)
-    assert {name.split(".")[0] for name in pyro.get_param_store().keys()} == {  # noqa: SIM118 (no dict)
-        "AutoNormal",
-        "DistinctAutoNormal",
-        "second",
-    }
 
 
 # pickles and copies -------------------------------------------------------------------------------------------------

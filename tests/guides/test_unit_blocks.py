@@ -149,13 +149,3 @@ def test_files_pickles_and_copies_have_the_same_density(wrap, tmp_path) -> None:
         assert {site: value.shape for site, value in other.sample_posterior((2,)).items()} == {
             site: (2, *shape) for site, shape in layout_of(guide).site_shapes.items()
         }
-
-
-def test_wasserstein_distance_and_barycentre_are_those_of_the_dense_gaussians() -> None:
-    torch.manual_seed(5)
-    model = network()
-    (first, _), (second, _) = drawn(model), drawn(model)
-    stock = [ps.AutoGaussian(layout_of(g), g.loc.detach(), scale_tril=dense(g).scale_tril) for g in (first, second)]
-    assert ps.wasserstein(first, second) == pytest.approx(ps.wasserstein(*stock), rel=1e-9)
-    found, truth = (ps.barycentre(pair).get_posterior() for pair in ([first, second], stock))
-    torch.testing.assert_close(found.covariance_matrix, truth.covariance_matrix)

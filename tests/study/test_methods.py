@@ -215,14 +215,14 @@ def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monk
     """Of two tanh units: q(w) summed over 2! orders and 2^2 signs, written out by hand."""
     problem = build_problem(StudySettings(data="wine", hidden=(2,), activation="tanh", draws=8))
     method = make_method("mean-field", budget={"steps": 20})
-    guides, estimate = [], variational.evidence
+    guides, estimate = [], variational.evidence_of
 
     def seeded(guide: Any, *args: Any) -> Any:
         guides.append(guide)
         torch.manual_seed(0)
         return estimate(guide, *args)
 
-    monkeypatch.setattr(variational, "evidence", seeded)
+    monkeypatch.setattr(variational, "evidence_of", seeded)
     (fit,) = method.fit(problem, progress=False)
     assert fit.evidence is not None
     assert fit.evidence["log_order"] == pytest.approx(math.log(8))

@@ -143,14 +143,7 @@ def run(problem: Problem, name: str, steps: int, seed: int) -> dict[str, Any]:
     best: tuple[float, Any] = (-math.inf, None)
     for start in ([[0.2], [-0.2]], [[problem.a], [-problem.a]]):
         guide = fit(problem, ESTIMATORS[name], start, steps)
-        worth = ps.evidence(
-            guide,
-            lambda w: problem.model.log_joint(w, problem.x, problem.y),
-            problem.group,
-            ESTIMATORS[name],
-            num_samples=4096,
-            chunk=4096,
-        )
+        worth = ps.evidence(guide, problem.x, problem.y, estimator=ESTIMATORS[name], num_samples=4096, chunk=4096)
         if worth.symmetrized_elbo > best[0]:
             base = guide.base.get_posterior()
             best = (worth.symmetrized_elbo, (base.mean.tolist(), base.stddev.tolist()))

@@ -89,15 +89,12 @@ def judge(
     found = ps.scores.classification(probabilities, test_rows[1])
     result = {"accuracy": found.accuracy, "nll": found.nll}
 
-    def log_joint(w: dict[str, Tensor]) -> Tensor:
-        return model.log_joint(w, *train_rows)
-
     pyro.set_rng_seed(98)
     judge_of_all = ps.SinkhornImportance(options.judge)
-    worth = ps.evidence(guide, log_joint, group, judge_of_all, num_samples=options.draws, chunk=4)
+    worth = ps.evidence(guide, *train_rows, estimator=judge_of_all, num_samples=options.draws, chunk=4)
     result["elbo"], result["symmetrized_elbo"] = worth.elbo, worth.symmetrized_elbo
     result["symmetrized_gain"] = worth.symmetrized_elbo - worth.elbo
-    worth = ps.evidence(guide, log_joint, group, estimator_of(method), num_samples=options.draws, chunk=4)
+    worth = ps.evidence(guide, *train_rows, estimator=estimator_of(method), num_samples=options.draws, chunk=4)
     result["own_gain"] = worth.symmetrized_elbo - worth.elbo  # from the same draws, so that it has little noise
     base = guide.base.get_posterior()
     prior_variance = torch.cat([p.base_dist.scale.square().flatten() for p in model.priors().values()])

@@ -152,7 +152,8 @@ def fit_by_svi(
     likelihood = ps.CategoricalLikelihood(temperature)
     model = ps.BayesianModel(net, prior, likelihood, num_data=len(x))
     start = init_to_value(values=model.initial_weights())
-    guide = ps.distinct(AutoDiagonalNormal(model, init_loc_fn=start, init_scale=options.init_scale))
+    pyro.clear_param_store()
+    guide = AutoDiagonalNormal(model, init_loc_fn=start, init_scale=options.init_scale)
     optimiser = pyro.optim.ClippedAdam({"lr": options.lr, "lrd": 0.02 ** (1 / options.steps)})
     svi = SVI(model, guide, optimiser, Trace_ELBO())
     losses = [svi.step(x[rows], y[rows]) / len(x) for rows in batches(x, options, seed)]

@@ -1,4 +1,4 @@
-r"""Wasserstein distances and barycentres of mean-field Gaussians, and draws.
+r"""Wasserstein barycentres of mean-field Gaussians, and draws.
 
 .. math:: W_2^2(q_0, q_1) = \|m_0 - m_1\|^2 + \|s_0 - s_1\|^2, \qquad
           \bar m = \sum_i \lambda_i m_i, \quad \bar s = \sum_i \lambda_i s_i ,
@@ -16,16 +16,6 @@ import torch
 
 from pyro_symmetric.alignment.gaussian import GaussianWeights
 from pyro_symmetric.weights import Weights, require_finite
-
-
-def wasserstein_gaussians(first: GaussianWeights, second: GaussianWeights) -> float:
-    """The 2-Wasserstein distance of mean-field Gaussians, summed in float64."""
-    require_ends(first, second)
-    total = 0.0
-    for one, other in ((first.loc, second.loc), (first.scale, second.scale)):
-        for site, value in one.items():
-            total += float((value.double() - other[site].to(value.device).double()).square().sum())
-    return total**0.5
 
 
 def barycentre_gaussians(gaussians: Sequence[GaussianWeights], shares: Sequence[float]) -> GaussianWeights:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
+import pyro
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoNormal
 from pyro.infer.autoguide.initialization import init_to_median, init_to_value
 
@@ -18,10 +19,9 @@ from pyro_symmetric.guides import (
     AutoUnitBlocks,
     WeightsGuide,
     barycentre,
-    distinct,
-    evidence,
     push_forward,
 )
+from pyro_symmetric.guides.evidence import evidence_of
 from pyro_symmetric.guides.unit_blocks import gaussian_copy, unit_positions
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, pooled, register
@@ -58,7 +58,8 @@ class _Variational(Method):
     def _mean_field(self, problem: Problem, label: str, progress: bool) -> tuple[WeightsGuide, list[float]]:
         """Fit the stock mean-field guide from fresh initial values of the network; a copy that draws without data."""
         start = init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_median)
-        stock = distinct(AutoNormal(problem.model, init_loc_fn=start, init_scale=self.init_scale))
+        pyro.clear_param_store()  # stock guides of one class share their parameters
+        stock = AutoNormal(problem.model, init_loc_fn=start, init_scale=self.init_scale)
         losses = self._train(problem, stock, label, progress)
         return gaussian_copy(stock), losses
 
@@ -69,7 +70,7 @@ class _Variational(Method):
             draws = guide.sample_posterior(shape, orbit=True)
         else:
             draws = guide.sample_posterior(shape)
-        worth = evidence(
+        worth = evidence_of(
             guide,
             lambda weights: problem.model.log_joint(weights, problem.x, problem.y),
             group,
