@@ -18,7 +18,7 @@ Models
 
 Guides
     AutoSymmetrized symmetrize Symmetrized SinkhornImportance ExactOrbit InfoNCE
-    AutoUnitBlocks AutoGaussian SWAG
+    AutoUnitBlocks AutoGaussian
     sample_posterior save_guide load_guide
 
 Evidence
@@ -102,7 +102,6 @@ from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis, Units
 from pyro_symmetric.guides import (
-    SWAG,
     AutoGaussian,
     AutoSymmetrized,
     AutoUnitBlocks,
@@ -143,7 +142,6 @@ __all__ = [
     "NUTS",
     "SGHMC",
     "SGLD",
-    "SWAG",
     "Action",
     "ActivationCost",
     "AdaptiveHMC",

@@ -1,8 +1,6 @@
 """Misspelt names are answered by the nearest right one, public signatures are real, and objects say what they are."""
 
 import inspect
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -82,15 +80,6 @@ def test_the_signature_of_a_public_name_names_its_arguments(name: str) -> None:
     assert unnamed <= PASSED_ON
     if {"args", "kwargs"} & unnamed:  # a model's, which is among the arguments
         assert any(word in p.name for p in parameters for word in ("model", "priors", "guide")), name
-
-
-@pytest.mark.parametrize("guide", [ps.AutoSymmetrized(model, GROUP), ps.AutoUnitBlocks(model, GROUP)])
-def test_torch_save_of_a_guide_points_to_save_guide_and_processes_are_not_bothered(guide: Any) -> None:
-    guide()
-    with pytest.warns(UserWarning, match="save_guide"):
-        torch.save(guide, io.BytesIO())
-    assert pickle.loads(pickle.dumps(guide)).sample_posterior((2,))["w"].shape == (2, 3)
-    torch.save(guide.state_dict(), io.BytesIO())
 
 
 def test_objects_say_what_they_are_in_words() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
@@ -152,17 +151,6 @@ class WeightsGuide(AutoContinuous):
         for value in (*self.parameters(), *self.buffers()):
             if value.is_shared():  # pools of processes send tensors by reference
                 value.data = value.data.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if protocol == 2:  # torch.save's own; processes, copies and pickle use later ones
-            warnings.warn(
-                f"torch.load refuses a pickled {type(self).__name__}, unless it may execute what the file says; "
-                "ps.save_guide(guide, path) writes a guide whole, for ps.load_guide, and "
-                "torch.save(guide.state_dict(), path) its parameters",
-                UserWarning,
-                stacklevel=2,
-            )
-        return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
         # Pyro's own takes the model away from the guide that is pickled.

@@ -54,37 +54,18 @@ class AutoSymmetrized(WeightsGuide):
     >>> guide.sample_posterior((20,))["locs"].shape
     torch.Size([20, 3])
 
-    The guide holds its base in ``base``, with all parameters. Draws, ``median`` and ``quantiles`` are those of the
-    base, one copy of every mode: predictions, being invariant, are distributed as under the symmetrised guide. Only the
-    density, and so the ELBO, differs. (``sample_posterior(..., orbit=True)`` visits all copies.) If units lie far
-    apart, as in trained networks, the gain is nearly constant: training ends about where the base alone does, and only
-    the evidence changes. If they overlap, and the base is rich enough to reach them, the fit gets better, too. If the
-    estimator's ``bound`` is ``"upper"`` (of the log-density), the ELBO that SVI reports is a lower bound of the
-    symmetrised guide's. Weights ``p / q̄`` of objectives such as ``RenyiELBO`` are unbiased for the evidence by an
-    estimate, too.
+    The guide holds its base in ``base``. Draws, ``median`` and ``quantiles`` are those of the base, one copy of every
+    mode, whose predictions are the symmetrised guide's; only the density, and so the ELBO, differs. The model must be
+    invariant under the group: set-up checks it at draws from the prior.
 
-    The model must be invariant under the group: exchangeable priors and likelihood; set-up checks it at draws from the
-    prior and names what is wrong. Local latent variables (inside a subsampled plate) are not supported.
-
-    :param model: the Pyro model.
+    :param model: the Pyro model, without local latent variables (inside a subsampled plate).
     :param group: what to average over: permutations, signs, or both, e.g. ``find_symmetry(net, x)``. Scales and shifts
-        of a network are continuous, no symmetry of any proper prior, and left out. Signs need sites that can take every
-        real number. Sites of the model that the group doesn't know stay as they are.
-    :param base: the class of the base: ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``,
-        ``AutoMultivariateNormal``, :class:`~pyro_symmetric.guides.AutoUnitBlocks` (correlations within each unit, of
-        this group), ``AutoNormalizingFlow``, ``AutoIAFNormal``, or another
-        :class:`~pyro.infer.autoguide.AutoContinuous`. ``AutoNormal`` is taken as ``AutoDiagonalNormal``, the same
-        family. A flow starts around zero, as Pyro has it. Or a
-        guide that has been set up: a copy of it is the base.
-    :param estimator: of the symmetrised log-density; by default exact where that is cheap, else
-        ``SinkhornImportance(K)``.
-    :param sticking_the_landing: leave the score of the guide out of its gradients (Gaussian bases only): noise that
-        vanishes as the guide fits better. See :class:`~pyro_symmetric.distributions.Symmetrized` on when gradients
-        stay unbiased.
-    :param init_loc_fn: where the means start. By default sites that the group moves start at the network's own values
-        for a :class:`BayesianModel`, else at their prior's mean with a little noise, never at the group's fixed point
-        (all units equal), where the gradient can't tell units apart; other sites, such as a scale of noise, at their
-        prior's median.
+        are left out, as no proper prior has them.
+    :param base: a class of :class:`~pyro.infer.autoguide.AutoContinuous`, :class:`~pyro_symmetric.AutoUnitBlocks` among
+        them (``AutoNormal`` stands for ``AutoDiagonalNormal``); or a set-up guide, of which a copy is the base.
+    :param estimator: of the symmetrised log-density; by default exact where that is cheap, else matched units.
+    :param sticking_the_landing: leave the score of the guide out of its gradients (Gaussian bases only).
+    :param init_loc_fn: where the means start; by default near the prior's mean, or at a network's own values.
     :param base_arguments: further arguments of the base, such as ``init_scale`` or ``rank``.
     """
 

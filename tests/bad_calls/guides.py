@@ -240,24 +240,4 @@ CALLS = (
         {"path": (*NO_PATH, "posterior", "."), "device": DEVICES},
         words={"path": ""},
     ),
-    Calls(
-        "SWAG",
-        ps.SWAG,
-        lambda: {"model": model()},
-        {"model": (*THINGS, Made("network", network)), "rank": (1, 1.5, True, "3", NAN, None)},
-    ),
-    Calls("SWAG.guide", lambda **o: ps.SWAG(model()).collect(weights(4)).guide(**o)),
-    Calls(
-        "SWAG.collect",
-        lambda **o: ps.SWAG(model()).collect(**o),
-        lambda: {"iterates": weights(4)},
-        {
-            "iterates": (
-                *(*THINGS, ARRAY, {}, Made("two axes", lambda: weights(2, 2))),
-                Made("NaN", lambda: changed("0.weight", lambda v: v * NAN, 4)),
-                Made("array", lambda: changed("0.weight", lambda v: v.numpy(), 4)),
-                Made("lacking", lambda: {"0.weight": torch.zeros(4, 3, 2)}),
-            ),
-        },
-    ),
 )

@@ -70,46 +70,13 @@ def test_the_mean_of_dropped_weights_is_the_weights() -> None:
 def test_swag_of_all_iterates_has_their_covariance_half_diagonal_half_full() -> None:
     model = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian")
     iterates = {name: prior.sample((30,)).to(torch.float32) for name, prior in model.priors().items()}
-    guide = ps.SWAG(model, rank=30).collect(iterates).guide()
+    guide = ps.guides.swag(model, iterates, rank=30)
     path = torch.cat([iterates["weight"].reshape(30, 2), iterates["bias"], iterates["noise_scale"].log()[:, None]], 1)
     posterior = guide.get_posterior()
     torch.testing.assert_close(posterior.loc, path.mean(0))
     expected = 0.5 * torch.cov(path.T) + 0.5 * torch.diag(path.var(0, correction=0))
     torch.testing.assert_close(posterior.covariance_matrix, expected)
     assert bool((guide.sample_posterior((50,))["noise_scale"] > 0).all())
-
-
-@pytest.mark.parametrize(
-    ("count", "rank", "message"), [(1, 20, "at least 2"), (5, 1, "rank is 1"), (None, 20, "at least 2")]
-)
-def test_swag_refuses_what_has_no_spread(count: int | None, rank: int, message: str) -> None:
-    model = ps.BayesianModel(nn.Linear(2, 2))
-    shape = () if count is None else (count,)
-    with pytest.raises(ValueError, match=message):
-        ps.SWAG(model, rank).collect({name: prior.sample(shape) for name, prior in model.priors().items()}).guide()
-
-
-def test_swag_collected_from_a_training_loop_is_that_of_its_iterates_at_once() -> None:
-    net = nn.Linear(2, 2)
-    model, path = ps.BayesianModel(net), []
-    one_by_one, in_parts = ps.SWAG(model, rank=4), ps.SWAG(model, rank=4)
-    for _ in range(11):
-        nn.init.normal_(net.weight, mean=100.0)  # far from zero, where sums of squares would cancel
-        one_by_one.collect(net)
-        path.append({name: value.detach().clone() for name, value in net.named_parameters()})
-    stacked = {name: torch.stack([weights[name] for weights in path]) for name in path[0]}
-    for part in (slice(0, 1), slice(1, 8), slice(8, 11)):
-        in_parts.collect({name: value[part] for name, value in stacked.items()})
-    expected = ps.SWAG(model, rank=4).collect(stacked).guide().get_posterior()
-    flat = torch.cat([stacked["weight"].flatten(1), stacked["bias"]], 1).double()
-    deviations = flat[-4:] - flat.mean(0)
-    covariance = 0.5 * torch.diag(flat.var(0, correction=0)) + deviations.T @ deviations / 6
-    for collector in (one_by_one, in_parts):
-        found = collector.guide().get_posterior()
-        torch.testing.assert_close(found.loc, expected.loc)
-        torch.testing.assert_close(found.covariance_matrix, expected.covariance_matrix)
-        torch.testing.assert_close(found.covariance_matrix.double(), covariance, rtol=1e-4, atol=1e-5)
-    assert repr(one_by_one) == "SWAG(11 iterates of 6 weights, rank 4)"
 
 
 def linear_problem() -> tuple[Any, torch.Tensor, torch.Tensor]:

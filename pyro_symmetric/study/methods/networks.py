@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis
-from pyro_symmetric.guides import SWAG
+from pyro_symmetric.guides import swag
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, register
 from pyro_symmetric.study.problem import Problem
@@ -152,7 +152,7 @@ class SwagNetworks(_Networks):
         draws = []
         for mode in range(self.modes):
             iterates = {site: torch.stack([weights[site][mode] for weights in path]) for site in path[0]}
-            draws.append(SWAG(problem.model, self.rank).collect(iterates).guide().sample_posterior((count,)))
+            draws.append(swag(problem.model, iterates, self.rank).sample_posterior((count,)))
         samples = {site: torch.stack([draw[site] for draw in draws]) for site in draws[0]}
         yield Fit(self.name, Posterior(_on_cpu(samples), rows="independent"), losses, LOSS)
 
