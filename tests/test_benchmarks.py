@@ -26,7 +26,6 @@ EXPERIMENTS = {
     "experiments.laurent_2024.hmc_or_ensemble": ["--data", "diabetes"],
     "experiments.rossi_2023.mirrored_gaussians": [],
     "experiments.rossi_2023.log_posterior_map": [],
-    "experiments.beyond.trial": ["--seeds", "1"],
     "performance.mmd": [],
     "performance.test_levels": [],
     "performance.evidence": ["--only", "factors 1", "--seeds", "2"],
