@@ -12,10 +12,9 @@ from pyro_symmetric.alignment.costs.weights import Moments, WeightCost
 from pyro_symmetric.alignment.descent import Descent, Search
 from pyro_symmetric.alignment.elements import put
 from pyro_symmetric.alignment.moments import chunks_of, shifted
-from pyro_symmetric.canonical.minimal_mass import minimise_chunk
+from pyro_symmetric.canonical.scales import Sum, by_units
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.places import offsets
 
 # Up to so many members each is aligned to the others in turn at the end.
 FEW = 32
@@ -165,12 +164,10 @@ class Rounds:
             site: (value - self._centre(self._total(), len(self))[site]).double().square().sum((0, 1))
             for site, value in self._present.items()
         }
-        mass = {site: scalings.view(site, value[None]).sqrt() for site, value in sums.items()}
-        _, logs, _, _ = minimise_chunk(mass, scalings, "hold")
-        return Element(
-            self._group,
-            log_scales={n: logs[0, at].reshape(scalings[n].shape) for n, at in offsets(scalings, "scale").items()},
-        )
+        mass = Sum(scalings, {site: scalings.view(site, value[None]) for site, value in sums.items()})
+        free = mass.bounded()
+        logs = mass.without(~free).minimise(free)[0]
+        return Element(self._group, log_scales=by_units(logs, scalings, torch.Size()))
 
     def _cost(self, reference: Moments, rows: Tensor) -> WeightCost:
         return self._kind(self._group, reference, _some(self._source, rows))

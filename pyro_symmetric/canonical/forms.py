@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.overlap import warn_of_overlap
+from pyro_symmetric.canonical.scales import by_units, evened
 from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
 from pyro_symmetric.canonical.unit_measures import largest_sign, norm, removing_element, rounding, spread
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
@@ -68,29 +69,12 @@ def canonicalize(
 ) -> Weights | nn.Module:
     """One representative of the orbit of each set of weights; the function that they compute stays the same.
 
-    *What it is for.* Comparing orbits: two sets of weights compute the same function if they have the same canonical
-    form, and tests and distances between posteriors may be taken between forms. It is not for means, deviations and
-    R-hat of many draws: if two units' keys overlap, a label stands for one of them in some draws and for the other in
-    others, and their average for neither. Of 100 draws or more this is warned of; bring the draws into one frame by
-    :func:`~pyro_symmetric.alignment.align_many` or :func:`~pyro_symmetric.compare.summary` instead.
-
-    *Incoming* weights of a unit are the matrix entries of its row, biases left out (for a permutation: axis 0 of sites
-    with two axes or more). If weights are shared in circles (recurrent nets, residual streams), only those incoming
-    weights count whose other side is canonical already: a recurrent unit goes by its input weights. Signs of units that
-    can only be measured by one another (those of rows and columns of one matrix) stay.
-
-    *Dead units.* A unit whose incoming weights are all zero takes its scale and sign from its bias. If that is zero too
-    the unit says nothing: it is left out of what the units behind it are measured by, and its outgoing weights get norm
-    one. A unit that is zero on both sides stays as it is.
-
-    *Ties.* Units that tie in the sort key are ordered by their largest incoming weight, then the smallest, then their
-    biases, then the largest and smallest outgoing weight, then those of each axis along which they lie, and its sum of
-    squares; if all of these tie they stay in the order in which they came. Keys tie if they differ by no more than
-    rounding.
-
-    *Running statistics.* If the symmetry moves buffers (batch normalisation), ``weights`` must hold them: moved without
-    them, the network computes something else. A posterior over parameters alone, of a network whose statistics stay,
-    has the symmetries ``symmetry.holding(net)``.
+    It serves to compare orbits: two sets of weights compute the same function if they have the same canonical form. It
+    is not for means and R-hat of many draws: where two units' keys overlap, a label stands for one of them in some
+    draws and for the other in others. Of 100 draws or more this is warned of; take
+    :func:`~pyro_symmetric.alignment.align_many` or :func:`~pyro_symmetric.compare.summary` instead. Weights must hold
+    the running statistics that the symmetry moves; if these stay in the network, take ``symmetry.holding(net)``.
+    :doc:`/explanation/canonical-forms` tells of dead units, circles and ties.
 
     >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3)
     >>> symmetry = ps.find_symmetry(net, x)
@@ -104,12 +88,9 @@ def canonicalize(
     :param symmetry: the symmetries to remove: ``find_symmetry(net, x)``, or a group.
     :param permutations: the key that units are sorted by, ascending: their ``"first"`` incoming weight, the largest one
         (``"max"``), the ``"norm"`` of all their weights, in- and outgoing; ``None`` leaves the order.
-    :param scalings: ``"unit_norm"`` or ``"unit_std"`` of each unit's incoming weights (units with one incoming weight
-        get norm one for both), ``"minimal_mass"`` (see :func:`~pyro_symmetric.canonical.minimal_mass.minimal_mass`;
-        units that have no minimum get norm one), ``"minimal_norm"``, the same with biases counted, ``None`` leaves the
-        scales. *Nearly dead units*, whose weights have shrunk towards zero and whose biases haven't, get biases without
-        bound by all rules but ``"minimal_norm"``: a few of them decide a distance. There no set of weights has a larger
-        norm than it came with, and such units go to zero continuously.
+    :param scalings: ``"unit_norm"`` or ``"unit_std"`` of each unit's incoming weights, ``"minimal_mass"``,
+        ``"minimal_norm"``, the same with biases counted (the others leave nearly dead units biases without bound);
+        ``None`` leaves the scales.
     :param signs: whether to remove the signs of odd units.
     :param shifts: whether to remove the shift of a softmax.
     :param warn: whether to warn if labels are mixed; not needed for forms that are only compared.
@@ -138,8 +119,8 @@ def canonicalize(
     if shifts and group.names("shift"):
         form = _centring(form, group.shifts)(form)
     if warn:
-        removed: dict[Literal["permute", "flip"], bool] = {"permute": permutations is not None, "flip": signs}
-        warn_of_overlap(form, group, *(move for move, done in removed.items() if done))
+        moves: dict[Literal["permute", "flip"], bool] = {"permute": permutations is not None, "flip": signs}
+        warn_of_overlap(form, group, [move for move, removed in moves.items() if removed])
     return form
 
 
@@ -147,12 +128,18 @@ def canonicalize(
 
 
 def _without_scales(weights: Weights, group: Group, rule: ScalingRule) -> Weights:
-    if rule in ("minimal_mass", "minimal_norm"):
-        biases = rule == "minimal_norm"
-        parameters = [site for site in group.site_shapes if site in weights and site not in group.buffers]
-        minimum = minimal_mass(weights, group, sites=parameters if biases else None)
-        return removing_element(minimum.weights, group, "scale", norm, minimum.pinned, biases)(minimum.weights)
-    return removing_element(weights, group, "scale", spread if rule == "unit_std" else norm)(weights)
+    if rule not in ("minimal_mass", "minimal_norm"):
+        return removing_element(weights, group, "scale", spread if rule == "unit_std" else norm)(weights)
+    scalings, shape = group.scalings, group.batch_shape(weights)
+    parameters = [site for site in group.site_shapes if site in weights and site not in group.buffers]
+    minimum = minimal_mass(weights, scalings, sites=parameters if rule == "minimal_norm" else None)
+    if not minimum.pinned_factors:
+        return minimum.weights
+    pinned = torch.cat([value.reshape(shape.numel(), -1) for value in minimum.pinned.values()], -1)
+    values = {site: minimum.weights[site] for site in parameters if scalings.members(site)}
+    flat = {site: value.reshape(-1, *scalings.view_shapes[site]) for site, value in values.items()}
+    log_scales = by_units(evened(scalings, flat, pinned), scalings, shape)
+    return scalings.element(log_scales=log_scales)(minimum.weights)
 
 
 def _without_signs(weights: Weights, group: Group) -> Weights:

@@ -132,8 +132,8 @@ def excess_mass(weights: Samples, symmetry: Symmetry | Group) -> Tensor:
     :math:`1 - \min_\lambda \|\lambda \cdot w\|^2 / \|w\|^2`, biases left out.
 
     0 if weights lie at the minimum of their orbit, where weight decay would end; how far from it training ended is
-    figure 2 of Laurent et al. (2024). Units that have no best scale (dead ones, those before batch normalisation) are
-    held at the scale they have, in both masses.
+    figure 2 of Laurent et al. (2024). Weights of units that have no best scale (dead ones, those before
+    batch normalisation) are left out of both masses.
 
     >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
     >>> symmetry = ps.find_symmetry(net, torch.randn(3, 1))
@@ -147,14 +147,8 @@ def excess_mass(weights: Samples, symmetry: Symmetry | Group) -> Tensor:
     """
     weights = samples_of(weights)
     group = group_of(symmetry, "symmetry").scalings.without_buffers()
-    minimum = minimal_mass(weights, group, scale_free="hold").mass
-    dims = minimum.dim()
-    mass = torch.zeros_like(minimum)
-    for site in group.weight_sites:
-        if site in weights:
-            squared = weights[site].double().square()
-            mass += squared.flatten(dims).sum(-1) if squared.dim() > dims else squared
-    return (1 - minimum / mass).clamp(min=0)
+    found = minimal_mass(weights, group)
+    return (1 - found.mass / found.given).clamp(min=0)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -156,7 +156,6 @@ CALLS = (
         {
             "weights": (*bad_weights(4), *not_finite(4)),
             "symmetry": NO_SYMMETRY,
-            "scale_free": ("keep", None, 3),
             "sites": (["0.wait"], "0.weight", 3, [3]),
         },
     ),

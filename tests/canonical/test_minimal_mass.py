@@ -15,7 +15,6 @@ from torch.func import functional_call
 
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
-from pyro_symmetric.canonical.scales import Array, Balance
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 
@@ -336,17 +335,6 @@ def test_layers_before_batch_normalisation_are_pinned_reported_and_left_out():
         torch.testing.assert_close(moved.weights[site], found.weights[site], rtol=1e-8, atol=1e-8)
 
 
-def test_scale_free_layers_count_where_they_are_if_held():
-    _, weights, group = normalised_network()
-    found = minimal_mass(weights, group, scale_free="hold")
-    assert found.pinned_factors == {"0": 4, "3": 5}
-    assert float(found.mass) == pytest.approx(norm(found.weights, group.weight_sites), rel=1e-12)
-    held = group_of({}, group.site_shapes)
-    free = Group([group[name] for name in ("1", "4", "6")], group.site_shapes)
-    assert float(found.mass) == pytest.approx(by_scipy(weights, free), rel=1e-9)
-    assert float(minimal_mass(weights, held).mass) > float(found.mass)
-
-
 def test_sites_to_count_can_be_chosen(mlp):
     net = mlp([3, 4, 2])
     weights = net.weights()
@@ -373,8 +361,6 @@ def test_bad_input_is_refused_by_name(mlp):
     weights = net.weights()
     with pytest.raises(TypeError, match="Group"):
         minimal_mass(weights, {})
-    with pytest.raises(ValueError, match="scale_free"):
-        minimal_mass(weights, net, scale_free="drop")
     with pytest.raises(ValueError, match="nowhere"):
         minimal_mass(weights, net, sites=["nowhere"])
     with pytest.raises(ValueError, match=r"lacks the sites \['1.weight'\]"):
@@ -390,35 +376,12 @@ def test_an_answer_that_is_not_exact_comes_with_a_warning(mlp, monkeypatch):
         minimal_mass(net.weights(), net)
 
 
-@pytest.mark.parametrize("entries", [1, 300, 2**17])
-def test_in_stacks_of_any_size_what_enters_a_unit_weighs_as_much_as_what_leaves_it(mlp, monkeypatch, entries):
-    monkeypatch.setattr("pyro_symmetric.canonical.scales.STACKED", entries)
+def test_what_enters_a_unit_weighs_as_much_as_what_leaves_it(mlp):
     net = mlp([3, *[5] * 8, 2])
     found = minimal_mass(net.weights(4), net)
     squares = [found.weights[f"{k}.weight"].square() for k in range(9)]
     for entering, leaving in itertools.pairwise(squares):
         torch.testing.assert_close(entering.sum(-1), leaving.sum(-2), rtol=1e-13, atol=0)
-
-
-def test_the_bound_of_a_step_is_the_largest_change_of_any_entry():
-    places = [torch.randint(6, (1, n)) for n in (4, 3, 2)]
-    powers = [torch.randint(-2, 3, (1, n)).double() for n in (4, 3, 2)]
-    shapes = [(0, 1), (1, 2), (0, 1), (0, 1, 2), (2,)]
-    arrays = [
-        Array(
-            torch.rand(5, *(len(places[d][0]) for d in dims)).double() + 0.1,
-            tuple(places[d] for d in dims),
-            tuple(powers[d] for d in dims),
-        )
-        for dims in shapes
-    ]
-    balance, p = Balance(arrays, 6), torch.randn(5, 6, dtype=torch.float64)
-    axes = [p[:, units[0]] * own[0] for units, own in zip(places, powers, strict=True)]
-    largest = [
-        sum(torch.meshgrid(*(axes[d][k] for d in dims), indexing="ij")).abs().max() for k in range(5) for dims in shapes
-    ]
-    expected = 2 * torch.stack(largest).reshape(5, -1).amax(-1, keepdim=True)
-    torch.testing.assert_close(balance.steepest(balance.lay_out(p)), expected)
 
 
 def test_an_empty_batch_gives_an_empty_answer(mlp):

@@ -38,7 +38,7 @@ def run(seed: int, decay: float, options: Any) -> dict[str, Any]:
         progress=options.progress,
     )
     weights = posterior.get_samples()
-    minimum = ps.minimal_mass(weights, symmetry, scale_free="hold")
+    minimum = ps.minimal_mass(weights, symmetry)
     least = minimum.mass
     layers = {
         site: [float(w[site].square().flatten(1).sum(1).mean()) for w in (weights, minimum.weights)]

@@ -6,7 +6,7 @@ by :math:`e^{a_t \cdot u}`, the squared distance is
 .. math:: F(u) = \sum_t (A_t - e^{a_t \cdot u} B_t)^2 = \sum_t b_t e^{2 a_t \cdot u} - 2 c_t e^{a_t \cdot u} + A_t^2,
     \qquad b_t = B_t^2,\ c_t = A_t B_t,
 
-a difference of two sums of exponentials (:mod:`~pyro_symmetric.canonical.scales`). Scales of neighbouring layers
+a difference of two sums of exponentials (:mod:`~pyro_symmetric.alignment.costs.sums`). Scales of neighbouring layers
 pull at one another: unit by unit, what one gains the next one gives back, for hundreds of rounds. Newton's method with
 conjugate gradients goes there in a few steps; each is shortened until it lowers the distance.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from pyro_symmetric.canonical.scales import Array, Balance, conjugate_gradients, slope_of
+from pyro_symmetric.alignment.costs.sums import Array, Balance, conjugate_gradients, slope_of
 from pyro_symmetric.groups.group import Group
 
 Multiplied = Mapping[str, Mapping[int, tuple[Tensor, Tensor]]]
