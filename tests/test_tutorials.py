@@ -12,7 +12,6 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "tutorials").glob("*.ipynb"))
-NEEDS = {"10_plotting_a_posterior": "arviz_plots"}  # in the extra `plots`
 
 CLEAR = """
 %reset -f
@@ -46,8 +45,6 @@ def shortened(cells: list[nbformat.NotebookNode]) -> Iterator[nbformat.NotebookN
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own machinery; the notebook runs in a process of its own
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_tutorial_runs(path: Path, client: NotebookClient) -> None:
-    if path.stem in NEEDS:
-        pytest.importorskip(NEEDS[path.stem])
     client.nb = nbformat.read(path, as_version=4)
     client.nb.cells = [nbformat.v4.new_code_cell(CLEAR), *shortened(client.nb.cells)]
     client.execute(cleanup_kc=False)
