@@ -73,10 +73,10 @@ def predict(
     >>> ps.predict(weights, model, x, kind="samples", num_samples=50).shape
     torch.Size([50, 7])
 
-    :param posterior: draws (those of all chains, chain after chain); a guide of this library, which is asked for
-        ``num_samples`` draws (of a stock guide pass the draws: ``sample_posterior(guide, (100,))``); or weights of any
-        batch shape, e.g. ``posterior.samples`` to keep chains apart. Running statistics that the draws hold (those of
-        an ``ensemble``) take the place of the network's own.
+    :param posterior: a ``Posterior``, whose draws count chain after chain; weights of any batch shape, which the result
+        keeps (``posterior.samples`` keeps chains apart); or a guide of this library, which is asked for ``num_samples``
+        draws (of a stock guide pass the draws: ``sample_posterior(guide, (100,))``). Running statistics that the draws
+        hold (those of an ``ensemble``) take the place of the network's own.
     :param model: a :class:`BayesianModel`; a network, whose parameters' names are the sites (evaluated in eval mode);
         or any Pyro model.
     :param args: what it is called with: inputs, first axis rows. A Pyro model that takes targets is called without

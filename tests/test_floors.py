@@ -34,6 +34,7 @@ FLOORS = [
     ["diagnostics", "draws", "fingerprint", "layout", "models", "store"],
     ["chain_tables"],
     ["posterior", "predictors"],
+    ["samples"],
     ["checkpoints", "predict"],
     ["arviz_export"],
     ["mcmc"],

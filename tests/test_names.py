@@ -92,7 +92,6 @@ def test_objects_say_what_they_are_in_words() -> None:
         (units.axes[0], "Axis(w[0]^1, 3 positions)"),
         (table, "TableCost(2 sources, units of k)"),
         (ps.ActivationCost(NET, torch.zeros(2, 2)), "ActivationCost(Linear)"),
-        (ps.SortingTracker(GROUP), "SortingTracker(0 sets of weights, units of k)"),
         (state, "State(4 chains of 3 numbers, torch.float32)"),
     ):
         assert repr(value) == words

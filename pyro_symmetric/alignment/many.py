@@ -146,8 +146,9 @@ def align_many(
     *Scales.* Scales that no weight makes up for (in front of batch normalisation) stay as they are: in a common frame
     all would shrink together. Remove them by ``canonicalize``.
 
-    :param sources: a list of what :func:`~pyro_symmetric.alignment.align` takes, weights with a leading dimension, or a
-        ``Posterior``. On any device: their moments come to the CPU once, and results are where they are.
+    :param sources: a ``Posterior``, or site -> samples ``(samples, *site_shape)``; or a list of what
+        :func:`~pyro_symmetric.alignment.align` takes. On any device: their moments come to the CPU once, and results
+        are where they are.
     :param group: the symmetry.
     :param cost: ``"wasserstein"``; ``"l2"`` to look at the means alone; ``"gaussian"``, the density under Gaussians
         fitted to all members, weight by weight. ``None``: ``"gaussian"`` of 100 draws or more under a group without
@@ -158,7 +159,7 @@ def align_many(
     :param max_sweeps: as in ``align``.
     :param tolerance: it ends when a round lowers the mean cost by less than this part.
     :param seed: of the random choices; ``None``: they are drawn from PyTorch's generator.
-    :param progress: whether to show a progress bar over rounds, if they take more than two seconds.
+    :param progress: whether to show a progress bar over starts, if they take more than two seconds.
     :raises ValueError: for an empty list, naming the member and the site that doesn't fit, or if the model that a
         posterior was drawn from lacks a declared group.
     """
@@ -180,15 +181,18 @@ def align_many(
     near = Rounds(group, WeightCost, moments, max_sweeps, tolerance) if objective == "gaussian" else None
     with (
         contextlib.nullcontext() if seed is None else forked(seed),
-        tqdm(total=2 * max_rounds * (1 + restarts), desc="align many", disable=not progress, delay=BAR_DELAY) as bar,
+        tqdm(total=1 + restarts, desc="align many", unit="start", disable=not progress, delay=BAR_DELAY) as bar,
     ):
         starts = [rounds.aligned_to_one for _ in range(1 + restarts)]
         if near:
-            starts[0] = lambda: near.settle(near.aligned_to_one(), NEAR_ROUNDS, bar.update).element
-        settled = [rounds.settle(start(), max_rounds, bar.update) for start in starts]
+            starts[0] = lambda: near.settle(near.aligned_to_one(), NEAR_ROUNDS).element
+        settled = []
+        for start in starts:
+            settled.append(rounds.settle(start(), max_rounds))
+            bar.update()
         best = min(settled, key=lambda one: one.cost)
         if best.cost > rounds.given:  # the members came in a better frame than a start from any one of them finds
-            best = rounds.settle(rounds.identity(), max_rounds, bar.update)
+            best = rounds.settle(rounds.identity(), max_rounds)
     element = shaped(at_home(best.element), group, rounds.shifts, members.element_shape)
     gaussian = members.gaussian_after(element)
     every = tuple(range(len(members.element_shape)))

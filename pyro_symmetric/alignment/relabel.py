@@ -40,6 +40,7 @@ from pyro_symmetric.alignment.assignment import assign
 from pyro_symmetric.alignment.elements import at_home
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.samples import Draws, chains_of
 
 # How far the probabilities of an observation may be from a sum of one.
 ROUNDING = 1e-3
@@ -51,7 +52,7 @@ Method = Literal["stephens", "ecr"]
 
 @torch.no_grad()
 def relabel(
-    posterior: Posterior,
+    posterior: Draws,
     group: Any,
     probabilities: Tensor,
     *,
@@ -70,7 +71,7 @@ def relabel(
     >>> bool(relabelled.samples["locs"].std((0, 1)).max() < 0.5 < posterior.samples["locs"].std((0, 1)).min())
     True
 
-    :param posterior: the draws.
+    :param posterior: a ``Posterior``, or site -> chains ``(chains, draws, *site_shape)``.
     :param group: one set of units, the components, and the axes of all sites along which they lie.
     :param probabilities: ``(chains, draws, observations, components)``: how likely each observation belongs to each
         component, under each draw; or sampled allocations, one-hot.
@@ -83,8 +84,8 @@ def relabel(
     :param max_rounds: how often to take the mean anew at most.
     :raises ValueError: if the group has other units or moves, or the probabilities don't fit or are none.
     """
-    arguments.instance("posterior", posterior, Posterior, "a Posterior")
     group = group_of(group)
+    posterior = chains_of(posterior, shapes=group.site_shapes)
     name, components = _components(group)
     _check_probabilities(probabilities, posterior, components)
     arguments.one_of("method", method, get_args(Method))

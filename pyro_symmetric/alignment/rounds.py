@@ -80,11 +80,10 @@ class Rounds:
         search = Search(0, self._max_sweeps, self._tolerance)
         return search(self._cost(alone, rows) for rows in self._chunks).best.element
 
-    def settle(self, element: Element, max_rounds: int, tick: Callable[[], object] = int) -> Settled:
+    def settle(self, element: Element, max_rounds: int) -> Settled:
         """Align to the common reference until nothing changes; then, of few members, each to the others.
 
         :param element: where the members begin.
-        :param tick: called after every round, of which there may be twice as many as given.
         """
         self.element = element
         history = [self._placed()]
@@ -93,7 +92,6 @@ class Rounds:
             for number in range(max_rounds):
                 step(number)
                 history.append(self._placed())
-                tick()
                 if number >= least and history[-2] - history[-1] <= self._tolerance * abs(history[-2]):
                     return True
             return False

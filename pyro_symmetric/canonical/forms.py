@@ -16,12 +16,11 @@ Source: Laurent, Aldea & Franchi 2024, arXiv 2310.08287, section 3 and appendix 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
@@ -29,44 +28,27 @@ from pyro_symmetric.canonical.overlap import warn_of_overlap
 from pyro_symmetric.canonical.scales import by_units, evened
 from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
 from pyro_symmetric.canonical.unit_measures import largest_sign, norm, removing_element, rounding, spread
+from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.places import rows
+from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
+Given = TypeVar("Given", Weights, nn.Module, Posterior)
 ScalingRule = Literal["unit_norm", "unit_std", "minimal_mass", "minimal_norm"]
 
 
-@overload
 def canonicalize(
-    weights: Mapping[str, Tensor],
-    symmetry: Any,
-    permutations: PermutationKey | None = ...,
-    scalings: ScalingRule | None = ...,
-    signs: bool = ...,
-    shifts: bool = ...,
-    warn: bool = ...,
-) -> Weights: ...
-@overload
-def canonicalize(
-    weights: nn.Module,
-    symmetry: Any,
-    permutations: PermutationKey | None = ...,
-    scalings: ScalingRule | None = ...,
-    signs: bool = ...,
-    shifts: bool = ...,
-    warn: bool = ...,
-) -> nn.Module: ...
-def canonicalize(
-    weights: Mapping[str, Tensor] | nn.Module,
+    weights: Given,
     symmetry: Any,
     permutations: PermutationKey | None = "max",
     scalings: ScalingRule | None = "unit_norm",
     signs: bool = True,
     shifts: bool = True,
     warn: bool = True,
-) -> Weights | nn.Module:
+) -> Given:
     """One representative of the orbit of each set of weights; the function that they compute stays the same.
 
     It serves to compare orbits: two sets of weights compute the same function if they have the same canonical form. It
@@ -84,7 +66,7 @@ def canonicalize(
     True
 
     :param weights: site -> tensor ``batch_shape + site_shape``; every element of the batch gets its own canonical form.
-        Or a network, of which a new one comes back.
+        Or a network, or a ``Posterior``, of which a new one comes back.
     :param symmetry: the symmetries to remove: ``find_symmetry(net, x)``, or a group.
     :param permutations: the key that units are sorted by, ascending: their ``"first"`` incoming weight, the largest one
         (``"max"``), the ``"norm"`` of all their weights, in- and outgoing; ``None`` leaves the order.
@@ -102,8 +84,12 @@ def canonicalize(
         arguments.flag(name, flag)
     group = group_of(symmetry)
     if isinstance(weights, nn.Module):
-        own = plain_weights(weights, group)
-        return with_weights(weights, canonicalize(own, group, permutations, scalings, signs, shifts, warn))
+        own = canonicalize(plain_weights(weights, group), group, permutations, scalings, signs, shifts, warn)
+        return with_weights(weights, own)  # type: ignore[return-value]
+    if isinstance(weights, Posterior):
+        require_of_posterior(symmetry, weights)
+        moved = weights.map(canonicalize, group, permutations, scalings, signs, shifts, warn)
+        return moved  # type: ignore[return-value]
     require_finite(weights)
     acted_shape(group, weights)
     form: Weights = dict(weights)

@@ -27,6 +27,8 @@ from pyro_symmetric.canonical.scales import Sum, by_units
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import acted_shape
 from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.samples import as_given
 from pyro_symmetric.weights import require_finite, require_sites
 
 CHUNK_ENTRIES = 2**26
@@ -41,7 +43,8 @@ class MinimalMass:
     :param given: float64 ``batch_shape``, the same before.
     :param log_scales: name -> float64 ``batch_shape + units.shape``, the logarithm of what each unit was multiplied by;
         zero for pinned units.
-    :param weights: the rescaled weights, all sites, in the dtype they came in; a new network, if one was given.
+    :param weights: the rescaled weights, all sites, in the dtype they came in; a new network or posterior, if one was
+        given.
     :param pinned: name -> bool ``batch_shape + units.shape``, units whose best scale isn't finite: they stay as they
         were.
     :param imbalance: float64 ``batch_shape``: at a minimum the squared weights that enter a unit equal those that leave
@@ -69,7 +72,7 @@ class MinimalMass:
 
 @torch.no_grad()
 def minimal_mass(
-    weights: Mapping[str, Tensor] | nn.Module, symmetry: Any, sites: Iterable[str] | None = None
+    weights: Mapping[str, Tensor] | Posterior | nn.Module, symmetry: Any, sites: Iterable[str] | None = None
 ) -> MinimalMass:
     """Minimise the squared L2 norm of weights, biases left out, over all positive scalings; the function stays.
 
@@ -87,7 +90,7 @@ def minimal_mass(
     (8.0, {'0.weight': 2.0, '2.weight': 2.0})
 
     :param weights: site -> tensor ``batch_shape + site_shape``; each sample has a minimum of its own, found in float64.
-        Or a network.
+        Or a ``Posterior``, whose draws count chain after chain; or a network.
     :param symmetry: a symmetry or a group; its scalings count.
     :param sites: the sites whose squared norm is the mass; by default all weights, see
         :attr:`~pyro_symmetric.groups.group.Group.weight_sites`.
@@ -99,6 +102,9 @@ def minimal_mass(
     if isinstance(weights, nn.Module):
         found = minimal_mass(plain_weights(weights, whole), whole, sites)
         return replace(found, weights=with_weights(weights, found.weights))
+    if isinstance(weights, Posterior):
+        found = minimal_mass(weights.get_samples(), whole, sites)
+        return replace(found, weights=as_given(weights, found.weights))
     require_finite(weights)
     shape = acted_shape(group, weights)
     counted = _counted(weights, whole, sites)

@@ -18,7 +18,7 @@ coordinates of each site by themselves, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,7 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric._process import without_warnings
 from pyro_symmetric.calls import described
-from pyro_symmetric.chain_statistics import (
-    ChainStatistics,
-    chain_statistics,
-    evenly_spaced,
-    exceeded_by_few,
-    halves,
-)
+from pyro_symmetric.chain_statistics import ChainStatistics, also_of_one, evenly_spaced, exceeded_by_few
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.results import plain, table
 from pyro_symmetric.diagnostics import (
@@ -53,11 +47,12 @@ from pyro_symmetric.diagnostics import (
 )
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.mcmc.density import Density
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import predict
+from pyro_symmetric.samples import Draws, chains_of
 
 MOST_ROWS = 256
 MOST_NUMBERS, LEAST_ENTRIES = 2**28, 256  # of a site
@@ -67,7 +62,6 @@ CHUNK = 32  # chains whose energy is evaluated at once
 WEIGHTS, MODULO, PREDICTIONS, DENSITY = "weights", "modulo symmetry", "predictions", "log density"
 HEAD = ("site", "entries", "R-hat worst", "median", "ESS bulk worst", "median", "ESS tail worst", "median")
 
-Spaces = Mapping[str, Mapping[str, Tensor]]  # space -> site -> (chains, draws, ...)
 Statistics = dict[str, dict[str, ChainStatistics]]  # space -> site -> numbers of every entry
 
 
@@ -99,24 +93,6 @@ class Diagnosis:
         order: list[Status] = ["fail", "unknown", "warn"]
         return [check for status in order for check in self.checks if check.status == status]
 
-    @property
-    def verdict(self) -> str:
-        """The outcome in a line."""
-        apart = [name for name in self.statistics if name in self and self[name].value > R_HAT[1]]
-        function = [name for name in (PREDICTIONS, DENSITY) if name in self.statistics]
-        if not self.statistics:
-            return "ok" if self.ok else f"not ok: {', '.join(check.name for check in self.failed)}"
-        if apart == [WEIGHTS] and MODULO in self.statistics:
-            found = "the chains sit in different copies of a mode, and agree modulo symmetry"
-        elif apart and self.ok:
-            found = f"the chains agree ({', '.join(function)}), but for {', '.join(apart)}"
-        else:
-            found = f"the chains disagree ({', '.join(apart)})" if apart else "the chains agree"
-        spoken_of = [*self.statistics, *(["effective draws"] if apart else [])]
-        others = [check.name for check in self.checks if check.status == "fail" and check.name not in spoken_of]
-        failed = f"; failed: {', '.join(others)}" if others else ""
-        return f"{'ok' if self.ok else 'not ok'}: {found}{failed}"
-
     def __getitem__(self, name: str) -> Check:
         for check in self.checks:
             if check.name == name:
@@ -129,40 +105,43 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
         found = {check.name: {k: v for k, v in vars(check).items() if k != "name"} for check in self.checks}
-        summaries = {
+        statistics = {
             space: {site: numbers.summary() for site, numbers in by_site.items()}
             for space, by_site in self.statistics.items()
         }
-        return plain({"verdict": self.verdict, "ok": self.ok, "checks": found, "statistics": summaries})
+        return plain({"ok": self.ok, "checks": found, "statistics": statistics})
 
     def plot(self) -> Any:
         """R-hat and bulk effective sample sizes of all entries, sorted: a curve for each space."""
         from pyro_symmetric.plots import chain_agreement  # which loads matplotlib
 
         r_hats, sizes = (
-            {space: _known(by_site, name).numpy() for space, by_site in self.statistics.items()}
+            {space: _known(by_site.values(), name).numpy() for space, by_site in self.statistics.items()}
             for name in ("r_hat", "ess_bulk")
         )
         return chain_agreement(r_hats, sizes, R_HAT[1])
 
     def full(self) -> str:
         """All checks, and a table of each space by site."""
-        parts = [self._head(), _rows(self.checks)]
+        parts = [self._text(self.checks)]
         for space, by_site in self.statistics.items():
-            parts.append(f"{space}\n{table([HEAD, *(_numbers(*entry) for entry in by_site.items())])}")
+            rows = [(site, *_numbers(numbers)) for site, numbers in by_site.items()]
+            parts.append(f"{space}\n{table([HEAD, *rows])}")
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:
-        """The verdict and the checks that didn't pass."""
-        return "\n".join([self._head(), *([_rows(self.failed)] if self.failed else [])])
+        """The outcome in a word, and the checks that didn't pass."""
+        return self._text(self.failed)
 
-    def _head(self) -> str:
+    def _text(self, checks: Sequence[Check]) -> str:
         chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
-        return f"{chains} of {self.num_samples} draws: {self.verdict}"
+        rows = [(check.status, check.name, check.words) for check in checks]
+        head = f"{chains} of {self.num_samples} draws: {'ok' if self.ok else 'not ok'}"
+        return "\n".join([head, *([table(rows, left=(0, 1, 2))] if rows else [])])
 
 
 def diagnose(
-    posterior: Posterior,
+    posterior: Draws,
     symmetry: Symmetry | Group | None = None,
     model: BayesianModel | None = None,
     *,
@@ -174,9 +153,9 @@ def diagnose(
     shows all of them, and the tables that they rest on.
 
     >>> draws = torch.randn(4, 200, 3)  # of four chains
-    >>> ps.diagnose(ps.Posterior({"w": draws}, rows="chains")).ok
+    >>> ps.diagnose({"w": draws}).ok
     True
-    >>> diagnosis = ps.diagnose(ps.Posterior({"w": draws + torch.arange(4.0)[:, None, None]}, rows="chains"))
+    >>> diagnosis = ps.diagnose({"w": draws + torch.arange(4.0)[:, None, None]})
     >>> diagnosis.ok, diagnosis["weights"].status
     (False, 'fail')
 
@@ -205,9 +184,9 @@ def diagnose(
     A symmetry takes memory for a copy of all draws, and time to align them: some seconds for 4,000 draws of 50 units.
     ``posterior.thin(k)`` takes less.
 
-    :param posterior: the draws, with the sampler's statistics, of which ``lp`` stands for the log density. If it
-        remembers its model and data (as ``sample`` returns it; after loading, ``posterior.attach(model, x, y)``), the
-        energy is looked at, and the function at the data.
+    :param posterior: a ``Posterior``, with the sampler's statistics, of which ``lp`` stands for the log density; or
+        site -> chains ``(chains, draws, *site_shape)``. If it remembers its model and data (as ``sample`` returns it;
+        after loading, ``posterior.attach(model, x, y)``), the energy is looked at, and the function at the data.
     :param symmetry: what to remove, e.g. ``find_symmetry(net, x)``.
     :param model: the network's model, to predict with; by default the one that the posterior remembers.
     :param x: inputs to predict at, of more than 256 rows 256 evenly spaced ones; by default the data.
@@ -217,23 +196,32 @@ def diagnose(
     :raises TypeError: if ``model`` is no ``BayesianModel``, or predictions are complex.
     :raises ValueError: if arguments don't fit, there are no draws, or the model lacks a declared group.
     """
+    posterior = chains_of(posterior, shapes=None if symmetry is None else group_of(symmetry, "symmetry").site_shapes)
     _check_arguments(posterior, x, predictions, num_draws)
     require_of_posterior(symmetry, posterior)
     model, x = _to_predict(posterior, model, x)
+
+    def diagnosis(checks: Sequence[Check], statistics: Statistics | None = None) -> Diagnosis:
+        return Diagnosis(tuple(checks), statistics or {}, posterior.num_chains, posterior.num_samples)
+
     density = {DENSITY: posterior.statistics["lp"]} if "lp" in posterior.statistics else {}
     drawn = {**{f"site {site!r}": value for site, value in posterior.samples.items()}, **density}
     first = [finite({**drawn, **({} if predictions is None else {PREDICTIONS: predictions})})]
     if first[0].status == "pass":
         first += copies(posterior.samples) if posterior.rows == "chains" else [_enough(posterior)]
     if posterior.rows == "independent" or any(check.status == "fail" for check in first):
-        return Diagnosis(tuple(first), {}, posterior.num_chains, posterior.num_samples)
+        return diagnosis(first)
     spaces = _spaces(posterior, symmetry, model, x, predictions)
     made = finite(
         {f"{space} {site!r}": v for space in (MODULO, PREDICTIONS) for site, v in spaces.get(space, {}).items()}
     )
     if made.status == "fail":
-        return Diagnosis((made,), {}, posterior.num_chains, posterior.num_samples)
-    statistics = _statistics_of(spaces)
+        return diagnosis([made])
+    told = posterior.num_samples >= LEAST_DRAWS
+    statistics = {
+        space: {site: also_of_one(_looked_at(value)) for site, value in by_site.items()}
+        for space, by_site in (spaces.items() if told else ())
+    }
     agreed = _agreement(statistics, _is_network(posterior))
     arrived = all(check.status != "fail" for check in agreed)
     guess = "acceptance_rate" not in posterior.statistics
@@ -246,7 +234,7 @@ def diagnose(
         *sampler_checks(posterior.statistics, subsampled, arrived),
         *_of_energy(posterior, num_draws, subsampled, arrived),
     ]
-    return Diagnosis(tuple(checks), statistics, posterior.num_chains, posterior.num_samples)
+    return diagnosis(checks, statistics)
 
 
 # do the chains agree ------------------------------------------------------------------------------------------------
@@ -260,7 +248,7 @@ def _spaces(
     x: Tensor | None,
     predictions: Tensor | None,
 ) -> dict[str, dict[str, Tensor]]:
-    """The spaces in which chains are compared."""
+    """The spaces in which chains are compared: space -> site -> ``(chains, draws, ...)``."""
     spaces = {WEIGHTS: posterior.samples}
     if symmetry is not None:
         spaces[MODULO] = one_frame(canonical_frame(posterior, symmetry), symmetry).samples
@@ -272,19 +260,6 @@ def _spaces(
     if predictions is not None:
         spaces[PREDICTIONS] = {PREDICTIONS: predictions}
     return {space: {site: v for site, v in by_site.items() if v.numel()} for space, by_site in spaces.items()}
-
-
-def _statistics_of(spaces: Spaces) -> Statistics:
-    """R-hat and effective sample sizes in each space; nothing if there are too few draws for them."""
-    if next(iter(next(iter(spaces.values())).values())).shape[1] < LEAST_DRAWS:
-        return {}
-    return {
-        space: {
-            site: chain_statistics(drawn if len(drawn) > 1 else halves(drawn).squeeze(1))
-            for site, drawn in ((site, _looked_at(value)) for site, value in by_site.items())
-        }
-        for space, by_site in spaces.items()
-    }
 
 
 def _agreement(statistics: Statistics, is_network: bool) -> list[Check]:
@@ -313,7 +288,7 @@ def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], at_worst: Status,
     :param at_worst: the status of chains that disagree.
     :param hint: what else it may come of.
     """
-    worst = {site: _beyond_chance(_known({site: numbers}, "r_hat")) for site, numbers in by_site.items()}
+    worst = {site: _beyond_chance(_known([numbers], "r_hat")) for site, numbers in by_site.items()}
     told = {site: value for site, value in worst.items() if not math.isnan(value)}
     if not told:
         return Check(space, "unknown", "R-hat can't be told: the draws never change")
@@ -336,7 +311,7 @@ def _beyond_chance(r_hats: Tensor) -> float:
 
 def _effective(measured: Statistics) -> Check:
     least = {
-        (space, site): -exceeded_by_few(-torch.minimum(*(_known({site: n}, f"ess_{k}") for k in ("bulk", "tail"))))
+        (space, site): -exceeded_by_few(-torch.minimum(_known([n], "ess_bulk"), _known([n], "ess_tail")))
         for space, by_site in measured.items()
         for site, n in by_site.items()
     }
@@ -363,10 +338,18 @@ def _looked_at(draws: Tensor) -> Tensor:
     return draws if entries <= most else draws.flatten(2)[..., evenly_spaced(entries, most)]
 
 
-def _known(by_site: Mapping[str, ChainStatistics], name: str) -> Tensor:
+def _known(statistics: Iterable[ChainStatistics], name: str) -> Tensor:
     """The values of all entries that have one, ``(K,)``."""
-    values = torch.cat([getattr(statistics, name).flatten() for statistics in by_site.values()])
+    values = torch.cat([getattr(numbers, name).flatten() for numbers in statistics])
     return values[~values.isnan()]
+
+
+def _numbers(statistics: ChainStatistics) -> tuple[str, ...]:
+    """The row of a site in a table."""
+    numbers = statistics.summary()
+    r_hats = (f"{numbers[f'r_hat{kind}']:.3f}" for kind in ("", "_median"))
+    sizes = (f"{numbers[f'ess_{part}{kind}']:,.0f}" for part in ("bulk", "tail") for kind in ("", "_median"))
+    return (f"{statistics.r_hat.numel():,}", *r_hats, *sizes)
 
 
 # the energy ---------------------------------------------------------------------------------------------------------
@@ -421,22 +404,10 @@ def _batch_scale(full: Density, parts: Density, z: Tensor) -> Check:
     return Check("mini-batch scale", *(("pass", words) if abs(gap) <= limit else ("fail", words + advice)), gap)
 
 
-# as text, and arguments ---------------------------------------------------------------------------------------------
+# arguments ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(checks: Sequence[Check]) -> str:
-    return table([(check.status, check.name, check.words) for check in checks], left=(0, 1, 2))
-
-
-def _numbers(site: str, statistics: ChainStatistics) -> tuple[str, ...]:
-    numbers = statistics.summary()
-    r_hats = (f"{numbers[f'r_hat{kind}']:.3f}" for kind in ("", "_median"))
-    sizes = (f"{numbers[f'ess_{part}{kind}']:,.0f}" for part in ("bulk", "tail") for kind in ("", "_median"))
-    return (site, f"{statistics.r_hat.numel():,}", *r_hats, *sizes)
-
-
-def _check_arguments(posterior: Any, x: Any, predictions: Any, num_draws: Any) -> None:
-    arguments.instance("posterior", posterior, Posterior, "a Posterior")
+def _check_arguments(posterior: Posterior, x: Any, predictions: Any, num_draws: Any) -> None:
     arguments.whole("num_draws", num_draws, 1)
     for name, value in {"x": x, PREDICTIONS: predictions}.items():
         if value is not None:

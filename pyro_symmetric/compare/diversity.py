@@ -25,21 +25,13 @@ _CHUNK_ENTRIES = 2**22
 
 
 def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Entropy of the members' mean prediction: the total uncertainty.
-
-    :param probabilities: ``(S, ..., C)``, members first, classes last.
-    :returns: ``(...)`` in nats, float64.
-    """
-    return _entropy(_checked(probabilities).mean(0, dtype=torch.float64))
+    """Entropy of the members' mean prediction ``(S, N, C)``, the total uncertainty: ``(N,)`` in nats, float64."""
+    return _entropy(members_of(probabilities).mean(0, dtype=torch.float64))
 
 
 def mean_entropy(probabilities: Tensor) -> Tensor:
-    """Mean entropy of the members' predictions: the uncertainty that no member resolves.
-
-    :param probabilities: ``(S, ..., C)``, members first, classes last.
-    :returns: ``(...)`` in nats, float64.
-    """
-    return _entropy(_checked(probabilities)).mean(0)
+    """Mean entropy of the members' predictions ``(S, N, C)``, the uncertainty that no member resolves: ``(N,)``."""
+    return _entropy(members_of(probabilities)).mean(0)
 
 
 def mutual_information(probabilities: Tensor) -> Tensor:
@@ -48,45 +40,37 @@ def mutual_information(probabilities: Tensor) -> Tensor:
     >>> mutual_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))  # two members that are sure of different classes
     tensor([0.6931], dtype=torch.float64)
 
-    :param probabilities: ``(S, ..., C)``, members first, classes last.
-    :returns: ``(...)`` in nats, float64, never negative.
+    :param probabilities: ``(S, N, C)``, members first, classes last.
+    :returns: ``(N,)`` in nats, float64, never negative.
     """
     return (predictive_entropy(probabilities) - mean_entropy(probabilities)).clamp(min=0)
 
 
 @torch.no_grad()
-def pairwise_mutual_information(probabilities: Tensor, *, chunk: int | None = None) -> Tensor:
+def pairwise_mutual_information(probabilities: Tensor, name: str = "probabilities") -> Tensor:
     """Mutual information of every pair of members, averaged over inputs.
 
     The time is that of ``S² N C / 2`` logarithms. Pairs are taken in blocks; the result alone has S² entries.
 
     :param probabilities: ``(S, N, C)``.
-    :param chunk: how many numbers a temporary may hold, about 4 million by default.
+    :param name: what messages call them.
     :returns: ``(S, S)``, symmetric, in [0, log 2] nats with a zero diagonal, float64.
     """
-    return _pairwise(probabilities, "probabilities", chunk)
-
-
-def _pairwise(probabilities: Tensor, name: str, chunk: int | None) -> Tensor:
-    p = _checked(probabilities, name).double()
-    if p.dim() != 3 or p.shape[1] == 0:
-        raise ValueError(f"{name} has shape {tuple(p.shape)}; pairs of members need (members, inputs, classes)")
-    arguments.whole("chunk", chunk, 1, none="about 4 million")
+    if arguments.tensor(name, probabilities).dim() != 3:
+        raise ValueError(f"{name} has shape {tuple(probabilities.shape)}; it must be (members, inputs, classes)")
+    p = members_of(probabilities, name).double()
     members, inputs, classes = p.shape
-    flat = p.reshape(members, -1)
-    own = _entropy(p).sum(1)
+    flat, own = p.flatten(1), _entropy(p).sum(1)
     result = p.new_zeros(members, members)
-    budget = chunk or _CHUNK_ENTRIES
-    width = max(1, min(inputs * classes, budget // members))  # columns of the flattened predictions
-    rows = max(1, budget // (members * width))
+    width = max(1, min(inputs * classes, _CHUNK_ENTRIES // members))  # columns of the flattened predictions
+    rows = max(1, _CHUNK_ENTRIES // (members * width))
     for first in range(0, members, rows):
-        last = min(first + rows, members)
-        for start in range(0, flat.shape[1], width):
-            columns = slice(start, start + width)
+        part = slice(first, first + rows)
+        for columns in flat.split(width, 1):
             # the pairs (i, j) with j >= first suffice; the rest follows by symmetry
-            middle = (flat[first:last, None, columns] + flat[None, first:, columns]) / 2
-            result[first:last, first:] += torch.special.entr(middle).sum(-1)
-        result[first:last, first:] -= (own[first:last, None] + own[first:]) / 2
+            middle = (columns[part, None] + columns[None, first:]) / 2
+            result[part, first:] += torch.special.entr(middle).sum(-1)
+        result[part, first:] -= (own[part, None] + own[first:]) / 2
     upper = (result / inputs).triu(1).clamp(min=0)
     return upper + upper.T
 
@@ -113,54 +97,72 @@ class FunctionalCollapse:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON: summaries over pairs."""
-        result: dict[str, Any] = {}
-        for name, values in (("within", _pairs(self.within)), ("outside", _pairs(self.outside))):
-            result[name] = {
-                "mean": float(values.mean()),
-                "median": float(values.median()),
-                "minimum": float(values.min()),
-                "maximum": float(values.max()),
-            }
-        return result | {
-            "members": len(self.within),
-            "correlation": plain(self.correlation),
-            "rank_correlation": plain(self.rank_correlation),
+        sides = {"within": _pairs(self.within), "outside": _pairs(self.outside)}
+        summaries = {
+            name: {"mean": v.mean(), "median": v.median(), "minimum": v.min(), "maximum": v.max()}
+            for name, v in sides.items()
         }
+        correlations = {"correlation": self.correlation, "rank_correlation": self.rank_correlation}
+        return plain({**summaries, "members": len(self.within), **correlations})
 
     def __repr__(self) -> str:
-        rows: list[tuple[str, ...]] = [("inputs", "mean", "median", "minimum", "maximum")]
         summary = self.to_dict()
+        rows: list[tuple[str, ...]] = [("inputs", "mean", "median", "minimum", "maximum")]
         rows += [(name, *(f"{v:.3g}" for v in summary[name].values())) for name in ("within", "outside")]
         head = f"Pairwise mutual information of {len(self.within):,} members in nats (collapsed at 0, log 2 at most)"
         return f"{head}\n{table(rows)}\n  correlation {self.correlation:.3f}, of ranks {self.rank_correlation:.3f}"
 
 
 @torch.no_grad()
-def functional_collapse(
-    probabilities: Tensor, ood_probabilities: Tensor, *, chunk: int | None = None
-) -> FunctionalCollapse:
+def functional_collapse(probabilities: Tensor, ood_probabilities: Tensor) -> FunctionalCollapse:
     """Compare the members' disagreement on the data with that elsewhere: pairwise mutual information in and out
     of distribution, and its correlation over pairs (Laurent et al. 2024, figures 3 and 15).
 
     >>> probabilities = torch.randn(4, 20, 3).softmax(-1)  # four members at 20 inputs
-    >>> result = ps.functional_collapse(probabilities, torch.randn(4, 50, 3).softmax(-1))
+    >>> result = ps.compare.functional_collapse(probabilities, torch.randn(4, 50, 3).softmax(-1))
     >>> result.within.shape, result.outside.shape
     (torch.Size([4, 4]), torch.Size([4, 4]))
 
     :param probabilities: predictions for inputs from the distribution, ``(S, N, C)``.
     :param ood_probabilities: the same members' for inputs from elsewhere, ``(S, M, C)``.
-    :param chunk: see :func:`pairwise_mutual_information`.
     :raises ValueError: with fewer than 3 members, or if the members differ in number.
     """
-    within = _pairwise(probabilities, "probabilities", chunk)
-    outside = _pairwise(ood_probabilities, "ood_probabilities", chunk).to(within.device)
+    from scipy.stats import rankdata  # which takes a quarter of a second to load
+
+    within = pairwise_mutual_information(probabilities)
+    outside = pairwise_mutual_information(ood_probabilities, "ood_probabilities").to(within.device)
     if len(within) != len(outside) or len(within) < 3:
         raise ValueError(
             f"probabilities holds {len(within)} members and ood_probabilities {len(outside)}; both must be predictions "
             "of the same members, at least 3"
         )
-    x, y = _pairs(within), _pairs(outside)
-    return FunctionalCollapse(within, outside, _correlation(x, y), _correlation(_ranks(x), _ranks(y)))
+    values = torch.stack([_pairs(within), _pairs(outside)]).cpu()
+    ranks = torch.from_numpy(rankdata(values.numpy(), axis=1))
+    return FunctionalCollapse(within, outside, *(float(torch.corrcoef(rows)[0, 1]) for rows in (values, ranks)))
+
+
+def members_of(probabilities: Any, name: str = "probabilities") -> Tensor:
+    """Class probabilities ``(members, inputs, classes)``, checked; without an axis of members, those of one.
+
+    :raises ValueError: if their shape is another, or the last axis holds no probabilities.
+    """
+    shape = tuple(arguments.real(name, probabilities).shape)
+    if len(shape) not in (2, 3) or 0 in shape or shape[-1] < 2:
+        raise ValueError(
+            f"{name} has shape {shape}; it must be (members, inputs, classes) or (inputs, classes), of two classes or "
+            "more"
+        )
+    # rounding of a softmax in this precision, generously
+    floats = probabilities.is_floating_point()
+    tolerance = max(1e-6, 32 * torch.finfo(probabilities.dtype).eps) if floats else 0.0
+    worst = float((probabilities.sum(-1, dtype=torch.float64) - 1).abs().max())  # NaN if any is
+    if not floats or not worst <= tolerance or float(probabilities.min()) < -tolerance:
+        raise ValueError(
+            f"{name} ({probabilities.dtype}) holds values from {float(probabilities.min()):.3g} to "
+            f"{float(probabilities.max()):.3g}, whose sums over classes are off 1 by up to {worst:.3g}; they must be "
+            "probabilities (are these logits?)"
+        )
+    return probabilities.clamp(min=0) if len(shape) == 3 else probabilities.clamp(min=0)[None]
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -171,58 +173,5 @@ def _pairs(matrix: Tensor) -> Tensor:
     return matrix[first, second]
 
 
-def _correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's; NaN if one of them is constant."""
-    return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
-
-
-def _ranks(values: Tensor) -> Tensor:
-    """Ranks, those of ties averaged."""
-    from scipy.stats import rankdata  # which takes a quarter of a second to load
-
-    return torch.from_numpy(rankdata(values.cpu().numpy())).to(values.device)
-
-
 def _entropy(p: Tensor) -> Tensor:
     return torch.special.entr(p.double()).sum(-1)
-
-
-def _checked(probabilities: Tensor, name: str = "probabilities") -> Tensor:
-    arguments.tensor(name, probabilities)
-    if probabilities.dim() < 2 or 0 in (probabilities.shape[0], probabilities.shape[-1]):
-        raise ValueError(f"{name} has shape {tuple(probabilities.shape)}; it must be (members, ..., classes)")
-    return _require_probabilities(probabilities, name)
-
-
-def members_of(probabilities: Any, name: str) -> Tensor:
-    """Class probabilities ``(members, inputs, classes)``; without an axis of members, those of one.
-
-    :raises ValueError: if their shape is another, or the last axis holds no probabilities.
-    """
-    shape = tuple(arguments.tensor(name, probabilities).shape)
-    if len(shape) not in (2, 3) or 0 in shape:
-        raise ValueError(f"{name} has shape {shape}; it must be (members, inputs, classes) or (inputs, classes)")
-    if shape[-1] < 2:
-        raise ValueError(f"{name} has shape {shape}: one class only; there must be at least 2")
-    checked = _require_probabilities(probabilities, name)
-    return checked if checked.dim() == 3 else checked[None]
-
-
-def _require_probabilities(probabilities: Tensor, name: str) -> Tensor:
-    """:raises ValueError: unless the last axis holds probabilities: finite, not negative, summing to one."""
-    if not probabilities.is_floating_point():
-        raise ValueError(f"{name} has dtype {probabilities.dtype}; probabilities are floating-point numbers")
-    bad = int((~torch.isfinite(probabilities)).sum())
-    if bad:
-        raise ValueError(f"{name} holds {bad} NaN or infinite values")
-    # rounding of a softmax in this precision, generously
-    tolerance = max(1e-6, 32 * torch.finfo(probabilities.dtype).eps)
-    if probabilities.numel() and float(probabilities.min()) < -tolerance:
-        raise ValueError(
-            f"{name} holds {float(probabilities.min()):.3g}; no probability is negative (are these logits?)"
-        )
-    sums = probabilities.sum(-1, dtype=torch.float64)
-    worst = float((sums - 1).abs().max()) if sums.numel() else 0.0
-    if worst > tolerance:
-        raise ValueError(f"the last axis of {name} must sum to 1, but is off by up to {worst:.3g} (are these logits?)")
-    return probabilities.clamp(min=0)

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
-from pyro_symmetric.compare.layers import Samples, samples_of
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.samples import Draws, samples_of
 from pyro_symmetric.weights import require_finite
 
 _CHUNK_ENTRIES = 2**24  # pairs of units at a time
@@ -42,21 +42,21 @@ def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     :param first: ``batch_shape + (n,)``, each row a permutation of ``0 .. n-1``; batch shapes broadcast.
     :param second: likewise.
     :returns: ``batch_shape``, float64; 1 if ``n < 2``.
-    :raises ValueError: if the lengths differ or a row is no permutation.
     """
-    for name, value in (("first", first), ("second", second)):
-        _check_permutation(name, value)
     n = first.shape[-1]
-    if second.shape[-1] != n:
-        raise ValueError(f"first orders {n} units and second {second.shape[-1]}; both must order the same units")
+    for name, value in (("first", first), ("second", second)):
+        if value.shape[-1] != n or not bool((value.sort(-1).values == torch.arange(n, device=value.device)).all()):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; each row must be a permutation of 0 .. {n - 1}")
     shape = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
     # the places in the second order of the units in the first order's places: descents between these are swapped pairs
     places = second.argsort(-1).expand(*shape, n).gather(-1, first.expand(*shape, n)).reshape(-1, n)
-    step = max(1, _CHUNK_ENTRIES // max(1, n * n))
-    swapped = [_inversions(part) for part in places.split(step)] or [places.new_zeros(0)]
-    pairs = n * (n - 1) / 2
-    counts = torch.cat(swapped).double()
-    return (1 - 2 * counts / pairs if pairs else torch.ones_like(counts)).reshape(shape)
+    later = torch.ones(n, n, dtype=torch.bool, device=places.device).triu(1)
+    swapped = [
+        ((part[:, :, None] > part[:, None, :]) & later).sum((1, 2))
+        for part in places.split(max(1, _CHUNK_ENTRIES // max(1, n * n)))
+    ]
+    counts = torch.cat(swapped).double() if len(places) else places.new_zeros(0, dtype=torch.float64)
+    return (1 - 4 * counts / max(1, n * (n - 1))).reshape(shape)
 
 
 class SortingTracker:
@@ -67,7 +67,7 @@ class SortingTracker:
     unit norms, ``tracker(canonicalize(weights, symmetry, permutations=None))``.
 
     >>> net = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1))
-    >>> tracker = ps.SortingTracker(ps.find_symmetry(net, torch.randn(3, 2)))
+    >>> tracker = ps.compare.SortingTracker(ps.find_symmetry(net, torch.randn(3, 2)))
     >>> for step in range(10):
     ...     tracker(net)  # after an optimiser's step
     >>> tracker.history["0"].shape
@@ -96,20 +96,17 @@ class SortingTracker:
         held = {site: weights[site].detach() for site in self.group.required_sites if site in weights}
         require_finite(held)
         now = sorting_permutation(held, self.group, self.key)
-        if self._last is not None:
-            if self._last.batch_shape != now.batch_shape:
-                raise ValueError(
-                    f"weights has batch shape {tuple(now.batch_shape)}, but {tuple(self._last.batch_shape)} the last "
-                    "time; a tracker follows one run (or one batch of runs)"
-                )
-            for name, taus in self._taus.items():
-                tau = kendall_tau(self._last[name].to(now[name].device), now[name]).cpu()
-                taus.append(tau.mean(-1) if self.group[name].copies > 1 else tau)
-        self._last = now
-
-    def __repr__(self) -> str:
-        steps = 0 if self._last is None else 1 + max((len(taus) for taus in self._taus.values()), default=0)
-        return f"SortingTracker({steps} sets of weights, units of {', '.join(self._taus) or 'none'})"
+        last, self._last = self._last, now
+        if last is not None and last.batch_shape != now.batch_shape:
+            raise ValueError(
+                f"weights has batch shape {tuple(now.batch_shape)}, but {tuple(last.batch_shape)} the last time; a "
+                "tracker follows one run (or one batch of runs)"
+            )
+        for name, taus in self._taus.items():
+            if last is None:
+                break
+            tau = kendall_tau(last[name].to(now[name].device), now[name]).cpu()
+            taus.append(tau.mean(-1) if self.group[name].copies > 1 else tau)
 
     @property
     def history(self) -> dict[str, Tensor]:
@@ -127,7 +124,7 @@ class SortingTracker:
         return torch.stack([pairs[name] * value for name, value in history.items()]).sum(0) / sum(pairs.values())
 
 
-def excess_mass(weights: Samples, symmetry: Symmetry | Group) -> Tensor:
+def excess_mass(weights: Draws, symmetry: Symmetry | Group) -> Tensor:
     r"""The share of the weights' mass that scalings alone could take away,
     :math:`1 - \min_\lambda \|\lambda \cdot w\|^2 / \|w\|^2`, biases left out.
 
@@ -138,32 +135,12 @@ def excess_mass(weights: Samples, symmetry: Symmetry | Group) -> Tensor:
     >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
     >>> symmetry = ps.find_symmetry(net, torch.randn(3, 1))
     >>> weights = {"0.weight": torch.tensor([[4.0]]), "2.weight": torch.tensor([[1.0]])}
-    >>> round(float(ps.excess_mass(weights, symmetry)), 3)  # of 4 ** 2 + 1 ** 2, 2 ** 2 + 2 ** 2 are needed
+    >>> round(float(ps.compare.excess_mass(weights, symmetry)), 3)  # of 4 ** 2 + 1 ** 2, 2 ** 2 + 2 ** 2 are needed
     0.529
 
-    :param weights: site -> tensor ``batch_shape + site_shape``; or a ``Posterior``, chains end to end.
+    :param weights: site -> tensor ``batch_shape + site_shape``; or a ``Posterior``, draws chain after chain.
     :param symmetry: the scalings, or a network's symmetry.
     :returns: ``batch_shape``, float64, in [0, 1); NaN if all weights are 0.
     """
-    weights = samples_of(weights)
-    group = group_of(symmetry, "symmetry").scalings.without_buffers()
-    found = minimal_mass(weights, group)
+    found = minimal_mass(samples_of(weights), group_of(symmetry, "symmetry").scalings.without_buffers())
     return (1 - found.mass / found.given).clamp(min=0)
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _inversions(places: Tensor) -> Tensor:
-    """Number of pairs of each row in descending order, ``(rows,)``."""
-    n = places.shape[-1]
-    later = torch.ones(n, n, dtype=torch.bool, device=places.device).triu(1)
-    return ((places[:, :, None] > places[:, None, :]) & later).sum((1, 2))
-
-
-def _check_permutation(name: str, value: Tensor) -> None:
-    if value.is_floating_point() or value.dtype == torch.bool or value.dim() < 1:
-        raise ValueError(f"{name} is {value.dtype} of shape {tuple(value.shape)}; it must hold integers (..., n)")
-    expected = torch.arange(value.shape[-1], device=value.device)
-    if not bool((value.sort(-1).values == expected).all()):
-        raise ValueError(f"{name} has a row that is no permutation of 0 .. {value.shape[-1] - 1}")

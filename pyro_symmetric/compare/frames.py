@@ -9,74 +9,49 @@ exchangeable stay so, and what compares them sees no difference where there is n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.alignment.many import align_many
 from pyro_symmetric.canonical.forms import canonicalize
-from pyro_symmetric.compare.layers import require_site_shapes, samples_of
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.samples import as_given, samples_of
 from pyro_symmetric.weights import Weights
 
 SEED = 0  # of the alignment's own random choices: a frame is a function of the draws
 
-Side = TypeVar("Side", Mapping[str, Tensor], Posterior)
-Other = TypeVar("Other", Mapping[str, Tensor], Posterior)
+Side = TypeVar("Side", Weights, Posterior)
+Other = TypeVar("Other", Weights, Posterior)
 
 
-def comparing(symmetry: Symmetry | Group, weights: Mapping[str, Tensor]) -> Group:
-    """The group as it acts on weights that are compared, and predict nothing: running statistics may be missing."""
-    group = group_of(symmetry, "symmetry")
-    return group if all(site in weights for site in group.buffers) else group.without_buffers()
-
-
-@overload
-def canonical_frame(draws: Posterior, symmetry: Symmetry | Group, **options: Any) -> Posterior: ...
-@overload
-def canonical_frame(draws: Mapping[str, Tensor], symmetry: Symmetry | Group, **options: Any) -> Weights: ...
-def canonical_frame(
-    draws: Posterior | Mapping[str, Tensor], symmetry: Symmetry | Group, **options: Any
-) -> Posterior | Weights:
+def canonical_frame(draws: Side, symmetry: Symmetry | Group) -> Side:
     """The draws in canonical form, at the scales of the least norm of all parameters, biases included.
 
     Biases must count. At unit norm, and at the least norm of weights alone, a unit that is nearly dead has a bias
     without bound, and a few of them decide a distance.
-
-    :param options: see :func:`~pyro_symmetric.canonical.forms.canonicalize`.
-    :raises TypeError: if ``symmetry`` is neither a symmetry nor a group.
     """
-    if isinstance(draws, Posterior):
-        return draws.map(canonical_frame, symmetry, **options)
-    return canonicalize(draws, comparing(symmetry, draws), scalings="minimal_norm", warn=False, **options)
+    flat = dict(samples_of(draws))
+    return as_given(draws, canonicalize(flat, _comparing(symmetry, flat), scalings="minimal_norm", warn=False))
 
 
-@overload
-def one_frame(canonical: Posterior, symmetry: Symmetry | Group) -> Posterior: ...
-@overload
-def one_frame(canonical: Mapping[str, Tensor], symmetry: Symmetry | Group) -> Weights: ...
-def one_frame(canonical: Posterior | Mapping[str, Tensor], symmetry: Symmetry | Group) -> Posterior | Weights:
+def one_frame(canonical: Side, symmetry: Symmetry | Group) -> Side:
     """Canonical forms, their units and signs moved to where they lie closest to the mean of all draws.
 
     A canonical form sorts units by one key, and tells nothing of units whose keys overlap; alignment looks at all that
     a unit has. It starts from canonical forms, so that where it ends depends on the draws' orbits, not on the copies in
     which they came. It takes the draws in the order of their norms, and its random choices from a seed of its own: the
-    frame is a function of the set of draws, whichever chain or sample each belongs to, and draws whose orbits are
-    exchangeable are so in this frame too. Scales stay those of the canonical form.
-
-    :param canonical: draws in canonical form, a ``Posterior`` or weights ``(draws, *site_shape)``.
-    :param symmetry: what canonical forms were taken of, a symmetry or a group.
+    frame is a function of the set of draws, whichever chain or sample each belongs to. Scales stay as they are.
     """
-    if isinstance(canonical, Posterior):
-        return _as_it_came(canonical, one_frame(canonical.get_samples(), symmetry))
-    group = comparing(group_of(symmetry, "symmetry").finite, canonical)
-    order = _squared_norms(canonical).argsort()
-    back = order.argsort()
-    return _select(align_many(_select(canonical, order), group, seed=SEED, progress=False).aligned, back)
+    flat = samples_of(canonical)
+    order = _squared_norms(flat).argsort()
+    group = _comparing(group_of(symmetry, "symmetry").finite, flat)
+    aligned = align_many(_select(flat, order), group, seed=SEED, progress=False).aligned
+    return as_given(canonical, _select(aligned, order.argsort()))
 
 
 def common_frame(weights_p: Side, weights_q: Other, symmetry: Symmetry | Group) -> tuple[Side, Other]:
@@ -95,20 +70,18 @@ def common_frame(weights_p: Side, weights_q: Other, symmetry: Symmetry | Group) 
     draw decides is ``canonicalize(draws, symmetry)``: it mixes units whose largest weights overlap, and blurs what
     differs between them.
 
-    :param weights_p: site -> samples ``(m,) + site_shape``; or a ``Posterior``.
+    :param weights_p: a ``Posterior``, or site -> samples ``(m,) + site_shape``.
     :param weights_q: the same sites; sites that one side lacks are left out.
     :param symmetry: the group, or a network's symmetry, such as ``find_symmetry(net, x)``.
     :return: both as they came, a ``Posterior`` for a ``Posterior``.
     :raises ValueError: if shapes don't fit, or the model of a posterior lacks a declared group.
     """
-    sides: dict[str, Any] = {"weights_p": weights_p, "weights_q": weights_q}
-    flat = {}
-    for name, side in sides.items():
+    shapes, sides, flat = group_of(symmetry, "symmetry").site_shapes, (weights_p, weights_q), []
+    for name, side in zip(("weights_p", "weights_q"), sides, strict=True):
         require_of_posterior(symmetry, side)
-        flat[name] = samples_of(side, name)
-        require_site_shapes(flat[name], symmetry, name)
-    moved = pooled_frame([canonical_frame(side, symmetry) for side in flat.values()], symmetry)
-    return tuple(_as_it_came(side, own) for side, own in zip(sides.values(), moved, strict=True))
+        flat.append(canonical_frame(dict(samples_of(side, name, shapes)), symmetry))
+    moved: Any = zip(sides, pooled_frame(flat, symmetry), strict=True)
+    return tuple(as_given(*pair) for pair in moved)
 
 
 def pooled_frame(samples: Sequence[Mapping[str, Tensor]], symmetry: Symmetry | Group) -> list[Weights]:
@@ -116,8 +89,7 @@ def pooled_frame(samples: Sequence[Mapping[str, Tensor]], symmetry: Symmetry | G
 
     Sites that some sample lacks are left out.
     """
-    first, *others = samples
-    shared = [site for site in first if all(site in other for other in others)]
+    shared = [site for site in samples[0] if all(site in other for other in samples)]
     sizes = [len(sample[shared[0]]) for sample in samples]
     moved = one_frame({site: torch.cat([sample[site].detach() for sample in samples]) for site in shared}, symmetry)
     parts = {site: value.split(sizes) for site, value in moved.items()}
@@ -127,17 +99,16 @@ def pooled_frame(samples: Sequence[Mapping[str, Tensor]], symmetry: Symmetry | G
 # small steps --------------------------------------------------------------------------------------------------------
 
 
+def _comparing(symmetry: Symmetry | Group, weights: Mapping[str, Tensor]) -> Group:
+    """The group as it acts on weights that are compared, and predict nothing: running statistics may be missing."""
+    group = group_of(symmetry, "symmetry")
+    return group if all(site in weights for site in group.buffers) else group.without_buffers()
+
+
 def _squared_norms(weights: Mapping[str, Tensor]) -> Tensor:
     """An invariant of each draw, ``(S,)``: what no permutation and no sign changes."""
-    parts = [value.flatten(1) if value.dim() > 1 else value[:, None] for value in weights.values()]
-    return torch.stack([part.square().sum(1, dtype=torch.float64) for part in parts]).sum(0)
-
-
-def _as_it_came(side: Any, moved: Weights) -> Any:
-    if not isinstance(side, Posterior):
-        return moved
-    batch = (side.num_chains, side.num_samples)
-    return side.map(lambda _: {site: value.unflatten(0, batch) for site, value in moved.items()})
+    parts = [value.reshape(len(value), -1).square().sum(1, dtype=torch.float64) for value in weights.values()]
+    return torch.stack(parts).sum(0)
 
 
 def _select(weights: Mapping[str, Tensor], rows: Tensor) -> Weights:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, copied_chains, evenly_spaced
-from pyro_symmetric.compare.layers import Samples, samples_of
 from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.samples import Draws, samples_of
 from pyro_symmetric.weights import Weights, require_finite
 
 _PART_NUMBERS = 2**24  # copied at a time
@@ -29,22 +29,19 @@ def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatis
     total = posterior.num_chains * posterior.num_samples
     if posterior.rows == "independent":
         return total
-    if statistics is None:
-        statistics = {site: chain_statistics(value) for site, value in posterior.samples.items()}
+    known = statistics or {site: chain_statistics(value) for site, value in posterior.samples.items()}
     distances = (_from_mean(part) for value in posterior.samples.values() for part in _parts(value))
-    found = [*statistics.values(), *map(chain_statistics, distances)]
+    found = [*known.values(), *map(chain_statistics, distances)]
     sizes = torch.cat([size.reshape(-1) for numbers in found for size in (numbers.ess_bulk, numbers.ess_tail)])
-    known = sizes[~sizes.isnan()]
-    worst = min(float(known.min()), total) if len(known) else 0.0
+    worst = min(sizes[~sizes.isnan()].tolist(), default=0.0)
     return min(max(posterior.num_chains, int(worst) // 2), total)
 
 
-def thinned(weights: Samples, name: str = "weights") -> Weights:
+def thinned(weights: Draws, name: str = "weights") -> Weights:
     """As many draws, chains end to end and evenly spaced, as may be taken as independent. The last of each chain is
     among them, if one of each counts. If all do, they are views.
 
     :param weights: a ``Posterior``; or site -> independent samples, all of which count.
-    :param name: what messages call them.
     :raises ValueError: if they are fewer than 2, any of all draws isn't finite, or chains are copies of each other.
     """
     if not isinstance(weights, Posterior):
@@ -58,9 +55,7 @@ def thinned(weights: Samples, name: str = "weights") -> Weights:
             f"of {total} draws only {count} may be taken as independent; a test needs at least 2. Take more draws, or "
             "more chains"
         )
-    if count == total:
-        return weights.get_samples()
-    keep = evenly_spaced(total, count)
+    keep = slice(None) if count == total else evenly_spaced(total, count)
     return {site: value[keep] for site, value in weights.get_samples().items()}
 
 

@@ -23,7 +23,6 @@ small, so that of chains only as many draws are taken as count as independent.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,17 +31,19 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.compare._tests import chi_square_uniform, holm, holm_rejections, kolmogorov_smirnov
 from pyro_symmetric.compare.independence import thinned
-from pyro_symmetric.compare.layers import Samples, samples_of
 from pyro_symmetric.compare.results import SignificanceTest
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.samples import Draws, samples_of
+
+P_VALUES = ("index_p_value", "marginal_p_value")
 
 
 @torch.no_grad()
 def invariance_tests(
-    weights: Samples, group: Group | Symmetry, *, level: float = 0.05, max_tests: int = 50_000
+    weights: Draws, group: Group | Symmetry, *, level: float = 0.05, max_tests: int = 50_000, thin: bool = True
 ) -> SignificanceTest:
     """Test whether a posterior's draws are invariant under ``group``.
 
@@ -54,8 +55,8 @@ def invariance_tests(
     compared: if their parents may change places, the parents' own tests see to that.
 
     Holm's method over both tests of all sets of units keeps the probability of any false rejection under ``level``.
-    Of chains as many draws are used, evenly spaced, as :func:`~pyro_symmetric.compare.independent_draws` counts; of
-    independent rows all.
+    Of a posterior's chains as many draws are used, evenly spaced, as
+    :func:`~pyro_symmetric.compare.independent_draws` counts; of independent rows all.
 
     The result's arrays, for each set of units:
 
@@ -78,46 +79,48 @@ def invariance_tests(
     >>> ps.invariance_tests({"w": draws}, group, level=1e-6).rejected
     True
 
-    :param weights: a ``Posterior``; or site -> independent samples ``(S,) + site_shape``.
+    :param weights: a ``Posterior``, or site -> independent samples ``(S,) + site_shape``.
     :param group: the group, or a network's symmetry, of which the permutations count; single units are passed over.
     :param level: the family-wise level of the tests.
     :param max_tests: Kolmogorov-Smirnov tests of one set of units. If pairs of units times positions are more, a fixed
         pseudo-random part of the positions (and of the pairs, if needed) is tested.
+    :param thin: ``False`` takes all draws of chains as independent, as the paper does; the p-values are then too small.
     :raises ValueError: if weights don't fit the group, aren't finite, or fewer than 2 draws are left.
     """
     arguments.fraction("level", level)
     arguments.whole("max_tests", max_tests, 1)
+    arguments.flag("thin", thin)
     group = group_of(group).permutations
-    samples = weights.samples if isinstance(weights, Posterior) else samples_of(weights)
+    samples = samples_of(weights, shapes=group.site_shapes)
     group.batch_shape(samples)
-    needed = {site: samples[site] for site in group.required_sites}
-    known: Samples = Posterior(needed, rows=weights.rows) if needed and isinstance(weights, Posterior) else needed
-    kept = thinned(known) if needed else {}
+    sites = group.required_sites
+    known: Draws = {site: samples[site] for site in sites}
+    if sites and thin and isinstance(weights, Posterior):
+        known = Posterior({site: weights.samples[site] for site in sites}, rows=weights.rows)
+    kept = thinned(known) if known else {}
     draws = len(next(iter(kept.values()))) if kept else 0
-    found: list[_Units] = []
+    found: list[dict[str, Any]] = []
     for name, size in group.factors.items():
         if size > 1 and (axes := _unit_axes(group, name)):
             parts = [_unit_weights(kept, group, name, axis) for axis in axes]
-            sites = ", ".join(dict.fromkeys(axis.site for axis in axes))
+            names = ", ".join(dict.fromkeys(axis.site for axis in axes))
             marginals = [part.transpose(1, 2).flatten(2) for part in parts]
-            tests: tuple[Any, ...] = (*_index_test(parts), *_marginal_tests(marginals, level, max_tests))
-            found.append(_Units(name, size, sites, *tests))
-    p_values = torch.tensor(
-        [[units.index_p_value, units.marginal_p_value] for units in found], dtype=torch.float64, device="cpu"
-    )
+            tests = _index_test(parts) | _marginal_tests(marginals, level, max_tests)
+            found.append({"name": name, "size": size, "sites": names, **tests})
+    p_values = torch.tensor([[units[key] for key in P_VALUES] for units in found], dtype=torch.float64, device="cpu")
     adjusted = holm(p_values.reshape(-1)).reshape(-1, 2)
     smallest = adjusted.amin(1)
     p_value = float(smallest.min()) if found else 1.0
-    numbers = {key: [vars(units)[key] for units in found] for key in _Units.__annotations__}
-    counts = _padded(numbers.pop("index_counts"))
     own: dict[str, list[Any]] = {"p_value": smallest.tolist()}
     own |= {"index_adjusted": adjusted[:, 0].tolist(), "marginal_adjusted": adjusted[:, 1].tolist()}
+    own |= {key: [units[key] for units in found] for key in (found[0] if found else {})}
+    counts = _padded(own.pop("index_counts", []))
     return SignificanceTest(
         title="Invariance",
         num_samples=(draws,),
-        labels={"units": numbers.pop("name")},
+        labels={"units": own.pop("name", [])},
         arrays={
-            **{key: (("units",), values) for key, values in (own | numbers).items()},
+            **{key: (("units",), values) for key, values in own.items()},
             "index_counts": (("units", "copy", "unit"), counts.numpy()),
         },
         settings={"max_tests": max_tests},
@@ -131,24 +134,6 @@ def invariance_tests(
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Units:
-    """The two tests of one set of units."""
-
-    name: str
-    size: int
-    sites: str
-    index_counts: Tensor  # (copies, n)
-    index_statistic: float
-    index_method: str
-    index_p_value: float
-    marginal_tests: int
-    marginal_p_value: float
-    marginal_rejected: int
-    marginal_largest: float
-    marginal_smallest_possible: float
-
-
 def _padded(counts: list[Tensor]) -> Tensor:
     """Counts ``(copies, n)`` of sets of several sizes, NaN if there is no unit."""
     copies, size = (max((count.shape[dim] for count in counts), default=0) for dim in (0, 1))
@@ -158,36 +143,22 @@ def _padded(counts: list[Tensor]) -> Tensor:
     return result
 
 
-def _verdict(found: list[_Units], adjusted: Tensor, level: float, draws: int) -> str:
+def _verdict(found: list[dict[str, Any]], adjusted: Tensor, level: float, draws: int) -> str:
     """The finding, in one line."""
-    count, smallest = 2 * len(found), adjusted.amin(1)
     if not found:
         return "nothing to test: the group permutes no two units"
+    smallest = adjusted.amin(1)
     p_value = float(smallest.min())
-    if p_value > level:
-        text = (
-            f"no sign against invariance: none of {count} tests rejects at level {level:g} "
-            f"(smallest adjusted p-value {_p(p_value)}, {draws:,} draws)"
+    known = f"at level {level:g} (p-value {'< 1e-12' if p_value < 1e-12 else f'{p_value:.2g}'}, {draws:,} draws)"
+    if p_value <= level:
+        failed, place = int((smallest <= level).sum()), int(smallest.argmin())
+        what = " and ".join(
+            name for name, own in zip(("index", "marginals"), adjusted[place].tolist(), strict=True) if own <= level
         )
-        weak = sum(units.marginal_smallest_possible * count > level for units in found)
-        return text + (f"; too few draws for the marginal tests of {weak} sets of units" if weak else "")
-    place = int(smallest.argmin())
-    worst, (index, marginal) = found[place], (adjusted[place] <= level).tolist()
-    reasons = []
-    if index:
-        copy, unit = divmod(int(worst.index_counts.argmax()), worst.size)
-        of = f" of copy {copy}" if len(worst.index_counts) > 1 else ""
-        share = float(worst.index_counts.max()) / draws
-        reasons.append(
-            f"unit {unit}{of} holds the largest weight in {share:.0%} of draws instead of {1 / worst.size:.1%}"
-        )
-    if marginal:
-        reasons.append(f"{worst.marginal_rejected:,} of {worst.marginal_tests:,} pairs of marginals differ")
-    return (
-        f"not invariant at level {level:g} (p-value {_p(p_value)}, {draws:,} draws): "
-        f"{int((smallest <= level).sum())} of {len(found)} sets of units fail, worst {worst.name!r}, where "
-        + " and ".join(reasons)
-    )
+        return f"not invariant {known}: {failed} of {len(found)} sets of units, first {found[place]['name']!r}: {what}"
+    weak = sum(units["marginal_smallest_possible"] * 2 * len(found) > level for units in found)
+    few = f"; too few draws for the marginal tests of {weak} sets of units" if weak else ""
+    return f"no sign against invariance {known}{few}"
 
 
 def _unit_axes(group: Group, name: str) -> list[Axis]:
@@ -224,25 +195,27 @@ def _unit_weights(weights: Mapping[str, Tensor], group: Group, name: str, axis: 
     return value.reshape(len(value), units.copies, units.size, -1)
 
 
-def _index_test(units: list[Tensor]) -> tuple[Tensor, float, str, float]:
-    """Counts of the unit with the largest weight of each copy, Pearson's statistic, the method and the p-value."""
+def _index_test(units: list[Tensor]) -> dict[str, Any]:
+    """In how many draws each unit of each copy holds the largest weight, and Pearson's test that it is any unit's."""
     largest = torch.stack([part.amax(-1) for part in units]).amax(0)  # (draws, copies, n)
     winners = largest == largest.amax(-1, keepdim=True)
-    if bool((winners.sum(-1) > 1).any()):
-        # ties, as of weights that are exactly 0: drawn, so that the index stays uniform under invariance
-        index = (winners * torch.rand(winners.shape, device=winners.device).add_(1)).argmax(-1)
-    else:
-        index = winners.long().argmax(-1)
+    # ties, as of weights that are exactly 0: drawn, so that the index stays uniform under invariance
+    tied = bool((winners.sum(-1) > 1).any())
+    index = (winners * torch.rand(winners.shape, device=winners.device).add_(1) if tied else winners.long()).argmax(-1)
     copies, n = largest.shape[1:]
     counts = torch.bincount((index + n * torch.arange(copies, device=index.device)).flatten(), minlength=copies * n)
     counts = counts.reshape(copies, n).cpu()
     statistic, method, p_values = chi_square_uniform(counts)
-    p_value = min(1.0, copies * float(p_values.min()))
-    return counts, float(statistic.max()), method, p_value
+    return {
+        "index_counts": counts,
+        "index_statistic": float(statistic.max()),
+        "index_method": method,
+        "index_p_value": min(1.0, copies * float(p_values.min())),
+    }
 
 
-def _marginal_tests(units: list[Tensor], level: float, max_tests: int) -> tuple[int, float, int, float, float]:
-    """Number of tests, adjusted smallest p-value, rejections, largest statistic, smallest possible p-value.
+def _marginal_tests(units: list[Tensor], level: float, max_tests: int) -> dict[str, Any]:
+    """Kolmogorov-Smirnov tests of pairs of units.
 
     :param units: each site's weights, ``(draws, n, positions)``; units of several copies are compared copy by copy, a
         copy's positions beside the next one's.
@@ -266,9 +239,10 @@ def _marginal_tests(units: list[Tensor], level: float, max_tests: int) -> tuple[
         even, odd, (offset + first).reshape(-1).to(samples.device), (offset + second).reshape(-1).to(samples.device)
     )
     tests = p_values.numel()
-    smallest = min(1.0, tests * float(p_values.min()))
-    return tests, smallest, holm_rejections(p_values, level), float(statistics.max()), min(1.0, tests * floor)
-
-
-def _p(value: float) -> str:
-    return "< 1e-12" if value < 1e-12 else f"{value:.2g}"
+    return {
+        "marginal_tests": tests,
+        "marginal_p_value": min(1.0, tests * float(p_values.min())),
+        "marginal_rejected": holm_rejections(p_values, level),
+        "marginal_largest": float(statistics.max()),
+        "marginal_smallest_possible": min(1.0, tests * floor),
+    }

@@ -1,8 +1,7 @@
-"""Weights as the comparisons see them: samples in rows, grouped into layers.
+"""Two sets of samples of one architecture, taken layer by layer.
 
-A comparison reads two collections of weights of one architecture, flattens their batch dimensions into samples, and
-works layer by layer. A layer is by default what the sites' names share up to the last dot: ``0.weight`` and ``0.bias``
-are the layer ``0``; a site without a dot (``noise_scale``) is a layer of its own.
+A layer is by default what the sites' names share up to the last dot: ``0.weight`` and ``0.bias`` are the layer ``0``; a
+site without a dot (``noise_scale``) is a layer of its own.
 """
 
 from __future__ import annotations
@@ -15,44 +14,17 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import described
-from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.weights import (
-    Shapes,
-    batch_shape,
-    is_running_statistic,
-    require_finite,
-    require_sites,
-)
+from pyro_symmetric.samples import Draws, samples_of
+from pyro_symmetric.weights import is_running_statistic, require_finite, require_sites
 
 Layers = Mapping[str, Sequence[str]]
-Samples = Mapping[str, Tensor] | Posterior
-
-
-def samples_of(weights: Samples, name: str = "weights") -> Mapping[str, Tensor]:
-    """Weights as they come; of a posterior, its draws, chains end to end.
-
-    :param name: what messages call them.
-    :raises TypeError: if they are neither.
-    """
-    if isinstance(weights, Posterior):
-        return weights.get_samples()
-    if not isinstance(weights, Mapping):
-        raise TypeError(
-            f"{name} are {described(weights)}; they must be a Posterior, or map each site to its samples (of a guide, "
-            "take draws: Predictive(model, guide=guide, num_samples=1000))"
-        )
-    return arguments.weights(name, weights)
+SIDES = ("weights_p", "weights_q")
 
 
 def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str, tuple[str, ...]]:
     """Layer -> its sites: the given ``layers``, checked, or the default grouping by the names up to the last dot.
 
     By default running statistics are left out: they are no weights, and would outweigh them.
-
-    :raises ValueError: if ``layers`` is empty, names an unknown site, or names a site twice.
     """
     if layers is None:
         grouped: dict[str, list[str]] = {}
@@ -60,115 +32,82 @@ def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str,
             grouped.setdefault(site.rpartition(".")[0] or site, []).append(site)
         return {name: tuple(members) for name, members in grouped.items()}
     arguments.mapping("layers", layers, "layer -> its sites")
-    named = [
-        site
-        for name, members in layers.items()
-        for site in arguments.listed(f"layers[{name!r}]", members, str, "sites")
-    ]
-    if not named or not all(len(members) for members in layers.values()):
-        raise ValueError(f"layers must name at least one site for each layer, but is {dict(layers)}")
-    unknown = [site for site in named if site not in sites]
-    if unknown:
-        raise ValueError(f"layers names the sites {unknown}, which the weights lack; they have {list(sites)}")
-    twice = sorted({site for site in named if named.count(site) > 1})
-    if twice:
-        raise ValueError(f"layers names the sites {twice} more than once; a weight may be counted only once")
-    return {name: tuple(members) for name, members in layers.items()}
-
-
-def require_site_shapes(weights: Mapping[str, Tensor], symmetry: Symmetry | Group, name: str) -> None:
-    """:raises ValueError: if samples ``(n,) + site_shape`` of a site don't have the shape that the symmetry knows."""
-    for site, shape in group_of(symmetry, "symmetry").site_shapes.items():
-        if site in weights and weights[site].shape[1:] != shape:
-            raise ValueError(
-                f"{name}[{site!r}] has shape {tuple(weights[site].shape)}; it must be the number of samples, then "
-                f"{tuple(shape)}, the site's shape in symmetry"
-            )
+    found = {name: tuple(arguments.listed(f"layers[{name!r}]", own, str, "sites")) for name, own in layers.items()}
+    named = [site for own in found.values() for site in own]
+    if not named or not all(found.values()) or len(set(named)) < len(named) or not set(named) <= set(sites):
+        raise ValueError(
+            f"layers is {dict(layers)}; each layer must name one or more of the sites {list(sites)}, and no site twice"
+        )
+    return found
 
 
 class PairedSamples:
-    """Two collections of weights of one architecture, checked, with their samples in rows.
+    """Two sets of samples, checked.
 
-    :param weights_p: site -> tensor ``(samples,) + site_shape``; or a ``Posterior``, chains end to end.
+    :param weights_p: a ``Posterior``, or site -> samples ``(samples, *site_shape)``.
     :param weights_q: the same sites; the number of samples may differ.
-    :param layers: layer -> its sites; sites that are not named are left out. Default: all but running statistics, see
-        :func:`group_sites`.
+    :param layers: layer -> its sites; sites that are not named are left out. Default: see :func:`group_sites`.
     :param minimum: the smallest number of samples allowed on each side.
-    :raises ValueError: if sites, shapes, dtypes or devices don't fit, or samples are missing.
     """
 
-    def __init__(
-        self,
-        weights_p: Samples,
-        weights_q: Samples,
-        layers: Layers | None = None,
-        *,
-        minimum: int = 1,
-    ):
-        weights_p, weights_q = samples_of(weights_p, "weights_p"), samples_of(weights_q, "weights_q")
-        here, there = (
-            {site for site in weights if not is_running_statistic(site)} for weights in (weights_p, weights_q)
-        )
+    def __init__(self, weights_p: Draws, weights_q: Draws, layers: Layers | None = None, *, minimum: int = 1):
+        p, q = self.weights = (samples_of(weights_p, SIDES[0]), samples_of(weights_q, SIDES[1]))
+        here, there = ({site for site in side if not is_running_statistic(site)} for side in self.weights)
         if layers is None and here != there:
             raise ValueError(
                 "weights_p and weights_q must have the same sites (or layers must name those to compare); only in "
                 f"weights_p: {sorted(here - there)}, only in weights_q: {sorted(there - here)}"
             )
-        self.layers = group_sites(list(weights_p), layers)
-        self.sites = tuple(site for members in self.layers.values() for site in members)
-        if not self.sites:
+        self.layers = group_sites(list(p), layers)
+        sites = [site for members in self.layers.values() for site in members]
+        if not sites:
             raise ValueError("weights_p and weights_q hold running statistics only; there is nothing to compare")
-        require_sites(weights_q, self.sites, "weights_q")
-        self.shapes = _common_shapes(weights_p, weights_q, self.sites)
-        self.weights = (weights_p, weights_q)
-        self.num_samples = (
-            _num_samples(weights_p, self.shapes, "weights_p", minimum),
-            _num_samples(weights_q, self.shapes, "weights_q", minimum),
-        )
-
-    def matrices(self, site: str) -> tuple[Tensor, Tensor]:
-        """The site's samples: two matrices ``(num_samples, number of weights)``."""
-        p, q = (
-            weights[site].detach().reshape(rows, -1)
-            for weights, rows in zip(self.weights, self.num_samples, strict=True)
-        )
-        for name, value in (("weights_p", p), ("weights_q", q)):
-            if not value.is_floating_point():
-                raise ValueError(
-                    f"{name}[{site!r}] has dtype {value.dtype}; only floating-point weights have distances"
-                )
-        if p.device != q.device:
-            raise ValueError(f"{site!r} lies on {p.device} in weights_p and on {q.device} in weights_q; move one")
-        return p, q
+        require_sites(q, sites, SIDES[1])
+        for site in sites:
+            _require_alike(site, p[site], q[site])
+        _warn_of_chains({site: p[site] for site in sites})
+        self.shapes = {site: p[site].shape[1:] for site in sites}
+        self.num_samples = (len(p[sites[0]]), len(q[sites[0]]))
+        for name, side, count in zip(SIDES, self.weights, self.num_samples, strict=True):
+            if count < minimum or any(len(side[site]) != count for site in sites):
+                counts = {site: len(side[site]) for site in sites}
+                raise ValueError(f"{name} holds {counts} samples; it must be as many of each site, {minimum} or more")
 
     def columns(self, layer: str, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The layer's samples, at most ``chunk`` weights at a time; never in half precision."""
+        """The layer's samples in rows, at most ``chunk`` weights at a time; never in half precision."""
         for site in self.layers[layer]:
-            p, q = self.matrices(site)
+            p, q = (
+                side[site].detach().flatten(1) if self.shapes[site] else side[site][:, None] for side in self.weights
+            )
             dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), torch.float32)
             for start in range(0, p.shape[1], chunk):
-                yield p[:, start : start + chunk].to(dtype), q[:, start : start + chunk].to(dtype)
+                yield p[:, start : start + chunk].detach().to(dtype), q[:, start : start + chunk].detach().to(dtype)
 
     def require_finite(self, layer: str) -> None:
         """:raises ValueError: naming the side and the site, if a weight of the layer is NaN or infinite."""
-        for name, weights in zip(("weights_p", "weights_q"), self.weights, strict=True):
-            require_finite({site: weights[site] for site in self.layers[layer]}, name)
+        for name, side in zip(SIDES, self.weights, strict=True):
+            require_finite({site: side[site] for site in self.layers[layer]}, name)
 
     def num_weights(self, layer: str) -> int:
         """The number of weights (of one sample) in a layer."""
         return sum(self.shapes[site].numel() for site in self.layers[layer])
 
 
-def _common_shapes(p: Mapping[str, Tensor], q: Mapping[str, Tensor], sites: Sequence[str]) -> dict[str, torch.Size]:
-    """The sites' shapes: everything after the first dimension."""
-    for site in sites:
-        if p[site].dim() == 0 or q[site].shape[1:] != p[site].shape[1:]:
-            raise ValueError(
-                f"{site!r} has shape {tuple(p[site].shape)} in weights_p and {tuple(q[site].shape)} in weights_q; both "
-                "must be (samples,) + the same site shape. Of (chains, draws) pass a Posterior"
-            )
-    _warn_of_chains(p)
-    return {site: p[site].shape[1:] for site in sites}
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _require_alike(site: str, p: Tensor, q: Tensor) -> None:
+    """Check the two sides of a site."""
+    if p.dim() == 0 or q.dim() == 0 or q.shape[1:] != p.shape[1:]:
+        raise ValueError(
+            f"{site!r} has shape {tuple(p.shape)} in weights_p and {tuple(q.shape)} in weights_q; both must be samples "
+            "(samples, *site_shape) of one site shape. Of chains (chains, draws, ...) pass a Posterior"
+        )
+    for name, value in zip(SIDES, (p, q), strict=True):
+        if not value.is_floating_point():
+            raise ValueError(f"{name}[{site!r}] has dtype {value.dtype}; only floating-point weights have distances")
+    if p.device != q.device:
+        raise ValueError(f"{site!r} lies on {p.device} in weights_p and on {q.device} in weights_q; move one")
 
 
 def _warn_of_chains(weights: Mapping[str, Tensor]) -> None:
@@ -185,15 +124,5 @@ def _warn_of_chains(weights: Mapping[str, Tensor]) -> None:
             f"weights have {shape[0]} samples, and all sites an axis of size {shape[1]} next; if these are chains and "
             "draws, pass a Posterior",
             UserWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
-
-
-def _num_samples(weights: Mapping[str, Tensor], shapes: Shapes, name: str, minimum: int) -> int:
-    try:
-        rows = batch_shape(weights, shapes).numel()
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    if rows < minimum:
-        raise ValueError(f"{name} holds {rows} samples; at least {minimum} are needed")
-    return rows

@@ -27,15 +27,16 @@ samples, orders and kernels (Westfall & Young 1993).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.compare.independence import thinned
-from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples
-from pyro_symmetric.compare.results import DistanceResult, Labelled, SignificanceTest
+from pyro_symmetric.compare.layers import Layers, PairedSamples
+from pyro_symmetric.compare.results import DistanceResult, Result, SignificanceTest
+from pyro_symmetric.samples import Draws
 
 NUM_BANDWIDTHS = 10
 FLOOR = 0.1  # of the median distance
@@ -48,7 +49,7 @@ _LEAST_CHUNK = 64  # weights of one sample
 
 @torch.no_grad()
 def mmd(
-    weights_p: Samples, weights_q: Samples, *, layers: Layers | None = None, bandwidths: Labelled | None = None
+    weights_p: Draws, weights_q: Draws, *, layers: Layers | None = None, bandwidths: Result | None = None
 ) -> DistanceResult:
     """Squared maximum mean discrepancy, unbiased, per layer and over twenty kernels.
 
@@ -64,7 +65,7 @@ def mmd(
     Time grows with samples² times weights, memory beyond the inputs with samples² alone, some ``24 (m + n)²`` bytes.
     Weights are read in slices, so memory-mapped tensors (``Posterior.load``) need not fit into memory.
 
-    :param weights_p: site -> samples ``(m,) + site_shape``; or a ``Posterior``, chains end to end.
+    :param weights_p: a ``Posterior``, or site -> samples ``(m,) + site_shape``.
     :param weights_q: the same sites, ``n`` samples. Samples are taken as independent; autocorrelated ones leave the
         estimate unbiased only up to their autocorrelation.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
@@ -77,17 +78,10 @@ def mmd(
     given = {} if bandwidths is None else _bandwidths_of(bandwidths, samples)
     m, n = samples.num_samples
     of_p = (torch.arange(m + n, device="cpu") < m).double()[:, None]
-    squared, chosen = [], []
-    for layer in samples.layers:
-        values, grids = [], []
-        for norm in NORMS:  # one after the other, so that only one set of distances is held
-            distances = _distances(samples, layer, norm)
-            grid = given[layer][norm] if given else bandwidth_grid(distances[:m, m:])
-            values += [_discrepancies(distances, width, norm, of_p)[0] for width in grid.tolist()]
-            grids.append(grid.cpu())
-        squared.append(torch.stack(values).cpu())
-        chosen.append(torch.cat(grids))
-    table = torch.stack(squared)
+    values, widths = _over_kernels(
+        samples, of_p, lambda d, layer, norm: given[layer][norm] if given else bandwidth_grid(d[:m, m:])
+    )
+    table = values[..., 0]
     counts = torch.tensor([samples.num_weights(layer) for layer in samples.layers], device="cpu")
     by_layer = {"median": table.quantile(0.5, dim=1), "mean": table.mean(1), "maximum": table.amax(1)}
     share = (counts / counts.sum()).double()
@@ -99,7 +93,7 @@ def mmd(
             "num_weights": (("layer",), counts.numpy()),
             **{name: (("layer",), value.numpy()) for name, value in by_layer.items()},
             "squared": (("layer", "kernel"), table.numpy()),
-            "bandwidth": (("layer", "kernel"), torch.stack(chosen).numpy()),
+            "bandwidth": (("layer", "kernel"), widths.numpy()),
         },
         totals={name: float(value @ share) for name, value in by_layer.items()},
     )
@@ -107,8 +101,8 @@ def mmd(
 
 @torch.no_grad()
 def mmd_test(
-    weights_p: Samples,
-    weights_q: Samples,
+    weights_p: Draws,
+    weights_q: Draws,
     *,
     level: float = 0.05,
     num_permutations: int = 500,
@@ -130,7 +124,7 @@ def mmd_test(
 
     Time beyond the distances: 20 kernels × layers × (m + n)² × permutations multiplications.
 
-    :param weights_p: site -> ``m`` independent samples; or a ``Posterior``.
+    :param weights_p: a ``Posterior``, or site -> ``m`` independent samples.
     :param weights_q: the same sites, ``n`` samples.
     :param level: probability of rejecting if there is no difference.
     :param num_permutations: ``B``; the smallest possible p-value is ``1 / (B + 1)``.
@@ -152,18 +146,11 @@ def mmd_test(
     orders = torch.rand(num_permutations + 1, m + n, dtype=torch.float64, device="cpu").argsort(1)
     orders[0] = torch.arange(m + n, device="cpu")
     of_p = (orders < m).T.double()
-    squared, bandwidths, largest = [], [], []
-    for layer in samples.layers:
-        values, grids = [], []
-        for norm in NORMS:
-            distances = _distances(samples, layer, norm)
-            grids.append(bandwidth_grid(distances[tuple(torch.triu_indices(m + n, m + n, 1, device=distances.device))]))
-            values += [_discrepancies(distances, width, norm, of_p).cpu() for width in grids[-1].tolist()]
-        table = torch.stack(values, 1)
-        largest.append(((table - table.mean(0)) / table.std(0).clamp(min=1e-300)).amax(1))
-        squared.append(table[0])
-        bandwidths.append(torch.cat(grids).cpu())
-    scores = torch.stack(largest, 1).amax(1)
+    pairs = tuple(torch.triu_indices(m + n, m + n, 1, device="cpu"))
+    values, widths = _over_kernels(samples, of_p, lambda d, *_: bandwidth_grid(d[pairs]))
+    deviation = values.std(2, keepdim=True).clamp(min=1e-300)
+    largest = ((values - values.mean(2, keepdim=True)) / deviation).amax(1)  # (layers, orders)
+    scores = largest.amax(0)
     p_value = float((scores >= scores[0]).double().mean())
     by_layer = {
         name: float((scores >= own[0]).double().mean()) for name, own in zip(samples.layers, largest, strict=True)
@@ -174,9 +161,9 @@ def mmd_test(
         labels={"layer": list(by_layer), "kernel": KERNELS},
         arrays={
             "p_value": (("layer",), list(by_layer.values())),
-            "largest_mmd": (("layer",), [float(own.max()) for own in squared]),
-            "squared": (("layer", "kernel"), torch.stack(squared).numpy()),
-            "bandwidth": (("layer", "kernel"), torch.stack(bandwidths).numpy()),
+            "largest_mmd": (("layer",), values[..., 0].amax(1).tolist()),
+            "squared": (("layer", "kernel"), values[..., 0].numpy()),
+            "bandwidth": (("layer", "kernel"), widths.numpy()),
         },
         settings={"num_permutations": num_permutations},
         verdict=_verdict(p_value, by_layer, level, samples.num_samples),
@@ -214,6 +201,26 @@ def _positive_median(distances: Tensor) -> float:
     """The (lower) median of the distances above 0, of which there is one at least."""
     zeros = int((distances == 0).sum())
     return float(distances.kthvalue(zeros + (distances.numel() - zeros + 1) // 2).values)
+
+
+def _over_kernels(
+    samples: PairedSamples, of_p: Tensor, grid_of: Callable[[Tensor, str, int], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The squared discrepancy of each layer, kernel and choice of the samples of p, ``(layers, 20, B)``, and the
+    bandwidths, ``(layers, 20)``.
+
+    :param of_p: the choices, ``(m + n, B)``, ones at the samples of p.
+    :param grid_of: the bandwidths, of (all distances, layer, norm).
+    """
+    values, widths = [], []
+    for layer in samples.layers:
+        for norm in NORMS:  # one after the other, so that only one set of distances is held
+            distances = _distances(samples, layer, norm)
+            grid = grid_of(distances, layer, norm)
+            values += [_discrepancies(distances, width, norm, of_p).cpu() for width in grid.tolist()]
+            widths.append(grid.cpu())
+    shape = (len(samples.layers), len(KERNELS))
+    return torch.stack(values).reshape(*shape, -1), torch.cat(widths).reshape(shape)
 
 
 def _distances(samples: PairedSamples, layer: str, norm: int) -> Tensor:
@@ -256,17 +263,13 @@ def _discrepancies(distances: Tensor, bandwidth: float, norm: int, of_p: Tensor)
     return within_p / (m * (m - 1)) + within_q / (n * (n - 1)) - 2 * across / (m * n)
 
 
-def _bandwidths_of(earlier: Labelled, samples: PairedSamples) -> dict[str, dict[int, Tensor]]:
-    """Layer -> norm -> the bandwidths of an earlier result.
-
-    :raises ValueError: if its layers are others.
-    """
-    arguments.instance("bandwidths", earlier, Labelled, "an earlier result of mmd")
-    if "bandwidth" not in earlier.arrays:
-        raise ValueError(f"bandwidths is a result of another distance ({earlier.title}); it must be one of mmd")
-    if set(samples.layers) != set(earlier.parts):
+def _bandwidths_of(earlier: Result, samples: PairedSamples) -> dict[str, dict[int, Tensor]]:
+    """Layer -> norm -> the bandwidths of an earlier result."""
+    arguments.instance("bandwidths", earlier, Result, "an earlier result of mmd")
+    if "bandwidth" not in earlier.arrays or set(samples.layers) != set(earlier.parts):
         raise ValueError(
-            f"bandwidths has the layers {sorted(earlier.parts)}, but the weights have {sorted(samples.layers)}"
+            f"bandwidths is the {earlier.title} of the layers {sorted(earlier.parts)}; it must be a result of mmd, of "
+            f"the layers {sorted(samples.layers)}"
         )
     held = {name: torch.from_numpy(earlier.of(name)["bandwidth"]) for name in samples.layers}
     return {name: dict(zip(NORMS, both.split(NUM_BANDWIDTHS), strict=True)) for name, both in held.items()}
@@ -278,6 +281,4 @@ def _verdict(p_value: float, by_layer: Mapping[str, float], level: float, num_sa
     if p_value > level:
         return f"no difference seen at level {level:g} ({against})"
     failed, worst = sum(p <= level for p in by_layer.values()), min(by_layer, key=by_layer.__getitem__)
-    return (
-        f"different at level {level:g} ({against}): {failed} of {len(by_layer)} layers differ, first of all {worst!r}"
-    )
+    return f"different at level {level:g} ({against}): {failed} of {len(by_layer)} layers, first of all {worst!r}"

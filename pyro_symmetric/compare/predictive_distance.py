@@ -43,9 +43,6 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
     noise cross more often; bins are made finer, up to 1/8192, until the distance changes by less than a thousandth, and
     a warning says so if it still does. With several outputs the marginals are compared and averaged.
 
-    It takes no ``symmetry=``, as distances between weights do: symmetries move weights and leave predictions as they
-    are, so that there is nothing to remove.
-
     :param p: class probabilities, ``(members, inputs, classes)`` or ``(inputs, classes)``; or for a regression the pair
         ``(means, noise_scale)`` as :func:`~pyro_symmetric.compare.scores.regression` takes them, means ``(members,
         inputs, outputs)`` or ``(inputs, outputs)``.
@@ -55,20 +52,25 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
     """
     if isinstance(p, tuple) != isinstance(q, tuple):
         raise TypeError("p and q must be of one kind: class probabilities both, or pairs (means, noise_scale) both")
-    if isinstance(p, tuple) and isinstance(q, tuple):
-        mixtures = _mixture(p, "p"), _mixture(q, "q")
-        by_input = _between_mixtures(*mixtures)
-        members = len(mixtures[0][0]), len(mixtures[1][0])
+    sides = [
+        gaussians(*side, name=f"the means of {name}") if isinstance(side, tuple) else (members_of(side, name),)
+        for name, side in (("p", p), ("q", q))
+    ]
+    shapes = [tuple(side[0].shape[1:]) for side in sides]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"p predicts {shapes[0]} and q {shapes[1]}; both must be of the same inputs, and of the same classes or "
+            "outputs"
+        )
+    if isinstance(p, tuple):
+        by_input = _between_mixtures(*sides)
     else:
-        sides = [members_of(side, name) for name, side in (("p", p), ("q", q))]
-        first, second = (side.mean(0, dtype=torch.float64) for side in sides)
-        _require_alike(first, second)
+        first, second = (side[0].mean(0, dtype=torch.float64) for side in sides)
         by_input = (first - second).abs().sum(-1) / 2
-        members = len(sides[0]), len(sides[1])
     values = by_input.cpu().numpy()
     return DistanceResult(
         title="Total variation of predictions",
-        num_samples=members,
+        num_samples=tuple(len(side[0]) for side in sides),
         labels={"input": [str(row) for row in range(len(values))]},
         arrays={"distance": (("input",), values)},
         totals={"mean": float(values.mean()), "maximum": float(values.max())},
@@ -78,48 +80,32 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _between_mixtures(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
-    _require_alike(first[0][0], second[0][0])
+def _between_mixtures(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> Tensor:
+    """The distance at each input, of pairs of means and scales ``(S, N, D)``."""
     some = max(1, _POOL_ENTRIES // (max(len(first[0]), _EDGES[-1]) * max(1, first[0][0, 0].numel())))
     parts = zip(*(value.split(some, 1) for side in (first, second) for value in side), strict=True)
-    found = [_settled((p, p_scale), (q, q_scale)) for p, p_scale, q, q_scale in parts]
-    if (changing := max(float(change.max()) for _, change in found)) > _SETTLED:
+    found, changes = zip(*(_settled((p, p_scale), (q, q_scale)) for p, p_scale, q, q_scale in parts), strict=True)
+    if (changing := max(changes)) > _SETTLED:
         warnings.warn(
             f"the total variation of some predictions is {changing:.1g} larger with {_EDGES[-1]:,} bins than with "
             f"{_EDGES[-2]:,}: predictions with so little noise that they hardly overlap lie farther apart than is told",
             UserWarning,
             stacklevel=4,
         )
-    distance = torch.cat([value for value, _ in found])
-    return distance.reshape(len(distance), -1).mean(-1)
+    return torch.cat(found).mean(-1)
 
 
-def _settled(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _settled(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
     """The distance at each input, and by how much the last refinement of the bins changed it."""
     pools = [_quantiles(*side) for side in (first, second)]
-    value = change = torch.zeros_like(first[0][0])
+    value, change = torch.zeros_like(first[0][0]), 1.0
     for edges in _EDGES:
         places = torch.cat([pool[evenly_spaced(len(pool), edges)] for pool in pools]).sort(0).values
         finer = (_masses(*first, places) - _masses(*second, places)).abs().sum(0) / 2
-        value, change = finer, finer - value
-        if edges > _EDGES[0] and bool((change <= _SETTLED).all()):
+        value, change = finer, float((finer - value).max())
+        if edges > _EDGES[0] and change <= _SETTLED:
             break
     return value, change
-
-
-def _mixture(prediction: tuple[Tensor, Tensor | float], name: str) -> tuple[Tensor, Tensor]:
-    """Means and scales ``(S, N, ...)``, checked."""
-    if len(prediction) != 2:
-        raise ValueError(f"{name} is a tuple of {len(prediction)}; it must be a pair (means, noise_scale)")
-    return gaussians(*prediction, f"the means of {name}")
-
-
-def _require_alike(first: Tensor, second: Tensor) -> None:
-    if first.shape != second.shape:
-        raise ValueError(
-            f"p predicts {tuple(first.shape)} and q {tuple(second.shape)}; both must be of the same inputs, and of the "
-            "same classes or outputs"
-        )
 
 
 def _quantiles(means: Tensor, scale: Tensor) -> Tensor:
@@ -132,7 +118,5 @@ def _quantiles(means: Tensor, scale: Tensor) -> Tensor:
 def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:
     """A mixture's mass between edges ``(E, N, ...)``, before the first and after the last: ``(E + 1, N, ...)``."""
     chunk = max(1, _CHUNK_ENTRIES // means.numel())
-    slope = 0.5**0.5 / scale
-    signs = torch.cat([torch.erf((part[:, None] - means) * slope).mean(1) for part in edges.split(chunk)])
-    below = (1 + signs) / 2
+    below = torch.cat([torch.special.ndtr((part[:, None] - means) / scale).mean(1) for part in edges.split(chunk)])
     return torch.diff(below, dim=0, prepend=torch.zeros_like(below[:1]), append=torch.ones_like(below[:1]))

@@ -17,7 +17,7 @@ MOST_LINES = 60  # of a table
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Labelled:
+class Result:
     """Numbers on named axes, of which the first runs over the parts that were compared (layers, sets of units).
 
     :param title: what was measured, and of what.
@@ -30,8 +30,8 @@ class Labelled:
 
     title: str
     num_samples: tuple[int, ...]
-    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    arrays: Mapping[str, tuple[tuple[str, ...], Any]] = field(default_factory=dict)
+    labels: Mapping[str, Sequence[str]]
+    arrays: Mapping[str, tuple[tuple[str, ...], Any]]
     settings: Mapping[str, Any] = field(default_factory=dict)
     columns: Sequence[str] = ()
 
@@ -47,9 +47,14 @@ class Labelled:
         return xarray.Dataset(dict(self.arrays), coords=labels, attrs=self.settings)
 
     @property
+    def axis(self) -> str:
+        """The name of the first axis: ``"layer"``, say."""
+        return next(iter(self.labels))
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The names of what was compared part by part: layers, or sets of units."""
-        return tuple(next(iter(self.labels.values()), ()))
+        return tuple(self.labels[self.axis])
 
     def of(self, part: str) -> dict[str, Any]:
         """The numbers of one part: a number, or an array if there are further axes.
@@ -57,49 +62,46 @@ class Labelled:
         >>> mmd(p, q).of("0")["median"]
         """
         place = self.parts.index(arguments.one_of("part", part, self.parts))
-        axis = next(iter(self.labels))
-        rows = {name: values[place] for name, (axes, values) in self.arrays.items() if axes[:1] == (axis,)}
+        rows = {name: values[place] for name, (axes, values) in self.arrays.items() if axes[:1] == (self.axis,)}
         return {name: value if np.ndim(value) else plain(value) for name, value in rows.items()}
 
     def plot(self) -> Any:
-        """A bar for each part."""
+        """A bar for each part: of the array that says most."""
         from pyro_symmetric.plots import bars  # which loads matplotlib
 
-        name = self._bars()
-        return bars(
-            self.parts, [self.of(part)[name] for part in self.parts], next(iter(self.labels), ""), name, self.title
-        )
+        name = next((name for name in self._overall() if name in self.arrays), next(iter(self.arrays)))
+        return bars(self.parts, [self.of(part)[name] for part in self.parts], self.axis, name, self.title)
 
-    def _bars(self) -> str:
-        """The array that says most of each part."""
-        raise NotImplementedError
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON: of everything together, and ``parts`` of each part."""
+        parts = {part: self.of(part) for part in self.parts}
+        found = {"title": self.title, **self._overall(), **self.settings, "num_samples": self.num_samples}
+        return plain(found | {"parts": parts})
 
-    def _plain(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Plain numbers for JSON: what is said of everything together, then the numbers of each part."""
-        by_part = {part: self.of(part) for part in self.parts}
-        found = {"title": self.title, **own, **self.settings, "num_samples": self.num_samples, "parts": by_part}
-        return plain(found)
-
-    def _with_table(self, head: str) -> str:
-        """The head, and a line for each part."""
-        if not self.parts:
-            return head
-        axis = next(iter(self.labels))
-        columns = self.columns or [name for name, (axes, _) in self.arrays.items() if axes == (axis,)]
-        rows = [(axis, *(name.replace("_", " ") for name in columns))]
+    def __repr__(self) -> str:
+        columns = self.columns or [name for name, (axes, _) in self.arrays.items() if axes == (self.axis,)]
+        rows = [(self.axis, *(name.replace("_", " ") for name in columns))]
         rows += [(part, *(_cell(self.of(part)[name]) for name in columns)) for part in self.parts[:MOST_LINES]]
         more = [f"  ... of {len(self.parts):,}"] if len(self.parts) > MOST_LINES else []
-        return "\n".join([head, table(rows), *more])
+        return "\n".join([self._head(), *([table(rows)] if self.parts else []), *more])
+
+    def _overall(self) -> dict[str, Any]:
+        """The numbers of everything together."""
+        raise NotImplementedError
+
+    def _head(self) -> str:
+        """The first line."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class DistanceResult(Labelled):
+class DistanceResult(Result):
     """The distance between two sets of draws.
 
     >>> p, q = ({"0.weight": torch.randn(50, 2, 3), "2.weight": torch.randn(50, 2)} for _ in range(2))
     >>> result = ps.mmd(p, q)
-    >>> isinstance(result, ps.DistanceResult), result.value == result["median"]  # of everything together
-    (True, True)
+    >>> result.value == result["median"]  # of everything together
+    True
     >>> result.parts, result.of("0")["num_weights"]  # of one layer
     (('0', '2'), 6)
 
@@ -118,22 +120,17 @@ class DistanceResult(Labelled):
             raise KeyError(f"no total {name!r}; there are {list(self.totals)}")
         return self.totals[name]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON: of everything together, and ``parts`` of each part."""
-        return self._plain({"value": self.value, **self.totals})
+    def _overall(self) -> dict[str, Any]:
+        return {"value": self.value, **self.totals}
 
-    def _bars(self) -> str:
-        first = next(iter(self.totals))
-        return first if first in self.arrays else next(iter(self.arrays))
-
-    def __repr__(self) -> str:
+    def _head(self) -> str:
         against = " against ".join(f"{count:,}" for count in self.num_samples)
         totals = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in self.totals.items())
-        return self._with_table(f"{self.title}, {against} samples: {totals}")
+        return f"{self.title}, {against} samples: {totals}"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class SignificanceTest(Labelled):
+class SignificanceTest(Result):
     """The result of a test of a null hypothesis.
 
     >>> test = mmd_test(p, q)
@@ -154,42 +151,11 @@ class SignificanceTest(Labelled):
         """True if the null hypothesis is rejected at the level."""
         return self.p_value <= self.level
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON: of everything together, and ``parts`` of each part."""
-        own = {"verdict": self.verdict, "rejected": self.rejected, "p_value": self.p_value, "level": self.level}
-        return self._plain(own)
+    def _overall(self) -> dict[str, Any]:
+        return {"p_value": self.p_value, "level": self.level, "rejected": self.rejected, "verdict": self.verdict}
 
-    def _bars(self) -> str:
-        return "p_value"
-
-    def __repr__(self) -> str:
-        return self._with_table(f"{self.title}: {self.verdict}")
-
-
-# as text and as plain numbers ---------------------------------------------------------------------------------------
-
-
-def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Rows of equally many cells as aligned lines; the columns ``left`` to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = (f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row))
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return "\n".join(lines)
-
-
-def plain(value: Any) -> Any:
-    """A value in types that JSON knows; a number that isn't finite becomes ``None``."""
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        return plain(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value.to_dict() if isinstance(value, Scores) else value
+    def _head(self) -> str:
+        return f"{self.title}: {self.verdict}"
 
 
 class Scores:
@@ -212,9 +178,30 @@ class Scores:
         return f"{type(self).__name__}\n{table(rows, left=(0, 1))}"
 
 
+# as text and as plain numbers ---------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Rows of equally many cells as aligned lines; the columns ``left`` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{c:{'<' if i in left else '>'}{widths[i]}}" for i, c in enumerate(row)) for row in rows)
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def plain(value: Any) -> Any:
+    """A value in types that JSON knows; a number that isn't finite becomes ``None``."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value.to_dict() if isinstance(value, Scores) else value
+
+
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
-    return (
-        f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "-" if value is None else str(value)
-    )
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

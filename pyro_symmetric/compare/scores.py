@@ -34,12 +34,12 @@ from pyro_symmetric.compare.results import Scores
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CalibrationCurve(Scores):
-    """Reliability of the top label, in bins of equal width; tensors on the CPU.
+    """Reliability of the top label, in bins of equal width; tensors ``(num_bins,)`` on the CPU.
 
     :param edges: bounds of the bins, ``(num_bins + 1,)``.
-    :param confidence: mean confidence in each bin, ``(num_bins,)``; NaN (``None`` in ``to_dict``) if it is empty.
-    :param accuracy: share of correct predictions in each bin, ``(num_bins,)``; likewise.
-    :param count: number of predictions in each bin, ``(num_bins,)``.
+    :param confidence: mean confidence in each bin; NaN (``None`` in ``to_dict``) if it is empty.
+    :param accuracy: share of correct predictions in each bin; likewise.
+    :param count: number of predictions in each bin.
     """
 
     edges: Tensor
@@ -64,23 +64,17 @@ class DetectionScores(Scores):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClassificationScores(Scores):
-    """Scores of a classifier; see :func:`classification`. Fields that need members or inputs from out of the
-    distribution are ``None`` without them.
+    """Scores of a classifier; see :func:`classification`.
 
     :param accuracy: share of inputs whose most probable class is the label.
     :param nll: mean negative log probability of the label, in nats.
     :param brier: mean squared distance of the probabilities from the one-hot label, summed over classes: in [0, 2].
     :param ece: expected calibration error of the top label, in ``num_bins`` bins of equal width (Guo et al. 2017).
     :param adaptive_ece: the same in bins of equal count (Nixon et al. 2019, for the top label).
-    :param entropy: mean predictive entropy, in nats.
-    :param mutual_information: mean mutual information of prediction and member, in nats.
-    :param aupr: detection by the largest probability: area under the precision-recall curve.
-    :param auroc: the same: area under the receiver operating characteristic.
-    :param fpr95: the same: false positive rate at 95 % true positive rate.
-    :param entropy_ood: mean predictive entropy out of the distribution.
-    :param mutual_information_ood: mean mutual information out of the distribution.
+    :param uncertainty: ``"entropy"`` and, of members, ``"mutual_information"`` of the predictions -> mean, in nats.
+    :param uncertainty_ood: the same out of the distribution; empty without such inputs.
     :param detection: uncertainty score (``"maximum_probability"``, ``"entropy"``, ``"mutual_information"``) ->
-        :class:`DetectionScores`.
+        :class:`DetectionScores`; likewise.
     :param calibration: the reliability curve.
     """
 
@@ -89,13 +83,8 @@ class ClassificationScores(Scores):
     brier: float
     ece: float
     adaptive_ece: float
-    entropy: float
-    mutual_information: float | None
-    aupr: float | None
-    auroc: float | None
-    fpr95: float | None
-    entropy_ood: float | None
-    mutual_information_ood: float | None
+    uncertainty: dict[str, float]
+    uncertainty_ood: dict[str, float]
     detection: dict[str, DetectionScores]
     calibration: CalibrationCurve
 
@@ -124,11 +113,7 @@ class RegressionScores(Scores):
 
 @torch.no_grad()
 def classification(
-    probabilities: Tensor,
-    labels: Tensor,
-    ood_probabilities: Tensor | None = None,
-    *,
-    num_bins: int = 15,
+    probabilities: Tensor, labels: Tensor, ood_probabilities: Tensor | None = None, *, num_bins: int = 15
 ) -> ClassificationScores:
     """Score a classifier's predictive probabilities.
 
@@ -144,58 +129,43 @@ def classification(
     :param ood_probabilities: predictions for inputs from out of the distribution, ``(S, M, C)`` or ``(M, C)`` likewise.
     :param num_bins: bins of the calibration errors and of the calibration curve.
     :raises ValueError: if shapes don't fit, values aren't probabilities or labels aren't classes.
-    :raises ImportError: if detection scores are asked for and scikit-learn is missing.
     """
-    arguments.tensor("labels", labels)
     arguments.whole("num_bins", num_bins, 1)
-    members = members_of(probabilities, "probabilities")
-    inputs, classes = members.shape[1:]
-    _check_labels(labels, inputs, classes)
-    labels = labels.to(members.device).long()
+    members = members_of(probabilities)
+    labels = _classes(labels, *members.shape[1:]).to(members.device)
     mean = members.mean(0, dtype=torch.float64)
-    tiny = torch.finfo(probabilities.dtype).tiny
     confidence, predicted = mean.max(-1)
     correct = (predicted == labels).double()
     of_label = mean.gather(-1, labels[:, None]).squeeze(-1)
-    uncertainty = _uncertainties(members)
-    calibration = _calibration_curve(confidence, correct, num_bins)
-    detection: dict[str, DetectionScores] = {}
-    elsewhere: dict[str, Tensor] = {}
+    curve, inside, outside = _calibration_curve(confidence, correct, num_bins), _uncertainties(members), {}
     if ood_probabilities is not None:
         ood = members_of(ood_probabilities, "ood_probabilities")
-        if (ood.shape[0], ood.shape[2]) != (members.shape[0], classes):
+        if ood.shape[::2] != members.shape[::2]:
             raise ValueError(
                 f"ood_probabilities has shape {tuple(ood_probabilities.shape)}, but probabilities has "
                 f"{tuple(probabilities.shape)}; members and classes must agree"
             )
-        elsewhere = _uncertainties(ood)
-        detection = {name: detect(uncertainty[name], elsewhere[name]) for name in uncertainty}
-    main = detection.get("maximum_probability")
+        outside = _uncertainties(ood)
+    means = [
+        {name: float(v.mean()) for name, v in s.items() if name != "maximum_probability"} for s in (inside, outside)
+    ]
+    gaps = (correct - confidence)[confidence.argsort(stable=True)].tensor_split(min(num_bins, len(correct)))
     return ClassificationScores(
         accuracy=float(correct.mean()),
-        nll=float(-of_label.clamp(min=tiny).log().mean()),
+        nll=float(-of_label.clamp(min=torch.finfo(probabilities.dtype).tiny).log().mean()),
         brier=float((mean.square().sum(-1) - 2 * of_label + 1).mean()),
-        ece=_expected_error(calibration),
-        adaptive_ece=_adaptive_error(confidence, correct, num_bins),
-        entropy=float(uncertainty["entropy"].mean()),
-        mutual_information=_mean(uncertainty.get("mutual_information")),
-        aupr=None if main is None else main.aupr,
-        auroc=None if main is None else main.auroc,
-        fpr95=None if main is None else main.fpr95,
-        entropy_ood=_mean(elsewhere.get("entropy")),
-        mutual_information_ood=_mean(elsewhere.get("mutual_information")),
-        detection=detection,
-        calibration=calibration,
+        ece=float(((curve.accuracy - curve.confidence).abs().nan_to_num(0.0) * curve.count).sum() / len(correct)),
+        adaptive_ece=float(sum(part.sum().abs() for part in gaps)) / len(correct),
+        uncertainty=means[0],
+        uncertainty_ood=means[1],
+        detection={name: detect(inside[name], outside[name]) for name in outside},
+        calibration=curve,
     )
 
 
 @torch.no_grad()
 def regression(
-    means: Tensor,
-    noise_scale: Tensor | float,
-    targets: Tensor,
-    *,
-    levels: Sequence[float] = (0.5, 0.8, 0.9, 0.95),
+    means: Tensor, noise_scale: Tensor | float, targets: Tensor, *, levels: Sequence[float] = (0.5, 0.8, 0.9, 0.95)
 ) -> RegressionScores:
     r"""Score a regression whose members predict Gaussians: the predictive is their mixture.
 
@@ -213,28 +183,22 @@ def regression(
     :param levels: levels of the central intervals to report, each between 0 and 1.
     :raises ValueError: if shapes don't fit or values are not finite or not positive.
     """
-    arguments.tensor("targets", targets)
-    if not isinstance(noise_scale, Tensor):
-        arguments.positive("noise_scale", noise_scale)
     means, scale = gaussians(means, noise_scale)
-    of_one = means.shape[2] == 1 and targets.dim() == 1
-    if (targets[:, None] if of_one else targets).shape != means.shape[1:]:
-        raise ValueError(
-            f"targets has shape {tuple(targets.shape)}, but means predicts {tuple(means.shape[1:])}, inputs and outputs"
-        )
+    shape = tuple(arguments.tensor("targets", targets).shape)
+    if shape != means.shape[1:] and (*shape, 1) != means.shape[1:]:
+        raise ValueError(f"targets has shape {shape}, but means predicts {tuple(means.shape[1:])}, inputs and outputs")
     _require_finite("targets", targets)
     targets = targets.reshape(means.shape[1:]).to(means)
     for level in arguments.listed("levels", levels, object, "numbers"):
         arguments.fraction("each of levels", level)
     z = (targets - means) / scale
     log_density = -0.5 * z.square() - scale.log() - 0.5 * math.log(2 * math.pi)
-    joint = log_density.reshape(*log_density.shape[:2], -1).sum(-1).logsumexp(0) - math.log(len(means))
     distance = (torch.special.ndtr(z).mean(0) - 0.5).abs().reshape(-1)
     grid = torch.arange(1, 20, dtype=torch.float64, device=distance.device) / 20
     covered = (distance <= grid[:, None] / 2).double().mean(-1)
     error = means.mean(0) - targets
     return RegressionScores(
-        log_predictive_density=float(joint.mean()),
+        log_predictive_density=float(log_density.sum(-1).logsumexp(0).mean()) - math.log(len(means)),
         rmse=float(error.square().mean().sqrt()),
         mae=float(error.abs().mean()),
         coverage={float(level): float((distance <= level / 2).double().mean()) for level in levels},
@@ -249,41 +213,63 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> DetectionScores:
 
     :param scores_in: scores of inputs from the distribution, ``(N,)``; larger means more uncertain.
     :param scores_out: scores of inputs from elsewhere, ``(M,)``.
+    :raises ImportError: if scikit-learn is missing.
     """
     for name, value in (("scores_in", scores_in), ("scores_out", scores_out)):
         if arguments.tensor(name, value).dim() != 1 or value.numel() == 0:
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be (inputs,) with at least one input")
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(f"{name} holds NaN or infinite values")
+        _require_finite(name, value)
     try:
         import sklearn.metrics as metrics
     except ImportError as error:
-        raise ImportError(
-            "this score needs scikit-learn; install it with: pip install 'pyro-symmetric[study]'"
-        ) from error
+        raise ImportError("detection needs scikit-learn; pip install 'pyro-symmetric[study]' brings it") from error
     score = torch.cat([scores.double().cpu() for scores in (scores_in, scores_out)]).numpy()
-    positive = torch.cat([torch.zeros(len(scores_in), device="cpu"), torch.ones(len(scores_out), device="cpu")]).numpy()
+    positive = torch.arange(len(score), device="cpu").numpy() >= len(scores_in)
     false_rate, true_rate, _ = metrics.roc_curve(positive, score, drop_intermediate=False)
     return DetectionScores(
         aupr=float(metrics.average_precision_score(positive, score)),
-        auroc=float(metrics.roc_auc_score(positive, score)),
+        auroc=float(metrics.auc(false_rate, true_rate)),
         fpr95=float(false_rate[true_rate >= 0.95][0]),
     )
+
+
+def gaussians(means: Tensor, noise_scale: Tensor | float, name: str = "means") -> tuple[Tensor, Tensor]:
+    """Means ``(S, N, D)`` and scales of that shape, checked, in float64; means ``(N, D)`` are those of one member."""
+    if arguments.tensor(name, means).dim() not in (2, 3) or 0 in means.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(means.shape)}; it must be (members, inputs, outputs), or (inputs, outputs) "
+            "of one prediction. Of a single output, give it an axis: means[..., None]"
+        )
+    means = means.double() if means.dim() == 3 else means.double()[None]
+    _require_finite(name, means)
+    if not isinstance(noise_scale, Tensor):
+        arguments.positive("noise_scale", noise_scale)
+    scale = torch.as_tensor(noise_scale, dtype=torch.float64, device=means.device)
+    scale = scale[:, None, None] if scale.shape == means.shape[:1] else scale
+    _require_finite("noise_scale", scale)
+    if not bool((scale > 0).all()):
+        raise ValueError(f"noise_scale must be positive, but its smallest value is {float(scale.min()):.3g}")
+    try:
+        return means, scale.expand(means.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"noise_scale has shape {tuple(scale.shape)}, but {name} has {tuple(means.shape)}; it must be a number, "
+            f"({len(means)},) for one of each member, or broadcast with them"
+        ) from None
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _check_labels(labels: Tensor, inputs: int, classes: int) -> None:
-    if labels.shape != (inputs,):
-        raise ValueError(f"labels has shape {tuple(labels.shape)}, but there are predictions for {inputs} inputs")
-    if labels.is_floating_point() or labels.is_complex():
-        raise ValueError(f"labels has dtype {labels.dtype}; labels are integers")
+def _classes(labels: Tensor, inputs: int, classes: int) -> Tensor:
+    if arguments.tensor("labels", labels).shape != (inputs,) or labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"labels is {labels.dtype} of shape {tuple(labels.shape)}; it must be {inputs} integers")
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         raise ValueError(
             f"labels reach from {low} to {high}, but with {classes} classes they lie in 0 .. {classes - 1}"
         )
+    return labels.long()
 
 
 def _uncertainties(members: Tensor) -> dict[str, Tensor]:
@@ -299,60 +285,11 @@ def _calibration_curve(confidence: Tensor, correct: Tensor, num_bins: int) -> Ca
     edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device)
     # bins are closed on the left, as in torchmetrics; a confidence of exactly 1 belongs to the last
     index = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, num_bins - 1)
-    count, total_confidence, total_correct = (
-        torch.zeros_like(edges[1:]).index_add_(0, index, value)
-        for value in (torch.ones_like(confidence), confidence, correct)
-    )
-    return CalibrationCurve(
-        edges.cpu(), (total_confidence / count).cpu(), (total_correct / count).cpu(), count.long().cpu()
-    )
-
-
-def _expected_error(curve: CalibrationCurve) -> float:
-    gap = (curve.accuracy - curve.confidence).abs().nan_to_num(0.0)
-    return float((gap * curve.count).sum() / curve.count.sum())
-
-
-def _adaptive_error(confidence: Tensor, correct: Tensor, num_bins: int) -> float:
-    order = confidence.argsort(stable=True)
-    gaps = (correct - confidence)[order].tensor_split(min(num_bins, len(order)))
-    return float(sum(part.sum().abs() for part in gaps)) / len(order)
-
-
-def _mean(values: Tensor | None) -> float | None:
-    return None if values is None else float(values.mean())
+    rows = (torch.ones_like(confidence), confidence, correct)
+    count, total, right = (torch.bincount(index, row, num_bins).cpu() for row in rows)
+    return CalibrationCurve(edges.cpu(), total / count, right / count, count.long())
 
 
 def _require_finite(name: str, value: Tensor) -> None:
     if not bool(torch.isfinite(value).all()):
         raise ValueError(f"{name} holds NaN or infinite values")
-
-
-def gaussians(means: Tensor, noise_scale: Tensor | float, name: str = "means") -> tuple[Tensor, Tensor]:
-    """Means ``(S, N, D)`` and scales of that shape, checked, in float64; means ``(N, D)`` are those of one member.
-
-    :param name: what messages call the means.
-    """
-    if arguments.tensor(name, means).dim() not in (2, 3) or 0 in means.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(means.shape)}; it must be (members, inputs, outputs), or (inputs, outputs) "
-            "of one prediction. Of a single output, give it an axis: means[..., None]"
-        )
-    means = means if means.dim() == 3 else means[None]
-    scale = torch.as_tensor(noise_scale, dtype=torch.float64, device=means.device)
-    _require_finite(name, means)
-    _require_finite("noise_scale", scale)
-    if not bool((scale > 0).all()):
-        raise ValueError(f"noise_scale must be positive, but its smallest value is {float(scale.min()):.3g}")
-    if scale.shape == means.shape[:1]:
-        scale = scale[:, None, None]
-    try:
-        fits = torch.broadcast_shapes(scale.shape, means.shape) == means.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"noise_scale has shape {tuple(scale.shape)}, but {name} has {tuple(means.shape)}; it must be a number, "
-            f"({len(means)},) for one of each member, or broadcast with them"
-        )
-    return means.double(), scale.expand(means.shape)

@@ -18,19 +18,16 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare.layers import Layers, PairedSamples, Samples
+from pyro_symmetric.compare.layers import Layers, PairedSamples
 from pyro_symmetric.compare.results import DistanceResult
+from pyro_symmetric.samples import Draws
 
 _CHUNK_ENTRIES = 2**23  # values sorted at a time
 
 
 @torch.no_grad()
 def marginal_wasserstein(
-    weights_p: Samples,
-    weights_q: Samples,
-    p: float = 1,
-    *,
-    layers: Layers | None = None,
+    weights_p: Draws, weights_q: Draws, p: float = 1, *, layers: Layers | None = None
 ) -> DistanceResult:
     """One-dimensional Wasserstein distance between the marginals of every weight.
 
@@ -42,7 +39,7 @@ def marginal_wasserstein(
     >>> round(ps.marginal_wasserstein(p, {"w": p["w"] + 2.0}).value, 3)
     2.0
 
-    :param weights_p: site -> samples ``(m,) + site_shape``; or a ``Posterior``, chains end to end.
+    :param weights_p: a ``Posterior``, or site -> samples ``(m,) + site_shape``.
     :param weights_q: the same sites; the number of samples may differ.
     :param p: order of the distance, at least 1; ``math.inf`` gives the largest difference of quantiles.
     :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
@@ -55,27 +52,21 @@ def marginal_wasserstein(
     by_layer, arrays = {}, {}
     for layer, sites in samples.layers.items():
         samples.require_finite(layer)
-        by_layer[layer] = torch.cat(
-            [_distance(x, y, p) for x, y in samples.columns(layer, step)] or [torch.zeros(0, device="cpu")]
-        )
+        parts = [_distance(x, y, p) for x, y in samples.columns(layer, step)]
+        by_layer[layer] = torch.cat(parts).cpu() if parts else torch.zeros(0, device="cpu")
         pieces = by_layer[layer].split([samples.shapes[site].numel() for site in sites])
         for site, values in zip(sites, pieces, strict=True):
             shape = samples.shapes[site]
-            arrays[f"weights/{site}"] = (
-                tuple(f"{site}_{i}" for i in range(len(shape))),
-                values.reshape(shape).cpu().numpy(),
-            )
+            arrays[f"weights/{site}"] = tuple(f"{site}_{i}" for i in range(len(shape))), values.reshape(shape).numpy()
     totals = _summary(torch.cat(list(by_layer.values())))
     summaries = [_summary(values) for values in by_layer.values()]
+    counts: dict[str, list[float]] = {"num_weights": [values.numel() for values in by_layer.values()]}
+    columns = counts | {name: [one[name] for one in summaries] for name in totals}
     return DistanceResult(
         title=f"Wasserstein-{p:g} distance of marginals",
         num_samples=samples.num_samples,
         labels={"layer": list(by_layer)},
-        arrays={
-            "num_weights": (("layer",), [values.numel() for values in by_layer.values()]),
-            **{name: (("layer",), [summary[name] for summary in summaries]) for name in totals},
-            **arrays,
-        },
+        arrays={**{name: (("layer",), values) for name, values in columns.items()}, **arrays},
         settings={"order": float(p)},
         totals=totals,
     )

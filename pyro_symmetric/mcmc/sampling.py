@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import model_arguments
-from pyro_symmetric.diagnostics import LEAST_DRAWS, Check, disagreement, sampler_checks, warm_up
+from pyro_symmetric.diagnostics import LEAST_DRAWS, Check, disagreement, moving, sampler_checks, warm_up
 from pyro_symmetric.mcmc.choice import FEWEST_CHAINS, chosen
 from pyro_symmetric.mcmc.executor import run_tasks
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
@@ -190,6 +190,8 @@ def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:
     drawn = {s: value for s, value in posterior.samples.items() if s not in posterior.metadata.get("deterministic", ())}
     agreeing = None if isinstance(settings.kernel.model, BayesianModel) else drawn
     found = sampler_failures(posterior.statistics, settings.kernel.subsampled, agreeing)
+    if drawn and not found and "acceptance_rate" not in posterior.statistics:  # which tells of it
+        found += [check for check in [moving(drawn)] if check.status == "fail"]
     early = list(warm_up(posterior.metadata)) if isinstance(settings.num_warmup, str) else []
     if any(check.status != "pass" for check in early):  # which says it all
         found = [*early, *(check for check in found if check.name != "weights")]

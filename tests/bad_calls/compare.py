@@ -114,7 +114,7 @@ CALLS = (
         ps.diagnose,
         lambda: {"posterior": posterior()},
         {
-            "posterior": (*THINGS, ARRAY, Made("weights", lambda: weights(2, 8))),
+            "posterior": (*THINGS, ARRAY),
             "symmetry": NO_SYMMETRY,
             "model": (3, "banana", Made("network", network)),
             "predictions": (3, "banana", ARRAY, torch.zeros(3, 8, 2), torch.tensor(1.0)),
@@ -167,7 +167,6 @@ CALLS = (
         {
             "probabilities": (*BAD_PROBABILITIES, torch.full((6, 2), 0.5)),
             "ood_probabilities": (*BAD_PROBABILITIES, torch.full((3, 6, 2), 0.5)),
-            "chunk": COUNTS,
         },
     ),
     Calls(

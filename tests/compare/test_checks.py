@@ -111,14 +111,6 @@ def test_stuck_and_slow_chains_are_named():
     assert "chains 1, 5 slow" in diagnose(slow)["moving"].words
 
 
-def test_chains_of_which_none_moves_get_advice_that_fits():
-    for still in (torch.ones(CHAINS, 1, 2), torch.randn(CHAINS, 1, 2)):
-        finding = diagnose(Posterior({"w": still.expand(CHAINS, DRAWS, 2)}, rows="chains"))["moving"]
-        assert finding.status == "fail"
-        assert "no chain moves: the step size is too large for all" in finding.words
-        assert "elsewhere" not in finding.words
-
-
 def test_zeros_of_a_triangle_are_no_stuck_chains():
     # Most of the first 16 entries of a triangle of 10 rows are zeros.
     result = diagnose(Posterior({"L": torch.randn(CHAINS, DRAWS, 10, 10).tril()}, rows="chains"))
@@ -155,16 +147,6 @@ def test_a_networks_weights_in_copies_are_a_warning_and_its_log_density_decides(
     assert result["effective draws"].status == "pass"
     apart = torch.randn(CHAINS, DRAWS) + 3 * torch.arange(CHAINS)[:, None]
     assert diagnose(Posterior(weights, {"lp": apart}, rows="chains"))["log density"].status == "fail"
-
-
-def test_a_temperature_of_chains_that_have_not_arrived_asks_for_warm_up_not_for_smaller_steps():
-    where = torch.randn(CHAINS, DRAWS, 1) + 10 * torch.arange(CHAINS)[:, None, None]
-    for spread in (0.1, 60.0):
-        values = 70 + spread * torch.randn(CHAINS, DRAWS) + spread * torch.randn(CHAINS, 1)
-        words = diagnose(Posterior({"w": where}, {"virial": values}, rows="chains"))["virial"].words
-        assert "longer warm-up" in words
-        assert "smaller steps" not in words
-        assert "too few draws" not in words
 
 
 def two_sites(x, y):
@@ -217,12 +199,6 @@ def test_few_draws_are_a_warning():
     few = diagnose(Posterior({"w": torch.randn(4, 5)}, rows="chains"))
     assert few["weights"].status == "unknown"
     assert few["weights"] in few.failed
-
-
-def test_draws_that_are_not_finite_end_the_battery():
-    posterior = sound()
-    posterior.samples["w"][0, 0, 0] = torch.nan
-    assert [check.status for check in diagnose(posterior).checks] == ["fail"]
 
 
 @pytest.mark.parametrize(

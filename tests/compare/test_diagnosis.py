@@ -67,7 +67,7 @@ def test_chains_of_one_mode_agree_everywhere(model, x, symmetry):
     result = diagnose(Posterior(one_mode(), rows="chains"), symmetry, model=model, x=x)
     assert list(result.statistics) == ["weights", "modulo symmetry", "predictions"]
     assert all(result[space].status == "pass" for space in result.statistics)
-    assert result.verdict == "ok: the chains agree"
+    assert result.ok
 
 
 @pytest.mark.stochastic
@@ -76,7 +76,7 @@ def test_chains_in_copies_of_a_mode_agree_on_the_function_and_in_every_common_fr
     result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
     found = {name: result[name].status for name in result.statistics}
     assert found == {"weights": "warn", "modulo symmetry": "pass", "predictions": "pass"}
-    assert result.verdict == "ok: the chains sit in different copies of a mode, and agree modulo symmetry"
+    assert result.ok
     assert result["weights"].value > 1.5
     assert "symmetry= tells" in diagnose(Posterior(weights, rows="chains"), model=model, x=x)["weights"].words
 
@@ -87,7 +87,8 @@ def test_chains_in_modes_that_predict_differently_are_told_apart_from_copies(mod
     weights["2.bias"] = weights["2.bias"] + torch.tensor([0.0, 0.0, 5.0, 0.0])[:, None, None]
     result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
     assert result["predictions"].status == "fail"
-    assert "disagree (weights, modulo symmetry, predictions)" in result.verdict
+    assert result["modulo symmetry"].status == "warn"
+    assert not result.ok
 
 
 @pytest.mark.stochastic
@@ -112,7 +113,7 @@ def test_modes_that_predict_alike_are_not_called_copies(model, x, symmetry):
     result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
     assert result["predictions"].status == "pass"
     assert result["modulo symmetry"].status == "warn"
-    assert "agree (predictions), but for weights, modulo symmetry" in result.verdict
+    assert result.ok
 
 
 # exchangeable units about known centres ------------------------------------------------------------------------------
@@ -142,7 +143,6 @@ def test_chains_apart_are_not_called_copies_where_units_tie_in_the_key():
     for shift in torch.linspace(1, 3, 6):
         result = diagnose(planted("tied", torch.tensor([0.0, 0.0, shift, shift])), UNITS)
         assert result["modulo symmetry"].status == "fail"
-        assert "copies" not in result.verdict
 
 
 @pytest.mark.stochastic
@@ -151,7 +151,7 @@ def test_copies_of_one_mode_agree_however_their_units_overlap(kind):
     # 6 runs each; the least effective sample size is near 800, of which 400 are enough.
     for _ in range(6):
         result = diagnose(planted(kind, torch.zeros(4)), UNITS)
-        assert "different copies of a mode" in result.verdict
+        assert (result["weights"].status, result["modulo symmetry"].status) == ("warn", "pass")
         assert (
             result["effective draws"].status == "pass"
         )  # of the 1,000 independent draws, as seen in the aligned frame
@@ -161,10 +161,10 @@ def test_copies_of_one_mode_agree_however_their_units_overlap(kind):
 def test_agreement_as_drawn_is_not_enough():
     # Chains that change copies with every draw have a law of weights that hides which unit is shifted.
     posterior = planted("tied", torch.tensor([0.0, 0.0, 2.0, 2.0]), switching="draw")
-    assert diagnose(posterior).verdict == "ok: the chains agree"
-    assert diagnose(posterior, UNITS).verdict == "not ok: the chains disagree (modulo symmetry)"
+    assert diagnose(posterior).ok
+    assert [c.name for c in diagnose(posterior, UNITS).failed if c.status == "fail"][:1] == ["modulo symmetry"]
     seen = {"predictions": torch.randn(4, 250)}
-    assert "agree (predictions), but for modulo symmetry" in diagnose(posterior, UNITS, **seen).verdict
+    assert diagnose(posterior, UNITS, **seen)["modulo symmetry"].status == "warn"
 
 
 def test_the_aligned_frame_depends_on_orbits_alone():
@@ -188,7 +188,7 @@ def test_draws_that_are_not_finite_are_named_and_never_agree(value):
     draws[2, 250:, :2] = value  # half of a chain, two of three weights
     result = diagnose(Posterior({"w": draws, "v": torch.randn(CHAINS, DRAWS)}, rows="chains"))
     assert [check.status for check in result.checks] == ["fail"]
-    assert result.verdict == "not ok: finite"
+    assert not result.ok
     assert "'w' in 250 of 2,000 draws (chain 2)" in repr(result)
     draws[:, :, 1] = value
     everywhere = diagnose(Posterior({"w": draws}, rows="chains"))
@@ -196,25 +196,11 @@ def test_draws_that_are_not_finite_are_named_and_never_agree(value):
     json.dumps(result.to_dict())
 
 
-def test_draws_that_are_not_finite_are_named_with_a_symmetry_and_a_model_too(model, x, symmetry):
-    weights = one_mode()
-    weights["2.bias"][1, 7] = torch.nan
-    result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
-    assert "'2.bias' in 1 of 2,000 draws (chain 1)" in repr(result)
-
-
 def test_predictions_that_are_not_finite_are_named():
     predictions = torch.randn(CHAINS, DRAWS, 2)
     predictions[0, :10, 1] = torch.inf
     result = diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS)}, rows="chains"), predictions=predictions)
     assert "values of predictions in 10 of 2,000 draws (chain 0)" in repr(result)
-
-
-def test_chains_of_which_none_moves_are_told_so():
-    for still in (torch.ones(CHAINS, 1, 2), torch.randn(CHAINS, 1, 2)):
-        result = diagnose(Posterior({"w": still.expand(CHAINS, DRAWS, 2)}, rows="chains"))
-        assert "too large for all" in result["moving"].words
-        assert result["moving"].status == "fail"
 
 
 @pytest.mark.stochastic
@@ -241,14 +227,6 @@ def test_a_site_without_entries_is_left_out():
     result = diagnose(Posterior(draws, rows="chains"))
     assert result.ok
     assert list(result.statistics["weights"]) == ["w"]
-
-
-def test_complex_draws_and_predictions_are_refused():
-    draws = torch.randn(CHAINS, DRAWS, 2)
-    with pytest.raises(ValueError, match=r"samples\['w'\]"):
-        diagnose(Posterior({"w": draws.to(torch.complex64)}, rows="chains"))
-    with pytest.raises(TypeError, match="predictions"):
-        diagnose(Posterior({"w": draws}, rows="chains"), predictions=draws.to(torch.complex64))
 
 
 @pytest.mark.stochastic
@@ -291,14 +269,14 @@ def test_without_a_model_the_samplers_log_density_stands_for_the_function():
     weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
     result = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"))
     assert list(result.statistics) == ["weights", "log density"]
-    assert result.verdict == "ok: the chains agree"
+    assert result.ok
     weights["w"][..., 1] = 5.0 * torch.arange(CHAINS)[:, None] + torch.randn(CHAINS, DRAWS)
     group = Group.declare({"w": ("k",)}, {"w": torch.Size((2,))})
-    apart = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"), group).verdict
-    assert apart == "not ok: the chains disagree (weights, modulo symmetry)"
+    apart = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"), group)
+    assert (apart["weights"].status, apart["modulo symmetry"].status) == ("warn", "fail")
     weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
     assert list(diagnose(Posterior(weights, rows="chains")).statistics) == ["weights"]
-    assert diagnose(Posterior(weights, rows="chains")).verdict == "ok: the chains agree"
+    assert diagnose(Posterior(weights, rows="chains")).ok
 
 
 def test_of_very_many_draws_some_entries_are_looked_at(monkeypatch):
@@ -308,11 +286,6 @@ def test_of_very_many_draws_some_entries_are_looked_at(monkeypatch):
     found = diagnose(Posterior({"w": draws, "v": draws[..., :3, 0]}, rows="chains")).statistics["weights"]
     assert torch.equal(found["w"].r_hat, chain_statistics(draws.flatten(2)[..., evenly_spaced(100, 30)]).r_hat)
     assert found["v"].r_hat.shape == (3,)
-
-
-def test_one_chain_and_few_draws_are_named():
-    assert "1 chain of 100" in repr(diagnose(Posterior({"w": torch.randn(1, 100, 2)}, rows="chains")))
-    assert "above 400" in diagnose(Posterior({"w": torch.randn(2, 40, 2)}, rows="chains"))["effective draws"].words
 
 
 def test_troubles_of_the_sampler_enter_the_verdict():
@@ -325,37 +298,13 @@ def test_troubles_of_the_sampler_enter_the_verdict():
     assert result["acceptance"].value == pytest.approx(0.8)
     assert "1.00% of the draws diverged, should be 0" in result["divergences"].words
     assert "E-BFMI of the worst chain 0.0" in repr(result)
-    assert "energy" in result.verdict
 
 
 def test_it_prints_plots_and_goes_to_json(model, x, symmetry, tmp_path):
     result = diagnose(Posterior(one_mode(), rows="chains").thin(20), symmetry, model=model, x=x)
-    assert [line.strip() for line in result.full().splitlines()].count("predictions") == 1
     assert len(repr(result)) < len(result.full()) / 2
     json.dumps(result.to_dict())
     result.plot().savefig(tmp_path / "figure.png")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"predictions": torch.zeros(4, 3)}, r"predictions has shape \(4, 3\)"),
-        ({"x": torch.zeros(3, 1)}, "no model"),
-    ],
-)
-def test_bad_input_is_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, rows="chains"), **options)
-
-
-def test_a_model_that_is_no_network_is_sent_to_predict():
-    with pytest.raises(TypeError, match=r"model is a function; it must be a BayesianModel.*predictions=predict"):
-        diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, rows="chains"), model=lambda x: x, x=torch.zeros(3, 1))
-
-
-def test_one_chain_is_compared_with_itself():
-    words = repr(diagnose(Posterior({"a": torch.randn(1, 200)}, rows="chains")))
-    assert words.startswith("1 chain of 200 draws: ok: the chains agree")
 
 
 def test_copies_of_a_chain_are_named_and_count_for_nothing() -> None:
@@ -380,7 +329,6 @@ def test_independent_draws_are_counted_and_no_chain_is_spoken_of() -> None:
     assert many["effective draws"].value == 500
     assert few["effective draws"].status == "warn"
     assert "weights" not in many
-    assert "halves" not in many.verdict
 
 
 @pytest.mark.parametrize("shift", [1.2, 20.0])

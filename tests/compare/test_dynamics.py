@@ -38,19 +38,6 @@ def test_chunks_change_nothing(monkeypatch):
     assert torch.equal(kendall_tau(first, second), whole)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        (torch.tensor([0, 0, 1]), torch.arange(3), "first has a row that is no permutation"),
-        (torch.arange(3), torch.arange(4), "first orders 3 units and second 4"),
-        (torch.arange(3), torch.arange(3.0), "second is torch.float32"),
-    ],
-)
-def test_what_is_no_permutation_is_refused(first, second, message):
-    with pytest.raises(ValueError, match=message):
-        kendall_tau(first, second)
-
-
 def relu_net(width=5):
     return nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 1))
 
@@ -119,16 +106,3 @@ def test_the_minimum_has_no_excess_and_a_rescaled_copy_has():
     least = ps.minimal_mass(weights, symmetry).weights
     assert float(excess_mass(least, symmetry).max()) < 1e-6
     assert float(excess_mass(symmetry.scalings.sample((4,))(least), symmetry).min()) > 1e-3
-
-
-def test_what_is_no_symmetry_or_no_weights_is_named():
-    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    symmetry = ps.find_symmetry(net, torch.randn(3, 2))
-    weights = {name: value.detach()[None] for name, value in net.named_parameters()}
-    with pytest.raises(TypeError, match=r"symmetry is a .*Sequential; it must be a Group or a Symmetry"):
-        SortingTracker(net)
-    with pytest.raises(TypeError, match="symmetry is 3; it must be a Group or a Symmetry"):
-        excess_mass(weights, 3)
-    assert excess_mass(weights, symmetry.permutations).tolist() == [0]  # nothing can be scaled
-    with pytest.raises(TypeError, match=r"weights are a .*Sequential"):
-        excess_mass(net, symmetry)

@@ -131,16 +131,6 @@ def test_nearly_dead_units_do_not_decide_a_distance():
     assert ps.marginal_wasserstein(*unit_norm).value > 1  # as it would be
 
 
-def test_both_sides_come_back_as_they_came():
-    p, q = draws(TIED, 100), {"w": TIED + torch.randn(50, 4, 2)}  # in many copies, and in one
-    frame = pooled_frame([canonical_frame(side, GROUP) for side in (p, q)], GROUP)
-    chains, other = ps.common_frame(Posterior.from_samples(p, rows="chains", num_chains=4), q, GROUP)
-    assert isinstance(chains, Posterior)
-    assert chains.rows == "chains"
-    assert torch.equal(chains.get_samples()["w"], frame[0]["w"])
-    assert torch.equal(other["w"], frame[1]["w"])
-
-
 @pytest.mark.stochastic
 def test_draws_are_counted_in_the_frame_in_which_they_are_compared():
     """Canonical forms that mix units hide that chains are autocorrelated."""
@@ -151,13 +141,3 @@ def test_draws_are_counted_in_the_frame_in_which_they_are_compared():
     p, q = (Posterior(GROUP.sample((2, 1))({"w": part}), rows="chains") for part in (w[:2], w[2:]))
     count = ps.mmd_test(*ps.common_frame(p, q, GROUP)).num_samples[0]
     assert count < 60  # of 400 draws, about 400 / 19 are worth as much; half of those count
-
-
-def test_samples_of_another_shape_than_the_symmetrys_are_refused():
-    """Chains laid out as ``(chains, draws, 3)`` would be few samples of many weights."""
-    group = ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)})
-    wrong = ps.Posterior.from_samples({"w": torch.randn(4, 20, 3)}, rows="independent")
-    with pytest.raises(ValueError, match=r"\(4, 20, 3\)"):
-        ps.common_frame(wrong, wrong, group)
-    with pytest.raises(TypeError, match=r"symmetry is .*Linear"):
-        ps.common_frame({"w": torch.randn(4, 3)}, {"w": torch.randn(4, 3)}, nn.Linear(2, 2))

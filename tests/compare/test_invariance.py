@@ -222,13 +222,6 @@ def test_units_of_several_copies_are_tested_copy_by_copy():
     assert together["marginal_p_value"] == pytest.approx(min(1, 2 * min(one["marginal_p_value"] for one in alone)))
 
 
-def test_the_copy_that_is_not_invariant_is_named():
-    weights = {"in": torch.randn(200, 6, 2), "out": torch.randn(200, 2, 6)}
-    weights["in"][:, 4] += 9
-    result = invariance_tests(weights, nested_group())
-    assert "worst 'row', where unit 1 of copy 1 holds the largest weight in 100% of draws" in result.verdict
-
-
 def test_few_tests_can_be_asked_for():
     group = mlp_group(inputs=20, hidden=8)
     weights = one_copy(group, 100)
@@ -260,14 +253,6 @@ def test_thinning_mends_the_size_on_autocorrelated_draws():
     assert sum(result.rejected for result in results) <= 6  # Binomial(25, 0.05): above 6 with probability 2e-4
     # half of 800 / 19; the smallest of six estimates is lower
     assert 10 < sum(result.num_samples[0] for result in results) / 25 < 22
-
-
-def test_chains_and_draws_are_flattened():
-    group = mlp_group()
-    weights = one_copy(group, 60)
-    rows = {site: value.reshape(4, 15, *value.shape[1:]) for site, value in weights.items()}
-    whole = compare.invariance_tests(Posterior(rows, rows="independent"), group)
-    assert whole.p_value == invariance_tests(weights, group).p_value
 
 
 def test_few_draws_say_that_they_are_few():
@@ -303,24 +288,3 @@ def test_result_is_readable_and_plain():
     assert sum(plain["parts"]["hidden"]["index_counts"][0]) == 50
     assert "\n" not in result.verdict
     assert "hidden" in repr(result)
-
-
-@pytest.mark.parametrize(
-    ("change", "arguments", "message"),
-    [
-        ({}, {"level": 0.0}, "level is 0.0"),
-        ({}, {"max_tests": 0}, "max_tests is 0"),
-        ({"0.bias": torch.full((20, 6), math.nan)}, {}, r"weights\['0.bias'\] holds 120 NaN"),
-        ({"0.bias": torch.zeros(20, 5)}, {}, r"weights\['0.bias'\] has shape"),
-    ],
-)
-def test_bad_arguments_are_refused(change, arguments, message):
-    group = mlp_group()
-    with pytest.raises(ValueError, match=message):
-        invariance_tests(one_copy(group, 20) | change, group, **arguments)
-
-
-def test_one_draw_is_too_few():
-    group = mlp_group()
-    with pytest.raises(ValueError, match="of 1 draws only 1 may be taken as independent"):
-        invariance_tests(one_copy(group, 1), group)

@@ -1,5 +1,9 @@
 """Meaning of ``ok``: nothing failed modulo symmetry; and what no R-hat can see."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -69,3 +73,22 @@ def test_chains_in_two_modes_are_told_of_however_little_one_of_them_weighs():
     found = ps.diagnose(Posterior({"z": torch.cat([spike, broad])}, rows="chains"))
     assert not found.ok
     assert found["weights"].status == "fail"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Still(ps.Kernel):
+    """A kernel of one's own that never moves."""
+
+    model: Callable[..., Any]
+
+    def init(self, density: Any, z: torch.Tensor, num_warmup: int, generator: torch.Generator) -> ps.State:
+        return ps.State(z, torch.zeros_like(z), density.energy(z), torch.zeros_like(z), None, generator)
+
+    def step(self, density: Any, state: ps.State) -> ps.State:
+        return state
+
+
+def test_a_kernel_whose_chains_never_move_is_told_of_by_the_run_and_by_its_diagnosis() -> None:
+    with pytest.warns(RuntimeWarning, match="no chain moves"):
+        posterior = ps.sample(Still(two_heights), None, num_samples=30, num_warmup=5, seed=0, progress=False)
+    assert ps.diagnose(posterior)["moving"].status == "fail"

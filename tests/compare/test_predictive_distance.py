@@ -17,15 +17,6 @@ def total_variation(p, q):
     return torch.from_numpy(compare.total_variation(p, q).data["distance"].values)
 
 
-def test_the_result_is_that_of_every_distance():
-    p, q = torch.rand(5, 7, 3).softmax(-1), torch.rand(9, 7, 3).softmax(-1)
-    result, by_input = compare.total_variation(p, q), total_variation(p, q)
-    assert result.totals == pytest.approx({"mean": float(by_input.mean()), "maximum": float(by_input.max())})
-    assert result.num_samples == (5, 9)
-    assert compare.total_variation((p[..., :1], 1.0), (q[..., :1], 1.0)).num_samples == (5, 9)
-    assert len(repr(compare.total_variation(torch.full((500, 2), 0.5), torch.full((500, 2), 0.5))).splitlines()) < 70
-
-
 def test_of_two_classifiers_it_is_the_most_that_an_event_s_probabilities_differ_by():
     p, q = torch.rand(2, 7, 4, dtype=torch.float64).softmax(-1)
     events = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * 4)
@@ -76,39 +67,6 @@ def test_marginals_of_several_outputs_are_averaged():
     m, n = torch.randn(3, 5, 2), torch.randn(4, 5, 2)
     each = [total_variation((m[..., k : k + 1], 0.5), (n[..., k : k + 1], 0.7)) for k in range(2)]
     torch.testing.assert_close(total_variation((m, 0.5), (n, 0.7)), (each[0] + each[1]) / 2)
-
-
-def test_chunks_change_nothing(monkeypatch):
-    pair = (torch.randn(6, 4, 1), 0.3), (torch.randn(7, 4, 1), 0.4)
-    whole = total_variation(*pair)
-    monkeypatch.setattr("pyro_symmetric.compare.predictive_distance._CHUNK_ENTRIES", 100)
-    torch.testing.assert_close(total_variation(*pair), whole)
-
-
-P = torch.full((2, 3, 4), 0.25)
-M = torch.zeros(2, 3, 1)
-
-
-@pytest.mark.parametrize(
-    ("p", "q", "error", "message"),
-    [
-        (P, (M, 1.0), TypeError, "must be of one kind"),
-        (P, P[..., :2] * 2, ValueError, r"p predicts \(3, 4\) and q \(3, 2\)"),
-        (P[:, :2], P, ValueError, r"p predicts \(2, 4\) and q \(3, 4\)"),
-        (P * 2, P, ValueError, "the last axis of p must sum to 1"),
-        (P, P[0, 0], ValueError, r"q has shape \(4,\)"),
-        (P.tolist(), P, TypeError, "p"),
-        ((M, 1.0), (M[:, :2], 1.0), ValueError, r"p predicts \(3, 1\) and q \(2, 1\)"),
-        ((M, 0.0), (M, 1.0), ValueError, "noise_scale must be positive"),
-        ((M, 1.0), (M * torch.nan, 1.0), ValueError, "NaN"),
-        ((M[0, 0], 1.0), (M, 1.0), ValueError, r"the means of p has shape \(1,\)"),
-        ((M, 1.0, 2), (M, 1.0), ValueError, "p is a tuple of 3"),
-        (([0.0], 1.0), (M, 1.0), TypeError, "p"),
-    ],
-)
-def test_what_does_not_fit_is_named(p, q, error, message):
-    with pytest.raises(error, match=message):
-        total_variation(p, q)
 
 
 @pytest.mark.parametrize(("members", "noise"), [(1000, 0.01), (1000, 0.003)])

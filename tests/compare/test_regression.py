@@ -1,4 +1,3 @@
-import json
 import math
 
 import numpy as np
@@ -70,35 +69,6 @@ def test_noise_may_be_one_number_or_one_for_each_member_or_each_target():
     per_member = torch.rand(6) + 0.1
     expected = scores.regression(square, per_member[:, None, None], targets)
     assert scores.regression(square, per_member, targets).log_predictive_density == expected.log_predictive_density
-
-
-def test_regression_scores_are_plain_and_readable():
-    found = scores.regression(torch.randn(3, 6, 1), 0.3, torch.randn(6))
-    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["coverage"]["0.9"] == found.coverage[0.9]
-    assert "rmse" in repr(found)
-
-
-@pytest.mark.parametrize(
-    ("means", "noise", "targets", "message"),
-    [
-        (torch.zeros(3, 5, 1), 1.0, torch.zeros(4), "targets has shape"),
-        (torch.zeros(3, 4, 1), -1.0, torch.zeros(4), "positive"),
-        (torch.zeros(3, 4, 1), torch.ones(2), torch.zeros(4), r"noise_scale has shape \(2,\)"),
-        (torch.zeros(3, 4, 1), math.nan, torch.zeros(4), "noise_scale is nan"),
-        (torch.zeros(3, 4, 1), 1.0, torch.full((4,), math.nan), "targets holds NaN"),
-        (torch.full((3, 4, 1), math.inf), 1.0, torch.zeros(4), "means holds NaN"),
-        (torch.zeros(0), 1.0, torch.zeros(0), "means has shape"),
-        (torch.zeros(4, 6), 1.0, torch.zeros(6), r"targets has shape \(6,\), but means predicts \(4, 6\)"),
-    ],
-)
-def test_bad_regressions_are_refused(means, noise, targets, message):
-    with pytest.raises(ValueError, match=message):
-        scores.regression(means, noise, targets)
-
-
-def test_levels_lie_between_zero_and_one():
-    with pytest.raises(ValueError, match=r"each of levels is 1\.5"):
-        scores.regression(torch.zeros(4, 1), 1.0, torch.zeros(4), levels=(0.5, 1.5))
 
 
 def test_an_average_of_two_outputs_is_one_prediction_and_no_five_members():

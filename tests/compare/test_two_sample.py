@@ -58,7 +58,7 @@ def test_the_layer_that_differs_is_named_and_the_other_is_not():
     result = mmd_test(p, q, level=2e-4, num_permutations=9_999)
     assert result.of("2")["p_value"] == result.p_value <= 2e-4
     assert result.of("0")["p_value"] > 2e-4
-    assert "1 of 2 layers differ, first of all '2'" in result.verdict
+    assert "1 of 2 layers, first of all '2'" in result.verdict
 
 
 @pytest.mark.stochastic
@@ -108,16 +108,3 @@ def test_result_is_readable_plain_and_reproducible():
     assert first.data["squared"].shape == (1, 20)
     assert first.plot().axes[0].get_ylabel() == "p_value"
     assert json.loads(json.dumps(first.to_dict(), allow_nan=False))["num_permutations"] == 49
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"level": 1.0}, "level is 1.0"),
-        ({"num_permutations": 5}, "num_permutations is 5; at level 0.05 at least 20"),
-        ({"level": 0.001, "num_permutations": 99}, "at least 1000 are needed"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        mmd_test(*two_normals(5, 5), **options)

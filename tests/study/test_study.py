@@ -88,7 +88,7 @@ def test_results_hold_every_method_and_valid_json(finished: Any) -> None:
     assert set(results["environment"]["packages"]) >= {"torch", "pyro-ppl", "pyro-symmetric"}
     for label, row in results["methods"].items():
         assert 0 <= row["prediction"]["accuracy"] <= 1
-        assert row["prediction"]["aupr"] is not None
+        assert row["prediction"]["detection"]
         assert row["distance"]["to"] == ("its own other half" if label == "hmc" else "hmc")
         assert list(row["distance"]) == ["to", "prediction", "raw", "removed"]
         assert (row["evidence"] is not None) == (label not in ("ensemble", "sghmc", "hmc"))

@@ -74,13 +74,13 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "calibration, and telling other inputs apart": {
         "ECE": ("prediction", "ece"),
         "ACE": ("prediction", "adaptive_ece"),
-        "entropy": ("prediction", "entropy"),
-        "entropy ood": ("prediction", "entropy_ood"),
-        "MI": ("prediction", "mutual_information"),
-        "MI ood": ("prediction", "mutual_information_ood"),
-        "AUPR": ("prediction", "aupr"),
-        "AUROC": ("prediction", "auroc"),
-        "FPR95": ("prediction", "fpr95"),
+        "entropy": ("prediction", "uncertainty", "entropy"),
+        "entropy ood": ("prediction", "uncertainty_ood", "entropy"),
+        "MI": ("prediction", "uncertainty", "mutual_information"),
+        "MI ood": ("prediction", "uncertainty_ood", "mutual_information"),
+        "AUPR": ("prediction", "detection", "maximum_probability", "aupr"),
+        "AUROC": ("prediction", "detection", "maximum_probability", "auroc"),
+        "FPR95": ("prediction", "detection", "maximum_probability", "fpr95"),
     },
 }
 COLUMNS = {name: path for table in TABLES.values() for name, path in table.items()}

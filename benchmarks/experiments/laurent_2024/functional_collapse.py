@@ -91,7 +91,7 @@ def run(network: str, width: int, seed: int, data: Any, options: Any) -> dict[st
         **result.to_dict(),
         "below": list(result.below(COLLAPSED)),
         "accuracy": scores.accuracy,
-        "auroc": scores.auroc,
+        "auroc": scores.detection["maximum_probability"].auroc,
         "single_accuracy": float((within.argmax(-1) == data.test_y[: options.inputs]).double().mean()),
         "seconds": seconds,
         "loop_seconds": loop,
