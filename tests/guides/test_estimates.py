@@ -249,29 +249,6 @@ def test_numbers_without_digits_for_a_nat_are_doubted() -> None:
         assert any("rounded" in doubt for doubt in found.doubts) == doubted
 
 
-def test_posteriors_that_do_not_fit_are_named() -> None:
-    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
-    guide = ps.AutoGaussian(one_site_layout(), torch.zeros(2), torch.ones(2))
-
-    def evidence(**sites: torch.Tensor) -> Any:
-        return evidence_of(guide, two_orbits, group, posterior=ps.Posterior(sites, rows="chains"), num_samples=32)
-
-    with pytest.raises(ValueError, match="never move"):
-        evidence(w=torch.randn(2, 1, 2).expand(2, 50, 2))
-    with pytest.raises(ValueError, match="equal others"):
-        evidence(w=torch.randn(1, 50, 2).expand(2, 50, 2))
-    with pytest.raises(ValueError, match="at least 4"):
-        evidence(w=torch.randn(2, 3, 2))
-    with pytest.raises(ValueError, match="infinite at draws"):
-        evidence_of(
-            guide,
-            lambda w: torch.where(w["w"].abs().amax(-1) < 50, two_orbits(w), -torch.inf),
-            group,
-            posterior=ps.Posterior({"w": 60.0 + torch.rand(2, 50, 2)}, rows="chains"),
-            num_samples=100,
-        )
-
-
 def one_site_layout(model: Any = pair) -> GuideLayout:
     guide = AutoDiagonalNormal(model)
     guide()

@@ -12,21 +12,17 @@ from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import (
     AutoDelta,
     AutoDiagonalNormal,
-    AutoIAFNormal,
-    AutoLowRankMultivariateNormal,
     AutoMultivariateNormal,
     AutoNormal,
 )
 from torch import nn
 
-from pyro_symmetric.alignment import align, to_gaussian
+from pyro_symmetric.alignment import to_gaussian
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE
+from pyro_symmetric.distributions import ExactOrbit
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import (
-    AutoGaussian,
     AutoSymmetrized,
-    interpolate,
     load_guide,
     push_forward,
     sample_posterior,
@@ -72,38 +68,7 @@ def steps(model: Any, guide: Any, *data: torch.Tensor, number: int = 60, elbo: A
     return [svi.step(*data) for _ in range(number)]
 
 
-BASES = [AutoDiagonalNormal, AutoNormal, AutoLowRankMultivariateNormal, AutoMultivariateNormal]
-
-
 # symmetrised --------------------------------------------------------------------------------------------------------
-
-
-EVERY_OBJECTIVE = [(elbo, vectorized) for elbo in (Trace_ELBO, TraceMeanField_ELBO) for vectorized in (False, True)]
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize(
-    ("base", "elbo", "vectorized"),
-    [(BASES[0], *objective) for objective in EVERY_OBJECTIVE]
-    + [(base, TraceMeanField_ELBO, True) for base in BASES[1:]],  # test_bases.py trains them one particle at a time
-)
-def test_every_base_trains_with_stock_svi(base: type, elbo: type, vectorized: bool) -> None:
-    model, group, x, y = network()
-    guide = AutoSymmetrized(model, group, base=base, estimator=InfoNCE(3), init_scale=0.05)
-    particles = {"num_particles": 4, "vectorize_particles": True, "max_plate_nesting": 1} if vectorized else {}
-    losses = steps(model, guide, x, y, number=150, elbo=elbo(**particles))
-    assert sum(losses[-20:]) < 0.9 * sum(losses[:20])
-    assert all(
-        value.shape == (2, 5, *model.site_shapes[site]) for site, value in guide.sample_posterior((2, 5)).items()
-    )
-
-
-def test_a_flow_can_be_the_base() -> None:
-    model, group, x, y = network()
-    guide = AutoSymmetrized(model, group, base=AutoIAFNormal, estimator=ExactOrbit(), hidden_dim=[20])
-    losses = steps(model, guide, x, y, number=30)
-    assert all(math.isfinite(loss) for loss in losses)
-    assert guide.sample_posterior((4,))["noise_scale"].shape == (4,)
 
 
 @pytest.mark.stochastic
@@ -139,18 +104,6 @@ def test_a_mixture_with_simplex_weights_is_symmetrised(base: type) -> None:
     draws = guide.sample_posterior((7,))
     torch.testing.assert_close(draws["weights"].sum(-1), torch.ones(7))
     assert bool((draws["scales"] > 0).all())
-
-
-def test_default_start_is_off_the_groups_fixed_point() -> None:
-    """The gradient can't tell units apart if all are equal; stock AutoNormal starts there."""
-    model, group, x, y = network()
-    guide = AutoSymmetrized(model, group).setup(x, y)
-    weights = guide.unpack(guide.base.loc)
-    assert len(set(weights["0.weight"].flatten().tolist())) == HIDDEN
-    torch.testing.assert_close(weights["0.weight"], model.initial_weights()["0.weight"])
-    stock = AutoNormal(model)
-    stock(x, y)
-    assert torch.equal(stock.median()["0.weight"], torch.zeros(HIDDEN, 1))
 
 
 def test_a_group_of_another_model_is_refused_by_site() -> None:
@@ -197,19 +150,6 @@ def test_orbit_draws_visit_all_copies_and_base_draws_one() -> None:
     torch.testing.assert_close(all_copies.sort(-1).values, one.sort(-1).values, atol=2e-3, rtol=0)
 
 
-def test_wrong_bases_and_groups_are_refused() -> None:
-    model, group, _, _ = network()
-    with pytest.raises(TypeError, match="AutoDelta"):
-        AutoSymmetrized(model, group, base=AutoDelta)
-    with pytest.raises(TypeError, match="Group"):
-        AutoSymmetrized(model, {"0.weight": ("hidden", None)})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="InfoNCE"):
-        AutoSymmetrized(model, group, estimator=InfoNCE)  # type: ignore[arg-type]
-    for call in (lambda g: g.sample_posterior((2,)), lambda g: g.median(), lambda g: g.quantiles([0.5])):
-        with pytest.raises(ValueError, match="setup"):
-            call(AutoSymmetrized(model, group))
-
-
 # parameters of their own --------------------------------------------------------------------------------------------
 
 
@@ -221,14 +161,6 @@ def test_training_one_guide_leaves_another_of_its_class_alone() -> None:
     steps(model, first, x, y, number=5)
     assert all(torch.equal(value, before[site]) for site, value in second.median().items())
     assert not torch.equal(first.median()["0.weight"], before["0.weight"])
-
-
-def test_setup_creates_what_an_optimiser_needs() -> None:
-    model, group, x, y = network()
-    guide = AutoSymmetrized(model, group)
-    assert not list(guide.parameters())
-    assert guide.setup(x, y) is guide
-    assert sum(p.numel() for p in guide.parameters()) == 2 * guide.latent_dim
 
 
 # draws --------------------------------------------------------------------------------------------------------------
@@ -250,13 +182,6 @@ def test_draws_of_stock_guides_have_their_moments(guide_class: type) -> None:
     assert abs(float(logs.mean() - moments.loc["noise_scale"])) < 6 * float(logs.std()) / math.sqrt(20_000)
 
 
-def test_draws_of_a_mixture_guide_keep_sites_in_plates_apart() -> None:
-    guide = AutoDiagonalNormal(mixture)
-    guide(torch.randn(20))
-    shapes = {site: tuple(value.shape) for site, value in sample_posterior(guide, (5, 2)).items()}
-    assert shapes == {"weights": (5, 2, 3), "locs": (5, 2, 3), "scales": (5, 2, 3)}
-
-
 def test_pack_is_the_inverse_of_unpack() -> None:
     guide = AutoSymmetrized(mixture, MIXTURE_GROUP).setup(torch.randn(20))
     latent = torch.randn(4, guide.latent_dim)
@@ -264,53 +189,6 @@ def test_pack_is_the_inverse_of_unpack() -> None:
 
 
 # pushed forward and in between --------------------------------------------------------------------------------------
-
-
-def trained_pair() -> tuple[Any, ...]:
-    model, group, x, y = network()
-    guides = [kind(model, init_scale=0.1) for kind in (AutoNormal, AutoDiagonalNormal)]
-    for guide in guides:
-        steps(model, guide, x, y, number=40)
-    return model, group, x, y, *guides
-
-
-def test_the_push_forward_has_the_permuted_moments() -> None:
-    _, group, _, _, first, _ = trained_pair()
-    permutation = group.element({"hidden": [2, 0, 1]})
-    moved, original = to_gaussian(push_forward(first, permutation)), to_gaussian(first)
-    for values, permuted in ((original.loc, moved.loc), (original.scale, moved.scale)):
-        torch.testing.assert_close(permuted["0.weight"], values["0.weight"][[2, 0, 1]])
-        torch.testing.assert_close(permuted["0.bias"], values["0.bias"][[2, 0, 1]])
-        torch.testing.assert_close(permuted["2.weight"], values["2.weight"][:, [2, 0, 1]])
-        torch.testing.assert_close(permuted["noise_scale"], values["noise_scale"])
-
-
-@pytest.mark.stochastic
-def test_the_push_forward_has_the_same_elbo_and_can_be_trained() -> None:
-    model, group, x, y, first, _ = trained_pair()
-    moved = push_forward(first, group.element({"hidden": [1, 2, 0]}))
-    before = {site: value.clone() for site, value in to_gaussian(first).loc.items()}
-    original = push_forward(first, group.identity())
-
-    def loss(guide: Any) -> float:
-        return evidence_of(guide, lambda w: model.log_joint(w, x, y), group, ExactOrbit(), num_samples=4000).elbo
-
-    # The two estimates share no draws; their standard errors are below 0.1 nats here, so 1 is 7 sigma.
-    assert loss(moved) == pytest.approx(loss(original), abs=1.0)
-    losses = steps(model, moved, x, y, number=100)
-    assert sum(losses[-20:]) < sum(losses[:20])
-    assert all(torch.equal(value, before[site]) for site, value in to_gaussian(first).loc.items())
-
-
-def test_interpolation_runs_from_one_guide_to_the_other() -> None:
-    _, group, _, _, first, second = trained_pair()
-    aligned = push_forward(second, align(second, first, group).element)
-    ends = to_gaussian(first), to_gaussian(aligned)
-    for t in (0.0, 0.3, 1.0):
-        between = to_gaussian(interpolate(first, aligned, t))
-        for site in between.loc:
-            torch.testing.assert_close(between.loc[site], (1 - t) * ends[0].loc[site] + t * ends[1].loc[site])
-            torch.testing.assert_close(between.scale[site], (1 - t) * ends[0].scale[site] + t * ends[1].scale[site])
 
 
 def test_positive_sites_are_pushed_forward_as_they_are_aligned() -> None:
@@ -325,40 +203,7 @@ def test_positive_sites_are_pushed_forward_as_they_are_aligned() -> None:
     torch.testing.assert_close(moved.median()["scales"], guide.median()["scales"][[2, 0, 1]])
 
 
-def test_a_batch_of_permutations_and_a_simplex_cannot_push_forward() -> None:
-    _, group, _, _, first, _ = trained_pair()
-    with pytest.raises(TypeError, match=r"align\(guide"):
-        push_forward(first, align(first, first, group))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="batch of shape"):
-        push_forward(first, group.sample((2,)))
-    pyro.clear_param_store()  # of the guide of this class above
-    guide = AutoDiagonalNormal(mixture)
-    guide(torch.randn(20))
-    with pytest.raises(ValueError, match="constrained together"):
-        push_forward(guide, MIXTURE_GROUP.sample())
-
-
 # on disk ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_a_symmetrised_guide_survives_the_disk(base: type, tmp_path: Path) -> None:
-    model, group, x, y = network()
-    guide = AutoSymmetrized(model, group, base=base, estimator=InfoNCE(4), init_scale=0.1)
-    steps(model, guide, x, y, number=10)
-    save_guide(guide, tmp_path / "guide.safetensors")
-    pyro.clear_param_store()
-    loaded = load_guide(tmp_path / "guide.safetensors", device=x.device)
-    assert isinstance(loaded, AutoSymmetrized)
-    assert loaded.estimator == InfoNCE(4)
-    assert loaded.group == group
-    draws = []
-    for one in (guide, loaded):
-        pyro.set_rng_seed(5)
-        draws.append(one.sample_posterior((3,)))
-    assert all(torch.equal(draws[0][site], draws[1][site]) for site in draws[0])
-    losses = steps(model, loaded, x, y, number=100)
-    assert sum(losses[-20:]) < sum(losses[:20])
 
 
 def test_a_mixture_guide_survives_the_disk_with_its_plates(tmp_path: Path) -> None:
@@ -368,18 +213,6 @@ def test_a_mixture_guide_survives_the_disk_with_its_plates(tmp_path: Path) -> No
     loaded = load_guide(tmp_path / "guide.safetensors")
     torch.testing.assert_close(loaded.sample_posterior((4,))["weights"].sum(-1), torch.ones(4))
     assert all(math.isfinite(loss) for loss in steps(mixture, loaded, data, number=5))
-
-
-@pytest.mark.parametrize("kind", [AutoNormal, AutoDiagonalNormal])
-def test_stock_mean_field_guides_come_back_as_ours(kind: type, tmp_path: Path) -> None:
-    model, _, x, y = network()
-    guide = kind(model)
-    steps(model, guide, x, y, number=5)
-    save_guide(guide, tmp_path / "guide.safetensors")
-    loaded = load_guide(tmp_path / "guide.safetensors")
-    assert isinstance(loaded, AutoGaussian)
-    for site, loc in to_gaussian(guide).loc.items():
-        torch.testing.assert_close(to_gaussian(loaded).loc[site], loc)
 
 
 def test_what_is_no_guide_file_is_refused(tmp_path: Path) -> None:

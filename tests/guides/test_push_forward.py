@@ -13,9 +13,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import (
-    AutoDelta,
     AutoDiagonalNormal,
-    AutoIAFNormal,
     AutoLowRankMultivariateNormal,
     AutoMultivariateNormal,
     AutoNormal,
@@ -153,31 +151,6 @@ def test_the_inverse_leads_back(kind: type) -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_pushed_guide_is_saved_loaded_and_trained_further_alone(kind: type, tmp_path: Path) -> None:
-    model, symmetry, x, y = problem()
-    guide = trained(kind, model, x, y)
-    pushed, original = push_forward(guide, symmetry.sample()), moments(guide)
-    save_guide(pushed, tmp_path / "guide.safetensors")
-    loaded = load_guide(tmp_path / "guide.safetensors", device=x.device)
-    assert loaded.moment_names == pushed.moment_names
-    for found, expected in zip(moments(loaded), moments(pushed), strict=True):
-        torch.testing.assert_close(found, expected)
-    draws = pushed.sample_posterior((5,))
-    assert {site: value.shape[1:] for site, value in draws.items()} == model.site_shapes
-    before = moments(pushed)
-    losses = steps(model, loaded, x, y, number=60)
-    assert sum(losses[-15:]) < sum(losses[:15])
-    for other, expected in ((pushed, before), (guide, original)):
-        assert torch.equal(moments(other)[0], expected[0])
-    assert not torch.allclose(moments(loaded)[0], before[0])
-
-
-def test_no_guide_is_refused() -> None:
-    with pytest.raises(ValueError, match="dict hasn't been set up"):
-        push_forward({}, problem()[1].sample())  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", [AutoLowRankMultivariateNormal, AutoMultivariateNormal])
 def test_stock_guides_with_correlations_survive_the_disk(kind: type, tmp_path: Path) -> None:
     model, _, x, y = problem()
@@ -231,35 +204,6 @@ def test_permutations_move_positive_sites_and_scalings_refuse_them() -> None:
     units = Units("k", 1, (Axis("scales", 0, torch.arange(3)[:, None], 0),), moves=frozenset({"shift"}))
     with pytest.raises(ValueError, match=r"\['k'\].*'scales'.*real number"):
         push_forward(guide, Group([units], {"scales": torch.Size([3])}).sample())
-
-
-def test_simplex_sites_batches_and_other_guides_are_refused_by_name() -> None:
-    def model() -> None:
-        pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
-
-    guide = AutoDiagonalNormal(model)
-    guide()
-    group = Group.declare({"weights": ("k",)}, {"weights": torch.Size([3])})
-    with pytest.raises(ValueError, match="'weights', which are constrained together"):
-        push_forward(guide, group.sample())
-    network, symmetry, x, y = problem()
-    fitted = trained(AutoNormal, network, x, y)
-    with pytest.raises(ValueError, match=r"batch of shape \(2,\)"):
-        push_forward(fitted, symmetry.sample((2,)))
-    with pytest.raises(ValueError, match=r"'net\.0\.weight'.*prefixed\('net'\)"):
-        push_forward(fitted, symmetry.prefixed("net").permutations.sample())
-    with pytest.raises(TypeError, match="function"):
-        push_forward(fitted, lambda weights: weights)  # type: ignore[arg-type]
-    wrong = Group.declare({"0.bias": ("k",)}, {"0.bias": torch.Size([5])})
-    with pytest.raises(ValueError, match=r"'0\.bias' has shape \(4,\) in the guide, but \(5,\)"):
-        push_forward(fitted, wrong.sample())
-    for kind in (AutoDelta, lambda m: AutoIAFNormal(m, hidden_dim=[60])):
-        other = kind(network)
-        other(x, y)
-        with pytest.raises(TypeError, match=f"{type(other).__name__} isn't a Gaussian guide"):
-            push_forward(other, symmetry.sample())
-    with pytest.raises(ValueError, match="hasn't been set up"):
-        push_forward(AutoNormal(network), symmetry.sample())
 
 
 def test_sites_that_the_symmetry_does_not_know_stay() -> None:

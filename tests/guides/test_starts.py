@@ -98,11 +98,6 @@ def test_a_given_start_is_taken_as_it_is() -> None:
     torch.testing.assert_close(guide.unpack(first_loc(guide)), given)
 
 
-def test_one_quantile_is_as_a_list_of_one() -> None:
-    guide = AutoSymmetrized(mixture, GROUP).setup(DATA)
-    torch.testing.assert_close(guide.quantiles(0.3), guide.quantiles([0.3]))
-
-
 PLANE = {"shares": torch.Size([3]), "locs": torch.Size([3, 2]), "scales": torch.Size([3])}
 ROWS = torch.tensor([[-3.0, 0.0], [3.0, 1.0], [0.0, 4.0]]).repeat(40, 1)
 
