@@ -90,32 +90,6 @@ class WeightsGuide(AutoContinuous):
         with torch.no_grad():
             return layout.constrain(self.get_posterior().sample(shape))
 
-    def median(self, *args: Any, **kwargs: Any) -> Weights:
-        """Medians of the weights, by site; of a symmetrised guide, its base's."""
-        return {site: value[0] for site, value in self.quantiles([0.5]).items()}
-
-    @torch.no_grad()
-    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
-        """Marginal quantiles of the weights, by site, ``(len(quantiles), *site_shape)``; of a symmetrised guide, its
-        base's.
-
-        :param quantiles: between 0 and 1.
-        """
-        layout, levels = layout_of(self), arguments.numbers("quantiles", quantiles).double().reshape(-1, 1)
-        if not len(levels) or not bool(((levels > 0) & (levels < 1)).all()):
-            raise ValueError(f"quantiles are {levels.flatten().tolist()}; each must lie between 0 and 1")
-        return layout.constrain(self._marginal_quantiles(levels))
-
-    def _marginal_quantiles(self, levels: Tensor) -> Tensor:
-        """Quantiles of each number of the flat vector: ``(n, 1)``, in float64, -> ``(n, D)``."""
-        loc, scale = self._loc_scale()
-        return torch.distributions.Normal(loc, scale).icdf(levels.to(loc))
-
-    def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError(
-            f"{type(self).__name__} has no formula for its marginals; take quantiles of guide.sample_posterior((2000,))"
-        )
-
     def unpack(self, latent: Tensor) -> Weights:
         """Flat unconstrained vectors ``batch_shape + (D,)`` -> weights."""
         layout = layout_of(self)

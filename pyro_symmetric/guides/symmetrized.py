@@ -174,15 +174,8 @@ class AutoSymmetrized(WeightsGuide):
         element = self.group.without_buffers().sample(sample_shape, device=next(iter(weights.values())).device)
         return element(weights)
 
-    def _marginal_quantiles(self, levels: Tensor) -> Tensor:
-        own = isinstance(self.base, WeightsGuide)
-        return self.base._marginal_quantiles(levels) if own else super()._marginal_quantiles(levels)
-
     def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        try:
-            return self.base._loc_scale(*args, **kwargs)
-        except NotImplementedError:
-            return super()._loc_scale()  # says what to do
+        return self.base._loc_scale(*args, **kwargs)  # of which median and quantiles are made
 
 
 def _base(base: Any, model: Any, start: InitLocFn, options: Mapping[str, Any]) -> AutoContinuous:

@@ -29,7 +29,6 @@ from .table import (
 )
 
 SHAPES = (3, "34", 1.5, (1.5,), (-1,), None)
-QUANTILES = ([0.0], [1.0], [-0.5], [1.5], [NAN], "0.5", ["0.5"], None, [], [None])
 NO_GUIDE = (*THINGS, ARRAY, {}, AutoDiagonalNormal, Made("unused", unused_guide))
 NO_GROUP = (*THINGS, ARRAY, {}, Made("network", network))
 NO_ELEMENT = (*THINGS, ARRAY, Made("group", group), Made("batch", lambda: group().identity((2,))))
@@ -102,13 +101,6 @@ CALLS = (
     Calls("AutoUnitBlocks.get_posterior", lambda **o: blocks().get_posterior(**o), dict, {}, misspelt=False),
     Calls("AutoGaussian.get_posterior", lambda **o: guide().get_posterior(**o), dict, {}, misspelt=False),
     Calls(
-        "WeightsGuide.quantiles",
-        lambda **o: guide().quantiles(**o),
-        lambda: {"quantiles": [0.1, 0.5]},
-        {"quantiles": QUANTILES},
-        misspelt=False,
-    ),
-    Calls(
         "AutoSymmetrized",
         ps.AutoSymmetrized,
         lambda: {"model": model(), "group": group()},
@@ -134,13 +126,6 @@ CALLS = (
         lambda **o: symmetrized().sample_posterior(**o),
         dict,
         {"sample_shape": SHAPES, "orbit": FLAGS},
-    ),
-    Calls(
-        "AutoSymmetrized.quantiles",
-        lambda **o: symmetrized().quantiles(**o),
-        lambda: {"quantiles": [0.1, 0.5]},
-        {"quantiles": QUANTILES},
-        misspelt=False,
     ),
     *(
         Calls(

@@ -111,7 +111,7 @@ def test_a_flow_s_quantiles_are_those_of_its_draws() -> None:
     model, symmetry, x, y = network()
     guide = AutoSymmetrized(model, symmetry, base=AutoIAFNormal, hidden_dim=[16]).setup(x, y)
     for call in (guide.median, lambda: guide.quantiles([0.5])):
-        with pytest.raises(NotImplementedError, match="sample_posterior"):
+        with pytest.raises(NotImplementedError):
             call()
 
 
