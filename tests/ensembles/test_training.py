@@ -8,6 +8,7 @@ import scipy.optimize
 import torch
 from torch import nn
 
+from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.ensembles import ensemble, fresh_members, initialised_by
 from pyro_symmetric.ensembles.members import LOSSES
 from pyro_symmetric.likelihoods import GaussianLikelihood
@@ -55,6 +56,30 @@ def test_every_member_goes_where_it_would_go_alone(optimizer):
         expected = alone(perceptron(), {k: v[member] for k, v in start.items()}, x, y, optimizer, 20)
         for name, value in expected.items():
             torch.testing.assert_close(found[name][member], value.detach(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [None, 10])
+def test_stochastic_gradient_descent_commutes_with_permutations(batch_size):
+    """Laurent et al. 2024, Proposition 3: from permuted weights and the same batches it ends at the permuted end."""
+    (x, y), net = blobs(), perceptron()
+    group = find_symmetry(net, x[:2]).permutations
+    start = fresh_members(net, 4)
+    element = group.sample((4,))
+    ends = [
+        ensemble(
+            net,
+            (x, y),
+            4,
+            epochs=10,
+            batch_size=batch_size,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            initial=lambda n, first=first: first,
+            progress=False,
+            seed=3,
+        ).get_samples()
+        for first in (start, element(start))
+    ]
+    torch.testing.assert_close(element(ends[0]), ends[1], atol=2e-5, rtol=1e-4)
 
 
 def test_members_have_their_own_starts_and_their_own_batches():
