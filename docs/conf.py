@@ -3,6 +3,7 @@
 import argparse
 import base64
 import json
+import operator
 import os
 import re
 import shutil
@@ -78,10 +79,15 @@ def first_picture(notebook: Path) -> bytes:
     return next(base64.b64decode(o["data"]["image/png"]) for o in outputs if "image/png" in o.get("data", {}))
 
 
+ROOMS = ("groups", "discovery", "canonical", "alignment", "compare", "guides", "mcmc")
+
+
 def groups() -> list[tuple[str, list[str]]]:
-    """The public names under the headings of the package's own docstring, which ``help`` shows."""
+    """The public names under the headings of the package's own docstring, which ``help`` shows, then those of rooms."""
     found = re.findall(r"^(\S[^\n]*)\n((?:    [^\n]*\n)+)", ps.__doc__ or "", flags=re.MULTILINE)
-    return [(title, re.findall(r"\w+", names)) for title, names in found]
+    public = [(title, re.findall(r"\w+", names)) for title, names in found]
+    rooms = {room: [name for name in getattr(ps, room).__all__ if name not in ps.__all__] for room in ROOMS}
+    return public + [(f"In {room}", [f"{room}.{name}" for name in names]) for room, names in rooms.items()]
 
 
 def write_api(folder: Path) -> None:
@@ -92,7 +98,7 @@ def write_api(folder: Path) -> None:
     for title, names in groups():
         index += ["", f"## {title}", "", "| | |", "| --- | --- |"]
         for name in names:
-            thing, page = getattr(ps, name), f"pyro_symmetric.{name}"
+            thing, page = operator.attrgetter(name)(ps), f"pyro_symmetric.{name}"
             kind = "module" if not callable(thing) else "class" if isinstance(thing, type) else "function"
             body = f".. automodule:: {thing.__name__}" if kind == "module" else f".. auto{kind}:: pyro_symmetric.{name}"
             (folder / f"{page}.rst").write_text(f"{name}\n{'=' * len(name)}\n\n{body}\n")

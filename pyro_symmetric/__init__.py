@@ -6,78 +6,41 @@ reference posteriors with many chains at once, and measure how close an approxim
 The names, by purpose; ``help(pyro_symmetric.find_symmetry)`` explains one:
 
 Symmetries of networks and models
-    find_symmetry verify completeness register_rule verify_model check_priors Symmetry
-    Group group_of Units Axis Element Action
-
-Canonical forms
-    canonicalize minimal_mass sorting_permutation
+    find_symmetry Symmetry Group verify verify_model canonicalize minimal_mass
 
 Models
-    BayesianModel GaussianPrior CategoricalLikelihood GaussianLikelihood HeteroscedasticLikelihood
-    log_joint
+    BayesianModel GaussianPrior CategoricalLikelihood GaussianLikelihood
 
 Guides
-    AutoSymmetrized symmetrize Symmetrized SinkhornImportance ExactOrbit InfoNCE
-    AutoUnitBlocks AutoGaussian
-    sample_posterior save_guide load_guide
+    AutoSymmetrized symmetrize Symmetrized SinkhornImportance InfoNCE ExactOrbit
+    AutoUnitBlocks AutoGaussian push_forward interpolate barycentre save_guide load_guide evidence
 
-Evidence
-    evidence
-
-Samplers
-    sample NUTS HMC AdaptiveHMC MCLMC SGHMC SGLD pSGLD Kernel State MCMC
-
-Posteriors
-    Posterior predict diagnose summary relabel to_arviz
-
-Ensembles and checkpoints
-    ensemble read_checkpoints
+Samplers and posteriors
+    sample NUTS HMC AdaptiveHMC MCLMC SGHMC SGLD pSGLD MCMC log_joint
+    Posterior predict diagnose summary
 
 Alignment
-    align align_many push_forward interpolate barycentre loss_barrier to_gaussian
-    MatchCost ActivationCost TableCost Alignment Frame BarrierCurve GaussianWeights
+    align align_many loss_barrier relabel
 
 Distances, tests and scores
-    common_frame mmd mmd_test marginal_wasserstein total_variation scores
-    DistanceResult
-    invariance_tests excess_mass functional_collapse SortingTracker
+    common_frame mmd mmd_test marginal_wasserstein total_variation invariance_tests scores
 
-Data
-    datasets
+Ensembles, networks, data, errors
+    ensemble networks datasets Error
 
-Errors
-    BrokenSymmetry UnverifiedSymmetry InconclusiveError UntraceableError UnknownOperator
-    StoreError OtherRun
+What is asked for less often lives in its room: ``groups`` (units, elements, actions), ``discovery`` (rules of
+operators, completeness, priors), ``canonical``, ``alignment`` (costs, results), ``compare`` (diversity, dynamics,
+results), ``guides``, ``mcmc`` (kernels of one's own), ``likelihoods``, ``checkpoints``, ``storage``.
 """
 
-from pyro_symmetric import datasets
+from pyro_symmetric import checkpoints as checkpoints
+from pyro_symmetric import datasets, networks
 from pyro_symmetric._version import __version__ as __version__
-from pyro_symmetric.alignment import (
-    ActivationCost,
-    Alignment,
-    BarrierCurve,
-    Frame,
-    GaussianWeights,
-    MatchCost,
-    TableCost,
-    align,
-    align_many,
-    loss_barrier,
-    relabel,
-    to_gaussian,
-)
-from pyro_symmetric.arviz_export import to_arviz
-from pyro_symmetric.canonical.forms import canonicalize
-from pyro_symmetric.canonical.minimal_mass import minimal_mass
-from pyro_symmetric.canonical.sorting import sorting_permutation
-from pyro_symmetric.checkpoints import read_checkpoints
+from pyro_symmetric.alignment import align, align_many, loss_barrier, relabel
+from pyro_symmetric.canonical import canonicalize, minimal_mass
 from pyro_symmetric.compare import (
-    DistanceResult,
-    SortingTracker,
     common_frame,
     diagnose,
-    excess_mass,
-    functional_collapse,
     invariance_tests,
     marginal_wasserstein,
     mmd,
@@ -86,21 +49,11 @@ from pyro_symmetric.compare import (
     summary,
     total_variation,
 )
-from pyro_symmetric.discovery.completeness import completeness
-from pyro_symmetric.discovery.export import UntraceableError
-from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.invariance import InconclusiveError
-from pyro_symmetric.discovery.model_check import check_priors, verify_model
-from pyro_symmetric.discovery.rules.registry import register_rule
-from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.discovery.trace import UnknownOperator
-from pyro_symmetric.discovery.verify import BrokenSymmetry, UnverifiedSymmetry, verify
+from pyro_symmetric.discovery import Symmetry, find_symmetry, verify, verify_model
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, Symmetrized
 from pyro_symmetric.ensembles import ensemble
-from pyro_symmetric.groups.action import Action
-from pyro_symmetric.groups.element import Element
-from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Axis, Units
+from pyro_symmetric.errors import Error
+from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import (
     AutoGaussian,
     AutoSymmetrized,
@@ -110,30 +63,15 @@ from pyro_symmetric.guides import (
     interpolate,
     load_guide,
     push_forward,
-    sample_posterior,
     save_guide,
     symmetrize,
 )
 from pyro_symmetric.infer import MCMC
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, HeteroscedasticLikelihood
-from pyro_symmetric.mcmc import (
-    HMC,
-    MCLMC,
-    NUTS,
-    SGHMC,
-    SGLD,
-    AdaptiveHMC,
-    Kernel,
-    OtherRun,
-    State,
-    log_joint,
-    pSGLD,
-    sample,
-)
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
+from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, SGHMC, SGLD, AdaptiveHMC, log_joint, pSGLD, sample
 from pyro_symmetric.models import BayesianModel, GaussianPrior
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import predict
-from pyro_symmetric.storage import StoreError
 
 __all__ = [
     "HMC",
@@ -142,59 +80,32 @@ __all__ = [
     "NUTS",
     "SGHMC",
     "SGLD",
-    "Action",
-    "ActivationCost",
     "AdaptiveHMC",
-    "Alignment",
     "AutoGaussian",
     "AutoSymmetrized",
     "AutoUnitBlocks",
-    "Axis",
-    "BarrierCurve",
     "BayesianModel",
-    "BrokenSymmetry",
     "CategoricalLikelihood",
-    "DistanceResult",
-    "Element",
+    "Error",
     "ExactOrbit",
-    "Frame",
     "GaussianLikelihood",
     "GaussianPrior",
-    "GaussianWeights",
     "Group",
-    "HeteroscedasticLikelihood",
-    "InconclusiveError",
     "InfoNCE",
-    "Kernel",
-    "MatchCost",
-    "OtherRun",
     "Posterior",
     "SinkhornImportance",
-    "SortingTracker",
-    "State",
-    "StoreError",
     "Symmetrized",
     "Symmetry",
-    "TableCost",
-    "Units",
-    "UnknownOperator",
-    "UntraceableError",
-    "UnverifiedSymmetry",
     "align",
     "align_many",
     "barycentre",
     "canonicalize",
-    "check_priors",
     "common_frame",
-    "completeness",
     "datasets",
     "diagnose",
     "ensemble",
     "evidence",
-    "excess_mass",
     "find_symmetry",
-    "functional_collapse",
-    "group_of",
     "interpolate",
     "invariance_tests",
     "load_guide",
@@ -204,21 +115,16 @@ __all__ = [
     "minimal_mass",
     "mmd",
     "mmd_test",
+    "networks",
     "pSGLD",
     "predict",
     "push_forward",
-    "read_checkpoints",
-    "register_rule",
     "relabel",
     "sample",
-    "sample_posterior",
     "save_guide",
     "scores",
-    "sorting_permutation",
     "summary",
     "symmetrize",
-    "to_arviz",
-    "to_gaussian",
     "total_variation",
     "verify",
     "verify_model",

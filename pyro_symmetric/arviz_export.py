@@ -17,7 +17,6 @@ from pyro_symmetric.calls import did_you_mean
 from pyro_symmetric.draws import array
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, as_tensor, placed, promoted
-from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predict import pointwise_log_likelihood, predict
 from pyro_symmetric.weights import Shapes
 
@@ -28,39 +27,16 @@ ROW = "row"
 
 
 def to_arviz(
-    posterior: Posterior,
+    posterior: Any,
     dims: Mapping[str, list[str]] | None = None,
     coords: Mapping[str, Any] | None = None,
     *,
     log_likelihood: bool | tuple[Any, ...] = False,
     posterior_predictive: bool | tuple[Any, ...] = False,
 ) -> xarray.DataTree:
-    """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
-
-    Its groups are ``posterior``, ``sample_stats`` if the posterior has statistics, and on request
-
-    * ``log_likelihood`` of every row, as ``arviz_stats.loo`` needs it, with ``observed_data``, and
-    * ``posterior_predictive``, draws of the targets.
-
-    >>> model, x, y = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), torch.randn(5, 2), torch.randn(5)
-    >>> draws = {name: prior.sample((4, 50)) for name, prior in model.priors().items()}
-    >>> posterior = ps.Posterior(draws, rows="chains")
-    >>> tree = ps.to_arviz(posterior, log_likelihood=(model, x, y), posterior_predictive=(model, x))
-    >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
-    (['log_likelihood', 'observed_data', 'posterior', 'posterior_predictive'], {'chain': 4, 'draw': 50, 'row': 5})
-
-    The axes of a layer's ``0.weight`` and ``0.bias`` are called ``0.out`` and ``0.in``; other sites' axes
-    ``<site>_dim_<k>``.
-
-    :param posterior: the draws.
-    :param dims: site -> names of its axes, to replace those above; the axis of rows is called ``row``.
-    :param coords: name of an axis -> its labels.
-    :param log_likelihood: the model and what it is called with, or ``True`` for what the posterior was drawn from.
-    :param posterior_predictive: likewise; leave targets out (or pass ``y=None``) to predict other inputs.
-    """
+    """The tree of a posterior; see its method ``to_arviz``."""
     import arviz_base  # which takes a second to load, with xarray and pandas
 
-    arguments.instance("posterior", posterior, Posterior, "a Posterior")
     names = axis_names(posterior.site_shapes)
     arguments.mapping("dims", dims, "site -> names of its axes", none="the usual names")
     arguments.mapping("coords", coords, "name of an axis -> its labels", none="numbers")
@@ -120,9 +96,7 @@ def axis_names(site_shapes: Shapes) -> dict[str, list[str]]:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _call(
-    posterior: Posterior, asked: bool | tuple[Any, ...], name: str
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _call(posterior: Any, asked: bool | tuple[Any, ...], name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The model and what it is called with."""
     if isinstance(asked, tuple) and asked:
         return asked[0], asked[1:], {}
@@ -135,13 +109,13 @@ def _call(
     return posterior.model, posterior._args, posterior._kwargs
 
 
-def _by_chain(posterior: Posterior, values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+def _by_chain(posterior: Any, values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     shape = (posterior.num_chains, posterior.num_samples)
     return {site: array(value.reshape(*shape, *value.shape[1:])) for site, value in values.items()}
 
 
 def _observed(
-    posterior: Posterior, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sites: Mapping[str, Tensor]
+    posterior: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sites: Mapping[str, Tensor]
 ) -> dict[str, np.ndarray]:
     dtype = promoted(list(posterior.samples.values()))
     model, args, kwargs = placed(model, args, kwargs, posterior.origin_device, dtype)

@@ -48,7 +48,7 @@ def read_checkpoints(
     >>> pathlib.Path("checkpoints").mkdir()
     >>> for number in range(3):
     ...     torch.save(nn.Linear(2, 3).state_dict(), f"checkpoints/net-{number}.pt")
-    >>> posterior = ps.read_checkpoints("checkpoints")
+    >>> posterior = ps.checkpoints.read_checkpoints("checkpoints")
     >>> posterior.get_samples()["weight"].shape
     torch.Size([3, 3, 2])
 

@@ -120,7 +120,7 @@ class HeteroscedasticLikelihood(_OutputsSayAll):
     deviations, :math:`\log(1 + e^o) + 10^{-6}`. Targets are ``(N, D)``, or ``(N,)`` of one.
 
     >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> model = ps.BayesianModel(net, likelihood=ps.HeteroscedasticLikelihood())
+    >>> model = ps.BayesianModel(net, likelihood=ps.likelihoods.HeteroscedasticLikelihood())
     >>> model.log_likelihood(model.initial_weights(), torch.randn(5, 3), torch.randn(5)).shape
     torch.Size([5])
 

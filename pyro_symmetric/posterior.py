@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arviz_export import to_arviz
 from pyro_symmetric.chain_tables import counts, description, diagnostics, entries_table, sites_table
 from pyro_symmetric.draws import Metadata, beside, in_chains, long_frame, redrawn, require_draws, wide_frame
 from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
@@ -30,6 +31,7 @@ from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
     import pandas
+    import xarray
 
 Rows = Literal["chains", "independent"]
 
@@ -149,7 +151,7 @@ class Posterior:
         """This posterior, remembering what it was drawn from.
 
         :func:`~pyro_symmetric.mcmc.sample` does it; do it again for a posterior that comes from a file, which holds no
-        model. :func:`~pyro_symmetric.to_arviz` with ``log_likelihood=True`` needs it.
+        model. Its method :meth:`to_arviz` with ``log_likelihood=True`` needs it.
 
         >>> posterior = Posterior.load(path).attach(model, x, y)
 
@@ -322,6 +324,39 @@ class Posterior:
             raise ValueError("names is empty; name one site at least, or leave it out for all")
         frame = FORMS[form]
         return frame({name: known[arguments.known("names", name, known)] for name in dict.fromkeys(chosen)})
+
+    def to_arviz(
+        self,
+        dims: Mapping[str, list[str]] | None = None,
+        coords: Mapping[str, Any] | None = None,
+        *,
+        log_likelihood: bool | tuple[Any, ...] = False,
+        posterior_predictive: bool | tuple[Any, ...] = False,
+    ) -> xarray.DataTree:
+        """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
+
+        Its groups are ``posterior``, ``sample_stats`` if the posterior has statistics, and on request
+
+        * ``log_likelihood`` of every row, as ``arviz_stats.loo`` needs it, with ``observed_data``, and
+        * ``posterior_predictive``, draws of the targets.
+
+        >>> model, x, y = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), torch.randn(5, 2), torch.randn(5)
+        >>> draws = {name: prior.sample((4, 50)) for name, prior in model.priors().items()}
+        >>> posterior = ps.Posterior(draws, rows="chains")
+        >>> tree = posterior.to_arviz(log_likelihood=(model, x, y), posterior_predictive=(model, x))
+        >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
+        (['log_likelihood', 'observed_data', 'posterior', 'posterior_predictive'], {'chain': 4, 'draw': 50, 'row': 5})
+
+        The axes of a layer's ``0.weight`` and ``0.bias`` are called ``0.out`` and ``0.in``; other sites' axes
+        ``<site>_dim_<k>``.
+
+        :param dims: site -> names of its axes, to replace those above; the axis of rows is called ``row``.
+        :param coords: name of an axis -> its labels.
+        :param log_likelihood: the model and what it is called with, or ``True`` for what the posterior was drawn from.
+        :param posterior_predictive: likewise; leave targets out (or pass ``y=None``) to predict other inputs.
+        """
+        asked = {"log_likelihood": log_likelihood, "posterior_predictive": posterior_predictive}
+        return to_arviz(self, dims, coords, **asked)
 
     # how good it is -------------------------------------------------------------------------------------------------
 

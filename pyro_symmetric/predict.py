@@ -23,7 +23,6 @@ from pyro_symmetric import arguments
 from pyro_symmetric.calls import refuse_options
 from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.operations import Operations
-from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.predictors import Predictor, predictor_of
 from pyro_symmetric.weights import Shapes, Weights, batch_shape, require_sites
 
@@ -36,6 +35,14 @@ class Sampler(Protocol):
 
     def sample_posterior(self, sample_shape: Sequence[int] = ()) -> Weights:
         """Draws of the weights, ``sample_shape + site_shape``."""
+
+
+@runtime_checkable
+class Chains(Protocol):
+    """Draws by chain and number, as a ``Posterior`` holds them; ``origin_device`` is where they were computed."""
+
+    samples: Weights
+    origin_device: torch.device | str | None
 
 
 GUIDE_DRAWS = 100
@@ -51,7 +58,7 @@ OPTIONS = frozenset({"kind", "num_samples", "average", "draw_chunk", "row_chunk"
 
 @torch.no_grad()
 def predict(
-    posterior: Posterior | Sampler | Mapping[str, Tensor],
+    posterior: Chains | Sampler | Mapping[str, Tensor],
     model: nn.Module | Callable[..., Any],
     *args: Any,
     kind: Kind = "outputs",
@@ -109,7 +116,7 @@ def predict(
 
 @torch.no_grad()
 def pointwise_log_likelihood(
-    posterior: Posterior | Sampler | Mapping[str, Tensor],
+    posterior: Chains | Sampler | Mapping[str, Tensor],
     model: nn.Module | Callable[..., Any],
     *args: Any,
     num_samples: int | None = None,
@@ -190,7 +197,7 @@ class _Selection:
 
 def _weights_of(posterior: Any) -> Mapping[str, Tensor]:
     """Draws of every site; of a guide, one."""
-    if isinstance(posterior, Posterior):
+    if isinstance(posterior, Chains):
         return posterior.samples
     if isinstance(posterior, Sampler):
         return posterior.sample_posterior()
@@ -201,18 +208,18 @@ def _weights_of(posterior: Any) -> Mapping[str, Tensor]:
 
 def _device_of(posterior: Any) -> torch.device | str | None:
     """The device on which the model was told to compute when it was sampled; its draws lie on the CPU."""
-    return posterior.origin_device if isinstance(posterior, Posterior) else None
+    return posterior.origin_device if isinstance(posterior, Chains) else None
 
 
 def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> _Selection:
     if isinstance(posterior, Sampler):
         posterior, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
-    weights = posterior.samples if isinstance(posterior, Posterior) else posterior
+    weights = posterior.samples if isinstance(posterior, Chains) else posterior
     require_sites(weights, shapes)
     weights = {site: weights[site].detach() for site in shapes}
     batch = batch_shape(weights, shapes)
     count = batch.numel()
-    flat = torch.Size([count]) if isinstance(posterior, Posterior) else batch
+    flat = torch.Size([count]) if isinstance(posterior, Chains) else batch
     if num_samples is None:
         return _Selection(weights, batch, torch.arange(count, device="cpu"), flat)
     if len(flat) != 1 or num_samples > count:

@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.errors import Error
 
 PathLike = str | os.PathLike[str]
 CHECKSUM = "crc32"
@@ -36,14 +37,14 @@ DAMAGED = "what it holds differs from its checksum. Restore it from a copy, or r
 MOST_TRIES = 100  # to read a file that is replaced again and again
 
 
-class StoreError(ValueError):
+class StoreError(Error, ValueError):
     """Damaged files on the disk, or others than expected: another run's, another version's.
 
     >>> with open("guide.safetensors", "wb") as file:
     ...     size = file.write(b"no guide")
     >>> try:
     ...     ps.load_guide("guide.safetensors")
-    ... except ps.StoreError:
+    ... except ps.storage.StoreError:
     ...     print("not a guide")
     not a guide
     """

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.distributions import Normal
 
-from pyro_symmetric import UntraceableError, find_symmetry
+from pyro_symmetric import find_symmetry
 from pyro_symmetric._process import running_pyro, with_both_branches, without_messages, without_warnings
+from pyro_symmetric.discovery import UntraceableError
 
 
 class Branching(nn.Linear):

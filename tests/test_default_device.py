@@ -19,7 +19,6 @@ from pyro_symmetric import (
     align_many,
     canonicalize,
     common_frame,
-    excess_mass,
     find_symmetry,
     invariance_tests,
     marginal_wasserstein,
@@ -27,9 +26,10 @@ from pyro_symmetric import (
     mmd,
     mmd_test,
     scores,
-    sorting_permutation,
     verify,
 )
+from pyro_symmetric.canonical import sorting_permutation
+from pyro_symmetric.compare import excess_mass
 from pyro_symmetric.groups import Axis, Group, Units
 
 TREE = Path(__file__).parent.parent

@@ -19,7 +19,7 @@ WHOLE = "__init__"  # the package itself, which a user imports
 
 # From below. What knows no symmetry comes first, the samplers included.
 FLOORS = [
-    ["_process", "plain_operators"],
+    ["_process", "errors", "plain_operators"],
     [
         "_torchvision",
         "_version",
@@ -32,11 +32,12 @@ FLOORS = [
     ["arguments", "enumeration", "generators", "networks"],
     ["chain_statistics", "datasets", "likelihoods", "storage", "weights"],
     ["diagnostics", "draws", "fingerprint", "layout", "models", "store"],
-    ["chain_tables"],
-    ["posterior", "predictors"],
-    ["samples"],
-    ["checkpoints", "predict"],
+    ["chain_tables", "predictors"],
+    ["predict"],
     ["arviz_export"],
+    ["posterior"],
+    ["samples"],
+    ["checkpoints"],
     ["mcmc"],
     ["groups", "infer"],
     ["discovery"],

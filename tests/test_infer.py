@@ -204,7 +204,7 @@ def test_it_is_shown_by_its_kernel_and_what_it_holds():
 
 def test_who_passes_it_for_its_posterior_is_told_so():
     mcmc = quiet(NUTS(positive), 5)
-    for call in (ps.diagnose, ps.to_arviz, ps.summary):
+    for call in (ps.diagnose, ps.summary):
         with pytest.raises(TypeError, match=r"pass its \.posterior"):
             call(mcmc)
     with pytest.raises(TypeError, match=r"pass its \.posterior"):

@@ -53,7 +53,7 @@ def test_what_a_base_takes_is_passed_on() -> None:
 
 def test_a_table_of_priors_takes_no_arguments() -> None:
     with pytest.raises(TypeError, match="priors"):
-        ps.check_priors(GROUP, {"w": dist.Normal(torch.zeros(3), 1.0).to_event(1)}, torch.zeros(3))
+        ps.discovery.check_priors(GROUP, {"w": dist.Normal(torch.zeros(3), 1.0).to_event(1)}, torch.zeros(3))
 
 
 # Arguments that are another callable's: the model's, a net's, a guide's base, an alignment's.
@@ -85,13 +85,13 @@ def test_the_signature_of_a_public_name_names_its_arguments(name: str) -> None:
 def test_objects_say_what_they_are_in_words() -> None:
     group = ps.Group.declare({"w": ("k", None)}, {"w": torch.zeros(3, 2)}, moves=("permute", "flip"))
     units = group.units["k"]
-    state = ps.State(*(torch.zeros(shape) for shape in ((4, 3), (4, 3), (4,), (4, 3))), None, torch.Generator())
-    table = ps.TableCost(GROUP, {"k": torch.zeros(2, 3, 3)})
+    state = ps.mcmc.State(*(torch.zeros(shape) for shape in ((4, 3), (4, 3), (4,), (4, 3))), None, torch.Generator())
+    table = ps.alignment.TableCost(GROUP, {"k": torch.zeros(2, 3, 3)})
     for value, words in (
         (units, "Units('k', 3, permute, flip; w[0]^1)"),
         (units.axes[0], "Axis(w[0]^1, 3 positions)"),
         (table, "TableCost(2 sources, units of k)"),
-        (ps.ActivationCost(NET, torch.zeros(2, 2)), "ActivationCost(Linear)"),
+        (ps.alignment.ActivationCost(NET, torch.zeros(2, 2)), "ActivationCost(Linear)"),
         (state, "State(4 chains of 3 numbers, torch.float32)"),
     ):
         assert repr(value) == words

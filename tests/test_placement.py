@@ -45,7 +45,7 @@ def test_a_traced_models_predictions_and_likelihoods_are_taken_in_the_draws_prec
     mean = ps.predict(posterior, model, X, None, kind="mean", progress=False)["y"]
     assert mean.dtype == torch.float64
     assert torch.allclose(mean, w @ X.double().T)
-    tree = ps.to_arviz(posterior, log_likelihood=True)
+    tree = posterior.to_arviz(log_likelihood=True)
     expected = dist.Normal(mean, 1.0).log_prob(Y.double())
     assert np.allclose(tree["log_likelihood"]["y"].values.reshape(expected.shape), expected.numpy())
     assert np.allclose(tree["observed_data"]["y"].values, Y.numpy())

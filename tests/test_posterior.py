@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.arviz_export import to_arviz
 from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
@@ -169,7 +168,7 @@ def test_divergences_are_listed_as_pyro_lists_them(posterior):
 
 
 def test_to_arviz_keeps_values_and_names(posterior):
-    tree = to_arviz(posterior, dims={"b": ["out", "in"]})
+    tree = posterior.to_arviz(dims={"b": ["out", "in"]})
     assert tree["posterior"]["b"].dims == ("chain", "draw", "out", "in")
     assert np.array_equal(tree["posterior"]["a"].values, posterior.samples["a"].numpy())
     assert np.array_equal(tree["sample_stats"]["diverging"].values, posterior.statistics["diverging"].numpy())
@@ -177,15 +176,15 @@ def test_to_arviz_keeps_values_and_names(posterior):
 
 
 def test_many_short_chains_reach_arviz_without_a_warning():
-    assert to_arviz(Posterior({"w": torch.randn(64, 5, 2)}, rows="chains"))["posterior"]["w"].shape == (64, 5, 2)
+    assert Posterior({"w": torch.randn(64, 5, 2)}, rows="chains").to_arviz()["posterior"]["w"].shape == (64, 5, 2)
 
 
 def test_log_likelihood_and_predictions_reach_arviz_by_row():
     model = BayesianModel(nn.Linear(2, 3))
     x, y = torch.randn(7, 2), torch.randint(3, (7,))
     posterior = Posterior({name: prior.sample((2, 5)) for name, prior in model.priors().items()}, rows="chains")
-    tree = to_arviz(posterior, log_likelihood=(model, x, y), posterior_predictive=(model, x))
-    attached = to_arviz(posterior.attach(model, x, y), log_likelihood=True, posterior_predictive=True)
+    tree = posterior.to_arviz(log_likelihood=(model, x, y), posterior_predictive=(model, x))
+    attached = posterior.attach(model, x, y).to_arviz(log_likelihood=True, posterior_predictive=True)
     for found in (tree, attached):
         assert found["log_likelihood"]["y"].dims == ("chain", "draw", "row")
         expected = model.log_likelihood(posterior.samples, x, y).numpy()
@@ -193,9 +192,9 @@ def test_log_likelihood_and_predictions_reach_arviz_by_row():
         assert found["posterior_predictive"]["y"].shape == (2, 5, 7)
         assert np.array_equal(found["observed_data"]["y"].values, y.numpy())
     with pytest.raises(ValueError, match="doesn't know"):
-        to_arviz(posterior, log_likelihood=True)
+        posterior.to_arviz(log_likelihood=True)
     with pytest.raises(TypeError, match="log_likelihood is 'y'"):
-        to_arviz(posterior, log_likelihood="y")
+        posterior.to_arviz(log_likelihood="y")
 
 
 @pytest.mark.stochastic
@@ -210,7 +209,7 @@ def test_arvizs_loo_of_exact_draws_is_the_exact_one():
     y = torch.randn(20)
     precision = 1 / 9 + 20
     draws = y.sum() / precision + torch.randn(4, 2000) / precision**0.5
-    tree = to_arviz(Posterior({"mean": draws}, rows="chains"), log_likelihood=(model, y))
+    tree = Posterior({"mean": draws}, rows="chains").to_arviz(log_likelihood=(model, y))
     others = precision - 1
     exact = dist.Normal((y.sum() - y) / others, (1 + 1 / others) ** 0.5).log_prob(y).sum()
     assert arviz_stats.loo(tree).elpd == pytest.approx(float(exact), abs=0.1)  # its standard error is 0.018
@@ -220,7 +219,7 @@ def test_arvizs_loo_of_exact_draws_is_the_exact_one():
 def test_layers_axes_are_named_in_arviz():
     shapes = {"0.weight": (5, 2), "0.bias": (5,), "1.weight": (4, 5, 3, 3), "1.bias": (4,), "norm.weight": (4,)}
     posterior = Posterior({site: torch.zeros(2, 4, *shape) for site, shape in shapes.items()}, rows="chains")
-    tree = to_arviz(posterior)["posterior"]
+    tree = posterior.to_arviz()["posterior"]
     assert tree["0.weight"].dims[2:] == ("0.out", "0.in")
     assert tree["0.bias"].dims[2:] == ("0.out",)
     assert tree["1.weight"].dims[2:] == ("1.out", "1.in", "1.kernel_0", "1.kernel_1")
@@ -524,7 +523,7 @@ def test_a_site_without_entries_goes_through_everything(tmp_path, capsys):
     assert Posterior.concat([posterior, posterior]).samples["none"].shape == (4, 10, 0)
     posterior.thin(3).save(tmp_path / "p.safetensors")
     assert Posterior.load(tmp_path / "p.safetensors").samples["none"].shape == (2, 4, 0)
-    assert ps.to_arviz(posterior).posterior["none"].shape == (2, 10, 0)
+    assert posterior.to_arviz().posterior["none"].shape == (2, 10, 0)
     assert "none" in posterior.summary_table()
 
 

@@ -125,7 +125,7 @@ def test_of_a_stock_guide_draws_are_asked_for(model, x):
         TypeError, match=r"posterior is a .*AutoNormal; it must be weights .* sample_posterior\(guide\)"
     ):
         predict(guide, model, x)
-    assert predict(ps.sample_posterior(guide, (7,)), model, x).shape == (7, 9, 3)
+    assert predict(ps.guides.sample_posterior(guide, (7,)), model, x).shape == (7, 9, 3)
 
 
 def test_weights_in_another_precision_are_converted_for_the_network(model, posterior, x):

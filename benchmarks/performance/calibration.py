@@ -102,7 +102,9 @@ class Replications:
         return torch.cat([z, self.energy_and_gradient(z)[0][:, None]], 1)
 
 
-def ranks(kernel: ps.Kernel, replications: Replications, draws: int, thinning: int, num_warmup: int) -> tuple[Any, ...]:
+def ranks(
+    kernel: ps.mcmc.Kernel, replications: Replications, draws: int, thinning: int, num_warmup: int
+) -> tuple[Any, ...]:
     """Ranks ``(R, D + 1)`` of the truth in ``0 ... draws``, and the correlation of successive draws."""
     generator = torch.Generator(replications.truth.device).manual_seed(int(torch.randint(2**62, ())))
     start = Replications.draw(len(replications.truth)).truth
@@ -129,7 +131,12 @@ def p_value(ranks: Tensor, draws: int) -> float:
 
 
 def calibration(
-    kernel: ps.Kernel, replications: int, draws: int, thinning: int, num_warmup: int = 150, batch: int | None = None
+    kernel: ps.mcmc.Kernel,
+    replications: int,
+    draws: int,
+    thinning: int,
+    num_warmup: int = 150,
+    batch: int | None = None,
 ) -> tuple[float, float]:
     """The p-value, and the correlation of successive draws. ``draws + 1`` must be a multiple of 16."""
     with all_chains_in_every_batch():
@@ -141,7 +148,7 @@ def calibration(
 
 DEPTH = 5  # of NUTS's trees, all of which wait for the deepest
 STOCHASTIC: dict[str, Any] = {"tolerance": 0.02}
-SAMPLERS: dict[str, tuple[ps.Kernel, int, int | None]] = {  # kernel, thinning, mini-batch
+SAMPLERS: dict[str, tuple[ps.mcmc.Kernel, int, int | None]] = {  # kernel, thinning, mini-batch
     "HMC": (ps.HMC(model), 3, None),
     "NUTS": (ps.NUTS(model, max_treedepth=DEPTH), 2, None),
     "AdaptiveHMC": (ps.AdaptiveHMC(model), 3, None),
@@ -205,7 +212,9 @@ def contestants() -> dict[str, Callable[[int, int], tuple[float, float]]]:
     return {**right, **{name: partial(_wrong, name) for name in WRONG}}
 
 
-def _right(replications: int, draws: int, kernel: ps.Kernel, thinning: int, batch: int | None) -> tuple[float, float]:
+def _right(
+    replications: int, draws: int, kernel: ps.mcmc.Kernel, thinning: int, batch: int | None
+) -> tuple[float, float]:
     return calibration(kernel, replications, draws, thinning, batch=batch)
 
 

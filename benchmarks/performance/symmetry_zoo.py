@@ -93,7 +93,7 @@ def measure(case: Case) -> Iterator[Any]:
 def completeness(symmetry: Symmetry, net: nn.Module, inputs: tuple[Any, ...]) -> str | None:
     """Null directions of the Jacobian: found, and others; None if nothing can be told."""
     try:
-        report = ps.completeness(symmetry, net, *inputs)
+        report = ps.discovery.completeness(symmetry, net, *inputs)
     except Exception:
         return None
     return f"{report.found} + {report.null - report.found}{'?' if report.doubts else ''}"

@@ -31,8 +31,8 @@ from pyro_symmetric.weights import Weights, all_true, require_finite
 class GaussianWeights:
     """Independent Gaussians over weights: one mean and one standard deviation for each.
 
-    >>> first = ps.GaussianWeights({"w": torch.zeros(2)}, {"w": torch.ones(2)})
-    >>> second = ps.GaussianWeights({"w": torch.tensor([3.0, 4.0])}, {"w": torch.ones(2)})
+    >>> first = ps.alignment.GaussianWeights({"w": torch.zeros(2)}, {"w": torch.ones(2)})
+    >>> second = ps.alignment.GaussianWeights({"w": torch.tensor([3.0, 4.0])}, {"w": torch.ones(2)})
     >>> ps.interpolate(first, second, 0.5).loc
     {'w': tensor([1.5000, 2.0000])}
 
@@ -105,7 +105,7 @@ def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
     """The mean-field Gaussian moments of ``weights``, detached.
 
     >>> draws = ps.Posterior({"w": torch.tensor([[[0.0, 1.0], [2.0, 3.0]]])}, rows="independent")
-    >>> moments = ps.to_gaussian(draws)
+    >>> moments = ps.alignment.to_gaussian(draws)
     >>> moments.loc["w"], moments.scale["w"]
     (tensor([1., 2.]), tensor([1., 1.]))
 

@@ -63,7 +63,7 @@ class Frame:
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> frame = ps.align_many([{"w": torch.tensor([1.0, 2.0, 3.0])}, {"w": torch.tensor([3.0, 1.0, 2.0])}], group)
-    >>> isinstance(frame, ps.Frame), frame.cost.tolist(), frame.converged
+    >>> isinstance(frame, ps.alignment.Frame), frame.cost.tolist(), frame.converged
     (True, [0.0, 0.0], True)
     >>> torch.equal(frame.aligned[0]["w"], frame.aligned[1]["w"])
     True

@@ -47,7 +47,7 @@ class Alignment:
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> result = ps.align({"w": torch.tensor([3.0, 1.0, 2.0])}, {"w": torch.tensor([1.0, 2.0, 3.0])}, group)
-    >>> isinstance(result, ps.Alignment), result.initial_cost, result.cost, result.converged
+    >>> isinstance(result, ps.alignment.Alignment), result.initial_cost, result.cost, result.converged
     (True, 6.0, 0.0, True)
     >>> result.element({"w": torch.tensor([3.0, 1.0, 2.0])})
     {'w': tensor([1., 2., 3.])}
@@ -200,7 +200,7 @@ def _given(
     given = cost(sources, reference, group)
     if not isinstance(given, MatchCost):
         raise TypeError(
-            f"cost returned {arguments.shown(given)}; it must return a MatchCost, e.g. ps.TableCost(group, tables)"
+            f"cost returned {arguments.shown(given)}; it must return a MatchCost, e.g. TableCost(group, tables)"
         )
     if given.batch != len(rows):
         raise ValueError(f"cost returned a MatchCost of {given.batch} sources; it was given {len(rows)}")

@@ -30,7 +30,7 @@ def sorting_permutation(
 
     >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> weights = {"w": torch.tensor([[5.0, 0.0], [1.0, 0.0], [3.0, 0.0]])}
-    >>> ps.sorting_permutation(weights, group)(weights)["w"][:, 0]
+    >>> ps.canonical.sorting_permutation(weights, group)(weights)["w"][:, 0]
     tensor([1., 3., 5.])
 
     :param weights: site -> tensor ``batch_shape + site_shape``, or a network.

@@ -100,7 +100,7 @@ class DistanceResult(Result):
 
     >>> p, q = ({"0.weight": torch.randn(50, 2, 3), "2.weight": torch.randn(50, 2)} for _ in range(2))
     >>> result = ps.mmd(p, q)
-    >>> isinstance(result, ps.DistanceResult), result.value == result["median"]  # of everything together
+    >>> isinstance(result, ps.compare.DistanceResult), result.value == result["median"]  # of everything together
     (True, True)
     >>> result.parts, result.of("0")["num_weights"]  # of one layer
     (('0', '2'), 6)

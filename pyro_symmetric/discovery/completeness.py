@@ -77,7 +77,7 @@ def completeness(
     """Compare a symmetry with all directions in which the weights of a network move without effect.
 
     >>> net, x = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), torch.randn(5, 3)
-    >>> result = ps.completeness(ps.find_symmetry(net, x), net, x)
+    >>> result = ps.discovery.completeness(ps.find_symmetry(net, x), net, x)
     >>> result.null, result.found  # of 50 weights, 8 numbers decide what it computes
     (42, 8)
 

@@ -23,6 +23,7 @@ from pyro_symmetric._process import (
 )
 from pyro_symmetric.discovery.rules.registry import rule_for
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
+from pyro_symmetric.errors import Error
 
 UNTRACEABLE = """\
 {net} can't be traced by torch.export ({error}).
@@ -36,7 +37,7 @@ find_symmetry follows the operators of one forward pass, so the pass may not dep
     )"""
 
 
-class UntraceableError(ValueError):
+class UntraceableError(Error, ValueError):
     """The network can't be traced; the message says why, and what to do instead.
 
     >>> class Net(nn.Linear):
@@ -44,7 +45,7 @@ class UntraceableError(ValueError):
     ...         return super().forward(x) if x.sum() > 0 else x
     >>> try:
     ...     ps.find_symmetry(Net(2, 2), torch.randn(3, 2))
-    ... except ps.UntraceableError:
+    ... except ps.discovery.UntraceableError:
     ...     print("what is computed depends on the data")
     what is computed depends on the data
     """

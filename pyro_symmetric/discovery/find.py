@@ -178,7 +178,7 @@ def _report_lost(facts: Facts, strict: bool) -> None:
         return
     text = (
         f"units are left out of the group at {', '.join(sorted(facts.lost))}. "
-        "help(pyro_symmetric.register_rule) says how to add a rule"
+        "help(pyro_symmetric.discovery.register_rule) says how to add a rule"
     )
     if strict:
         raise ValueError(text)

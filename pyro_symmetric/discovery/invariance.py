@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from pyro_symmetric.errors import Error
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import MOVES, Move
@@ -24,7 +25,7 @@ BITS = 20  # a wrong move passes less than once in two to the power of so many t
 DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": "shifted"}
 
 
-class InconclusiveError(ValueError):
+class InconclusiveError(Error, ValueError):
     """Nothing can be told about an invariance: the function isn't one of the weights alone, or can't be evaluated.
 
     >>> def model():
@@ -32,7 +33,7 @@ class InconclusiveError(ValueError):
     ...     pyro.sample("y", dist.Normal(w.sum() + torch.randn(()), 1.0), obs=torch.tensor(0.0))
     >>> try:
     ...     ps.verify_model(ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)}), model)
-    ... except ps.InconclusiveError:
+    ... except ps.discovery.InconclusiveError:
     ...     print("the density changes by itself")
     the density changes by itself
     """

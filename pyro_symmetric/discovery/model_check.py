@@ -87,10 +87,10 @@ def check_priors(symmetry: Any, priors: Any, *args: Any, **kwargs: Any) -> Verif
 
     >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
     >>> priors = {name: dist.Normal(torch.zeros(p.shape), 1.0).to_event() for name, p in net.named_parameters()}
-    >>> bool(ps.check_priors(ps.find_symmetry(net, x), priors))
+    >>> bool(ps.discovery.check_priors(ps.find_symmetry(net, x), priors))
     True
     >>> priors["0.bias"] = dist.Normal(torch.arange(4.0), 1.0).to_event()
-    >>> bool(ps.check_priors(ps.find_symmetry(net, x), priors))
+    >>> bool(ps.discovery.check_priors(ps.find_symmetry(net, x), priors))
     False
 
     Priors that aren't even in the units break their flips, which is common and harmless if guides are averaged over

@@ -38,7 +38,7 @@ class UnknownOperator(UserWarning):
     ...         return self[1](torch.linalg.pinv(self[0](x)).mT)
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
     ...     symmetry = ps.find_symmetry(Net(nn.Linear(2, 4), nn.Linear(4, 1)), torch.randn(3, 2))
-    >>> any(warning.category is ps.UnknownOperator for warning in caught), symmetry.group.factors
+    >>> any(warning.category is ps.discovery.UnknownOperator for warning in caught), symmetry.group.factors
     (True, {})
     """
 

@@ -36,7 +36,7 @@ class BrokenSymmetry(UserWarning):
     ...         return self[1](hidden if torch.compiler.is_exporting() else hidden.cumsum(-1))
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
     ...     symmetry = ps.find_symmetry(Net(nn.Linear(2, 4), nn.Linear(4, 1)), torch.randn(3, 2))
-    >>> any(warning.category is ps.BrokenSymmetry for warning in caught), symmetry.group.factors
+    >>> any(warning.category is ps.discovery.BrokenSymmetry for warning in caught), symmetry.group.factors
     (True, {})
     """
 
@@ -52,7 +52,7 @@ class UnverifiedSymmetry(UserWarning):
     ...         return super().forward(x) * self.calls
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
     ...     symmetry = ps.find_symmetry(Net(2, 2), torch.randn(3, 2))
-    >>> any(warning.category is ps.UnverifiedSymmetry for warning in caught)
+    >>> any(warning.category is ps.discovery.UnverifiedSymmetry for warning in caught)
     True
     """
 

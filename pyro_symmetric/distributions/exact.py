@@ -65,7 +65,7 @@ class ExactOrbit(OrbitEstimator):
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(2)})
     >>> base = dist.Normal(torch.tensor([-3.0, 3.0]), 1.0).to_event(1)
-    >>> orbit = ps.Symmetrized(base, ps.Action(group, ["w"]), ps.ExactOrbit())
+    >>> orbit = ps.Symmetrized(base, ps.groups.Action(group, ["w"]), ps.ExactOrbit())
     >>> w = torch.tensor([-3.0, 3.0])
     >>> round(float(base.log_prob(w) - orbit.log_prob(w)), 3)  # log 2!
     0.693

@@ -33,7 +33,7 @@ class InfoNCE(OrbitEstimator):
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(10)})
     >>> base = dist.Normal(10 * torch.arange(10.0), 1.0).to_event(1)
-    >>> orbit = ps.Symmetrized(base, ps.Action(group, ["w"]), ps.InfoNCE(15))
+    >>> orbit = ps.Symmetrized(base, ps.groups.Action(group, ["w"]), ps.InfoNCE(15))
     >>> w = base.sample()
     >>> round(float(base.log_prob(w) - orbit.log_prob(w)), 2)  # log 16, of the log 10! = 15.1 that there are
     2.77

@@ -96,7 +96,7 @@ class SinkhornImportance(OrbitEstimator):
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(10)})
     >>> base = dist.Normal(10 * torch.arange(10.0), 1.0).to_event(1)
-    >>> orbit = ps.Symmetrized(base, ps.Action(group, ["w"]), ps.SinkhornImportance(4))
+    >>> orbit = ps.Symmetrized(base, ps.groups.Action(group, ["w"]), ps.SinkhornImportance(4))
     >>> w = base.sample()
     >>> round(float(base.log_prob(w) - orbit.log_prob(w)), 2)  # log 10!
     15.1

@@ -56,13 +56,13 @@ class Symmetrized(TorchDistribution):
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> base = dist.Normal(torch.tensor([-5.0, 0.0, 5.0]), 1.0).to_event(1)
-    >>> orbit = ps.Symmetrized(base, ps.Action(group, ["w"]), ps.ExactOrbit())
+    >>> orbit = ps.Symmetrized(base, ps.groups.Action(group, ["w"]), ps.ExactOrbit())
     >>> w = torch.tensor([-5.0, 0.0, 5.0])
     >>> torch.allclose(orbit.log_prob(w), orbit.log_prob(w.flip(0)))
     True
 
     :param base_distribution: over vectors of event shape ``(D,)``.
-    :param action: the group's action on those vectors, e.g. ``ps.Action(group, sites)``; the average is over its
+    :param action: the group's action on those vectors, e.g. ``ps.groups.Action(group, sites)``; the average is over its
         permutations and signs.
     :param estimator: of :math:`\log \bar q`; :class:`~pyro_symmetric.distributions.SinkhornImportance` by default.
     :param sticking_the_landing: differentiate ``log_prob`` through the draw only, not through the base's own parameters
@@ -178,7 +178,7 @@ class Symmetrized(TorchDistribution):
 
         >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
         >>> base = dist.Normal(torch.tensor([-50.0, 0.0, 50.0]), 1.0).to_event(1)
-        >>> found = ps.Symmetrized(base, ps.Action(group, ["w"]), ps.ExactOrbit()).mutual_information(100)
+        >>> found = ps.Symmetrized(base, ps.groups.Action(group, ["w"]), ps.ExactOrbit()).mutual_information(100)
         >>> round(float(found.value), 3), found.bound  # log 3!
         (1.792, 'exact')
         """

@@ -41,7 +41,7 @@ class Element:
     >>> g = group.element({"unit": torch.tensor([2, 0, 1])})
     >>> g({"w": torch.tensor([10.0, 20.0, 30.0])})
     {'w': tensor([30., 10., 20.])}
-    >>> isinstance(g, ps.Element), (g @ g.inverse()).equal(group.identity())
+    >>> isinstance(g, ps.groups.Element), (g @ g.inverse()).equal(group.identity())
     (True, True)
 
     :param group: the group; the other arguments are trusted. Of each move, the units that are left out stay, and those

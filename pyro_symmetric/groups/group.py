@@ -357,7 +357,7 @@ def group_of(symmetry: Any, name: str = "group") -> Group:
     """The group of a symmetry, or a group itself.
 
     >>> symmetry = ps.find_symmetry(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
-    >>> ps.group_of(symmetry) is symmetry.group
+    >>> ps.groups.group_of(symmetry) is symmetry.group
     True
 
     :param name: what messages call it.

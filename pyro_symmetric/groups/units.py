@@ -21,9 +21,9 @@ MOVES: tuple[Move, ...] = get_args(Move)
 class Axis:
     """One axis of one site along which units lie.
 
-    >>> rows = ps.Axis("hidden.weight", 0, torch.arange(3)[None], exponent=1)
-    >>> columns = ps.Axis("out.weight", 1, torch.arange(3)[None], exponent=-1)
-    >>> units = ps.Units("hidden", 3, (rows, columns), moves=frozenset({"permute", "scale"}))
+    >>> rows = ps.groups.Axis("hidden.weight", 0, torch.arange(3)[None], exponent=1)
+    >>> columns = ps.groups.Axis("out.weight", 1, torch.arange(3)[None], exponent=-1)
+    >>> units = ps.groups.Units("hidden", 3, (rows, columns), moves=frozenset({"permute", "scale"}))
     >>> ps.Group([units], {"hidden.weight": torch.Size([3, 2]), "out.weight": torch.Size([1, 3])}).factors
     {'hidden': 3}
 
@@ -111,8 +111,8 @@ class Units:
     copies=H)``, one copy of ``d`` units in each head. Unit ``i`` of copy ``c`` has the number ``c * size + i`` in the
     indices of the axes. A multiplier that rides along with other units is a set of one unit inside each of them.
 
-    >>> rows = ps.Axis("w", 0, torch.arange(3)[None])
-    >>> units = ps.Units("hidden", 3, (rows,))
+    >>> rows = ps.groups.Axis("w", 0, torch.arange(3)[None])
+    >>> units = ps.groups.Units("hidden", 3, (rows,))
     >>> ps.Group([units], {"w": torch.Size([3, 2])}).order()
     6
 

@@ -167,7 +167,7 @@ def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weig
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
     >>> guide = pyro.infer.autoguide.AutoNormal(model)
     >>> draw = guide()  # sets it up
-    >>> ps.sample_posterior(guide, (20,))["w"].shape
+    >>> ps.guides.sample_posterior(guide, (20,))["w"].shape
     torch.Size([20, 3])
 
     :raises TypeError: for a guide that is neither continuous nor ``AutoNormal`` nor ``AutoDelta``.

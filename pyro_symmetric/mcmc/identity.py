@@ -58,7 +58,7 @@ class OtherRun(StoreError):
     >>> posterior = ps.sample(ps.HMC(model, num_steps=3), num_samples=20, **options)
     >>> try:
     ...     ps.sample(ps.HMC(model, num_steps=4), num_samples=20, **options)
-    ... except ps.OtherRun:
+    ... except ps.mcmc.OtherRun:
     ...     print("the folder holds draws of 3 steps")
     the folder holds draws of 3 steps
     """

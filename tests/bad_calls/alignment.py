@@ -34,7 +34,7 @@ def allocations() -> torch.Tensor:
     return torch.rand(2, 8, 6, 3, generator=torch.Generator().manual_seed(0)).softmax(-1)
 
 
-CURVE = ps.BarrierCurve(torch.linspace(0, 1, 3), {"data": torch.tensor([1.0, 2.0, 1.0])}, {})
+CURVE = ps.alignment.BarrierCurve(torch.linspace(0, 1, 3), {"data": torch.tensor([1.0, 2.0, 1.0])}, {})
 
 
 def two_factors():
@@ -61,7 +61,7 @@ CALLS = (
     Calls(
         "align",
         lambda cost: ps.align(weights(), weights(), group(), cost, progress=False),
-        lambda: {"cost": ps.ActivationCost(network(), data()[0])},
+        lambda: {"cost": ps.alignment.ActivationCost(network(), data()[0])},
         {"cost": (lambda sources, reference, group: None, lambda sources, reference, group: torch.zeros(3, 3))},
         misspelt=False,
     ),
@@ -103,14 +103,14 @@ CALLS = (
     ),
     Calls(
         "to_gaussian",
-        ps.to_gaussian,
+        ps.alignment.to_gaussian,
         lambda: {"weights": weights()},
         {"weights": (*THINGS, ARRAY, {"w": ARRAY}, {"w": None}, {}, Made("unused", unused_guide))},
         words={"weights": ""},
     ),
     Calls(
         "GaussianWeights",
-        ps.GaussianWeights,
+        ps.alignment.GaussianWeights,
         lambda: {"loc": weights(), "scale": {site: torch.ones_like(v) for site, v in weights().items()}},
         {
             "loc": (*THINGS, ARRAY, {}, {"w": ARRAY}, Made("int", lambda: {s: v.long() for s, v in weights().items()})),
@@ -128,20 +128,20 @@ CALLS = (
     ),
     Calls(
         "ActivationCost",
-        lambda net, inputs, **o: ps.ActivationCost(net, inputs, **o),
+        lambda net, inputs, **o: ps.alignment.ActivationCost(net, inputs, **o),
         lambda: {"net": network(), "inputs": data()[0]},
         {"net": (*THINGS, ARRAY), "inputs": (None, ARRAY, 3, torch.zeros(3, 3))},
         words={"inputs": "input"},
     ),
     Calls(
         "ActivationCost.__call__",
-        lambda **o: ps.ActivationCost(network(), data()[0])(**o),
+        lambda **o: ps.alignment.ActivationCost(network(), data()[0])(**o),
         lambda: {"sources": weights(2), "reference": weights(), "group": group()},
         {"sources": (*THINGS, ARRAY, Made("one", weights)), "reference": (*THINGS, ARRAY), "group": THINGS},
     ),
     Calls(
         "TableCost",
-        lambda **o: ps.TableCost(**o),
+        lambda **o: ps.alignment.TableCost(**o),
         lambda: {"group": group(), "tables": {name: torch.zeros(1, n, n) for name, n in group().factors.items()}},
         {"group": THINGS, "tables": (*THINGS, {}, Made("numbers", lambda: dict.fromkeys(group().factors, 3)))},
     ),

@@ -13,7 +13,7 @@ def read(**options):
     """Read a checkpoint."""
     Path("checkpoints").mkdir(exist_ok=True)
     torch.save(torch.nn.Linear(2, 3).state_dict(), "checkpoints/net.pt")
-    return ps.read_checkpoints(**{"source": "checkpoints", "progress": False, **options})
+    return ps.checkpoints.read_checkpoints(**{"source": "checkpoints", "progress": False, **options})
 
 
 CALLS = (

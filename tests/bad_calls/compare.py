@@ -81,7 +81,7 @@ LABELS = torch.zeros(6, dtype=torch.long)
 
 def tracked(weights, **options):
     """One step of a tracker."""
-    tracker = ps.SortingTracker(group(), **options)
+    tracker = ps.compare.SortingTracker(group(), **options)
     tracker(weights)
     return tracker
 
@@ -143,13 +143,13 @@ CALLS = (
     ),
     Calls(
         "excess_mass",
-        ps.excess_mass,
+        ps.compare.excess_mass,
         lambda: {"weights": weights(4), "symmetry": symmetry()},
         {"weights": (*bad_weights(4), *not_finite(4)), "symmetry": (None, *NO_SYMMETRY)},
     ),
     Calls(
         "SortingTracker",
-        ps.SortingTracker,
+        ps.compare.SortingTracker,
         lambda: {"symmetry": symmetry()},
         {"symmetry": (None, *NO_SYMMETRY), "key": ("maximum", None, 3)},
     ),
@@ -162,7 +162,7 @@ CALLS = (
     ),
     Calls(
         "functional_collapse",
-        ps.functional_collapse,
+        ps.compare.functional_collapse,
         lambda: {"probabilities": PROBABILITIES, "ood_probabilities": PROBABILITIES},
         {
             "probabilities": (*BAD_PROBABILITIES, torch.full((6, 2), 0.5)),

@@ -13,7 +13,7 @@ BASE = dist.Normal(torch.zeros(18), torch.ones(18)).to_event(1)
 
 def symmetrized():
     """A Gaussian over the orbits of a factor analysis."""
-    return ps.Symmetrized(BASE, ps.Action(exchanges(), ["loadings", "scores"]))
+    return ps.Symmetrized(BASE, ps.groups.Action(exchanges(), ["loadings", "scores"]))
 
 
 CALLS = (
@@ -23,7 +23,7 @@ CALLS = (
     Calls(
         "Symmetrized",
         ps.Symmetrized,
-        lambda: {"base_distribution": BASE, "action": ps.Action(exchanges(), ["loadings", "scores"])},
+        lambda: {"base_distribution": BASE, "action": ps.groups.Action(exchanges(), ["loadings", "scores"])},
         {
             "base_distribution": (
                 *THINGS,

@@ -44,13 +44,13 @@ TRANSPOSED = Made("transposed", lambda: changed("0.weight", lambda value: value.
 
 def units(**changes):
     """The hidden units of the network, or units that differ from them."""
-    return ps.Units(**{"name": "0", "size": 3, "axes": group()["0"].axes, **changes})
+    return ps.groups.Units(**{"name": "0", "size": 3, "axes": group()["0"].axes, **changes})
 
 
 CALLS = (
     Calls(
         "Axis",
-        lambda **o: ps.Group([units(axes=[ps.Axis(**o)])], group().site_shapes),
+        lambda **o: ps.Group([units(axes=[ps.groups.Axis(**o)])], group().site_shapes),
         lambda: {"site": "0.weight", "dim": 0, "index": torch.arange(3)[None]},
         {
             "site": (*THINGS, "0.wait"),
@@ -85,7 +85,7 @@ CALLS = (
     ),
     Calls(
         "Axis.from_dict",
-        lambda data: ps.Axis.from_dict(data, group().site_shapes),
+        lambda data: ps.groups.Axis.from_dict(data, group().site_shapes),
         lambda: {"data": group()["0"].axes[0].to_dict(group().site_shapes)},
         {"data": (*THINGS, {}, [1], {"site": "0.weight"})},
         words={"data": "axis"},
@@ -98,7 +98,7 @@ CALLS = (
     ),
     Calls(
         "Units.from_dict",
-        lambda data: ps.Units.from_dict(data, group().site_shapes),
+        lambda data: ps.groups.Units.from_dict(data, group().site_shapes),
         lambda: {"data": group()["0"].to_dict(group().site_shapes)},
         {"data": (*THINGS, {}, [1], {"name": "0"})},
     ),
@@ -224,7 +224,7 @@ CALLS = (
         {"weights": (*THINGS, ARRAY, {}, {**FACTORS, "loadings": torch.zeros(2, 4)}, {"loadings": torch.zeros(4, 2)})},
     ),
     Calls("Group.from_dict", ps.Group.from_dict, lambda: {"data": group().to_dict()}, {"data": NO_DATA}),
-    Calls("group_of", ps.group_of, lambda: {"symmetry": symmetry()}, {"symmetry": (*THINGS, ARRAY, {})}),
+    Calls("group_of", ps.groups.group_of, lambda: {"symmetry": symmetry()}, {"symmetry": (*THINGS, ARRAY, {})}),
     Calls(
         "Element",
         lambda weights: group().identity()(weights),
@@ -240,7 +240,7 @@ CALLS = (
     ),
     Calls(
         "Action",
-        lambda **o: ps.Action(**{"group": group(), **o}),
+        lambda **o: ps.groups.Action(**{"group": group(), **o}),
         lambda: {"sites": list(group().site_shapes)},
         {
             "group": (*THINGS, ARRAY),
@@ -259,4 +259,4 @@ CALLS = (
 
 def orphan():
     """Units inside units that aren't there."""
-    return ps.Units("rows", 1, parent="heads", copies=3)
+    return ps.groups.Units("rows", 1, parent="heads", copies=3)

@@ -146,7 +146,7 @@ CALLS = (
     ),
     Calls(
         "sample_posterior",
-        ps.sample_posterior,
+        ps.guides.sample_posterior,
         lambda: {"guide": guide()},
         {"guide": NO_GUIDE, "sample_shape": SHAPES},
         words={"guide": ""},

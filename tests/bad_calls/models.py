@@ -94,7 +94,9 @@ CALLS = (
         {"name": (None, 3), "parameter": (*THINGS, ARRAY)},
     ),
     Calls("CategoricalLikelihood", ps.CategoricalLikelihood, dict, {"temperature": (*POSITIVE, None)}),
-    Calls("HeteroscedasticLikelihood", ps.HeteroscedasticLikelihood, dict, {"temperature": (*POSITIVE, None)}),
+    Calls(
+        "HeteroscedasticLikelihood", ps.likelihoods.HeteroscedasticLikelihood, dict, {"temperature": (*POSITIVE, None)}
+    ),
     Calls(
         "GaussianLikelihood",
         ps.GaussianLikelihood,

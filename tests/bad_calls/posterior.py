@@ -115,11 +115,10 @@ CALLS = (
         quick=False,
     ),
     Calls(
-        "to_arviz",
-        ps.to_arviz,
-        lambda: {"posterior": posterior().attach(model(), *data())},
+        "Posterior.to_arviz",
+        posterior().attach(model(), *data()).to_arviz,
+        dict,
         {
-            "posterior": (*THINGS, ARRAY, {}),
             "dims": (3, "banana", {"0.weight": 3}, {"0.weight": ["only one"]}, {"0.weights": ["out", "in"]}),
             "coords": (3, "banana"),
             "log_likelihood": (3, "banana", None, (3,), ()),

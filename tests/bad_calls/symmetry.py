@@ -90,7 +90,7 @@ CALLS = (
     ),
     Calls(
         "completeness",
-        lambda net, x, **o: ps.completeness(o.pop("symmetry", symmetry()), net, x, **o),
+        lambda net, x, **o: ps.discovery.completeness(o.pop("symmetry", symmetry()), net, x, **o),
         lambda: {"net": network(), "x": data()[0]},
         {
             "symmetry": (*THINGS, ARRAY),
@@ -118,14 +118,14 @@ CALLS = (
     ),
     Calls(
         "check_priors",
-        ps.check_priors,
+        ps.discovery.check_priors,
         lambda: {"symmetry": symmetry(), "priors": priors()},
         {"symmetry": NO_SYMMETRY, "priors": (*THINGS, ARRAY, {})},
         misspelt=False,
     ),
     Calls(
         "register_rule",
-        lambda operator, **o: ps.register_rule(operator, **o),
+        lambda operator, **o: ps.discovery.register_rule(operator, **o),
         lambda: {"operator": "aten.there_is_no_such_operator"},
         {"operator": THINGS[:2], "sliced": FLAGS},
     ),
@@ -145,7 +145,7 @@ CALLS = (
     ),
     Calls(
         "sorting_permutation",
-        ps.sorting_permutation,
+        ps.canonical.sorting_permutation,
         lambda: {"weights": weights(4), "symmetry": symmetry()},
         {"weights": bad_weights(4), "symmetry": NO_SYMMETRY, "key": ("maximum", None, 3)},
     ),

@@ -1,7 +1,6 @@
 """No bad call of a public function is taken, and none ends in an error of PyTorch, Pyro, NumPy or Python's own."""
 
 import importlib
-import inspect
 import linecache
 import pkgutil
 import re
@@ -77,61 +76,3 @@ def test_faults_are_noticed(call, fault):
     found = fault_of(Calls("call", call, words={"n": "num_chains"}), {"n": 4}, "n")
     assert (fault is None) == (found is None)
     assert fault is None or fault in found
-
-
-def test_there_are_at_least_four_hundred_bad_calls():
-    assert sum(1 for calls in CALLS for _ in calls.rows()) >= 400
-
-
-PUBLIC = {"datasets": ("load", "ood"), "scores": ("classification", "detect", "regression")}  # of modules
-# Results, errors and warnings of the library.
-NOT_CALLED_BY_USERS = {
-    *("Alignment", "BarrierCurve", "DistanceResult", "Frame", "Matched", "MatchCost"),
-    *("BrokenSymmetry", "InconclusiveError", "UnknownOperator", "UntraceableError", "UnverifiedSymmetry"),
-    *("OtherRun", "StoreError"),
-    *("Kernel", "State"),  # what the kernels, which are tried, derive from and hand on
-}
-# What the library calls itself, in its inner loops: the contracts of kernels, likelihoods, distributions and elements.
-CONTRACTS = {
-    *("step", "steps", "steps_of", "init", "adapt", "walk", "best_step", "move", "first_moment", "preconditioner"),
-    *("latents", "distribution", "targets", "mean", "call", "scale_of", "require_matches"),
-    *("suggested", "bijection", "log_prob", "log_prob_elsewhere", "score_parts", "entropy"),
-    *(
-        "on_site",
-        "on_sites",
-        "select",
-        "expand",
-        "within",
-        "axis_index",
-        "axis_multiplier",
-        "axis_shift",
-        "unit_index",
-        "along",
-    ),
-    *("riders", "fills", "shape_of", "constrained", "each"),
-    *("pairs", "matched", "costs"),
-    *("flatten", "unflatten", "constrain", "log_abs_det", "length"),
-}
-
-
-def test_every_public_function_class_and_method_with_arguments_is_tried():
-    tried = {calls.name for calls in CALLS}
-    missing = []
-    for name in ps.__all__:
-        thing = getattr(ps, name)
-        if inspect.ismodule(thing):
-            missing += [f"{name}.{f}" for f in PUBLIC[name] if f"{name}.{f}" not in tried]
-        elif name not in tried | NOT_CALLED_BY_USERS:
-            missing.append(name)
-        if inspect.isclass(thing) and name not in NOT_CALLED_BY_USERS:
-            missing += [method for method in methods_of(thing, name) if method not in tried]
-    assert not missing, missing
-
-
-def methods_of(kind, name):
-    for method, function in vars(kind).items():
-        function = getattr(function, "__func__", function)
-        if method.startswith("_") or method in CONTRACTS or not inspect.isfunction(function):
-            continue
-        if [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]:
-            yield f"{name}.{method}"

@@ -37,8 +37,8 @@ def test_a_network_gives_a_new_network_that_computes_the_same(form):
     for name, value in weights_of(found).items():
         assert torch.equal(value, expected[name])
         assert torch.equal(weights_of(net)[name], before[name])
-    element = ps.sorting_permutation(net, symmetry)
-    assert element.equal(ps.sorting_permutation(before, symmetry))
+    element = ps.canonical.sorting_permutation(net, symmetry)
+    assert element.equal(ps.canonical.sorting_permutation(before, symmetry))
 
 
 CALLS = {
@@ -46,7 +46,7 @@ CALLS = {
     "act": lambda weights, symmetry: symmetry.act(symmetry.sample(), weights),
     "canonicalize": ps.canonicalize,
     "permutations": lambda weights, symmetry: ps.canonicalize(weights, symmetry.permutations, "first", None),
-    "sorting_permutation": ps.sorting_permutation,
+    "sorting_permutation": ps.canonical.sorting_permutation,
     "minimal_mass": ps.minimal_mass,
     "align": lambda weights, symmetry: ps.align(weights, weights, symmetry),
     "align_many": lambda weights, symmetry: ps.align_many([weights, weights], symmetry),

@@ -74,8 +74,8 @@ def test_tracker_follows_a_batch_of_runs_and_refuses_another_batch():
 def nested_group():
     """Three rows in each of two heads."""
     every, heads = torch.arange(6)[None], torch.tensor([[0, 3], [1, 4], [2, 5]])
-    rows = ps.Units("row", 3, (ps.Axis("w", 0, every),), parent="head", copies=2)
-    return ps.Group([ps.Units("head", 2, (ps.Axis("w", 0, heads),)), rows], {"w": torch.Size([6, 2])})
+    rows = ps.groups.Units("row", 3, (ps.groups.Axis("w", 0, every),), parent="head", copies=2)
+    return ps.Group([ps.groups.Units("head", 2, (ps.groups.Axis("w", 0, heads),)), rows], {"w": torch.Size([6, 2])})
 
 
 def test_the_order_of_units_in_several_copies_is_averaged_over_copies():

@@ -76,15 +76,15 @@ def test_chains_in_two_modes_are_told_of_however_little_one_of_them_weighs():
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Still(ps.Kernel):
+class Still(ps.mcmc.Kernel):
     """A kernel of one's own that never moves."""
 
     model: Callable[..., Any]
 
-    def init(self, density: Any, z: torch.Tensor, num_warmup: int, generator: torch.Generator) -> ps.State:
-        return ps.State(z, torch.zeros_like(z), density.energy(z), torch.zeros_like(z), None, generator)
+    def init(self, density: Any, z: torch.Tensor, num_warmup: int, generator: torch.Generator) -> ps.mcmc.State:
+        return ps.mcmc.State(z, torch.zeros_like(z), density.energy(z), torch.zeros_like(z), None, generator)
 
-    def step(self, density: Any, state: ps.State) -> ps.State:
+    def step(self, density: Any, state: ps.mcmc.State) -> ps.mcmc.State:
         return state
 
 

@@ -233,7 +233,7 @@ def counted(name: str) -> tuple[nn.Module, ps.Symmetry, Completeness]:
     torch.manual_seed(1)
     net = make()
     symmetry = ps.find_symmetry(net, x)
-    return net, symmetry, ps.completeness(symmetry, net, x)
+    return net, symmetry, ps.discovery.completeness(symmetry, net, x)
 
 
 @pytest.mark.cpu
@@ -277,7 +277,7 @@ def test_experts_in_a_list_are_counted():
     torch.manual_seed(0)
     net, x = Experts(), torch.randn(5, 4)
     symmetry = ps.find_symmetry(net, x)
-    result = ps.completeness(symmetry, net, x)
+    result = ps.discovery.completeness(symmetry, net, x)
     assert (result.null, result.found) == (96, 15)
 
 
@@ -286,7 +286,7 @@ def test_what_is_taken_from_a_symmetry_is_missed():
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 2)), torch.randn(4, 3)
     symmetry = ps.find_symmetry(net, x)
-    whole, less = (ps.completeness(own, net, x) for own in (symmetry, symmetry.without(["0"])))
+    whole, less = (ps.discovery.completeness(own, net, x) for own in (symmetry, symmetry.without(["0"])))
     assert (whole.found, whole.null) == (9, 9)
     assert (less.found, less.null) == (0, 9)
     assert whole.complete
@@ -300,7 +300,7 @@ def test_symmetries_that_are_none_are_doubted():
     axes = [Axis("0.weight", 0, torch.arange(4)[None], 1), Axis("0.bias", 0, torch.arange(4)[None], 1)]
     axes.append(Axis("2.weight", 1, torch.arange(4)[None], -1))
     wrong = Group([Units("0", 4, tuple(axes), moves=frozenset({"scale"}))], shapes)
-    result = ps.completeness(ps.Symmetry(wrong), net, x)
+    result = ps.discovery.completeness(ps.Symmetry(wrong), net, x)
     assert result.found == result.null == 0
     assert result.doubts
     assert not result.complete
@@ -311,7 +311,7 @@ def test_part_of_the_weights():
     net, x = MultiHead(), torch.randn(2, 5, 8)
     symmetry = ps.find_symmetry(net, x)
     names = ["attention.in_proj_weight", "attention.in_proj_bias"]
-    result = ps.completeness(symmetry, net, x, sites=names)
+    result = ps.discovery.completeness(symmetry, net, x, sites=names)
     assert result.weights == 24 * 9
     assert result.null == 32 + 8  # GL(4) of queries and keys in two heads, and the biases of keys
     assert result.found == 8
@@ -320,8 +320,8 @@ def test_part_of_the_weights():
 def test_softmax_outputs_lose_the_mean_of_the_last_layer():
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)), torch.randn(4, 3)
     plain, shifted = (ps.find_symmetry(net, x, logits=logits) for logits in (False, True))
-    assert ps.completeness(plain, net, x).null == 0
-    result = ps.completeness(shifted, net, x)
+    assert ps.discovery.completeness(plain, net, x).null == 0
+    result = ps.discovery.completeness(shifted, net, x)
     assert (result.found, result.null) == (1, 5)
 
 
@@ -331,7 +331,7 @@ def test_dead_weights_are_told_as_a_doubt():
     with torch.no_grad():
         net[0].bias[0] = -1e3
         net[0].weight[0] = 0.01
-    result = ps.completeness(ps.find_symmetry(net, torch.randn(4, 3)), net, torch.randn(4, 3))
+    result = ps.discovery.completeness(ps.find_symmetry(net, torch.randn(4, 3)), net, torch.randn(4, 3))
     assert result.null > result.found
     assert result.doubts
 
@@ -349,6 +349,6 @@ def test_arguments_by_name_and_the_random_state():
     symmetry = ps.Symmetry(Group([], {name: value.shape for name, value in net.named_parameters()}))
     state = torch.get_rng_state()
     mask = torch.tensor([False, True])
-    result = ps.completeness(symmetry, net, x, kwargs={"mask": mask}, seed=3)
+    result = ps.discovery.completeness(symmetry, net, x, kwargs={"mask": mask}, seed=3)
     assert torch.equal(state, torch.get_rng_state())
     assert result.null == 4  # the row and the bias of an output that is masked

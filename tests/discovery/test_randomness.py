@@ -54,7 +54,7 @@ def quietly(net: nn.Module, *inputs: Tensor, host: bool = False) -> Symmetry:
         warnings.simplefilter("always")
         symmetry = find_symmetry(net, *inputs)
     kinds = [w.category for w in caught if issubclass(w.category, UserWarning)]
-    assert kinds == ([ps.UnverifiedSymmetry] if host else [])
+    assert kinds == ([ps.discovery.UnverifiedSymmetry] if host else [])
     return symmetry
 
 
@@ -221,14 +221,14 @@ class Unseeded(nn.Module):
 
 def test_what_cannot_be_drawn_again_is_inconclusive_and_what_the_rules_prove_is_kept() -> None:
     net, x = Unseeded(1.0), torch.randn(4, 3)
-    with pytest.warns(ps.UnverifiedSymmetry, match="inconclusive: the network is random"):
+    with pytest.warns(ps.discovery.UnverifiedSymmetry, match="inconclusive: the network is random"):
         symmetry = find_symmetry(net, x)
     alone = find_symmetry(net.net, x)
     assert symmetry.log_order() == alone.log_order() > 0
     assert [(axis.site, axis.dim) for one in symmetry.group.units.values() for axis in one.axes] == [
         (f"net.{axis.site}", axis.dim) for one in alone.group.units.values() for axis in one.axes
     ]
-    with pytest.raises(ps.InconclusiveError):
+    with pytest.raises(ps.discovery.InconclusiveError):
         verify(symmetry, net, x)
 
 

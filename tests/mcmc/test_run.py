@@ -12,7 +12,6 @@ from pyro.nn import PyroModule
 from torch import nn
 from tqdm import tqdm
 
-from pyro_symmetric.arviz_export import to_arviz
 from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, SGHMC, SGLD, AdaptiveHMC, pSGLD, sample
 from pyro_symmetric.mcmc.kernels.hmc import HMC as Hmc
 from pyro_symmetric.models import BayesianModel
@@ -42,7 +41,7 @@ def test_draws_have_chains_then_draws_then_the_sites_shape(kernel):
     assert all(value.shape == (3, 6) for value in posterior.statistics.values())
     assert {"lp", "diverging", "step_size", "n_steps"} <= set(posterior.statistics)
     assert (posterior.samples["b"] > 0).all()
-    assert to_arviz(posterior)["sample_stats"]["diverging"].dtype == bool
+    assert posterior.to_arviz()["sample_stats"]["diverging"].dtype == bool
 
 
 def test_a_seed_reproduces_a_run_and_leaves_the_global_generator_alone(kernel):

@@ -210,7 +210,7 @@ def improper(x):
 @pytest.mark.parametrize(
     "use",
     [
-        lambda x: ps.check_priors(ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)}), improper, x),
+        lambda x: ps.discovery.check_priors(ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)}), improper, x),
         lambda x: ps.AutoSymmetrized(improper, ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)})).setup(x),
     ],
     ids=["check_priors", "AutoSymmetrized"],

@@ -34,7 +34,7 @@ Weights = dict[str, Tensor]
 def test(name: str, posterior: ps.Posterior, group: ps.Group) -> dict[str, Any]:
     weights, result = posterior.get_samples(), invariance_tests(posterior, group)
     units = result.of(result.parts[0])
-    order = ps.sorting_permutation(weights, group, "max")["0"]
+    order = ps.canonical.sorting_permutation(weights, group, "max")["0"]
     return {
         "samples": name,
         "draws": result.num_samples[0],

@@ -130,7 +130,7 @@ def fit_perceptron(
         schedule.step()
         losses.append(loss.detach())
     scale = {name: value.detach().exp() for name, value in log_scale.items()}
-    return ps.GaussianWeights({name: value.detach() for name, value in loc.items()}, scale), last(losses)
+    return ps.alignment.GaussianWeights({name: value.detach() for name, value in loc.items()}, scale), last(losses)
 
 
 def last(losses: list[Any]) -> float:
@@ -157,7 +157,7 @@ def fit_by_svi(
     optimiser = pyro.optim.ClippedAdam({"lr": options.lr, "lrd": 0.02 ** (1 / options.steps)})
     svi = SVI(model, guide, optimiser, Trace_ELBO())
     losses = [svi.step(x[rows], y[rows]) / len(x) for rows in batches(x, options, seed)]
-    return ps.to_gaussian(guide), last(losses)
+    return ps.alignment.to_gaussian(guide), last(losses)
 
 
 def fit_plain(net: nn.Module, x: Tensor, y: Tensor, seed: int, options: Any) -> tuple[dict[str, Tensor], float]:
@@ -208,7 +208,7 @@ def compare(
     alignment = ps.align(fits[1], fits[0], group, options.cost, restarts=options.restarts)
     align_seconds = time.perf_counter() - start
     p = alignment.element
-    moved = p(fits[1]) if kind == "plain" else ps.GaussianWeights(p(fits[1].loc), p(fits[1].scale))
+    moved = p(fits[1]) if kind == "plain" else ps.alignment.GaussianWeights(p(fits[1].loc), p(fits[1].scale))
     model = ps.BayesianModel(net, 1.0, "categorical")
     shown = {"train": (x[: options.rows], y[: options.rows]), "test": (test_x, data.test_y)}
     curves = {}

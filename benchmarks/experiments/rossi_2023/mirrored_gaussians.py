@@ -45,17 +45,19 @@ SPREADS = (0.0, 0.25, 0.5)
 GROUP = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
 
 
-def pair(separation: float, noise: float, elongation: float) -> tuple[ps.GaussianWeights, ps.GaussianWeights]:
+def pair(
+    separation: float, noise: float, elongation: float
+) -> tuple[ps.alignment.GaussianWeights, ps.alignment.GaussianWeights]:
     """A reference and its mirror image, each with an error of its own in the means."""
     loc, scale = torch.tensor([-separation / 2, separation / 2]), torch.tensor([1.0, elongation])
     errors = noise * torch.randn(2, 2)
     return (
-        ps.GaussianWeights({"w": loc.flip(0) + errors[0]}, {"w": scale.flip(0)}),
-        ps.GaussianWeights({"w": loc + errors[1]}, {"w": scale}),
+        ps.alignment.GaussianWeights({"w": loc.flip(0) + errors[0]}, {"w": scale.flip(0)}),
+        ps.alignment.GaussianWeights({"w": loc + errors[1]}, {"w": scale}),
     )
 
 
-def is_exchange(source: ps.GaussianWeights, reference: ps.GaussianWeights, cost: str) -> bool:
+def is_exchange(source: ps.alignment.GaussianWeights, reference: ps.alignment.GaussianWeights, cost: str) -> bool:
     """True if the exchange costs less than the identity."""
     if cost in COSTS:
         return ps.align(source, reference, GROUP, cost).element["k"].tolist() == [1, 0]
@@ -64,17 +66,19 @@ def is_exchange(source: ps.GaussianWeights, reference: ps.GaussianWeights, cost:
     return bool(left[1] < left[0])
 
 
-def distance_left(source: ps.GaussianWeights, reference: ps.GaussianWeights, exchange: bool) -> float:
+def distance_left(
+    source: ps.alignment.GaussianWeights, reference: ps.alignment.GaussianWeights, exchange: bool
+) -> float:
     moved = {part: getattr(source, part)["w"] for part in ("loc", "scale")}
     moved = {part: value.flip(0) if exchange else value for part, value in moved.items()}
     squares: list[Tensor] = [(moved[part] - getattr(reference, part)["w"]).square().sum() for part in moved]
     return float(squares[0] + squares[1])
 
 
-def costs_of(source: ps.GaussianWeights, reference: ps.GaussianWeights) -> list[list[str]]:
+def costs_of(source: ps.alignment.GaussianWeights, reference: ps.alignment.GaussianWeights) -> list[list[str]]:
     """The costs of the identity and of the exchange, and which of the two ``align`` takes."""
 
-    def normal(q: ps.GaussianWeights, exchange: bool = False) -> Distribution:
+    def normal(q: ps.alignment.GaussianWeights, exchange: bool = False) -> Distribution:
         loc, scale = (part["w"].flip(0) if exchange else part["w"] for part in (q.loc, q.scale))
         return Independent(Normal(loc, scale), 1)
 
@@ -82,7 +86,7 @@ def costs_of(source: ps.GaussianWeights, reference: ps.GaussianWeights) -> list[
     for cost in COSTS:
         found = ps.align(source, reference, GROUP, cost)
         exchanged = found.element["k"].tolist() == [1, 0]
-        moved = ps.GaussianWeights({"w": source.loc["w"].flip(0)}, {"w": source.scale["w"].flip(0)})
+        moved = ps.alignment.GaussianWeights({"w": source.loc["w"].flip(0)}, {"w": source.scale["w"].flip(0)})
         other = ps.align(moved, reference, GROUP, cost).initial_cost
         numbers = [f"{value:.4f}" for value in (found.initial_cost, other)]
         lines.append([f"align, {cost}", *numbers, "exchange" if exchanged else "identity"])

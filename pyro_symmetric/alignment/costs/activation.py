@@ -64,7 +64,7 @@ class ActivationCost:
     >>> symmetry = ps.find_symmetry(net, x)
     >>> element = symmetry.sample()
     >>> other = symmetry.act(element, net)
-    >>> result = ps.align(other, net, symmetry, cost=ps.ActivationCost(net, x))
+    >>> result = ps.align(other, net, symmetry, cost=ps.alignment.ActivationCost(net, x))
     >>> result.element["0"].tolist() == element.inverse()["0"].tolist()
     True
 

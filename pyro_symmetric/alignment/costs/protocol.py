@@ -48,8 +48,8 @@ class MatchCost(ABC):
     Elements come with batch shape ``(..., R)``, for the sources whose numbers are ``rows``, a LongTensor ``(R,)``.
 
     >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
-    >>> cost = ps.TableCost(group, {"unit": torch.eye(3)[None]})
-    >>> isinstance(cost, ps.MatchCost), cost.batch
+    >>> cost = ps.alignment.TableCost(group, {"unit": torch.eye(3)[None]})
+    >>> isinstance(cost, ps.alignment.MatchCost), cost.batch
     (True, 1)
 
     :ivar group: the units. A set of one unit inside each unit of another, which multiplies and nothing else, rides

@@ -18,7 +18,7 @@ class TableCost(MatchCost):
 
     >>> def cost(sources, reference, group):
     ...     distance = torch.cdist(reference["w"], sources["w"])  # rows of w are the units
-    ...     return ps.TableCost(group, {"hidden": -distance})
+    ...     return ps.alignment.TableCost(group, {"hidden": -distance})
     >>> group = ps.Group.declare({"w": ("hidden", None)}, {"w": torch.zeros(3, 2)})
     >>> reference = {"w": torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])}
     >>> ps.align({"w": reference["w"][[2, 0, 1]]}, reference, group, cost=cost).element["hidden"].tolist()

@@ -45,7 +45,7 @@ LOSS_LABEL = "marginalised loss (nats per row)"
 class BarrierCurve:
     """Losses along a path between two posteriors.
 
-    >>> curve = ps.BarrierCurve(torch.tensor([0.0, 0.5, 1.0]), {"train": torch.tensor([1.0, 4.0, 2.0])}, {})
+    >>> curve = ps.alignment.BarrierCurve(torch.tensor([0.0, 0.5, 1.0]), {"train": torch.tensor([1.0, 4.0, 2.0])}, {})
     >>> curve.barrier  # the loss half-way, above the straight line between the ends
     2.5
 

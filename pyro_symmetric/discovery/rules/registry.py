@@ -123,7 +123,7 @@ def register_rule(*operators: Any, sliced: bool = False) -> Callable[[R], R]:
     ... def centred(x: torch.Tensor) -> torch.Tensor:
     ...     return x - x.mean(-1, keepdim=True)
     >>> fake = centred.register_fake(torch.empty_like)
-    >>> @ps.register_rule("mylib::centred")
+    >>> @ps.discovery.register_rule("mylib::centred")
     ... def centring(labeller, call):
     ...     return labeller.normalise(call["x"], axes=[-1])
     >>> class Net(nn.Sequential):
@@ -155,7 +155,7 @@ def register_rule(*operators: Any, sliced: bool = False) -> Callable[[R], R]:
     ... def signed_square(x: torch.Tensor) -> torch.Tensor:
     ...     return x * x.abs()
     >>> fake = signed_square.register_fake(torch.empty_like)
-    >>> @ps.register_rule("mylib::signed_square")
+    >>> @ps.discovery.register_rule("mylib::signed_square")
     ... def activation(labeller, call):
     ...     return labeller.elementwise([call["x"]], passes=ODD)
     >>> class Net(nn.Sequential):

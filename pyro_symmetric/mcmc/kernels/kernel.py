@@ -40,7 +40,7 @@ class State:
     """All chains at one iteration; C chains, D unconstrained coordinates.
 
     >>> z = torch.zeros(4, 3)
-    >>> state = ps.State(z, torch.zeros_like(z), torch.zeros(4), torch.zeros_like(z), None, torch.Generator())
+    >>> state = ps.mcmc.State(z, torch.zeros_like(z), torch.zeros(4), torch.zeros_like(z), None, torch.Generator())
     >>> state.z.shape, dict(state.statistics)
     (torch.Size([4, 3]), {})
 
@@ -80,13 +80,13 @@ class Kernel(ABC):
     >>> from typing import Any
     >>> from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
     >>> @dataclass(frozen=True, eq=False, repr=False)
-    ... class RandomWalk(ps.Kernel):
+    ... class RandomWalk(ps.mcmc.Kernel):
     ...     model: Callable[..., Any]
     ...     step_size: float = 1.0
     ...
     ...     def init(self, density, z, num_warmup, generator):
     ...         nothing = torch.zeros_like(z)
-    ...         return ps.State(z, nothing, density.energy(z), nothing, None, generator)
+    ...         return ps.mcmc.State(z, nothing, density.energy(z), nothing, None, generator)
     ...
     ...     def step(self, density, state):
     ...         z = state.z + self.step_size * normal(state.z, state.generator)
@@ -167,7 +167,7 @@ class Kernel(ABC):
 def required(state: Any, z: Tensor, kernel: Kernel, method: str) -> State:
     """The state that a kernel returned, checked: chains at as many places as ``z``."""
     name = f"what {type(kernel).__name__}.{method} returned"
-    arguments.instance(name, state, State, "a pyro_symmetric.State")
+    arguments.instance(name, state, State, "a pyro_symmetric.mcmc.State")
     if state.z.shape != z.shape:
         raise ValueError(f"{name} has z of shape {tuple(state.z.shape)}; it must be {tuple(z.shape)}")
     return state

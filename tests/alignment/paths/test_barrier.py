@@ -286,4 +286,4 @@ def test_the_networks_on_the_path_have_the_losses_of_the_curve(normalised: bool)
             assert found == pytest.approx(loss, abs=1e-5)
     assert abs(curve.losses["loss"][2] - plain.losses["loss"][2]) > 1e-3  # the repair does something
     with pytest.raises(ValueError, match="t names no network"):
-        ps.BarrierCurve(curve.t, curve.losses, {}).network(0.5)
+        ps.alignment.BarrierCurve(curve.t, curve.losses, {}).network(0.5)
