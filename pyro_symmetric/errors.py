@@ -4,8 +4,8 @@
 class Error(Exception):
     """Base class of the errors that only this library raises, so that one ``except`` catches them.
 
-    >>> open("broken.safetensors", "w").write("no posterior")
-    12
+    >>> from pathlib import Path
+    >>> _ = Path("broken.safetensors").write_text("no posterior")
     >>> try:
     ...     ps.Posterior.load("broken.safetensors")
     ... except ps.Error as error:
