@@ -6,7 +6,7 @@ OUT ?= runs/digits
 # What `make check` runs: the quickest tests of truth of every room. tests/test_makefile.py wants every room in it. It is
 # a list and no marker, since pytest imports every test file to find marks: 17 s in each process, 6 s more than these.
 CHECK := $(addprefix tests/, \
-  bad_calls test_floors.py test_models.py test_posterior.py test_weights.py \
+  test_bad_calls.py test_floors.py test_models.py test_posterior.py test_weights.py \
   alignment/test_assignment.py \
   canonical/test_overlap.py \
   compare/test_mmd.py compare/test_scores.py compare/test_wasserstein.py \
