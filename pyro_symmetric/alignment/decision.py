@@ -17,6 +17,7 @@ from pyro_symmetric.alignment.assignment import assign
 from pyro_symmetric.alignment.costs.protocol import MatchCost, Matched
 from pyro_symmetric.alignment.elements import differing, joined, replaced
 from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.units import MOVES
 
 # Which part of the largest gain a flip must have, in shorter and shorter steps.
 FLIPS = (0.0, 0.5, 0.9, 1.0)
@@ -146,10 +147,10 @@ class Decision:
     def _taken(self, name: str, element: Element, tried: Element, by_source: Tensor) -> Element:
         """Moves of all inside each unit, and its multipliers, from the trial that is named for it."""
         parts = []
-        for part in tried.parts[:3]:
+        for move, part in zip(MOVES, tried.parts[:3], strict=False):
             found = {}
             for inner in self.families[name]:
-                if inner in part and not (part is tried.permutations and inner == name):
+                if inner in part and not (move == "permute" and inner == name):
                     count = self.group[inner].count // self.group[name].count
                     index = by_source.repeat_interleave(count, -1).unsqueeze(0)
                     every = part[inner].flatten(1 + len(element.batch_shape))

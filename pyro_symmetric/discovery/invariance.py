@@ -163,8 +163,10 @@ def tried(group: Group, parts: Collection[Part], trials: int | None = None) -> I
     number, single = _enough(group, parts)
     for i in range(number if trials is None else trials):
         element = group.sample(dtype=torch.float64)
-        for own in element.permutations.values() if i == 0 else ():
-            own.copy_(torch.empty_like(own).scatter_(-1, own, own.roll(1, -1)))
+        if i == 0:
+            drawn = element.permutations
+            cycles = {name: torch.empty_like(own).scatter_(-1, own, own.roll(1, -1)) for name, own in drawn.items()}
+            element = Element(group, cycles, element.signs, element.log_scales, element.shifts)
         for j, name in enumerate(single if i < len(single) < BITS else ()):
             element.signs[name].fill_(-1.0 if i == j else 1.0)
         yield only(element, parts)

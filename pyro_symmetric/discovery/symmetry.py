@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.explain import Explanation
 from pyro_symmetric.groups import Element, Group
-from pyro_symmetric.groups.table import table
+from pyro_symmetric.groups.group import table
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_sites
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.groups.arrangement import Arrangement
 from pyro_symmetric.groups.element import Element
-from pyro_symmetric.groups.enumeration import sampled
 from pyro_symmetric.groups.tensors import gather_last
 from pyro_symmetric.groups.units import Axis, Units
+
+if TYPE_CHECKING:
+    from pyro_symmetric.groups.group import Group
 
 DRAWS = 32  # two exchanges that don't commute are missed with probability (3/4)^32 < 2e-4; all else is far more visible
 AT_ONCE = 2**20  # positions of an axis, times elements, that are moved together: memory that is at hand again and again
@@ -35,7 +37,7 @@ def check_axis(name: str, axis: Axis, site_shapes: Mapping[str, torch.Size]) -> 
         raise ValueError(f"{found}, but their index names a position twice")
 
 
-def check_group(group: Arrangement) -> None:
+def check_group(group: Group) -> None:
     """The moves of all units together are a group, whose elements have one reduced form each."""
     for units in group.units.values():
         check_once(units)
@@ -53,7 +55,7 @@ def check_once(units: Units) -> None:
             raise ValueError(f"two axes of the units {units.name!r} name the same positions of {one}")
 
 
-def check_inside(group: Arrangement, units: Units) -> None:
+def check_inside(group: Group, units: Units) -> None:
     """Units lie in their parent's unit, in the same place of every one: exchanged units are alike inside."""
     if units.parent is None:
         return
@@ -77,7 +79,7 @@ def check_inside(group: Arrangement, units: Units) -> None:
             )
 
 
-def check_multipliers(group: Arrangement, site: str) -> None:
+def check_multipliers(group: Group, site: str) -> None:
     """All that multiplies a site adds the same to its values first, and what shifts it lies along the same axis."""
     members = [(dim, name, axis) for dim, own in group.members(site).items() for name, axis in own]
     multiplied = [(dim, name, axis) for dim, name, axis in members if axis.exponent]
@@ -89,10 +91,10 @@ def check_multipliers(group: Arrangement, site: str) -> None:
             raise ValueError(f"the units {name!r} shift {site!r}, which the units {across} multiply along other axes")
 
 
-def check_products(group: Arrangement) -> None:
+def check_products(group: Group) -> None:
     """Along every axis, ``g @ h`` does what ``h`` and then ``g`` do, for random elements."""
     generator = torch.Generator("cpu").manual_seed(0)
-    g, h = (sampled(group, (DRAWS,), dtype=torch.float64, generator=generator) for _ in range(2))
+    g, h = (group.sample((DRAWS,), dtype=torch.float64, generator=generator) for _ in range(2))
     product = g @ h
 
     @functools.cache

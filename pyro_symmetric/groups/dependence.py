@@ -9,81 +9,69 @@ independent ones as the forms' rank: the units of its pivots.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from scipy.sparse import csr_array, vstack
 from torch import Tensor
 
-from pyro_symmetric.groups.arrangement import Arrangement
 from pyro_symmetric.groups.units import Move
 
+if TYPE_CHECKING:
+    from pyro_symmetric.groups.group import Group
 
-def independent_units(group: Arrangement, move: Move) -> dict[str, Tensor]:
+# Ranks in rational numbers are taken modulo this: exponents are small, and no minor of theirs is a multiple of it.
+PRIME = 2**31 - 1
+Form = dict[int, int]
+
+
+def independent_units(group: Group, move: Move) -> dict[str, Tensor]:
     """Name -> bool ``units.shape``: units whose multipliers are independent and together do what all units' do.
 
     :param move: ``"flip"``, of which only odd powers count, or ``"scale"``.
     """
-    sizes = {name: group[name].count for name in group.names(move)}
-    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
-    forms = vstack([_forms_of_site(group, site, starts, sum(sizes.values())) for site in group.sites], "csr")
-    independent = torch.zeros(sum(sizes.values()), dtype=torch.bool, device="cpu")
-    independent[_pivots(forms, move == "flip")] = True
-    pieces = independent.split(list(sizes.values()))
-    return {name: piece.reshape(group[name].shape) for name, piece in zip(sizes, pieces, strict=True)}
+    names, starts, count = group.names(move), {}, 0
+    for name in names:
+        starts[name] = count
+        count += group[name].count
+    modulus = 2 if move == "flip" else PRIME
+    forms = {tuple(sorted(form.items())) for site in group.sites for form in _forms(group, site, starts, modulus)}
+    independent = torch.zeros(count, dtype=torch.bool, device="cpu")
+    independent[_pivots(map(dict, sorted(forms, key=len)), modulus)] = True
+    return {n: independent[starts[n] : starts[n] + group[n].count].reshape(group[n].shape) for n in names}
 
 
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _forms_of_site(group: Arrangement, site: str, starts: Mapping[str, int], size: int) -> Any:
-    """Forms that span those of all entries of a site: integers ``(forms, size)``.
+def _forms(group: Group, site: str, starts: dict[str, int], modulus: int) -> Iterable[Form]:
+    """Forms that span those of all entries of a site.
 
     An entry's form is the sum of one from each axis. These sums span what one entry's own form and, along each axis,
     the differences from that entry's place span.
     """
-    own, differences = csr_array((1, size), dtype=np.int64), []
+    entry: Form = {}
     for dim, members in group.members(site).items():
-        shape, parts = (group.view_shapes[site][dim], size), []
+        along: list[Form] = [{} for _ in range(group.view_shapes[site][dim])]
         for name, axis in members:
-            if name in starts and axis.exponent:
-                place = axis.index.cpu().numpy()
-                unit = np.broadcast_to(np.arange(place.shape[1]) + starts[name], place.shape)
-                power = np.full(place.size, axis.exponent)
-                parts.append(csr_array((power, (place.reshape(-1), unit.reshape(-1))), shape))
-        if not parts:
-            continue
-        along = sum(parts[1:], parts[0])
-        # The place that the fewest units multiply: if there is one without any, differences are single units.
-        origin = along[[int(np.diff(along.indptr).argmin())]]
-        own += origin
-        differences.append(along - csr_array(np.ones((shape[0], 1), dtype=np.int64)) @ origin)
-    return vstack([own, *differences], "csr")
+            for unit, places in enumerate(axis.index.T.tolist() if name in starts else (), starts.get(name, 0)):
+                for place in places:
+                    along[place] = _plus(along[place], {unit: axis.exponent}, 1, modulus)
+        origin = min(along, key=len)
+        entry = _plus(entry, origin, 1, modulus)
+        yield from (_plus(form, origin, -1, modulus) for form in along)
+    yield entry
 
 
-def _pivots(forms: Any, signs: bool) -> list[int]:
-    """The columns that no columns before them span: in rational numbers, or modulo two."""
-    fixed, alone = np.zeros(forms.shape[1], dtype=bool), np.ones(1, dtype=bool)
-    while alone.any():  # a form of one unit makes that unit a pivot, whatever other forms it occurs in
-        forms = forms.multiply(~fixed).tocsr()
-        forms.data = forms.data % 2 if signs else forms.data
-        forms.eliminate_zeros()
-        alone = np.diff(forms.indptr) == 1
-        fixed[forms[alone].indices] = True
-    ends = itertools.pairwise(forms.indptr.tolist())
-    rows = {tuple(zip(forms.indices[i:j].tolist(), forms.data[i:j].tolist(), strict=True)) for i, j in ends} - {()}
-    return [*np.flatnonzero(fixed).tolist(), *(_pivots_of_rows(rows, forms.shape[1], signs) if rows else ())]
+def _pivots(forms: Iterable[Form], modulus: int) -> list[int]:
+    """The columns that no columns before them span."""
+    found: dict[int, Form] = {}
+    for form in forms:
+        left = form
+        while left and (lead := min(left)) in found:
+            left = _plus(left, found[lead], -left[lead], modulus)
+        if left:
+            found[lead] = _plus({}, left, pow(left[lead], -1, modulus), modulus)
+    return list(found)
 
 
-def _pivots_of_rows(rows: Iterable[Sequence[tuple[int, int]]], size: int, signs: bool) -> tuple[int, ...]:
-    """The same of rows ``(column, number), ..``, by exact elimination."""
-    from sympy import GF, QQ  # takes a third of a second, which only those wait for who need it
-    from sympy.polys.matrices import DomainMatrix
-
-    field = GF(2) if signs else QQ
-    matrix = {i: {column: field(number) for column, number in row} for i, row in enumerate(rows)}
-    _, pivots = DomainMatrix(matrix, (len(matrix), size), field).rref()
-    return tuple(pivots)
+def _plus(form: Form, other: Form, factor: int, modulus: int) -> Form:
+    total = {**form, **{unit: form.get(unit, 0) + factor * power for unit, power in other.items()}}
+    return {unit: power % modulus for unit, power in total.items() if power % modulus}

@@ -1,32 +1,31 @@
 r"""Elements of a group: batches of shifts, signs, scales and permutations in reduced form.
 
 An element :math:`g = p\,m\,t` acts by its shifts ``t``, then its multipliers ``m`` (signs times scales), then its
-permutations ``p``:
+permutations ``p``, with one image for each unit, counted through all copies, the moves of what it lies inside included:
 
 .. math:: (t \cdot w)_i = w_i + t_i, \qquad (m \cdot w)_i = m_i^{\,e}\, w_i, \qquad (p \cdot w)_i = w_{p(i)} .
 
-Of units inside others, the inner permutations act first, :math:`(p \cdot w)_{i,j} = w_{s(i),\, c_{s(i)}(j)}` with the
-outer image :math:`s` and the image :math:`c_k` inside unit ``k``. Write :math:`\hat p` for the permutation that counts
-units through all copies, :math:`\hat p(i, j) = (s(i), c_{s(i)}(j))`. Then products reduce: permutations carry
-multipliers into multipliers, :math:`p^{-1} m\, p = m'` with :math:`m'_u = m_{\hat p^{-1}(u)}`, and inner permutations
-of a product are :math:`c^{pr}_k = c^r_k \circ c^p_{\hat r^{-1}(k)}`. Elements are unique: two act alike only if all
-their numbers agree (for flips that can do what others do, see ``Group.independent``).
+So permutations of a product are one gather and those of an inverse one argsort, :math:`(p r)(i) = r(p(i))`;
+permutations carry multipliers into multipliers, :math:`p^{-1} m\, p = m'` with :math:`m'_i = m_{p^{-1}(i)}`. Elements
+are unique: two act alike only if all their numbers agree (for flips that can do what others do, see
+``Group.independent``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.groups.arrangement import Arrangement
-from pyro_symmetric.groups.numbers import neutral
-from pyro_symmetric.groups.tensors import along_axis, gather_last, lay_out, lift, permute_axes
+from pyro_symmetric.groups.tensors import along_axis, lay_out, permute_axes
 from pyro_symmetric.groups.units import MOVES, Move, Units
 from pyro_symmetric.weights import Weights
+
+if TYPE_CHECKING:
+    from pyro_symmetric.groups.group import Group
 
 ByName = dict[str, Tensor]
 
@@ -46,8 +45,8 @@ class Element:
 
     :param group: the group; the other arguments are trusted. Of each move, the units that are left out stay, and those
         that the group doesn't have are passed over.
-    :param permutations: name of the units -> LongTensor ``batch_shape + units.shape``: unit ``i`` receives what unit
-        ``permutations[..., i]`` had.
+    :param permutations: name of the units -> LongTensor ``batch_shape + units.shape``: unit ``i`` of a copy receives
+        what unit ``permutations[..., i]`` of that copy had, before what they lie inside moves.
     :param signs: name -> 1 and -1.
     :param log_scales: name -> logarithms of multipliers.
     :param shifts: name -> constants that are added.
@@ -56,7 +55,7 @@ class Element:
 
     def __init__(
         self,
-        group: Arrangement,
+        group: Group,
         permutations: Mapping[str, Tensor] | None = None,
         signs: Mapping[str, Tensor] | None = None,
         log_scales: Mapping[str, Tensor] | None = None,
@@ -66,36 +65,63 @@ class Element:
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
-        self.group: Any = group
-        given = [dict(part or {}) for part in (permutations, signs, log_scales, shifts)]
+        self.group = group
+        given = [part or {} for part in (permutations, signs, log_scales, shifts)]
         known = [value for part in given for value in part.values()]
         device = device or (known[0].device if known else torch.device("cpu"))
         real = dtype or next((v.dtype for v in known if v.is_floating_point()), torch.get_default_dtype())
-        parts = []
+        parts: list[ByName] = []
         for move, part in zip(MOVES, given, strict=True):
             names = group.names(move)
-            parts.append({n: part[n] if n in part else neutral(move, group[n], device, real) for n in names})
+            parts.append({n: part[n] if n in part else _neutral(move, group[n], device, real) for n in names})
         shapes = {v.shape[: v.dim() - len(group[name].shape)] for part in parts for name, v in part.items()}
         shapes.add(torch.Size(batch_shape))
         # Of few elements, broadcasting takes longer than anything else.
         self.batch_shape = next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
         if len(shapes) > 1:
             parts = [{n: v.expand(*self.batch_shape, *group[n].shape) for n, v in part.items()} for part in parts]
-        self.permutations, self.signs, self.log_scales, self.shifts = parts
+        images, self.signs, self.log_scales, self.shifts = parts
+        self.images: ByName = {}
+        for name in group.carried:
+            outer = self.images.get(group[name].parent or "")
+            self.images[name] = _through_copies(group[name], images.get(name), outer)
+
+    @classmethod
+    def _made(cls, group: Group, parts: Sequence[ByName], batch_shape: Sequence[int]) -> Element:
+        """An element of complete numbers of one batch shape, its permutations counted through all copies."""
+        element = cls.__new__(cls)
+        element.group, element.batch_shape = group, torch.Size(batch_shape)
+        element.images, element.signs, element.log_scales, element.shifts = parts
+        return element
+
+    @property
+    def permutations(self) -> ByName:
+        """Name of the units -> images within each copy, ``batch_shape + units.shape``."""
+        return {name: self[name] for name in self.group.names("permute")}
 
     def __getitem__(self, name: str) -> Tensor:
-        """The permutation of some units, ``batch_shape + units.shape``."""
-        self.group[name]
-        if name not in self.permutations:
-            raise ValueError(f"the units {name!r} aren't permuted; those that are: {list(self.permutations)}")
-        return self.permutations[name]
+        """The permutation of some units within each copy, ``batch_shape + units.shape``."""
+        units: Units = self.group[name]
+        if "permute" not in units.moves:
+            known = list(self.group.names("permute"))
+            raise ValueError(f"the units {name!r} aren't permuted; those that are: {known}")
+        if units.copies == 1:
+            return self.images[name]
+        inside = self.images[name].unflatten(-1, (units.copies, units.size)) % units.size
+        outer = self.images.get(units.parent or "")
+        if outer is None:
+            return inside
+        return torch.empty_like(inside).scatter_(-2, outer.unsqueeze(-1).expand_as(inside), inside)
+
+    def unit_index(self, name: str) -> Tensor:
+        """The place that each unit, counted through all copies, comes from: LongTensor ``batch_shape + (count,)``."""
+        if name in self.images:
+            return self.images[name]
+        return torch.arange(self.group[name].count, device=self.device).expand(*self.batch_shape, -1)
 
     def __repr__(self) -> str:
-        copies = {name: self.group[name].copies for name in self.group.factors}
-        sizes = ", ".join(
-            f"{name}: {copies[name]} x {n}" if copies[name] > 1 else f"{name}: {n}"
-            for name, n in self.group.factors.items()
-        )
+        units = (self.group[name] for name in self.group.factors)
+        sizes = ", ".join(f"{u.name}: {u.copies} x {u.size}" if u.copies > 1 else f"{u.name}: {u.size}" for u in units)
         return f"Element(batch_shape={tuple(self.batch_shape)}, {sizes or 'trivial'})"
 
     @property
@@ -103,10 +129,19 @@ class Element:
         """Permutations, signs, log-scales and shifts."""
         return self.permutations, self.signs, self.log_scales, self.shifts
 
+    @classmethod
+    def _of_parts(cls, group: Group, parts: Sequence[ByName], batch_shape: Sequence[int]) -> Element:
+        permutations, signs, log_scales, shifts = parts
+        return cls(group, permutations, signs, log_scales, shifts, batch_shape)
+
+    @property
+    def _parts(self) -> tuple[ByName, ByName, ByName, ByName]:
+        return self.images, self.signs, self.log_scales, self.shifts
+
     @property
     def device(self) -> torch.device | None:
         """The device of the numbers; None if there are none."""
-        return next((value.device for part in self.parts for value in part.values()), None)
+        return next((value.device for part in self._parts for value in part.values()), None)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Element:
         """The same elements on another device; signs, scales and shifts in another precision."""
@@ -114,30 +149,24 @@ class Element:
         if dtype is None and device == self.device:
             return self
         return self._each(
-            lambda value: value.to(device=device, dtype=dtype if value.is_floating_point() else None), self.batch_shape
+            lambda value, _: value.to(device=device, dtype=dtype if value.is_floating_point() else None),
+            self.batch_shape,
         )
 
     def select(self, index: int | slice | Tensor | tuple[Any, ...]) -> Element:
         """Index the batch: ``g.select(0)`` is the first element. An index on another device is moved."""
         device, given = self.device or torch.device("cpu"), index if isinstance(index, tuple) else (index,)
         here = tuple(part.to(device) if isinstance(part, Tensor) else part for part in given)
-        if any(self.parts) and self.batch_shape:
-            return self._each(lambda value: value[here])
-        return self._each(lambda value: value, torch.empty(self.batch_shape, device=device)[here].shape)
+        shape = torch.empty(self.batch_shape, device=device)[here].shape
+        return self._each(lambda value, _: value[here] if self.batch_shape else value, shape)
 
     def expand(self, batch_shape: Sequence[int]) -> Element:
         """The same elements, repeated to a larger batch."""
-        if self.batch_shape == batch_shape:
-            return self
-        return Element(self.group, *self.parts, batch_shape)
+        return self._each(lambda value, own: value.expand(*batch_shape, *own), batch_shape)
 
-    def within(self, group: Arrangement) -> Element:
+    def within(self, group: Group) -> Element:
         """The element of another group that has the same numbers for the units of both, and leaves all others."""
-        parts = [
-            {name: own[name] if name in own else self._still(move, group[name]) for name in group.names(move)}
-            for move, own in zip(MOVES, self.parts, strict=True)
-        ]
-        return Element._of_parts(group, parts, self.batch_shape)
+        return Element(group, *self.parts, self.batch_shape, device=self.device)
 
     def equal(self, other: Element) -> bool:
         """True if both are the same elements, bit by bit."""
@@ -147,75 +176,26 @@ class Element:
         return all(
             mine.keys() == theirs.keys()
             and all(torch.equal(value, theirs[name].to(value)) for name, value in mine.items())
-            for mine, theirs in zip(self.parts, other.parts, strict=True)
+            for mine, theirs in zip(self._parts, other._parts, strict=True)
         )
 
-    def _still(self, move: Move, units: Units) -> Tensor:
-        """Numbers that move nothing, in the precision of the others."""
-        numbers = (value.dtype for part in self.parts for value in part.values() if value.is_floating_point())
-        value = neutral(move, units, self.device, next(numbers, torch.get_default_dtype()))
-        return value.expand(*self.batch_shape, *units.shape)
-
-    def _each(self, change: Callable[[Tensor], Tensor], batch_shape: Sequence[int] = ()) -> Element:
-        parts = [{name: change(value) for name, value in part.items()} for part in self.parts]
-        for name, value in ((name, value) for part in parts for name, value in part.items()):
-            batch_shape = value.shape[: value.dim() - len(self.group[name].shape)]
-            break
-        return Element._of_parts(self.group, parts, batch_shape)
-
-    @classmethod
-    def _of_parts(cls, group: Arrangement, parts: Sequence[ByName], batch_shape: Sequence[int]) -> Element:
-        """An element whose numbers are complete and of one batch shape: of many small ones, looking takes longest."""
-        element = cls.__new__(cls)
-        element.group, element.batch_shape = group, torch.Size(batch_shape)
-        element.permutations, element.signs, element.log_scales, element.shifts = parts
-        return element
+    def _each(self, change: Callable[[Tensor, tuple[int, ...]], Tensor], batch_shape: Sequence[int]) -> Element:
+        """Change all numbers, given with the shape that those of one element have."""
+        images = {name: change(value, value.shape[-1:]) for name, value in self.images.items()}
+        parts = [{n: change(value, self.group[n].shape) for n, value in part.items()} for part in self._parts[1:]]
+        return Element._made(self.group, [images, *parts], batch_shape)
 
     # algebra --------------------------------------------------------------------------------------------------------
 
-    def unit_index(self, name: str) -> Tensor:
-        """The place that each unit, counted through all copies, comes from: LongTensor ``batch_shape + (count,)``."""
-        index = self._total(name)
-        count = self.group[name].count
-        return torch.arange(count, device=self.device).expand(*self.batch_shape, count) if index is None else index
-
-    def _total(self, name: str) -> Tensor | None:
-        """The same; None if nothing moves these units."""
-        units: Units = self.group[name]
-        outer = None if units.parent is None else self._total(units.parent)
-        own = self.permutations.get(name)
-        if outer is None:
-            return None if own is None else self._within_copies(name)
-        if own is None:
-            inner = torch.arange(units.size, device=outer.device)
-        else:
-            inner = _rows(own.reshape(*self.batch_shape, units.copies, units.size), outer)
-        return (outer.unsqueeze(-1) * units.size + inner).flatten(-2)
-
-    def _within_copies(self, name: str) -> Tensor:
-        """Each unit's source if nothing outside moves, counted through all copies, ``batch + (count,)``."""
-        units: Units = self.group[name]
-        own = self.permutations[name]
-        if units.copies == 1:
-            return own
-        return (own + torch.arange(0, units.count, units.size, device=own.device).unsqueeze(-1)).flatten(-2)
-
     def inverse(self) -> Element:
         """The element with ``g.inverse() @ g`` the identity."""
-        permutations = {}
-        for name, value in self.permutations.items():
-            units: Units = self.group[name]
-            own = value.reshape(*self.batch_shape, units.copies, units.size).argsort(-1)
-            outer = None if units.parent is None else self._total(units.parent)
-            permutations[name] = (own if outer is None else _rows(own, outer)).reshape(value.shape)
-        return Element(
-            self.group,
-            permutations,
+        parts = [
+            {name: images.argsort(-1) for name, images in self.images.items()},
             {name: self._carried(name, value.reciprocal(), False) for name, value in self.signs.items()},
             {name: self._carried(name, -value, False) for name, value in self.log_scales.items()},
             {name: -value for name, value in self.shifts.items()},
-            self.batch_shape,
-        )
+        ]
+        return Element._made(self.group, parts, self.batch_shape)
 
     def __matmul__(self, other: Element) -> Element:
         if not isinstance(other, Element):
@@ -223,30 +203,20 @@ class Element:
         mine, theirs = _over_one_group(self, other)
         shape = torch.broadcast_shapes(mine.batch_shape, theirs.batch_shape)
         mine, theirs = mine.expand(shape), theirs.expand(shape).to(mine.device)
-        permutations = {}
-        for name, value in mine.permutations.items():
-            units: Units = mine.group[name]
-            then = value.reshape(*shape, units.copies, units.size)
-            first = theirs.permutations[name].reshape(then.shape)
-            outer = None if units.parent is None else theirs._total(units.parent)
-            then = then if outer is None else _rows(then, outer.argsort(-1))
-            permutations[name] = first.gather(-1, then).reshape(value.shape)
-        return Element(
-            mine.group,
-            permutations,
+        parts = [
+            {name: theirs.images[name].gather(-1, images) for name, images in mine.images.items()},
             {name: theirs._carried(name, own, True) * theirs.signs[name] for name, own in mine.signs.items()},
             {name: theirs._carried(name, own, True) + theirs.log_scales[name] for name, own in mine.log_scales.items()},
             {name: own + theirs.shifts[name] for name, own in mine.shifts.items()},
-            shape,
-        )
+        ]
+        return Element._made(mine.group, parts, shape)
 
     def _carried(self, name: str, numbers: Tensor, back: bool) -> Tensor:
-        r"""Numbers of units as this element's permutations carry them: :math:`m_{\hat p(u)}`, or with the inverse."""
-        index = self._total(name)
-        if index is None:
+        r"""Numbers of units as this element's permutations carry them: :math:`m_{p(i)}`, or with the inverse."""
+        if name not in self.images:
             return numbers
-        flat = numbers.reshape(*self.batch_shape, -1)
-        return gather_last(flat, (index.argsort(-1) if back else index).to(flat.device)).reshape(numbers.shape)
+        index = self.images[name].argsort(-1) if back else self.images[name]
+        return numbers.reshape(index.shape).gather(-1, index).reshape(numbers.shape)
 
     # action ---------------------------------------------------------------------------------------------------------
 
@@ -269,19 +239,18 @@ class Element:
         return {site: self.on_site(site, value) for site, value in weights.items()}
 
     def on_site(self, site: str, value: Tensor, site_dims: int | None = None) -> Tensor:
-        """Act on one site alone; batch shapes broadcast. Large networks are moved so, without a second
-        copy.
+        """Act on one site alone; batch shapes broadcast. Large networks are moved so, without a second copy.
 
         :param site_dims: the number of trailing axes that are the site's, if its shape isn't that which the group knows
             (unconstrained coordinates may have fewer entries along axes that nothing moves).
         """
-        by_dim = self.group.members(site)
-        if not by_dim:
+        dims = tuple(self.group.members(site))
+        if not dims:
             return value
         if site_dims is None:
             viewed = self.on_site(site, self.group.view(site, value), len(self.group.view_shapes[site]))
             return self.group.view_back(site, viewed)
-        factors = {dim: self._multiplier(site, dim, value.dtype) for dim in by_dim}
+        factors = {dim: self._multiplier(site, dim, value.dtype) for dim in dims}
         epsilon = self.group.epsilon(site) if any(factor is not None for factor in factors.values()) else 0.0
         value = value + epsilon if epsilon else value
         for dim, factor in factors.items():
@@ -289,7 +258,7 @@ class Element:
             value = value if constant is None else value + along_axis(constant.to(value), dim, site_dims)
             value = value if factor is None else value * along_axis(factor.to(value), dim, site_dims)
         value = value - epsilon if epsilon else value
-        indices = {dim: self._index(site, dim) for dim in by_dim}
+        indices = {dim: self._index(site, dim) for dim in dims}
         placed = {dim: index.to(value.device) for dim, index in indices.items() if index is not None}
         return permute_axes(value, placed, site_dims) if placed else value
 
@@ -299,16 +268,30 @@ class Element:
         :param dim: the axis, counted in the group's view of the site, see ``group.view``.
         """
         index, length = self._index(site, dim), self.group.view_shapes[site][dim]
-        return torch.arange(length, device=self.device).expand(*self.batch_shape, length) if index is None else index
+        return torch.arange(length, device=self.device).expand(*self.batch_shape, -1) if index is None else index
 
     def _index(self, site: str, dim: int) -> Tensor | None:
         full: Tensor | None = None
         length = self.group.view_shapes[site][dim]
-        for stage in self.group.stages(site, dim):
-            parts = [(self._within_copies(name), axis.index) for name, axis in stage]
-            step = parts[0][0] if stage[0][1].fills(length) else lift(parts, length)
-            full = step if full is None else gather_last(full, step)
+        for shared, members, _ in self.group.layers(site, dim):
+            step = next((self._below(name, shared) for name, axis in reversed(members) if axis.fills(length)), None)
+            if step is None:
+                step = torch.arange(length, device=self.device).repeat(*self.batch_shape, 1)
+                for name, axis in members:  # what lies inside comes later, and has moved with what it lies in
+                    places = axis.index.T.to(step.device)  # of each unit
+                    came = places[self._below(name, shared)].flatten(-2)
+                    step.scatter_(-1, places.reshape(-1).expand(came.shape), came)
+            full = step if full is None else step.gather(-1, full)
         return full
+
+    def _below(self, name: str, outer: str | None) -> Tensor:
+        """Images of units, without what moves them from outside."""
+        images = self.images[name]
+        if outer is None or outer not in self.images:
+            return images
+        inside = torch.arange(self.group[name].count // self.group[outer].count, device=images.device)
+        carried = (self.images[outer].unsqueeze(-1) * len(inside) + inside).flatten(-2)
+        return images.gather(-1, carried.argsort(-1))
 
     def axis_multiplier(self, site: str, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """The factor of each position of this axis before it is permuted: ``batch_shape + (length,)``.
@@ -325,19 +308,17 @@ class Element:
         full: Tensor | None = None
         length = self.group.view_shapes[site][dim]
         for name, axis in self.group.members(site).get(dim, []):
-            numbers: Tensor | None = None
+            numbers = []
             if axis.exponent % 2 and name in self.signs:
-                numbers = self.signs[name]
+                numbers.append(self.signs[name])
             if axis.exponent and name in self.log_scales:
                 logs = self.log_scales[name]
                 logs = logs if dtype is None else logs.to(torch.promote_types(logs.dtype, dtype))
-                scale = (axis.exponent * logs).exp()
-                numbers = scale if numbers is None else numbers * scale
-            if numbers is None:
-                continue
-            numbers = numbers.flatten(len(self.batch_shape))
-            step = numbers if axis.fills(length) else lay_out(numbers, axis.index, 1.0, length)
-            full = step if full is None else full * step
+                numbers.append((axis.exponent * logs).exp())
+            for own in numbers:
+                flat = own.flatten(len(self.batch_shape))
+                step = flat if axis.fills(length) else lay_out(flat, axis.index, 1.0, length)
+                full = step if full is None else full * step
         return full
 
     def axis_shift(self, site: str, dim: int) -> Tensor | None:
@@ -351,7 +332,7 @@ class Element:
         return full
 
 
-def acted_shape(group: Arrangement, weights: Mapping[str, Tensor]) -> torch.Size:
+def acted_shape(group: Group, weights: Mapping[str, Tensor]) -> torch.Size:
     """The batch shape of weights that an element is to move.
 
     :raises TypeError: if they are no weights.
@@ -375,7 +356,61 @@ def require_buffers(weights: Mapping[str, Any], buffers: Sequence[str], name: st
         )
 
 
+def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | None) -> ByName:
+    """A user's numbers for one move, as tensors.
+
+    :param argument: what messages call it.
+    :raises ValueError: if units are unknown or don't admit the move, or numbers aren't what they must be.
+    """
+    found = {}
+    for name, value in arguments.mapping(argument, given or {}, "name of the units -> numbers").items():
+        if move not in group[name].moves:
+            raise ValueError(f"{argument} holds {name!r}; only {list(group.names(move))} admit the move {move!r}")
+        called, shape = f"{argument}[{name!r}]", group[name].shape
+        numbers = arguments.numbers(called, value)
+        if numbers.dim() < len(shape) or tuple(numbers.shape[numbers.dim() - len(shape) :]) != shape:
+            raise ValueError(
+                f"{called} has shape {tuple(numbers.shape)}; it must end in {shape}, one number for each unit"
+            )
+        if move == "permute":
+            places = torch.arange(shape[-1], device=numbers.device)
+            integers = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
+            if not integers or not bool((numbers.sort(-1).values == places).all()):
+                raise ValueError(f"{called} is no permutation of the integers 0 .. {shape[-1] - 1} in each row")
+            found[name] = numbers.long()
+            continue
+        numbers = numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
+        bad = numbers.abs() != 1 if move == "flip" else ~torch.isfinite(numbers)
+        if bool(bad.any()):
+            wanted = "hold +1 or -1 only" if move == "flip" else "hold finite numbers"
+            raise ValueError(f"{called} must {wanted}; it holds {float(numbers[bad][0])}")
+        found[name] = numbers
+    return found
+
+
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _neutral(move: Move, units: Units, device: torch.device | None, dtype: torch.dtype) -> Tensor:
+    """Numbers that move nothing."""
+    if move == "permute":
+        return torch.arange(units.size, device=device).expand(units.shape)
+    return torch.full(units.shape, float(move == "flip"), device=device, dtype=dtype)
+
+
+def _through_copies(units: Units, images: Tensor | None, outer: Tensor | None) -> Tensor:
+    """Images within each copy (None: all stay) as places among all units, moved along with the units outside."""
+    if outer is None and units.copies == 1 and images is not None:
+        return images
+    batch = torch.broadcast_shapes(
+        *(v.shape[:n] for v, n in ((images, -len(units.shape)), (outer, -1)) if v is not None)
+    )
+    device = (outer if images is None else images).device  # type: ignore[union-attr]
+    copies = torch.arange(units.copies, device=device).expand(*batch, -1) if outer is None else outer
+    inside = torch.arange(units.size, device=device) if images is None else images
+    inside = inside.expand(*batch, *units.shape).reshape(*batch, units.copies, units.size)
+    inside = inside.gather(-2, copies.unsqueeze(-1).expand_as(inside))
+    return (copies.unsqueeze(-1) * units.size + inside).flatten(-2)
 
 
 def _over_one_group(one: Element, other: Element) -> tuple[Element, Element]:
@@ -389,8 +424,3 @@ def _over_one_group(one: Element, other: Element) -> tuple[Element, Element]:
     if whole is not other.group.whole and whole != other.group.whole:
         raise ValueError("only elements of one group compose; these belong to two different groups")
     return one.within(whole), other.within(whole)
-
-
-def _rows(copies: Tensor, order: Tensor) -> Tensor:
-    """Reorder the copies of ``batch + (copies, n)``."""
-    return copies.gather(-2, order.unsqueeze(-1).expand(*order.shape, copies.shape[-1]))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from pyro_symmetric.groups.arrangement import Arrangement
 from pyro_symmetric.groups.units import Axis, Move
+
+if TYPE_CHECKING:
+    from pyro_symmetric.groups.group import Group
 
 
 def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
@@ -26,7 +30,7 @@ def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
     return along if blocks == 1 else along.unflatten(-2, (blocks, count)).transpose(-3, -2).flatten(-2)
 
 
-def offsets(group: Arrangement, move: Move) -> dict[str, slice]:
+def offsets(group: Group, move: Move) -> dict[str, slice]:
     """The range of each set of units among all units that admit a move, in the group's order."""
     found, start = {}, 0
     for name in group.names(move):
@@ -35,9 +39,7 @@ def offsets(group: Arrangement, move: Move) -> dict[str, slice]:
     return found
 
 
-def owners(
-    group: Arrangement, site: str, dim: int, move: Move, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
+def owners(group: Group, site: str, dim: int, move: Move, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """The units that multiply each position of a viewed axis, and their exponents.
 
     :param move: ``"flip"`` or ``"scale"``; of flips, only odd exponents count.

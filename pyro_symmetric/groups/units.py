@@ -77,6 +77,12 @@ class Axis:
         """The number of positions along the axis; those along all of its axes, if it spans several."""
         return math.prod(site_shapes[self.site][self.dim : self.dim + self.span])
 
+    def touched(self, moves: frozenset[Move]) -> bool:
+        """True if moves of the units change what lies along the axis."""
+        if "permute" in moves or "shift" in moves:
+            return True
+        return bool(self.exponent) if "scale" in moves else "flip" in moves and bool(self.exponent % 2)
+
     def fills(self, length: int) -> bool:
         """True if unit ``i`` simply is position ``i`` of an axis of that length, and nothing else lies there."""
         return self.index.shape[1] == int(length) and self._in_order
