@@ -71,7 +71,7 @@ def checked(case: Case, role: str, engine: str = "torch") -> Row:
         energy, gradient = density.energy_and_gradient(z)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         return Row("refused", " ".join((str(error) or repr(error)).split()))
-    if engine == "inductor" and density.engine != "inductor":
+    if engine == "compiled" and density.engine != "compiled":
         return Row("not compiled", density.engine_reason)
     if not bool(torch.isfinite(energy).all()):
         return Row("wrong", "no finite density")
@@ -167,7 +167,7 @@ def main() -> None:
         rows = [checked(case, role) for role in ROLES]
         for row in rows:
             counts[row.state] = counts.get(row.state, 0) + 1
-        again = [checked(case, role, "inductor").state for role in ROLES] if name in options.compiled else []
+        again = [checked(case, role, "compiled").state for role in ROLES] if name in options.compiled else []
         lines.append(f"| {name} | {_cell(rows[0])} | {_cell(rows[1])} | {', '.join(again)} |")
         print(lines[-1], f"({time.perf_counter() - began:.1f} s)", flush=True)
     missing = [name for name in exported() if name not in CASES and name not in ABSTRACT]

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import pyro.distributions as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_symmetric import arguments
 
-NOISE_FLOOR = 1e-6  # below which no network can tell the noise to be
 PARTS = ("temperature", "latents", "distribution", "targets", "mean")  # what a likelihood object has
 
 
@@ -37,20 +36,7 @@ class Likelihood(Protocol):
 
 
 @dataclass(frozen=True)
-class _OutputsSayAll:
-    """Base of likelihoods without latent sites of their own."""
-
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        arguments.positive("temperature", self.temperature)
-
-    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
-        return {}
-
-
-@dataclass(frozen=True)
-class CategoricalLikelihood(_OutputsSayAll):
+class CategoricalLikelihood:
     """Class labels; the network's outputs are logits ``(N, C)``.
 
     >>> model = ps.BayesianModel(nn.Linear(4, 3), likelihood=ps.CategoricalLikelihood(temperature=0.5))
@@ -59,6 +45,14 @@ class CategoricalLikelihood(_OutputsSayAll):
 
     :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``; under 1 is a cold likelihood.
     """
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        arguments.positive("temperature", self.temperature)
+
+    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
+        return {}
 
     def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
         if outputs.shape[-1] < 2:
@@ -110,47 +104,6 @@ class GaussianLikelihood:
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs
-
-
-@dataclass(frozen=True)
-class HeteroscedasticLikelihood(_OutputsSayAll):
-    r"""Real targets whose noise differs from row to row, as the network says.
-
-    Of the network's outputs ``(N, 2 D)`` the first half are the means, the second half gives the noise's standard
-    deviations, :math:`\log(1 + e^o) + 10^{-6}`. Targets are ``(N, D)``, or ``(N,)`` of one.
-
-    >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> model = ps.BayesianModel(net, likelihood=ps.likelihoods.HeteroscedasticLikelihood())
-    >>> model.log_likelihood(model.initial_weights(), torch.randn(5, 3), torch.randn(5)).shape
-    torch.Size([5])
-
-    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``.
-    """
-
-    def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
-        mean, raw = (part.squeeze(-1) if part.shape[-1] == 1 else part for part in _halves(outputs))
-        return _with_any_parameters(dist.Normal(mean, noise_of(raw), validate_args=False))
-
-    def targets(self, y: Tensor) -> Tensor:
-        return y.squeeze(-1) if y.dim() > 1 and y.shape[-1] == 1 else y
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        return _halves(outputs)[0]
-
-
-def _halves(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The means, and what the network says of the noise."""
-    if outputs.shape[-1] % 2:
-        raise ValueError(
-            f"the network has {outputs.shape[-1]} outputs; a heteroscedastic likelihood needs two for each target"
-        )
-    mean, raw = outputs.chunk(2, -1)
-    return mean, raw
-
-
-def noise_of(raw: Tensor) -> Tensor:
-    """The noise's standard deviation for what a network says of it."""
-    return nn.functional.softplus(raw) + NOISE_FLOOR
 
 
 def _with_any_parameters(made: dist.TorchDistribution) -> dist.TorchDistribution:

@@ -14,7 +14,7 @@ from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.infer import HMC, MCMC, NUTS
 
 STILL = {"step_size": 1e-6, "adapt_step_size": False, "num_steps": 1}  # a chain that stays where it starts
-quiet = functools.partial(MCMC, disable_progbar=True, engine="torch")
+quiet = functools.partial(MCMC, disable_progbar=True, engine="eager")
 
 
 def conjugate(y):
@@ -58,8 +58,8 @@ def test_draws_are_those_of_the_posterior(kernel):
 def test_our_own_kernels_are_run_as_sample_runs_them():
     y = torch.randn(5)
     ours = ps.NUTS(conjugate)
-    found = ps.MCMC(ours, 20, 30, num_chains=3, disable_progbar=True, seed=4, engine="torch").run(y)
-    options = {"num_samples": 20, "num_warmup": 30, "num_chains": 3, "progress": False, "seed": 4, "engine": "torch"}
+    found = ps.MCMC(ours, 20, 30, num_chains=3, disable_progbar=True, seed=4, engine="eager").run(y)
+    options = {"num_samples": 20, "num_warmup": 30, "num_chains": 3, "progress": False, "seed": 4, "engine": "eager"}
     expected = ps.sample(ours, y, **options)
     assert torch.equal(found.samples["mean"], expected.samples["mean"])
     assert found.origin.args == (y,)
@@ -156,7 +156,7 @@ def test_the_hook_sees_every_iteration_of_every_chain_unconstrained():
 
 def test_a_hook_of_sample_sees_all_chains_and_takes_no_tasks():
     seen = {}
-    options = {"num_samples": 3, "num_warmup": 2, "num_chains": 4, "engine": "torch", "progress": False}
+    options = {"num_samples": 3, "num_warmup": 2, "num_chains": 4, "engine": "eager", "progress": False}
     posterior = ps.sample(ps.NUTS(positive), hook=seen.__setitem__, **options)
     assert list(seen) == [0, 1, 2, 3, 4]
     assert torch.equal(torch.stack([seen[i]["scale"] for i in (2, 3, 4)], 1), posterior.samples["scale"])

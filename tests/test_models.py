@@ -11,7 +11,7 @@ from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import nn
 
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, HeteroscedasticLikelihood
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.models import BayesianModel, GaussianPrior
 
 LIKELIHOODS = {
@@ -20,8 +20,6 @@ LIKELIHOODS = {
     "learnt noise, column": ("gaussian", 1, lambda n: torch.randn(n, 1)),
     "fixed noise": (GaussianLikelihood(0.3), 1, lambda n: torch.randn(n)),
     "two targets": ("gaussian", 2, lambda n: torch.randn(n, 2)),
-    "noise of the network": (HeteroscedasticLikelihood(), 2, lambda n: torch.randn(n)),
-    "noise of two targets": (HeteroscedasticLikelihood(2.0), 4, lambda n: torch.randn(n, 2)),
     "cold": (CategoricalLikelihood(temperature=0.1), 3, lambda n: torch.randint(3, (n,))),
 }
 

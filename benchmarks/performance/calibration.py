@@ -74,7 +74,7 @@ class Replications:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the rows of one replication are no mini-batch of all
             density = Density(
-                model, (x.repeat(count, 1), y.flatten()), batch_size=NUM_ROWS, subsampled=True, engine="torch"
+                model, (x.repeat(count, 1), y.flatten()), batch_size=NUM_ROWS, subsampled=True, engine="eager"
             )
         return cls(density.layout.unconstrain({"scale": scale, "b": b}), density, batch)
 

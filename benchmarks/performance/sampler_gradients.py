@@ -165,12 +165,12 @@ def torch_contestants(problem: Problem, options: argparse.Namespace) -> tuple[De
         "Pyro HMC, one chain, jit": stock(jit=True),
         "vmap(grad(functional_call))": vmap(grad(energy)),
         "unmodified Pyro model": ours(Density(PyroNet(problem), args=(x, y))),
-        "BayesianModel (torch)": ours(Density(problem.model(), args=(x, y), engine="torch")),
+        "BayesianModel (eager)": ours(Density(problem.model(), args=(x, y), engine="eager")),
         f"BayesianModel ({density.engine})": ours(density),
     }
     if options.compile:
-        contestants["unmodified Pyro model, compiled"] = ours(Density(PyroNet(problem), args=(x, y), engine="inductor"))
-        contestants["BayesianModel (inductor)"] = ours(Density(problem.model(), args=(x, y), engine="inductor"))
+        contestants["unmodified Pyro model, compiled"] = ours(Density(PyroNet(problem), args=(x, y), engine="compiled"))
+        contestants["BayesianModel (compiled)"] = ours(Density(problem.model(), args=(x, y), engine="compiled"))
         contestants["hand-batched, torch.compile"] = torch.compile(by_hand(problem, precision), dynamic=False)
     return density, contestants
 

@@ -3,7 +3,7 @@
     python -m benchmarks.posteriordb.speed [--posteriors arK-arK garch-garch11] [--root FOLDER] [--json FILE]
 
 Ours are ``chosen``, a call of ``sample`` with nothing but the model, and two kernels with all else by default and as
-many warm-up iterations as NumPyro, compiled by inductor. What counts is the worst coordinate's effective sample size
+many warm-up iterations as NumPyro, compiled. What counts is the worst coordinate's effective sample size
 (bulk, of all chains) over seconds of processor time: ``sampling`` alone; ``warm`` with warm-up, all being compiled;
 ``cold`` with compiling, which NumPyro does in every process and this library once (its programs are kept on disk: empty
 PyTorch's cache for a first run's figures). NumPyro runs 4 chains one after another and at once, and 64 at once, each
@@ -35,7 +35,7 @@ R_HAT = 1.05
 OURS: dict[str, Callable[[Problem, int, int], Run]] = {
     "chosen": lambda problem, warmup, draws: ours(problem, None, draws),
     **{
-        f"{kind.__name__}, {chains} chains": partial(ours, kind=kind, chains=chains, engine="inductor")
+        f"{kind.__name__}, {chains} chains": partial(ours, kind=kind, chains=chains, engine="compiled")
         for kind, chains in ((ps.NUTS, 4), (ps.AdaptiveHMC, 16))
     },
 }

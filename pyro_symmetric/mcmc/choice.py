@@ -46,7 +46,7 @@ def chosen(settings: Settings, num_chains: int | None) -> Settings:
     found = replace(settings, kernel=kind(settings.kernel.model, mass=mass), num_chains=chains)
     if settings.store is None or not settings.store.exists():  # a run that resumes keeps its engine
         density = density if chains == expected else found.density()
-        words += f", engine {density.engine!r}{' unless trajectories are long' * density.may_compile}"
+        words += f", engine {density.engine!r}"
     return replace(found, chosen=words)
 
 

@@ -168,7 +168,7 @@ def _starts(settings: Settings) -> tuple[Any, bool]:
 
 
 def _density(settings: Settings) -> Any:
-    return settings.density(chain_chunk=settings.num_chains, engine="torch")
+    return settings.density(chain_chunk=settings.num_chains, engine="eager")
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from tqdm import tqdm
 from pyro_symmetric._process import LOCK, drawn_seed
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
 from pyro_symmetric.mcmc.curves import Curves
-from pyro_symmetric.mcmc.density.programs import ANNOUNCED
 from pyro_symmetric.mcmc.identity import OTHER_MODEL, OtherRun, Passed, identify, require_same, tolerance_of
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, required
 from pyro_symmetric.mcmc.settings import Settings
@@ -31,7 +30,6 @@ from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import Blocks, Checkpoint, Contents, FolderRecorder, MemoryRecorder
 from pyro_symmetric.weights import Weights
 
-BETWEEN_LOOKS = 50  # iterations from one decision whether to compile to the next
 KERNELS = Kernel.__module__.rpartition(".")[0]
 Hook = Callable[[int, Weights], Any]  # takes an iteration's number and the weights of all chains
 
@@ -42,19 +40,15 @@ def run(settings: Settings, progress: bool = False, hook: Hook | None = None) ->
     :param hook: is called after every iteration.
     :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
-    announced = ANNOUNCED.set(progress)
-    try:
-        with _recorder(settings) as recorder:  # its lock comes first: who is refused has touched no generator
-            chains = Run(settings, recorder)
-            try:
-                chains.go(progress, hook)
-            except KeyboardInterrupt:
-                if chains.at.draws == 0:
-                    raise KeyboardInterrupt(*_how_to_resume(settings, chains.at)) from None
-            count = min(settings.num_samples, chains.at.draws)
-            return recorder.draws(count, chains.metadata())
-    finally:
-        ANNOUNCED.reset(announced)
+    with _recorder(settings) as recorder:  # its lock comes first: who is refused has touched no generator
+        chains = Run(settings, recorder)
+        try:
+            chains.go(progress, hook)
+        except KeyboardInterrupt:
+            if chains.at.draws == 0:
+                raise KeyboardInterrupt(*_how_to_resume(settings, chains.at)) from None
+        count = min(settings.num_samples, chains.at.draws)
+        return recorder.draws(count, chains.metadata())
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +60,6 @@ class Boundary:
     :param draws: how many are kept of each chain.
     :param num_warmup: how many of all are warm-up; while the chains are to end it, how many at most.
     :param r_hat: of the chains when they were last asked whether they agree; ``None`` if they weren't.
-    :param evaluations: of all chains at once, while no program serves.
     """
 
     iteration: int
@@ -75,7 +68,6 @@ class Boundary:
     draws: int
     num_warmup: int
     r_hat: float | None = None
-    evaluations: int = 0
 
 
 class Run:
@@ -143,7 +135,7 @@ class Run:
             "chain_chunk": density.chain_chunk,
             "versions": density.versions,
             "deterministic": list(density.target.computed),
-            "engine": density.engine,  # as it turned out: torch.compile may have failed on the way
+            "engine": density.engine,  # as it turned out: compiling may have failed
             "engine_reason": density.engine_reason,
             "seconds": dict(self._seconds),
             "interrupted": self.at.draws < settings.num_samples,
@@ -208,10 +200,6 @@ class Run:
             self._curves.restore(more["trace"])
             self._seconds = {phase: float(more["seconds"][phase]) for phase in self._seconds}
             same = self._passed.restore(more["passed"], at.state.z, tolerance)
-            if self.settings.engine == "auto":
-                self.density.may_compile = bool(more.get("may_compile", False))  # of an earlier version, none
-                if more.get("engine") == "inductor" and self.density.engine == "torch":  # which it began with
-                    self.density.compile_from_here()
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise StoreError(f"the stored state of {self.settings.store} is damaged: {error!r}") from error
         self.at = at
@@ -228,32 +216,26 @@ class Run:
         self._seconds[phase] += now - self._clock
         self._clock = now
 
-    def _moved(self) -> tuple[State, int]:
-        """One iteration, and all evaluations so far. When programs take over doesn't depend on the clock: at fixed
-        iterations, once as much was spent without."""
-        at, density, kernel = self.at, self.density, self.settings.kernel
-        if density.may_compile and at.iteration % BETWEEN_LOOKS == 0 and density.price.pays(at.evaluations):
-            density.compile_from_here()
-        state = required(kernel.step(density, at.state), at.state.z, kernel, "step")
+    def _moved(self) -> State:
+        """One iteration."""
+        at, kernel = self.at, self.settings.kernel
+        state = required(kernel.step(self.density, at.state), at.state.z, kernel, "step")
         self._curves.record(at.iteration, state.energy, state.statistics)
-        evaluations = at.evaluations
-        if density.may_compile and "n_steps" in state.statistics:
-            evaluations += int(state.statistics["n_steps"].max())
-        return state, evaluations
+        return state
 
     def _draw(self) -> None:
         at = self.at
-        state, evaluations = self._moved()
+        state = self._moved()
         if (at.iteration + 1 - at.num_warmup) % self.settings.thinning == 0:
             samples, statistics = self.density.draws(state.z), state.statistics
             one = [{name: value[:, None] for name, value in values.items()} for values in (samples, statistics)]
             self._blocks.append(at.draws, *one)
-        self._arrive(at.iteration + 1, state, at.num_warmup, at.r_hat, evaluations)
+        self._arrive(at.iteration + 1, state, at.num_warmup, at.r_hat)
 
     def _warm_up(self) -> None:
         """An iteration of warm-up, and a question whether chains have agreed where it may end."""
         at, last = self.at, self.at.iteration
-        state, evaluations = self._moved()
+        state = self._moved()
         num_warmup, r_hat = at.num_warmup, at.r_hat
         if self._agreement is not None:
             self._agreement.record(last, state.z, state.energy)
@@ -261,17 +243,15 @@ class Run:
                 r_hat = self._agreement.r_hat(last + 1)
                 num_warmup = last + 1 if r_hat < LIMIT else num_warmup
         state = self.settings.kernel.adapt(self.density, state, last, num_warmup)
-        self._arrive(last + 1, state, num_warmup, r_hat, evaluations)
+        self._arrive(last + 1, state, num_warmup, r_hat)
 
-    def _arrive(
-        self, iteration: int, state: State, num_warmup: int, r_hat: float | None = None, evaluations: int = 0
-    ) -> None:
+    def _arrive(self, iteration: int, state: State, num_warmup: int, r_hat: float | None = None) -> None:
         generator = None
         if self._passed is not None:
             generator = state.generator.get_state()
             self._passed.note(iteration, state.z)
         draws = max(iteration - num_warmup, 0) // self.settings.thinning
-        self.at = Boundary(iteration, state, generator, draws, num_warmup, r_hat, evaluations)
+        self.at = Boundary(iteration, state, generator, draws, num_warmup, r_hat)
         if iteration >= num_warmup:
             self._agreement = None
 
@@ -285,8 +265,7 @@ class Run:
         trace = self._curves.to_dict(at.iteration)
         agreement = None if self._agreement is None else self._agreement.to_dict(at.iteration)
         more = {"passed": passed, "trace": trace, "agreement": agreement, "seconds": dict(self._seconds)}
-        engine = {"may_compile": self.density.may_compile, "engine": self.density.engine}
-        return packed(at, {**more, **engine})
+        return packed(at, more)
 
     def _postfix(self) -> str:
         found, diverged = self.at.state.statistics, self._blocks.diverged
@@ -325,8 +304,7 @@ def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[Boundary, dic
     state = replace(found["state"], generator=generator)
     r_hat = found["r_hat"] if found["r_hat"] is None else float(found["r_hat"])
     iteration, draws, num_warmup = (int(found[name]) for name in ("iteration", "draws", "num_warmup"))
-    evaluations = int(found.get("evaluations", 0))
-    return Boundary(iteration, state, found["generator"], draws, num_warmup, r_hat, evaluations), found
+    return Boundary(iteration, state, found["generator"], draws, num_warmup, r_hat), found
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -108,14 +108,13 @@ def sample(
         ``MCMC``; weights of batch shape ``(num_chains,)``, or ``()`` for one start of all; a ``Posterior`` whose last
         draws to start from; a guide (ours, or any ``AutoGuide``) or a function ``num_chains -> weights`` to draw from.
         ``None``: ``"prior"`` for a ``BayesianModel``, ``"uniform"`` for any other model.
-    :param chain_chunk: chains to evaluate at once. ``None``: on a CPU as many as keep the largest intermediate result
-        in the cache, on other devices all.
-    :param engine: what computes energies. ``"native"``: code for feed-forward networks that the machine's C++ compiler
-        builds once, in a few seconds, and that is kept. ``"inductor"``: PyTorch's compiler, for any model; programs
-        take some seconds, and are kept, too. ``"torch"``: nothing is compiled. ``"auto"``: ``"native"`` for a
-        ``BayesianModel`` of a feed-forward network; for other models ``"inductor"`` if the run is long enough for it to
-        pay, else ``"torch"``, until the run has spent as much as compiling takes. A warning says so if a compiler is
-        missing.
+    :param chain_chunk: chains to evaluate at once. ``None``: on a CPU as many as keep intermediate results in the
+        cache, about; on other devices all.
+    :param engine: what computes energies. ``"eager"``: the model itself, mapped over chains. ``"layers"``: a loop for
+        feed-forward networks that Numba compiles once, in a few seconds, and keeps. ``"compiled"``: PyTorch's compiler,
+        for any model; programs take some seconds, and are kept, too. ``"auto"``: ``"layers"`` for a ``BayesianModel``
+        of a feed-forward network; for other models ``"compiled"`` if the run is long enough for it to pay, else
+        ``"eager"``. A warning says so if a compiler is missing.
     :param store: a folder for the draws, new or of this very run.
     :param resume: ``"auto"``: resume from the store if there is one; ``False``: there must be none; ``True``: there
         must be one, and it may come from another version of PyTorch or of this library, which changes rounding.

@@ -87,7 +87,6 @@ class Settings:
                 batch_size=self.kernel.batch_size,
                 subsampled=self.kernel.subsampled,
                 evaluations=EVALUATIONS * (num_warmup + self.num_samples * self.thinning),
-                chains=self.num_chains,
             )
         except Exception as error:  # a model may take arrays; if it fails they are the likeliest cause
             named = [*enumerate(self.args), *((repr(name), value) for name, value in self.kwargs.items())]

@@ -13,8 +13,8 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.fingerprint import digest
+from pyro_symmetric.mcmc.density.compiled import evaluated_once
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.programs import evaluated_once
 from pyro_symmetric.mcmc.density.targets import NetworkTarget, not_a_number
 from pyro_symmetric.mcmc.kernels.randomness import independent_rows
 from pyro_symmetric.posterior import Posterior

@@ -20,7 +20,7 @@ from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 
-RUN = {"num_samples": 20, "num_chains": 4, "engine": "torch", "progress": False}
+RUN = {"num_samples": 20, "num_chains": 4, "engine": "eager", "progress": False}
 LENGTHS = HamiltonianKernel.warmups
 
 
@@ -193,7 +193,7 @@ def test_the_warm_up_of_a_label_switched_mixture_ends_when_chains_have_settled(c
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # positions differ
-        found = sample(mixture, y, num_samples=1, seed=0, engine="torch", progress=False)
+        found = sample(mixture, y, num_samples=1, seed=0, engine="eager", progress=False)
     assert found.metadata["num_warmup"] <= most
 
 

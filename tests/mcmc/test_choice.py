@@ -32,7 +32,7 @@ def network() -> BayesianModel:
 
 
 def choice(model, *args, num_chains=None, **options) -> Settings:
-    return chosen(Settings(NUTS(model), args, engine="torch", **options), num_chains)
+    return chosen(Settings(NUTS(model), args, engine="eager", **options), num_chains)
 
 
 @pytest.mark.parametrize(("dim", "mass"), [(DENSE, "dense"), (DENSE + 1, "diagonal")])
@@ -71,7 +71,7 @@ def test_every_call_chooses_alike():
 def test_a_model_alone_is_sampled_and_the_choice_is_said(capsys):
     """The mean's posterior is Normal(100 / 100.01 * y.mean(), 1 / 100.01 ** 0.5)."""
     y = torch.randn(100, generator=torch.Generator(torch.empty(0).device).manual_seed(0)) + 2
-    posterior = sample(normal, y, num_samples=100, seed=0, engine="torch")
+    posterior = sample(normal, y, num_samples=100, seed=0, engine="eager")
     said = posterior.metadata["chosen"]
     assert said.startswith("AdaptiveHMC with 64 chains")
     assert capsys.readouterr().err.startswith(f"pyro_symmetric: {said}\n")
@@ -89,7 +89,7 @@ def test_a_choice_without_progress_is_silent(capsys):
 
 
 def test_a_model_alone_resumes(tmp_path):
-    options = {"num_warmup": 4, "seed": 1, "progress": False, "engine": "torch"}
+    options = {"num_warmup": 4, "seed": 1, "progress": False, "engine": "eager"}
     whole = sample(wide, 2, num_samples=6, **options)
     sample(wide, 2, num_samples=3, store=tmp_path / "s", **options)
     found = sample(wide, 2, num_samples=6, store=tmp_path / "s", **options)

@@ -143,8 +143,8 @@ def test_chains_of_a_network_start_from_an_ensemble():
     torch.manual_seed(0)
     x = torch.randn(60, 2)
     y = x[:, 0].sin() + 0.1 * torch.randn(60)
-    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 2))
-    model = ps.BayesianModel(net, 1.0, ps.likelihoods.HeteroscedasticLikelihood())
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
+    model = ps.BayesianModel(net, 1.0, "gaussian")
     ensemble = ps.ensemble(model, (x, y), 6, epochs=20, seed=0, progress=False)
     options = {"num_chains": 6, "num_samples": 20, "initial": ensemble, "seed": 0, "progress": False}
     with warnings.catch_warnings():

@@ -24,7 +24,7 @@ from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import unflatten
 
 X, Y = torch.linspace(-2, 2, 8).reshape(4, 2), torch.tensor([0.3, -1.2, 2.0, 0.8])
-QUICK = {"num_samples": 6, "num_warmup": 4, "num_chains": 3, "seed": 0, "progress": False, "engine": "torch"}
+QUICK = {"num_samples": 6, "num_warmup": 4, "num_chains": 3, "seed": 0, "progress": False, "engine": "eager"}
 
 
 def schools(y: Tensor) -> None:
@@ -246,7 +246,7 @@ def test_angles_stay_on_their_circle():
         num_samples=300,
         num_warmup=200,
         num_chains=8,
-        engine="torch",
+        engine="eager",
         dtype=torch.float64,
         seed=0,
         progress=False,

@@ -80,7 +80,7 @@ def run(name: str, **options) -> Posterior:
         net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood="gaussian")
         settings = {"batch_size": 5, "step_size": 1e-3} if kind.subsampled else {}
         settings |= SETTINGS.get(name, {"num_steps": 2})
-        return sample(kind(net, **settings), torch.randn(12, 2), torch.randn(12), engine="torch", **options)
+        return sample(kind(net, **settings), torch.randn(12, 2), torch.randn(12), engine="eager", **options)
 
 
 @functools.cache

@@ -362,7 +362,7 @@ class Looks(TorchDispatchMode):
 def test_an_iteration_never_waits_for_the_device(kind, settings) -> None:
     kernel = kind(regression(), **settings)
     data = torch.tensor(X), torch.tensor(Y)
-    density = Density(kernel.model, data, engine="torch", batch_size=kernel.batch_size, subsampled=True)
+    density = Density(kernel.model, data, engine="eager", batch_size=kernel.batch_size, subsampled=True)
     z = torch.tensor(MEAN).expand(4, D).clone()
     state = kernel.init(density, z, 4, fresh_generator())
     for iteration in range(6):

@@ -192,7 +192,7 @@ def test_no_chain_is_moved_between_modes_and_chains_in_two_modes_are_told_of(ker
     options = {"num_samples": 100, "num_warmup": 150, "num_chains": 16, "seed": 0, "progress": False}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        posterior = sample(kernel, initial=start, engine="torch", **options)
+        posterior = sample(kernel, initial=start, engine="eager", **options)
     inside = posterior.samples["z"].mean((1, 2)) < 1
     assert inside.tolist() == [True] * 13 + [False] * 3
     assert any("R-hat" in str(warning.message) for warning in told)

@@ -40,7 +40,7 @@ def values_of(posterior: Posterior) -> Values:
 
 def run(path: Path, seed: int, num_samples: int = 6, **options) -> Posterior:
     """A short run in a store, in two commits at least."""
-    options |= {"num_warmup": 4, "num_chains": 4, "seed": seed, "progress": False, "engine": "torch", "store": path}
+    options |= {"num_warmup": 4, "num_chains": 4, "seed": seed, "progress": False, "engine": "eager", "store": path}
     data = torch.linspace(-1, 1, 5)
     sample(HMC(model, num_steps=2), data, num_samples=num_samples // 2, **options)
     return sample(HMC(model, num_steps=2), data, num_samples=num_samples, **options)

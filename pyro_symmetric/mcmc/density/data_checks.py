@@ -14,7 +14,6 @@ from pyro_symmetric.calls import described, input_problem
 from pyro_symmetric.likelihoods import (
     CategoricalLikelihood,
     GaussianLikelihood,
-    HeteroscedasticLikelihood,
     Likelihood,
 )
 from pyro_symmetric.models import BayesianModel
@@ -43,7 +42,7 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
         rows = x  # a network may be made for so many rows and no others
         if problem := input_problem(model.net, (rows,)):
             raise ValueError(f"x doesn't fit: {problem}")
-    known = (CategoricalLikelihood, GaussianLikelihood, HeteroscedasticLikelihood)
+    known = (CategoricalLikelihood, GaussianLikelihood)
     if type(model.likelihood) in known:  # others may have targets of any shape
         with torch.no_grad():
             outputs = model.call({name: value.detach() for name, value in model.net.named_parameters()}, rows)

@@ -6,11 +6,8 @@ over the unconstrained vectors of a :class:`~pyro_symmetric.layout.Layout`. Pyro
 mapped over chains (its enumeration handler reads ``tensor.data``), so this one traces the conditioned model itself
 under :func:`torch.func.vmap`. A :class:`~pyro_symmetric.models.BayesianModel` skips the trace.
 
-Chains are independent, so one backward pass through the sum of their energies gives every chain's gradient. An
-:class:`~pyro_symmetric.mcmc.density.engine.Engine` may do better: feed-forward networks need no autograd
-(:mod:`~pyro_symmetric.mcmc.density.network`), and any model can be compiled
-(:mod:`~pyro_symmetric.mcmc.density.programs`). Which one serves, and in what chunks of chains, is settled when the
-density is made, by rules and not by timing, so that every run rounds alike.
+Which engine serves, and in what chunks of chains, is settled when the density is made, by rules and not by timing, so
+that every run rounds alike.
 """
 
 from __future__ import annotations
@@ -19,35 +16,31 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.calls import model_arguments, refuse_training_batch_norm
 from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.layout import Layout
-from pyro_symmetric.mcmc.density.chunks import in_chunks, sparing
-from pyro_symmetric.mcmc.density.engine import Engine, Evaluation, NoCompiler, Unavailable, same_evaluation
-from pyro_symmetric.mcmc.density.native.compiler import compiler_name
-from pyro_symmetric.mcmc.density.network import NetworkEngine, network_engine
-from pyro_symmetric.mcmc.density.programs import RUNS, Price, Programs
+from pyro_symmetric.mcmc.density.compiled import LEAST_EVALUATIONS, Compiled, has_compiler
+from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Unavailable, in_chunks, same_evaluation
+from pyro_symmetric.mcmc.density.layers import Layers
 from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows, Target
 from pyro_symmetric.mcmc.density.traced import require_model, target_of
-from pyro_symmetric.operations import Operations
 from pyro_symmetric.placement import placed, promoted
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
-ENGINES = ("auto", "native", "torch", "inductor")
-"""The engines that compute energies and gradients. ``"native"``: code for feed-forward networks that the machine's C++
-compiler builds once, in a few seconds, and that is kept. ``"inductor"``: PyTorch's compiler, for any model and kernel;
-programs take some seconds, more for long models, and are kept, too. ``"torch"``: PyTorch's operations as they are;
-nothing is compiled."""
-CACHE_BYTES = 2**22  # that the largest intermediate result of a chunk of chains should fit into, on a CPU
+ENGINES = ("auto", "eager", "layers", "compiled")
+"""The engines that compute energies and gradients. ``"eager"``: the model itself, mapped over chains. ``"layers"``: for
+feed-forward networks, without the model. ``"compiled"``: programs by PyTorch's compiler, for any model and kernel; they
+take some seconds, more for long models, and are kept."""
+CACHE_BYTES = 2**22  # that an intermediate result of a chunk of chains should fit into, on a CPU
 
 
 def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[Weights], Tensor]:
@@ -65,7 +58,7 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
     :return: constrained weights ``batch_shape + site_shape`` -> ``batch_shape``, on the weights' device, computed on
         the model's.
     """
-    density = Density(model, args, kwargs, engine="torch")
+    density = Density(model, args, kwargs, engine="eager")
     shapes = density.layout.site_shapes
 
     def log_density(weights: Weights) -> Tensor:
@@ -94,18 +87,17 @@ class Density:
     :param kwargs: the model's keyword arguments.
     :param device: where to compute; by default where the model's sites are. A module is copied there, never moved.
     :param dtype: of the chains; by default that of the model's sites. Floating-point arguments are converted.
-    :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep the largest intermediate
-        result in the cache, on other devices all. Engine ``"native"`` goes chain by chain and doesn't need it.
-    :param engine: what computes energies; see :data:`ENGINES`. ``"auto"``: ``"native"`` for a ``BayesianModel`` of a
-        feed-forward network; of other models ``"inductor"`` if it pays for so many evaluations, else ``"torch"``. An
-        engine that can't serve gives way to ``"torch"``, with a warning if it was asked for by name, or if a compiler
-        is missing.
+    :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep intermediate results in
+        the cache, about; on other devices, and where a network's loop goes chain by chain, all.
+    :param engine: what computes energies; see :data:`ENGINES`. ``"auto"``: ``"layers"`` for a ``BayesianModel`` of a
+        feed-forward network; of other models ``"compiled"`` if so many evaluations are expected that it pays, else
+        ``"eager"``, to which also gives way what can't serve: with a warning if it was asked for by name, or if a
+        compiler is missing.
     :param batch_size: rows of each mini-batch, for stochastic-gradient samplers; see :meth:`energy_and_gradient`. Every
         tensor argument as long as the first one is data. ``None``: all data, or what the model's plates with
         ``subsample_size`` draw.
     :param subsampled: whether mini-batches are allowed; otherwise a model that subsamples is refused.
-    :param evaluations: how many are expected, of all chains at once; by that engine ``"auto"`` decides,
-    :param chains: and by how many chains these are.
+    :param evaluations: how many are expected, of all chains at once; by that engine ``"auto"`` decides.
     :raises ValueError: naming the site, plate or module that can't be sampled, with advice.
     """
 
@@ -122,7 +114,6 @@ class Density:
         batch_size: int | None = None,
         subsampled: bool = False,
         evaluations: int = 0,
-        chains: int = 1,
     ):
         require_model(model)
         args, kwargs = model_arguments(args, kwargs)
@@ -155,12 +146,11 @@ class Density:
             if self.dtype not in CHAIN_DTYPES:
                 raise ValueError(f"the model's sites are of {self.dtype}, too coarse; pass dtype=torch.float32")
             z = self.layout.unconstrain(self._cast(self.target.prior_weights(2)))
-        self.engine_reason = ""
-        """Why no faster engine serves, in words."""
-        self.may_compile = False
-        """True if no program serves because it wouldn't pay, as far as was known."""
-        self._fast: Engine | None = None
-        self._settle_engine(engine, z, evaluations, chains)
+            self._eager = Eager(self.target, self.layout)
+            self.fast: Layers | Compiled | None = None
+            self.engine_reason = ""
+            """Why no faster engine serves, in words."""
+            self._settle_engine(engine, z, evaluations)
 
     @property
     def num_rows(self) -> int:
@@ -177,137 +167,119 @@ class Density:
     @property
     def engine(self) -> str:
         """The one of :data:`ENGINES` that serves. They round differently."""
-        return "torch" if self._fast is None else self._fast.name
-
-    @property
-    def programs(self) -> Programs | None:
-        """The compiler of a kernel's arithmetic, see :func:`~pyro_symmetric.mcmc.density.programs.run`; or ``None``."""
-        return self._fast if isinstance(self._fast, Programs) else None
+        return "eager" if self.fast is None else self.fast.name
 
     @property
     def versions(self) -> dict[str, str]:
         """Versions of all that computes energies."""
         return dict(VERSIONS)
 
-    def compile_from_here(self) -> None:
-        """Take programs from the next evaluation on, if there is a compiler."""
-        self.may_compile = False
-        if compiler_name() is not None:
-            self._fast = Programs(self._by_autograd, self.chain_chunk or sys.maxsize)
-
-    def give_up_compiling(self, reason: Unavailable) -> None:
-        """Go on with PyTorch's operations as they are, and warn."""
-        compiler, self._fast, self.engine_reason = self.engine, None, str(reason)
-        warnings.warn(f"engine 'torch' serves, not {compiler!r}: {reason}", RuntimeWarning, stacklevel=4)
+    def give_up(self, reason: Exception) -> None:
+        """Go on with the model itself, and warn."""
+        better, self.fast, self.engine_reason = self.engine, None, str(reason)
+        warnings.warn(f"engine 'eager' serves, not {better!r}: {reason}", RuntimeWarning, stacklevel=4)
 
     # energy ---------------------------------------------------------------------------------------------------------
 
     def energy(self, z: Tensor, rows: Rows | None = None) -> Tensor:
         """Energy ``(C,)`` of chains at ``z`` of shape ``(C, D)``; see :meth:`energy_and_gradient`."""
-        if self._fast is not None and self._fast.serves(z, rows):
+        if self.fast is not None and self.fast.serves(z, rows):
             return self.energy_and_gradient(z, rows)[0]
+        return in_chunks(lambda z, rows: (self._eager.energy(z, rows),), z, rows, self.chain_chunk)[0]
 
-        def evaluate(z: Tensor, rows: Rows | None) -> tuple[Tensor, ...]:
-            return (self._energy(z, rows),)
-
-        return in_chunks(partial(sparing, evaluate), z, rows, self.chain_chunk)[0]
-
-    def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
+    def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
         """Energy ``(C,)`` and gradient ``(C, D)``.
 
         :param z: unconstrained vectors of the chains, ``(C, D)``.
         :param rows: mini-batches, for each name in :attr:`row_counts` a LongTensor ``(C, B)``: each chain its own rows.
             The energy is then the unbiased estimate that counts each row ``N / B`` times.
         """
-        if self._fast is not None and self._fast.by_chain and self._fast.serves(z, rows):
-            return self._fast.energy_and_gradient(z, rows)
-        energy, gradient = in_chunks(self._by_engine, z, rows, self.chain_chunk)
+        energy, gradient = in_chunks(self._evaluated, z, rows, self.chain_chunk)
         return energy, gradient
-
-    def gradient(self, z: Tensor, rows: Rows | None = None) -> Tensor:
-        """:meth:`energy_and_gradient` without the energy, which a network's engine then leaves out."""
-        fast = self._fast
-        if not isinstance(fast, NetworkEngine) or not fast.serves(z, rows):
-            return self.energy_and_gradient(z, rows)[1]
-        if fast.by_chain:
-            return fast.gradient(z, rows)
-        return in_chunks(lambda z, rows: (fast.gradient(z, rows),), z, rows, self.chain_chunk)[0]
 
     def without_compiling(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
-        """:meth:`energy_and_gradient` by PyTorch's operations as they are."""
-        energy, gradient = in_chunks(partial(sparing, self._by_autograd), z, rows, self.chain_chunk)
+        """:meth:`energy_and_gradient` by the model itself."""
+        energy, gradient = in_chunks(self._eager.energy_and_gradient, z, rows, self.chain_chunk)
         return energy, gradient
 
-    def _by_engine(self, z: Tensor, rows: Rows | None) -> Evaluation:
-        if self._fast is not None and self._fast.serves(z, rows):
+    def _evaluated(self, z: Tensor, rows: Rows | None) -> Evaluation:
+        if self.fast is not None and self.fast.serves(z, rows):
             try:
-                return self._fast.energy_and_gradient(z, rows)
+                return self.fast.energy_and_gradient(z, rows)
             except torch.linalg.LinAlgError:
                 pass  # below, chain by chain
             except Unavailable as error:
-                self.give_up_compiling(error)
-        energy, gradient = sparing(self._by_autograd, z, rows)
-        return energy, gradient
-
-    def _by_autograd(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
-        with torch.enable_grad():
-            leaf = z.detach().requires_grad_()
-            energy = self._energy(leaf, rows)
-            return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
-
-    def _energy(self, z: Tensor, rows: Rows | None) -> Tensor:
-        weights, log_det = self.layout.constrain_with_log_det(z)
-        return -(self.target.log_joint(weights, rows) + log_det).to(z.dtype)  # a model may hold finer numbers
+                self.give_up(error)
+        return self._eager.energy_and_gradient(z, rows)
 
     # engines --------------------------------------------------------------------------------------------------------
 
-    def _settle_engine(self, asked: str, z: Tensor, evaluations: int, chains: int) -> None:
+    def _settle_engine(self, asked: str, z: Tensor, evaluations: int) -> None:
         """:param z: draws from the prior, at which the model itself and engines are evaluated."""
         counts = self.row_counts.items()
         rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
-        expected, met = self._probed(z, rows)
-        if self.chain_chunk is None and (self.device.type == "cpu" or asked == "inductor"):
-            self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES * len(z) // max(1, met.bytes))))
-        self.price = Price(met.count, met.written * chains / len(z))
-        left_open = asked == "auto" and self.device.type == "cpu" and not isinstance(self.target, NetworkTarget)
-        asked, why = self._wanted(asked, self.price.pays(RUNS * evaluations))
-        if self.target.one_by_one:
-            why = Unavailable(self.target.one_by_one)
-        elif asked == "inductor":
-            self._fast = Programs(self._by_autograd, self.chain_chunk or sys.maxsize)
+        expected = self._probed(z, rows)
+        network, why, warns = isinstance(self.target, NetworkTarget), "", asked != "auto"
+        if asked == "auto" and not network and evaluations >= LEAST_EVALUATIONS and not self.target.one_by_one:
+            asked, warns = "compiled", not has_compiler(self.device)
+        if asked == "eager":
+            return self._choose_chunk()
+        if self.target.one_by_one:  # which was warned of
+            why, warns = self.target.one_by_one, False
+        elif asked == "compiled" and not has_compiler(self.device):
+            why = "no C++ compiler was found (g++, clang++ or $CXX)"
+        elif asked == "compiled":
+            self._choose_chunk()
+            self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize)
         elif isinstance(self.target, NetworkTarget):
-            self._fast, why = network_engine(self.target, self.layout, asked != "torch", (z, rows), expected)
-        elif asked == "native":
-            why = Unavailable("compiled code serves a BayesianModel only")
-        self.engine_reason = str(why or "")
-        self.may_compile = left_open and self._fast is None and why is None
-        if (asked == "native" and self.engine != asked) or isinstance(why, NoCompiler):
-            better = "native" if isinstance(self.target, NetworkTarget) else "inductor"
+            self.fast, why = self._layers(self.target, z, rows, expected)
+        elif asked == "layers":
+            why = "it serves a BayesianModel only"
+        self._choose_chunk()
+        self.engine_reason = why
+        if why and warns:
             warnings.warn(
-                f"engine 'torch' serves, not {better!r}: {why}. They round differently: where {better!r} serves, the "
-                "same seed gives other draws",
+                f"engine 'eager' serves, not {asked!r}: {why}. They round differently: the same seed gives other draws "
+                f"where {asked!r} serves",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
-    def _wanted(self, asked: str, pays: bool) -> tuple[str, Exception | None]:
-        """The engine to try for the one that was asked for, and why no better one is."""
-        if asked != "auto" or isinstance(self.target, NetworkTarget) or not pays:
-            return asked, None
-        if self.device.type == "cpu" and compiler_name() is None:
-            return "torch", NoCompiler("no C++ compiler was found (g++, clang++ or $CXX)")
-        return "inductor", None
+    def _layers(
+        self, target: NetworkTarget, z: Tensor, rows: Rows | None, expected: Evaluation
+    ) -> tuple[Layers | None, str]:
+        """The engine, or why it doesn't serve."""
+        if not all(bool(torch.isfinite(part).all()) for part in expected):
+            return None, "its density isn't finite at draws from the prior, where evaluations are compared"
+        try:
+            layers = Layers(target, self.layout)
+        except Unavailable as error:
+            return None, f"the network isn't a chain of linear layers and known activations: {error}"
+        if not layers.serves(z, rows):
+            return None, f"chains are in {z.dtype}, the network isn't"
+        if not same_evaluation(layers.energy_and_gradient(z, rows), expected):
+            return None, "the evaluation by hand differs from the model's own"
+        return layers, ""
 
-    def _probed(self, z: Tensor, rows: Rows | None) -> tuple[Evaluation, Operations]:
-        """The model's own evaluation, and what it met on the way; how it is evaluated is settled by that.
+    def _choose_chunk(self) -> None:
+        """As many chains as have numbers of the size of the data, or of themselves, in the cache of a CPU."""
+        by_chain = isinstance(self.fast, Layers) and self.fast.tiled
+        if self.chain_chunk is None and self.device.type == "cpu" and not by_chain:
+            given = [value.numel() for value in tree_leaves(self.target.arguments()) if isinstance(value, Tensor)]
+            numbers = max([self.dim, *given]) * self.dtype.itemsize
+            self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES // numbers)))
+
+    def _probed(self, z: Tensor, rows: Rows | None) -> Evaluation:
+        """The model's own evaluation; whether chains are evaluated one by one is settled on the way.
 
         :raises ValueError: in words, if the model can't be evaluated, or not twice alike.
         """
-        if isinstance(self.target, NetworkTarget):
-            return self._watched(z, rows)
-        self.target.one_by_one = "not known yet"
+        evaluate, target = self._eager.energy_and_gradient, self.target
+        if isinstance(target, NetworkTarget):
+            return evaluate(z, rows)
+        target.one_by_one = "not known yet"
         try:
-            alone, slow = self._watched(z, rows)
+            alone = evaluate(z, rows)
         except NotImplementedError as error:
             raise ValueError(
                 f"a site's density or the log-determinant of its transform isn't known: {error!r}"
@@ -317,36 +289,31 @@ class Density:
             if "does not require grad" in said:
                 said = "it doesn't depend on the sites, so it has no posterior"
             raise ValueError(f"the model's density, or its gradient, can't be evaluated: {said}") from error
-        self.target.one_by_one, said = "", ""
-        for self.target.with_stand_ins in (False, True):
+        target.one_by_one, said = "", ""
+        for target.with_stand_ins in (False, True):
             try:
-                together, met = self._watched(z, rows)
+                together = evaluate(z, rows)
             except Exception as error:  # the map over chains runs other people's code, which may raise anything
                 said = (str(error).strip() or repr(error)).splitlines()[0]
                 continue
             if same_evaluation(together, alone):
-                return together, met
+                return together
             said = "the results differ"
         said = said.partition(" We don't support that yet")[0][:300].rstrip(".")  # PyTorch asks for a report of it
-        self.target.one_by_one = f"the model can't be mapped over chains (torch.func.vmap): {said}"
-        if not same_evaluation(self._watched(z, rows)[0], alone):
+        target.one_by_one = f"the model can't be mapped over chains (torch.func.vmap): {said}"
+        if not same_evaluation(evaluate(z, rows), alone):
             raise ValueError(
                 "the model's density isn't a function of its sites: two evaluations at one point differ. Usual causes: "
                 "dropout in train mode (call .eval()), or random numbers drawn outside of pyro.sample"
             )
         warnings.warn(
-            f"chains are evaluated one after another, which takes longer: {self.target.one_by_one}. Usual causes: "
+            f"chains are evaluated one after another, which takes longer: {target.one_by_one}. Usual causes: "
             "Python control flow or .item() on a sampled value, in-place changes, a distribution that PyTorch can't "
             "map",
             RuntimeWarning,
             stacklevel=4,
         )
-        return alone, slow
-
-    def _watched(self, z: Tensor, rows: Rows | None) -> tuple[Evaluation, Operations]:
-        with Operations() as met:
-            energy, gradient = sparing(self._by_autograd, z, rows)
-        return (energy, gradient), met
+        return alone
 
     # draws ----------------------------------------------------------------------------------------------------------
 

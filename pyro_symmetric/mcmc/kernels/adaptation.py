@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.mcmc.density.compiled import evaluated_once
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.programs import evaluated_once
 from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, energy_error, find_step_size, leapfrog
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, Tuning
 from pyro_symmetric.mcmc.kernels.mass import MASSES, MAX_DENSE, DenseMass, Mass

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.mcmc.density.compiled import run
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.programs import run
 from pyro_symmetric.mcmc.kernels.adaptation import BLIND_STEPS, HamiltonianKernel, HamiltonianTuning
 from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, leapfrog
 from pyro_symmetric.mcmc.kernels.kernel import State

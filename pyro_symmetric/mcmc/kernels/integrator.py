@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.chain_statistics import rounding
-from pyro_symmetric.mcmc.density.flat import Evaluate
+from pyro_symmetric.mcmc.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.mass import Mass
 
 MAX_ENERGY_ERROR = 1000.0  # beyond it a trajectory counts as divergent, as in Stan and Pyro

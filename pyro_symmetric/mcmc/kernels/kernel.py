@@ -29,7 +29,7 @@ OF_PYRO = {  # settings of Pyro's kernels -> what they are here
     "adapt_mass_matrix": "adapt_mass",
     "target_accept_prob": "target_accept",
     "max_tree_depth": "max_treedepth",
-    "jit_compile": "engine='inductor' of sample()",
+    "jit_compile": "engine='compiled' of sample()",
     "init_strategy": "initial of sample()",
 }
 _WITH_TOLIST = (Tensor, np.ndarray, np.generic)  # which JSON can't hold

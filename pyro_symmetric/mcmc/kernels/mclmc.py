@@ -59,9 +59,9 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.mcmc.density.compiled import evaluated_once, run
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.flat import Evaluate
-from pyro_symmetric.mcmc.density.programs import evaluated_once, run
+from pyro_symmetric.mcmc.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianTuning, StepSizeAdaptation, TunedKernel, tuned
 from pyro_symmetric.mcmc.kernels.hmc import typical, whole_steps
 from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, choose

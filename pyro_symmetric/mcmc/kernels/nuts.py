@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.mcmc.density.compiled import compiles, run
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.flat import Evaluate
-from pyro_symmetric.mcmc.density.programs import compiles, run
+from pyro_symmetric.mcmc.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import BLIND_STEPS, HamiltonianKernel, HamiltonianTuning
 from pyro_symmetric.mcmc.kernels.integrator import (
     MAX_ENERGY_ERROR,

@@ -94,7 +94,7 @@ class Gradients:
         rows, self.batches = self.batches.next(self.state.generator)
         self._count += 1
         if self._count < self.steps:
-            self.last = self.density.gradient(z, rows)
+            self.last = self.density.energy_and_gradient(z, rows)[1]
         else:
             self.energy_before = self.density.energy(self.state.z, rows)
             self.energy, self.last = self.density.energy_and_gradient(z, rows)

@@ -1,4 +1,4 @@
-"""Fast evaluation of networks: the energy and gradient of every chain equal a loop with autograd, by any engine."""
+"""Engine "layers": energy and gradient of every chain equal a loop with autograd, by tiles and by batched products."""
 
 import copy
 import math
@@ -13,26 +13,20 @@ from pyro import poutine
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, HeteroscedasticLikelihood
-from pyro_symmetric.mcmc import HMC, Density, sample
-from pyro_symmetric.mcmc.density.engine import Unavailable
-from pyro_symmetric.mcmc.density.feedforward import read_layers
-from pyro_symmetric.mcmc.density.native.compiler import library
-from pyro_symmetric.mcmc.density.targets import NetworkTarget
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
+from pyro_symmetric.mcmc import Density
+from pyro_symmetric.mcmc.density import layers
+from pyro_symmetric.mcmc.density.layers import Problem, Tiled, read_layers
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel, GaussianPrior
 
 
-def has_compiler() -> bool:
-    try:
-        library()
-    except Unavailable:
-        return False
-    return True
-
-
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
-ENGINES = [pytest.param("native", marks=[needs_compiler, pytest.mark.cpu]), "torch"]
+@pytest.fixture(params=[pytest.param("tiles", marks=pytest.mark.cpu), "products"])
+def way(request, monkeypatch):
+    """One way of evaluating a network's loss."""
+    if request.param == "products":
+        monkeypatch.setattr(layers, "is_tiled", lambda problem: False)
+    return request.param
 
 
 def data(rows: int = 37, inputs: int = 5, outputs: int = 1, classes: int = 0, dtype=torch.float64):
@@ -52,11 +46,6 @@ def loop(model: BayesianModel, x: Tensor, y: Tensor, z: Tensor, density: Density
         likelihood = model.likelihood
         if isinstance(likelihood, CategoricalLikelihood):
             loss = nn.functional.cross_entropy(outputs, own_y, reduction="sum")
-        elif isinstance(likelihood, HeteroscedasticLikelihood):
-            mean, raw = outputs[:, : outputs.shape[1] // 2], outputs[:, outputs.shape[1] // 2 :]
-            noise = (1 + raw.exp()).log() + 1e-6
-            error = (mean.reshape(own_y.shape) - own_y) / noise.reshape(own_y.shape)
-            loss = 0.5 * error.square().sum() + (noise.log() + 0.5 * math.log(2 * math.pi)).sum()
         else:
             noise = (
                 weights["noise_scale"] if likelihood.scale is None else torch.tensor(likelihood.scale, dtype=z.dtype)
@@ -70,10 +59,9 @@ def loop(model: BayesianModel, x: Tensor, y: Tensor, z: Tensor, density: Density
     return torch.stack(energies), torch.stack(gradients)
 
 
-def check(model: BayesianModel, x: Tensor, y: Tensor, engine: str, by_hand: bool = True, **options):
-    density = Density(model, args=(x, y), engine=engine, dtype=x.dtype, **options)
-    assert density.engine == ("torch" if engine == "auto" else engine), repr(density)
-    assert (density._fast is not None) == by_hand, repr(density)
+def check(model: BayesianModel, x: Tensor, y: Tensor, by_hand: bool = True, **options):
+    density = Density(model, args=(x, y), dtype=x.dtype, **options)
+    assert density.engine == ("layers" if by_hand else "eager"), repr(density)
     rows = None
     z = starting_points(density, 7, "prior")
     if density.row_counts:
@@ -89,9 +77,9 @@ def check(model: BayesianModel, x: Tensor, y: Tensor, engine: str, by_hand: bool
     return density, z, found
 
 
-NATIVE = {
+TILED = {
     "relu": nn.ReLU(),
-    "leaky": nn.LeakyReLU(0.2),
+    "leaky_relu": nn.LeakyReLU(0.2),
     "tanh": nn.Tanh(),
     "sigmoid": nn.Sigmoid(),
     "silu": nn.SiLU(),
@@ -105,29 +93,43 @@ BATCHED = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", NATIVE)
-def test_every_activation_equals_a_loop_over_chains(name, dtype, engine):
-    net = nn.Sequential(nn.Linear(5, 7), NATIVE[name], nn.Linear(7, 6), NATIVE[name], nn.Linear(6, 1)).to(dtype)
-    check(BayesianModel(net, likelihood=GaussianLikelihood(0.5)), *data(dtype=dtype), engine)
-    net[-1] = nn.Linear(6, 3, dtype=dtype)
-    check(BayesianModel(net), *data(classes=3, dtype=dtype), engine)
+@pytest.mark.parametrize("name", TILED | BATCHED)
+def test_every_activation_equals_a_loop_over_chains(name, dtype, way):
+    activation = (TILED | BATCHED)[name]
+    net = nn.Sequential(nn.Linear(5, 7), activation, nn.Linear(7, 11), activation, nn.Linear(11, 1)).to(dtype)
+    density, _, _ = check(BayesianModel(net, likelihood=GaussianLikelihood(0.5)), *data(dtype=dtype))
+    assert density.fast.tiled == (way == "tiles" and name in TILED)
+    net[-1] = nn.Linear(11, 3, dtype=dtype)
+    check(BayesianModel(net), *data(classes=3, dtype=dtype))
 
 
-@pytest.mark.parametrize("name", BATCHED)
-def test_activations_without_native_code_run_batched(name):
-    net = nn.Sequential(nn.Linear(5, 7), BATCHED[name], nn.Linear(7, 6), BATCHED[name], nn.Linear(6, 3)).double()
-    check(BayesianModel(net), *data(classes=3), "auto")
+@pytest.mark.cpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 6e-7), (torch.float64, 2e-15)])
+@pytest.mark.parametrize("name", TILED)
+def test_activations_and_their_slopes_are_right_to_rounding_wherever_the_input_is(name, dtype, tolerance):
+    # One row, x = 1, weights (w, 1): the loss is f(w)² / 2, its gradients are f(w) f'(w) and f(w)².
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), TILED[name], nn.Linear(1, 1, bias=False)).to(dtype)
+    w = torch.cat([torch.linspace(-120, 120, 20_001), torch.linspace(-1, 1, 20_001), torch.tensor([1e4, -1e4])])
+    w = torch.stack([w, torch.ones_like(w)], 1).to(dtype)
+    one, zero = torch.ones(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+    loss, gradient = Tiled(Problem(read_layers(net), 2, one, zero, False, None))(w, torch.ones_like(w[:, 0]), None)
+    exact = w[:, 0].double().requires_grad_()
+    value = TILED[name](exact)
+    (slope,) = torch.autograd.grad(value.sum(), exact)
+    value = value.detach()
+    size = value.abs().clamp(min=1)
+    assert ((loss - 0.5 * value.square()).abs() <= tolerance * size.square()).all()
+    assert ((gradient[:, 0] - value * slope).abs() <= 2 * tolerance * size).all()
+    assert ((gradient[:, 1] - value.square()).abs() <= 2 * tolerance * size.square()).all()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("rows", [1, 16, 300, 531])
 @pytest.mark.parametrize("inputs", [1, 8, 21])
-def test_any_number_of_rows_and_inputs(rows, inputs, engine):
+def test_any_number_of_rows_and_inputs(rows, inputs, way):
     net = nn.Sequential(nn.Linear(inputs, 13), nn.Tanh(), nn.Linear(13, 2, bias=False)).double()
     model = BayesianModel(net, GaussianPrior(fan_in=True), GaussianLikelihood(0.3))
-    check(model, *data(rows, inputs, outputs=2), engine)
+    check(model, *data(rows, inputs, outputs=2))
 
 
 def laplace_or_shifted(name: str, parameter: Tensor) -> dist.TorchDistribution:
@@ -156,10 +158,9 @@ PRIORS = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("batch_size", [None, 9])
-def test_priors_noise_temperature_and_mini_batches(prior, batch_size, engine):
+def test_priors_noise_temperature_and_mini_batches(prior, batch_size, way):
     options = {} if batch_size is None else {"batch_size": batch_size, "subsampled": True}
     for likelihood, classes in (
         (GaussianLikelihood(prior_scale=0.7, temperature=0.5), 0),
@@ -167,30 +168,19 @@ def test_priors_noise_temperature_and_mini_batches(prior, batch_size, engine):
         (CategoricalLikelihood(temperature=0.1), 4),
     ):
         net = nn.Sequential(nn.Linear(5, 6), nn.SiLU(), nn.Linear(6, classes or 1)).double()
-        check(BayesianModel(net, PRIORS[prior], likelihood), *data(classes=classes), engine, **options)
+        check(BayesianModel(net, PRIORS[prior], likelihood), *data(classes=classes), **options)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("targets", [1, 3])
-@pytest.mark.parametrize("batch_size", [None, 9])
-def test_noise_that_the_network_gives(targets, engine, batch_size):
-    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2 * targets)).double()
-    options = {} if batch_size is None else {"batch_size": batch_size, "subsampled": True}
-    model = BayesianModel(net, 0.5, HeteroscedasticLikelihood(temperature=0.7))
-    check(model, *data(outputs=targets), engine, **options)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "likelihood",
     [CategoricalLikelihood(), GaussianLikelihood(0.3), GaussianLikelihood(prior_scale=0.7)],
     ids=["categorical", "fixed noise", "learnt noise"],
 )
-def test_any_engine_equals_the_mapped_gradient_of_pyros_own_log_joint(likelihood, engine):
+def test_any_engine_equals_the_mapped_gradient_of_pyros_own_log_joint(likelihood, way):
     classes = 4 if isinstance(likelihood, CategoricalLikelihood) else 0
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, classes or 1)).double()
     model, (x, y) = BayesianModel(net, GaussianPrior(fan_in=True), likelihood), data(classes=classes)
-    density = Density(model, args=(x, y), engine=engine)
+    density = Density(model, args=(x, y))
 
     def stock(z: Tensor) -> Tensor:
         weights, log_det = density.layout.constrain_with_log_det(z)
@@ -221,11 +211,10 @@ class WrittenWithAxis(Written):
         return self.head(nn.functional.elu(self.body(x.flatten(1)), alpha=0.5))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", [Written, WrittenWithAxis])
-def test_modules_written_by_hand_are_read_from_their_graph(kind, engine):
+def test_modules_written_by_hand_are_read_from_their_graph(kind, way):
     x, y = data(inputs=6)
-    check(BayesianModel(kind().double(), likelihood="gaussian"), x.reshape(-1, 2, 3), y, engine)
+    check(BayesianModel(kind().double(), likelihood="gaussian"), x.reshape(-1, 2, 3), y)
 
 
 class Residual(nn.Module):
@@ -242,9 +231,8 @@ class Branching(Residual):
         return self.head(torch.tanh(self.inner(x)) if x.sum().isfinite() else x)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_network_of_one_layer_is_a_network(engine):
-    check(BayesianModel(nn.Linear(5, 3).double()), *data(classes=3), engine)
+def test_a_network_of_one_layer_is_a_network(way):
+    check(BayesianModel(nn.Linear(5, 3).double()), *data(classes=3))
 
 
 class Doubled(nn.Linear):
@@ -278,14 +266,14 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_networks_say_why_and_keep_their_own_density(name):
     make, reason = OTHERS[name]
-    density, _, _ = check(BayesianModel(make().double(), likelihood="gaussian"), *data(), "auto", False)
+    density, _, _ = check(BayesianModel(make().double(), likelihood="gaussian"), *data(), by_hand=False)
     assert reason in repr(density)
 
 
 def test_convolutions_run_under_vmap():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)).double()
     x, y = data(rows=9, inputs=16, classes=3)
-    check(BayesianModel(net), x.reshape(9, 1, 4, 4), y, "auto", False)
+    check(BayesianModel(net), x.reshape(9, 1, 4, 4), y, by_hand=False)
 
 
 def test_custom_likelihoods_and_odd_data_keep_the_models_own_density():
@@ -299,11 +287,10 @@ def test_custom_likelihoods_and_odd_data_keep_the_models_own_density():
         Density(BayesianModel(net), args=(x, y + 1))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_ragged_numbers_of_chains_and_chunks_agree(engine):
+def test_ragged_numbers_of_chains_and_chunks_agree(way):
     net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).double()
     x, y = data(classes=3)
-    density = Density(BayesianModel(net), args=(x, y), engine=engine, chain_chunk=4)
+    density = Density(BayesianModel(net), args=(x, y), chain_chunk=4)
     z = starting_points(density, 11)
     energy, gradient = density.energy_and_gradient(z)
     for count in (1, 3, 4, 5, 8):
@@ -316,8 +303,7 @@ def test_ragged_numbers_of_chains_and_chunks_agree(engine):
 
 
 @pytest.mark.cpu
-@needs_compiler
-def test_a_chains_native_gradient_is_the_same_to_the_last_bit_whatever_runs_beside_it():
+def test_a_chains_tiled_gradient_is_the_same_to_the_last_bit_whatever_runs_beside_it():
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     x, y = data(rows=400, classes=3, dtype=torch.float32)
     density = Density(BayesianModel(net), args=(x, y))
@@ -327,7 +313,7 @@ def test_a_chains_native_gradient_is_the_same_to_the_last_bit_whatever_runs_besi
         torch.set_num_threads(1)
         one = density.energy_and_gradient(z)
         alone = density.energy_and_gradient(z[5:6])
-        density._fast._loss._flops = 1e12  # enough work that threads are worth their start
+        density.fast._loss._flops = 1e12  # enough work that threads are worth their start
         torch.set_num_threads(3)
         three = density.energy_and_gradient(z)
     finally:
@@ -337,11 +323,10 @@ def test_a_chains_native_gradient_is_the_same_to_the_last_bit_whatever_runs_besi
         assert torch.equal(a[5:6], c)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_results_outlive_later_calls(engine):
+def test_results_outlive_later_calls(way):
     net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1)).double()
     for likelihood in ("gaussian", GaussianLikelihood(0.1)):
-        density, z, (energy, gradient) = check(BayesianModel(net, likelihood=likelihood), *data(), engine)
+        density, z, (energy, gradient) = check(BayesianModel(net, likelihood=likelihood), *data())
         kept = energy.clone(), gradient.clone(), z.clone()
         density.energy_and_gradient(z + 1)
         assert torch.equal(energy, kept[0])
@@ -351,13 +336,12 @@ def test_results_outlive_later_calls(engine):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("classes", [0, 3])
-def test_infinite_and_absurd_weights_spoil_their_own_chain_only(classes, engine, dtype):
+def test_infinite_and_absurd_weights_spoil_their_own_chain_only(classes, way, dtype):
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, classes or 1)).to(dtype)
     x, y = data(classes=classes, dtype=dtype)
     likelihood = "categorical" if classes else "gaussian"
-    density = Density(BayesianModel(net, likelihood=likelihood), args=(x, y), engine=engine)
+    density = Density(BayesianModel(net, likelihood=likelihood), args=(x, y))
     z = starting_points(density, 6)
     expected = density.energy_and_gradient(z)
     spoilt = z.clone()
@@ -369,7 +353,6 @@ def test_infinite_and_absurd_weights_spoil_their_own_chain_only(classes, engine,
 
 
 @pytest.mark.cpu
-@needs_compiler
 def test_mini_batches_outside_of_the_data_are_refused():
     net = nn.Sequential(nn.Linear(5, 3)).double()
     x, y = data(classes=3)
@@ -384,38 +367,13 @@ def test_mini_batches_outside_of_the_data_are_refused():
     assert torch.allclose(other[1], loop(density.target.model, x, y, z, density, torch.arange(5).expand(2, 5))[1])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_potentials_can_be_copied_and_sent(engine):
+def test_potentials_can_be_copied_and_sent(way):
     net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-    density = Density(BayesianModel(net), args=data(classes=3, dtype=torch.float32), engine=engine)
+    density = Density(BayesianModel(net), args=data(classes=3, dtype=torch.float32))
     z = starting_points(density, 3)
     expected = density.energy_and_gradient(z)
     for other in (copy.deepcopy(density), pickle.loads(pickle.dumps(density))):
         assert torch.equal(other.energy_and_gradient(z)[1], expected[1])
-
-
-@pytest.mark.cpu
-def test_the_default_chunk_depends_on_the_size_of_the_model_alone():
-    small = Density(BayesianModel(nn.Sequential(nn.Linear(5, 3))), args=data(classes=3, dtype=torch.float32))
-    wide = nn.Sequential(nn.Linear(5, 500), nn.ReLU(), nn.Linear(500, 3))
-    large = Density(BayesianModel(wide), args=data(rows=2000, classes=3, dtype=torch.float32), engine="torch")
-    assert small.chain_chunk >= 1024
-    assert large.chain_chunk == 1  # 500 x 2,000 numbers of four bytes fill the cache by themselves
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_posterior_tells_which_engine_served_it_and_why_no_faster_one(engine):
-    model, (x, y) = BayesianModel(nn.Linear(5, 3)), data(classes=3, dtype=torch.float32)
-    options = {"num_chains": 2, "num_warmup": 1, "num_samples": 2, "engine": engine, "progress": False}
-    metadata = sample(HMC(model, step_size=1e-3, num_steps=1), x, y, **options).metadata
-    assert metadata["engine"] == engine
-    assert metadata["engine_reason"] == ("" if engine == "native" else "engine='torch'")
-
-
-def test_the_network_target_is_what_networks_use():
-    assert isinstance(
-        Density(BayesianModel(nn.Linear(5, 3)), args=data(classes=3, dtype=torch.float32)).target, NetworkTarget
-    )
 
 
 def test_modules_of_other_threads_are_called_as_ever_while_a_network_is_read():
@@ -433,29 +391,3 @@ def test_modules_of_other_threads_are_called_as_ever_while_a_network_is_read():
         assert len(read_layers(Slow())) == 1
     assert all(torch.equal(value, other(torch.ones(1, 2))) for value in found)
     assert len(found) == 20
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    ("likelihood", "outputs", "classes"),
-    [
-        (GaussianLikelihood(scale=0.4), 2, 0),
-        (GaussianLikelihood(), 1, 0),  # whose noise is learnt
-        (CategoricalLikelihood(), 3, 3),
-        (HeteroscedasticLikelihood(), 2, 0),
-    ],
-    ids=["known noise", "learnt noise", "labels", "noise by the network"],
-)
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_a_gradient_without_its_energy_is_the_same(likelihood, outputs, classes, chunk, engine):
-    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
-    x, y = data(20, outputs=1 if isinstance(likelihood, HeteroscedasticLikelihood) else outputs, classes=classes)
-    model = BayesianModel(net, prior=GaussianPrior(0.7), likelihood=likelihood, num_data=20)
-    options = {"engine": engine, "chain_chunk": chunk}
-    for batch_size in (None, 6):
-        density = Density(model, (x, y), batch_size=batch_size, subsampled=True, **options)
-        assert density.engine == engine
-        z = 0.3 * torch.randn(5, density.dim, dtype=torch.float64)
-        rows = None if batch_size is None else {"rows": torch.randint(20, (5, batch_size))}
-        torch.testing.assert_close(density.gradient(z, rows), density.energy_and_gradient(z, rows)[1])
-        torch.testing.assert_close(density.gradient(z, rows), density.without_compiling(z, rows)[1])

@@ -1,0 +1,93 @@
+"""Engine ``"eager"``: the model itself, mapped over chains, and autograd; what all other engines are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.layout import Layout
+from pyro_symmetric.mcmc.density.targets import Rows, Target
+
+Evaluation = tuple[Tensor, Tensor]
+Evaluate = Callable[..., Evaluation]
+
+
+class Unavailable(Exception):
+    """Why an engine can't serve."""
+
+
+class Eager:
+    """Evaluations of a target as it is."""
+
+    name = "eager"
+
+    def __init__(self, target: Target, layout: Layout):
+        self.target, self.layout = target, layout
+
+    def energy(self, z: Tensor, rows: Rows | None) -> Tensor:
+        """Return energies ``(C,)``; of chains whose matrices are singular they are infinite."""
+        return sparing(lambda z, rows: (self._energy(z, rows),), z, rows)[0]
+
+    def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
+        """Return energies ``(C,)`` and gradients ``(C, D)``, likewise."""
+        energy, gradient = sparing(self.raw, z, rows)
+        return energy, gradient
+
+    def raw(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
+        """Evaluate all chains at once. They are independent, so one backward pass gives every chain's gradient.
+
+        :raises torch.linalg.LinAlgError: if a chain's matrix is singular.
+        """
+        with torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            energy = self._energy(leaf, rows)
+            return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
+
+    def _energy(self, z: Tensor, rows: Rows | None) -> Tensor:
+        weights, log_det = self.layout.constrain_with_log_det(z)
+        return -(self.target.log_joint(weights, rows) + log_det).to(z.dtype)  # a model may hold finer numbers
+
+
+def in_chunks(
+    evaluate: Callable[..., tuple[Tensor, ...]], z: Tensor, rows: Rows | None, size: int | None
+) -> tuple[Tensor, ...]:
+    """Evaluate so many chains at once; ``None``: all."""
+    if size is None or len(z) <= size:
+        return evaluate(z, rows)
+    cuts = [slice(start, start + size) for start in range(0, len(z), size)]
+    return _joined([evaluate(z[cut], _cut(rows, cut)) for cut in cuts])
+
+
+def sparing(evaluate: Callable[..., tuple[Tensor, ...]], z: Tensor, rows: Rows | None) -> tuple[Tensor, ...]:
+    """Evaluate, and halve if a matrix is singular, until its chain is alone: that one is outside of the support."""
+    try:
+        return evaluate(z, rows)
+    except torch.linalg.LinAlgError:
+        if len(z) == 1:
+            return torch.full_like(z[:, 0], torch.inf), torch.zeros_like(z)
+        halves = slice(0, len(z) // 2), slice(len(z) // 2, None)
+        return _joined([sparing(evaluate, z[half], _cut(rows, half)) for half in halves])
+
+
+def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    return tuple(torch.cat(values) for values in zip(*parts, strict=False))  # energies alone, if no more were asked for
+
+
+def _cut(rows: Rows | None, chains: slice) -> Rows | None:
+    return None if rows is None else {name: index[chains] for name, index in rows.items()}
+
+
+def same_evaluation(found: Evaluation, expected: Evaluation) -> bool:
+    """True if two evaluations are the same, up to rounding, where the expected energy is finite.
+
+    Energies are continuous, but where the sign of a ReLU's input hangs on rounding, gradients are not. Gradients that
+    are no numbers are alike.
+    """
+    (energy, gradient), (right, slope) = found, expected
+    coarse, fine = (1e-2, 3e-4) if right.dtype == torch.float32 else (1e-6, 1e-8)
+    near = (energy - right).abs() <= fine * (1 + right.abs())
+    close = (gradient - slope).norm(dim=-1) <= coarse * (1 + slope.norm(dim=-1))
+    close |= (gradient.isnan() & slope.isnan()).any(dim=-1)
+    return bool((near & close | ~torch.isfinite(right)).all())
