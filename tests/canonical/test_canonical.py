@@ -1,8 +1,5 @@
 """Canonical forms: the function stays, points of one orbit meet, a second pass changes nothing."""
 
-import itertools
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +8,6 @@ from torch import nn
 from torch.func import functional_call
 
 from pyro_symmetric.canonical.forms import canonicalize
-from pyro_symmetric.canonical.sorting import sorting_permutation
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 
@@ -27,6 +23,13 @@ def assert_same(a: dict, b: dict, tolerance: float) -> None:
     assert a.keys() == b.keys()
     for site in a:
         torch.testing.assert_close(a[site], b[site], rtol=tolerance, atol=tolerance, msg=lambda m, s=site: f"{s}: {m}")
+
+
+def assert_canonical(group: Group, weights: dict, form: dict, key: str = "max", rule: str = "unit_norm") -> None:
+    """Other points of the orbits have the same forms, and forms are their own."""
+    moved = group.sample(group.batch_shape(weights), dtype=torch.float64)(weights)
+    assert_same(canonicalize(moved, group, key, rule), form, 1e-8)
+    assert_same(canonicalize(form, group, key, rule), form, 1e-8)
 
 
 # the properties that make a form canonical --------------------------------------------------------------------------
@@ -55,14 +58,6 @@ def test_permutations_alone_are_removed_exactly(mlp, widths, seed, key):
     form = canonicalize(weights, net.permutations, key)
     assert_same(canonicalize(net.permutations.sample((4,))(weights), net.permutations, key), form, 0.0)
     assert_same(canonicalize(form, net.permutations, key), form, 0.0)
-
-
-def test_a_batch_is_canonicalised_like_a_loop_over_samples(mlp):
-    net = mlp([3, 5, 4, 2])
-    weights = net.weights(6)
-    form = canonicalize(weights, net)
-    for i in range(6):
-        assert_same(canonicalize({k: v[i] for k, v in weights.items()}, net), {k: v[i] for k, v in form.items()}, 1e-12)
 
 
 # what the form looks like -------------------------------------------------------------------------------------------
@@ -99,13 +94,6 @@ def test_the_largest_incoming_weight_of_an_odd_unit_is_positive_and_shifts_are_g
         biggest = form[site].gather(-1, form[site].abs().argmax(-1, keepdim=True))
         assert bool((biggest > 0).all())
     torch.testing.assert_close(form["2.bias"].mean(-1), torch.zeros(4, dtype=torch.float64))
-
-
-def test_the_sorting_permutation_leads_to_the_form(mlp):
-    net = mlp([3, 5, 4, 2])
-    weights = net.weights(6)
-    element = sorting_permutation(weights, net.permutations, "first")
-    assert_same(element(weights), canonicalize(weights, net.permutations, "first"), 0.0)
 
 
 def test_norm_and_unit_norm_go_together(mlp):
@@ -168,42 +156,48 @@ def test_equal_rows_are_told_apart_by_bias_and_outgoing_weights(mlp, key):
     assert_same(form, {k: v[:1].expand_as(v) for k, v in form.items()}, 0.0)
 
 
-def test_constant_rows_do_not_break_unit_std(mlp):
-    net = mlp([3, 4, 2])
-    weights = net.weights()
-    weights["0.weight"][0] = 2.0
-    form = canonicalize(weights, net, None, "unit_std")
-    assert float(form["0.weight"][0].norm()) == pytest.approx(1.0)
+def nested(name: str) -> Group:
+    place = torch.arange(12)[None]
+    head = place.view(3, 4).T
+    if name == "heads":
+        return Group(
+            [
+                Units("head", 3, (Axis("v", 0, head), Axis("o", 1, head))),
+                Units("row", 4, (Axis("v", 0, place), Axis("o", 1, place)), parent="head", copies=3),
+            ],
+            {"v": (12, 5), "o": (5, 12)},
+        )
+    column = torch.arange(5)[None]  # heads wait for their rows, which wait for their neighbours
+    units = [
+        Units("head", 3, (Axis("a", 0, torch.arange(3)[None]), Axis("b", 0, head))),
+        Units("row", 4, (Axis("b", 0, place),), parent="head", copies=3),
+        Units("column", 5, (Axis("b", 1, column), Axis("c", 0, column))),
+    ]
+    return Group(units, {"a": (3, 3), "b": (12, 5), "c": (5, 2)})
+
+
+SMALL = {
+    "mixture": lambda: Group.declare({"a": ("k", None), "b": ("k",)}, {"a": (3, 2), "b": (3,)}),
+    "matrix": lambda: Group.declare({"w": ("row", "column")}, {"w": (4, 3)}),
+    "pairs": lambda: Group.declare({"w": (None, "k", "k"), "v": (None, "k")}, {"w": (2, 4, 4), "v": (2, 4)}),
+    "heads": lambda: nested("heads"),
+    "waiting heads": lambda: nested("waiting"),
+}
 
 
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
-def test_exchangeable_components_of_a_mixture_are_ordered(key):
-    group = Group.declare({"locs": ("component", None), "weights": ("component",)}, {"locs": (3, 2), "weights": (3,)})
-    weights = {"locs": torch.randn(5, 3, 2), "weights": torch.rand(5, 3)}
+@pytest.mark.parametrize("name", SMALL)
+def test_small_groups_of_permutations_have_canonical_forms(name, key):
+    group = SMALL[name]()
+    weights = {site: torch.randn(30, *shape) for site, shape in group.site_shapes.items()}
+    if name == "pairs":  # units whose largest weights are one and the same
+        weights["w"][:, 0, 1, 2], weights["w"][:, 1, 2, 1] = 9.0, -9.0
     form = canonicalize(weights, group, key)
-    assert_same(canonicalize(group.sample((5,))(weights), group, key), form, 0.0)
-    if key == "first":
-        assert bool((form["locs"][..., 0].diff(dim=-1) > 0).all())
-
-
-@pytest.mark.parametrize("key", ["first", "max", "norm"])
-def test_a_matrix_with_two_exchangeable_axes_and_nothing_else(key):
-    group = Group.declare({"w": ("row", "column")}, {"w": (4, 3)})
-    weights = {"w": torch.randn(20, 4, 3)}
-    form = canonicalize(weights, group, key)
-    assert_same(canonicalize(group.sample((20,))(weights), group, key), form, 0.0)
-    assert_same(canonicalize(form, group, key), form, 0.0)
-
-
-@pytest.mark.parametrize("key", ["first", "max", "norm"])
-def test_units_whose_largest_weights_are_one_and_the_same(key):
-    group = Group.declare({"w": (None, "unit", "unit"), "v": (None, "unit")}, {"w": (2, 4, 4), "v": (2, 4)})
-    weights = {"w": torch.randn(20, 2, 4, 4), "v": torch.randn(20, 2, 4)}
-    weights["w"][:, 0, 1, 2], weights["w"][:, 1, 2, 1] = 9.0, -9.0  # of a map of pairs of units
-    form = canonicalize(weights, group, key)
-    for order in itertools.permutations(range(4)):
-        moved = group.element({"unit": torch.tensor(order)})(weights)
-        assert_same(canonicalize(moved, group, key), form, 0.0)
+    assert_canonical(group, weights, form, key)
+    if name == "heads" and key == "first":
+        rows = form["v"][..., 0].unflatten(-1, (3, 4))
+        assert bool((rows.diff(dim=-1) > 0).all())
+        assert bool((rows[..., 0].diff(dim=-1) > 0).all())
 
 
 @pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
@@ -223,38 +217,6 @@ def test_scales_of_the_same_entries_have_one_form(rule):
     form = canonicalize(weights, group, scalings=rule)
     for _ in range(4):
         assert_same(canonicalize(group.sample((500,), spread=1.0)(weights), group, scalings=rule), form, 1e-9)
-
-
-@pytest.mark.parametrize("key", ["first", "max", "norm"])
-def test_heads_and_the_rows_within_them_are_sorted(key):
-    row = torch.arange(12)[None]
-    head = row.view(3, 4).T
-    heads = Units("head", 3, (Axis("v", 0, head), Axis("o", 1, head)))
-    within = Units("row", 4, (Axis("v", 0, row), Axis("o", 1, row)), parent="head", copies=3)
-    group = Group([heads, within], {"v": (12, 5), "o": (5, 12)})
-    weights = {"v": torch.randn(30, 12, 5), "o": torch.randn(30, 5, 12)}
-    form = canonicalize(weights, group, key)
-    assert_same(canonicalize(group.sample((30,))(weights), group, key), form, 0.0)
-    assert_same(canonicalize(form, group, key), form, 0.0)
-    if key == "first":
-        rows = form["v"][..., 0].unflatten(-1, (3, 4))
-        assert bool((rows.diff(dim=-1) > 0).all())
-        assert bool((rows[..., 0].diff(dim=-1) > 0).all())
-
-
-@pytest.mark.parametrize("key", ["first", "max", "norm"])
-def test_heads_wait_for_the_rows_within_them_even_if_those_wait_for_a_neighbour(key):
-    row, column = torch.arange(6)[None], torch.arange(5)[None]
-    units = [
-        Units("head", 2, (Axis("a", 0, torch.arange(2)[None]), Axis("b", 0, row.view(2, 3).T))),
-        Units("row", 3, (Axis("b", 0, row),), parent="head", copies=2),
-        Units("column", 5, (Axis("b", 1, column), Axis("c", 0, column))),
-    ]
-    group = Group(units, {"a": (2, 3), "b": (6, 5), "c": (5, 2)})
-    weights = {site: torch.randn(30, *shape) for site, shape in group.site_shapes.items()}
-    form = canonicalize(weights, group, key)
-    assert_same(canonicalize(group.sample((30,))(weights), group, key), form, 0.0)
-    assert_same(canonicalize(form, group, key), form, 0.0)
 
 
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
@@ -286,43 +248,7 @@ def test_residual_streams_and_recurrent_weights_have_canonical_forms(key, rule):
 
     form = canonicalize(weights, group, key, rule)
     torch.testing.assert_close(function(form), function(weights), rtol=1e-9, atol=1e-9)
-    moved = group.sample((10,), dtype=torch.float64)(weights)
-    assert_same(canonicalize(moved, group, key, rule), form, 1e-8)
-    assert_same(canonicalize(form, group, key, rule), form, 1e-8)
-
-
-@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
-def test_networks_with_batch_normalisation_have_canonical_forms(rule):
-    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
-    net = net.double().eval()
-    net[1].running_mean.normal_()
-    net[1].running_var.uniform_(0.5, 2.0)
-    n = torch.arange(4)[None]
-    pixels = torch.arange(16).view(4, 4).T
-    before = (
-        Axis("0.weight", 0, n, 1),
-        Axis("0.bias", 0, n, 1),
-        Axis("1.running_mean", 0, n, 1, buffer=True),
-        Axis("1.running_var", 0, n, 2, buffer=True, epsilon=1e-5),
-    )
-    after = (Axis("1.weight", 0, n, 1), Axis("1.bias", 0, n, 1), Axis("4.weight", 1, pixels, -1))
-    carried = tuple(replace(axis, exponent=0) for axis in after)
-    weights = {**{k: v.detach().clone() for k, v in net.named_parameters()}, **dict(net.named_buffers())}
-    weights["1.weight"] = torch.tensor([0.5, -2.0, 1.5, 0.0], dtype=torch.float64)
-    shapes = {k: v.shape for k, v in weights.items()}
-    units = [
-        Units("channel", 4, (*before, *carried), moves={"permute", "scale"}),
-        Units("after", 1, after, parent="channel", copies=4, moves={"scale"}),
-        Units("constant", 1, (Axis("4.bias", 0, torch.arange(3)[:, None]),), moves={"shift"}),
-    ]
-    group = Group(units, shapes)
-    form = canonicalize(weights, group, "first", rule)
-    x = torch.randn(6, 2, 4, 4, dtype=torch.float64)
-    torch.testing.assert_close(
-        functional_call(net, form, x).softmax(-1), functional_call(net, weights, x).softmax(-1), rtol=1e-10, atol=1e-10
-    )
-    moved = group.sample(dtype=torch.float64)(weights)
-    assert_same(canonicalize(moved, group, "first", rule), form, 1e-8)
+    assert_canonical(group, weights, form, key, rule)
 
 
 def grouped_network() -> tuple[nn.Module, dict, Group]:
@@ -365,9 +291,7 @@ def test_grouped_convolutions_have_canonical_forms(key, rule):
             rtol=1e-9,
             atol=1e-9,
         )
-    moved = group.sample((20,), dtype=torch.float64)(weights)
-    assert_same(canonicalize(moved, group, key, rule), form, 1e-8)
-    assert_same(canonicalize(form, group, key, rule), form, 1e-8)
+    assert_canonical(group, weights, form, key, rule)
     if rule == "unit_norm":
         for site in ("0.weight", "3.weight"):
             norm = form[site].flatten(2).norm(dim=-1)
@@ -382,35 +306,6 @@ def test_an_empty_batch_has_an_empty_form(mlp):
             assert {site: value.shape for site, value in form.items()} == {
                 site: (0, *shape) for site, shape in net.site_shapes.items()
             }
-
-
-# errors -------------------------------------------------------------------------------------------------------------
-
-
-def test_unknown_options_and_bad_weights_are_refused(mlp):
-    net = mlp([2, 3, 2])
-    weights = net.weights()
-    with pytest.raises(ValueError, match=r"permutations.*'largest'"):
-        canonicalize(weights, net, permutations="largest")
-    with pytest.raises(ValueError, match=r"scalings.*'l2'"):
-        canonicalize(weights, net, scalings="l2")
-    with pytest.raises(ValueError, match="NaN"):
-        canonicalize({**weights, "0.bias": weights["0.bias"] * float("nan")}, net)
-    with pytest.raises(ValueError, match="lacks the sites"):
-        canonicalize({"0.weight": weights["0.weight"]}, net)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("activation", ["relu", "tanh"])
-@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
-def test_canonical_forms_are_made_on_the_device_of_the_weights(mlp, activation, rule):
-    net = mlp([3, 5, 4, 2], activation)
-    weights = net.weights(6)
-    there = {site: value.cuda() for site, value in weights.items()}
-    for key in ("first", "max", "norm"):
-        form = canonicalize(there, net, key, rule)
-        assert all(value.is_cuda for value in form.values())
-        assert_same({site: v.cpu() for site, v in form.items()}, canonicalize(weights, net, key, rule), 1e-8)
 
 
 @pytest.mark.parametrize("moves", ["flip", ("permute", "flip")])

@@ -22,13 +22,9 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
         self.norm = nn.RMSNorm(d)
 
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        source = h if memory is None else memory
-        q, k, v = (
-            f(y).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
-            for f, y in ((self.q, h), (self.k, source), (self.v, source))
-        )
+        q, k, v = (f(h).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for f in (self.q, self.k, self.v))
         mixed = torch.softmax(q @ k.mT, -1) @ v
         return x + self.o(mixed.transpose(-2, -3).flatten(-2))
 
@@ -61,46 +57,15 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-class EncoderDecoder(nn.Module):
-    """A tiny T5: an encoder, and a decoder that attends to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.encoder, self.own, self.cross = Attention(), Attention(), Attention()
-        self.between, self.norm = nn.RMSNorm(6), nn.RMSNorm(6)
-        self.wi, self.wo, self.head = (
-            nn.Linear(6, 8, bias=False),
-            nn.Linear(8, 6, bias=False),
-            nn.Linear(6, 11, bias=False),
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        memory = self.between(self.encoder(self.embed(tokens)))
-        x = self.cross(self.own(self.embed(tokens)), memory)
-        return self.head(self.norm(x + self.wo(self.wi(x).relu())))
-
-
-def perceptron(activation: type[nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), activation(), nn.Linear(6, 5), activation(), nn.Linear(5, 3))
-
-
 def convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3)
     )
 
 
-def tokens() -> Tensor:
-    return torch.arange(10).reshape(2, 5)
-
-
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "attention": (Attention, lambda: torch.randn(2, 5, 6)),
-    "decoder": (Decoder, tokens),
-    "encoder and decoder": (EncoderDecoder, tokens),
-    "relu": (lambda: perceptron(nn.ReLU), lambda: torch.randn(3, 4)),
-    "tanh": (lambda: perceptron(nn.Tanh), lambda: torch.randn(3, 4)),
+    "decoder": (Decoder, lambda: torch.arange(10).reshape(2, 5)),
+    "tanh": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), lambda: torch.randn(3, 4)),
     "convolutions": (convolutions, lambda: torch.randn(2, 2, 9, 9)),
 }
 
@@ -118,8 +83,10 @@ def shuffled(net: nn.Module, seed: int) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("scalings", ["unit_norm", "unit_std", "minimal_mass"])
-@pytest.mark.parametrize("key", ["first", "max", "norm"])
+@pytest.mark.parametrize(
+    ("key", "scalings"),
+    [("first", "unit_norm"), ("max", "unit_std"), ("norm", "minimal_mass"), ("max", "minimal_norm")],
+)
 @pytest.mark.parametrize("name", NETS)
 def test_copies_of_one_network_have_one_form_in_whatever_order_its_layers_were_registered(name, key, scalings):
     make, inputs = NETS[name]

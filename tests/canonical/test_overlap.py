@@ -11,7 +11,6 @@ import warnings
 import pytest
 import torch
 
-import pyro_symmetric as ps
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.overlap import uncertain_share
 from pyro_symmetric.groups import Axis, Group, Units
@@ -77,14 +76,6 @@ def test_signs_of_tied_largest_weights_are_warned_of():
     both = Group.declare({"w": ("f", None)}, shapes, ("permute", "flip"))
     with pytest.warns(UserWarning, match="the units' keys overlap"):
         canonicalize({"w": tied}, both)
-
-
-def test_few_draws_aren_t_judged_and_comparisons_do_not_warn():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        canonicalize(scattered(SQUARE, 99), GROUP)
-        ps.mmd(*ps.common_frame(scattered(SQUARE, 120), scattered(SQUARE, 120), GROUP))
-        ps.diagnose(Posterior(scattered(SQUARE, 4, 50), rows="chains"), GROUP)
 
 
 @pytest.mark.stochastic
