@@ -38,10 +38,8 @@ def outputs(net: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
 
 MOVES = {
     "canonicalize": lambda weights, symmetry: ps.canonicalize(weights, symmetry),
-    "of permutations": lambda weights, symmetry: ps.canonicalize(weights, symmetry.permutations),
     "minimal_mass": lambda weights, symmetry: ps.minimal_mass(weights, symmetry).weights,
     "element": lambda weights, symmetry: symmetry.sample((6,))(weights),
-    "finite": lambda weights, symmetry: symmetry.finite.sample((6,))(weights),
     "act": lambda weights, symmetry: symmetry.act(symmetry.sample((6,)), weights),
     "align": lambda weights, symmetry: ps.align(weights, {s: v[0] for s, v in weights.items()}, symmetry).element(
         weights
@@ -50,9 +48,6 @@ MOVES = {
     "posterior": lambda weights, symmetry: (
         ps.Posterior.from_samples(weights, rows="independent").map(ps.canonicalize, symmetry).get_samples()
     ),
-    "act on a posterior": lambda weights, symmetry: symmetry.act(
-        symmetry.sample((1, 6)), ps.Posterior.from_samples(weights, rows="independent")
-    ).get_samples(),
 }
 
 
@@ -180,33 +175,6 @@ def test_elements_act_on_their_own_network_alone(own, other, part):
         with pytest.raises(ValueError, match=named):
             call()
     torch.testing.assert_close(symmetry.act(element, net)(x), net(x), rtol=1e-4, atol=1e-4)
-
-
-FOREIGN = {
-    "canonicalize": lambda weights, symmetry: ps.canonicalize(weights, symmetry),
-    "minimal_mass": lambda weights, symmetry: ps.minimal_mass(weights, symmetry),
-    "align": lambda weights, symmetry: ps.align(weights, {s: v[0] for s, v in weights.items()}, symmetry),
-    "align_many": lambda weights, symmetry: ps.align_many(weights, symmetry),
-    "finite": lambda weights, symmetry: symmetry.finite.sample()(weights),
-}
-
-
-@pytest.mark.parametrize("how", FOREIGN)
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_weights_of_another_network_are_refused(how, blocks):
-    symmetry = find_symmetry(Stack(2), torch.randn(5, 3))
-    with pytest.raises(ValueError, match=r"blocks\.[12]"):
-        FOREIGN[how](plain_weights(Stack(blocks), 4), symmetry)
-
-
-def test_push_forward_refuses_another_networks_element():
-    x, y = torch.randn(5, 3), torch.randint(0, 2, (5,))
-    guide = AutoNormal(BayesianModel(Stack(2), 1.0, "categorical"))
-    guide(x, y)
-    own, other = find_symmetry(Stack(2), x), find_symmetry(Stack(1), x)
-    ps.push_forward(guide, own.sample())
-    with pytest.raises(ValueError, match=r"the guide holds the parameters \['blocks\.1\.weight', 'blocks\.1\.bias'\]"):
-        ps.push_forward(guide, other.sample())
 
 
 def test_a_declared_group_may_leave_out_sites_whatever_their_names():

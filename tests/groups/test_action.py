@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch.distributions import biject_to, constraints
 from torch.func import jacrev
 
-from pyro_symmetric.groups import Action, Axis, Group, Units
+from pyro_symmetric.groups import Action, Group
 
 from .cases import ALL, GROUPS, apart, close, factors, layers, plain, units, weights_of
 
@@ -104,32 +101,6 @@ def test_the_log_determinant_on_constrained_sites_is_that_of_the_jacobian(suppor
     assert close(action.layout.constrain(action(u, g)), g(action.layout.constrain(u)))
 
 
-def test_a_bijection_whose_determinant_is_not_symmetric_is_counted():
-    """Permuting the entries of a Cholesky factor's diagonal block isn't volume-preserving in general: bounds of each
-    entry's own, through which exchanged values pass."""
-    group = Group.declare({"w": ("u",)}, {"w": (3,)})
-    support = constraints.greater_than(torch.tensor([0.0, 0.0, 0.0]))
-    action = Action(group, {"w": support})
-    u, g = torch.randn(3, dtype=torch.float64), group.sample((4,))
-    for k in range(4):
-        one = g.select(k)
-        torch.testing.assert_close(action.log_abs_det(u, one), by_jacobian(action, u, one), rtol=1e-9, atol=1e-9)
-    values = biject_to(support)(u)
-    torch.testing.assert_close(biject_to(support)(action(u, g)), g({"w": values})["w"])
-
-
-def test_positive_sites_that_are_seen_flattened_move_as_their_values_do():
-    """An axis that spans two: all entries of a table, exchanged."""
-    index = torch.arange(6)[None]
-    group = Group([Units("entry", 6, (Axis("w", 0, index, span=2),))], {"w": (2, 3)})
-    for support in (constraints.positive, constraints.independent(constraints.positive, 2), constraints.simplex):
-        action = Action(group, {"w": support})
-        u, g = torch.randn(5, action.dim, dtype=torch.float64), group.sample((5,))
-        if support is constraints.simplex:  # entries of different simplices; only the exchange of values counts
-            continue
-        assert close(action.layout.constrain(action(u, g)), g(action.layout.constrain(u)))
-
-
 def test_sites_that_the_group_does_not_know_stay():
     group = factors()
     action = Action(group, ["noise", *group.site_shapes], {"noise": torch.Size([])})
@@ -158,48 +129,7 @@ def test_gradients_pass_through_the_action():
     assert torch.autograd.gradcheck(lambda value: action(value, g), (u,))
 
 
-def test_actions_are_pickled_and_copied():
-    group = mixture()
-    action, g = Action(group, SUPPORTS), group.sample((3,))
-    u = torch.randn(3, action.dim, dtype=torch.float64)
-    plain_action = Action(layers(), list(layers().site_shapes))
-    for again in (pickle.loads(pickle.dumps(plain_action)), copy.deepcopy(plain_action)):
-        assert again.group == plain_action.group
-        assert (again.sites, again.dim, again.layout.unconstrained_shapes) == (
-            plain_action.sites,
-            plain_action.dim,
-            plain_action.layout.unconstrained_shapes,
-        )
-    torch.testing.assert_close(copy.deepcopy(action)(u, g), action(u, g))
-
-
 SITES = list(layers().site_shapes)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "named"),
-    [
-        ({"sites": [*SITES, "nowhere"]}, ValueError, "nowhere"),
-        ({"sites": SITES[1:]}, ValueError, "'a'"),
-        ({"sites": [*SITES, "a"]}, ValueError, "sites"),
-        ({"sites": []}, ValueError, "sites"),
-        ({"sites": "a"}, TypeError, "sites"),
-        ({"sites": [3]}, TypeError, "sites"),
-        ({"group": 3}, TypeError, "group"),
-        ({"sites": dict.fromkeys(SITES, constraints.positive)}, ValueError, "'a'"),
-        ({"sites": {**dict.fromkeys(SITES, constraints.real), "c bias": constraints.positive}}, ValueError, "'c bias'"),
-        ({"sites": dict.fromkeys(SITES, 3)}, TypeError, "sites"),
-    ],
-)
-def test_an_action_says_which_of_its_arguments_is_wrong(arguments, error, named):
-    with pytest.raises(error, match=named):
-        Action(**{"group": layers(), "sites": SITES, **arguments})
-
-
-def test_vectors_of_another_length_are_refused():
-    action = Action(layers(), SITES)
-    with pytest.raises(ValueError, match="vector"):
-        action(torch.zeros(action.dim + 1), layers().identity())
 
 
 def test_flips_of_sites_that_are_not_real_are_refused_and_those_of_even_sites_are_not():

@@ -23,11 +23,6 @@ def test_units_lie_along_the_axes_that_bear_their_name():
     assert group.moves == {"permute"}
 
 
-def test_examples_may_be_tensors_or_shapes():
-    tensors = {site: torch.zeros(shape) for site, shape in SHAPES.items()}
-    assert Group.declare(AXES, tensors) == Group.declare(AXES, SHAPES)
-
-
 @pytest.mark.parametrize(
     ("moves", "order"),
     [
@@ -62,34 +57,3 @@ def test_even_sites_are_exchanged_and_not_flipped():
     assert both.signs.sites == ("loadings",)
     flips = Group.declare(axes, shapes, moves="flip", even=["variances"])
     assert flips.sites == ("loadings",)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "named"),
-    [
-        ({"axes": 3}, TypeError, "axes"),
-        ({"axes": {"nowhere": ("u",)}}, ValueError, "nowhere"),
-        ({"axes": {"scores": ("u",)}}, ValueError, "scores"),
-        ({"axes": {"scores": "uv"}}, ValueError, "scores"),
-        ({"axes": {"scores": ("u", 3)}}, TypeError, "scores"),
-        ({"axes": {"loadings": (None, "u"), "scores": (None, "u")}}, ValueError, "'u'"),
-        ({"example_weights": 3}, TypeError, "example_weights"),
-        ({"example_weights": {"loadings": 3}}, TypeError, "example_weights"),
-        ({"moves": "turn"}, ValueError, "moves"),
-        ({"moves": "scale"}, ValueError, "moves"),
-        ({"moves": ()}, ValueError, "moves"),
-        ({"moves": {"factor": "permute"}}, ValueError, "moves"),
-        ({"moves": {"factor": "permute", "group": "permute", "more": "permute"}}, ValueError, "moves"),
-        ({"even": ["nowhere"]}, ValueError, "even"),
-        ({"even": "scores"}, TypeError, "even"),
-    ],
-)
-def test_a_declaration_names_what_does_not_fit(arguments, error, named):
-    with pytest.raises(error, match=named):
-        Group.declare(**{"axes": AXES, "example_weights": SHAPES, **arguments})
-
-
-def test_a_scalar_is_refused_and_a_vector_of_one_flips():
-    with pytest.raises(ValueError, match=r"'a', a scalar, .* axis of length one"):
-        Group.declare({"a": ()}, {"a": ()}, moves="flip")
-    assert Group.declare({"a": ("factor",)}, {"a": (1,)}, moves="flip").order() == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pyro.distributions as dist
 import pytest
@@ -31,19 +30,6 @@ class Product(nn.Module):
         return torch.einsum(self.equation, x, *self.factors)
 
 
-class Experts(nn.Module):
-    """A stacked mixture of experts: each has ReLU units of its own, and a weight that its input decides."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.inner = nn.Linear(3, 2), nn.Parameter(torch.randn(2, 4, 3))
-        self.outer = nn.Parameter(torch.randn(2, 5, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.einsum("ehi,bi->beh", self.inner, x).relu()
-        return torch.einsum("be,eoh,beh->bo", self.gate(x), self.outer, hidden)
-
-
 def tanh(*widths: int, bias: bool = True) -> nn.Sequential:
     pairs = itertools.pairwise(widths)
     layers = [layer for i, o in pairs for layer in (nn.Linear(i, o, bias=bias), nn.Tanh())]
@@ -56,7 +42,6 @@ NETWORKS = {
     "three axes": (lambda: Product("b,hkl,hkl->b", (2, 2, 2), (2, 2, 2)), (4,), None),
     "one layer": (lambda: tanh(2, 3, 1), (4, 2), 3),
     "two layers": (lambda: tanh(2, 2, 2, 1, bias=False), (4, 2), 4),
-    "experts": (Experts, (4, 3), None),
 }
 
 
@@ -108,24 +93,6 @@ def rank_of_scales(group: Group) -> int:
     return int(torch.linalg.matrix_rank(jacobian))
 
 
-def with_scales_for_signs(group: Group) -> Group:
-    """The same units with scales; flips are counted modulo two, which changes no rank in these networks."""
-    flips = group.signs
-    changed = [replace(flips[name], moves=frozenset({"scale"})) for name in flips.units]
-    return Group(changed, flips.site_shapes)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("kind", ["scalings", "signs"])
-def test_the_number_of_scales_is_the_rank_of_their_action(name, kind):
-    make, shape, _ = NETWORKS[name]
-    group = find_symmetry(make(), torch.randn(shape)).group
-    move = "scale" if kind == "scalings" else "flip"
-    number = sum(int(units.sum()) for units in group.independent(move).values())
-    scales = group.scalings if kind == "scalings" else with_scales_for_signs(group)
-    assert number == (rank_of_scales(scales) if scales.units else 0)
-
-
 @pytest.mark.parametrize("name", ["layers", "attention", "grouped", "apart", "flipped wreath", "factors"])
 def test_ranks_and_orders_of_units_inside_units(name):
     """Riders and grouped kernels included; the independent units alone have the same rank as all."""
@@ -142,13 +109,6 @@ def test_ranks_and_orders_of_units_inside_units(name):
         assert int(torch.linalg.matrix_rank(jacobian)) == int(kept.sum())
     if 0 < sum(group[own].count for own in group.names("flip")) <= 14:
         assert group.signs.order() == number_of_images(all_signs(group.signs), weights_of(group))
-
-
-def test_a_stacked_mixture_of_experts_counts_each_scale_once():
-    """Two experts of four units: a scale for each unit, and one of each expert's outputs with its gate."""
-    symmetry = find_symmetry(Experts(), torch.randn(4, 3))
-    assert rank_of_scales(symmetry.scalings) == 2 * 4 + 2
-    assert " 10 scales" in repr(symmetry)
 
 
 @pytest.mark.parametrize("name", ["chain", "one layer", "two layers"])
@@ -173,17 +133,6 @@ def test_all_signs_of_single_weights_that_leave_the_function_alone_are_in_the_gr
     images = symmetry.signs.enumerate()(ones)
     mine = torch.cat([images[site].flatten(1) for site in weights], 1)
     assert {tuple(row) for row in mine.tolist()} == {tuple(row) for row in every[alone].tolist()}
-
-
-def test_independent_units_do_what_all_units_do():
-    """Every image under all combinations of flips is one under flips of the independent units."""
-    symmetry = find_symmetry(Product("b,hk,kh->b", (2, 3), (3, 2)), torch.randn(4))
-    weights, group = generic(symmetry), symmetry.signs
-
-    def images(elements):
-        return {tuple(row) for row in torch.cat([v.flatten(1) for v in elements(weights).values()], 1).tolist()}
-
-    assert images(all_signs(group)) == images(group.enumerate())
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 3), (1, 2)])
@@ -218,9 +167,3 @@ def test_permutations_and_flips_of_one_site_make_a_group_of_the_right_order():
     group = Group.declare({"a": ("u", "v")}, {"a": (2, 2)}, moves=("permute", "flip"))
     every = group.sample((4000,))
     assert number_of_images(every, weights_of(group)) == group.order() == 4 * 8  # all are met: 32 (31/32)^4000 < 10^-53
-
-
-@pytest.mark.parametrize("move", ["permute", "shift", "turn", 3])
-def test_only_multipliers_depend_on_one_another(move):
-    with pytest.raises(ValueError, match="move"):
-        GROUPS["layers"]().independent(move)

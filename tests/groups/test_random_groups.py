@@ -14,11 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pyro_symmetric.canonical.forms import canonicalize
-from pyro_symmetric.groups import Axis, Element, Group, Units
+from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.weights import Weights
+
+from .cases import by_loops, weights_of
 
 SEEDS = st.integers(0, 2**31 - 1)
 BATCHES = st.sampled_from([(), (2,), (3, 1)])
@@ -71,36 +72,6 @@ def place(draw: random.Random, site: str, dim: int, chain: list[Units], axes: di
     return length
 
 
-def by_hand(group: Group, element: Element, weights: Weights) -> Weights:
-    """The action of one element on one set of weights: shifts, multipliers, then permutations, the inner ones first."""
-    result = {}
-    for site, value in weights.items():
-        value = value.clone()
-        lying = [(name, axis) for name, one in group.units.items() for axis in one.axes if axis.site == site]
-        for name, axis in lying:
-            for u in range(group[name].count):
-                rows: Tensor = value.movedim(axis.dim, 0)  # a view
-                if name in element.shifts:
-                    rows[axis.index[:, u]] += element.shifts[name].reshape(-1)[u]
-                if name in element.signs:
-                    rows[axis.index[:, u]] *= element.signs[name].reshape(-1)[u] ** axis.exponent
-                if name in element.log_scales:
-                    rows[axis.index[:, u]] *= (axis.exponent * element.log_scales[name].reshape(-1)[u]).exp()
-        for name, axis in sorted(lying, key=lambda pair: -len(group.ancestors(pair[0]))):
-            one = group[name]
-            for copy in range(one.copies if name in element.permutations else 0):
-                image = element.permutations[name].reshape(one.copies, one.size)[copy]
-                own = axis.index[:, copy * one.size : (copy + 1) * one.size]
-                rows = value.movedim(axis.dim, 0)
-                rows[own] = rows[own[:, image]].clone()
-        result[site] = value
-    return result
-
-
-def weights_of(group: Group, *batch: int) -> Weights:
-    return {site: torch.randn(*batch, *shape, dtype=torch.float64) for site, shape in group.site_shapes.items()}
-
-
 def assert_same(one: Weights, other: Weights) -> None:
     for site in one:
         torch.testing.assert_close(one[site], other[site], rtol=1e-9, atol=1e-9)
@@ -116,7 +87,7 @@ def test_elements_act_as_loops_over_units_do(seed, batch):
     for i in itertools.product(*map(range, batch)):
         assert_same(
             {s: v[i] for s, v in acted.items()},
-            by_hand(group, element.select(i), {s: v[i] for s, v in weights.items()}),
+            by_loops(element.select(i), {s: v[i] for s, v in weights.items()}),
         )
 
 
@@ -153,15 +124,11 @@ def test_restrictions_act_as_the_whole_and_their_elements_compose(seed):
     assert_same(product(weights), step)
 
 
-@quick
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_groups_and_their_parts_go_through_files(seed):
     group = drawn_group(seed)
-    parts = [
-        group,
-        *(group.restricted(*moves) for moves in itertools.combinations(("permute", "flip", "scale", "shift"), 2)),
-    ]
-    parts += [group.without([name]) for name in group.units]
+    parts = [group, group.restricted("permute", "scale"), *(group.without([name]) for name in group.units)]
     parts += [group.leaving([site]) for site in group.site_shapes]
     for part in parts:
         assert Group.from_dict(json.loads(json.dumps(part.to_dict()))) == part

@@ -10,13 +10,6 @@ from pyro_symmetric.groups import Axis, Group, Units
 from .cases import plain
 
 
-def test_units_in_copies_have_an_axis_for_the_copies():
-    one, several = Units("u", 3), Units("u", 3, copies=4)
-    assert (one.shape, one.count) == ((3,), 3)
-    assert (several.shape, several.count) == ((4, 3), 12)
-    assert one.moves == {"permute"}
-
-
 def test_an_axis_is_filled_by_one_unit_for_each_position():
     assert Axis("w", 0, plain(3)).fills(3)
     assert not Axis("w", 0, plain(3)).fills(4)
@@ -39,49 +32,6 @@ def test_an_axis_is_filled_by_one_unit_for_each_position():
 def test_axes_that_do_not_fit_their_sites_are_refused(axis):
     with pytest.raises(ValueError, match="'unit'"):
         Group([Units("unit", 3, (axis,))], {"a": (3,)})
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "named"),
-    [
-        ({"site": 3}, TypeError, "site"),
-        ({"dim": -1}, ValueError, "dim"),
-        ({"dim": 1.0}, TypeError, "dim"),
-        ({"index": [[0, 1, 2]]}, TypeError, "index"),
-        ({"index": torch.arange(3)}, ValueError, "index"),
-        ({"index": torch.tensor([[0.0, 1.0, 2.0]])}, ValueError, "index"),
-        ({"exponent": 0.5}, TypeError, "exponent"),
-        ({"buffer": 1}, TypeError, "buffer"),
-        ({"epsilon": -0.1}, ValueError, "epsilon"),
-        ({"epsilon": "0"}, TypeError, "epsilon"),
-        ({"span": 0}, ValueError, "span"),
-    ],
-)
-def test_axes_say_which_of_their_arguments_is_wrong(changes, error, named):
-    with pytest.raises(error, match=named):
-        Axis(**{"site": "w", "dim": 0, "index": plain(3), **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "named"),
-    [
-        ({"name": 3}, TypeError, "name"),
-        ({"size": 0}, ValueError, "size"),
-        ({"size": "3"}, TypeError, "size"),
-        ({"size": 2}, ValueError, "index"),
-        ({"axes": "w"}, TypeError, "axes"),
-        ({"axes": ["w"]}, TypeError, "axes"),
-        ({"parent": 3}, TypeError, "parent"),
-        ({"copies": 0}, ValueError, "copies"),
-        ({"copies": 2}, ValueError, "index"),
-        ({"moves": "turn"}, ValueError, "moves"),
-        ({"moves": {"permute", "turn"}}, ValueError, "moves"),
-        ({"moves": 3}, ValueError, "moves"),
-    ],
-)
-def test_units_say_which_of_their_arguments_is_wrong(changes, error, named):
-    with pytest.raises(error, match=named):
-        Units(**{"name": "u", "size": 3, "axes": (Axis("w", 0, plain(3)),), **changes})
 
 
 def test_units_go_through_json_and_leave_plain_indices_out():
