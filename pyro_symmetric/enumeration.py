@@ -1,22 +1,21 @@
-r"""A model's discrete latent sites, summed out exactly, under :func:`torch.func.vmap` as well.
+r"""A model's discrete latent sites, summed out exactly, under :func:`torch.func.vmap` as well; and drawn.
 
 .. math:: \log p(w, y) = \log \sum_{k} p(w, k, y)
 
 Pyro's handler lays the values of each discrete site along a tensor dimension of its own, left of all plates, so that
-one run of the model gives the factors of all assignments. They are summed dimension by dimension, plates multiplied on
-the way (tensor variable elimination, Obermeyer et al. 2019, ICML): the cost of a chain of sites in ``pyro.markov``
-grows with its length, and sites in a plate don't meet.
-
-Two things differ from Pyro's own evaluation, which no map over chains can hold: tables are added in log-space by
-:func:`torch.logsumexp`, and a site's ``poutine.scale`` (that of a mini-batch's plate, say) multiplies the log of the
-sum, as in Pyro's ``TraceEnum_ELBO``, and isn't a power within it.
+one run of the model gives the factors of all assignments. Pyro's contraction sums them dimension by dimension, plates
+multiplied on the way (tensor variable elimination, Obermeyer et al. 2019, ICML): the cost of a chain of sites in
+``pyro.markov`` grows with its length. A site's ``poutine.scale`` (that of a mini-batch's plate, say) multiplies the log
+of the sum, as in Pyro's ``TraceEnum_ELBO``, and isn't a power within it.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -25,21 +24,27 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.distributions.util import scale_and_mask
 from pyro.ops.contract import contract_to_tensor
 from pyro.ops.packed import pack
+from pyro.ops.rings import LogRing
 from pyro.poutine.enum_messenger import EnumMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric.calls import is_enumerated
-from pyro_symmetric.elimination import Elimination
 from pyro_symmetric.placement import as_tensor
 
 MOST_ENTRIES = 2**27  # of one chain's largest table
-
 CLOSE = 1e-3  # to 0, the log of what probabilities add up to
-DRAWS = 8  # of the discrete sites, at which tables are compared with what the model itself finds
+DRAWS = 8  # of the discrete sites, at which the density is compared with what the model itself finds
 Model = Callable[..., Any]
+
+
+class _Tables(NamedTuple):
+    """The factors of a density: those without discrete sites, summed; the others by plates; and their common scale."""
+
+    alone: Tensor
+    tree: OrderedDict[Any, list[Any]]
+    scale: Any
 
 
 class Enumeration:
@@ -50,149 +55,94 @@ class Enumeration:
     """
 
     def __init__(self, trace: poutine.Trace):
-        sites = [site for _, site in _sampled(trace)]
-        self.sites: list[str] = [site["name"] for site in sites if is_enumerated(site)]
-        """Names of the discrete sites."""
-        for site in sites:
-            if site["name"] in self.sites and (open_dims := _open_dims(site)):
+        sites = {site["name"]: site for site in _sampled(trace)}
+        self.sites = [name for name, site in sites.items() if is_enumerated(site)]
+        self._batch_shapes = {name: site["fn"].batch_shape for name, site in sites.items()}
+        for name in self.sites:
+            plates = {frame.dim for frame in sites[name]["cond_indep_stack"] if frame.vectorized}
+            shape = self._batch_shapes[name]
+            if open_dims := [dim for dim in range(-len(shape), 0) if shape[dim] > 1 and dim not in plates]:
                 raise ValueError(
-                    f"the discrete site {site['name']!r} has batch shape {tuple(site['fn'].batch_shape)}, whose "
-                    f"dimensions {open_dims} lie in no pyro.plate; put it into plates, so that its values are summed "
-                    "out one by one"
+                    f"the discrete site {name!r} has batch shape {tuple(shape)}, whose dimensions {open_dims} lie in "
+                    "no pyro.plate; put it into plates, so that its values are summed out one by one"
                 )
-        self._batch_shapes = {site["name"]: site["fn"].batch_shape for site in sites if site["name"] in self.sites}
-        depths = [len(site["fn"].batch_shape) for site in sites]
-        depths += [-frame.dim for site in sites for frame in site["cond_indep_stack"] if frame.dim is not None]
-        self._first_dim = -1 - max(depths, default=0)
+        depths = [len(shape) for shape in self._batch_shapes.values()]
+        frames = [frame for site in sites.values() for frame in site["cond_indep_stack"]]
+        self._first_dim = -1 - max([*depths, *(-frame.dim for frame in frames if frame.dim is not None)])
 
-    def trace(
-        self, model: Model, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> poutine.Trace:
-        """A run of the model with its continuous sites given, and every value of its discrete ones side by side."""
+    def trace(self, model: Model, weights: Mapping[str, Tensor], args: Any, kwargs: Any) -> poutine.Trace:
+        """Run the model with its continuous sites given, and every value of its discrete ones side by side."""
         enumerated = poutine.condition(_Enumerate(self._first_dim)(model), data=dict(weights))
         return poutine.trace(enumerated).get_trace(*args, **kwargs)
 
     def log_prob(self, trace: poutine.Trace) -> Tensor:
         """The trace's log-density, with the discrete sites summed out.
 
-        :raises ValueError: if sites that share a discrete site are scaled differently.
+        :raises ValueError: if sites that depend on discrete ones are scaled differently.
         """
-        return sum((own for own, _ in self._sums(trace)), start=torch.zeros((), device="cpu"))
-
-    def pointwise(self, trace: poutine.Trace, observed: Sequence[str]) -> dict[str, Tensor]:
-        r"""The log-density of each row of observed sites given the continuous ones: site -> its plates' shape.
-
-        .. math:: \log p(y_n \mid w) = \log \sum_k p(w, k, y_n) - \log \sum_k p(w, k)
-
-        over the discrete sites of the row's own plates. No scale counts.
-
-        :raises ValueError: naming the sites, if rows or observed sites share a discrete one: given the continuous sites
-            they aren't independent then.
-        """
-        alone, components = self._parted(trace)
-        found = {site["name"]: log_prob for site, log_prob in alone if site["name"] in observed}
-        for component in components:
-            sites: list[Any] = [site for site, _, _ in component]
-            asked = [site["name"] for site in sites if site["name"] in observed]
-            symbols = {dim for _, _, term in component for dim in term._pyro_dims}
-            reused = len({trace.symbol_to_dim[symbol] for symbol in symbols}) < len(symbols)  # in pyro.markov
-            if asked and (reused or len(asked) > 1 or len({plates for _, plates, _ in component}) > 1):
-                shared = [site["name"] for site in sites if site["name"] in self.sites]
-                raise ValueError(
-                    f"the log-likelihood of each row is asked for, but rows of {_few(asked)} aren't independent given "
-                    f"the continuous sites: they share the discrete sites {_few(shared)}, which are summed out. "
-                    "Observe what belongs to one row as one site, in the plate of its discrete site"
-                )
-            for name in asked:
-                terms = {
-                    site["name"]: self._closed(masked_log_prob(site), site["infer"]["_dim_to_symbol"]) for site in sites
-                }
-                frames: list[Any] = [frame for frame in trace.nodes[name]["cond_indep_stack"] if frame.vectorized]
-                depth = max((-frame.dim for frame in frames), default=0)
-                joint = self._over_values(list(terms.values()), depth)
-                found[name] = joint - self._over_values([own for site, own in terms.items() if site != name], depth)
-        return found
+        return self._summed(trace, self._tables(trace), Elimination())
 
     def draw(self, trace: poutine.Trace) -> tuple[dict[str, Tensor], Tensor]:
         """The discrete sites, drawn from their joint distribution given all else that is in the trace, and whether that
         is one, bool ``()``: it isn't if all values have the density 0, or NaN. No scale counts."""
-        drawn: dict[str, Tensor] = {}
-        sums = self._sums(trace)
-        for _, eliminated in sums:
-            drawn.update(eliminated.draw())
-        possible = torch.stack([as_tensor(own).isfinite() for own, _ in sums]).all()
-        return {name: self._unpacked(trace, name, drawn) for name in self.sites}, possible
+        ring = Elimination()
+        total = self._summed(trace, self._tables(trace), ring)
+        drawn = ring.draw()
+        return {name: self._unpacked(trace, name, drawn) for name in self.sites}, total.isfinite()
 
-    def require_enumerable(
-        self, model: Model, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Try it once.
+    def require_enumerable(self, model: Model, weights: Mapping[str, Tensor], args: Any, kwargs: Any) -> None:
+        """Try it, and compare the density at drawn discrete values with the model's own.
 
         :raises ValueError: in words, if the model can't be run with all values of its discrete sites at once, or if it
-            then finds other densities than with one value of each.
+            then has another density than with one value of each.
         """
+        names = _few(self.sites)
         try:
-            with _AtMost(MOST_ENTRIES):
+            with _AtMost():
                 trace = self.trace(model, weights, args, kwargs)
-                self.log_prob(trace)
-        except _TooMany as error:
-            raise ValueError(
-                f"the discrete sites {_few(self.sites)} have too many combinations to sum out: a table of {error} "
-                "numbers for each chain. Put what is independent into pyro.plate, loops whose steps depend on the last "
-                "one only into pyro.markov, or write the density of the sum"
-            ) from None
+                tables = self._tables(trace)
+                self._summed(trace, tables, Elimination())
         except _Scales:
             raise
         except Exception as error:  # it did run with its discrete sites drawn, so that it is this
             said = (str(error).strip() or repr(error)).splitlines()[0]
             raise ValueError(
-                f"the discrete sites {_few(self.sites)} can't be summed out: the model fails on all of their values at "
-                f"once ({type(error).__name__}: {said}). Usual causes: Python control flow on a discrete value (write "
+                f"the discrete sites {names} can't be summed out: the model fails on all of their values at once "
+                f"({type(error).__name__}: {said}). Usual causes: Python control flow on a discrete value (write "
                 "torch.where), indexing that doesn't broadcast (pyro.ops.indexing.Vindex), or a long loop outside of "
                 "pyro.plate and pyro.markov"
             ) from error
         for name in self.sites:
             _require_whole(trace.nodes[name])
-        discrete: list[Any] = [trace.nodes[name] for name in self.sites]
-        owners = {site["infer"].get("_enumerate_symbol"): site for site in discrete}
         for drawn in self._draws(model, trace, weights, args, kwargs):
-            for name, site in _sampled(trace):
-                expected = masked_log_prob(drawn.nodes[name])
-                found = _at_drawn_values(masked_log_prob(site), site, owners, drawn)
-                if found.numel() != expected.numel() or not _is_close(found.reshape(expected.shape), expected):
-                    raise ValueError(
-                        f"the discrete sites {_few(self.sites)} can't be summed out: site {name!r} has another density "
-                        "with all of their values at once than with one value of each. Usual cause: it adds or "
-                        "averages over a discrete value's dimensions, as .sum() or .mean() without dim= does; put what "
-                        "depends on a plate's discrete site into that plate"
-                    )
+            tree = OrderedDict((ordinal, list(terms)) for ordinal, terms in tables.tree.items())
+            for name in self.sites:
+                site: Any = trace.nodes[name]
+                if "_enumerate_symbol" in site["infer"]:
+                    tree.setdefault(_ordinal(trace, site), []).append(_indicator(site, drawn.nodes[name]["value"]))
+            found = self._summed(trace, tables._replace(tree=tree), Elimination())
+            expected = as_tensor(drawn.log_prob_sum())
+            if bool(expected.isfinite()) and not _is_close(found, expected):
+                raise ValueError(
+                    f"the discrete sites {names} can't be summed out: the model has another density with all of their "
+                    "values at once than with one value of each. Usual cause: a site adds or averages over a discrete "
+                    "value's dimensions, as .sum() or .mean() without dim= does; put what depends on a plate's "
+                    "discrete site into that plate"
+                )
 
     def depending(
-        self,
-        names: Sequence[str],
-        model: Model,
-        weights: Mapping[str, Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, names: Sequence[str], model: Model, weights: Mapping[str, Tensor], args: Any, kwargs: Any
     ) -> list[str]:
         """Those of some deterministic sites whose values depend on discrete ones: they change with these."""
         trace = self.trace(model, weights, args, kwargs)
-        runs: list[Any] = list(self._draws(model, trace, weights, args, kwargs))
-        return [
-            name
-            for name in names
-            if not all(_is_close(run.nodes[name]["value"], trace.nodes[name]["value"]) for run in runs)
-        ]
+        runs = list(self._draws(model, trace, weights, args, kwargs))
+        values = {name: [as_tensor(run.nodes[name]["value"]) for run in (trace, *runs)] for name in names}
+        return [name for name, (own, *others) in values.items() if not all(_is_close(own, one) for one in others)]
 
     # small steps ----------------------------------------------------------------------------------------------------
 
     def _draws(
-        self,
-        model: Model,
-        trace: poutine.Trace,
-        weights: Mapping[str, Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, model: Model, trace: poutine.Trace, weights: Mapping[str, Tensor], args: Any, kwargs: Any
     ) -> Iterator[poutine.Trace]:
         """Runs with the discrete sites drawn and all else as in a trace, its mini-batches included."""
         nodes: dict[str, Any] = dict(trace.nodes)
@@ -200,45 +150,29 @@ class Enumeration:
         for _ in range(DRAWS):
             yield poutine.trace(poutine.condition(model, data={**weights, **rows})).get_trace(*args, **kwargs)
 
-    def _sums(self, trace: poutine.Trace) -> list[tuple[Tensor, Elimination]]:
-        """The terms whose sum is the log-density, and how each was found."""
-        alone, components = self._parted(trace)
-        sums = [((log_prob * site["scale"]).sum(), Elimination()) for site, log_prob in alone]
-        plates = set(trace.plate_to_symbol.values())
-        for component in components:
-            tree: OrderedDict[Any, list[Tensor]] = OrderedDict()
-            for _, ordinal, term in component:
-                tree.setdefault(ordinal, []).append(term)
-            own = {dim for _, _, term in component for dim in term._pyro_dims} - plates
-            eliminated = Elimination()
-            total = contract_to_tensor(tree, own, ring=eliminated)
-            sums.append((total * _common_scale([site for site, _, _ in component]), eliminated))
-        return sums
-
-    def _parted(self, trace: poutine.Trace) -> tuple[list[tuple[Any, Tensor]], list[list[Any]]]:
-        """Sites that depend on no discrete one, with their log-densities; and those that do, in groups that share none:
-        each with the symbols of its plates and its table of log-densities."""
+    def _tables(self, trace: poutine.Trace) -> _Tables:
         trace.symbolize_dims()
-        plates: Mapping[str, str] = trace.plate_to_symbol
-        discrete = set(trace.symbol_to_dim) - set(plates.values())
-        alone: list[tuple[Any, Tensor]] = []
-        factors = []
-        for _, site in _sampled(trace):
-            log_prob = masked_log_prob(site)
-            ordinal = frozenset(plates[frame.name] for frame in site["cond_indep_stack"] if frame.vectorized)
-            symbols = site["infer"]["_dim_to_symbol"]
-            term = pack(self._closed(log_prob, symbols), symbols)
+        discrete = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
+        alone, tree, sites = torch.zeros((), device="cpu"), OrderedDict[Any, list[Tensor]](), []
+        for site in _sampled(trace):
+            log_prob, symbols = masked_log_prob(site), site["infer"]["_dim_to_symbol"]
+            # Dimensions that are neither plates nor values are entries of one site, which are added up.
+            dims = range(max(-log_prob.dim(), self._first_dim + 1), 0)
+            extra = [dim for dim in dims if dim not in symbols and log_prob.shape[dim] > 1]
+            term = pack(log_prob.sum(extra, keepdim=True) if extra else log_prob, symbols)
             if discrete.isdisjoint(term._pyro_dims):
-                alone.append((site, log_prob))
+                alone = alone + (log_prob * site["scale"]).sum()
             else:
-                factors.append((site, ordinal, term))
-        return alone, _components(factors, discrete)
+                tree.setdefault(_ordinal(trace, site), []).append(term)
+                sites.append(site)
+        return _Tables(alone, tree, _common_scale(sites))
 
-    def _over_values(self, terms: list[Tensor], depth: int) -> Tensor:
-        """The log of the sum of products over all values of the discrete sites, for each row of ``depth`` plates."""
-        total = torch.stack(torch.broadcast_tensors(*terms)).sum(0)
-        rows = total.flatten(0, self._first_dim).logsumexp(0)
-        return rows.reshape(rows.shape[rows.dim() - depth :])
+    def _summed(self, trace: poutine.Trace, tables: _Tables, ring: Elimination) -> Tensor:
+        if not tables.tree:
+            return tables.alone
+        discrete = {dim for terms in tables.tree.values() for term in terms for dim in term._pyro_dims}
+        discrete -= set(trace.plate_to_symbol.values())
+        return tables.alone + contract_to_tensor(tables.tree, discrete, ring=ring) * tables.scale
 
     def _unpacked(self, trace: poutine.Trace, name: str, drawn: Mapping[str, Any]) -> Tensor:
         """A discrete site's value, ``batch_shape + event_shape``, at the index that was drawn."""
@@ -254,14 +188,8 @@ class Enumeration:
         own = ordered.reshape([batch[dim] if dim in found else 1 for dim in range(-len(batch), 0)])
         return listed[own].expand(batch + listed.shape[1:])
 
-    def _closed(self, log_prob: Tensor, symbols: Mapping[int, str]) -> Tensor:
-        """Without dimensions that are neither plates nor values: entries of one site, which are added up."""
-        dims = range(max(-log_prob.dim(), self._first_dim + 1), 0)
-        extra = [dim for dim in dims if dim not in symbols and log_prob.shape[dim] > 1]
-        return log_prob.sum(extra, keepdim=True) if extra else log_prob
 
-
-# Pyro's handler, under vmap -------------------------------------------------------------------------------------------
+# Pyro's handler and ring, under vmap ----------------------------------------------------------------------------------
 
 
 class _Enumerate(EnumMessenger):
@@ -283,11 +211,80 @@ class _Enumerate(EnumMessenger):
         self._value_dims[msg["name"]] = kept
 
 
+class Elimination(LogRing):
+    """Sums of products of tables in log-space, for :func:`pyro.ops.contract.contract_to_tensor`; and draws.
+
+    Whatever order values are summed in, the table of a dimension at its turn, seen as a function of that dimension
+    alone, is the log of its probabilities given the dimensions that are summed later. So one pass backwards draws all
+    jointly: forward filtering and backward sampling (Carter & Kohn 1994, Biometrika 81), for any graph of sites.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tables: list[tuple[str, Any]] = []  # each dimension that was summed, and the table that it was summed of
+
+    def sumproduct(self, terms: Sequence[Any], dims: Any) -> Any:
+        terms = list(terms)
+        sizes = {dim: size for term in terms for dim, size in zip(term._pyro_dims, term.shape, strict=True)}
+        for dim in _order(tuple(term._pyro_dims for term in terms), frozenset(dims), tuple(sorted(sizes.items()))):
+            table = _added([term for term in terms if dim in term._pyro_dims])
+            self._tables.append((dim, table))
+            summed = _named(table.logsumexp(table._pyro_dims.index(dim)), table._pyro_dims.replace(dim, ""))
+            terms = [term for term in terms if dim not in term._pyro_dims] + [summed]
+        return _added(terms)
+
+    def draw(self) -> dict[str, Tensor]:
+        """Values of all dimensions that were summed: dimension -> index, a packed tensor over plates' dimensions."""
+        drawn: dict[str, Tensor] = {}
+        for dim, table in reversed(self._tables):
+            for other in (own for own in table._pyro_dims if own in drawn):
+                index: Any = drawn[other]
+                dims = "".join(sorted(set(table._pyro_dims + index._pyro_dims)))
+                place = dims.index(other)
+                taken = torch.take_along_dim(_aligned(table, dims), _aligned(index, dims), place).squeeze(place)
+                table = _named(taken, dims.replace(other, ""))
+            uniform = torch.rand_like(table).clamp(min=torch.finfo(table.dtype).tiny)  # 0 would rule a value out
+            gumbel = -torch.log(-torch.log(uniform))
+            index = (table + gumbel).argmax(table._pyro_dims.index(dim))  # is k with the probability of k
+            drawn[dim] = _named(index, table._pyro_dims.replace(dim, ""))
+        return drawn
+
+
+@functools.lru_cache(maxsize=256)
+def _order(terms: tuple[str, ...], dims: frozenset[str], sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """In which order to sum dimensions out: at each step the one that leaves the smallest table."""
+    size, tables, order = dict(sizes), [frozenset(term) for term in terms], []
+    left = sorted(dims & set(size))
+    while left:
+        joined = {dim: frozenset().union(*(table for table in tables if dim in table)) for dim in left}
+        best = min(left, key=lambda dim: math.prod(size[other] for other in joined[dim]))
+        tables = [table for table in tables if best not in table] + [joined[best] - {best}]
+        left.remove(best)
+        order.append(best)
+    return tuple(order)
+
+
+def _named(table: Any, dims: str) -> Any:
+    table._pyro_dims = dims
+    return table
+
+
+def _added(terms: Sequence[Any]) -> Any:
+    """The sum of packed tables, over the union of their dimensions."""
+    dims = "".join(sorted(set("".join(term._pyro_dims for term in terms))))
+    total: Any = sum(_aligned(term, dims) for term in terms)
+    return _named(total.clone() if total is terms[0] else total, dims)
+
+
+def _aligned(term: Any, dims: str) -> Tensor:
+    """A packed table as one over more dimensions."""
+    kept = [dim for dim in dims if dim in term._pyro_dims]
+    ordered = term.permute([term._pyro_dims.index(dim) for dim in kept])
+    sizes = dict(zip(kept, ordered.shape, strict=True))
+    return ordered.reshape([sizes.get(dim, 1) for dim in dims])
+
+
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-class _TooMany(Exception):
-    pass
 
 
 class _Scales(ValueError):
@@ -295,17 +292,12 @@ class _Scales(ValueError):
 
 
 class _AtMost(TorchDispatchMode):
-    """Ends a computation whose tables grow beyond a number of entries."""
-
-    def __init__(self, entries: int):
-        super().__init__()
-        self.entries = entries
+    """Ends a computation whose tables would fill the memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.numel() > self.entries:
-                raise _TooMany(leaf.numel())
+        if isinstance(result, Tensor) and result.numel() > MOST_ENTRIES:
+            raise MemoryError(f"a table of {result.numel()} numbers for each chain")
         return result
 
 
@@ -323,10 +315,10 @@ def _require_whole(site: Any) -> None:
         )
 
 
-def _sampled(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:
-    for name, site in trace.nodes.items():
+def _sampled(trace: poutine.Trace) -> Iterator[Any]:
+    for site in trace.nodes.values():
         if site["type"] == "sample" and not site_is_subsample(site):
-            yield name, site
+            yield site
 
 
 def masked_log_prob(site: Any) -> Any:
@@ -334,62 +326,37 @@ def masked_log_prob(site: Any) -> Any:
     return scale_and_mask(site["fn"].log_prob(site["value"], *site["args"]), 1.0, site["mask"])
 
 
-def _at_drawn_values(table: Tensor, site: Any, owners: Mapping[Any, Any], drawn: poutine.Trace) -> Tensor:
-    """A site's table, where its discrete sites have the values that a run has drawn.
-
-    :param owners: of the tables' dimensions: symbol -> the discrete site whose values lie there.
-    """
-    for dim, symbol in site["infer"]["_dim_to_symbol"].items():
-        if symbol in owners and table.dim() >= -dim and table.shape[dim] > 1:
-            place = _place(owners[symbol], drawn.nodes[owners[symbol]["name"]]["value"])
-            table = torch.take_along_dim(table, place.reshape((1,) * (table.dim() - place.dim()) + place.shape), dim)
-    return table
+def _ordinal(trace: poutine.Trace, site: Any) -> frozenset[str]:
+    """The plates that a site lies in."""
+    return frozenset(trace.plate_to_symbol[frame.name] for frame in site["cond_indep_stack"] if frame.vectorized)
 
 
-def _place(site: Any, drawn: Any) -> Tensor:
-    """The index of drawn values, ``batch_shape + event_shape``, among those that a discrete site lists."""
-    events = drawn.dim() - site["fn"].event_dim
-    listed = site["value"].reshape(-1, *[1] * events, *drawn.shape[events:])
-    return (listed == drawn).reshape(len(listed), *drawn.shape[:events], -1).all(-1).byte().argmax(0)
+def _indicator(site: Any, drawn: Any) -> Tensor:
+    """A factor that leaves drawn values, ``batch_shape + event_shape``, of all that a discrete site lists."""
+    event, dim = site["fn"].event_dim, site["infer"]["_enumerate_dim"]
+    batch = drawn.shape[: drawn.dim() - event]
+    listed = site["value"].reshape(-1, *[1] * len(batch), *drawn.shape[len(batch) :])
+    same = (listed == drawn).reshape(len(listed), *batch, -1).all(-1)
+    table = torch.where(same, 0.0, -torch.inf).reshape(-1, *[1] * (-1 - dim - len(batch)), *batch)
+    return pack(table, site["infer"]["_dim_to_symbol"])
 
 
-def _is_close(one: Any, other: Any) -> bool:
+def _is_close(one: Tensor, other: Tensor) -> bool:
     """True if two values agree but for rounding; NaN agrees with NaN."""
     if one.shape != other.shape:
         return False
     return bool(torch.isclose(one.double(), other.double(), rtol=1e-4, atol=1e-6, equal_nan=True).all())
 
 
-def _open_dims(site: Any) -> list[int]:
-    plates = {frame.dim for frame in site["cond_indep_stack"] if frame.vectorized}
-    shape = site["fn"].batch_shape
-    return [dim for dim in range(-len(shape), 0) if shape[dim] > 1 and dim not in plates]
-
-
-def _components(factors: list[Any], discrete: set[str]) -> list[list[Any]]:
-    """Factors in groups that share no discrete dimension with each other."""
-    groups: list[tuple[set[str], list[Any]]] = []
-    for factor in factors:
-        dims = discrete & set(factor[2]._pyro_dims)
-        met = [group for group in groups if group[0] & dims]
-        joined = (dims.union(*(group[0] for group in met)), [f for group in met for f in group[1]] + [factor])
-        groups = [group for group in groups if not group[0] & dims] + [joined]
-    return [group for _, group in groups]
-
-
 def _common_scale(sites: list[Any]) -> Any:
     """:raises ValueError: if there is more than one."""
-    first = sites[0]["scale"]
-    if isinstance(first, Tensor) and first.numel() > 1:
-        raise _Scales(
-            f"the site {sites[0]['name']!r} has a scale of shape {tuple(first.shape)} (poutine.scale) and depends on a "
-            "discrete site; what is summed out together needs one scale"
-        )
-    for site in sites[1:]:
-        if site["scale"] is not first and bool(as_tensor(site["scale"] != first).any()):
+    first = sites[0]["scale"] if sites else 1.0
+    several = isinstance(first, Tensor) and first.numel() > 1
+    for site in sites:
+        if several or (site["scale"] is not first and bool(as_tensor(site["scale"] != first).any())):
             raise _Scales(
                 f"the sites {sites[0]['name']!r} and {site['name']!r} are scaled differently (poutine.scale, or a "
-                "plate that subsamples), but share a discrete site; what is summed out together needs one scale"
+                "plate that subsamples), but depend on discrete sites; what is summed out together needs one scale"
             )
     return first
 

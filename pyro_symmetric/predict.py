@@ -128,11 +128,9 @@ def pointwise_log_likelihood(
     """Log-likelihood of every observation under every draw: observed site -> ``batch_shape + observations``.
 
     Untempered, and not scaled up for mini-batches; 0 for observations that ``poutine.mask`` or ``obs_mask`` take out.
-    Discrete sites that the posterior lacks, as they were summed out, are summed out of each row's density, too.
     Arguments as :func:`predict`'s, with the targets.
 
-    :raises ValueError: if rows share a discrete site, as in a hidden Markov model, so that they have no densities of
-        their own; or if the posterior lacks a continuous site.
+    :raises ValueError: if the posterior lacks a site, as discrete ones that were summed out.
     """
     predictor = predictor_of(_weights_of(posterior), model, args, kwargs, "log_likelihood", _device_of(posterior))
     result = _run(posterior, predictor, num_samples, False, draw_chunk, row_chunk, progress)

@@ -188,15 +188,18 @@ class TracedPredictor:
             sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
             others = {name: site for name, site in sites.items() if name not in given and _is_random(site)}
             latent = {name: site for name, site in others.items() if not site["is_observed"]}
-            if missing := [name for name, site in latent.items() if not is_enumerated(site)]:
+            missing = [
+                name for name, site in latent.items() if self.kind == "log_likelihood" or not is_enumerated(site)
+            ]
+            if missing:
                 what = "draws discrete sites" if self.kind == "discrete" else "is the density of each row"
                 raise ValueError(
                     f"kind is {self.kind!r}, which {what} given all others and the data; neither the posterior nor the "
                     f"model's arguments give {missing}"
                 )
+            if self.kind == "log_likelihood":
+                return None
             if not latent:
-                if self.kind == "log_likelihood":
-                    return None
                 raise ValueError("kind is 'discrete', but the posterior leaves no discrete latent site of the model")
             if len(latent) == len(others):
                 raise ValueError(
@@ -266,14 +269,9 @@ class TracedPredictor:
 
     def _by_rows(self, weights: Weights) -> Weights:
         """The log-density of each observation; 0 if it is masked out, as in the model's own density."""
-        if self._enumeration is None:
-            trace = poutine.trace(poutine.condition(self.model, data=weights)).get_trace(*self.args, **self.kwargs)
-        else:
-            trace = self._enumeration.trace(self.model, weights, self.args, self.kwargs)
+        trace = poutine.trace(poutine.condition(self.model, data=weights)).get_trace(*self.args, **self.kwargs)
         nodes: dict[str, Any] = {name: trace.nodes[name] for name in trace.observation_nodes if name not in weights}
         observed = {name: site for name, site in nodes.items() if _is_random(site)}
-        if self._enumeration is not None:
-            return self._enumeration.pointwise(trace, list(observed))
         return {name: masked_log_prob(site) for name, site in observed.items()}
 
 

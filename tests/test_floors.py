@@ -24,7 +24,6 @@ FLOORS = [
         "_torchvision",
         "_version",
         "calls",
-        "elimination",
         "operations",
         "placement",
         "plots",

@@ -367,45 +367,6 @@ def test_missing_weights_are_named(model, posterior, x):
 # densities of rows --------------------------------------------------------------------------------------------------
 
 
-ROWS_OF_TWO = torch.tensor([[0.3, -1.0], [2.5, 0.7], [4.1, 3.0]], dtype=torch.float64)
-
-
-def two_components(y: Tensor, latent: bool) -> None:
-    """Each row's component has a location of its own around ``mu`` or ``mu + 4``; summed out, or a mixture."""
-    mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), 1.0))
-    with pyro.plate("series", y.shape[1], dim=-1), pyro.plate("rows", len(y), dim=-2):
-        if latent:
-            z = pyro.sample("z", dist.Bernoulli(y.new_tensor(0.3)))
-            pyro.sample("y", dist.Normal(mu + 4 * z, 1.0), obs=y)
-        else:
-            both = dist.Normal(mu + y.new_tensor([0.0, 4.0]), 1.0)
-            pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(y.new_tensor([0.7, 0.3])), both), obs=y)
-
-
-def test_discrete_sites_are_summed_out_of_each_rows_density() -> None:
-    draws = {"mu": torch.linspace(-1, 1, 5, dtype=torch.float64)}
-    found, expected = (pointwise_log_likelihood(draws, two_components, ROWS_OF_TWO, latent) for latent in (True, False))
-    assert found["y"].shape == (5, 3, 2)
-    torch.testing.assert_close(found["y"], expected["y"])
-
-
-def test_what_the_posterior_holds_of_a_row_is_given_in_its_density() -> None:
-    """By enumeration: the location of a row depends on its discrete site, and so tells of it."""
-
-    def model(y: Tensor) -> None:
-        with pyro.plate("rows", len(y)):
-            z = pyro.sample("z", dist.Bernoulli(y.new_tensor(0.3)))
-            loc = pyro.sample("loc", dist.Normal(4 * z, 1.0))
-            pyro.sample("y", dist.Normal(loc, 0.5 + z), obs=y)
-
-    y, loc = ROWS_OF_TWO[:, 0], torch.tensor([0.1, 2.0, 3.0], dtype=torch.float64)
-    prior = [torch.log(torch.tensor(p)) + dist.Normal(4.0 * z, 1.0).log_prob(loc) for z, p in ((0, 0.7), (1, 0.3))]
-    joint = [own + dist.Normal(loc, 0.5 + z).log_prob(y) for z, own in enumerate(prior)]
-    expected = torch.stack(joint).logsumexp(0) - torch.stack(prior).logsumexp(0)
-    found = pointwise_log_likelihood({"loc": loc[None]}, model, y)["y"]
-    torch.testing.assert_close(found[0], expected)
-
-
 def test_masked_observations_have_no_density() -> None:
     y, kept = torch.tensor([0.5, float("nan"), 1e3]), torch.tensor([True, False, False])
 
@@ -419,25 +380,7 @@ def test_masked_observations_have_no_density() -> None:
     assert torch.equal(found[:, 1:], torch.zeros(2, 2))
 
 
-def test_rows_that_share_a_discrete_site_have_no_densities_of_their_own() -> None:
-    def shared(y: Tensor) -> None:
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        z = pyro.sample("z", dist.Bernoulli(0.3))
-        with pyro.plate("rows", len(y)):
-            pyro.sample("y", dist.Normal(mu + z, 1.0), obs=y)
-
-    def hidden(y: Tensor) -> None:
-        mu, z = pyro.sample("mu", dist.Normal(0.0, 1.0)), torch.tensor(0.0)
-        for t in pyro.markov(range(len(y))):
-            z = pyro.sample(f"z{t}", dist.Bernoulli(0.3 + 0.4 * z))
-            pyro.sample(f"y{t}", dist.Normal(mu + z, 1.0), obs=y[t])
-
-    for model in (shared, hidden):
-        with pytest.raises(ValueError, match=r"rows of 'y.*share the discrete sites 'z"):
-            pointwise_log_likelihood({"mu": torch.zeros(2)}, model, torch.randn(4))
-
-
-def test_densities_of_rows_need_every_continuous_site() -> None:
+def test_densities_of_rows_need_every_site() -> None:
     def model(y: Tensor) -> None:
         mu, scale = pyro.sample("mu", dist.Normal(0.0, 1.0)), pyro.sample("scale", dist.LogNormal(0.0, 1.0))
         with pyro.plate("rows", len(y)):

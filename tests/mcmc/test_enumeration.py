@@ -384,11 +384,11 @@ def weighted(y: Tensor) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (added_up, "site 'fit' has another density"),
-        (weighted, "'k' has a scale of shape"),
+        (added_up, "'k' can't be summed out: the model has another density"),
+        (weighted, "'k' and 'k' are scaled differently"),
         (counted, "'k' is discrete .*can't list its values"),
         (vector, "'k' is discrete .*pyro.plate instead of .to_event"),
-        (all_at_once, "'k0', 'k1', 'k2' and 37 more have too many combinations"),
+        (all_at_once, "'k0', 'k1', 'k2' and 37 more can't be summed out"),
         (branching, "'k' can't be summed out.*torch.where"),
         (without_plate, r"'k' has batch shape \(4,\).* lie in no pyro.plate"),
         (unevenly_scaled, "'k' and 'y' are scaled differently"),
