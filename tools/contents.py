@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 TREE = Path(__file__).resolve().parent.parent
 PACKAGE = "pyro_symmetric"
-SHIPPED = {".py", ".html", ".cpp", ".typed"}
+SHIPPED = {".py", ".html", ".toml", ".cpp", ".typed"}
 NEEDED = {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff", f"{PACKAGE}/py.typed"}
 ELSEWHERE = ("tests/", "tutorials/", "benchmarks/", "docs/", "tools/", "runs/", "data/")
 

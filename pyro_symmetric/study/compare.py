@@ -6,7 +6,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import math
 import platform
 import random
 import shutil
@@ -21,19 +20,11 @@ import pyro
 import torch
 
 from pyro_symmetric._process import forked
+from pyro_symmetric.compare.results import plain
 from pyro_symmetric.fingerprint import digest
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.storage import StoreError, write_text
-from pyro_symmetric.study.folder import (
-    REPORT,
-    RESULTS,
-    Finished,
-    load_fits,
-    prepare_folder,
-    save_fit,
-    scratch_path,
-    store_path,
-)
+from pyro_symmetric.study.folder import REPORT, RESULTS, Finished, Folder
 from pyro_symmetric.study.measure import MIN_REFERENCE, Draws, concerns, draws_of, measure, reference_of
 from pyro_symmetric.study.methods import Method, make_method
 from pyro_symmetric.study.problem import Problem, build_problem
@@ -43,7 +34,7 @@ Say = Callable[[str], None]
 
 # Module -> the package that brings it: what a report is made with.
 PACKAGES = {"jinja2": "jinja2", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
-
+VERSIONS = ("pyro-symmetric", "torch", "pyro-ppl", "numpy", "scipy", "arviz-stats", "scikit-learn")
 # Weights times rows below which one thread computes as fast as several.
 SMALL_PROBLEM = 10_000_000
 
@@ -97,19 +88,19 @@ def run_study(settings: StudySettings, out: str | Path, *, progress: bool = True
 
 
 def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool, say: Say) -> Study:
-    settings = problem.settings
-    out, mark = prepare_folder(out, problem), problem.fingerprint()
+    settings, folder = problem.settings, Folder.of(out, problem)
     for line in problem.describe():
         say(line)
     methods = suited(methods, problem, say)
-    if settings.reference not in [method.title for method in methods]:
+    titles = [method.title for method in methods]
+    if settings.reference not in titles:
         say(
             f"No distances will be measured: the reference {settings.reference!r} is not among the methods "
-            f"{', '.join(method.title for method in methods)}."
+            f"{', '.join(titles)}."
         )
     fits: dict[str, Finished] = {}
     for method in methods:
-        fits |= load_fits(out, method, mark, say) or fit(method, problem, out, progress, say)
+        fits |= folder.load(method, say) or fit(method, problem, folder, progress, say)
     draws = {label: draws_of(finished.fit.posterior, problem) for label, finished in fits.items()}
     basis = fits.get(settings.reference)
     reference = reference_of(basis.fit, draws[settings.reference], problem) if basis else None
@@ -125,13 +116,12 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool,
         "problem": problem.describe(),
         "environment": environment(settings),
         "methods": rows,
+        "concerns": concerns(rows, settings.reference),
     }
-    results["concerns"] = concerns(rows, settings.reference)
     for line in results["concerns"]:
         say(line)
-    results = without_nan(results)
-    write_text(out / RESULTS, json.dumps(results, indent=1, allow_nan=False), "table of results")
-    study = Study(problem, fits, draws, results, out)
+    study = Study(problem, fits, draws, plain(results), out)
+    write_text(out / RESULTS, json.dumps(study.results, indent=1, allow_nan=False), "table of results")
     write_report(study)
     return study
 
@@ -150,12 +140,10 @@ def require_packages(methods: Sequence[Method]) -> None:
 
 def require_reference(method: Method, settings: StudySettings) -> None:
     """:raises ValueError: if the reference will have too few draws to be split."""
-    draws = method.num_draws(settings)
-    if draws < MIN_REFERENCE:
-        part = method.counted
+    if (draws := method.num_draws(settings)) < MIN_REFERENCE:
         raise ValueError(
             f"--reference {method.title} gives {draws} draws; at least {MIN_REFERENCE} are needed, so that one half "
-            f"can be compared with the other: --budget {method.title}.{part}={MIN_REFERENCE}, say"
+            f"can be compared with the other: --budget {method.title}.{method.counted}={MIN_REFERENCE}, say"
         )
 
 
@@ -173,40 +161,41 @@ def suited(methods: Sequence[Method], problem: Problem, say: Say) -> list[Method
     return [method for method in methods if not reasons[method.title]]
 
 
-def fit(method: Method, problem: Problem, out: Path, progress: bool, say: Say) -> dict[str, Finished]:
+def fit(method: Method, problem: Problem, folder: Folder, progress: bool, say: Say) -> dict[str, Finished]:
     """Fit a method, or resume where it was stopped, and write each of its fits."""
-    scratch = scratch_path(out, method)
-    if scratch.exists():
-        try:
-            return _fit(method, problem, out, progress, say)
-        except StoreError as error:
-            say(f"{scratch} can't resume and is made anew: {error}")
-            shutil.rmtree(scratch)
-    return _fit(method, problem, out, progress, say)
+    scratch = folder.scratch(method)
+    resumed = scratch.exists()
+    try:
+        return _fit(method, problem, folder, progress, say)
+    except StoreError as error:
+        if not resumed:
+            raise
+        say(f"{scratch} can't resume and is made anew: {error}")
+        shutil.rmtree(scratch)
+    return _fit(method, problem, folder, progress, say)
 
 
-def _fit(method: Method, problem: Problem, out: Path, progress: bool, say: Say) -> dict[str, Finished]:
+def _fit(method: Method, problem: Problem, folder: Folder, progress: bool, say: Say) -> dict[str, Finished]:
     say(f"Fitting {method.title} ...")
     # Its own seed, so that a method gives the same draws whichever others run before it.
     seed = int(digest([problem.settings.seed, method.title])[:8], 16)
-    scratch, start = scratch_path(out, method), time.perf_counter()
-    own = own_randomness(seed, problem.x.device) if method.draws_globally else contextlib.nullcontext()
-    with own:
+    scratch, start = folder.scratch(method), time.perf_counter()
+    with own_randomness(seed, problem.x.device) if method.draws_globally else contextlib.nullcontext():
         found = list(method.fit(replace(problem, seed=seed, scratch=scratch), progress))
-    fits = [replace(one, label=method.prefix + one.label) for one in found]
     if problem.x.is_cuda:
         torch.cuda.synchronize()
     # Of a method that was stopped, the earlier parts count as well.
-    seconds = max(time.perf_counter() - start, sum(one.spent for one in fits))
-    finished = {one.label: Finished(one, seconds) for one in fits}
+    seconds = max(time.perf_counter() - start, sum(one.spent for one in found))
+    labelled = [replace(one, label=method.prefix + one.label) for one in found]
+    finished = {one.label: Finished(one, seconds) for one in labelled}
     for one in finished.values():
-        save_fit(out, method, problem.fingerprint(), one)
+        folder.save(method, one)
     say(f"  {method.title} took {seconds:.1f} s.")
     if not scratch.exists():
         return finished
     # Draws may be mapped from files in there: from here on, from those that were written last.
     shutil.rmtree(scratch, ignore_errors=True)
-    return {label: Finished.of(Posterior.load(store_path(out, label))) for label in finished}
+    return {label: Finished.of(Posterior.load(folder.store(label))) for label in finished}
 
 
 @contextlib.contextmanager
@@ -231,9 +220,8 @@ def threads_for(problem: Problem) -> Iterator[None]:
     Threads that meet after every tiny operation gain little on an idle machine and lose severalfold on a busy one. The
     choice depends on the problem alone, so that a seed reproduces a run to the last bit.
     """
-    weights = sum(shape.numel() for shape in problem.model.site_shapes.values())
     before = torch.get_num_threads()
-    if weights * len(problem.x) < SMALL_PROBLEM:
+    if problem.num_weights * len(problem.x) < SMALL_PROBLEM:
         torch.set_num_threads(1)
     try:
         yield
@@ -243,23 +231,11 @@ def threads_for(problem: Problem) -> Iterator[None]:
 
 def environment(settings: StudySettings) -> dict[str, Any]:
     """Versions and machine, for whoever repeats the study."""
-    packages = ("pyro-symmetric", "torch", "pyro-ppl", "numpy", "scipy", "arviz-stats", "scikit-learn")
     device = settings.torch_device
     cpu = f"CPU, {torch.get_num_threads()} threads"
     return {
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "packages": {name: importlib.metadata.version(name) for name in VERSIONS},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "platform": f"{platform.system()} {platform.machine()}",
     }
-
-
-def without_nan(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity; both become ``None``."""
-    if isinstance(value, dict):
-        return {str(key): without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

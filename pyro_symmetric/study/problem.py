@@ -65,15 +65,19 @@ class Problem:
         least norm of all parameters."""
         return canonical_frame(weights, self.symmetry)
 
+    @property
+    def num_weights(self) -> int:
+        """The number of weights, and of a learnt noise."""
+        return sum(shape.numel() for shape in self.model.site_shapes.values())
+
     def describe(self) -> list[str]:
         """The problem in a few lines."""
         data, symmetry = self.dataset, self.symmetry
-        weights = sum(shape.numel() for shape in self.model.site_shapes.values())
         permuted = ", ".join(f"{n} units of layer {name}" for name, n in symmetry.permutations.factors.items())
         flips, order = sum(symmetry.signs.factors.values()), symmetry.log_order()
         return [
             f"Data: {data.describe()}",
-            f"Network: {weights} weights; symmetries permute {permuted or 'nothing'}"
+            f"Network: {self.num_weights} weights; symmetries permute {permuted or 'nothing'}"
             + (f" and flip the signs of {flips}" if flips else "")
             + (f": every mode has exp({order:.1f}) copies (log |G| = {order:.1f})" if order else ""),
             *([] if data.ood_name or not self.is_classification else [NO_OOD]),
@@ -99,28 +103,12 @@ def build_problem(settings: StudySettings) -> Problem:
     :raises FileNotFoundError: if the data aren't there.
     """
     device, dtype = settings.torch_device, settings.torch_dtype
-    dataset = datasets.load(
-        settings.data,
-        root=settings.data_root,
-        download=settings.download,
-        target=settings.target,
-        hold_out=None if settings.ood else "auto",  # some classes are the inputs from out of the distribution
-        split=settings.split,
-        max_train=settings.max_train,
-        max_test=settings.max_test,
-        seed=settings.seed,
-        dtype=dtype,
-        device=device,
-    )
+    there: Any = {"root": settings.data_root, "download": settings.download, "seed": settings.seed}
+    asked = {name: getattr(settings, name) for name in ("target", "split", "max_train", "max_test")}
+    held = None if settings.ood else "auto"  # some classes are the inputs from out of the distribution
+    dataset = datasets.load(settings.data, hold_out=held, dtype=dtype, device=device, **asked, **there)
     if settings.ood:
-        dataset = datasets.ood(
-            settings.ood,
-            dataset,
-            root=settings.data_root,
-            download=settings.download,
-            max_rows=len(dataset.test_x),
-            seed=settings.seed,
-        )
+        dataset = datasets.ood(settings.ood, dataset, max_rows=len(dataset.test_x), **there)
     net = build_net(settings, dataset).to(device=device, dtype=dtype)
     check_net(net, dataset)
     check_settings(settings, net, dataset)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from pyro_symmetric.storage import write_text
 from pyro_symmetric.study.methods import make_method
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.tables import RISES, conclusion, tables
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, flatten
 
 if TYPE_CHECKING:
     from pyro_symmetric.study.compare import Study
@@ -57,47 +58,28 @@ def render(study: Study) -> str:
 
 def figures(study: Study) -> list[tuple[str, str, Figure]]:
     """Heading, caption and figure of everything that there is to see."""
-    rows = study.results["methods"]
+    rows, reference = study.results["methods"], study.problem.settings.reference
     shown = []
-    distances = {name: row["distance"] for name, row in rows.items() if row["distance"]}
-    if distances:
+    if distances := {name: row["distance"] for name, row in rows.items() if row["distance"]}:
         pairs = {n: (d["raw"]["mmd"]["median"], d["removed"]["mmd"]["median"]) for n, d in distances.items()}
-        shown.append(
-            (
-                "Distance to the reference",
-                "Squared MMD before and after symmetries are removed. Zero means that the draws can't be told apart. "
-                + RISES,
-                plots.before_and_after(pairs, "squared MMD, median over kernels"),
-            )
-        )
+        caption = "Squared MMD before and after symmetries are removed. Zero means that the draws can't be told apart. "
+        figure = plots.before_and_after(pairs, "squared MMD, median over kernels")
+        shown.append(("Distance to the reference", caption + RISES, figure))
+    raw = {name: draws.raw for name, draws in study.draws.items()}
     together = pooled_frame([draws.canonical for draws in study.draws.values()], study.problem.symmetry)
-    removed = dict(zip(study.draws, together, strict=True))
-    shown.append(
-        (
-            "All draws, projected",
-            "The first two principal components of all methods' weights, those of the reference in grey: as drawn, and "
-            "with symmetries removed, in one frame for the draws of all methods.",
-            plots.projections(
-                {
-                    "as drawn": _project({name: draws.raw for name, draws in study.draws.items()}),
-                    "symmetries removed": _project(removed),
-                },
-                study.problem.settings.reference,
-            ),
-        )
+    frames = {"as drawn": raw, "symmetries removed": dict(zip(study.draws, together, strict=True))}
+    caption = (
+        "The first two principal components of all methods' weights, those of the reference in grey: as drawn, and "
+        "with symmetries removed, in one frame for the draws of all methods."
     )
-    shown.append(_marginals(study, removed))
-    shown.append(_calibration(rows, study.problem))
-    for name, row in rows.items():
-        if row["barrier"]:
-            shown.append(
-                (
-                    f"Loss barrier of {name}",
-                    "Loss along the Wasserstein geodesic between the two fits; the hump over the straight line is "
-                    "the barrier.",
-                    plots.barriers(row["barrier"]),
-                )
-            )
+    projected = {title: _project(draws) for title, draws in frames.items()}
+    shown.append(("All draws, projected", caption, plots.projections(projected, reference)))
+    shown += [_marginals(study, frames), _calibration(rows, study.problem)]
+    caption = (
+        "Loss along the Wasserstein geodesic between the two fits; the hump over the straight line is the barrier."
+    )
+    barriers = {name: row["barrier"] for name, row in rows.items() if row["barrier"]}
+    shown += [(f"Loss barrier of {name}", caption, plots.barriers(curves)) for name, curves in barriers.items()]
     curves = {
         name: (done.fit.losses, int(done.fit.posterior.metadata.get("loss_stride", 1)), done.fit.loss_label)
         for name, done in study.fits.items()
@@ -115,15 +97,10 @@ def _described(name: str, problem: Problem) -> str:
     return f"{method.description} Left out here: {reason}." if reason else method.description
 
 
-def _project(draws: Mapping[str, Mapping[str, Any]]) -> dict[str, plots.Array]:
+def _project(draws: Mapping[str, Weights]) -> dict[str, plots.Array]:
     from sklearn.decomposition import PCA
 
-    flat = {
-        name: np.concatenate(
-            [value.reshape(len(value), -1).double().cpu().numpy() for value in weights.values()], axis=1
-        )
-        for name, weights in draws.items()
-    }
+    flat = {name: flatten(own, own, _shapes(own)).double().cpu().numpy() for name, own in draws.items()}
     # Every method counts alike, however many draws it gave.
     fewest = min(len(points) for points in flat.values())
     pca = PCA(2, svd_solver="full" if fewest * len(flat) < 50 else "auto", random_state=0)
@@ -131,24 +108,28 @@ def _project(draws: Mapping[str, Mapping[str, Any]]) -> dict[str, plots.Array]:
     return {name: pca.transform(points) for name, points in flat.items()}
 
 
-def _marginals(study: Study, removed: Mapping[str, Weights]) -> tuple[str, str, Figure]:
-    first = next(iter(study.draws.values()))
-    site = next((s for s in study.problem.symmetry.permutations.sites if first.raw[s].dim() > 2), next(iter(first.raw)))
-    picked = _picked_weights(next(iter(removed.values()))[site])
+def _shapes(weights: Weights) -> dict[str, torch.Size]:
+    return {site: value.shape[1:] for site, value in weights.items()}
 
-    def values(weights: Mapping[str, Weights]) -> dict[str, plots.Array]:
-        chosen = {method: own[site] for method, own in weights.items()}
-        return {m: value.reshape(len(value), -1)[:, picked].double().cpu().numpy() for m, value in chosen.items()}
 
-    shape = first.raw[site].shape[1:]
-    names = [f"{site}[{', '.join(map(str, np.unravel_index(p, tuple(shape))))}]" for p in picked]
-    raw = {name: draws.raw for name, draws in study.draws.items()}
+def _marginals(study: Study, frames: Mapping[str, Mapping[str, Weights]]) -> tuple[str, str, Figure]:
+    first = next(iter(frames["symmetries removed"].values()))
+    site = next((s for s in study.problem.symmetry.permutations.sites if first[s].dim() > 2), next(iter(first)))
+    picked = _picked_weights(first[site])
+    names = [f"{site}[{', '.join(map(str, np.unravel_index(p, tuple(first[site].shape[1:]))))}]" for p in picked]
+    values = {
+        title: {
+            method: own[site].reshape(len(own[site]), -1)[:, picked].double().cpu().numpy()
+            for method, own in draws.items()
+        }
+        for title, draws in frames.items()
+    }
     return (
         "Marginals of a few weights",
         "The same weight of three hidden units. As drawn, all units of the true posterior have one and the same "
         "distribution: three curves that differ show a method that knows its copies apart. With symmetries removed, "
         "in one frame for the draws of all methods, each unit has its own.",
-        plots.marginals({"as drawn": values(raw), "symmetries removed": values(removed)}, names),
+        plots.marginals(values, names),
     )
 
 

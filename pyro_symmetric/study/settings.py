@@ -25,6 +25,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
+LEAST = {"--draws": 8, "--max-train": 2, "--max-test": 2}
 DEFAULT_METHODS = ("mean-field", "symmetrized", "symmetrized-blocks", "aligned", "ensemble", "sghmc", "hmc")
 
 # Neither changes what a finished method has computed, so a study may be continued with others.
@@ -99,31 +100,35 @@ class StudySettings:
         object.__setattr__(self, "methods", tuple(dict.fromkeys(self.methods)))
         object.__setattr__(self, "prior_scales", dict(self.prior_scales))
         object.__setattr__(self, "budgets", {name: dict(budget) for name, budget in self.budgets.items()})
-        _require(
-            len(self.hidden) > 0 and all(width >= 1 for width in self.hidden),
-            "--hidden",
-            _listed(self.hidden),
-            "one or more widths of at least 1, such as 32 or 32,32",
-        )
-        _require(len(self.methods) > 0, "--methods", "empty", "one or more names of methods, such as mean-field,hmc")
-        for name in self.budgets:
-            _require(name in self.methods, f"--budget {name}", "of no method asked for", f"of {_listed(self.methods)}")
-        hint = did_you_mean(self.activation, ACTIVATIONS)
-        names = ", ".join(ACTIVATIONS)
-        _require(self.activation in ACTIVATIONS, "--activation", self.activation, f"one of {names}{hint}")
-        _require(self.dtype in DTYPES, "--dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        _require(self.device in ("cpu", "cuda", "auto"), "--device", self.device, "cpu, cuda or auto")
-        _require(self.draws >= 8, "--draws", self.draws, "at least 8")
-        _require(self.max_train is None or self.max_train >= 2, "--max-train", self.max_train, "at least 2")
-        _require(self.max_test is None or self.max_test >= 2, "--max-test", self.max_test, "at least 2")
-        _require(0 <= self.seed < 2**31, "--seed", self.seed, "a whole number from 0 to 2147483647")
-        for name, value in (
-            ("--prior-scale", self.prior_scale),
-            ("--temperature", self.temperature),
-            ("--noise", self.noise),
-            *((f"--prior-scale {k}", v) for k, v in self.prior_scales.items()),
-        ):
-            _require(value is None or (math.isfinite(value) and value > 0), name, value, "a positive number")
+        listed = ",".join(map(str, self.methods))
+        widths, names = ",".join(map(str, self.hidden)), ", ".join(ACTIVATIONS)
+        whole = {f"--{name.replace('_', '-')}": getattr(self, name) for name in ("draws", "max_train", "max_test")}
+        positive = {"--prior-scale": self.prior_scale, "--temperature": self.temperature, "--noise": self.noise}
+        positive |= {f"--prior-scale {pattern}": scale for pattern, scale in self.prior_scales.items()}
+        checks: list[tuple[bool, str, Any, str]] = [
+            (
+                bool(self.hidden) and min(self.hidden) >= 1,
+                "--hidden",
+                widths or "empty",
+                "one or more widths of at least 1, such as 32 or 32,32",
+            ),
+            (bool(self.methods), "--methods", "empty", "one or more names of methods, such as mean-field,hmc"),
+            *((n in self.methods, f"--budget {n}", "of no method asked for", f"of {listed}") for n in self.budgets),
+            (
+                self.activation in ACTIVATIONS,
+                "--activation",
+                self.activation,
+                f"one of {names}{did_you_mean(self.activation, ACTIVATIONS)}",
+            ),
+            (self.dtype in DTYPES, "--dtype", self.dtype, f"one of {', '.join(DTYPES)}"),
+            (self.device in ("cpu", "cuda", "auto"), "--device", self.device, "cpu, cuda or auto"),
+            (0 <= self.seed < 2**31, "--seed", self.seed, "a whole number from 0 to 2147483647"),
+            *((v is None or v >= LEAST[n], n, v, f"at least {LEAST[n]}") for n, v in whole.items()),
+            *((v is None or (math.isfinite(v) and v > 0), n, v, "a positive number") for n, v in positive.items()),
+        ]
+        for right, name, found, wanted in checks:
+            if not right:
+                raise ValueError(f"{name} is {found}; it must be {wanted}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda was asked for, but PyTorch sees no CUDA device here; use cpu or auto")
 
@@ -164,12 +169,3 @@ class StudySettings:
     def deciding(self) -> dict[str, Any]:
         """The settings that decide results, as JSON."""
         return {name: value for name, value in self.to_dict().items() if name not in FREE_TO_CHANGE}
-
-
-def _require(condition: bool, name: str, found: object, right: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} is {found}; it must be {right}")
-
-
-def _listed(values: tuple[Any, ...]) -> str:
-    return ",".join(map(str, values)) or "empty"

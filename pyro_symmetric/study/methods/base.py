@@ -1,11 +1,12 @@
-"""The methods of a study, and their registry. To add one, write a small class:
+"""The methods of a study, and their registry. To add one, write a small class, whose docstring describes it in reports:
 
 >>> @register
 ... @dataclass(frozen=True)
 ... class Prior(Method):
-...     name: ClassVar[str] = "prior"
-...     summary: ClassVar[str] = "Draws from the prior."
+...     "Draws from the prior."
+...
 ...     draws: int = 400  # a part of the budget: --budget prior.draws=100
+...     name = "prior"
 ...
 ...     def fit(self, problem, progress):
 ...         weights = {site: prior.sample((self.draws,)) for site, prior in problem.model.priors().items()}
@@ -17,15 +18,15 @@ that know it by ``many`` can be asked for as ``single-<name>`` (one run) and ``m
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import torch
-
 from pyro_symmetric.calls import did_you_mean
+from pyro_symmetric.draws import beside
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.settings import StudySettings
@@ -38,7 +39,7 @@ class Fit:
     """A method's answer to a problem: draws of the weights, and what else it can tell.
 
     :param label: the row of the report.
-    :param posterior: the draws; chains where the method has chains, else one chain of independent draws.
+    :param posterior: the draws; chains where the method has chains, else independent draws.
     :param losses: a curve to look at, one number a step.
     :param loss_label: what that number is.
     :param evidence: ELBO and symmetrised ELBO, for variational methods.
@@ -73,9 +74,7 @@ class Method(ABC):
     Subclasses are dataclasses whose fields are the method's budget; ``quick_budget`` replaces some of them under
     ``--quick``. ``fit`` may draw from the global generators and use Pyro's parameter store: the study lends it some of
     its own, which no other thread has meanwhile. A method that takes all random numbers from ``problem.seed`` says
-    ``draws_globally = False``.
-
-    ``packages`` names what it needs beyond the library: module -> the package that brings it.
+    ``draws_globally = False``. ``packages`` names what it needs beyond the library: module -> the package.
 
     :param prefix: ``"single-"`` or ``"multi-"`` where it was asked for in that form.
     """
@@ -84,12 +83,11 @@ class Method(ABC):
 
     name: ClassVar[str]
     labels: ClassVar[tuple[str, ...]] = ()
-    summary: ClassVar[str]
     quick_budget: ClassVar[Mapping[str, Any]] = {}
     many: ClassVar[int | None] = None
+    quick_many: ClassVar[int] = 2
     counted: ClassVar[str] = "modes"
     draws_globally: ClassVar[bool] = True
-    quick_many: ClassVar[int] = 2
     packages: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
@@ -103,10 +101,6 @@ class Method(ABC):
     def num_draws(self, settings: StudySettings) -> int:
         """The draws that it gives at most; a reference needs some."""
         return settings.draws
-
-    def quick(self) -> Method:
-        """The same method on a small budget."""
-        return replace(self, **self.quick_budget)
 
     @property
     def title(self) -> str:
@@ -122,8 +116,8 @@ class Method(ABC):
     def description(self) -> str:
         """The sentences that describe it in the report."""
         if self.prefix == "multi-":
-            return f"{self.summary} {getattr(self, self.counted)} independent runs, in equal shares."
-        return self.summary + (f" One {self.counted.removesuffix('s')} only." if self.prefix else "")
+            return f"{about(type(self))} {getattr(self, self.counted)} independent runs, in equal shares."
+        return about(type(self)) + (f" One {self.counted.removesuffix('s')} only." if self.prefix else "")
 
     @property
     def budget(self) -> dict[str, Any]:
@@ -150,8 +144,16 @@ def make_method(name: str, quick: bool = False, budget: Mapping[str, Any] | None
     :param budget: overrides of parts of the budget.
     :raises ValueError: if there is none, or a part of the budget isn't known or has another type.
     """
-    method = _make(name, quick)
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    kind = METHODS.get(name.removeprefix(prefix))
+    if kind is None or (prefix and kind.many is None):
+        every = [*METHODS, *(prefix + one for prefix in PREFIXES for one in METHODS if METHODS[one].many)]
+        raise ValueError(f"there is no method {name!r}; known are {', '.join(every)}{did_you_mean(name, every)}")
+    method = kind(**kind.quick_budget if quick else {})
     known = {part: value for part, value in method.budget.items() if part != "prefix"}
+    if prefix:
+        runs = 1 if prefix == "single-" else kind.quick_many if quick else kind.many
+        method = replace(method, prefix=prefix, **{kind.counted: runs})
     for part, value in (budget or {}).items():
         if part not in known:
             hint = did_you_mean(part, known)
@@ -162,26 +164,15 @@ def make_method(name: str, quick: bool = False, budget: Mapping[str, Any] | None
     return replace(method, **(budget or {}))
 
 
-def _make(name: str, quick: bool) -> Method:
-    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-    kind = METHODS.get(name.removeprefix(prefix))
-    if kind is None or (prefix and kind.many is None):
-        both = [prefix + known for prefix in PREFIXES for known in METHODS if METHODS[known].many is not None]
-        raise ValueError(
-            f"there is no method {name!r}; known are {', '.join([*METHODS, *both])}"
-            f"{did_you_mean(name, [*METHODS, *both])}"
-        )
-    method = kind().quick() if quick else kind()
-    if not prefix:
-        return method
-    many = kind.quick_many if quick or kind.many is None else kind.many
-    return replace(method, prefix=prefix, **{kind.counted: 1 if prefix == "single-" else many})
+def about(kind: type[Method]) -> str:
+    """What a method is, by its docstring's first paragraph."""
+    return (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def list_methods() -> str:
     """All methods and what they are, for a person to read."""
     forms = {name: f" Also as single-{name} and multi-{name}." for name, kind in METHODS.items() if kind.many}
-    return _listed({name: kind.summary + forms.get(name, "") for name, kind in METHODS.items()})
+    return _listed({name: about(kind) + forms.get(name, "") for name, kind in METHODS.items()})
 
 
 def list_budgets(quick: bool = False) -> str:
@@ -201,8 +192,5 @@ def pooled(fits: list[Fit]) -> Fit:
     """One fit whose draws are those of several independent ones, with equal shares."""
     if len(fits) == 1:
         return fits[0]
-    parts = [fit.posterior.samples for fit in fits]
-    samples = {site: torch.cat([part[site] for part in parts]) for site in parts[0]}
-    return replace(
-        fits[0], posterior=Posterior(samples, rows=fits[0].posterior.rows), evidence=None, details={"modes": len(fits)}
-    )
+    draws = Posterior(beside([fit.posterior.samples for fit in fits]), rows=fits[0].posterior.rows)
+    return replace(fits[0], posterior=draws, evidence=None, details={"modes": len(fits)})

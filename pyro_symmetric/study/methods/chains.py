@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pyro_symmetric.ensembles import fresh_starts
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, Kernel, pSGLD, sample
@@ -24,10 +24,10 @@ class _Chains(Method):
     draws: int = 200
     thinning: int = 1
 
-    many: ClassVar[int | None] = 16
-    counted: ClassVar[str] = "chains"
-    quick_many: ClassVar[int] = 8
-    draws_globally: ClassVar[bool] = False
+    many = 16
+    quick_many = 8
+    counted = "chains"
+    draws_globally = False
 
     @abstractmethod
     def kernel(self, problem: Problem) -> Kernel:
@@ -58,85 +58,63 @@ class _Chains(Method):
         yield Fit(self.name, posterior, followed, "mean potential energy (nats)")
 
 
+@dataclass(frozen=True)
+class _Stochastic(_Chains):
+    """Budget of chains on mini-batches."""
+
+    batch_size: int = 256
+    num_steps: int = 20
+
+    quick_budget: ClassVar = {"chains": 8, "warmup": 60, "draws": 50, "num_steps": 10}
+    sampler: ClassVar[type[SGHMC] | type[SGLD] | type[pSGLD]]
+
+    def kernel(self, problem: Problem) -> Kernel:
+        own = {name: value for name, value in self.budget.items() if name in ("step_size", "friction")}
+        batch_size = min(self.batch_size, len(problem.x))
+        return self.sampler(problem.model, batch_size=batch_size, num_steps=self.num_steps, **own)
+
+
 @register
 @dataclass(frozen=True)
-class StochasticGradientHMC(_Chains):
-    """SGHMC on mini-batches."""
+class StochasticGradientHMC(_Stochastic):
+    """Stochastic-gradient Hamiltonian Monte Carlo: chains on mini-batches, without an accept step (Chen et al.
+    2014)."""
 
     step_size: float = 0.005
     friction: float = 5.0
-    batch_size: int = 256
-    num_steps: int = 20
 
-    name: ClassVar[str] = "sghmc"
-    summary: ClassVar[str] = (
-        "Stochastic-gradient Hamiltonian Monte Carlo: chains on mini-batches, without an accept step (Chen et al. "
-        "2014)."
-    )
-    quick_budget: ClassVar[Mapping[str, Any]] = {"chains": 8, "warmup": 60, "draws": 50, "num_steps": 10}
-
-    def kernel(self, problem: Problem) -> Kernel:
-        return SGHMC(
-            problem.model,
-            step_size=self.step_size,
-            friction=self.friction,
-            batch_size=min(self.batch_size, len(problem.x)),
-            num_steps=self.num_steps,
-        )
-
-
-@dataclass(frozen=True)
-class _Langevin(_Chains):
-    """Langevin dynamics on mini-batches, whose step size follows from the curvature seen in warm-up."""
-
-    batch_size: int = 256
-    num_steps: int = 20
-    sampler: ClassVar[type[SGLD] | type[pSGLD]]
-
-    quick_budget: ClassVar[Mapping[str, Any]] = {"chains": 8, "warmup": 60, "draws": 50, "num_steps": 10}
-
-    def kernel(self, problem: Problem) -> Kernel:
-        batch_size = min(self.batch_size, len(problem.x))
-        return self.sampler(problem.model, batch_size=batch_size, num_steps=self.num_steps)
+    name = "sghmc"
+    sampler = SGHMC
 
 
 @register
 @dataclass(frozen=True)
-class StochasticGradientLangevin(_Langevin):
-    """SGLD on mini-batches."""
+class StochasticGradientLangevin(_Stochastic):
+    """Stochastic-gradient Langevin dynamics: chains on mini-batches, without momentum or accept step (Welling & Teh
+    2011)."""
 
-    sampler: ClassVar[type[SGLD] | type[pSGLD]] = SGLD
-    name: ClassVar[str] = "sgld"
-    summary: ClassVar[str] = (
-        "Stochastic-gradient Langevin dynamics: chains on mini-batches, without momentum or accept step (Welling & Teh "
-        "2011)."
-    )
+    name = "sgld"
+    sampler = SGLD
 
 
 @register
 @dataclass(frozen=True)
-class PreconditionedLangevin(_Langevin):
-    """pSGLD on mini-batches."""
+class PreconditionedLangevin(_Stochastic):
+    """Preconditioned stochastic-gradient Langevin dynamics: each weight has a step size of its own (Li et al. 2016)."""
 
-    sampler: ClassVar[type[SGLD] | type[pSGLD]] = pSGLD
-    name: ClassVar[str] = "psgld"
-    summary: ClassVar[str] = (
-        "Preconditioned stochastic-gradient Langevin dynamics: each weight has a step size of its own (Li et al. 2016)."
-    )
+    name = "psgld"
+    sampler = pSGLD
 
 
 @register
 @dataclass(frozen=True)
 class HamiltonianMonteCarlo(_Chains):
-    """HMC on all data: the reference."""
+    """Hamiltonian Monte Carlo on all data, many chains at once, step size and mass matrix adapted: the reference."""
 
     num_steps: int = 32
 
-    name: ClassVar[str] = "hmc"
-    summary: ClassVar[str] = (
-        "Hamiltonian Monte Carlo on all data, many chains at once, step size and mass matrix adapted: the reference."
-    )
-    quick_budget: ClassVar[Mapping[str, Any]] = {"chains": 8, "warmup": 60, "draws": 50, "num_steps": 16}
+    name = "hmc"
+    quick_budget: ClassVar = {"chains": 8, "warmup": 60, "draws": 50, "num_steps": 16}
 
     def kernel(self, problem: Problem) -> Kernel:
         return HMC(problem.model, num_steps=self.num_steps)
@@ -145,18 +123,14 @@ class HamiltonianMonteCarlo(_Chains):
 @register
 @dataclass(frozen=True)
 class NoUTurn(_Chains):
-    """NUTS on all data."""
+    """The No-U-Turn Sampler (Hoffman & Gelman 2014) on all data: trajectories that find their own length."""
 
     warmup: int = 200
     draws: int = 100
     max_treedepth: int = 7
 
-    name: ClassVar[str] = "nuts"
-    summary: ClassVar[str] = (
-        "The No-U-Turn Sampler (Hoffman & Gelman 2014) on all data: Hamiltonian trajectories that find their own "
-        "length."
-    )
-    quick_budget: ClassVar[Mapping[str, Any]] = {"chains": 8, "warmup": 40, "draws": 30, "max_treedepth": 5}
+    name = "nuts"
+    quick_budget: ClassVar = {"chains": 8, "warmup": 40, "draws": 30, "max_treedepth": 5}
 
     def kernel(self, problem: Problem) -> Kernel:
         return NUTS(problem.model, max_treedepth=self.max_treedepth)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,8 +19,6 @@ from pyro_symmetric.study.methods.networks import LOSS, _Networks, _on_cpu, loss
 from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.weights import Weights, unflatten
 
-ABOUT = "A Laplace approximation (Daxberger et al. 2021): a Gaussian at a trained network, with the curvature"
-
 # A full covariance of more weights than this would take longer to invert than all else to run.
 MOST_WEIGHTS = 10_000
 
@@ -35,7 +33,7 @@ class _Laplace(_Networks):
 
     structure: ClassVar[str]
     subset: ClassVar[str] = "all"
-    packages: ClassVar[Mapping[str, str]] = {"laplace": "laplace-torch"}
+    packages: ClassVar = {"laplace": "laplace-torch"}
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         model = problem.model
@@ -93,32 +91,30 @@ class _Laplace(_Networks):
 @register
 @dataclass(frozen=True)
 class FullLaplace(_Laplace):
-    """Laplace with the full covariance."""
+    """A Laplace approximation (Daxberger et al. 2021): a Gaussian at a trained network, with the curvature of all
+    weights together (laplace-torch)."""
 
-    structure: ClassVar[str] = "full"
-    name: ClassVar[str] = "laplace-full"
-    summary: ClassVar[str] = f"{ABOUT} of all weights together (laplace-torch)."
+    name = "laplace-full"
+    structure = "full"
 
 
 @register
 @dataclass(frozen=True)
 class DiagonalLaplace(_Laplace):
-    """Laplace with independent weights."""
+    """A Laplace approximation with the curvature of each weight by itself (laplace-torch)."""
 
-    structure: ClassVar[str] = "diag"
-    name: ClassVar[str] = "laplace-diagonal"
-    summary: ClassVar[str] = f"{ABOUT} of each weight by itself (laplace-torch)."
+    name = "laplace-diagonal"
+    structure = "diag"
 
 
 @register
 @dataclass(frozen=True)
 class LastLayerLaplace(_Laplace):
-    """Laplace of the last layer, its curvature a Kronecker product."""
+    """A Laplace approximation with the curvature of the last layer as a Kronecker product (laplace-torch)."""
 
-    structure: ClassVar[str] = "kron"
-    subset: ClassVar[str] = "last_layer"
-    name: ClassVar[str] = "laplace-last-layer"
-    summary: ClassVar[str] = f"{ABOUT} of the last layer as a Kronecker product (laplace-torch)."
+    name = "laplace-last-layer"
+    structure = "kron"
+    subset = "last_layer"
 
 
 def prior_precision(model: BayesianModel, shapes: dict[str, torch.Size], by_layer: bool) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -34,8 +34,8 @@ class _Networks(Method):
     learning_rate: float = 0.01
     batch_size: int = 256
 
-    quick_budget: ClassVar[Mapping[str, Any]] = {"steps": 300, "learning_rate": 0.02}
-    many: ClassVar[int | None] = 10
+    many = 10
+    quick_budget: ClassVar = {"steps": 300, "learning_rate": 0.02}
 
     def _train(self, problem: Problem, progress: bool, steps: int | None = None, **more: Any) -> Posterior:
         """Train ``modes`` networks, each to a mode of the posterior, for about as many steps."""
@@ -68,15 +68,16 @@ def weights_of(trained: Posterior, problem: Problem) -> Weights:
 @register
 @dataclass(frozen=True)
 class Ensemble(_Networks):
-    """Independently trained networks. ``single-ensemble`` is one network, ``multi-ensemble`` a few that are trained
-    apart from those of ``ensemble``, to be held against it as the reference."""
+    """A deep ensemble: networks trained independently, each to a mode of the posterior (MAP).
+
+    ``single-ensemble`` is one network, ``multi-ensemble`` a few that are trained apart from those of ``ensemble``, to
+    be held against it as the reference."""
 
     modes: int = 100
 
-    name: ClassVar[str] = "ensemble"
-    summary: ClassVar[str] = "A deep ensemble: networks trained independently, each to a mode of the posterior (MAP)."
-    quick_budget: ClassVar[Mapping[str, Any]] = {**_Networks.quick_budget, "modes": 40}
-    draws_globally: ClassVar[bool] = False
+    name = "ensemble"
+    quick_budget: ClassVar = {**_Networks.quick_budget, "modes": 40}
+    draws_globally = False
 
     def num_draws(self, settings: StudySettings) -> int:
         return self.modes
@@ -89,15 +90,12 @@ class Ensemble(_Networks):
 @register
 @dataclass(frozen=True)
 class Dropout(_Networks):
-    """Networks whose hidden units are dropped at random, in training and afterwards."""
+    """Monte Carlo dropout (Gal & Ghahramani 2016): a trained network whose hidden units are dropped at random; each
+    draw is the network with one set of units dropped, as weights."""
 
     rate: float = 0.1
 
-    name: ClassVar[str] = "mc-dropout"
-    summary: ClassVar[str] = (
-        "Monte Carlo dropout (Gal & Ghahramani 2016): a trained network whose hidden units are dropped at random; each "
-        "draw is the network with one set of units dropped, as weights."
-    )
+    name = "mc-dropout"
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         group, model = problem.symmetry.permutations, copy.deepcopy(problem.model)
@@ -113,19 +111,16 @@ class Dropout(_Networks):
 @register
 @dataclass(frozen=True)
 class SwagNetworks(_Networks):
-    """A Gaussian from the path of stochastic gradient descent around a trained network."""
+    """SWAG (Maddox et al. 2019): a Gaussian, diagonal plus low rank, with the moments of the iterates of stochastic
+    gradient descent at a constant step size, begun at a trained network."""
 
     iterates: int = 40
     every: int = 20
     rank: int = 20
     descent_rate: float = 0.02
 
-    name: ClassVar[str] = "swag"
-    summary: ClassVar[str] = (
-        "SWAG (Maddox et al. 2019): a Gaussian, diagonal plus low rank, with the moments of the iterates of stochastic "
-        "gradient descent at a constant step size, begun at a trained network."
-    )
-    quick_budget: ClassVar[Mapping[str, Any]] = {**_Networks.quick_budget, "iterates": 20, "every": 10}
+    name = "swag"
+    quick_budget: ClassVar = {**_Networks.quick_budget, "iterates": 20, "every": 10}
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         trained = self._train(problem, progress)

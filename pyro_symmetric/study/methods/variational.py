@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
@@ -39,8 +39,8 @@ class _Variational(Method):
     batch_size: int = 512
     init_scale: float = 0.03
 
-    many: ClassVar[int | None] = 5
-    quick_budget: ClassVar[Mapping[str, Any]] = {"steps": 400, "learning_rate": 0.03}
+    many = 5
+    quick_budget: ClassVar = {"steps": 400, "learning_rate": 0.03}
 
     def _train(self, problem: Problem, guide: AutoGuide, label: str, progress: bool) -> list[float]:
         return fit_guide(
@@ -64,37 +64,28 @@ class _Variational(Method):
         return gaussian_copy(stock), losses
 
     def _fit(self, problem: Problem, guide: WeightsGuide, label: str, losses: list[float], **more: Any) -> Fit:
-        shape, group = (problem.settings.draws,), problem.symmetry.finite
+        shape, model = (problem.settings.draws,), problem.model
         # A symmetrised guide is compared as what it is: with all its copies.
-        if isinstance(guide, AutoSymmetrized):
-            draws = guide.sample_posterior(shape, orbit=True)
-        else:
-            draws = guide.sample_posterior(shape)
-        worth = evidence_of(
-            guide,
-            lambda weights: problem.model.log_joint(weights, problem.x, problem.y),
-            group,
-        )
-        return Fit(
-            label,
-            Posterior.from_samples(draws, rows="independent"),
-            losses,
-            "negative ELBO (nats)",
-            evidence=asdict(worth),
-            **more,
-        )
+        orbit = {"orbit": True} if isinstance(guide, AutoSymmetrized) else {}
+        draws = guide.sample_posterior(shape, **orbit)
+        worth = evidence_of(guide, lambda w: model.log_joint(w, problem.x, problem.y), problem.symmetry.finite)
+        posterior = Posterior.from_samples(draws, rows="independent")
+        return Fit(label, posterior, losses, "negative ELBO (nats)", evidence=asdict(worth), **more)
+
+    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
+        yield pooled([self._fit_one(problem, progress) for _ in range(self.modes)])
+
+    def _fit_one(self, problem: Problem, progress: bool) -> Fit:
+        """One of the independent fits."""
+        raise NotImplementedError
 
 
 @register
 @dataclass(frozen=True)
 class MeanField(_Variational):
-    """Stock Pyro: one independent Gaussian for each weight."""
+    """Pyro's stock AutoNormal: one independent Gaussian for each weight, fitted by SVI."""
 
-    name: ClassVar[str] = "mean-field"
-    summary: ClassVar[str] = "Pyro's stock AutoNormal: one independent Gaussian for each weight, fitted by SVI."
-
-    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        yield pooled([self._fit_one(problem, progress) for _ in range(self.modes)])
+    name = "mean-field"
 
     def _fit_one(self, problem: Problem, progress: bool) -> Fit:
         guide, losses = self._mean_field(problem, self.title, progress)
@@ -108,9 +99,6 @@ class _Symmetrized(_Variational):
     proposals: int = 4
 
     base: ClassVar[type[AutoGuide]]
-
-    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        yield pooled([self._fit_one(problem, progress) for _ in range(self.modes)])
 
     def _fit_one(self, problem: Problem, progress: bool) -> Fit:
         guide = AutoSymmetrized(
@@ -128,33 +116,27 @@ class _Symmetrized(_Variational):
 @register
 @dataclass(frozen=True)
 class SymmetrizedMeanField(_Symmetrized):
-    """The mean-field guide averaged over the network's finite group."""
+    """AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units, and over all flips of their
+    signs if the network has these (Gelberg et al. 2024), trained with SinkhornImportance, which matches units. Its
+    draws come from all copies alike."""
 
-    base: ClassVar[type[AutoGuide]] = AutoDiagonalNormal
-    name: ClassVar[str] = "symmetrized"
-    summary: ClassVar[str] = (
-        "AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units, and over all flips of "
-        "their signs if the network has these (Gelberg et al. 2024), trained with SinkhornImportance, which matches "
-        "units. Its draws come from all copies alike."
-    )
+    name = "symmetrized"
+    base = AutoDiagonalNormal
 
 
 @register
 @dataclass(frozen=True)
 class SymmetrizedUnitBlocks(_Symmetrized):
-    """Unit blocks averaged over the network's finite group.
+    """AutoSymmetrized over AutoUnitBlocks: the weights of each hidden unit are correlated, units are independent;
+    averaged over the same group, and trained likewise. Left out of networks with too many weights a unit.
 
     A step costs the cube of a unit's weights: :attr:`largest` bounds the entries of all blocks together.
     """
 
     largest: int = 500_000
 
-    base: ClassVar[type[AutoGuide]] = AutoUnitBlocks
-    name: ClassVar[str] = "symmetrized-blocks"
-    summary: ClassVar[str] = (
-        "AutoSymmetrized over AutoUnitBlocks: the weights of each hidden unit are correlated, units are independent; "
-        "averaged over the same group, and trained likewise. Left out of networks with too many weights a unit."
-    )
+    name = "symmetrized-blocks"
+    base = AutoUnitBlocks
 
     def too_large(self, problem: Problem) -> str:
         shapes = problem.model.site_shapes
@@ -171,21 +153,17 @@ class SymmetrizedUnitBlocks(_Symmetrized):
 @register
 @dataclass(frozen=True)
 class AlignedMeanField(_Variational):
-    """Mean-field fits in the frame of another, and what lies half-way between them."""
+    """Two independent mean-field fits; the second is pushed forward by the permutation of hidden units, and the flips
+    of their signs if the network has these, that bring it closest to the first in Wasserstein distance (Rossi et al.
+    2023). The midpoints lie half-way along the Wasserstein geodesic between the two, with and without that move. Of
+    several runs all are brought to the first and drawn from alike; the midpoint is their barycentre."""
 
     path_points: int = 21
     path_draws: int = 32
-    quick_budget: ClassVar[Mapping[str, Any]] = {**_Variational.quick_budget, "path_points": 11, "path_draws": 16}
 
-    name: ClassVar[str] = "aligned"
-    labels: ClassVar[tuple[str, ...]] = ("aligned", "aligned midpoint", "unaligned midpoint")
-    summary: ClassVar[str] = (
-        "Two independent mean-field fits; the second is pushed forward by the permutation of hidden units, and the "
-        "flips of their signs if the network has these, that bring it closest to the first in Wasserstein distance "
-        "(Rossi et al. 2023). The midpoints lie half-way along the Wasserstein geodesic between the two, with and "
-        "without that move. Of several runs all are brought to the first and drawn from alike; the midpoint is their "
-        "barycentre."
-    )
+    name = "aligned"
+    labels = ("aligned", "aligned midpoint", "unaligned midpoint")
+    quick_budget: ClassVar = {**_Variational.quick_budget, "path_points": 11, "path_draws": 16}
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
         runs = max(2, self.modes)
