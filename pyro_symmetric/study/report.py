@@ -75,9 +75,7 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
     projected = {title: _project(draws) for title, draws in frames.items()}
     shown.append(("All draws, projected", caption, plots.projections(projected, reference)))
     shown += [_marginals(study, frames), _calibration(rows, study.problem)]
-    caption = (
-        "Loss along the Wasserstein geodesic between the two fits; the hump over the straight line is the barrier."
-    )
+    caption = "Loss along the Wasserstein geodesic between two fits; the hump over the straight line is the barrier."
     barriers = {name: row["barrier"] for name, row in rows.items() if row["barrier"]}
     shown += [(f"Loss barrier of {name}", caption, plots.barriers(curves)) for name, curves in barriers.items()]
     curves = {
@@ -118,10 +116,7 @@ def _marginals(study: Study, frames: Mapping[str, Mapping[str, Weights]]) -> tup
     picked = _picked_weights(first[site])
     names = [f"{site}[{', '.join(map(str, np.unravel_index(p, tuple(first[site].shape[1:]))))}]" for p in picked]
     values = {
-        title: {
-            method: own[site].reshape(len(own[site]), -1)[:, picked].double().cpu().numpy()
-            for method, own in draws.items()
-        }
+        title: {name: _rows(own[site])[:, picked].double().cpu().numpy() for name, own in draws.items()}
         for title, draws in frames.items()
     }
     return (
@@ -131,6 +126,10 @@ def _marginals(study: Study, frames: Mapping[str, Mapping[str, Weights]]) -> tup
         "in one frame for the draws of all methods, each unit has its own.",
         plots.marginals(values, names),
     )
+
+
+def _rows(value: Tensor) -> Tensor:
+    return value.reshape(len(value), -1)
 
 
 def _picked_weights(value: Tensor) -> list[int]:
