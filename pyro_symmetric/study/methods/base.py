@@ -165,7 +165,7 @@ def make_method(name: str, quick: bool = False, budget: Mapping[str, Any] | None
 
 
 def about(kind: type[Method]) -> str:
-    """What a method is, by its docstring's first paragraph."""
+    """The first paragraph of a method's docstring."""
     return (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
 
 
